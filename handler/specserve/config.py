@@ -1,0 +1,123 @@
+"""The model YAML: TorchServe's own keys on top, ours below `handler:`, validated by pydantic."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from specserve.errors import ConfigError
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class HubSource(_Section):
+    """A file of a model hub's repository."""
+
+    hub: str
+    file: str
+
+
+class RegistrySource(_Section):
+    """A file cut into parts that wheels of the package registry carry.
+
+    `package` and `member` are format strings of the part's number `n`, counted from 1.
+    """
+
+    package: str
+    version: str
+    parts: int = Field(ge=1)
+    member: str
+
+
+class TinySource(_Section):
+    """A generated model of a few hundred tokens: `tiny` names the architecture, `role` its weights."""
+
+    tiny: str
+    role: str
+
+
+Source = HubSource | RegistrySource | TinySource
+
+
+class ModelConfig(_Section):
+    """Where one GGUF comes from, and what is done to it before it is loaded."""
+
+    path: Path | None = Field(None, description="The file itself; an archive always has this one.")
+    file: str | None = Field(None, description="Its name in the models directory.")
+    sha256: Sha256 | None = None
+    sources: list[Source] = []
+    requantise: str | None = Field(None, pattern="^q4_0$")
+
+    @model_validator(mode="after")
+    def _has_a_place(self) -> ModelConfig:
+        if self.path is None and self.file is None:
+            raise ValueError("give `path` (a GGUF file) or `file` (its name, with `sources`)")
+        return self
+
+
+class SpeculationConfig(_Section):
+    """The operator's side of speculation: the default and the cap of what a request may ask for."""
+
+    gamma: int = Field(3, ge=0, le=32, description="Draft tokens a round; 0 switches speculation off.")
+    max_gamma: int = Field(16, ge=1, le=32, description="The most a request may ask for.")
+
+
+class HandlerConfig(_Section):
+    """Everything below `handler:` in a model YAML."""
+
+    model_id: str = Field(description="The id that v1/models lists.", min_length=1)
+    target: ModelConfig
+    draft: ModelConfig | None = None
+    models_directory: Path | None = Field(None, description="Searched for `file` before anything is fetched.")
+    sequences: int = Field(8, ge=1, le=64, description="Sequences that decode at the same time.")
+    context_length: int = Field(4096, ge=64, description="Tokens of prompt and answer, each sequence.")
+    threads: int | None = Field(None, ge=1, description="Compute threads; default: the usable cores.")
+    prefill_rows: int = Field(64, ge=4, le=512, description="Prompt rows a step beside running streams.")
+    time_slice_ms: float = Field(40.0, ge=0, description="A handle() call decodes at least this long.")
+    speculation: SpeculationConfig = SpeculationConfig()
+
+
+def usable_cores() -> int:
+    """How many cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def parse_handler(section: object, where: str) -> HandlerConfig:
+    """Validate the `handler:` section; `where` names the file in the error's sentence.
+
+    Raises:
+        ConfigError: the section is missing or a key in it is wrong.
+    """
+    if not isinstance(section, dict):
+        raise ConfigError(f"{where}: there is no `handler:` section; see config/tiny.yaml for a short example.")
+    try:
+        return HandlerConfig.model_validate(section)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in ("handler", *first["loc"]))
+        raise ConfigError(f"{where}: `{key}`: {first['msg']}.") from error
+
+
+def load_yaml(path: Path) -> tuple[dict[str, Any], HandlerConfig]:
+    """Read a model YAML: the whole document, and its validated `handler:` section.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or a key of ours is wrong.
+    """
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not valid YAML ({' '.join(str(error).split())}).") from error
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path}: is not a mapping of keys; see config/tiny.yaml for a short example.")
+    return document, parse_handler(document.get("handler"), str(path))

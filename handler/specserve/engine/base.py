@@ -1,0 +1,75 @@
+"""What the rest of specserve asks of an inference engine: a batched forward pass over slots of a key-value cache."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.floating]
+
+
+class Row(NamedTuple):
+    """One token of one forward pass: it is written at `position` of `slot`'s cache."""
+
+    token: int
+    slot: int
+    position: int
+    wants_logits: bool
+
+
+class Vocabulary(Protocol):
+    """The tokens of one model."""
+
+    @property
+    def size(self) -> int:
+        """Number of tokens, which is the width of a row of logits."""
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Tokenise `text` as the model was trained to see a prompt; `special` also reads control tokens' names."""
+
+    def piece(self, token: int) -> bytes:
+        """The bytes a token adds to the text; empty for control tokens."""
+
+    def ends_text(self, token: int) -> bool:
+        """Whether the model ends its answer with this token."""
+
+    def start_token(self) -> int | None:
+        """The token that stands for an empty prompt, None where the vocabulary has no such token."""
+
+
+class Engine(Protocol):
+    """One model with its cache of `n_slots` independent sequences.
+
+    A cache is always a contiguous prefix of its sequence: rows of one slot must continue at its length,
+    in order, and only `cut` shortens it.
+    """
+
+    @property
+    def n_slots(self) -> int:
+        """Number of sequences the cache holds."""
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows of one forward pass."""
+
+    @property
+    def max_logits(self) -> int:
+        """The most rows of one forward pass that may want logits."""
+
+    def forward(self, rows: list[Row]) -> FloatArray:
+        """Run the model over `rows`.
+
+        Returns:
+            Logits, shape (rows that want them, vocabulary), in the rows' order; overwritten by the next call.
+
+        Raises:
+            EngineError: the pass failed; the caches of the rows' slots are as before the call.
+        """
+
+    def cut(self, slot: int, length: int) -> None:
+        """Keep the first `length` tokens of a slot's cache."""
+
+    def close(self) -> None:
+        """Give the memory back; the engine cannot be used afterwards."""

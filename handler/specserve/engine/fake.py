@@ -1,0 +1,93 @@
+"""An engine for tests: a random but fixed model over a small vocabulary, and a cache that refuses every misuse."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from specserve.engine.base import FloatArray, Row
+from specserve.errors import EngineError
+
+
+class FakeEngine:
+    """A model whose next-token logits are a pure function of the last `memory` tokens.
+
+    `blend` 0 gives the target itself and 1 an unrelated model: in between lies a draft that often agrees.
+    Like a real cache it holds tokens a slot, and it refuses rows that do not continue them.
+    """
+
+    def __init__(
+        self, *, vocabulary: int, n_slots: int, blend: float = 0.0, memory: int = 2, sharpness: float = 2.0
+    ) -> None:
+        self.n_slots = n_slots
+        self.max_rows = 256
+        self.max_logits = 64
+        self.cache: list[list[int]] = [[] for _ in range(n_slots)]
+        self.decoded: list[Row] = []
+        self.fail_next = False
+        self._vocabulary = vocabulary
+        self._memory = memory
+        self._blend = blend
+        self._sharpness = sharpness
+
+    def logits(self, context: list[int]) -> FloatArray:
+        """The logits that follow `context`, shape (vocabulary,)."""
+        key = [self._vocabulary, *context[-self._memory :]]
+        own = np.random.default_rng([0, *key]).normal(size=self._vocabulary)
+        other = np.random.default_rng([1, *key]).normal(size=self._vocabulary)
+        mixed = (1 - self._blend) * own + self._blend * other
+        return (self._sharpness * mixed).astype(np.float32)
+
+    def forward(self, rows: list[Row]) -> FloatArray:
+        """Logits of the rows that want them; see `Engine.forward`."""
+        if self.fail_next:
+            self.fail_next = False
+            raise EngineError("The fake engine was told to fail.")
+        if not 0 < len(rows) <= self.max_rows:
+            raise EngineError(f"A forward pass takes 1 to {self.max_rows} rows, not {len(rows)}.")
+        held = [len(tokens) for tokens in self.cache]
+        for row in rows:
+            if row.position != held[row.slot]:
+                raise EngineError(f"Slot {row.slot} holds {held[row.slot]} tokens, position {row.position} given.")
+            held[row.slot] += 1
+        result = []
+        for row in rows:
+            self.decoded.append(row)
+            self.cache[row.slot].append(row.token)
+            if row.wants_logits:
+                result.append(self.logits(self.cache[row.slot]))
+        if len(result) > self.max_logits:
+            raise EngineError(f"A forward pass gives at most {self.max_logits} rows of logits.")
+        return np.stack(result) if result else np.empty((0, self._vocabulary), np.float32)
+
+    def cut(self, slot: int, length: int) -> None:
+        """Keep the first `length` tokens of a slot's cache."""
+        del self.cache[slot][length:]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class FakeVocabulary:
+    """Tokens are the bytes 0 to size - 2; the last token ends the text."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """One token a byte; `special` makes no difference."""
+        del special
+        return [byte % (self.size - 1) for byte in text.encode("utf-8")]
+
+    def piece(self, token: int) -> bytes:
+        """The token's byte, moved into the printable range for small vocabularies."""
+        if self.ends_text(token):
+            return b""
+        return bytes([token if self.size > 128 else 97 + token])
+
+    def ends_text(self, token: int) -> bool:
+        """Whether this is the last token of the vocabulary."""
+        return token == self.size - 1
+
+    def start_token(self) -> int | None:
+        """There is none."""
+        return None

@@ -1,0 +1,254 @@
+"""The llama.cpp engine: the only module that imports llama_cpp, through its low-level API alone."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import lru_cache
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+
+from specserve.engine.base import FloatArray, Row
+from specserve.errors import EngineError, ModelLoadError
+
+_GGUF_MAGIC = b"GGUF"
+_LOG_LEVEL_ERROR = 4  # ggml.h, enum ggml_log_level; the binding leaves it out
+
+
+@llama_cpp.llama_log_callback
+def _keep_quiet(level: int, text: bytes, _user_data: object) -> None:
+    """Pass on only llama.cpp's errors; the rest is kilobytes a load."""
+    if level == _LOG_LEVEL_ERROR:
+        os.write(2, b"llama.cpp: " + text)
+
+
+@lru_cache(maxsize=1)
+def _start_backend() -> None:
+    llama_cpp.llama_log_set(_keep_quiet, ctypes.c_void_p(0))
+    llama_cpp.llama_backend_init()
+
+
+class LlamaModel:
+    """A loaded GGUF: its weights and its vocabulary.
+
+    Raises:
+        ModelLoadError: the file is missing, is not GGUF, or llama.cpp refuses it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        _check_file(path)
+        _start_backend()
+        params = llama_cpp.llama_model_default_params()
+        params.n_gpu_layers = 0
+        # Repacked weights are private copies: a mapping would keep every page a second time.
+        params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
+        model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+        if model is None:
+            raise ModelLoadError(
+                f"{path}: llama.cpp cannot load this GGUF; is it complete, and of an architecture it knows?"
+            )
+        self.path = path
+        self.pointer = model
+        self._vocab = llama_cpp.llama_model_get_vocab(model)
+        self.size = llama_cpp.llama_vocab_n_tokens(self._vocab)
+        self.trained_context = llama_cpp.llama_model_n_ctx_train(model)
+        self._pieces: dict[int, bytes] = {}
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Tokenise `text`, with the beginning-of-text token where the model wants one."""
+        data = text.encode("utf-8")
+        room = len(data) + 8
+        tokens = (llama_cpp.llama_token * room)()
+        count = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, room, True, special)
+        if count < 0:
+            raise EngineError(f"The tokenizer needs {-count} tokens for {len(data)} bytes of text.")
+        return list(tokens[:count])
+
+    def piece(self, token: int) -> bytes:
+        """The bytes a token adds to the text; empty for control tokens."""
+        known = self._pieces.get(token)
+        if known is None:
+            known = self._pieces[token] = self._read_piece(token)
+        return known
+
+    def _read_piece(self, token: int) -> bytes:
+        room = 64
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            count = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, room, 0, False)
+            if count >= 0:
+                return buffer.raw[:count]
+            room = -count
+
+    def ends_text(self, token: int) -> bool:
+        """Whether the model ends its answer with this token."""
+        return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
+
+    def start_token(self) -> int | None:
+        """The token that stands for an empty prompt, None where the vocabulary has no such token."""
+        token = llama_cpp.llama_vocab_bos(self._vocab)
+        return token if token >= 0 else None
+
+    def token_text(self, token: int) -> bytes:
+        """A token as the vocabulary spells it."""
+        return llama_cpp.llama_vocab_get_text(self._vocab, token) or b""
+
+    def vocabulary_kind(self) -> tuple[int, int, int, bool, bool]:
+        """What must be equal before two vocabularies are compared: type, BOS, EOS and whether they are added."""
+        vocab = self._vocab
+        return (
+            llama_cpp.llama_vocab_type(vocab),
+            llama_cpp.llama_vocab_bos(vocab),
+            llama_cpp.llama_vocab_eos(vocab),
+            bool(llama_cpp.llama_vocab_get_add_bos(vocab)),
+            bool(llama_cpp.llama_vocab_get_add_eos(vocab)),
+        )
+
+    def close(self) -> None:
+        """Give the weights back."""
+        llama_cpp.llama_model_free(self.pointer)
+
+
+class LlamaEngine:
+    """A context of one model: a unified cache of `n_slots` sequences and batched forward passes.
+
+    Raises:
+        ModelLoadError: there is no memory for the context, or the model's cache cannot be cut back.
+    """
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        *,
+        n_slots: int,
+        context_length: int,
+        threads: int,
+        max_rows: int,
+        max_logits: int,
+    ) -> None:
+        self.n_slots = n_slots
+        self.max_rows = max_rows
+        self.max_logits = max_logits
+        self._width = model.size
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = n_slots * context_length
+        params.n_seq_max = n_slots
+        params.n_batch = params.n_ubatch = max_rows
+        params.n_outputs_max = max_logits
+        params.n_threads = params.n_threads_batch = threads
+        # One cache for all: sequences with different numbers of rows then share a forward pass.
+        params.kv_unified = True
+        params.no_perf = True
+        context = llama_cpp.llama_init_from_model(model.pointer, params)
+        if context is None:
+            raise ModelLoadError(
+                f"{model.path}: no memory for {n_slots} sequences of {context_length} tokens; "
+                "lower `sequences` or `context_length`."
+            )
+        self._context = context
+        self._memory = llama_cpp.llama_get_memory(context)
+        self._lengths = [0] * n_slots
+        self._make_batch(max_rows)
+        self._check_cuts(model)
+
+    def _make_batch(self, rows: int) -> None:
+        """A batch over memory of our own, so that NumPy fills it and its capacity is one we can check."""
+        self._tokens = np.zeros(rows, np.int32)
+        self._positions = np.zeros(rows, np.int32)
+        self._counts = np.ones(rows, np.int32)
+        self._slots = np.zeros(rows, np.int32)
+        self._wants = np.zeros(rows, np.int8)
+        first = self._slots.ctypes.data
+        self._slot_pointers = np.arange(rows, dtype=np.uintp) * self._slots.itemsize + first
+        batch = llama_cpp.llama_batch()
+        int32s = ctypes.POINTER(ctypes.c_int32)
+        batch.token = self._tokens.ctypes.data_as(int32s)
+        batch.pos = self._positions.ctypes.data_as(int32s)
+        batch.n_seq_id = self._counts.ctypes.data_as(int32s)
+        batch.seq_id = self._slot_pointers.ctypes.data_as(ctypes.POINTER(int32s))
+        batch.logits = self._wants.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
+        self._batch = batch
+
+    def _check_cuts(self, model: LlamaModel) -> None:
+        """Some kinds of model cannot forget their last tokens; speculation needs exactly that."""
+        self.forward([Row(0, 0, position, wants_logits=False) for position in range(2)])
+        if not self._forget(0, 1):
+            raise ModelLoadError(
+                f"{model.path}: this kind of model cannot take tokens back, so drafts cannot be verified with it."
+            )
+        self.cut(0, 0)
+
+    def forward(self, rows: list[Row]) -> FloatArray:
+        """Run the model over `rows`; see `Engine.forward`."""
+        count = len(rows)
+        if not 0 < count <= self.max_rows:
+            raise EngineError(f"A forward pass takes 1 to {self.max_rows} rows, not {count}.")
+        tokens, slots, positions, wants = zip(*rows, strict=True)
+        wanted = sum(wants)
+        if wanted > self.max_logits:
+            raise EngineError(f"A forward pass gives at most {self.max_logits} rows of logits, not {wanted}.")
+        lengths = self._lengths.copy()
+        for slot, position in zip(slots, positions, strict=True):
+            if position != lengths[slot]:
+                raise EngineError(f"Slot {slot} holds {lengths[slot]} tokens; position {position} does not follow.")
+            lengths[slot] += 1
+        self._tokens[:count] = tokens
+        self._slots[:count] = slots
+        self._positions[:count] = positions
+        self._wants[:count] = wants
+        self._batch.n_tokens = count
+        code = llama_cpp.llama_decode(self._context, self._batch)
+        if code != 0:
+            for slot in set(slots):
+                self._forget(slot, self._lengths[slot])
+            raise EngineError(f"llama_decode failed with code {code} on {count} rows.")
+        self._lengths = lengths
+        if not wanted:
+            return np.empty((0, self._width), np.float32)
+        logits = llama_cpp.llama_get_logits(self._context)
+        return np.ctypeslib.as_array(logits, shape=(wanted, self._width))
+
+    def cut(self, slot: int, length: int) -> None:
+        """Keep the first `length` tokens of a slot's cache."""
+        if length < self._lengths[slot]:
+            self._forget(slot, length)
+            self._lengths[slot] = length
+
+    def _forget(self, slot: int, length: int) -> bool:
+        """Take the tokens from `length` on out of the cache; False where this kind of cache cannot."""
+        return bool(llama_cpp.llama_memory_seq_rm(self._memory, slot, length, -1))
+
+    def close(self) -> None:
+        """Give the cache back."""
+        llama_cpp.llama_free(self._context)
+
+
+def check_same_vocabulary(target: LlamaModel, draft: LlamaModel) -> None:
+    """Refuse a pair whose token ids mean different texts, by llama.cpp's own rule for drafts.
+
+    Raises:
+        ModelLoadError: names the first difference.
+    """
+    pair = f"The draft {draft.path.name} does not fit the target {target.path.name}"
+    advice = "choose a draft of the target's own family"
+    if target.vocabulary_kind() != draft.vocabulary_kind():
+        raise ModelLoadError(f"{pair}: their tokenizers are of different kinds; {advice}.")
+    if abs(target.size - draft.size) > 128:
+        raise ModelLoadError(f"{pair}: their vocabularies hold {draft.size} and {target.size} tokens; {advice}.")
+    for token in range(5, min(target.size, draft.size)):
+        if target.token_text(token) != draft.token_text(token):
+            raise ModelLoadError(f"{pair}: token {token} is a different text in each; {advice}.")
+
+
+def _check_file(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(_GGUF_MAGIC))
+    except OSError as error:
+        raise ModelLoadError(
+            f"{path}: the model file cannot be read ({error.strerror}); run scripts/prepare and scripts/archive again."
+        ) from error
+    if magic != _GGUF_MAGIC:
+        raise ModelLoadError(f"{path}: this is not a GGUF file; point `path` at a model in GGUF format.")

@@ -1,0 +1,126 @@
+"""What clients read: OpenAI's response objects and stream chunks, made of a generation."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from specserve.serving.generation import Generation
+from specserve.serving.openai import CompletionRequest
+
+JsonObject = dict[str, Any]
+
+
+def sse(event: JsonObject) -> str:
+    """One event of a stream."""
+    return f"data: {json.dumps(event)}\n\n"
+
+
+SSE_END = "data: [DONE]\n\n"
+
+
+class CompletionAnswer:
+    """The answer to one v1/completions request, whole or as a stream of chunks.
+
+    Args:
+        plain_step_seconds: what one plain decode step takes, for the estimate of the speed-up.
+    """
+
+    def __init__(
+        self, request: CompletionRequest, generation: Generation, *, identity: str, model: str, plain_step_seconds: float
+    ) -> None:
+        self.generation = generation
+        self.streams = bool(request.stream)
+        self._options = request.stream_options
+        self._head: JsonObject = {
+            "id": f"cmpl-{identity}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._text = ""
+        self._plain_step_seconds = plain_step_seconds
+
+    def prepend(self, text: str) -> None:
+        """Begin the answer with `text`, as `echo` asks for."""
+        self._text = text
+
+    def body(self) -> JsonObject:
+        """The whole response; the generation must be done."""
+        text = self._text + self.generation.take_text()
+        choice = _choice(text, self.generation.finish_reason)
+        return {**self._head, "choices": [choice], **self._totals()}
+
+    def next_events(self) -> str:
+        """The stream's events since the last call, '' where there is nothing new; the end of it when done."""
+        generation = self.generation
+        if generation.error is not None:
+            return sse(dict(generation.error.body())) + SSE_END
+        text = self._text + generation.take_text()
+        self._text = ""
+        events = ""
+        usage = {"usage": None} if self._wants_usage else {}
+        if text or generation.done:
+            events = sse({**self._head, "choices": [_choice(text, generation.finish_reason)], **usage})
+        if generation.done:
+            if self._wants_usage:
+                events += sse({**self._head, "choices": [], **self._totals()})
+            events += SSE_END
+        return events
+
+    @property
+    def _wants_usage(self) -> bool:
+        return self._options is not None and self._options.include_usage
+
+    def _totals(self) -> JsonObject:
+        sequence = self.generation.sequence
+        return {
+            "usage": {
+                "prompt_tokens": sequence.prompt_length,
+                "completion_tokens": sequence.generated,
+                "total_tokens": len(sequence.tokens),
+                "prompt_tokens_details": {"cached_tokens": sequence.reused},
+            },
+            "speculation": self._speculation(),
+        }
+
+    def _speculation(self) -> JsonObject:
+        """The account of the request: what was drafted, and where the time went."""
+        sequence = self.generation.sequence
+        account = sequence.account
+        decoding = account.draft_seconds + account.target_seconds + account.other_seconds
+        # The first token comes out of the prefill.
+        plain = max(0, sequence.generated - 1) * self._plain_step_seconds
+        return {
+            "mode": "fixed" if sequence.gamma else "off",
+            "verification": "token",
+            "rounds": account.rounds,
+            "drafted_tokens": account.drafted,
+            "accepted_tokens": account.accepted,
+            "mean_acceptance_length": round(account.mean_acceptance_length, 3),
+            "gamma_histogram": {str(gamma): count for gamma, count in sorted(account.gammas.items())},
+            "drafters": {"model": {"drafted": account.drafted, "accepted": account.accepted}},
+            "seconds": {
+                "prefill": round(account.prefill_seconds, 6),
+                "draft": round(account.draft_seconds, 6),
+                "target": round(account.target_seconds, 6),
+                "other": round(account.other_seconds, 6),
+                "plain_estimate": round(plain, 6),
+            },
+            "estimated_speedup": round(plain / decoding, 3) if decoding else None,
+        }
+
+
+def _choice(text: str, finish_reason: str | None) -> JsonObject:
+    return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
+
+
+def model_object(identity: str, created: int) -> JsonObject:
+    """One entry of v1/models."""
+    return {"id": identity, "object": "model", "created": created, "owned_by": "specserve"}
+
+
+def model_list(identities: list[str], created: int) -> JsonObject:
+    """The response of v1/models."""
+    return {"object": "list", "data": [model_object(identity, created) for identity in identities]}

@@ -1,0 +1,107 @@
+"""From a configuration to engines that are ready to serve, or one sentence that says why not."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+from specserve.config import HandlerConfig, ModelConfig, usable_cores
+from specserve.engine.base import Engine, Row
+from specserve.engine.llama import LlamaEngine, LlamaModel, check_same_vocabulary
+from specserve.errors import ModelLoadError
+from specserve.speculation.drafters import Drafter, ModelDrafter, NoDrafter
+
+logger = logging.getLogger(__name__)
+
+# Logits are the largest buffers by far (vocabulary x 4 bytes a row, twice), so few rows may want them.
+_MAX_ROWS = 256
+_MAX_LOGITS = 64
+_DEAR_DRAFT = 0.5
+
+
+@dataclass(frozen=True)
+class Models:
+    """A target that is ready, what drafts for it, and the seconds of one plain decode step."""
+
+    vocabulary: LlamaModel
+    target: Engine
+    drafter: Drafter
+    plain_step_seconds: float
+
+
+def load_models(config: HandlerConfig) -> Models:
+    """Load target and draft, refuse a pair that does not fit, and measure what a step of each takes.
+
+    Raises:
+        ModelLoadError: a file is missing or unusable, or the pair does not match.
+    """
+    target_model = LlamaModel(_path(config.target))
+    _check_context(target_model, config)
+    if config.draft is None:
+        target = _engine(target_model, config, _MAX_LOGITS)
+        return Models(target_model, target, NoDrafter(), _step_seconds(target))
+    draft_model = LlamaModel(_path(config.draft))
+    check_same_vocabulary(target_model, draft_model)
+    target = _engine(target_model, config, _MAX_LOGITS)
+    draft = _engine(draft_model, config, config.sequences)
+    target_seconds, draft_seconds = _step_seconds(target), _step_seconds(draft)
+    _report_cost(draft_seconds, target_seconds)
+    drafter = ModelDrafter(draft, config.prefill_rows)
+    return Models(target_model, target, drafter, target_seconds)
+
+
+def _path(model: ModelConfig) -> Path:
+    if model.path is None:
+        raise ModelLoadError(
+            f"{model.file}: this archive does not say where the file lies; build it with scripts/archive."
+        )
+    return model.path
+
+
+def _check_context(model: LlamaModel, config: HandlerConfig) -> None:
+    if config.context_length > model.trained_context:
+        raise ModelLoadError(
+            f"{model.path}: was trained for {model.trained_context} tokens; "
+            f"lower `context_length` from {config.context_length}."
+        )
+
+
+def _engine(model: LlamaModel, config: HandlerConfig, max_logits: int) -> LlamaEngine:
+    return LlamaEngine(
+        model,
+        n_slots=config.sequences,
+        context_length=config.context_length,
+        threads=config.threads or usable_cores(),
+        max_rows=_MAX_ROWS,
+        max_logits=max(max_logits, config.sequences),
+    )
+
+
+def _step_seconds(engine: Engine) -> float:
+    """Median seconds of one plain decode step with a short context."""
+    engine.forward([Row(0, 0, position, wants_logits=False) for position in range(16)])
+    seconds = []
+    for position in range(16, 16 + 7):
+        started = perf_counter()
+        engine.forward([Row(0, 0, position, wants_logits=True)])
+        seconds.append(perf_counter() - started)
+    engine.cut(0, 0)
+    return median(seconds)
+
+
+def _report_cost(draft: float, target: float) -> None:
+    ratio = draft / target
+    logger.info(
+        "specserve: a step takes %.1f ms on the target and %.1f ms on the draft, a cost ratio of %.2f",
+        1000 * target,
+        1000 * draft,
+        ratio,
+    )
+    if ratio > _DEAR_DRAFT:
+        logger.warning(
+            "specserve: the draft costs more than half of the target, so speculation will hardly pay; "
+            "choose a smaller draft or requantise it (scripts/prepare)."
+        )

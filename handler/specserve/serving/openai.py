@@ -1,0 +1,192 @@
+"""OpenAI's completions request: its one definition, and its translation into what the scheduler runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from specserve.config import HandlerConfig
+from specserve.engine.base import Vocabulary
+from specserve.errors import RequestError
+from specserve.sequence import SamplingParams, Sequence
+from specserve.serving.generation import Generation
+
+_MAX_STOPS = 4
+_INT64 = 2**63
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Body):
+    """What a stream carries beside the text."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class SpeculationOptions(_Body):
+    """Speculation for this request: the operator's default, none, or a fixed number of drafts a round."""
+
+    mode: Literal["auto", "off", "fixed"] = "auto"
+    gamma: int | None = Field(None, ge=1, le=32)
+    drafter: Literal["auto", "model"] = "auto"
+    verification: Literal["token"] = "token"
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class CompletionRequest(_Body):
+    """The body of v1/completions."""
+
+    model: str | None = None
+    prompt: str | list[int]
+    max_tokens: int | None = Field(16, ge=0)
+    temperature: float | None = Field(1.0, ge=0, le=2)
+    top_p: float | None = Field(1.0, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0, le=_INT64 - 1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-_INT64, le=_INT64 - 1)
+    stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS)] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    echo: bool | None = False
+    speculation: SpeculationOptions | None = None
+
+    # Fields of OpenAI's reference that are not served yet; only values that ask for nothing are taken.
+    n: Literal[1] | None = None
+    best_of: Literal[1] | None = None
+    suffix: Literal[""] | None = None
+    logprobs: None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+
+    # Fields that OpenAI's clients send and that mean nothing here.
+    user: str | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    parallel_tool_calls: bool | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _list_of_stops(cls, stop: str | list[str] | None) -> list[str]:
+        return [stop] if isinstance(stop, str) else stop or []
+
+
+_NOT_YET = frozenset(
+    {"n", "best_of", "suffix", "logprobs", "logit_bias", "presence_penalty", "frequency_penalty"}
+)
+_EXPECTED = {
+    "prompt": "must be a string or a list of token ids",
+    "stop": f"must be a string or a list of at most {_MAX_STOPS} strings, none of them empty",
+}
+
+
+def parse_body(body: object) -> CompletionRequest:
+    """Validate what TorchServe made of a request's body: a mapping, or bytes where that was not JSON.
+
+    Raises:
+        RequestError: 400; `param` names the field that is wrong.
+    """
+    if isinstance(body, bytes | bytearray | str):
+        try:
+            body = json.loads(body)
+        except ValueError as error:
+            raise RequestError(f"The request's body is not valid JSON: {error}.") from error
+    if not isinstance(body, dict):
+        raise RequestError("The request's body must be a JSON object; send it with content-type application/json.")
+    try:
+        return CompletionRequest.model_validate(body)
+    except ValidationError as error:
+        raise _explain(error.errors()[0]) from error
+
+
+def _explain(error: Any) -> RequestError:
+    """OpenAI's error for pydantic's: one sentence that names the field."""
+    field = str(error["loc"][0])
+    param = ".".join(str(part) for part in error["loc"]) if field in ("speculation", "stream_options") else field
+    if error["type"] == "extra_forbidden":
+        return RequestError(f"Unknown field: '{param}'.", param=param, code="unknown_parameter")
+    if error["type"] == "missing":
+        return RequestError(f"The field '{param}' is missing.", param=param, code="missing_required_parameter")
+    if field in _NOT_YET:
+        return RequestError(f"'{param}' is not supported by this server yet.", param=param, code="unsupported_value")
+    expected = _EXPECTED.get(field)
+    if expected is None:
+        message = str(error["msg"])
+        expected = message[0].lower() + message[1:]
+    return RequestError(f"Invalid value for '{param}': {expected}.", param=param, code="invalid_value")
+
+
+def to_generation(request: CompletionRequest, vocabulary: Vocabulary, config: HandlerConfig) -> Generation:
+    """The sequence a request asks for, with the prompt tokenised and every limit applied.
+
+    Raises:
+        RequestError: 400; the prompt or `speculation` does not fit.
+    """
+    prompt = _prompt_tokens(request.prompt, vocabulary)
+    room = config.context_length - len(prompt)
+    if room < 1:
+        raise RequestError(
+            f"This model's context holds {config.context_length} tokens, prompt and answer together; "
+            f"the prompt alone has {len(prompt)}.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    wanted = room if request.max_tokens is None else request.max_tokens
+    sampling = SamplingParams(
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_k=request.top_k or 0,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        min_p=request.min_p or 0.0,
+        seed=request.seed,
+    )
+    gamma = _gamma(request.speculation or SpeculationOptions(), config)
+    sequence = Sequence(prompt, sampling, max_tokens=min(wanted, room), gamma=gamma)
+    return Generation(sequence, vocabulary, list(request.stop or []))
+
+
+def _prompt_tokens(prompt: str | list[int], vocabulary: Vocabulary) -> list[int]:
+    if isinstance(prompt, str):
+        tokens = vocabulary.encode(prompt, special=True)
+    else:
+        tokens = prompt
+        if any(not 0 <= token < vocabulary.size for token in tokens):
+            raise RequestError(
+                f"Token ids must lie between 0 and {vocabulary.size - 1}.", param="prompt", code="invalid_value"
+            )
+    if not tokens:
+        start = vocabulary.start_token()
+        if start is None:
+            raise RequestError("The prompt is empty; this model needs at least one token.", param="prompt")
+        tokens = [start]
+    return tokens
+
+
+def _gamma(options: SpeculationOptions, config: HandlerConfig) -> int:
+    limits = config.speculation
+    if options.mode == "off" or config.draft is None:
+        return 0
+    if options.gamma is None:
+        return limits.gamma
+    if options.mode != "fixed":
+        raise RequestError(
+            "'speculation.gamma' needs 'speculation.mode': 'fixed'.",
+            param="speculation.gamma",
+            code="invalid_value",
+        )
+    if options.gamma > limits.max_gamma:
+        raise RequestError(
+            f"'speculation.gamma' may be at most {limits.max_gamma} on this server.",
+            param="speculation.gamma",
+            code="invalid_value",
+        )
+    return options.gamma

@@ -1,0 +1,224 @@
+"""The TorchServe handler under continuous batching: the only module that knows how TorchServe talks.
+
+`handle` is called again and again while requests live. A row is named by its request id; its body is there the
+first time only. Every call says for every row whether its answer is whole, a chunk, or the last chunk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from specserve.config import HandlerConfig, parse_handler
+from specserve.errors import RequestError, SpecserveError
+from specserve.serving.answers import CompletionAnswer, model_list, model_object
+from specserve.serving.loading import Models, load_models
+from specserve.serving.openai import parse_body, to_generation
+from specserve.serving.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+StoppingCriterion = Callable[[object], bool | None]
+
+
+class Context(Protocol):
+    """The part of TorchServe's context that is used here."""
+
+    model_name: str
+    model_yaml_config: dict[str, Any]
+    request_ids: dict[int, str]
+    stopping_criteria: list[StoppingCriterion]
+
+    def get_request_header(self, idx: int, key: str) -> str | None:
+        """A header of the row's request; `url_path` is what follows the version in its URL."""
+
+    def set_response_status(self, code: int, phrase: str, idx: int) -> None:
+        """The HTTP status of the row's answer."""
+
+    def set_response_content_type(self, idx: int, value: str) -> None:
+        """The content type of the row's answer."""
+
+
+@dataclass
+class WholeAnswer:
+    """An answer that is known at once: an error, or a light route."""
+
+    status: int
+    body: dict[str, Any]
+
+
+@dataclass
+class Exchange:
+    """One live request, and whether its stream has been opened."""
+
+    answer: WholeAnswer | CompletionAnswer
+    opened: bool = False
+
+
+class Handler:
+    """Turns TorchServe's rows into generations, runs the scheduler, and hands the texts back."""
+
+    def initialize(self, context: Context) -> None:
+        """Load the models; a failure is one sentence in the worker's log, and the worker ends.
+
+        Raises:
+            RuntimeError: TorchServe's way to hear that the model cannot be loaded.
+        """
+        try:
+            config = parse_handler(context.model_yaml_config.get("handler"), "the archive's model YAML")
+            self.start(config, load_models(config), context.model_name)
+        except SpecserveError as error:
+            logger.error("specserve cannot load: %s", error)
+            raise RuntimeError(str(error)) from error
+
+    def start(self, config: HandlerConfig, models: Models, model_name: str) -> None:
+        """Begin to serve with models that are loaded."""
+        self._config = config
+        self._models = models
+        self._model_ids = list(dict.fromkeys([config.model_id, model_name]))
+        self._created = int(time.time())
+        self._scheduler = Scheduler(models.target, models.drafter, prefill_rows=config.prefill_rows)
+        self._exchanges: dict[str, Exchange] = {}
+
+    def handle(self, data: list[dict[str, Any]], context: Context) -> list[str]:
+        """Take in new requests, forget vanished ones, decode for a time slice, and answer every row."""
+        rows = dict(context.request_ids)
+        self._forget_vanished(set(rows.values()))
+        for index, identity in rows.items():
+            if identity not in self._exchanges:
+                route = context.get_request_header(index, "url_path") or ""
+                self._exchanges[identity] = Exchange(self._open(identity, route, data[index]))
+        self._decode()
+        answers = [""] * len(data)
+        context.stopping_criteria = [_nothing_special] * len(data)
+        for index, identity in rows.items():
+            answers[index] = self._answer(context, index, identity)
+        return answers
+
+    def _forget_vanished(self, present: set[str]) -> None:
+        """A request that is missing from the rows was cancelled by its client."""
+        for identity in self._exchanges.keys() - present:
+            answer = self._exchanges.pop(identity).answer
+            if isinstance(answer, CompletionAnswer):
+                self._scheduler.cancel(answer.generation)
+
+    def _open(self, identity: str, route: str, row: dict[str, Any]) -> WholeAnswer | CompletionAnswer:
+        """Validate a new request and start it; whatever is wrong with it is answered to it alone."""
+        try:
+            return self._route(identity, route.strip("/"), row)
+        except RequestError as error:
+            return WholeAnswer(error.status, dict(error.body()))
+        except Exception:
+            logger.exception("specserve: request %s could not be read", identity)
+            error = RequestError("The server failed to read this request.", status=500, kind="server_error")
+            return WholeAnswer(error.status, dict(error.body()))
+
+    def _route(self, identity: str, route: str, row: dict[str, Any]) -> WholeAnswer | CompletionAnswer:
+        if route in ("", "v1/completions"):
+            return self._complete(identity, row)
+        if route == "v1/models":
+            return WholeAnswer(200, model_list(self._model_ids, self._created))
+        if route.startswith("v1/models/"):
+            model = self._known_model(route.removeprefix("v1/models/"))
+            return WholeAnswer(200, model_object(model, self._created))
+        raise RequestError(
+            f"There is no route '{route}'; this server has v1/completions and v1/models.",
+            status=404,
+            code="unknown_url",
+        )
+
+    def _complete(self, identity: str, row: dict[str, Any]) -> CompletionAnswer:
+        if "body" not in row and "data" not in row:
+            raise RequestError("The request has no JSON body; send it with content-type application/json.")
+        request = parse_body(row.get("body", row.get("data")))
+        model = self._known_model(request.model)
+        generation = to_generation(request, self._models.vocabulary, self._config)
+        answer = CompletionAnswer(
+            request,
+            generation,
+            identity=identity,
+            model=model,
+            plain_step_seconds=self._models.plain_step_seconds,
+        )
+        if request.echo:
+            answer.prepend(self._text_of(request.prompt))
+        if generation.sequence.max_tokens == 0:
+            generation.finish_reason = "length"
+        else:
+            self._scheduler.submit(generation)
+        return answer
+
+    def _text_of(self, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return b"".join(map(self._models.vocabulary.piece, prompt)).decode("utf-8", errors="replace")
+
+    def _known_model(self, model: str | None) -> str:
+        if model is None:
+            return self._model_ids[0]
+        if model not in self._model_ids:
+            raise RequestError(
+                f"The model '{model}' does not exist here; this server has {', '.join(self._model_ids)}.",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        return model
+
+    def _decode(self) -> None:
+        """Step at least once and until the time slice is used; TorchServe's turn between two calls is not free."""
+        until = time.monotonic() + self._config.time_slice_ms / 1000
+        while self._scheduler.busy:
+            self._scheduler.step()
+            if time.monotonic() >= until:
+                return
+
+    def _answer(self, context: Context, index: int, identity: str) -> str:
+        """What this call says to one row: its whole answer, a chunk, the last chunk, or nothing yet."""
+        exchange = self._exchanges[identity]
+        answer = exchange.answer
+        if isinstance(answer, CompletionAnswer) and answer.generation.error and not exchange.opened:
+            error = answer.generation.error
+            answer = WholeAnswer(error.status, dict(error.body()))
+        if isinstance(answer, CompletionAnswer):
+            if answer.streams:
+                return self._next_chunk(context, index, exchange, answer)
+            if not answer.generation.done:
+                # A row left out of the answer waits on, its status still open.
+                del context.request_ids[index]
+                return ""
+            answer = WholeAnswer(200, answer.body())
+        context.set_response_status(answer.status, _PHRASES[answer.status], index)
+        context.set_response_content_type(index, "application/json")
+        return json.dumps(answer.body)
+
+    def _next_chunk(self, context: Context, index: int, exchange: Exchange, answer: CompletionAnswer) -> str:
+        """A stream's next events; an empty chunk lets TorchServe notice that the client has left."""
+        # A first chunk that is also the last one would hang the client: an empty one opens the stream.
+        last = exchange.opened and answer.generation.done
+        events = answer.next_events() if exchange.opened else ""
+        if not exchange.opened:
+            context.set_response_status(200, _PHRASES[200], index)
+            context.set_response_content_type(index, "text/event-stream")
+            exchange.opened = True
+        context.stopping_criteria[index] = _last_chunk if last else _more_to_come
+        return events
+
+
+_PHRASES = {200: "OK", 400: "Bad Request", 404: "Not Found", 500: "Internal Server Error"}
+
+
+def _nothing_special(_answer: object) -> None:
+    """The answer is whole and ordinary."""
+
+
+def _more_to_come(_answer: object) -> bool:
+    return False
+
+
+def _last_chunk(_answer: object) -> bool:
+    return True

@@ -1,0 +1,126 @@
+"""From a row of logits to a probability distribution, and from a distribution to a token."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.floating]
+IntArray = NDArray[np.intp]
+
+_BLOCK = 128
+
+
+class Sampling(Protocol):
+    """What a request says about its distribution."""
+
+    @property
+    def temperature(self) -> float:
+        """Logits are divided by it; 0 is greedy."""
+
+    @property
+    def top_k(self) -> int:
+        """Keep the k most probable tokens, lower ids first among equals; 0 keeps all."""
+
+    @property
+    def top_p(self) -> float:
+        """Keep the smallest set of most probable tokens that holds this mass; 1 keeps all."""
+
+    @property
+    def min_p(self) -> float:
+        """Keep tokens at least this fraction as probable as the most probable one; 0 keeps all."""
+
+
+def to_distribution(logits: FloatArray, sampling: Sampling) -> FloatArray:
+    """The distribution a token is sampled from: temperature, then top_k, top_p and min_p, then normalised.
+
+    The same function makes p of the target's logits and q of the draft's; greedy is a one-hot row.
+
+    Args:
+        logits: shape (vocabulary,), finite; not changed.
+        sampling: the request's settings.
+
+    Returns:
+        Probabilities, shape (vocabulary,), in the logits' own precision.
+    """
+    if sampling.temperature == 0:
+        return one_hot(int(np.argmax(logits)), logits.size, logits.dtype)
+    weights = np.subtract(logits, logits.max())
+    weights /= sampling.temperature
+    np.exp(weights, out=weights)
+    top_k = sampling.top_k if sampling.top_k < weights.size else 0
+    if not top_k and sampling.top_p >= 1 and sampling.min_p <= 0:
+        weights /= weights.sum(dtype=np.float64)
+        return weights
+    kept = _truncate(weights, top_k, sampling.top_p, sampling.min_p)
+    probabilities = np.zeros_like(weights)
+    probabilities[kept] = weights[kept] / weights[kept].sum(dtype=np.float64)
+    return probabilities
+
+
+def one_hot(token: int, size: int, dtype: np.dtype[np.floating] | type[np.floating] = np.float32) -> FloatArray:
+    """The distribution of a certain token, shape (size,)."""
+    row = np.zeros(size, dtype)
+    row[token] = 1
+    return row
+
+
+def draw(weights: FloatArray, uniform: float) -> int:
+    """The token at `uniform` of the cumulative weights; one of weight 0 is never drawn.
+
+    Args:
+        weights: shape (vocabulary,), none negative, some positive; they need not sum to 1.
+        uniform: in [0, 1).
+    """
+    # Two levels, blocks and then tokens, spare a cumulative sum over the whole vocabulary.
+    whole = weights.size - weights.size % _BLOCK
+    sums = weights[:whole].reshape(-1, _BLOCK).sum(axis=1, dtype=np.float64)
+    sums = np.append(sums, weights[whole:].sum(dtype=np.float64))
+    block, rest = _locate(sums, uniform * float(sums.sum()))
+    inside = weights[block * _BLOCK : (block + 1) * _BLOCK].astype(np.float64)
+    return block * _BLOCK + _locate(inside, rest)[0]
+
+
+def _locate(weights: FloatArray, level: float) -> tuple[int, float]:
+    """The index whose share of the cumulative weights holds `level`, and how far into that share it lies."""
+    cumulative = np.cumsum(weights)
+    index = int(np.searchsorted(cumulative, level, side="right"))
+    if index == cumulative.size:
+        # Rounding can carry the level to the very end: the last index with any weight has it.
+        index = int(np.flatnonzero(weights)[-1])
+    return index, level - (float(cumulative[index - 1]) if index else 0.0)
+
+
+def _truncate(weights: FloatArray, top_k: int, top_p: float, min_p: float) -> IntArray:
+    """Ids of the tokens that survive all three cuts; the largest weight is 1, and `top_k` 0 cuts nothing."""
+    if top_k:
+        kept = _largest(weights, top_k)
+        total = weights[kept].sum(dtype=np.float64)
+    elif top_p < 1:
+        total = weights.sum(dtype=np.float64)
+        # The tokens at or below this level together weigh no more than top_p may cut away.
+        kept = _by_weight(weights, np.flatnonzero(weights > (1 - top_p) * total / weights.size))
+    else:
+        return np.flatnonzero(weights >= min_p)
+    if top_p < 1:
+        mass = np.cumsum(weights[kept], dtype=np.float64)
+        kept = kept[: int(np.searchsorted(mass, top_p * total)) + 1]
+    return kept[weights[kept] >= min_p]
+
+
+def _largest(weights: FloatArray, count: int) -> IntArray:
+    """The ids of the `count` largest weights, largest first."""
+    whole = weights.size - weights.size % _BLOCK
+    maxima = weights[:whole].reshape(-1, _BLOCK).max(axis=1)
+    candidates = np.arange(weights.size)
+    if count <= maxima.size:
+        # `count` blocks hold a weight of at least this floor, so the largest weights all reach it.
+        floor = np.partition(maxima, -count)[-count]
+        candidates = np.flatnonzero(weights >= floor)
+    return _by_weight(weights, candidates)[:count]
+
+
+def _by_weight(weights: FloatArray, ids: IntArray) -> IntArray:
+    return ids[np.argsort(-weights[ids], kind="stable")]

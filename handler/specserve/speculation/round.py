@@ -1,0 +1,112 @@
+"""One round: draft, verify, accept. The engine calls of speculative decoding, and nothing of serving."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import NamedTuple
+
+from specserve.engine.base import Engine, FloatArray, Row
+from specserve.sequence import SamplingParams, Sequence
+from specserve.speculation.distribution import to_distribution
+from specserve.speculation.drafters import Drafter, Proposal, Wish
+from specserve.speculation.noise import Noise
+from specserve.speculation.rejection import verify_token
+
+
+class Plan(NamedTuple):
+    """What one sequence does in a round: feed `rows` of its pending tokens, and verify up to `gamma` drafts.
+
+    Only a plan that feeds all pending tokens decides new ones; fewer rows are a chunk of a prompt.
+    """
+
+    sequence: Sequence
+    rows: int
+    gamma: int
+
+    @property
+    def decides(self) -> bool:
+        """Whether this round gives the sequence at least one new token."""
+        return self.rows == self.sequence.target_pending
+
+
+class Times(NamedTuple):
+    """Seconds a round spent in the drafter, in the target's forward pass, and on the rest."""
+
+    draft: float
+    target: float
+    other: float
+
+
+class TargetRows:
+    """The target's distributions by place, each computed only when a rule asks for it.
+
+    Places behind a rejection are never asked for, and over a wide vocabulary a softmax is worth sparing.
+    """
+
+    def __init__(self, logits: FloatArray, sampling: SamplingParams) -> None:
+        self._logits = logits
+        self._sampling = sampling
+
+    def __getitem__(self, place: int, /) -> FloatArray:
+        """The distribution at `place`, shape (vocabulary,)."""
+        return to_distribution(self._logits[place], self._sampling)
+
+
+def run_round(target: Engine, drafter: Drafter, plans: list[Plan]) -> Times:
+    """Draft for every plan that wants it, run the target once over all rows, and decide tokens.
+
+    Decided tokens are appended to the plans' sequences, and both caches are cut back to what was decided.
+
+    Raises:
+        DraftError: the drafter failed; no text has changed, and the round can be run without it.
+        EngineError: the target failed; no text has changed.
+    """
+    started = perf_counter()
+    wishes = [Wish(plan.sequence, plan.gamma, _noise(plan.sequence)) for plan in plans]
+    proposals = drafter.propose(wishes)
+    drafted = perf_counter()
+    logits = target.forward(_target_rows(plans, proposals))
+    verified = perf_counter()
+    first = 0
+    for plan, proposal, wish in zip(plans, proposals, wishes, strict=True):
+        sequence = plan.sequence
+        if not plan.decides:
+            sequence.target_cached += plan.rows
+            continue
+        places = len(proposal.tokens) + 1
+        _accept(target, sequence, logits[first : first + places], proposal, wish.noise)
+        drafter.keep(sequence, sequence.target_cached)
+        first += places
+    return Times(drafted - started, verified - drafted, perf_counter() - verified)
+
+
+def _noise(sequence: Sequence) -> Noise:
+    return Noise(sequence.seed, sequence.choice, sequence.rounds)
+
+
+def _target_rows(plans: list[Plan], proposals: list[Proposal]) -> list[Row]:
+    """Each sequence's pending tokens and then its drafts; logits from the last pending token on."""
+    rows = []
+    for plan, proposal in zip(plans, proposals, strict=True):
+        sequence = plan.sequence
+        first = sequence.target_cached
+        tokens = sequence.tokens[first : first + plan.rows] + proposal.tokens
+        wanted_from = plan.rows - 1 if plan.decides else len(tokens)
+        rows += [Row(token, sequence.slot, first + i, i >= wanted_from) for i, token in enumerate(tokens)]
+    return rows
+
+
+def _accept(
+    target: Engine, sequence: Sequence, logits: FloatArray, proposal: Proposal, noise: Noise
+) -> None:
+    """Let the verification rule decide, append its tokens, and cut the target's cache back to them."""
+    p = TargetRows(logits, sequence.sampling)
+    n_accepted, next_token = verify_token(p, proposal.q, proposal.tokens, noise)
+    kept = len(sequence.tokens) + n_accepted
+    if sequence.generated:  # the round that ends a prefill is none of speculation's
+        sequence.account.add_round(len(proposal.tokens), n_accepted)
+    sequence.rounds += 1
+    sequence.tokens += [*proposal.tokens[:n_accepted], next_token]
+    sequence.target_cached = kept
+    if n_accepted < len(proposal.tokens):
+        target.cut(sequence.slot, kept)

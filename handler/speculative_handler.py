@@ -1,0 +1,7 @@
+"""The archive's entry point; TorchServe wants exactly one class defined in it."""
+
+from specserve.serving.torchserve import Handler
+
+
+class SpeculativeHandler(Handler):
+    """What TorchServe loads."""

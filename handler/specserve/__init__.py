@@ -1,0 +1,1 @@
+"""Speculative decoding of GGUF models on CPU, served by TorchServe."""

@@ -50,11 +50,11 @@ Source = HubSource | RegistrySource | TinySource
 class ModelConfig(_Section):
     """Where one GGUF comes from, and what is done to it before it is loaded."""
 
-    path: Path | None = Field(None, description="The file itself; an archive always has this one.")
-    file: str | None = Field(None, description="Its name in the models directory.")
+    path: Path | None = Field(default=None, description="The file itself; an archive always has this one.")
+    file: str | None = Field(default=None, description="Its name in the models directory.")
     sha256: Sha256 | None = None
     sources: list[Source] = []
-    requantise: str | None = Field(None, pattern="^q4_0$")
+    requantise: str | None = Field(default=None, pattern="^q4_0$")
 
     @model_validator(mode="after")
     def _has_a_place(self) -> ModelConfig:
@@ -66,8 +66,8 @@ class ModelConfig(_Section):
 class SpeculationConfig(_Section):
     """The operator's side of speculation: the default and the cap of what a request may ask for."""
 
-    gamma: int = Field(3, ge=0, le=32, description="Draft tokens a round; 0 switches speculation off.")
-    max_gamma: int = Field(16, ge=1, le=32, description="The most a request may ask for.")
+    gamma: int = Field(default=3, ge=0, le=32, description="Draft tokens a round; 0 switches speculation off.")
+    max_gamma: int = Field(default=16, ge=1, le=32, description="The most a request may ask for.")
 
 
 class HandlerConfig(_Section):
@@ -76,12 +76,12 @@ class HandlerConfig(_Section):
     model_id: str = Field(description="The id that v1/models lists.", min_length=1)
     target: ModelConfig
     draft: ModelConfig | None = None
-    models_directory: Path | None = Field(None, description="Searched for `file` before anything is fetched.")
-    sequences: int = Field(8, ge=1, le=64, description="Sequences that decode at the same time.")
-    context_length: int = Field(4096, ge=64, description="Tokens of prompt and answer, each sequence.")
-    threads: int | None = Field(None, ge=1, description="Compute threads; default: the usable cores.")
-    prefill_rows: int = Field(64, ge=4, le=512, description="Prompt rows a step beside running streams.")
-    time_slice_ms: float = Field(40.0, ge=0, description="A handle() call decodes at least this long.")
+    models_directory: Path | None = Field(default=None, description="Searched for `file` before anything is fetched.")
+    sequences: int = Field(default=8, ge=1, le=64, description="Sequences that decode at the same time.")
+    context_length: int = Field(default=4096, ge=64, description="Tokens of prompt and answer, each sequence.")
+    threads: int | None = Field(default=None, ge=1, description="Compute threads; default: the usable cores.")
+    prefill_rows: int = Field(default=64, ge=4, le=512, description="Prompt rows a step beside running streams.")
+    time_slice_ms: float = Field(default=40.0, ge=0, description="A handle() call decodes at least this long.")
     speculation: SpeculationConfig = SpeculationConfig()
 
 

@@ -17,16 +17,19 @@ _GGUF_MAGIC = b"GGUF"
 _LOG_LEVEL_ERROR = 4  # ggml.h, enum ggml_log_level; the binding leaves it out
 
 
-@llama_cpp.llama_log_callback
 def _keep_quiet(level: int, text: bytes, _user_data: object) -> None:
     """Pass on only llama.cpp's errors; the rest is kilobytes a load."""
     if level == _LOG_LEVEL_ERROR:
         os.write(2, b"llama.cpp: " + text)
 
 
+# llama.cpp keeps the pointer, so the object behind it must live as long as the process.
+_LOG_CALLBACK = llama_cpp.llama_log_callback(_keep_quiet)
+
+
 @lru_cache(maxsize=1)
 def _start_backend() -> None:
-    llama_cpp.llama_log_set(_keep_quiet, ctypes.c_void_p(0))
+    llama_cpp.llama_log_set(_LOG_CALLBACK, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
 
 

@@ -28,7 +28,13 @@ class CompletionAnswer:
     """
 
     def __init__(
-        self, request: CompletionRequest, generation: Generation, *, identity: str, model: str, plain_step_seconds: float
+        self,
+        request: CompletionRequest,
+        generation: Generation,
+        *,
+        identity: str,
+        model: str,
+        plain_step_seconds: float,
     ) -> None:
         self.generation = generation
         self.streams = bool(request.stream)

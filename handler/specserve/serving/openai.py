@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from specserve.config import HandlerConfig
 from specserve.engine.base import Vocabulary
@@ -32,25 +32,33 @@ class SpeculationOptions(_Body):
     """Speculation for this request: the operator's default, none, or a fixed number of drafts a round."""
 
     mode: Literal["auto", "off", "fixed"] = "auto"
-    gamma: int | None = Field(None, ge=1, le=32)
+    gamma: int | None = Field(default=None, ge=1, le=32)
     drafter: Literal["auto", "model"] = "auto"
     verification: Literal["token"] = "token"
 
 
-StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+def _is_unicode(text: str) -> str:
+    """JSON can spell half of a surrogate pair, which no tokenizer can read."""
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("must not hold lone surrogates")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_is_unicode)]
+StopString = Annotated[Text, Field(min_length=1, max_length=1000)]
 
 
 class CompletionRequest(_Body):
     """The body of v1/completions."""
 
     model: str | None = None
-    prompt: str | list[int]
-    max_tokens: int | None = Field(16, ge=0)
-    temperature: float | None = Field(1.0, ge=0, le=2)
-    top_p: float | None = Field(1.0, ge=0, le=1)
-    top_k: int | None = Field(None, ge=0, le=_INT64 - 1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-_INT64, le=_INT64 - 1)
+    prompt: Text | list[int]
+    max_tokens: int | None = Field(default=16, ge=0)
+    temperature: float | None = Field(default=1.0, ge=0, le=2)
+    top_p: float | None = Field(default=1.0, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=0, le=_INT64 - 1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    seed: int | None = Field(default=None, ge=-_INT64, le=_INT64 - 1)
     stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -81,12 +89,10 @@ class CompletionRequest(_Body):
         return [stop] if isinstance(stop, str) else stop or []
 
 
-_NOT_YET = frozenset(
-    {"n", "best_of", "suffix", "logprobs", "logit_bias", "presence_penalty", "frequency_penalty"}
-)
+_NOT_YET = frozenset({"n", "best_of", "suffix", "logprobs", "logit_bias", "presence_penalty", "frequency_penalty"})
 _EXPECTED = {
-    "prompt": "must be a string or a list of token ids",
-    "stop": f"must be a string or a list of at most {_MAX_STOPS} strings, none of them empty",
+    "prompt": "must be a string of valid Unicode or a list of token ids",
+    "stop": f"must be a string or a list of at most {_MAX_STOPS} strings, none of them empty or over 1000 characters",
 }
 
 
@@ -161,7 +167,9 @@ def _prompt_tokens(prompt: str | list[int], vocabulary: Vocabulary) -> list[int]
         tokens = prompt
         if any(not 0 <= token < vocabulary.size for token in tokens):
             raise RequestError(
-                f"Token ids must lie between 0 and {vocabulary.size - 1}.", param="prompt", code="invalid_value"
+                f"Token ids must lie between 0 and {vocabulary.size - 1}.",
+                param="prompt",
+                code="invalid_value",
             )
     if not tokens:
         start = vocabulary.start_token()

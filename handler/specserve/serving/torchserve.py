@@ -114,8 +114,8 @@ class Handler:
             return WholeAnswer(error.status, dict(error.body()))
         except Exception:
             logger.exception("specserve: request %s could not be read", identity)
-            error = RequestError("The server failed to read this request.", status=500, kind="server_error")
-            return WholeAnswer(error.status, dict(error.body()))
+            failure = RequestError("The server failed to read this request.", status=500, kind="server_error")
+            return WholeAnswer(failure.status, dict(failure.body()))
 
     def _route(self, identity: str, route: str, row: dict[str, Any]) -> WholeAnswer | CompletionAnswer:
         if route in ("", "v1/completions"):

@@ -1,0 +1,1 @@
+"""Speculative decoding itself: distributions, verification rules, drafters, rounds."""

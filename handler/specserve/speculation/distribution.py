@@ -12,6 +12,9 @@ IntArray = NDArray[np.intp]
 
 _BLOCK = 128
 
+# Single precision cannot divide by much less, and nothing but a tie to six digits would see the difference.
+_GREEDY_BELOW = 1e-6
+
 
 class Sampling(Protocol):
     """What a request says about its distribution."""
@@ -45,9 +48,9 @@ def to_distribution(logits: FloatArray, sampling: Sampling) -> FloatArray:
     Returns:
         Probabilities, shape (vocabulary,), in the logits' own precision.
     """
-    if sampling.temperature == 0:
+    if sampling.temperature < _GREEDY_BELOW:
         return one_hot(int(np.argmax(logits)), logits.size, logits.dtype)
-    weights = np.subtract(logits, logits.max())
+    weights: FloatArray = np.subtract(logits, logits.max())
     weights /= sampling.temperature
     np.exp(weights, out=weights)
     top_k = sampling.top_k if sampling.top_k < weights.size else 0
@@ -55,7 +58,7 @@ def to_distribution(logits: FloatArray, sampling: Sampling) -> FloatArray:
         weights /= weights.sum(dtype=np.float64)
         return weights
     kept = _truncate(weights, top_k, sampling.top_p, sampling.min_p)
-    probabilities = np.zeros_like(weights)
+    probabilities: FloatArray = np.zeros_like(weights)
     probabilities[kept] = weights[kept] / weights[kept].sum(dtype=np.float64)
     return probabilities
 
@@ -100,8 +103,9 @@ def _truncate(weights: FloatArray, top_k: int, top_p: float, min_p: float) -> In
         total = weights[kept].sum(dtype=np.float64)
     elif top_p < 1:
         total = weights.sum(dtype=np.float64)
-        # The tokens at or below this level together weigh no more than top_p may cut away.
-        kept = _by_weight(weights, np.flatnonzero(weights > (1 - top_p) * total / weights.size))
+        # The tokens below this level together weigh less than top_p may cut away; the factor is for rounding.
+        level = 0.999 * (1 - top_p) * total / weights.size
+        kept = _by_weight(weights, np.flatnonzero(weights >= level))
     else:
         return np.flatnonzero(weights >= min_p)
     if top_p < 1:

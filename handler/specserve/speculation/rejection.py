@@ -37,9 +37,7 @@ class Verdict(NamedTuple):
     next_token: int
 
 
-def verify_token(
-    p: Distributions, q: Distributions, drafts: Sequence[int], noise: UniformSource
-) -> Verdict:
+def verify_token(p: Distributions, q: Distributions, drafts: Sequence[int], noise: UniformSource) -> Verdict:
     """Token verification (Leviathan et al. 2023, arXiv 2211.17192, algorithm 1).
 
     Draft x at place i stays with probability min(1, p_i(x) / q_i(x)). At the first that does not, the next token

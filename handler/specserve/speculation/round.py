@@ -96,9 +96,7 @@ def _target_rows(plans: list[Plan], proposals: list[Proposal]) -> list[Row]:
     return rows
 
 
-def _accept(
-    target: Engine, sequence: Sequence, logits: FloatArray, proposal: Proposal, noise: Noise
-) -> None:
+def _accept(target: Engine, sequence: Sequence, logits: FloatArray, proposal: Proposal, noise: Noise) -> None:
     """Let the verification rule decide, append its tokens, and cut the target's cache back to them."""
     p = TargetRows(logits, sequence.sampling)
     n_accepted, next_token = verify_token(p, proposal.q, proposal.tokens, noise)

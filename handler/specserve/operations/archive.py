@@ -1,0 +1,129 @@
+"""`scripts/archive`: a .mar that holds the handler, the package and the model YAML; weights stay outside."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from specserve.config import load_yaml
+from specserve.errors import ConfigError, EnvironmentFailure
+from specserve.operations import command, places
+from specserve.operations.prepare import Prepared, prepare
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ENTRY_POINT = places.SOURCE_ROOT / "speculative_handler.py"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_TORCH = '''"""Stands in for PyTorch, which TorchServe's worker imports for one isinstance check."""
+
+
+class Tensor:
+    """No object is one."""
+'''
+
+
+def archive(config_file: Path, name: str = "qwen", version: str = "1.0") -> Path:
+    """Prepare the models and write `model_store/NAME.mar`; returns its path.
+
+    Raises:
+        ConfigError: the configuration, the name or the version is wrong.
+        EnvironmentFailure: a model cannot be had, or the archive cannot be written.
+        ModelLoadError: a model cannot be requantised.
+    """
+    for what, text in (("name", name), ("version", version)):
+        if not _NAME.fullmatch(text):
+            raise ConfigError(
+                f"--{what} {text!r}: may hold letters, digits, dots, dashes and underscores only, "
+                "and begins with a letter or a digit."
+            )
+    document, _ = load_yaml(config_file)
+    if document.get("continuousBatching") is not True:
+        raise ConfigError(f"{config_file}: `continuousBatching: true` is missing; the handler needs it.")
+    resolved = resolve(document, prepare(config_file))
+    places.MODEL_STORE.mkdir(exist_ok=True)
+    # Inside the model store, so that the finished archive takes its place in one step.
+    with tempfile.TemporaryDirectory(dir=places.MODEL_STORE, prefix=".building-") as directory:
+        building = Path(directory)
+        stage(building, resolved)
+        built = _run_archiver(building, name, version)
+        return built.replace(places.MODEL_STORE / built.name)
+
+
+def resolve(document: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
+    """Return the model YAML with the files to load in place of where to get them."""
+    handler = {key: value for key, value in document["handler"].items() if key != "models_directory"}
+    handler["target"] = {"path": str(prepared.target)}
+    if prepared.draft:
+        handler["draft"] = {"path": str(prepared.draft)}
+    return {**document, "handler": handler}
+
+
+def stage(building: Path, document: dict[str, Any]) -> None:
+    """Lay out below `building` what the archiver packs: `model.yaml`, and the extra files in `extra/`."""
+    (building / "model.yaml").write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+    shutil.copytree(
+        places.SOURCE_ROOT / "specserve",
+        building / "extra" / "specserve",
+        ignore=shutil.ignore_patterns("__pycache__", "operations"),
+    )
+    # The model directory comes first on the worker's path, so this wins over an installed torch as well.
+    (building / "extra" / "torch.py").write_text(_TORCH, encoding="utf-8")
+
+
+def _run_archiver(building: Path, name: str, version: str) -> Path:
+    # The archiver deletes TMPDIR/NAME, so it gets a TMPDIR of its own. It reads commas and brackets in
+    # paths its own way, so it is given short relative ones.
+    temporary = building / "tmp"
+    temporary.mkdir()
+    shutil.copy(ENTRY_POINT, building)
+    options = ["--handler", ENTRY_POINT.name, "--config-file", "model.yaml", "--extra-files", "extra"]
+    archiver = [sys.executable, "-m", "model_archiver.model_packaging", "--export-path", "."]
+    outcome = subprocess.run(
+        [*archiver, "--model-name", name, "--version", version, *options],
+        cwd=building,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    built = building / f"{name}.mar"
+    if outcome.returncode or not built.is_file():
+        said = (outcome.stderr.strip() or "no word why").splitlines()[-1]
+        raise EnvironmentFailure(f"torch-model-archiver could not write {name}.mar ({said}).")
+    return built
+
+
+def add_config(parser: command.Parser) -> None:
+    """Give a command the option --config."""
+    shown = places.DEFAULT_CONFIG.relative_to(places.PROJECT)
+    parser.add_argument(
+        "--config",
+        type=Path,
+        default=places.DEFAULT_CONFIG,
+        metavar="FILE",
+        help=f"a model YAML (default: {shown})",
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Build one archive and say where it is."""
+    parser = command.Parser(prog="archive", description=__doc__)
+    add_config(parser)
+    parser.add_argument("--name", default="qwen", help="the model's name in every URL (default: qwen)")
+    parser.add_argument("--version", default="1.0", help="its version (default: 1.0)")
+    options = parser.parse_args(arguments)
+    command.say(str(archive(options.config, options.name, options.version)))
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(main)

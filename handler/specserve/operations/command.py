@@ -1,0 +1,44 @@
+"""How every command starts and ends: its arguments, its one line on stderr, its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+from specserve.errors import ConfigError, SpecserveError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+INTERRUPTED = 130
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaint is one sentence, like every other error of ours."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the command line.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"{self.prog}: {message}; `{self.prog} --help` lists what it takes.")
+
+
+def say(line: str) -> None:
+    """Print a line for the user at once, also through a pipe."""
+    print(line, flush=True)
+
+
+def run(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Run a command and exit with its code; a failure of ours is one line on stderr, no traceback."""
+    try:
+        code = main(sys.argv[1:])
+    except SpecserveError as error:
+        print(f"specserve: {error}", file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        print("specserve: interrupted.", file=sys.stderr)
+        code = INTERRUPTED
+    sys.exit(code)

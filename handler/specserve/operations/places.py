@@ -1,0 +1,29 @@
+"""Where things are: the project, its archives, the models, the state of a server."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parents[3]
+SOURCE_ROOT = PROJECT / "handler"
+MODEL_STORE = PROJECT / "model_store"
+CONFIG = PROJECT / "config"
+DEFAULT_CONFIG = CONFIG / "qwen2.5-coder-0.5b-1.5b.yaml"
+STATE = PROJECT / ".specserve"
+
+
+def models_directory() -> Path:
+    """Return the directory that holds fetched and prepared models; it is created."""
+    cache = os.environ.get("SPECSERVE_CACHE")
+    directory = (Path(cache).expanduser() if cache else Path.home() / ".cache" / "specserve") / "models"
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory.resolve()
+
+
+def shown(path: Path) -> str:
+    """Write a path as briefly as the current directory allows."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,25 @@
+"""`scripts/stop`: stop what `scripts/serve` started."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specserve.operations import command, process
+from specserve.operations.state import State
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Stop the server of one port; that none runs is no error."""
+    parser = command.Parser(prog="stop", description=__doc__)
+    parser.add_argument("--port", type=int, default=8080, help="the first of its five ports (default: 8080)")
+    port = parser.parse_args(arguments).port
+    stopped = process.stop(State.of(port))
+    command.say(f"{'stopped' if stopped else 'nothing runs on'} port {port}.")
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(main)

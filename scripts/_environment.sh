@@ -1,0 +1,110 @@
+# Sourced by the scripts with `serve` or `dev`: makes .venv hold what the lock file names, and sets PROJECT,
+# VENV and PYTHON. A second call finds the work done and takes milliseconds.
+
+PROJECT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+VENV="$PROJECT/.venv"
+PYTHON="$VENV/bin/python"
+unset PYTHONPATH PYTHONHOME
+
+_fail() {
+    echo "specserve: $*" >&2
+    exit 1
+}
+
+_lock_file() {
+    [[ "$1" == dev ]] && echo "$PROJECT/requirements-dev.lock" || echo "$PROJECT/requirements.lock"
+}
+
+# What an installation of this kind is made from; it is done again when this changes.
+_fingerprint() {
+    cat "$(_lock_file "$1")" "$PROJECT/pyproject.toml" | { sha256sum 2>/dev/null || shasum -a 256; }
+    echo "$PROJECT"
+}
+
+_is_installed() {
+    [[ -x "$PYTHON" && "$(cat "$VENV/.specserve-$1" 2>/dev/null)" == "$(_fingerprint "$1")" ]]
+}
+
+_is_complete() {
+    _is_installed dev || { [[ "$1" == serve ]] && _is_installed serve; }
+}
+
+_find_python() {
+    local candidate
+    for candidate in python3.11 python3.12 python3; do
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in {(3, 11), (3, 12)})' \
+            2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    _fail "no Python 3.11 or 3.12 with its venv module is on PATH; install one (Debian, Ubuntu: apt install python3.11-venv)."
+}
+
+_check_machine() {
+    "$PYTHON" -c 'import llama_cpp' 2>/dev/null && return
+    local compiler
+    for compiler in "${CXX:-}" c++ g++ clang++; do
+        [[ -n "$compiler" ]] && command -v "$compiler" >/dev/null && break
+        compiler=""
+    done
+    [[ -n "$compiler" ]] ||
+        _fail "no C++ compiler is on PATH, and llama.cpp is built here; install one (Debian, Ubuntu: apt install g++; macOS: xcode-select --install)."
+    local free_kilobytes
+    free_kilobytes="$(df -Pk "$PROJECT" | awk 'NR == 2 { print $4 }')"
+    ((free_kilobytes > 3000000)) ||
+        _fail "$PROJECT: installing takes 3 GB of disk and $((free_kilobytes / 1000)) MB are free; make room."
+    echo "installing into .venv, once; building llama.cpp takes about four minutes (log: .specserve/install.log)"
+}
+
+# Runs a command with its output in the log; a terminal sees that something goes on.
+_logged() {
+    local log="$PROJECT/.specserve/install.log" begun=$SECONDS heartbeat=""
+    if [[ -t 2 ]]; then
+        (while sleep 2; do printf '\r  %d s ' "$((SECONDS - begun))" >&2; done) &
+        heartbeat=$!
+    fi
+    local status=0
+    "$@" >>"$log" 2>&1 || status=$?
+    if [[ -n "$heartbeat" ]]; then
+        kill "$heartbeat" 2>/dev/null || true
+        wait "$heartbeat" 2>/dev/null || true
+        printf '\r        \r' >&2
+    fi
+    ((status == 0)) || _fail "the installation failed: $(_last_error "$log") (log: .specserve/install.log)."
+}
+
+_last_error() {
+    local line
+    line="$(grep -E '^ *(ERROR|error)|[Ee]rror:' "$1" | tail -n 1)"
+    echo "${line:-$(tail -n 1 "$1")}"
+}
+
+_install() {
+    local kind="$1" python
+    python="$(_find_python)" || exit 1
+    _check_machine
+    : >"$PROJECT/.specserve/install.log"
+    rm -f "$VENV/.specserve-serve" "$VENV/.specserve-dev"
+    "$PYTHON" -c 'import pip' 2>/dev/null || _logged "$python" -m venv --clear "$VENV"
+    local pip=("$PYTHON" -m pip --disable-pip-version-check --no-input install)
+    _logged "${pip[@]}" --require-hashes -r "$(_lock_file "$kind")"
+    _logged "${pip[@]}" --no-deps --editable "$PROJECT"
+    _fingerprint "$kind" >"$VENV/.specserve-$kind"
+}
+
+if ! _is_complete "$1"; then
+    mkdir -p "$PROJECT/.specserve"
+    # One installation at a time; the lock goes with this process, however it ends.
+    exec 9>"$PROJECT/.specserve/install.lock"
+    "$(_find_python)" -c "
+import fcntl
+try:
+    fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    print('waiting for another script that is installing into .venv', flush=True)
+    fcntl.flock(9, fcntl.LOCK_EX)
+" || exit 1
+    _is_complete "$1" || _install "$1"
+    exec 9>&-
+fi

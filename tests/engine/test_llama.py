@@ -1,0 +1,195 @@
+"""The llama.cpp engine on tiny generated models of three architectures: nothing in the code knows one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specserve.engine.base import Row
+from specserve.engine.llama import LlamaEngine, LlamaModel, check_same_vocabulary
+from specserve.errors import EngineError, ModelLoadError
+from specserve.operations.tiny import ARCHITECTURES, write_tiny
+from specserve.sequence import SamplingParams, Sequence
+from specserve.serving.generation import Generation
+from specserve.serving.scheduler import Scheduler
+from specserve.speculation.drafters import ModelDrafter
+
+SLOTS = 3
+CONTEXT = 256
+PROMPTS = ["The quick brown fox", "def accept(p, q):", "héllo 世界 🙂, once upon a time there was a"]
+
+TinyFile = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="module")
+def tiny_file(tmp_path_factory: pytest.TempPathFactory) -> TinyFile:
+    """The path of a tiny model, written on first use."""
+    directory = tmp_path_factory.mktemp("tiny")
+
+    def path(architecture: str, role: str) -> Path:
+        file = directory / f"{architecture}-{role}.gguf"
+        if not file.exists():
+            write_tiny(file, architecture, role)
+        return file
+
+    return path
+
+
+def engine_for(model: LlamaModel, **changes: int) -> LlamaEngine:
+    """An engine with small buffers."""
+    options = {"n_slots": SLOTS, "context_length": CONTEXT, "threads": 1, "max_rows": 64, "max_logits": 32}
+    return LlamaEngine(model, **(options | changes))
+
+
+@pytest.fixture(scope="module")
+def model(tiny_file: TinyFile) -> LlamaModel:
+    return LlamaModel(tiny_file("qwen2", "target"))
+
+
+@pytest.fixture
+def engine(model: LlamaModel) -> Iterator[LlamaEngine]:
+    engine = engine_for(model)
+    yield engine
+    engine.close()
+
+
+def rows(tokens: list[int], *, slot: int = 0, start: int = 0, wants: str = "last") -> list[Row]:
+    """Rows that feed `tokens` to a slot."""
+    last = len(tokens) - 1
+    return [Row(t, slot, start + i, wants == "all" or (wants == "last" and i == last)) for i, t in enumerate(tokens)]
+
+
+def greedy_text(engine: LlamaEngine, model: LlamaModel, prompt: list[int], count: int) -> list[int]:
+    """Plain greedy decoding, one row a step."""
+    engine.cut(0, 0)
+    tokens = list(prompt)
+    logits = engine.forward(rows(prompt))
+    while True:
+        token = int(np.argmax(logits[0]))
+        if model.ends_text(token) or len(tokens) == len(prompt) + count:
+            return tokens[len(prompt) :]
+        tokens.append(token)
+        logits = engine.forward(rows([token], start=len(tokens) - 1))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_speculative_text_is_greedy_plain_text(architecture: str, tiny_file: TinyFile) -> None:
+    target_model = LlamaModel(tiny_file(architecture, "target"))
+    draft_model = LlamaModel(tiny_file(architecture, "draft"))
+    check_same_vocabulary(target_model, draft_model)
+    plain = engine_for(target_model)
+    prompts = [target_model.encode(prompt) for prompt in PROMPTS]
+    expected = [greedy_text(plain, target_model, prompt, 60) for prompt in prompts]
+    scheduler = Scheduler(engine_for(target_model), ModelDrafter(engine_for(draft_model), 16), prefill_rows=16)
+    generations = []
+    for prompt, gamma in zip(prompts, (1, 3, 7), strict=True):
+        sequence = Sequence(prompt, SamplingParams(temperature=0), max_tokens=60, gamma=gamma)
+        generations.append(Generation(sequence, target_model, []))
+        scheduler.submit(generations[-1])
+    while scheduler.busy:
+        scheduler.step()
+    for generation, text in zip(generations, expected, strict=True):
+        sequence = generation.sequence
+        assert sequence.tokens[sequence.prompt_length :] == text
+        assert 0 < sequence.account.accepted < sequence.account.drafted
+
+
+def test_rows_of_several_slots_in_one_pass_give_what_each_gives_alone(engine: LlamaEngine) -> None:
+    texts = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
+    alone = []
+    for text in texts:
+        alone.append(engine.forward(rows(text)).copy())
+        engine.cut(0, 0)
+    together = engine.forward([row for slot, text in enumerate(texts) for row in rows(text, slot=slot)])
+    np.testing.assert_allclose(together, np.concatenate(alone), atol=1e-4)
+
+
+def test_a_cut_cache_continues_as_if_the_rest_had_never_been_there(engine: LlamaEngine) -> None:
+    expected = engine.forward(rows([5, 6, 7, 8])).copy()
+    engine.cut(0, 2)
+    engine.forward(rows([50, 51, 52], start=2))
+    engine.cut(0, 2)
+    np.testing.assert_allclose(engine.forward(rows([7, 8], start=2)), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(("start", "count"), [(1, 1), (3, 2)])
+def test_rows_that_do_not_continue_the_cache_are_refused(engine: LlamaEngine, start: int, count: int) -> None:
+    with pytest.raises(EngineError, match="does not follow"):
+        engine.forward(rows([5] * count, start=start))
+
+
+def test_more_rows_or_logits_than_there_is_room_for_are_refused(engine: LlamaEngine) -> None:
+    with pytest.raises(EngineError, match="1 to 64 rows"):
+        engine.forward(rows([5] * 65))
+    with pytest.raises(EngineError, match="1 to 64 rows"):
+        engine.forward([])
+    with pytest.raises(EngineError, match="at most 32"):
+        engine.forward(rows([5] * 33, wants="all"))
+
+
+def test_a_token_outside_the_vocabulary_fails_and_leaves_the_cache_as_it_was(engine: LlamaEngine) -> None:
+    expected = engine.forward(rows([5, 6, 7])).copy()
+    engine.cut(0, 2)
+    with pytest.raises(EngineError, match="llama_decode"):
+        engine.forward(rows([7, 10**6], start=2))
+    np.testing.assert_allclose(engine.forward(rows([7], start=2)), expected, atol=1e-4)
+
+
+def test_all_slots_can_be_filled_to_the_last_token(engine: LlamaEngine) -> None:
+    for slot in range(SLOTS):
+        for start in range(0, CONTEXT, 64):
+            engine.forward(rows([5] * 64, slot=slot, start=start))
+    engine.cut(1, 100)
+    assert engine.forward(rows([5], slot=1, start=100)).shape[0] == 1
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_pieces_of_a_text_join_to_the_text(architecture: str, tiny_file: TinyFile) -> None:
+    model = LlamaModel(tiny_file(architecture, "target"))
+    for prompt in PROMPTS:
+        assert b"".join(map(model.piece, model.encode(prompt))).decode() == prompt
+
+
+def test_control_tokens_are_read_from_a_prompt_and_add_no_text(model: LlamaModel) -> None:
+    [token] = model.encode("<|im_end|>", special=True)
+    assert model.ends_text(token)
+    assert model.piece(token) == b""
+    assert len(model.encode("<|im_end|>")) > 1
+
+
+def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"nowhere.gguf: the model file cannot be read \(No such file"):
+        LlamaModel(tmp_path / "nowhere.gguf")
+
+
+def test_a_file_that_is_not_gguf_is_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "page.gguf"
+    file.write_text("<html>not found</html>")
+    with pytest.raises(ModelLoadError, match="is not a GGUF file"):
+        LlamaModel(file)
+
+
+@pytest.mark.parametrize("length", [4, 100, 20_000])
+def test_a_truncated_file_is_one_sentence(tmp_path: Path, tiny_file: TinyFile, length: int) -> None:
+    file = tmp_path / "half.gguf"
+    file.write_bytes(tiny_file("qwen2", "target").read_bytes()[:length])
+    with pytest.raises(ModelLoadError, match="is it complete"):
+        LlamaModel(file)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "reason"),
+    [
+        (("qwen2", "target"), ("qwen2", "other"), "is a different text"),
+        (("qwen2", "target"), ("llama", "target"), "different kinds"),
+        (("qwen2", "target"), ("gpt2", "target"), "does not fit"),
+    ],
+)
+def test_a_pair_whose_tokens_differ_is_refused(
+    target: tuple[str, str], draft: tuple[str, str], reason: str, tiny_file: TinyFile
+) -> None:
+    with pytest.raises(ModelLoadError, match=reason):
+        check_same_vocabulary(LlamaModel(tiny_file(*target)), LlamaModel(tiny_file(*draft)))

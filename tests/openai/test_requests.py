@@ -1,0 +1,200 @@
+"""The completions request: what is served, what is refused, and that nothing is ignored in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
+from specserve.engine.fake import FakeVocabulary
+from specserve.errors import RequestError
+from specserve.serving.openai import parse_body, to_generation
+
+VOCABULARY = FakeVocabulary(200)
+CONFIG = HandlerConfig(
+    model_id="tiny",
+    target=ModelConfig(path=Path("target.gguf")),
+    draft=ModelConfig(path=Path("draft.gguf")),
+    context_length=64,
+    speculation=SpeculationConfig(gamma=3, max_gamma=8),
+)
+
+
+def refusal(body: object) -> RequestError:
+    """The error a body gets."""
+    with pytest.raises(RequestError) as caught:
+        to_generation(parse_body(body), VOCABULARY, CONFIG)
+    return caught.value
+
+
+def sequence_of(**fields: Any) -> Any:
+    """The sequence a good body becomes."""
+    return to_generation(parse_body({"prompt": "hello", **fields}), VOCABULARY, CONFIG).sequence
+
+
+def test_a_prompt_may_be_text_or_token_ids() -> None:
+    assert sequence_of(prompt="ab").tokens == [97, 98]
+    assert sequence_of(prompt=[1, 2, 3]).tokens == [1, 2, 3]
+
+
+def test_defaults_are_openais() -> None:
+    sequence = sequence_of()
+    assert sequence.max_tokens == 16
+    assert sequence.sampling.temperature == 1
+    assert sequence.sampling.top_p == 1
+    assert sequence.gamma == 3
+
+
+def test_null_means_the_default() -> None:
+    nothing = dict.fromkeys(
+        [
+            "temperature",
+            "top_p",
+            "stop",
+            "stream",
+            "seed",
+            "user",
+            "n",
+            "logprobs",
+            "echo",
+            "logit_bias",
+            "model",
+        ]
+    )
+    assert sequence_of(**nothing).sampling.temperature == 1
+
+
+def test_the_answer_is_cut_where_the_context_ends() -> None:
+    assert sequence_of(prompt=[1] * 60, max_tokens=500).max_tokens == 4
+    assert sequence_of(prompt=[1] * 60, max_tokens=None).max_tokens == 4
+
+
+def test_a_prompt_that_fills_the_context_is_refused() -> None:
+    error = refusal({"prompt": [1] * 64})
+    assert (error.status, error.param, error.code) == (400, "prompt", "context_length_exceeded")
+    assert "64 tokens" in error.message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt", None),
+        ("prompt", 5),
+        ("prompt", ["a", "b"]),
+        ("prompt", [1, "a"]),
+        ("prompt", [1.5]),
+        ("prompt", [True]),
+        ("prompt", [-1]),
+        ("prompt", [200]),
+        ("prompt", [10**30]),
+        ("prompt", ""),
+        ("prompt", []),
+        ("prompt", "\ud800"),
+        ("max_tokens", -1),
+        ("max_tokens", "5"),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", "hot"),
+        ("top_p", 1.1),
+        ("top_k", -1),
+        ("min_p", 2),
+        ("seed", 2**63),
+        ("seed", 0.5),
+        ("stop", 5),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", ["a"] * 5),
+        ("stream", "yes"),
+        ("stream_options", []),
+        ("echo", 1),
+        ("user", 5),
+        ("n", 2),
+        ("n", 0),
+        ("best_of", 3),
+        ("suffix", "end"),
+        ("logprobs", 0),
+        ("logit_bias", {"5": 1}),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -1),
+        ("speculation", "off"),
+    ],
+)
+def test_a_wrong_or_unserved_value_is_refused_and_named(field: str, value: object) -> None:
+    error = refusal({"prompt": "hello", field: value})
+    assert error.status == 400
+    assert error.param == field
+    assert field in error.message or field == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"mode": "fast"}, "speculation.mode"),
+        ({"mode": "fixed", "gamma": 0}, "speculation.gamma"),
+        ({"mode": "fixed", "gamma": 33}, "speculation.gamma"),
+        ({"mode": "fixed", "gamma": 9}, "speculation.gamma"),
+        ({"gamma": 2}, "speculation.gamma"),
+        ({"tempo": 1}, "speculation.tempo"),
+    ],
+)
+def test_speculation_beyond_the_operators_limits_is_refused(options: dict[str, Any], param: str) -> None:
+    assert refusal({"prompt": "a", "speculation": options}).param == param
+
+
+def test_speculation_is_the_clients_choice_within_them() -> None:
+    assert sequence_of(speculation={"mode": "off"}).gamma == 0
+    assert sequence_of(speculation={"mode": "fixed", "gamma": 8}).gamma == 8
+    assert sequence_of(speculation={"mode": "auto"}).gamma == 3
+
+
+def test_an_unknown_field_is_refused_and_named() -> None:
+    error = refusal({"prompt": "a", "temprature": 1})
+    assert (error.status, error.param, error.code) == (400, "temprature", "unknown_parameter")
+
+
+def test_a_missing_prompt_is_named() -> None:
+    assert refusal({"max_tokens": 5}).param == "prompt"
+
+
+def test_fields_that_mean_nothing_here_are_taken() -> None:
+    sequence_of(
+        user="u",
+        store=True,
+        metadata={"a": "b"},
+        service_tier="auto",
+        safety_identifier="s",
+        prompt_cache_key="k",
+        parallel_tool_calls=False,
+        n=1,
+        best_of=1,
+        presence_penalty=0,
+        frequency_penalty=0.0,
+        logit_bias={},
+        stream_options={"include_usage": True},
+    )
+
+
+@pytest.mark.parametrize("body", [b"{", bytearray(b"[1, 2"), "nonsense", b"\xff", [], 5, None])
+def test_a_body_that_is_no_json_object_is_refused(body: object) -> None:
+    assert refusal(body).status == 400
+
+
+def test_a_json_body_may_arrive_as_bytes() -> None:
+    assert parse_body(bytearray(b'{"prompt": "a"}')).prompt == "a"
+
+
+def test_an_error_is_openais_object() -> None:
+    assert refusal({"prompt": "a", "n": 2}).body() == {
+        "error": {
+            "message": "'n' is not supported by this server yet.",
+            "type": "invalid_request_error",
+            "param": "n",
+            "code": "unsupported_value",
+        }
+    }

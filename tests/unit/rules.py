@@ -1,0 +1,47 @@
+"""Rules that look right and are not: every test of losslessness must reject the ones it is meant to catch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specserve.speculation.distribution import draw
+from specserve.speculation.noise import Purpose
+from specserve.speculation.rejection import Distributions, UniformSource, Verdict, recover
+
+
+def recovers_from_p(p: Distributions, q: Distributions, drafts: Sequence[int], noise: UniformSource) -> Verdict:
+    """WRONG: after a rejection the next token comes from p instead of the residual."""
+    for i, x in enumerate(drafts):
+        if noise.uniform(Purpose.ACCEPT, i) * q[i][x] >= p[i][x]:
+            return Verdict(i, draw(p[i], noise.uniform(Purpose.RECOVER, i)))
+    return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
+
+
+def shares_one_number(p: Distributions, q: Distributions, drafts: Sequence[int], noise: UniformSource) -> Verdict:
+    """WRONG: the number that rejected a draft also recovers the next token."""
+    for i, x in enumerate(drafts):
+        uniform = noise.uniform(Purpose.ACCEPT, i)
+        if uniform * q[i][x] >= p[i][x]:
+            return Verdict(i, recover(p[i], q[i], uniform))
+    return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
+
+
+def shares_the_drafts_numbers(
+    p: Distributions, q: Distributions, drafts: Sequence[int], noise: UniformSource
+) -> Verdict:
+    """WRONG: a draft is judged by the number it was sampled with."""
+    for i, x in enumerate(drafts):
+        if noise.uniform(Purpose.DRAFT, i) * q[i][x] >= p[i][x]:
+            return Verdict(i, recover(p[i], q[i], noise.uniform(Purpose.RECOVER, i)))
+    return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
+
+
+def accepts_likely_drafts(p: Distributions, q: Distributions, drafts: Sequence[int], noise: UniformSource) -> Verdict:
+    """WRONG: any draft the target finds at all likely is kept ("typical acceptance")."""
+    for i, x in enumerate(drafts):
+        if p[i][x] < 0.1:
+            return Verdict(i, recover(p[i], q[i], noise.uniform(Purpose.RECOVER, i)))
+    return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
+
+
+WRONG_RULES = [recovers_from_p, shares_one_number, shares_the_drafts_numbers, accepts_likely_drafts]

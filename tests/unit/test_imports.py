@@ -1,0 +1,77 @@
+"""Imports point one way, so that a reader can walk from the mathematics to the server and never back."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "handler" / "specserve"
+
+# What each room may import of ours; its own modules are always allowed.
+ALLOWED = {
+    "errors": set(),
+    "config": {"errors"},
+    "sequence": {"errors"},
+    "engine": {"errors", "sequence", "config"},
+    "speculation": {"errors", "sequence", "config", "engine.base"},
+    "serving": {"errors", "sequence", "config", "engine", "speculation"},
+    "operations": {"errors", "config", "engine"},
+}
+PURE = ("speculation/distribution.py", "speculation/rejection.py", "speculation/noise.py")
+OWNERS = {"llama_cpp": {"engine/llama.py", "operations/quantise.py"}, "ts": {"serving/torchserve.py"}}
+
+
+def modules() -> list[Path]:
+    """Every module of the package."""
+    return sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The absolute names a module imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def name_of(path: Path) -> str:
+    """A module's path below the package."""
+    return path.relative_to(PACKAGE).as_posix()
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_a_module_imports_only_rooms_below_its_own(path: Path) -> None:
+    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    for name in imports(path):
+        if not name.startswith("specserve."):
+            continue
+        target = name.removeprefix("specserve.")
+        inside = target == room or target.startswith(f"{room}.")
+        allowed = any(target == place or target.startswith(f"{place}.") for place in ALLOWED[room])
+        assert inside or allowed, f"{name_of(path)} imports {name}"
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_the_mathematics_imports_numpy_and_the_standard_library_only(name: str) -> None:
+    ours = {f"specserve.{module.removesuffix('.py').replace('/', '.')}" for module in PURE}
+    standard = {
+        "__future__",
+        "collections.abc",
+        "enum",
+        "hashlib",
+        "struct",
+        "typing",
+        "numpy",
+        "numpy.typing",
+    }
+    assert set(imports(PACKAGE / name)) <= ours | standard
+
+
+@pytest.mark.parametrize("library", OWNERS)
+def test_only_its_owner_imports_a_library(library: str) -> None:
+    users = {name_of(path) for path in modules() if any(n.split(".")[0] == library for n in imports(path))}
+    assert users <= OWNERS[library]

@@ -61,7 +61,8 @@ _check_machine() {
 _logged() {
     local log="$PROJECT/.specserve/install.log" begun=$SECONDS heartbeat=""
     if [[ -t 2 ]]; then
-        (while sleep 2; do printf '\r  %d s ' "$((SECONDS - begun))" >&2; done) &
+        # Ends with this script too, which Ctrl-C stops and a background process not.
+        (while sleep 2 && kill -0 $$ 2>/dev/null; do printf '\r  %d s ' "$((SECONDS - begun))" >&2; done) &
         heartbeat=$!
     fi
     local status=0
@@ -81,8 +82,7 @@ _last_error() {
 }
 
 _install() {
-    local kind="$1" python
-    python="$(_find_python)" || exit 1
+    local kind="$1" python="$2"
     _check_machine
     : >"$PROJECT/.specserve/install.log"
     rm -f "$VENV/.specserve-serve" "$VENV/.specserve-dev"
@@ -97,7 +97,8 @@ if ! _is_complete "$1"; then
     mkdir -p "$PROJECT/.specserve"
     # One installation at a time; the lock goes with this process, however it ends.
     exec 9>"$PROJECT/.specserve/install.lock"
-    "$(_find_python)" -c "
+    _python="$(_find_python)" || exit 1
+    "$_python" -c "
 import fcntl
 try:
     fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -105,6 +106,6 @@ except BlockingIOError:
     print('waiting for another script that is installing into .venv', flush=True)
     fcntl.flock(9, fcntl.LOCK_EX)
 " || exit 1
-    _is_complete "$1" || _install "$1"
+    _is_complete "$1" || _install "$1" "$_python"
     exec 9>&-
 fi

@@ -221,6 +221,17 @@ def test_a_seed_gives_the_same_text_again() -> None:
     assert texts[0] == texts[1]
 
 
+def test_a_seed_gives_the_same_text_whether_or_not_the_prompt_is_already_in_a_slot() -> None:
+    bench = Bench()
+    texts = []
+    for _ in range(3):
+        generation = bench.submit([1, 2, 3, 4], max_tokens=20, sampling=SamplingParams(seed=7))
+        bench.run()
+        texts.append(answer(generation))
+    assert generation.sequence.reused == 3
+    assert texts[0] == texts[1] == texts[2]
+
+
 def test_without_a_seed_texts_differ() -> None:
     bench = Bench()
     generations = [bench.submit([1, 2], max_tokens=20, sampling=SamplingParams()) for _ in range(4)]

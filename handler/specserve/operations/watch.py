@@ -39,7 +39,7 @@ def wait_until_ready(state: State, process: subprocess.Popen[bytes], timeout_sec
                 raise ModelLoadError(f"{reason.rstrip('. ')}. (The worker's log: {shown(state.model_log)})")
             if process.poll() is not None:
                 raise EnvironmentFailure(
-                    f"TorchServe ended while starting: {_last_line(state.console)} ({shown(state.console)})."
+                    f"TorchServe ended while starting: {_cause(state.console)} ({shown(state.console)})."
                 )
             if time.monotonic() > deadline:
                 raise EnvironmentFailure(
@@ -92,6 +92,11 @@ def _message(line: str) -> str:
 
 def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def _cause(path: Path) -> str:
+    raised = [line for line in _read(path).splitlines() if _RAISED.fullmatch(line)]
+    return raised[-1] if raised else _last_line(path)
 
 
 def _last_line(path: Path) -> str:

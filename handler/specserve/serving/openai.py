@@ -105,7 +105,7 @@ def parse_body(body: object) -> CompletionRequest:
     if isinstance(body, bytes | bytearray | str):
         try:
             body = json.loads(body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"The request's body is not valid JSON: {error}.") from error
     if not isinstance(body, dict):
         raise RequestError("The request's body must be a JSON object; send it with content-type application/json.")

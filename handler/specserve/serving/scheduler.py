@@ -122,8 +122,12 @@ class Scheduler:
             self._live.append(generation)
 
     def _plan(self) -> list[Plan]:
-        """All that decode, with their drafts, and beside them the oldest prompts as far as rows are left."""
-        decoding = [g.sequence for g in self._live if g.sequence.target_pending == 1]
+        """All that decode, with their drafts, and beside them the oldest prompts as far as rows are left.
+
+        The round that ends a prompt has no drafts, however little of it was left to feed: its first token comes
+        sooner, and the same seed gives the same text whether or not a slot already held the prompt.
+        """
+        decoding = [g.sequence for g in self._live if g.sequence.generated]
         # Every live sequence may want one row of logits, and those that decode one more a draft.
         most_drafts = (self._target.max_logits - len(self._live)) // max(1, len(decoding))
         plans = [Plan(s, 1, min(s.gamma, s.remaining - 1, most_drafts)) for s in decoding]
@@ -132,7 +136,7 @@ class Scheduler:
             left = min(left, self._prefill_rows)
         for generation in self._live:
             sequence = generation.sequence
-            if left > 0 and sequence.target_pending > 1:
+            if left > 0 and not sequence.generated:
                 rows = min(left, sequence.target_pending)
                 plans.append(Plan(sequence, rows, 0))
                 left -= rows

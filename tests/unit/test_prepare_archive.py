@@ -1,0 +1,176 @@
+"""What is loaded, and what the archive that TorchServe gets holds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from specserve.errors import ConfigError, ModelLoadError
+from specserve.operations import archive as archiving
+from specserve.operations import files, places, prepare
+from specserve.operations.archive import archive
+from specserve.operations.tiny import write_tiny
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The models directory, empty."""
+    monkeypatch.setenv("SPECSERVE_CACHE", str(tmp_path / "cache"))
+    return places.models_directory()
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """A small GGUF of the user's own."""
+    path = tmp_path / "mine.gguf"
+    write_tiny(path, "qwen2", "target")
+    return path
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The model store, and an entry point in the place of the handler's."""
+    monkeypatch.setattr(places, "MODEL_STORE", tmp_path / "model_store")
+    entry_point = tmp_path / "speculative_handler.py"
+    entry_point.write_text('"""Nothing yet."""\n', encoding="utf-8")
+    monkeypatch.setattr(archiving, "ENTRY_POINT", entry_point)
+    return tmp_path / "model_store"
+
+
+def config(directory: Path, target: dict[str, Any], **torchserve: Any) -> Path:
+    path = directory / "model.yaml"
+    document = {
+        "batchSize": 12,
+        "continuousBatching": True,
+        **torchserve,
+        "handler": {"model_id": "m", "target": target, "models_directory": "elsewhere", "sequences": 8},
+    }
+    path.write_text(yaml.safe_dump(document), encoding="utf-8")
+    return path
+
+
+def test_a_model_that_asks_for_nothing_is_used_as_it_is(weights: Path, models: Path) -> None:
+    prepared = prepare.prepare(config(weights.parent, {"path": str(weights)}))
+    assert prepared == prepare.Prepared(weights, None)
+    assert not list(models.glob("*.gguf"))
+
+
+def test_requantising_writes_every_matrix_as_q4_0(weights: Path, models: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    written = prepare.requantise(files.checked(weights, models))
+    assert written.parent == models
+    tensors = gguf.GGUFReader(written).tensors
+    kinds = {tensor.tensor_type.name for tensor in tensors if len([n for n in tensor.shape if n > 1]) > 1}
+    assert kinds == {"Q4_0"}
+    assert not list(models.glob("*.partial"))
+
+
+def test_requantising_is_done_once(weights: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = prepare.requantise(files.checked(weights, models))
+    monkeypatch.setattr(prepare, "_run", lambda *_: pytest.fail("requantised again"))
+    assert prepare.requantise(files.checked(weights, models)) == written
+
+
+def test_requantising_is_done_again_when_the_source_is_another(weights: Path, models: Path) -> None:
+    fetched = models / "fetched.gguf"
+    weights.rename(fetched)
+    written = prepare.requantise(files.checked(fetched, models))
+    assert written == models / "fetched.pure-q4_0.gguf"
+    before = written.stat().st_ino
+    write_tiny(fetched, "qwen2", "draft")
+    assert prepare.requantise(files.checked(fetched, models)) == written
+    assert written.stat().st_ino != before
+
+
+def test_files_of_one_name_from_two_directories_stay_apart(weights: Path, tmp_path: Path, models: Path) -> None:
+    other = tmp_path / "other" / "mine.gguf"
+    other.parent.mkdir()
+    write_tiny(other, "qwen2", "draft")
+    written = {prepare.requantise(files.checked(path, models)) for path in (weights, other)}
+    assert len(written) == 2
+
+
+def test_what_requantising_the_target_means_is_said(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare.prepare(config(weights.parent, {"path": str(weights), "requantise": "q4_0"}))
+    assert "a slightly coarser model than the published file" in capsys.readouterr().out
+
+
+def test_a_file_that_is_no_gguf_is_one_sentence(tmp_path: Path, models: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF, or so it says")
+    with pytest.raises(ModelLoadError, match=r"broken\.gguf: cannot be requantised to Q4_0 \(.+\); check that"):
+        prepare.requantise(files.checked(broken, models))
+    assert not list(models.glob("broken*"))
+
+
+def test_the_archive_holds_the_handler_the_package_and_the_model_yaml(weights: Path, store: Path) -> None:
+    written = archive(config(weights.parent, {"path": "mine.gguf"}, maxBatchDelay=1), "mine", "2.0")
+    assert written == store / "mine.mar"
+    with zipfile.ZipFile(written) as content:
+        names = content.namelist()
+        document = yaml.safe_load(content.read("model.yaml"))
+        manifest = json.loads(content.read("MAR-INF/MANIFEST.json"))["model"]
+    assert {"speculative_handler.py", "torch.py", "model.yaml", "specserve/config.py"} < set(names)
+    assert "specserve/engine/llama.py" in names
+    assert not [name for name in names if "operations" in name or "__pycache__" in name or "gguf" in name]
+    assert document == {
+        "batchSize": 12,
+        "continuousBatching": True,
+        "maxBatchDelay": 1,
+        "handler": {"model_id": "m", "target": {"path": str(weights)}, "sequences": 8},
+    }
+    assert (manifest["modelName"], manifest["modelVersion"]) == ("mine", "2.0")
+    assert (manifest["handler"], manifest["configFile"]) == ("speculative_handler.py", "model.yaml")
+
+
+def test_an_archive_is_replaced_and_leaves_nothing_beside_it(weights: Path, store: Path) -> None:
+    file = config(weights.parent, {"path": str(weights)})
+    assert archive(file) == archive(file)
+    assert [path.name for path in store.iterdir()] == ["qwen.mar"]
+
+
+def test_the_archived_package_imports_without_the_project(weights: Path, store: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(archive(config(weights.parent, {"path": str(weights)}))) as content:
+        content.extractall(tmp_path / "worker")
+    program = "import specserve.config, torch; print(specserve.config.__file__, isinstance(1, torch.Tensor))"
+    outcome = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": str(tmp_path / "worker")},
+        cwd=store,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert outcome.stdout.split() == [str(tmp_path / "worker" / "specserve" / "config.py"), "False"]
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "wrong"), [("a b", "1.0", "--name 'a b'"), ("a", "1/0", "--version '1/0'")]
+)
+def test_a_name_that_no_url_can_hold_is_refused(weights: Path, name: str, version: str, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=f"{wrong}: may hold letters, digits"):
+        archive(config(weights.parent, {"path": str(weights)}), name, version)
+
+
+def test_a_configuration_without_continuous_batching_is_refused(weights: Path) -> None:
+    with pytest.raises(ConfigError, match="`continuousBatching: true` is missing"):
+        archive(config(weights.parent, {"path": str(weights)}, continuousBatching=False))
+
+
+@pytest.mark.parametrize("path", sorted(places.CONFIG.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_configuration_leaves_rows_for_light_routes(path: Path) -> None:
+    document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if "handler" not in document:
+        pytest.skip("no model YAML")
+    assert document["batchSize"] > document["handler"]["sequences"]
+    assert document["continuousBatching"] is True
+    assert document["maxBatchDelay"] == 1

@@ -1,0 +1,245 @@
+"""The files, ports and processes of a server, without TorchServe."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from specserve.errors import ConfigError, EnvironmentFailure, ModelLoadError
+from specserve.operations import java, places, process, server, stop, watch
+from specserve.operations.greeting import how_to_go_on, summary
+from specserve.operations.state import Ports, State, escaped, properties, require_free
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+WORKER = "2026-11-21T05:41:48,756 [INFO ] W-9000-qwen_1.0-stdout MODEL_LOG - "
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> State:
+    """The state of a server that does not run."""
+    monkeypatch.setattr(places, "STATE", tmp_path)
+    own = State.of(18080)
+    own.logs.mkdir(parents=True)
+    return own
+
+
+@pytest.fixture
+def listener() -> Iterator[int]:
+    """A port that something listens on, with room below it."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
+def in_java(text: str) -> dict[str, str]:
+    """Read properties the way Java does."""
+    pairs = (line.split("=", 1) for line in text.splitlines() if line and not line.startswith("#"))
+    return {key: value.encode("ascii").decode("unicode_escape") for key, value in pairs}
+
+
+def test_a_server_takes_five_ports_and_a_directory(state: State) -> None:
+    ports = state.ports
+    assert [ports.inference, ports.management, ports.metrics, ports.grpc_inference, ports.grpc_management] == [
+        18080, 18081, 18082, 18083, 18084,
+    ]  # fmt: skip
+    assert state.directory == places.STATE / "18080"
+
+
+@pytest.mark.parametrize("port", [0, 80, 65532, 70000])
+def test_a_port_without_room_for_the_other_four_is_refused(port: int) -> None:
+    with pytest.raises(ConfigError, match=f"--port {port}: must lie between 1024 and 65531"):
+        Ports(port)
+
+
+def test_a_taken_port_is_named_with_who_took_it(listener: int) -> None:
+    with pytest.raises(EnvironmentFailure) as failure:
+        require_free(Ports(listener - 2))
+    assert f"port {listener} is taken by" in str(failure.value)
+    assert f"(process {os.getpid()})" in str(failure.value)
+    assert "choose another with --port" in str(failure.value)
+
+
+def test_settings_are_the_projects_with_the_servers_own_after_them(state: State) -> None:
+    settings = in_java(properties(state, with_tokens=True))
+    assert settings["inference_address"] == "http://127.0.0.1:18080"
+    assert settings["management_address"] == "http://127.0.0.1:18081"
+    assert settings["metrics_address"] == "http://127.0.0.1:18082"
+    assert (settings["grpc_inference_port"], settings["grpc_management_port"]) == ("18083", "18084")
+    assert settings["grpc_inference_address"] == settings["grpc_management_address"] == "127.0.0.1"
+    assert settings["model_store"] == str(state.model_store)
+    assert settings["load_models"] == "qwen.mar"
+    assert settings["enable_model_api"] == "true"
+    assert settings["install_py_dep_per_model"] == "false"
+    assert settings["disable_token_authorization"] == "false"
+
+
+def test_no_auth_asks_for_no_token(state: State) -> None:
+    assert in_java(properties(state, with_tokens=False))["disable_token_authorization"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        ("/srv/models", "/srv/models"),
+        ("/a b/#1=x:y!", "/a b/#1=x:y!"),
+        ("C:\\new", "C:\\\\new"),
+        (" leading", "\\ leading"),
+        ("/für/世", "/f\\u00fcr/\\u4e16"),
+        ("/🙂", "/\\ud83d\\ude42"),
+        ("two\nlines", "two\\u000alines"),
+    ],
+)
+def test_values_survive_javas_properties(value: str, written: str) -> None:
+    assert escaped(value) == written
+
+
+def test_a_long_path_moves_the_socket_out_of_the_project(state: State, tmp_path: Path) -> None:
+    assert State(state.ports, Path("/srv/8080")).temporary == Path("/srv/8080/tmp")
+    moved = State(state.ports, tmp_path / ("long" * 30)).temporary
+    assert not moved.is_relative_to(tmp_path)
+    assert moved != State(state.ports, tmp_path / ("gone" * 30)).temporary
+
+
+def test_keys_are_read_from_torchserves_file(state: State) -> None:
+    assert state.key("inference") is None
+    state.key_file.write_text('{"inference": {"key": "abc"}, "management": {"key": "def"}}', encoding="utf-8")
+    assert (state.key("inference"), state.key("management")) == ("abc", "def")
+
+
+def test_laying_out_removes_what_an_earlier_server_left(state: State, tmp_path: Path) -> None:
+    archived = tmp_path / "qwen.mar"
+    archived.write_bytes(b"new")
+    state.model_log.write_text("specserve cannot load: of the last time\n", encoding="utf-8")
+    state.key_file.write_text("{}", encoding="utf-8")
+    server.lay_out(state, archived, with_tokens=True)
+    assert not state.model_log.exists()
+    assert not state.key_file.exists()
+    assert (state.model_store / "qwen.mar").read_bytes() == b"new"
+    assert state.properties.exists()
+
+
+@contextlib.contextmanager
+def sleeper(argument: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of a session of its own that sleeps until it is stopped."""
+    program = "import time; print(flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", program, argument]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as started:
+        assert started.stdout
+        started.stdout.readline()
+        yield started
+        started.kill()
+
+
+def test_stop_ends_the_processes_that_work_on_the_servers_files(
+    state: State, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with sleeper(str(state.properties)) as started:
+        state.pid_file.write_text(f"{started.pid}\n", encoding="ascii")
+        assert stop.main(["--port", "18080"]) == 0
+        assert started.poll() is not None
+    assert capsys.readouterr().out == "stopped port 18080.\n"
+    assert not process.running(state)
+
+
+def test_stop_leaves_a_process_alone_that_got_the_number_by_chance(
+    state: State, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with sleeper("/somebody/elses/config.properties") as started:
+        state.pid_file.write_text(f"{started.pid}\n", encoding="ascii")
+        assert stop.main(["--port", "18080"]) == 0
+        assert started.poll() is None
+    assert capsys.readouterr().out == "nothing runs on port 18080.\n"
+
+
+def test_a_second_server_on_the_same_port_is_refused(state: State) -> None:
+    with sleeper(str(state.properties)) as started:
+        state.pid_file.write_text(f"{started.pid}\n", encoding="ascii")
+        with pytest.raises(EnvironmentFailure, match="a server runs on port 18080 already; stop it with"):
+            server.require_stopped(state)
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        ("Torch worker started.\nmodel_name: qwen, batchSize: 12", None),
+        ("specserve cannot load: /m.gguf: is no GGUF; fetch it again.", "/m.gguf: is no GGUF; fetch it again."),
+        (
+            "specserve cannot load: the sentence.\nBackend worker process died.\nValueError: other",
+            "the sentence.",
+        ),
+        (
+            "Backend worker process died.\nTraceback (most recent call last):\n  ...\nImportError: no llama_cpp",
+            "the worker failed: ImportError: no llama_cpp",
+        ),
+        ("Backend worker process died.\nTraceback (most recent call last):", None),
+    ],
+)
+def test_why_a_model_could_not_be_loaded_is_found_in_the_workers_log(log: str, reason: str | None) -> None:
+    assert watch.load_failure("\n".join(WORKER + line for line in log.splitlines())) == reason
+
+
+def test_waiting_ends_with_the_workers_sentence(state: State) -> None:
+    state.model_log.write_text(f"{WORKER}specserve cannot load: the draft is broken.\n", encoding="utf-8")
+    with (
+        sleeper("anything") as started,
+        pytest.raises(ModelLoadError, match=r"^the draft is broken\. \(The worker's log: .*model_log\.log\)$"),
+    ):
+        watch.wait_until_ready(state, started, 60)
+
+
+def test_waiting_ends_when_torchserve_does(state: State) -> None:
+    state.console.write_text("Invalid configuration: no such port\n", encoding="utf-8")
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+        with pytest.raises(EnvironmentFailure, match="TorchServe ended while starting: Invalid configuration"):
+            watch.wait_until_ready(state, ended, 60)
+
+
+def test_waiting_ends_with_the_time(state: State) -> None:
+    with sleeper("anything") as started, pytest.raises(EnvironmentFailure, match="was not ready after 0 seconds"):
+        watch.wait_until_ready(state, started, 0)
+
+
+def test_the_first_completion_shows_what_speculation_did() -> None:
+    completion = {
+        "choices": [{"text": "    return n\n"}],
+        "usage": {"completion_tokens": 30},
+        "speculation": {"drafted_tokens": 24, "accepted_tokens": 20, "mean_acceptance_length": 3.3},
+    }
+    assert summary(completion, 2.0) == (
+        "def fibonacci(n):\n    return n\n\n"
+        "30 tokens in 2.0 s: 15.0 tokens/s, 24 drafted, 20 of them accepted, 3.30 tokens a round"
+    )
+
+
+def test_how_to_go_on_is_python_and_a_shell_command_that_run(state: State) -> None:
+    lines = how_to_go_on(state, with_tokens=True).splitlines()
+    begin = next(n for n, line in enumerate(lines) if line.startswith("import json"))
+    compile("\n".join(lines[begin : lines.index("", begin)]), "printed", "exec")
+    subprocess.run(["bash", "-n", "-c", "\n".join(lines[: begin - 1])], check=True)
+    assert "Bearer $KEY" in lines[1]
+    assert "Bearer" not in how_to_go_on(state, with_tokens=False)
+
+
+def test_a_java_of_17_or_later_is_taken_and_an_older_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    own = tmp_path / "bin" / "java"
+    own.touch(mode=0o755)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    own.write_text("#!/bin/sh\necho 'openjdk version \"17.0.2\"' >&2\n", encoding="utf-8")
+    assert java.java_home() == str(tmp_path)
+    own.write_text("#!/bin/sh\necho 'java version \"1.8.0_292\"' >&2\n", encoding="utf-8")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert java.java_home() not in {None, str(tmp_path)}

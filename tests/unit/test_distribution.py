@@ -15,7 +15,9 @@ from specserve.speculation.distribution import FloatArray, draw, to_distribution
 def logits(max_size: int = 400) -> st.SearchStrategy[FloatArray]:
     """Rows of logits, ties included."""
     elements = st.one_of(st.floats(-20, 20), st.sampled_from([0.0, 1.0, 2.0]))
-    return st.integers(1, max_size).flatmap(lambda size: arrays(np.float64, size, elements=elements))
+    return st.one_of(st.integers(1, max_size), st.integers(1000, 5000)).flatmap(
+        lambda size: arrays(np.float64, size, elements=elements)
+    )
 
 
 settings_of_a_request = st.builds(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 FloatArray = NDArray[np.floating]
 IntArray = NDArray[np.intp]
 
-_BLOCK = 128
+_COLUMNS = 1024
 
 # Single precision cannot divide by much less, and nothing but a tie to six digits would see the difference.
 _GREEDY_BELOW = 1e-6
@@ -53,13 +53,14 @@ def to_distribution(logits: FloatArray, sampling: Sampling) -> FloatArray:
     weights: FloatArray = np.subtract(logits, logits.max())
     weights /= sampling.temperature
     np.exp(weights, out=weights)
+    total = float(_column_sums(weights).sum())
     top_k = sampling.top_k if sampling.top_k < weights.size else 0
     if not top_k and sampling.top_p >= 1 and sampling.min_p <= 0:
-        weights /= weights.sum(dtype=np.float64)
+        weights /= total
         return weights
-    kept = _truncate(weights, top_k, sampling.top_p, sampling.min_p)
+    kept = _truncate(weights, total, top_k, sampling.top_p, sampling.min_p)
     probabilities: FloatArray = np.zeros_like(weights)
-    probabilities[kept] = weights[kept] / weights[kept].sum(dtype=np.float64)
+    probabilities[kept] = weights[kept] / float(weights[kept].sum(dtype=np.float64))
     return probabilities
 
 
@@ -77,13 +78,27 @@ def draw(weights: FloatArray, uniform: float) -> int:
         weights: shape (vocabulary,), none negative, some positive; they need not sum to 1.
         uniform: in [0, 1).
     """
-    # Two levels, blocks and then tokens, spare a cumulative sum over the whole vocabulary.
-    whole = weights.size - weights.size % _BLOCK
-    sums = weights[:whole].reshape(-1, _BLOCK).sum(axis=1, dtype=np.float64)
-    sums = np.append(sums, weights[whole:].sum(dtype=np.float64))
-    block, rest = _locate(sums, uniform * float(sums.sum()))
-    inside = weights[block * _BLOCK : (block + 1) * _BLOCK].astype(np.float64)
-    return block * _BLOCK + _locate(inside, rest)[0]
+    # Two levels, columns and then their tokens, spare a cumulative sum over the whole vocabulary.
+    sums = _column_sums(weights)
+    column, rest = _locate(sums, uniform * float(sums.sum()))
+    if column == _COLUMNS:
+        first = weights.size - weights.size % _COLUMNS
+        return first + _locate(weights[first:].astype(np.float64), rest)[0]
+    whole = weights[: weights.size - weights.size % _COLUMNS]
+    inside = whole[column::_COLUMNS].astype(np.float64)
+    return column + _COLUMNS * _locate(inside, rest)[0]
+
+
+def _column_sums(weights: FloatArray) -> FloatArray:
+    """The sums of every _COLUMNS-th weight, and behind them that of the incomplete last row; float64.
+
+    Adding row to row is many times faster than adding along rows, and far more exact than one long float32 sum.
+    """
+    whole = weights.size - weights.size % _COLUMNS
+    sums = np.empty(_COLUMNS + 1)
+    sums[:-1] = weights[:whole].reshape(-1, _COLUMNS).sum(axis=0)
+    sums[-1] = weights[whole:].sum(dtype=np.float64)
+    return sums
 
 
 def _locate(weights: FloatArray, level: float) -> tuple[int, float]:
@@ -96,13 +111,12 @@ def _locate(weights: FloatArray, level: float) -> tuple[int, float]:
     return index, level - (float(cumulative[index - 1]) if index else 0.0)
 
 
-def _truncate(weights: FloatArray, top_k: int, top_p: float, min_p: float) -> IntArray:
+def _truncate(weights: FloatArray, total: float, top_k: int, top_p: float, min_p: float) -> IntArray:
     """Ids of the tokens that survive all three cuts; the largest weight is 1, and `top_k` 0 cuts nothing."""
     if top_k:
         kept = _largest(weights, top_k)
-        total = weights[kept].sum(dtype=np.float64)
+        total = float(weights[kept].sum(dtype=np.float64))
     elif top_p < 1:
-        total = weights.sum(dtype=np.float64)
         # The tokens below this level together weigh less than top_p may cut away; the factor is for rounding.
         level = 0.999 * (1 - top_p) * total / weights.size
         kept = _by_weight(weights, np.flatnonzero(weights >= level))
@@ -116,13 +130,13 @@ def _truncate(weights: FloatArray, top_k: int, top_p: float, min_p: float) -> In
 
 def _largest(weights: FloatArray, count: int) -> IntArray:
     """The ids of the `count` largest weights, largest first."""
-    whole = weights.size - weights.size % _BLOCK
-    maxima = weights[:whole].reshape(-1, _BLOCK).max(axis=1)
-    candidates = np.arange(weights.size)
-    if count <= maxima.size:
-        # `count` blocks hold a weight of at least this floor, so the largest weights all reach it.
-        floor = np.partition(maxima, -count)[-count]
-        candidates = np.flatnonzero(weights >= floor)
+    whole = weights.size - weights.size % _COLUMNS
+    if whole and count <= _COLUMNS:
+        # `count` columns hold a weight of at least this floor, so the largest weights all reach it.
+        maxima = weights[:whole].reshape(-1, _COLUMNS).max(axis=0)
+        candidates = np.flatnonzero(weights >= np.partition(maxima, -count)[-count])
+    else:
+        candidates = np.arange(weights.size)
     return _by_weight(weights, candidates)[:count]
 
 

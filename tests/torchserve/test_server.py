@@ -10,7 +10,8 @@ from typing import Any
 import openai
 import pytest
 import requests
-from conftest import Server
+
+from server import Server
 
 pytestmark = pytest.mark.server
 

@@ -8,8 +8,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -17,9 +18,6 @@ from specserve.config import load_yaml
 from specserve.errors import ConfigError, EnvironmentFailure
 from specserve.operations import command, places
 from specserve.operations.prepare import Prepared, prepare
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 ENTRY_POINT = places.SOURCE_ROOT / "speculative_handler.py"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from specserve.errors import ConfigError, SpecserveError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 INTERRUPTED = 130
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from specserve.config import HubSource, ModelConfig, RegistrySource, Source, TinySource, load_yaml
 from specserve.errors import ConfigError, EnvironmentFailure
 from specserve.operations import command, files, places
+from specserve.operations.files import ModelFile
 from specserve.operations.sources import SourceError, from_generator, from_hub, from_registry
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from specserve.operations.files import ModelFile
 
 
 def fetch(model: ModelConfig, config_file: Path, own_directory: Path | None = None) -> ModelFile:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import requests
 
 from specserve.errors import EnvironmentFailure
 from specserve.operations.command import say
 from specserve.operations.places import shown
+from specserve.operations.state import State
 from specserve.operations.watch import session
-
-if TYPE_CHECKING:
-    from specserve.operations.state import State
 
 _PROMPT = "def fibonacci(n):\n"
 _TIMEOUT_SECONDS = 300

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from specserve.config import load_yaml
+from specserve.config import ModelConfig, load_yaml
 from specserve.errors import ModelLoadError
 from specserve.operations import command, files, places
 from specserve.operations.fetch import fetch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from specserve.config import ModelConfig
-    from specserve.operations.files import ModelFile
+from specserve.operations.files import ModelFile
 
 TARGET_CHANGED = (
     "The target is requantised to pure Q4_0: it decodes faster, and it is a slightly coarser model than the "

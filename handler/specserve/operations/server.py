@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import shutil
 import signal
-from typing import TYPE_CHECKING, NoReturn
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
 
 from specserve.config import load_yaml
 from specserve.errors import EnvironmentFailure
@@ -14,11 +17,6 @@ from specserve.operations.archive import add_config, archive
 from specserve.operations.greeting import base_url, greet, how_to_go_on
 from specserve.operations.state import State, properties, require_free
 from specserve.operations.watch import wait_until_ready
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Sequence
-    from pathlib import Path
 
 _FRONT_END_SECONDS = 30
 _TORCHSERVE_STARTUP_SECONDS = 120

@@ -7,19 +7,16 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from specserve.config import HubSource, RegistrySource, TinySource
 from specserve.errors import EnvironmentFailure
 from specserve.operations.files import megabytes, read_json, require_space, write_json
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from specserve.config import HubSource, RegistrySource, TinySource
 
 _SHA256 = re.compile(r"^[0-9a-f]{64}$")
 _HUB_ANSWERS_WITHIN_SECONDS = 10

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import requests
 from rich.console import Console
 
 from specserve.errors import EnvironmentFailure, ModelLoadError
 from specserve.operations.places import shown
-
-if TYPE_CHECKING:
-    import subprocess
-    from pathlib import Path
-
-    from specserve.operations.state import State
+from specserve.operations.state import State
 
 _POLL_SECONDS = 0.3
 _CANNOT_LOAD = "specserve cannot load: "

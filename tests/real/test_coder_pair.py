@@ -1,0 +1,88 @@
+"""The real Qwen2.5-Coder pair of the default configuration, once, through TorchServe."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from server import Server, start, stop
+from specserve.config import load_yaml
+from specserve.operations.places import DEFAULT_CONFIG
+from specserve.operations.prepare import prepare
+
+pytestmark = pytest.mark.real
+
+PROMPTS = {
+    "code": "def add(a, b):\n    return",
+    "chat": "<|im_start|>user\nWrite a Python function is_prime(n).<|im_end|>\n<|im_start|>assistant\n",
+    "json": 'A JSON object with the keys name, age and city:\n{"name": "',
+    "prose": "The lighthouse keeper had not spoken to anyone for",
+}
+
+# Bytes of the two caches of the default configuration: 8 sequences of 4,096 tokens, keys and values in half
+# precision; 28 layers of 256 numbers in the 1.5B, 24 layers of 128 in the 0.5B.
+CACHE_BYTES = 8 * 4096 * 2 * 2 * (28 * 256 + 24 * 128)
+BESIDE_BYTES = 300_000_000
+
+
+@pytest.fixture(scope="module")
+def coder() -> Iterator[Server]:
+    server, outcome = start(config=str(DEFAULT_CONFIG))
+    assert outcome.returncode == 0, outcome.stderr
+    assert "accepted" in outcome.stdout
+    yield server
+    stop(server)
+
+
+def complete(server: Server, prompt: str, max_tokens: int = 48, **speculation: Any) -> Any:
+    """A greedy completion."""
+    return server.client().completions.create(
+        model="qwen2.5-coder-1.5b-instruct",
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=0,
+        extra_body={"speculation": speculation} if speculation else None,
+    )
+
+
+def test_it_writes_sensible_code(coder: Server) -> None:
+    prompt = "def fibonacci(n):\n"
+    text = complete(coder, prompt, max_tokens=120).choices[0].text
+    code = prompt + text.split("\n\n")[0]
+    function = ast.parse(code).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    assert complete(coder, PROMPTS["code"], max_tokens=4).choices[0].text.startswith(" a + b")
+
+
+@pytest.mark.parametrize("family", PROMPTS)
+def test_greedy_text_is_the_same_with_and_without_speculation(coder: Server, family: str) -> None:
+    """Bit for bit: both files hold pure Q4_0 only, whose logits do not depend on the number of rows."""
+    plain = complete(coder, PROMPTS[family], mode="off")
+    speculative = complete(coder, PROMPTS[family])
+    assert speculative.choices[0].text == plain.choices[0].text
+    account = speculative.model_extra["speculation"]
+    assert account["accepted_tokens"] > 0
+    assert account["rounds"] < plain.model_extra["speculation"]["rounds"]
+
+
+def test_the_worker_holds_the_files_their_caches_and_little_beside(coder: Server) -> None:
+    prepared = prepare(DEFAULT_CONFIG)
+    _, handler = load_yaml(DEFAULT_CONFIG)
+    assert (handler.sequences, handler.context_length) == (8, 4096)
+    assert prepared.draft is not None
+    files = prepared.target.stat().st_size + prepared.draft.stat().st_size
+    assert worker(coder.state).memory_info().rss <= files + CACHE_BYTES + BESIDE_BYTES
+
+
+def worker(state: Path) -> psutil.Process:
+    """The process that holds the models."""
+    for process in psutil.process_iter():
+        command = " ".join(process.cmdline())
+        if "model_service_worker" in command and str(state) in command:
+            return process
+    raise AssertionError("There is no worker.")

@@ -1,0 +1,137 @@
+"""An operator's own TorchServe: the archive alone, in an environment that does not have this project installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+import requests
+
+from server import PROJECT, free_ports
+from specserve.operations.java import java_home
+
+pytestmark = pytest.mark.server
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Plain `torchserve` on ports of its own, started in a directory of its own."""
+
+    port: int
+    directory: Path
+
+    def token(self, kind: str) -> str:
+        return str(json.loads((self.directory / "key_file.json").read_text())[kind]["key"])
+
+    def manage(self, method: str, path: str) -> requests.Response:
+        """A call of TorchServe's management API."""
+        headers = {"Authorization": f"Bearer {self.token('management')}"}
+        return requests.request(method, f"http://127.0.0.1:{self.port + 1}{path}", headers=headers, timeout=60)
+
+    def workers(self) -> list[Any]:
+        """TorchServe's list of the model's workers."""
+        answer = self.manage("GET", "/models/qwen")
+        return list(answer.json()[0]["workers"]) if answer.ok else []
+
+    def wait_until_ready(self) -> None:
+        for _ in range(300):
+            if (self.directory / "key_file.json").exists():
+                try:
+                    if any(worker["status"] == "READY" for worker in self.workers()):
+                        return
+                except requests.ConnectionError:
+                    pass
+            time.sleep(0.2)
+        raise AssertionError((self.directory / "console.log").read_text()[-3000:])
+
+    def complete(self) -> str:
+        client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{self.port}/predictions/qwen/1.0/v1",
+            api_key=self.token("inference"),
+            max_retries=0,
+            timeout=60,
+        )
+        answer = client.completions.create(model="tiny", prompt="The quick", max_tokens=8, temperature=0)
+        return answer.choices[0].text
+
+
+@pytest.fixture(scope="module")
+def foreign_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python that sees this environment's libraries, but not this project, and no torch of its own."""
+    directory = tmp_path_factory.mktemp("foreign")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
+    # A directory named in a .pth file is searched for packages; the .pth files inside it (ours) are not read.
+    [site_packages] = directory.glob("lib/python*/site-packages")
+    (site_packages / "libraries.pth").write_text(sysconfig.get_path("purelib"))
+    python = directory / "bin" / "python"
+    for module, found in (("specserve", False), ("torch", False), ("llama_cpp", True), ("ts", True)):
+        code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+        assert (subprocess.run([python, "-c", code], check=False).returncode == 0) is found, module
+    return python
+
+
+@pytest.fixture(scope="module")
+def operator(foreign_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
+    directory = tmp_path_factory.mktemp("operator")
+    subprocess.run(["scripts/archive", "--config", "config/tiny.yaml"], cwd=PROJECT, check=True, timeout=120)
+    port = free_ports()
+    settings = (PROJECT / "config" / "config.properties").read_text()
+    for shipped, own in {8080: port, 8081: port + 1, 8082: port + 2, 7070: port + 3, 7071: port + 4}.items():
+        settings = re.sub(rf"\b{shipped}\b", str(own), settings)
+    (directory / "config.properties").write_text(settings)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment |= {"TEMP": str(directory), "TMPDIR": str(directory)}
+    if home := java_home():
+        environment["JAVA_HOME"] = home
+    store = ["--model-store", str(PROJECT / "model_store"), "--models", "qwen=qwen.mar"]
+    command = [str(foreign_python), "-m", "ts.model_server", "--start", "--ncs", "--foreground", *store]
+    command += ["--ts-config", "config.properties"]
+    with (directory / "console.log").open("wb") as console:
+        process = subprocess.Popen(command, cwd=directory, env=environment, stdout=console, stderr=console)
+    operator = Operator(port, directory)
+    try:
+        operator.wait_until_ready()
+        yield operator
+    finally:
+        family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+        for pid in reversed(family):
+            if psutil.pid_exists(pid):
+                psutil.Process(pid).terminate()
+        process.wait(timeout=30)
+
+
+def test_the_archive_serves_without_this_project_and_without_torch(operator: Operator, foreign_python: Path) -> None:
+    assert len(operator.complete()) > 0
+    [worker] = operator.workers()
+    assert str(foreign_python.parent) in " ".join(psutil.Process(worker["pid"]).cmdline())
+
+
+def test_a_worker_without_torch_stays_small(operator: Operator) -> None:
+    [worker] = operator.workers()
+    assert psutil.Process(worker["pid"]).memory_info().rss < 250e6
+
+
+def test_the_model_is_scaled_unregistered_and_registered_again(operator: Operator) -> None:
+    text = operator.complete()
+    assert operator.manage("PUT", "/models/qwen?min_worker=0&max_worker=0&synchronous=true").ok
+    assert operator.workers() == []
+    assert operator.manage("PUT", "/models/qwen?min_worker=1&max_worker=1&synchronous=true").ok
+    assert operator.complete() == text
+    assert operator.manage("DELETE", "/models/qwen/1.0").ok
+    with pytest.raises(openai.NotFoundError):
+        operator.complete()
+    assert operator.manage("POST", "/models?url=qwen.mar&initial_workers=1&synchronous=true").ok
+    operator.wait_until_ready()
+    assert operator.complete() == text

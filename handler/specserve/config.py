@@ -69,6 +69,12 @@ class SpeculationConfig(_Section):
     gamma: int = Field(default=3, ge=0, le=32, description="Draft tokens a round; 0 switches speculation off.")
     max_gamma: int = Field(default=16, ge=1, le=32, description="The most a request may ask for.")
 
+    @model_validator(mode="after")
+    def _default_within_cap(self) -> SpeculationConfig:
+        if self.gamma > self.max_gamma:
+            raise ValueError("`gamma` may not be larger than `max_gamma`")
+        return self
+
 
 class HandlerConfig(_Section):
     """Everything below `handler:` in a model YAML."""
@@ -80,7 +86,9 @@ class HandlerConfig(_Section):
     sequences: int = Field(default=8, ge=1, le=64, description="Sequences that decode at the same time.")
     context_length: int = Field(default=4096, ge=64, description="Tokens of prompt and answer, each sequence.")
     threads: int | None = Field(default=None, ge=1, description="Compute threads; default: the usable cores.")
-    prefill_rows: int = Field(default=64, ge=4, le=512, description="Prompt rows a step beside running streams.")
+    prefill_rows: int = Field(
+        default=64, ge=4, le=512, description="Rows of prompts a round, beside those that decode."
+    )
     time_slice_ms: float = Field(default=40.0, ge=0, description="A handle() call decodes at least this long.")
     speculation: SpeculationConfig = SpeculationConfig()
 

@@ -20,10 +20,14 @@ SLOTS = 3
 class Bench:
     """A scheduler over a fake target and a fake draft."""
 
-    def __init__(self, *, blend: float = 0.3, prefill_rows: int = 8, draft_rows: int = 8) -> None:
+    def __init__(
+        self, *, blend: float = 0.3, prefill_rows: int = 8, draft_rows: int = 8, draft_width: int = VOCABULARY
+    ) -> None:
         self.target = FakeEngine(vocabulary=VOCABULARY, n_slots=SLOTS)
-        self.draft = FakeEngine(vocabulary=VOCABULARY, n_slots=SLOTS, blend=blend)
-        self.scheduler = Scheduler(self.target, ModelDrafter(self.draft, draft_rows), prefill_rows=prefill_rows)
+        self.draft = FakeEngine(vocabulary=draft_width, n_slots=SLOTS, blend=blend)
+        self.scheduler = Scheduler(
+            self.target, ModelDrafter(self.draft, max_rows=draft_rows, vocabulary=VOCABULARY), prefill_rows=prefill_rows
+        )
         self.submitted: list[Generation] = []
 
     def submit(
@@ -185,6 +189,29 @@ def test_cancelling_twice_or_after_the_end_changes_nothing() -> None:
     bench.scheduler.cancel(generation)
     bench.scheduler.cancel(generation)
     assert not bench.scheduler.busy
+
+
+@pytest.mark.parametrize("draft_width", [VOCABULARY - 5, VOCABULARY + 5])
+def test_a_draft_with_a_narrower_or_wider_vocabulary_drafts_what_both_know(draft_width: int) -> None:
+    bench = Bench(draft_width=draft_width, blend=0.5)
+    prompt = [1, 2, VOCABULARY - 2]  # its last token is unknown to the narrower one
+    greedy = bench.submit(prompt, max_tokens=20)
+    sampled = bench.submit([1, 2], max_tokens=40, sampling=SamplingParams(temperature=1.5, seed=3))
+    bench.run()
+    assert answer(greedy) == plain_greedy(prompt, 20)
+    assert sampled.sequence.account.drafted > 0
+    assert max(row.token for row in bench.draft.decoded) < draft_width
+
+
+def test_logits_that_are_not_finite_end_the_answer_with_an_error() -> None:
+    bench = Bench()
+    failed = bench.submit([1, 2, 3], max_tokens=10)
+    bench.target.poison_next = True
+    bench.scheduler.step()
+    assert failed.error is not None
+    after = bench.submit([1, 2, 3], max_tokens=10)
+    bench.run()
+    assert answer(after) == plain_greedy([1, 2, 3], 10)
 
 
 def test_a_failing_target_ends_the_answers_of_that_round_and_the_next_ones_are_served() -> None:

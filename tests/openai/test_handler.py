@@ -34,7 +34,9 @@ class FrontEnd:
             context_length=256,
             time_slice_ms=0,
         )
-        models = Models(vocabulary, self.target, ModelDrafter(draft, 32), plain_step_seconds=0.01)
+        models = Models(
+            vocabulary, self.target, ModelDrafter(draft, max_rows=32, vocabulary=200), plain_step_seconds=0.01
+        )
         self.handler.start(config, models, "qwen")
         self.rows: dict[str, dict[str, Any]] = {}
         self.routes: dict[str, str | None] = {}

@@ -51,6 +51,10 @@ class Engine(Protocol):
         """Number of sequences the cache holds."""
 
     @property
+    def width(self) -> int:
+        """Number of tokens of the vocabulary, the width of a row of logits."""
+
+    @property
     def max_rows(self) -> int:
         """The most rows of one forward pass."""
 

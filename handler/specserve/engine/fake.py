@@ -12,7 +12,8 @@ class FakeEngine:
     """A model whose next-token logits are a pure function of the last `memory` tokens.
 
     `blend` 0 gives the target itself and 1 an unrelated model: in between lies a draft that often agrees.
-    Like a real cache it holds tokens a slot, and it refuses rows that do not continue them.
+    Like a real cache it holds tokens a slot, and it refuses rows that do not continue them. `fail_next` and
+    `poison_next` make the next pass raise, and give logits that are not numbers.
     """
 
     def __init__(
@@ -24,16 +25,17 @@ class FakeEngine:
         self.cache: list[list[int]] = [[] for _ in range(n_slots)]
         self.decoded: list[Row] = []
         self.fail_next = False
-        self._vocabulary = vocabulary
+        self.poison_next = False
+        self.width = vocabulary
         self._memory = memory
         self._blend = blend
         self._sharpness = sharpness
 
     def logits(self, context: list[int]) -> FloatArray:
         """The logits that follow `context`, shape (vocabulary,)."""
-        key = [self._vocabulary, *context[-self._memory :]]
-        own = np.random.default_rng([0, *key]).normal(size=self._vocabulary)
-        other = np.random.default_rng([1, *key]).normal(size=self._vocabulary)
+        key = [self.width, *context[-self._memory :]]
+        own = np.random.default_rng([0, *key]).normal(size=self.width)
+        other = np.random.default_rng([1, *key]).normal(size=self.width)
         mixed = (1 - self._blend) * own + self._blend * other
         return (self._sharpness * mixed).astype(np.float32)
 
@@ -57,7 +59,11 @@ class FakeEngine:
                 result.append(self.logits(self.cache[row.slot]))
         if len(result) > self.max_logits:
             raise EngineError(f"A forward pass gives at most {self.max_logits} rows of logits.")
-        return np.stack(result) if result else np.empty((0, self._vocabulary), np.float32)
+        logits = np.stack(result) if result else np.empty((0, self.width), np.float32)
+        if self.poison_next:
+            self.poison_next = False
+            logits[:, 0] = np.nan
+        return logits
 
     def cut(self, slot: int, length: int) -> None:
         """Keep the first `length` tokens of a slot's cache."""

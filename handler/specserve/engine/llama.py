@@ -134,7 +134,7 @@ class LlamaEngine:
         self.n_slots = n_slots
         self.max_rows = max_rows
         self.max_logits = max_logits
-        self._width = model.size
+        self.width = model.size
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = n_slots * context_length
         params.n_seq_max = n_slots
@@ -209,9 +209,9 @@ class LlamaEngine:
             raise EngineError(f"llama_decode failed with code {code} on {count} rows.")
         self._lengths = lengths
         if not wanted:
-            return np.empty((0, self._width), np.float32)
+            return np.empty((0, self.width), np.float32)
         logits = llama_cpp.llama_get_logits(self._context)
-        return np.ctypeslib.as_array(logits, shape=(wanted, self._width))
+        return np.ctypeslib.as_array(logits, shape=(wanted, self.width))
 
     def cut(self, slot: int, length: int) -> None:
         """Keep the first `length` tokens of a slot's cache."""

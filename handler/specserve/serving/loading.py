@@ -17,7 +17,6 @@ from specserve.speculation.drafters import Drafter, ModelDrafter, NoDrafter
 logger = logging.getLogger(__name__)
 
 # Logits are the largest buffers by far (vocabulary x 4 bytes a row, twice), so few rows may want them.
-_MAX_ROWS = 256
 _MAX_LOGITS = 64
 _DEAR_DRAFT = 0.5
 
@@ -49,7 +48,7 @@ def load_models(config: HandlerConfig) -> Models:
     draft = _engine(draft_model, config, config.sequences)
     target_seconds, draft_seconds = _step_seconds(target), _step_seconds(draft)
     _report_cost(draft_seconds, target_seconds)
-    drafter = ModelDrafter(draft, config.prefill_rows)
+    drafter = ModelDrafter(draft, max_rows=config.prefill_rows, vocabulary=target_model.size)
     return Models(target_model, target, drafter, target_seconds)
 
 
@@ -75,7 +74,7 @@ def _engine(model: LlamaModel, config: HandlerConfig, max_logits: int) -> LlamaE
         n_slots=config.sequences,
         context_length=config.context_length,
         threads=config.threads or usable_cores(),
-        max_rows=_MAX_ROWS,
+        max_rows=config.prefill_rows + _MAX_LOGITS,
         max_logits=max(max_logits, config.sequences),
     )
 

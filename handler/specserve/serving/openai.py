@@ -181,6 +181,12 @@ def _prompt_tokens(prompt: str | list[int], vocabulary: Vocabulary) -> list[int]
 
 def _gamma(options: SpeculationOptions, config: HandlerConfig) -> int:
     limits = config.speculation
+    if config.draft is None and options.mode == "fixed":
+        raise RequestError(
+            "This server has no draft model; leave 'speculation.mode' out.",
+            param="speculation.mode",
+            code="invalid_value",
+        )
     if options.mode == "off" or config.draft is None:
         return 0
     if options.gamma is None:

@@ -82,7 +82,7 @@ class Scheduler:
         prefilling = {id(plan.sequence) for plan in plans if plan.sequence.generated == 0}
         try:
             times = self._run(plans)
-        except EngineError as error:
+        except (EngineError, FloatingPointError) as error:
             self._fail([plan.sequence for plan in plans], error)
             return
         for generation in list(self._live):
@@ -131,9 +131,7 @@ class Scheduler:
         # Every live sequence may want one row of logits, and those that decode one more a draft.
         most_drafts = (self._target.max_logits - len(self._live)) // max(1, len(decoding))
         plans = [Plan(s, 1, min(s.gamma, s.remaining - 1, most_drafts)) for s in decoding]
-        left = self._target.max_rows - sum(1 + plan.gamma for plan in plans)
-        if decoding:
-            left = min(left, self._prefill_rows)
+        left = min(self._prefill_rows, self._target.max_rows - sum(1 + plan.gamma for plan in plans))
         for generation in self._live:
             sequence = generation.sequence
             if left > 0 and not sequence.generated:
@@ -150,7 +148,7 @@ class Scheduler:
         self._target.cut(sequence.slot, sequence.target_cached)
         self._drafter.keep(sequence, sequence.draft_cached)
 
-    def _fail(self, sequences: list[Sequence], error: EngineError) -> None:
+    def _fail(self, sequences: list[Sequence], error: Exception) -> None:
         logger.error("specserve: a round of %d sequences failed: %s", len(sequences), error)
         failed = {id(sequence) for sequence in sequences}
         for generation in list(self._live):

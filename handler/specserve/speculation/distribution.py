@@ -42,15 +42,21 @@ def to_distribution(logits: FloatArray, sampling: Sampling) -> FloatArray:
     The same function makes p of the target's logits and q of the draft's; greedy is a one-hot row.
 
     Args:
-        logits: shape (vocabulary,), finite; not changed.
+        logits: shape (vocabulary,), -inf for what is impossible; not changed.
         sampling: the request's settings.
 
     Returns:
         Probabilities, shape (vocabulary,), in the logits' own precision.
+
+    Raises:
+        FloatingPointError: the largest logit is not finite.
     """
+    favourite = int(np.argmax(logits))
+    if not np.isfinite(logits[favourite]):
+        raise FloatingPointError("The model gave logits that are not finite.")
     if sampling.temperature < _GREEDY_BELOW:
-        return one_hot(int(np.argmax(logits)), logits.size, logits.dtype)
-    weights: FloatArray = np.subtract(logits, logits.max())
+        return one_hot(favourite, logits.size, logits.dtype)
+    weights: FloatArray = np.subtract(logits, logits[favourite])
     weights /= sampling.temperature
     np.exp(weights, out=weights)
     total = float(_column_sums(weights).sum())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.errors import DraftError, EngineError
 from specserve.sequence import Sequence
@@ -47,9 +49,10 @@ class ModelDrafter:
     so a long prompt is read over several rounds, in which its sequence gets no drafts.
     """
 
-    def __init__(self, engine: Engine, max_rows: int) -> None:
+    def __init__(self, engine: Engine, *, max_rows: int, vocabulary: int) -> None:
         self._engine = engine
         self._max_rows = min(max_rows, engine.max_rows)
+        self._vocabulary = vocabulary
 
     def propose(self, wishes: list[Wish]) -> list[Proposal]:
         """At most `gamma` drafts for each wish; see `Drafter.propose`."""
@@ -65,7 +68,7 @@ class ModelDrafter:
             for row, index in zip(logits, active, strict=True):
                 sequence, gamma, noise = wishes[index]
                 tokens, q = proposals[index]
-                q.append(to_distribution(row, sequence.sampling))
+                q.append(to_distribution(self._fitted(row), sequence.sampling))
                 tokens.append(draw(q[-1], noise.uniform(Purpose.DRAFT, len(tokens))))
                 if len(tokens) < gamma:
                     rows.append(Row(tokens[-1], sequence.slot, sequence.draft_cached, wants_logits=True))
@@ -81,6 +84,8 @@ class ModelDrafter:
         for index, (sequence, gamma, _) in enumerate(wishes):
             if gamma == 0:
                 continue
+            if max(sequence.tokens[sequence.draft_cached :]) >= self._engine.width:
+                continue  # a token of the target's that the small model has never heard of
             end = min(len(sequence.tokens), sequence.draft_cached + self._max_rows - len(rows))
             complete = end == len(sequence.tokens)
             for position in range(sequence.draft_cached, end):
@@ -90,6 +95,11 @@ class ModelDrafter:
             if complete:
                 ready.append(index)
         return rows, ready
+
+    def _fitted(self, logits: FloatArray) -> FloatArray:
+        """A row of the draft's logits as wide as the target's: models of one family pad differently."""
+        missing = self._vocabulary - logits.size
+        return np.pad(logits, (0, missing), constant_values=-np.inf) if missing > 0 else logits[: self._vocabulary]
 
     def keep(self, sequence: Sequence, length: int) -> None:
         """Cut the small model's cache back to what was decided."""

@@ -26,7 +26,7 @@ from specserve.config import HandlerConfig, load_yaml
 from specserve.operations.archive import resolve
 from specserve.operations.places import DEFAULT_CONFIG
 from specserve.operations.prepare import prepare
-from specserve.sequence import SamplingParams, Sequence
+from specserve.sequence import SamplingParams, Sequence, SpeculationParams
 from specserve.serving.generation import Generation
 from specserve.serving.loading import Models, load_models
 from specserve.serving.scheduler import Scheduler
@@ -86,7 +86,7 @@ def decode(scheduler: Scheduler, models: Models, text: str, max_tokens: int, *, 
     """Answer one prompt alone; a new scheduler begins with empty caches."""
     sampling = SamplingParams(temperature=temperature, seed=1)
     prompt = models.vocabulary.encode(text, special=True)
-    sequence = Sequence(prompt, sampling, max_tokens=max_tokens, gamma=mode.gamma)
+    sequence = Sequence(prompt, sampling, SpeculationParams(mode.gamma), max_tokens=max_tokens)
     scheduler.submit(Generation(sequence, models.vocabulary, []))
     while scheduler.busy:
         scheduler.step()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Literal
+
+Verification = Literal["token", "block", "coupled"]
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,14 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+
+
+@dataclass(frozen=True)
+class SpeculationParams:
+    """How a sequence's tokens are guessed and checked: the most drafts a round, and the rule of rejection.py."""
+
+    gamma: int = 0
+    verification: Verification = "block"
 
 
 @dataclass
@@ -55,12 +66,14 @@ class Sequence:
     `reused` is how much of the prompt the slot already held.
     """
 
-    def __init__(self, prompt: list[int], sampling: SamplingParams, *, max_tokens: int, gamma: int) -> None:
+    def __init__(
+        self, prompt: list[int], sampling: SamplingParams, speculation: SpeculationParams, *, max_tokens: int
+    ) -> None:
         self.tokens = list(prompt)
         self.prompt_length = len(prompt)
         self.sampling = sampling
         self.max_tokens = max_tokens
-        self.gamma = gamma
+        self.speculation = speculation
         self.seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         self.choice = 0
         self.rounds = 0

@@ -13,7 +13,7 @@ from specserve.engine.llama import LlamaEngine, LlamaModel, check_same_vocabular
 from specserve.errors import EngineError, ModelLoadError
 from specserve.operations import quantise
 from specserve.operations.tiny import ARCHITECTURES, write_tiny
-from specserve.sequence import SamplingParams, Sequence
+from specserve.sequence import SamplingParams, Sequence, SpeculationParams
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler
 from specserve.speculation.drafters import ModelDrafter
@@ -87,7 +87,9 @@ def speculate(architecture: str, tiny_file: TinyFile, gammas: list[int], *, toge
     scheduler = Scheduler(engine_for(target), drafter, prefill_rows=16)
     sequences = []
     for prompt, gamma in zip(PROMPTS, gammas, strict=True):
-        sequences.append(Sequence(target.encode(prompt), SamplingParams(temperature=0), max_tokens=60, gamma=gamma))
+        sequences.append(
+            Sequence(target.encode(prompt), SamplingParams(temperature=0), SpeculationParams(gamma), max_tokens=60)
+        )
         scheduler.submit(Generation(sequences[-1], target, []))
         while scheduler.busy and not together:
             scheduler.step()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specserve.engine.fake import FakeEngine, FakeVocabulary
-from specserve.sequence import SamplingParams, Sequence
+from specserve.sequence import SamplingParams, Sequence, SpeculationParams
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler
 from specserve.speculation.drafters import ModelDrafter
@@ -39,7 +39,9 @@ class Bench:
         stops: list[str] | None = None,
         sampling: SamplingParams | None = None,
     ) -> Generation:
-        sequence = Sequence(prompt, sampling or SamplingParams(temperature=0), max_tokens=max_tokens, gamma=gamma)
+        sequence = Sequence(
+            prompt, sampling or SamplingParams(temperature=0), SpeculationParams(gamma), max_tokens=max_tokens
+        )
         generation = Generation(sequence, FakeVocabulary(VOCABULARY), stops or [])
         self.scheduler.submit(generation)
         self.submitted.append(generation)

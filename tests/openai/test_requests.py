@@ -44,7 +44,7 @@ def test_defaults_are_openais() -> None:
     assert sequence.max_tokens == 16
     assert sequence.sampling.temperature == 1
     assert sequence.sampling.top_p == 1
-    assert sequence.gamma == 3
+    assert sequence.speculation.gamma == 3
 
 
 def test_null_means_the_default() -> None:
@@ -148,9 +148,9 @@ def test_speculation_beyond_the_operators_limits_is_refused(options: dict[str, A
 
 
 def test_speculation_is_the_clients_choice_within_them() -> None:
-    assert sequence_of(speculation={"mode": "off"}).gamma == 0
-    assert sequence_of(speculation={"mode": "fixed", "gamma": 8}).gamma == 8
-    assert sequence_of(speculation={"mode": "auto"}).gamma == 3
+    assert sequence_of(speculation={"mode": "off"}).speculation.gamma == 0
+    assert sequence_of(speculation={"mode": "fixed", "gamma": 8}).speculation.gamma == 8
+    assert sequence_of(speculation={"mode": "auto"}).speculation.gamma == 3
 
 
 def test_an_unknown_field_is_refused_and_named() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specserve.speculation.distribution import draw
-from specserve.speculation.noise import Purpose
-from specserve.speculation.rejection import Distributions, UniformSource, Verdict, recover
+from specserve.speculation.noise import Noise, Purpose
+from specserve.speculation.rejection import Distributions, NoiseSource, Verdict, recover
 
 
-def recovers_from_p(p: Distributions, q: Distributions, drafts: Sequence[int], noise: UniformSource) -> Verdict:
+def recovers_from_p(p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource) -> Verdict:
     """WRONG: after a rejection the next token comes from p instead of the residual."""
     for i, x in enumerate(drafts):
         if noise.uniform(Purpose.ACCEPT, i) * q[i][x] >= p[i][x]:
@@ -17,7 +17,7 @@ def recovers_from_p(p: Distributions, q: Distributions, drafts: Sequence[int], n
     return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
 
 
-def shares_one_number(p: Distributions, q: Distributions, drafts: Sequence[int], noise: UniformSource) -> Verdict:
+def shares_one_number(p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource) -> Verdict:
     """WRONG: the number that rejected a draft also recovers the next token."""
     for i, x in enumerate(drafts):
         uniform = noise.uniform(Purpose.ACCEPT, i)
@@ -26,9 +26,7 @@ def shares_one_number(p: Distributions, q: Distributions, drafts: Sequence[int],
     return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
 
 
-def shares_the_drafts_numbers(
-    p: Distributions, q: Distributions, drafts: Sequence[int], noise: UniformSource
-) -> Verdict:
+def shares_the_drafts_numbers(p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource) -> Verdict:
     """WRONG: a draft is judged by the number it was sampled with."""
     for i, x in enumerate(drafts):
         if noise.uniform(Purpose.DRAFT, i) * q[i][x] >= p[i][x]:
@@ -36,7 +34,7 @@ def shares_the_drafts_numbers(
     return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
 
 
-def accepts_likely_drafts(p: Distributions, q: Distributions, drafts: Sequence[int], noise: UniformSource) -> Verdict:
+def accepts_likely_drafts(p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource) -> Verdict:
     """WRONG: any draft the target finds at all likely is kept ("typical acceptance")."""
     for i, x in enumerate(drafts):
         if p[i][x] < 0.1:
@@ -45,3 +43,16 @@ def accepts_likely_drafts(p: Distributions, q: Distributions, drafts: Sequence[i
 
 
 WRONG_RULES = [recovers_from_p, shares_one_number, shares_the_drafts_numbers, accepts_likely_drafts]
+
+
+class KeyedByPosition(Noise):
+    """WRONG for token and block verification: a number belongs to a position of the text instead of a round."""
+
+    def uniform(self, purpose: Purpose, index: int) -> float:
+        """The number of the position that lies `index` behind the round's start."""
+        at = Noise(self._seed_number, 0, 0, 0)
+        return at.uniform(purpose, self._position + index)
+
+    def __init__(self, seed: int, choice: int, round_number: int, position: int) -> None:
+        super().__init__(seed, choice, round_number, position)
+        self._seed_number = seed

@@ -11,23 +11,38 @@ from specserve.speculation.noise import Noise, Purpose
 
 
 def test_the_same_key_gives_the_same_number() -> None:
-    assert Noise(5, 1, 2).uniform(Purpose.ACCEPT, 3) == Noise(5, 1, 2).uniform(Purpose.ACCEPT, 3)
+    assert Noise(5, 1, 2, 0).uniform(Purpose.ACCEPT, 3) == Noise(5, 1, 2, 0).uniform(Purpose.ACCEPT, 3)
 
 
 def test_no_two_keys_share_a_number() -> None:
     keys = itertools.product((0, 1, 2**64 - 1), (0, 1), (0, 1, 99), Purpose, (0, 1, 16))
-    numbers = [Noise(seed, choice, rnd).uniform(purpose, index) for seed, choice, rnd, purpose, index in keys]
+    numbers = [Noise(seed, choice, rnd, 0).uniform(purpose, index) for seed, choice, rnd, purpose, index in keys]
     assert len(set(numbers)) == len(numbers)
 
 
 def test_negative_seeds_are_seeds_too() -> None:
-    assert Noise(-1, 0, 0).uniform(Purpose.DRAFT, 0) != Noise(1, 0, 0).uniform(Purpose.DRAFT, 0)
+    assert Noise(-1, 0, 0, 0).uniform(Purpose.DRAFT, 0) != Noise(1, 0, 0, 0).uniform(Purpose.DRAFT, 0)
 
 
 def test_the_numbers_are_uniform_and_those_of_two_purposes_are_independent() -> None:
     """Kolmogorov-Smirnov and a rank correlation on 5,000 numbers, false-alarm rate 1e-4 each."""
-    drafts = [Noise(seed, 0, 0).uniform(Purpose.DRAFT, 0) for seed in range(5000)]
-    accepts = [Noise(seed, 0, 0).uniform(Purpose.ACCEPT, 0) for seed in range(5000)]
+    drafts = [Noise(seed, 0, 0, 0).uniform(Purpose.DRAFT, 0) for seed in range(5000)]
+    accepts = [Noise(seed, 0, 0, 0).uniform(Purpose.ACCEPT, 0) for seed in range(5000)]
     assert stats.kstest(drafts, "uniform").pvalue > 1e-4
     assert stats.spearmanr(drafts, accepts).pvalue > 1e-4
     assert 0 <= np.min(drafts) < np.max(drafts) < 1
+
+
+def test_exponentials_belong_to_the_position_and_not_to_the_round() -> None:
+    first = Noise(5, 1, round_number=2, position=10).exponentials(3, 0, 50)
+    assert (first == Noise(5, 1, round_number=9, position=13).exponentials(0, 0, 50)).all()
+    assert (first != Noise(5, 1, round_number=2, position=10).exponentials(3, 1, 50)).all()
+    assert (first != Noise(5, 1, round_number=2, position=11).exponentials(3, 0, 50)).all()
+    assert (first != Noise(5, 0, round_number=2, position=10).exponentials(3, 0, 50)).all()
+
+
+def test_exponentials_are_exponential_and_never_zero() -> None:
+    """Kolmogorov-Smirnov on a million numbers, false-alarm rate 1e-4; float32 would hold zeros."""
+    numbers = Noise(1, 0, 0, 0).exponentials(0, 0, 1_000_000)
+    assert stats.kstest(numbers, "expon").pvalue > 1e-4
+    assert numbers.min() > 0

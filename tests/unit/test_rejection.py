@@ -1,4 +1,4 @@
-"""Token verification leaves the target's distribution untouched: exactly, and as a chi-square test sees it.
+"""The rules leave the target's distribution untouched: exactly, and as statistics see it.
 
 Statistical tests run on fixed seeds; their false-alarm rate is the share of seeds on which a right rule would fail.
 """
@@ -6,6 +6,8 @@ Statistical tests run on fixed seeds; their false-alarm rate is the share of see
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,19 +16,30 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy import stats
 
-from enumeration import Rule, distance, law_of_round, law_of_text, random_table
-from rules import WRONG_RULES, recovers_from_p, shares_one_number
-from specserve.speculation.distribution import FloatArray, draw
+from enumeration import Rule, distance, expected_acceptance, law_by_rounds, law_of_text, random_table
+from rules import WRONG_RULES, KeyedByPosition, recovers_from_p, shares_one_number
+from specserve.speculation.distribution import FloatArray, draw, race
 from specserve.speculation.noise import Noise, Purpose
-from specserve.speculation.rejection import Verdict, residual, verify_token
+from specserve.speculation.rejection import RULES, Verdict, residual, verify_block, verify_coupled, verify_token
 
 FALSE_ALARM = 1e-4
+DRAWING_RULES = [verify_token, verify_block]
 
 
 def weights(size: int) -> st.SearchStrategy[FloatArray]:
     """Rows of probabilities, zeros and very uneven ones included."""
     elements = st.one_of(st.just(0.0), st.floats(1e-9, 1.0))
     return arrays(np.float64, size, elements=elements).filter(np.any).map(lambda row: row / row.sum())
+
+
+def softmax(logits: FloatArray) -> FloatArray:
+    """Rows of probabilities along the last axis."""
+    exponentials: FloatArray = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    normalised: FloatArray = exponentials / exponentials.sum(axis=-1, keepdims=True)
+    return normalised
+
+
+# Exactly
 
 
 @settings(max_examples=500, deadline=None)
@@ -39,101 +52,181 @@ def test_accepted_and_recovered_tokens_together_have_the_law_p(rows: tuple[Float
     np.testing.assert_allclose(accepted + (1 - accepted.sum()) * recovered, p, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("rule", DRAWING_RULES)
 @pytest.mark.parametrize(("vocabulary", "gamma"), [(2, 1), (2, 3), (3, 2), (3, 3), (4, 1), (4, 2), (4, 3)])
-def test_the_joint_law_of_a_round_is_the_targets(vocabulary: int, gamma: int) -> None:
+def test_the_joint_law_of_a_round_is_the_targets(rule: Rule, vocabulary: int, gamma: int) -> None:
     for seed in range(2):
         rng = np.random.default_rng([seed, vocabulary, gamma])
         p, q = (random_table(rng, vocabulary, gamma + 1) for _ in "pq")
-        law = law_of_round(verify_token, p, q, vocabulary, gamma)
+        law = law_by_rounds(rule, p, q, length=gamma + 1, gamma=gamma, rounds=1)
         assert distance(law, law_of_text(p, vocabulary, gamma + 1)) < 1e-12
+
+
+@pytest.mark.parametrize("rule", DRAWING_RULES)
+@pytest.mark.parametrize(("vocabulary", "length", "gamma"), [(2, 4, 3), (3, 3, 2)])
+def test_the_joint_law_over_several_rounds_is_the_targets_wherever_drafting_stops(
+    rule: Rule, vocabulary: int, length: int, gamma: int
+) -> None:
+    for seed in range(3):
+        rng = np.random.default_rng([seed, vocabulary, length])
+        p, q = (random_table(rng, vocabulary, length + gamma) for _ in "pq")
+        places = (drafts for n in range(gamma) for drafts in itertools.product(range(vocabulary), repeat=n))
+        stops = {drafts: bool(rng.random() < 0.4) for drafts in places}
+        law = law_by_rounds(rule, p, q, length=length, gamma=gamma, stop=stops.__getitem__)
+        assert distance(law, law_of_text(p, vocabulary, length)) < 1e-12
 
 
 @pytest.mark.parametrize("wrong", WRONG_RULES)
 def test_enumeration_rejects_a_wrong_rule(wrong: Rule) -> None:
     rng = np.random.default_rng(7)
     tables = [(random_table(rng, 4, 3), random_table(rng, 4, 3)) for _ in range(3)]
-    distances = [distance(law_of_round(wrong, p, q, 4, 2), law_of_text(p, 4, 3)) for p, q in tables]
-    assert max(distances) > 1e-3
+    laws = [(law_by_rounds(wrong, p, q, length=3, gamma=2, rounds=1), law_of_text(p, 4, 3)) for p, q in tables]
+    assert max(distance(law, right) for law, right in laws) > 1e-3
 
 
-def test_a_greedy_draft_stays_exactly_where_it_is_the_targets_choice() -> None:
+def test_block_accepts_at_least_as_much_as_token() -> None:
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        p, q = (random_table(rng, 3, 4) for _ in "pq")
+        token, block = (expected_acceptance(rule, p, q, 3) for rule in DRAWING_RULES)
+        assert block > token - 1e-12
+
+
+def test_block_accepts_more_on_the_papers_example() -> None:
+    """Section 2 of arXiv 2403.10444: two tokens, two drafts, 10/9 accepted by token and 11/9 by block."""
+    texts = [text for n in range(3) for text in itertools.product(range(2), repeat=n)]
+    p = dict.fromkeys(texts, np.array([1 / 3, 2 / 3]))
+    q = dict.fromkeys(texts, np.array([2 / 3, 1 / 3]))
+    assert expected_acceptance(verify_token, p, q, 2) == pytest.approx(10 / 9)
+    assert expected_acceptance(verify_block, p, q, 2) == pytest.approx(11 / 9)
+
+
+def test_to_discard_a_draft_for_its_own_low_probability_is_wrong() -> None:
+    """A cut that looks at the drawn token is no stopping time; a cut at the same place without looking is one."""
+    p, q = np.array([0.5, 0.5]), np.array([0.75, 0.25])
+    uniform = np.full(2, 0.5)
+    tables = ({(): p, (0,): uniform, (1,): uniform}, {(): q, (0,): uniform, (1,): uniform})
+    kept = law_by_rounds(verify_token, *tables, length=1, gamma=1)
+    blind = law_by_rounds(verify_token, *tables, length=1, gamma=1, stop=lambda drafts: not drafts)
+    # Token 1 is unlikely: once drawn it is thrown away, and the place is sampled from p anew.
+    accepted = min(1, p[0] / q[0])
+    looked = np.array([q[0] * accepted, q[0] * (1 - accepted)]) + q[1] * p
+    assert distance(kept, {(0,): 0.5, (1,): 0.5}) < 1e-12
+    assert distance(blind, {(0,): 0.5, (1,): 0.5}) < 1e-12
+    assert abs(looked[0] - 0.5) > 0.1
+
+
+def test_to_choose_a_drafter_by_what_it_proposed_is_wrong() -> None:
+    """Two drafters draw, and the one that drew token 0 is taken: what was drawn no longer has the law q it claims."""
+    p, q = np.array([0.5, 0.5]), np.array([0.4, 0.6])
+    law = np.zeros(2)
+    for first, second in itertools.product(range(2), repeat=2):
+        taken = 0 if 0 in (first, second) else 1
+        accepted = min(1, p[taken] / q[taken])
+        rest = residual(p, q)
+        law[taken] += q[first] * q[second] * accepted
+        law += q[first] * q[second] * (1 - accepted) * rest / rest.sum()
+    assert law.sum() == pytest.approx(1)
+    assert abs(law[0] - 0.5) > 0.1
+
+
+@pytest.mark.parametrize("rule", [rule.verify for rule in RULES.values()], ids=list(RULES))
+def test_greedy_drafts_stay_exactly_where_they_are_the_targets_choice(rule: Rule) -> None:
     p = np.eye(4)[[2, 1, 3]]
-    q = np.eye(4)[[2, 0]]
-    assert verify_token(p, q, [2, 0], Noise(1, 0, 0)) == Verdict(1, 1)
-    assert verify_token(p, np.eye(4)[[2, 1]], [2, 1], Noise(1, 0, 0)) == Verdict(2, 3)
+    assert rule(p, np.eye(4)[[2, 0]], [2, 0], Noise(1, 0, 0, 0)) == Verdict(1, 1)
+    assert rule(p, np.eye(4)[[2, 1]], [2, 1], Noise(1, 0, 0, 0)) == Verdict(2, 3)
+    assert rule(p, [], [], Noise(1, 0, 0, 0)) == Verdict(0, 2)
 
 
-def softmax(logits: FloatArray) -> FloatArray:
-    """Rows of probabilities along the last axis."""
-    exponentials: FloatArray = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    normalised: FloatArray = exponentials / exponentials.sum(axis=-1, keepdims=True)
-    return normalised
+@pytest.mark.parametrize("rule", DRAWING_RULES)
+def test_a_perfect_draft_is_always_accepted(rule: Rule) -> None:
+    rows = softmax(np.random.default_rng(0).normal(size=(4, 30)))
+    for seed in range(200):
+        noise = Noise(seed, 0, 0, 0)
+        drafts = [draw(rows[i], noise.uniform(Purpose.DRAFT, i)) for i in range(3)]
+        assert rule(rows, rows[:3], drafts, noise).n_accepted == 3
+
+
+# As statistics see it
 
 
 def first_tokens(rule: Rule, p: FloatArray, q: FloatArray, trials: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """How often each token comes first in a round with one draft."""
     counts = np.zeros(len(p), np.int64)
     for trial in range(trials):
-        noise = Noise(trial, 0, 0)
+        noise = Noise(trial, 0, 0, 0)
         draft = draw(q, noise.uniform(Purpose.DRAFT, 0))
         n_accepted, token = rule([p, p], [q], [draft], noise)
         counts[draft if n_accepted else token] += 1
     return counts
 
 
-def test_the_narrow_adversarial_case() -> None:
-    """Sixteen tokens, a draft that wants the opposite, 200,000 trials: shared noise shows here and nowhere wider."""
+def adversarial_pair() -> tuple[FloatArray, FloatArray]:
+    """Sixteen tokens and a draft that wants the opposite: shared noise shows here and nowhere wider."""
     logits = np.random.default_rng(3).normal(size=16)
-    p, q = softmax(logits), softmax(-logits)
-    counts = first_tokens(verify_token, p, q, 200_000)
+    return softmax(logits), softmax(-logits)
+
+
+@pytest.mark.parametrize("rule", DRAWING_RULES)
+def test_the_narrow_adversarial_case(rule: Rule) -> None:
+    """200,000 trials."""
+    p, q = adversarial_pair()
+    counts = first_tokens(rule, p, q, 200_000)
     assert stats.chisquare(counts, p * counts.sum()).pvalue > FALSE_ALARM
 
 
 @pytest.mark.parametrize("wrong", WRONG_RULES)
 def test_the_narrow_adversarial_case_rejects_a_wrong_rule(wrong: Rule) -> None:
-    logits = np.random.default_rng(3).normal(size=16)
-    p, q = softmax(logits), softmax(-logits)
+    p, q = adversarial_pair()
     counts = first_tokens(wrong, p, q, 20_000)
     assert stats.chisquare(counts, p * counts.sum()).pvalue < FALSE_ALARM
 
 
-def chain(rule: Rule, p: FloatArray, q: FloatArray, *, length: int, gamma: int, seed: int) -> list[int]:
-    """A text of a Markov chain p with drafts from a chain q, as many rounds as it takes."""
+def chain(
+    rule: Rule, p: FloatArray, q: FloatArray, noise_of: Callable[[int, int], Noise], *, length: int, gamma: int
+) -> list[int]:
+    """A text of a Markov chain p with drafts from a chain q, in as many rounds as it takes."""
     text = [0]
     for round_number in itertools.count():
         if len(text) > length:
-            return text[1 : length + 1]
-        noise = Noise(seed, 0, round_number)
+            break
+        noise = noise_of(round_number, len(text) - 1)
         drafts: list[int] = []
         for i in range(gamma):
             drafts.append(draw(q[[*text, *drafts][-1]], noise.uniform(Purpose.DRAFT, i)))
         contexts = [text[-1], *drafts]
         n_accepted, token = rule([p[c] for c in contexts], [q[c] for c in contexts[:-1]], drafts, noise)
         text += [*drafts[:n_accepted], token]
-    raise AssertionError
+    return text[1 : length + 1]
 
 
-def position_pvalues(rule: Rule, trials: int) -> list[float]:
+def position_pvalues(rule: Rule, trials: int, noise: Callable[..., Noise] = Noise) -> list[float]:
     """The chi-square p-value of each of five positions, which lie in two to five rounds."""
     rng = np.random.default_rng(11)
-    p, q = softmax(1.5 * rng.normal(size=(8, 8))), softmax(1.5 * rng.normal(size=(8, 8)))
-    texts = np.array([chain(rule, p, q, length=5, gamma=2, seed=seed) for seed in range(trials)])
-    law = np.eye(8)[0]
+    p, q = softmax(1.5 * rng.normal(size=(4, 4))), softmax(1.5 * rng.normal(size=(4, 4)))
+    texts = np.array([chain(rule, p, q, partial(noise, seed, 0), length=5, gamma=3) for seed in range(trials)])
+    law = np.eye(4)[0]
     pvalues = []
     for position in range(5):
         law = law @ p
-        pvalues.append(stats.chisquare(np.bincount(texts[:, position], minlength=8), law * trials).pvalue)
+        pvalues.append(stats.chisquare(np.bincount(texts[:, position], minlength=4), law * trials).pvalue)
     return pvalues
 
 
-def test_every_position_of_a_text_over_several_rounds_has_the_targets_law() -> None:
+@pytest.mark.parametrize("rule", DRAWING_RULES)
+def test_every_position_of_a_text_over_several_rounds_has_the_targets_law(rule: Rule) -> None:
     """Five tests at once: Bonferroni keeps the whole at the stated false-alarm rate."""
-    assert min(position_pvalues(verify_token, 20_000)) > FALSE_ALARM / 5
+    assert min(position_pvalues(rule, 20_000)) > FALSE_ALARM / 5
 
 
 @pytest.mark.parametrize("wrong", [recovers_from_p, shares_one_number])
 def test_positions_reject_a_wrong_rule(wrong: Rule) -> None:
     assert min(position_pvalues(wrong, 5_000)) < FALSE_ALARM / 5
+
+
+def test_block_noise_that_is_keyed_by_position_is_rejected() -> None:
+    """After a rejection it shows the same numbers to a position that they have already decided."""
+    assert min(position_pvalues(verify_block, 20_000, KeyedByPosition)) < FALSE_ALARM / 5
 
 
 def test_the_acceptance_rate_is_the_overlap_of_p_and_q() -> None:
@@ -143,9 +236,64 @@ def test_the_acceptance_rate_is_the_overlap_of_p_and_q() -> None:
     trials = 20_000
     accepted = 0
     for trial in range(trials):
-        noise = Noise(trial, 0, 0)
+        noise = Noise(trial, 0, 0, 0)
         draft = draw(q, noise.uniform(Purpose.DRAFT, 0))
         accepted += verify_token([p, p], [q], [draft], noise).n_accepted
     overlap = float(np.minimum(p, q).sum())
     error = np.sqrt(overlap * (1 - overlap) / trials)
     assert abs(accepted / trials - overlap) < 4 * error
+
+
+# Coupled
+
+
+def coupled_token(row: FloatArray, seed: int, position: int = 0) -> int:
+    """The target's own choice at a position."""
+    return verify_coupled([row], [], [], Noise(seed, 0, 0, position)).next_token
+
+
+def test_a_coupled_choice_has_the_law_p() -> None:
+    """50,000 seeds over sixteen tokens."""
+    p, _ = adversarial_pair()
+    counts = np.bincount([coupled_token(p, seed) for seed in range(50_000)], minlength=16)
+    assert stats.chisquare(counts, p * counts.sum()).pvalue > FALSE_ALARM
+
+
+def test_a_coupled_choice_has_the_law_p_over_a_wide_vocabulary() -> None:
+    """Where half of the mass lies in 60,000 rare tokens: noise with zeros in it would pick those too often."""
+    row = np.full(60_016, 0.5 / 60_000)
+    row[:16] = 0.5 / 16
+    trials = 20_000
+    tokens = np.array([coupled_token(row.astype(np.float32), seed) for seed in range(trials)])
+    counts = np.append(np.bincount(tokens[tokens < 16], minlength=16), np.count_nonzero(tokens >= 16))
+    assert stats.chisquare(counts, np.append(np.full(16, 0.5 / 16), 0.5) * trials).pvalue > FALSE_ALARM
+    rare = tokens[tokens >= 16]
+    assert stats.kstest(rare, "randint", args=(16, 60_016)).pvalue > FALSE_ALARM
+
+
+def test_choices_at_different_positions_are_independent() -> None:
+    """A contingency table of two positions, 20,000 seeds."""
+    p = softmax(np.random.default_rng(1).normal(size=4))
+    table = np.zeros((4, 4))
+    for seed in range(20_000):
+        table[coupled_token(p, seed, 0), coupled_token(p, seed, 1)] += 1
+    assert stats.chi2_contingency(table).pvalue > FALSE_ALARM
+
+
+@given(st.integers(0, 2**32), st.lists(st.integers(0, 7), max_size=6))
+def test_coupled_text_is_the_same_whatever_was_drafted(seed: int, drafts: list[int]) -> None:
+    p = softmax(2 * np.random.default_rng(2).normal(size=(9, 8)))
+    alone = [coupled_token(p[i], seed, i) for i in range(len(drafts) + 1)]
+    n_accepted, token = verify_coupled(p, [], drafts, Noise(seed, 0, 3, 0))
+    assert [*drafts[:n_accepted], token] == alone[: n_accepted + 1]
+
+
+def test_a_draft_that_runs_the_same_race_agrees_nearly_as_often_as_any_draft_can() -> None:
+    """Against the optimum sum min(p, q) on wide, similar rows; two unrelated draws would agree far less."""
+    rng = np.random.default_rng(4)
+    logits = 3 * rng.normal(size=20_000)
+    p, q = softmax(logits), softmax(logits + 0.5 * rng.normal(size=20_000))
+    noises = [partial(Noise(seed, 0, 0, 0).exponentials, 0) for seed in range(2_000)]
+    same = sum(race(p, noise) == race(q, noise) for noise in noises)
+    overlap = float(np.minimum(p, q).sum())
+    assert 0.8 * overlap < same / 2_000 < overlap + 0.05

@@ -99,8 +99,8 @@ class CompletionAnswer:
         # The first token comes out of the prefill.
         plain = max(0, sequence.generated - 1) * self._plain_step_seconds
         return {
-            "mode": "fixed" if sequence.gamma else "off",
-            "verification": "token",
+            "mode": "fixed" if sequence.speculation.gamma else "off",
+            "verification": sequence.speculation.verification,
             "rounds": account.rounds,
             "drafted_tokens": account.drafted,
             "accepted_tokens": account.accepted,

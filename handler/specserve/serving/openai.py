@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from specserve.config import HandlerConfig
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
-from specserve.sequence import SamplingParams, Sequence
+from specserve.sequence import SamplingParams, Sequence, SpeculationParams, Verification
 from specserve.serving.generation import Generation
 
 _MAX_STOPS = 4
@@ -34,7 +34,7 @@ class SpeculationOptions(_Body):
     mode: Literal["auto", "off", "fixed"] = "auto"
     gamma: int | None = Field(default=None, ge=1, le=32)
     drafter: Literal["auto", "model"] = "auto"
-    verification: Literal["token"] = "token"
+    verification: Verification | None = None
 
 
 def _is_unicode(text: str) -> str:
@@ -155,8 +155,9 @@ def to_generation(request: CompletionRequest, vocabulary: Vocabulary, config: Ha
         min_p=request.min_p or 0.0,
         seed=request.seed,
     )
-    gamma = _gamma(request.speculation or SpeculationOptions(), config)
-    sequence = Sequence(prompt, sampling, max_tokens=min(wanted, room), gamma=gamma)
+    options = request.speculation or SpeculationOptions()
+    speculation = SpeculationParams(_gamma(options, config), options.verification or _verification(sampling))
+    sequence = Sequence(prompt, sampling, speculation, max_tokens=min(wanted, room))
     return Generation(sequence, vocabulary, list(request.stop or []))
 
 
@@ -204,3 +205,10 @@ def _gamma(options: SpeculationOptions, config: HandlerConfig) -> int:
             code="invalid_value",
         )
     return options.gamma
+
+
+def _verification(sampling: SamplingParams) -> Verification:
+    """Coupled where a seed asks for one text, else the rule that accepts most; all agree on greedy text."""
+    if sampling.temperature == 0:
+        return "token"  # reads the fewest rows
+    return "block" if sampling.seed is None else "coupled"

@@ -130,7 +130,7 @@ class Scheduler:
         decoding = [g.sequence for g in self._live if g.sequence.generated]
         # Every live sequence may want one row of logits, and those that decode one more a draft.
         most_drafts = (self._target.max_logits - len(self._live)) // max(1, len(decoding))
-        plans = [Plan(s, 1, min(s.gamma, s.remaining - 1, most_drafts)) for s in decoding]
+        plans = [Plan(s, 1, min(s.speculation.gamma, s.remaining - 1, most_drafts)) for s in decoding]
         left = min(self._prefill_rows, self._target.max_rows - sum(1 + plan.gamma for plan in plans))
         for generation in self._live:
             sequence = generation.sequence

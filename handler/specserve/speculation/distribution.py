@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -87,12 +88,42 @@ def draw(weights: FloatArray, uniform: float) -> int:
     # Two levels, columns and then their tokens, spare a cumulative sum over the whole vocabulary.
     sums = _column_sums(weights)
     column, rest = _locate(sums, uniform * float(sums.sum()))
-    if column == _COLUMNS:
-        first = weights.size - weights.size % _COLUMNS
-        return first + _locate(weights[first:].astype(np.float64), rest)[0]
-    whole = weights[: weights.size - weights.size % _COLUMNS]
-    inside = whole[column::_COLUMNS].astype(np.float64)
-    return column + _COLUMNS * _locate(inside, rest)[0]
+    return _token(weights, column, _locate(_column(weights, column), rest)[0])
+
+
+def race(weights: FloatArray, exponentials: Callable[[int, int], FloatArray]) -> int:
+    """The token that comes first in a race with these rates: an exact draw, by noise that belongs to tokens.
+
+    Two similar distributions that race with the same noise mostly agree: that couples a draft to its target
+    (Daliri et al., arXiv 2408.07978; an exponential over a rate is a Gumbel number plus a log-probability).
+    First the columns of tokens race, then the tokens of the winner, which is the same law at a hundredth of the noise.
+
+    Args:
+        weights: shape (vocabulary,), none negative, some positive; they need not sum to 1.
+        exponentials: gives the noise of a race by its number and its count of runners: race 0 is the columns'.
+    """
+    sums = _column_sums(weights)
+    column = _first(sums, exponentials(0, sums.size))
+    inside = _column(weights, column)
+    return _token(weights, column, _first(inside, exponentials(1 + column, inside.size)))
+
+
+def _first(rates: FloatArray, exponentials: FloatArray) -> int:
+    times = np.full(rates.size, np.inf)
+    np.divide(exponentials, rates, out=times, where=rates > 0)
+    return int(np.argmin(times))
+
+
+def _column(weights: FloatArray, column: int) -> FloatArray:
+    """The weights of a column of `_column_sums`, the last of which is the incomplete last row; float64."""
+    whole = weights.size - weights.size % _COLUMNS
+    return (weights[whole:] if column == _COLUMNS else weights[column:whole:_COLUMNS]).astype(np.float64)
+
+
+def _token(weights: FloatArray, column: int, place: int) -> int:
+    """The token at a place of a column."""
+    whole = weights.size - weights.size % _COLUMNS
+    return whole + place if column == _COLUMNS else column + _COLUMNS * place
 
 
 def _column_sums(weights: FloatArray) -> FloatArray:

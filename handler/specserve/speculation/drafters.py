@@ -9,8 +9,9 @@ import numpy as np
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.errors import DraftError, EngineError
 from specserve.sequence import Sequence
-from specserve.speculation.distribution import draw, to_distribution
-from specserve.speculation.noise import Noise, Purpose
+from specserve.speculation.distribution import to_distribution
+from specserve.speculation.noise import Noise
+from specserve.speculation.rejection import RULES
 
 
 class Wish(NamedTuple):
@@ -69,7 +70,8 @@ class ModelDrafter:
                 sequence, gamma, noise = wishes[index]
                 tokens, q = proposals[index]
                 q.append(to_distribution(self._fitted(row), sequence.sampling))
-                tokens.append(draw(q[-1], noise.uniform(Purpose.DRAFT, len(tokens))))
+                sample = RULES[sequence.speculation.verification].sample
+                tokens.append(sample(q[-1], len(tokens), noise))
                 if len(tokens) < gamma:
                     rows.append(Row(tokens[-1], sequence.slot, sequence.draft_cached, wants_logits=True))
                     sequence.draft_cached += 1

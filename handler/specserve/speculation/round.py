@@ -10,7 +10,7 @@ from specserve.sequence import SamplingParams, Sequence
 from specserve.speculation.distribution import to_distribution
 from specserve.speculation.drafters import Drafter, Proposal, Wish
 from specserve.speculation.noise import Noise
-from specserve.speculation.rejection import verify_token
+from specserve.speculation.rejection import RULES
 
 
 class Plan(NamedTuple):
@@ -38,7 +38,7 @@ class Times(NamedTuple):
 
 
 class TargetRows:
-    """The target's distributions by place, each computed only when a rule asks for it.
+    """The target's distributions by place, each computed when a rule first asks for it.
 
     Places behind a rejection are never asked for, and over a wide vocabulary a softmax is worth sparing.
     """
@@ -46,10 +46,13 @@ class TargetRows:
     def __init__(self, logits: FloatArray, sampling: SamplingParams) -> None:
         self._logits = logits
         self._sampling = sampling
+        self._known: dict[int, FloatArray] = {}
 
     def __getitem__(self, place: int, /) -> FloatArray:
         """The distribution at `place`, shape (vocabulary,)."""
-        return to_distribution(self._logits[place], self._sampling)
+        if place not in self._known:
+            self._known[place] = to_distribution(self._logits[place], self._sampling)
+        return self._known[place]
 
 
 def run_round(target: Engine, drafter: Drafter, plans: list[Plan]) -> Times:
@@ -81,7 +84,7 @@ def run_round(target: Engine, drafter: Drafter, plans: list[Plan]) -> Times:
 
 
 def _noise(sequence: Sequence) -> Noise:
-    return Noise(sequence.seed, sequence.choice, sequence.rounds)
+    return Noise(sequence.seed, sequence.choice, sequence.rounds, sequence.generated)
 
 
 def _target_rows(plans: list[Plan], proposals: list[Proposal]) -> list[Row]:
@@ -99,7 +102,8 @@ def _target_rows(plans: list[Plan], proposals: list[Proposal]) -> list[Row]:
 def _accept(target: Engine, sequence: Sequence, logits: FloatArray, proposal: Proposal, noise: Noise) -> None:
     """Let the verification rule decide, append its tokens, and cut the target's cache back to them."""
     p = TargetRows(logits, sequence.sampling)
-    n_accepted, next_token = verify_token(p, proposal.q, proposal.tokens, noise)
+    verify = RULES[sequence.speculation.verification].verify
+    n_accepted, next_token = verify(p, proposal.q, proposal.tokens, noise)
     kept = len(sequence.tokens) + n_accepted
     if sequence.generated:  # the round that ends a prefill is none of speculation's
         sequence.account.add_round(len(proposal.tokens), n_accepted)

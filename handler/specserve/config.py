@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -66,7 +67,7 @@ class ModelConfig(_Section):
 class SpeculationConfig(_Section):
     """The operator's side of speculation: the default and the cap of what a request may ask for."""
 
-    gamma: int = Field(default=3, ge=0, le=32, description="Draft tokens a round; 0 switches speculation off.")
+    gamma: int = Field(default=3, ge=0, le=32, description="Draft tokens a round; 0 drafts only where asked.")
     max_gamma: int = Field(default=16, ge=1, le=32, description="The most a request may ask for.")
 
     @model_validator(mode="after")
@@ -89,13 +90,21 @@ class HandlerConfig(_Section):
     prefill_rows: int = Field(
         default=64, ge=4, le=512, description="Rows of prompts a round, beside those that decode."
     )
+    idle_tokens: int = Field(
+        default=4096, ge=0, description="Tokens of finished answers kept in the caches, for prompts that begin alike."
+    )
     time_slice_ms: float = Field(default=40.0, ge=0, description="A handle() call decodes at least this long.")
     speculation: SpeculationConfig = SpeculationConfig()
 
 
 def usable_cores() -> int:
-    """How many cores this process may run on."""
-    return len(os.sched_getaffinity(0))
+    """How many cores this process may use: those it may run on, or fewer where a container has a quota."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
 
 
 def parse_handler(section: object, where: str) -> HandlerConfig:
@@ -124,6 +133,8 @@ def load_yaml(path: Path) -> tuple[dict[str, Any], HandlerConfig]:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: is not valid YAML ({' '.join(str(error).split())}).") from error
     if not isinstance(document, dict):

@@ -34,8 +34,9 @@ class SpeculationParams:
 
 @dataclass
 class Account:
-    """What one sequence's rounds did and took; seconds are wall time, batch-mates included."""
+    """What one sequence's rounds did and took; seconds are wall time, batch-mates included (then `shared`)."""
 
+    shared: bool = False
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -104,7 +105,12 @@ class Sequence:
         return len(self.tokens) - self.draft_cached
 
     def truncate(self, generated: int) -> None:
-        """Drop all but the first `generated` tokens behind the prompt; caches hold no more than what is left."""
+        """Drop all but the first `generated` tokens behind the prompt; caches hold no more than what is left.
+
+        What a draft guessed right behind the end of the text does not count as accepted.
+        """
+        dropped = self.generated - generated
+        self.account.accepted -= max(0, dropped - 1)
         del self.tokens[self.prompt_length + generated :]
         self.target_cached = min(self.target_cached, len(self.tokens))
         self.draft_cached = min(self.draft_cached, len(self.tokens))

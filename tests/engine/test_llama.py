@@ -83,8 +83,8 @@ def speculate(architecture: str, tiny_file: TinyFile, gammas: list[int], *, toge
     target = LlamaModel(tiny_file(architecture, "target"))
     draft = LlamaModel(tiny_file(architecture, "draft"))
     check_same_vocabulary(target, draft)
-    drafter = ModelDrafter(engine_for(draft), max_rows=16, vocabulary=target.size)
-    scheduler = Scheduler(engine_for(target), drafter, prefill_rows=16)
+    drafter = ModelDrafter(engine_for(draft), max_rows=16, vocabulary=target.size, context_length=4096)
+    scheduler = Scheduler(engine_for(target), drafter, prefill_rows=16, idle_tokens=4096)
     sequences = []
     for prompt, gamma in zip(PROMPTS, gammas, strict=True):
         sequences.append(

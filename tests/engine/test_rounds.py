@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from specserve.engine.fake import FakeEngine, FakeVocabulary
-from specserve.sequence import SamplingParams, Sequence, SpeculationParams
+from specserve.sequence import SamplingParams, Sequence, SpeculationParams, Verification
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler
+from specserve.speculation.distribution import FloatArray, draw, to_distribution
 from specserve.speculation.drafters import ModelDrafter
+from specserve.speculation.noise import Purpose
+from specserve.speculation.rejection import RULES, NoiseSource
 
 VOCABULARY = 24
 SLOTS = 3
@@ -21,12 +28,21 @@ class Bench:
     """A scheduler over a fake target and a fake draft."""
 
     def __init__(
-        self, *, blend: float = 0.3, prefill_rows: int = 8, draft_rows: int = 8, draft_width: int = VOCABULARY
+        self,
+        *,
+        blend: float = 0.3,
+        prefill_rows: int = 8,
+        draft_rows: int = 8,
+        draft_width: int = VOCABULARY,
+        idle_tokens: int = 4096,
     ) -> None:
         self.target = FakeEngine(vocabulary=VOCABULARY, n_slots=SLOTS)
         self.draft = FakeEngine(vocabulary=draft_width, n_slots=SLOTS, blend=blend)
         self.scheduler = Scheduler(
-            self.target, ModelDrafter(self.draft, max_rows=draft_rows, vocabulary=VOCABULARY), prefill_rows=prefill_rows
+            self.target,
+            ModelDrafter(self.draft, max_rows=draft_rows, vocabulary=VOCABULARY, context_length=4096),
+            prefill_rows=prefill_rows,
+            idle_tokens=idle_tokens,
         )
         self.submitted: list[Generation] = []
 
@@ -38,9 +54,13 @@ class Bench:
         max_tokens: int = 20,
         stops: list[str] | None = None,
         sampling: SamplingParams | None = None,
+        verification: Verification = "block",
     ) -> Generation:
         sequence = Sequence(
-            prompt, sampling or SamplingParams(temperature=0), SpeculationParams(gamma), max_tokens=max_tokens
+            prompt,
+            sampling or SamplingParams(temperature=0),
+            SpeculationParams(gamma, verification),
+            max_tokens=max_tokens,
         )
         generation = Generation(sequence, FakeVocabulary(VOCABULARY), stops or [])
         self.scheduler.submit(generation)
@@ -208,7 +228,7 @@ def test_a_draft_with_a_narrower_or_wider_vocabulary_drafts_what_both_know(draft
 def test_logits_that_are_not_finite_end_the_answer_with_an_error() -> None:
     bench = Bench()
     failed = bench.submit([1, 2, 3], max_tokens=10)
-    bench.target.poison_next = True
+    bench.target.poison_after = 0
     bench.scheduler.step()
     assert failed.error is not None
     after = bench.submit([1, 2, 3], max_tokens=10)
@@ -220,7 +240,7 @@ def test_a_failing_target_ends_the_answers_of_that_round_and_the_next_ones_are_s
     bench = Bench()
     failed = bench.submit([1, 2, 3], max_tokens=10)
     bench.scheduler.step()
-    bench.target.fail_next = True
+    bench.target.fail_after = 0
     bench.scheduler.step()
     assert failed.error is not None
     assert failed.error.status == 500
@@ -229,36 +249,165 @@ def test_a_failing_target_ends_the_answers_of_that_round_and_the_next_ones_are_s
     assert answer(after) == plain_greedy([1, 2, 3], 10)
 
 
-def test_a_failing_draft_costs_the_speculation_and_nothing_else() -> None:
+@pytest.mark.parametrize("failing_pass", range(8))
+@pytest.mark.parametrize("how", ["fail_after", "poison_after"])
+def test_a_failing_draft_costs_the_speculation_and_nothing_else(how: str, failing_pass: int) -> None:
+    """The pass may be one that reads the prompt, or any depth of a round."""
     bench = Bench()
-    generation = bench.submit([1, 2, 3], max_tokens=20)
-    bench.scheduler.step()
-    bench.scheduler.step()
-    bench.draft.fail_next = True
+    generation = bench.submit(list(range(12)), max_tokens=20)
+    plain = bench.submit([4, 5], gamma=0, max_tokens=20)
+    setattr(bench.draft, how, failing_pass)
     while bench.scheduler.busy:
         bench.scheduler.step()
-    assert answer(generation) == plain_greedy([1, 2, 3], 20)
+    assert getattr(bench.draft, how) is None, "the draft never came to fail"
+    passes = len(bench.draft.decoded)
+    assert answer(generation) == plain_greedy(list(range(12)), 20)
+    assert answer(plain) == plain_greedy([4, 5], 20)
+    later = bench.submit([1, 2], max_tokens=20)
+    while not later.done:
+        bench.scheduler.step()
+    assert len(bench.draft.decoded) == passes, "a broken draft is asked no more"
 
 
-def test_a_seed_gives_the_same_text_again() -> None:
+def test_the_account_counts_what_the_client_gets() -> None:
+    text = bytes(97 + token for token in plain_greedy([1, 2, 3], 12)).decode()
+    bench = Bench(blend=0.0)
+    generation = bench.submit([1, 2, 3], gamma=10, max_tokens=50, stops=[text[3:5]])
+    bench.run()
+    account = generation.sequence.account
+    assert generation.sequence.generated == 5
+    # The first token ends the prefill; the others were drafted, all but what stands behind the stop string.
+    assert account.rounds + account.accepted == pytest.approx(5, abs=1)
+    assert account.accepted <= 4
+
+
+def test_two_conversations_that_take_turns_keep_a_slot_each() -> None:
+    bench = Bench()
+    first = bench.submit(list(range(10)), max_tokens=5)
+    bench.run()
+    second = bench.submit(list(range(12, 22)), max_tokens=5)
+    bench.run()
+    assert second.sequence.slot != first.sequence.slot
+    for earlier in (first, second):
+        prompt = [*earlier.sequence.tokens, 3, 4]
+        later = bench.submit(prompt, max_tokens=5)
+        bench.run()
+        assert later.sequence.slot == earlier.sequence.slot
+        assert later.sequence.reused == len(prompt) - 3
+
+
+def test_finished_answers_are_forgotten_oldest_first_beyond_the_limit() -> None:
+    bench = Bench(idle_tokens=30)
+    for n in range(SLOTS):
+        bench.submit([n] * 10, max_tokens=5)
+        bench.run()
+    held = [len(tokens) for tokens in bench.target.cache]
+    assert held[0] == 0
+    assert all(held[1:])
+
+
+def test_a_short_answer_to_a_long_prompt_does_not_have_the_draft_read_it() -> None:
+    bench = Bench()
+    bench.submit(list(range(20)), max_tokens=5)
+    bench.run()
+    assert bench.draft.decoded == []
+
+
+def test_a_long_prompt_does_not_cost_its_neighbours_their_drafts() -> None:
+    bench = Bench(blend=0.0)
+    long = bench.submit([n % 23 for n in range(120)], max_tokens=100)
+    short = bench.submit([1, 2, 3], max_tokens=20)
+    while not short.done:
+        bench.scheduler.step()
+    assert long.sequence.draft_pending > 1
+    assert short.sequence.account.mean_acceptance_length > 3
+
+
+def law_of_three_tokens(sampling: SamplingParams) -> dict[tuple[int, ...], float]:
+    """The exact law of the target's first three tokens behind the prompt [1, 2]."""
+    target = FakeEngine(vocabulary=6, n_slots=1)
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        law = {
+            (*text, token): probability * float(p)
+            for text, probability in law.items()
+            for token, p in enumerate(to_distribution(target.logits([1, 2, *text]), sampling))
+        }
+    return law
+
+
+def pvalue_of_the_shipped_path(verification: Verification, trials: int) -> float:
+    """Chi-square of three tokens that scheduler, drafter and round have written, against the target's exact law."""
+    sampling = SamplingParams(temperature=0.9, top_k=4)
+    engines = [FakeEngine(vocabulary=6, n_slots=SLOTS, blend=blend) for blend in (0.0, 0.6)]
+    drafter = ModelDrafter(engines[1], max_rows=8, vocabulary=6, context_length=99)
+    counts: Counter[tuple[int, ...]] = Counter()
+    scheduler = Scheduler(engines[0], drafter, prefill_rows=8, idle_tokens=99)
+    for seed in range(trials):
+        speculation = SpeculationParams(3, verification)
+        sequence = Sequence([1, 2], replace(sampling, seed=seed), speculation, max_tokens=4)
+        scheduler.submit(Generation(sequence, NeverEnding(6), []))
+        while scheduler.busy:
+            scheduler.step()
+        counts[tuple(sequence.tokens[2:5])] += 1
+    law = law_of_three_tokens(sampling)
+    likely = [text for text, probability in law.items() if probability * trials >= 5]
+    observed = [counts[text] for text in likely]
+    expected = [law[text] * trials for text in likely]
+    rest = trials - sum(expected)
+    return float(stats.chisquare([*observed, trials - sum(observed)], [*expected, rest]).pvalue)
+
+
+class NeverEnding(FakeVocabulary):
+    def ends_text(self, token: int) -> bool:
+        del token
+        return False
+
+
+@pytest.mark.parametrize("verification", RULES)
+def test_what_scheduler_drafter_and_round_write_has_the_targets_law(verification: Verification) -> None:
+    """4,000 texts of three tokens; false-alarm rate 1e-4."""
+    assert pvalue_of_the_shipped_path(verification, 4_000) > 1e-4
+
+
+def test_a_drafter_that_shares_its_noise_with_the_rule_is_seen_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sample_with_shared_noise(q: FloatArray, place: int, noise: NoiseSource) -> int:
+        return draw(q, noise.uniform(Purpose.ACCEPT, place))
+
+    monkeypatch.setitem(RULES, "token", RULES["token"]._replace(sample=sample_with_shared_noise))
+    assert pvalue_of_the_shipped_path("token", 4_000) < 1e-4
+
+
+SEEDED = SamplingParams(seed=7)
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 3, 6])
+def test_a_seed_gives_one_text_by_coupled_verification_whatever_the_speculation_and_the_company(gamma: int) -> None:
+    """A prompt longer than the draft reads in a round, cold and warm, alone and beside others."""
+    prompt = list(range(20))
+    alone = Bench()
+    expected = alone.submit(prompt, gamma=3, sampling=SEEDED, verification="coupled")
+    alone.run()
+    bench = Bench(blend=0.8, prefill_rows=5)
+    neighbour = bench.submit([5, 6, 7], max_tokens=60, sampling=SamplingParams())
+    for _ in range(2):
+        generation = bench.submit(prompt, gamma=gamma, sampling=SEEDED, verification="coupled")
+        while not generation.done:
+            bench.scheduler.step()
+        assert answer(generation) == answer(expected)
+    assert generation.sequence.reused == 19
+    assert neighbour.sequence.account.shared
+
+
+@pytest.mark.parametrize("verification", RULES)
+def test_a_seed_gives_the_same_text_again_under_the_same_conditions(verification: Verification) -> None:
     texts = []
     for _ in range(2):
         bench = Bench()
-        generation = bench.submit([1, 2], max_tokens=20, sampling=SamplingParams(seed=7))
+        generation = bench.submit([1, 2], max_tokens=20, sampling=SEEDED, verification=verification)
         bench.run()
         texts.append(answer(generation))
     assert texts[0] == texts[1]
-
-
-def test_a_seed_gives_the_same_text_whether_or_not_the_prompt_is_already_in_a_slot() -> None:
-    bench = Bench()
-    texts = []
-    for _ in range(3):
-        generation = bench.submit([1, 2, 3, 4], max_tokens=20, sampling=SamplingParams(seed=7))
-        bench.run()
-        texts.append(answer(generation))
-    assert generation.sequence.reused == 3
-    assert texts[0] == texts[1] == texts[2]
 
 
 def test_without_a_seed_texts_differ() -> None:

@@ -35,7 +35,10 @@ class FrontEnd:
             time_slice_ms=0,
         )
         models = Models(
-            vocabulary, self.target, ModelDrafter(draft, max_rows=32, vocabulary=200), plain_step_seconds=0.01
+            vocabulary,
+            self.target,
+            ModelDrafter(draft, max_rows=32, vocabulary=200, context_length=4096),
+            plain_step_seconds=0.01,
         )
         self.handler.start(config, models, "qwen")
         self.rows: dict[str, dict[str, Any]] = {}
@@ -163,6 +166,12 @@ def test_a_stream_says_the_same_text_in_chunks(front_end: FrontEnd) -> None:
     assert front_end.content_type[stream] == "text/event-stream"
 
 
+def test_the_first_chunk_carries_the_first_text(front_end: FrontEnd) -> None:
+    stream = front_end.post({**BODY, "stream": True})
+    front_end.turn()
+    assert '"text": "' in front_end.chunks[stream][0]
+
+
 def test_include_usage_adds_null_to_every_chunk_and_one_chunk_with_the_totals(front_end: FrontEnd) -> None:
     stream = front_end.post({**BODY, "stream": True, "stream_options": {"include_usage": True}})
     front_end.run()
@@ -240,7 +249,7 @@ def test_a_model_failure_is_a_500_or_an_error_event_and_the_next_request_is_serv
 ) -> None:
     whole, stream = front_end.post(BODY), front_end.post({**BODY, "stream": True})
     front_end.turn()
-    front_end.target.fail_next = True
+    front_end.target.fail_after = 0
     front_end.run()
     assert front_end.status[whole] == 500
     assert front_end.answer(whole)["error"]["type"] == "server_error"

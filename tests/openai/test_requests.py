@@ -140,6 +140,7 @@ def test_a_wrong_or_unserved_value_is_refused_and_named(field: str, value: objec
         ({"mode": "fixed", "gamma": 33}, "speculation.gamma"),
         ({"mode": "fixed", "gamma": 9}, "speculation.gamma"),
         ({"gamma": 2}, "speculation.gamma"),
+        ({"mode": "off", "gamma": 2}, "speculation.gamma"),
         ({"tempo": 1}, "speculation.tempo"),
     ],
 )
@@ -198,3 +199,23 @@ def test_an_error_is_openais_object() -> None:
             "code": "unsupported_value",
         }
     }
+
+
+def test_speculation_without_a_draft_model_is_refused_where_it_is_asked_for() -> None:
+    plain = CONFIG.model_copy(update={"draft": None})
+    for options in ({"mode": "fixed"}, {"drafter": "model"}):
+        with pytest.raises(RequestError, match="has no draft model"):
+            to_generation(parse_body({"prompt": "a", "speculation": options}), VOCABULARY, plain)
+    assert to_generation(parse_body({"prompt": "a"}), VOCABULARY, plain).sequence.speculation.gamma == 0
+
+
+def test_a_seed_is_coupled_greedy_needs_no_rule_and_all_else_is_block() -> None:
+    assert sequence_of().speculation.verification == "block"
+    assert sequence_of(seed=1).speculation.verification == "coupled"
+    assert sequence_of(seed=1, temperature=0).speculation.verification == "token"
+    assert sequence_of(seed=1, speculation={"verification": "token"}).speculation.verification == "token"
+
+
+def test_a_huge_wrong_body_is_refused_at_its_first_mistake() -> None:
+    assert refusal({"prompt": ["a"] * 200_000}).param == "prompt"
+    assert refusal({"prompt": "a", **{f"f{n}": 1 for n in range(50_000)}}).param == "f0"

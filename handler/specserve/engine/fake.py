@@ -12,8 +12,8 @@ class FakeEngine:
     """A model whose next-token logits are a pure function of the last `memory` tokens.
 
     `blend` 0 gives the target itself and 1 an unrelated model: in between lies a draft that often agrees.
-    Like a real cache it holds tokens a slot, and it refuses rows that do not continue them. `fail_next` and
-    `poison_next` make the next pass raise, and give logits that are not numbers.
+    Like a real cache it holds tokens a slot, and it refuses rows that do not continue them. `fail_after` and
+    `poison_after` passes from now, one pass raises, or gives logits that are not numbers.
     """
 
     def __init__(
@@ -24,8 +24,8 @@ class FakeEngine:
         self.max_logits = 64
         self.cache: list[list[int]] = [[] for _ in range(n_slots)]
         self.decoded: list[Row] = []
-        self.fail_next = False
-        self.poison_next = False
+        self.fail_after: int | None = None
+        self.poison_after: int | None = None
         self.width = vocabulary
         self._memory = memory
         self._blend = blend
@@ -41,8 +41,7 @@ class FakeEngine:
 
     def forward(self, rows: list[Row]) -> FloatArray:
         """Logits of the rows that want them; see `Engine.forward`."""
-        if self.fail_next:
-            self.fail_next = False
+        if self._is_due("fail_after"):
             raise EngineError("The fake engine was told to fail.")
         if not 0 < len(rows) <= self.max_rows:
             raise EngineError(f"A forward pass takes 1 to {self.max_rows} rows, not {len(rows)}.")
@@ -60,10 +59,15 @@ class FakeEngine:
         if len(result) > self.max_logits:
             raise EngineError(f"A forward pass gives at most {self.max_logits} rows of logits.")
         logits = np.stack(result) if result else np.empty((0, self.width), np.float32)
-        if self.poison_next:
-            self.poison_next = False
+        if result and self._is_due("poison_after"):
             logits[:, 0] = np.nan
         return logits
+
+    def _is_due(self, fault: str) -> bool:
+        """Count a fault's passes down; it happens once."""
+        left = getattr(self, fault)
+        setattr(self, fault, None if left in {None, 0} else left - 1)
+        return bool(left == 0)
 
     def cut(self, slot: int, length: int) -> None:
         """Keep the first `length` tokens of a slot's cache."""

@@ -96,8 +96,10 @@ class CompletionAnswer:
         sequence = self.generation.sequence
         account = sequence.account
         decoding = account.draft_seconds + account.target_seconds + account.other_seconds
-        # The first token comes out of the prefill.
-        plain = max(0, sequence.generated - 1) * self._plain_step_seconds
+        # Plain decoding takes a step for every token but the first, which comes out of the prefill.
+        plain = (account.rounds + account.accepted) * self._plain_step_seconds
+        # Seconds that batch-mates share say nothing about one sequence alone.
+        speedup = round(plain / decoding, 3) if decoding and not account.shared else None
         return {
             "mode": "fixed" if sequence.speculation.gamma else "off",
             "verification": sequence.speculation.verification,
@@ -114,7 +116,7 @@ class CompletionAnswer:
                 "other": round(account.other_seconds, 6),
                 "plain_estimate": round(plain, 6),
             },
-            "estimated_speedup": round(plain / decoding, 3) if decoding else None,
+            "estimated_speedup": speedup,
         }
 
 

@@ -48,7 +48,12 @@ def load_models(config: HandlerConfig) -> Models:
     draft = _engine(draft_model, config, config.sequences)
     target_seconds, draft_seconds = _step_seconds(target), _step_seconds(draft)
     _report_cost(draft_seconds, target_seconds)
-    drafter = ModelDrafter(draft, max_rows=config.prefill_rows, vocabulary=target_model.size)
+    drafter = ModelDrafter(
+        draft,
+        max_rows=config.prefill_rows,
+        vocabulary=target_model.size,
+        context_length=draft_model.trained_context,
+    )
     return Models(target_model, target, drafter, target_seconds)
 
 

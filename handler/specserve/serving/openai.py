@@ -39,8 +39,7 @@ class SpeculationOptions(_Body):
 
 def _is_unicode(text: str) -> str:
     """JSON can spell half of a surrogate pair, which no tokenizer can read."""
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError("must not hold lone surrogates")
+    text.encode()  # the error of one that cannot be encoded is a ValueError, pydantic's own language
     return text
 
 
@@ -52,7 +51,7 @@ class CompletionRequest(_Body):
     """The body of v1/completions."""
 
     model: str | None = None
-    prompt: Text | list[int]
+    prompt: Text | Annotated[list[int], Field(fail_fast=True)]
     max_tokens: int | None = Field(default=16, ge=0)
     temperature: float | None = Field(default=1.0, ge=0, le=2)
     top_p: float | None = Field(default=1.0, ge=0, le=1)
@@ -77,7 +76,7 @@ class CompletionRequest(_Body):
     # Fields that OpenAI's clients send and that mean nothing here.
     user: str | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -109,10 +108,14 @@ def parse_body(body: object) -> CompletionRequest:
             raise RequestError(f"The request's body is not valid JSON: {error}.") from error
     if not isinstance(body, dict):
         raise RequestError("The request's body must be a JSON object; send it with content-type application/json.")
+    # Looked up here, since pydantic would write an error for each of a million unknown fields.
+    unknown = next((str(field) for field in body if field not in CompletionRequest.model_fields), None)
+    if unknown is not None:
+        raise RequestError(f"Unknown field: '{unknown}'.", param=unknown, code="unknown_parameter")
     try:
         return CompletionRequest.model_validate(body)
     except ValidationError as error:
-        raise _explain(error.errors()[0]) from error
+        raise _explain(error.errors(include_url=False, include_context=False, include_input=False)[0]) from error
 
 
 def _explain(error: Any) -> RequestError:
@@ -182,22 +185,18 @@ def _prompt_tokens(prompt: str | list[int], vocabulary: Vocabulary) -> list[int]
 
 def _gamma(options: SpeculationOptions, config: HandlerConfig) -> int:
     limits = config.speculation
-    if config.draft is None and options.mode == "fixed":
+    if config.draft is None and (options.mode == "fixed" or options.drafter == "model"):
+        raise RequestError("This server has no draft model.", param="speculation", code="invalid_value")
+    if options.gamma is not None and options.mode != "fixed":
         raise RequestError(
-            "This server has no draft model; leave 'speculation.mode' out.",
-            param="speculation.mode",
+            "'speculation.gamma' needs 'speculation.mode': 'fixed'.",
+            param="speculation.gamma",
             code="invalid_value",
         )
     if options.mode == "off" or config.draft is None:
         return 0
     if options.gamma is None:
         return limits.gamma
-    if options.mode != "fixed":
-        raise RequestError(
-            "'speculation.gamma' needs 'speculation.mode': 'fixed'.",
-            param="speculation.gamma",
-            code="invalid_value",
-        )
     if options.gamma > limits.max_gamma:
         raise RequestError(
             f"'speculation.gamma' may be at most {limits.max_gamma} on this server.",

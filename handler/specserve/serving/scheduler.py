@@ -12,9 +12,11 @@ from specserve.errors import DraftError, EngineError, RequestError
 from specserve.sequence import Sequence
 from specserve.serving.generation import Generation
 from specserve.speculation.drafters import Drafter, NoDrafter
-from specserve.speculation.round import Plan, Times, run_round
+from specserve.speculation.round import Plan, Report, Times, run_round
 
 logger = logging.getLogger(__name__)
+
+_READ_PER_TOKEN = 2
 
 
 @dataclass
@@ -23,6 +25,12 @@ class Slot:
 
     last: Sequence | None = None
     live: Generation | None = None
+    released: int = 0
+
+    @property
+    def held(self) -> int:
+        """How many tokens of `last` the target's cache holds."""
+        return self.last.target_cached if self.last else 0
 
     def common_prefix(self, prompt: list[int]) -> int:
         """How many leading tokens of `prompt` the target's cache already holds."""
@@ -40,10 +48,12 @@ class Scheduler:
     submitted, in order.
     """
 
-    def __init__(self, target: Engine, drafter: Drafter, *, prefill_rows: int) -> None:
+    def __init__(self, target: Engine, drafter: Drafter, *, prefill_rows: int, idle_tokens: int) -> None:
         self._target = target
         self._drafter = drafter
         self._prefill_rows = prefill_rows
+        self._idle_tokens = idle_tokens
+        self._releases = 0
         self._slots = [Slot() for _ in range(target.n_slots)]
         self._waiting: deque[Generation] = deque()
         self._live: list[Generation] = []
@@ -81,10 +91,12 @@ class Scheduler:
         plans = self._plan()
         prefilling = {id(plan.sequence) for plan in plans if plan.sequence.generated == 0}
         try:
-            times = self._run(plans)
-        except (EngineError, FloatingPointError) as error:
-            self._fail([plan.sequence for plan in plans], error)
+            times, failed = self._run(plans)
+        except EngineError as error:
+            self._fail([plan.sequence for plan in plans], str(error))
             return
+        if failed:
+            self._fail(failed, "the target's logits are not finite")
         for generation in list(self._live):
             generation.read_new_tokens()
             if generation.done:
@@ -92,8 +104,9 @@ class Scheduler:
         other = perf_counter() - started - times.draft - times.target
         for plan in plans:
             _charge(plan.sequence, times._replace(other=other), prefill=id(plan.sequence) in prefilling)
+            plan.sequence.account.shared |= len(plans) > 1
 
-    def _run(self, plans: list[Plan]) -> Times:
+    def _run(self, plans: list[Plan]) -> Report:
         """Run a round; if the draft model fails in it, go on without one from here on."""
         try:
             return run_round(self._target, self._drafter, plans)
@@ -103,34 +116,52 @@ class Scheduler:
             return run_round(self._target, self._drafter, plans)
 
     def _admit(self) -> None:
-        """Give waiting answers a free slot each, the one that already holds most of the prompt."""
-        while self._waiting:
-            free = [slot for slot in self._slots if slot.live is None]
-            if not free:
-                return
+        """Give waiting answers a free slot each."""
+        while self._waiting and len(self._live) < len(self._slots):
             generation = self._waiting.popleft()
             sequence = generation.sequence
-            best = max(free, key=lambda slot: slot.common_prefix(sequence.tokens))
-            sequence.slot = self._slots.index(best)
-            shared = best.common_prefix(sequence.tokens)
+            slot = self._slot_for(sequence.tokens)
+            shared = slot.common_prefix(sequence.tokens)
+            sequence.slot = self._slots.index(slot)
             sequence.target_cached = sequence.reused = shared
-            sequence.draft_cached = min(shared, best.last.draft_cached) if best.last else 0
+            sequence.draft_cached = min(shared, slot.last.draft_cached) if slot.last else 0
             self._target.cut(sequence.slot, sequence.target_cached)
             self._drafter.keep(sequence, sequence.draft_cached)
-            best.live = generation
-            best.last = sequence
+            slot.live = generation
+            slot.last = sequence
             self._live.append(generation)
+
+    def _slot_for(self, prompt: list[int]) -> Slot:
+        """The free slot that shares most with a prompt; a slight likeness does not cost another text its cache."""
+        free = [slot for slot in self._slots if slot.live is None]
+        best = max(free, key=lambda slot: slot.common_prefix(prompt))
+        if best.common_prefix(prompt) * 2 >= min(best.held, len(prompt)) > 0:
+            return best
+        return min(free, key=lambda slot: (slot.held > 0, slot.released))
+
+    def _forget_oldest(self) -> None:
+        """Keep what finished answers hold below the limit: every forward pass walks over it."""
+        idle = sorted((slot for slot in self._slots if slot.live is None), key=lambda slot: slot.released)
+        held = sum(slot.held for slot in idle)
+        for slot in idle:
+            if held <= self._idle_tokens:
+                return
+            held -= slot.held
+            if slot.last:
+                slot.last.target_cached = slot.last.draft_cached = 0
+                self._target.cut(slot.last.slot, 0)
+                self._drafter.keep(slot.last, 0)
 
     def _plan(self) -> list[Plan]:
         """All that decode, with their drafts, and beside them the oldest prompts as far as rows are left.
 
         The round that ends a prompt has no drafts, however little of it was left to feed: its first token comes
-        sooner, and the same seed gives the same text whether or not a slot already held the prompt.
+        sooner.
         """
         decoding = [g.sequence for g in self._live if g.sequence.generated]
         # Every live sequence may want one row of logits, and those that decode one more a draft.
         most_drafts = (self._target.max_logits - len(self._live)) // max(1, len(decoding))
-        plans = [Plan(s, 1, min(s.speculation.gamma, s.remaining - 1, most_drafts)) for s in decoding]
+        plans = [Plan(s, 1, min(_gamma(s), most_drafts)) for s in decoding]
         left = min(self._prefill_rows, self._target.max_rows - sum(1 + plan.gamma for plan in plans))
         for generation in self._live:
             sequence = generation.sequence
@@ -144,12 +175,15 @@ class Scheduler:
         """Free a slot; its caches keep what was decided, for the next prompt that begins alike."""
         sequence = generation.sequence
         self._live.remove(generation)
+        self._releases += 1
         self._slots[sequence.slot].live = None
+        self._slots[sequence.slot].released = self._releases
         self._target.cut(sequence.slot, sequence.target_cached)
         self._drafter.keep(sequence, sequence.draft_cached)
+        self._forget_oldest()
 
-    def _fail(self, sequences: list[Sequence], error: Exception) -> None:
-        logger.error("specserve: a round of %d sequences failed: %s", len(sequences), error)
+    def _fail(self, sequences: list[Sequence], reason: str) -> None:
+        logger.error("specserve: %d sequences of a round failed: %s", len(sequences), reason)
         failed = {id(sequence) for sequence in sequences}
         for generation in list(self._live):
             if id(generation.sequence) in failed:
@@ -160,6 +194,14 @@ class Scheduler:
                 )
                 generation.sequence.target_cached = generation.sequence.draft_cached = 0
                 self._release(generation)
+
+
+def _gamma(sequence: Sequence) -> int:
+    """How many drafts a round may have: none that the answer has no room for, none that cost more than they save."""
+    # The draft model must first read what is new to it; a row of that takes about half of what a draft saves.
+    if sequence.draft_pending > _READ_PER_TOKEN * sequence.remaining:
+        return 0
+    return min(sequence.speculation.gamma, sequence.remaining - 1)
 
 
 def _charge(sequence: Sequence, times: Times, *, prefill: bool) -> None:

@@ -81,7 +81,9 @@ class Handler:
         self._models = models
         self._model_ids = list(dict.fromkeys([config.model_id, model_name]))
         self._created = int(time.time())
-        self._scheduler = Scheduler(models.target, models.drafter, prefill_rows=config.prefill_rows)
+        self._scheduler = Scheduler(
+            models.target, models.drafter, prefill_rows=config.prefill_rows, idle_tokens=config.idle_tokens
+        )
         self._exchanges: dict[str, Exchange] = {}
 
     def handle(self, data: list[dict[str, Any]], context: Context) -> list[str]:
@@ -198,9 +200,9 @@ class Handler:
 
     def _next_chunk(self, context: Context, index: int, exchange: Exchange, answer: CompletionAnswer) -> str:
         """A stream's next events; an empty chunk lets TorchServe notice that the client has left."""
-        # A first chunk that is also the last one would hang the client: an empty one opens the stream.
+        # A first chunk that is also the last one would hang the client: then an empty one opens the stream.
         last = exchange.opened and answer.generation.done
-        events = answer.next_events() if exchange.opened else ""
+        events = answer.next_events() if exchange.opened or not answer.generation.done else ""
         if not exchange.opened:
             context.set_response_status(200, _PHRASES[200], index)
             context.set_response_content_type(index, "text/event-stream")

@@ -129,7 +129,8 @@ def _token(weights: FloatArray, column: int, place: int) -> int:
 def _column_sums(weights: FloatArray) -> FloatArray:
     """The sums of every _COLUMNS-th weight, and behind them that of the incomplete last row; float64.
 
-    Adding row to row is many times faster than adding along rows, and far more exact than one long float32 sum.
+    Adding row to row is many times faster than adding along rows. In single precision it rounds a column of a
+    150,000-token row by at most 1e-5 of itself, no more than the logits were rounded.
     """
     whole = weights.size - weights.size % _COLUMNS
     sums = np.empty(_COLUMNS + 1)
@@ -150,32 +151,38 @@ def _locate(weights: FloatArray, level: float) -> tuple[int, float]:
 
 def _truncate(weights: FloatArray, total: float, top_k: int, top_p: float, min_p: float) -> IntArray:
     """Ids of the tokens that survive all three cuts; the largest weight is 1, and `top_k` 0 cuts nothing."""
+    kept = _candidates(weights, total, top_k, top_p, min_p)
     if top_k:
-        kept = _largest(weights, top_k)
+        kept = _heaviest(weights, kept, top_k)
         total = float(weights[kept].sum(dtype=np.float64))
-    elif top_p < 1:
-        # The tokens below this level together weigh less than top_p may cut away; the factor is for rounding.
-        level = 0.999 * (1 - top_p) * total / weights.size
-        kept = _by_weight(weights, np.flatnonzero(weights >= level))
-    else:
-        return np.flatnonzero(weights >= min_p)
     if top_p < 1:
-        mass = np.cumsum(weights[kept], dtype=np.float64)
-        kept = kept[: int(np.searchsorted(mass, top_p * total)) + 1]
+        mass = np.cumsum(np.sort(weights[kept])[::-1], dtype=np.float64)
+        kept = _heaviest(weights, kept, int(np.searchsorted(mass, top_p * total)) + 1)
     return kept[weights[kept] >= min_p]
 
 
-def _largest(weights: FloatArray, count: int) -> IntArray:
-    """The ids of the `count` largest weights, largest first."""
+def _candidates(weights: FloatArray, total: float, top_k: int, top_p: float, min_p: float) -> IntArray:
+    """Ids that hold all tokens the first cut may keep, and few others, in order; found without sorting them all."""
+    floor = 0.0
     whole = weights.size - weights.size % _COLUMNS
-    if whole and count <= _COLUMNS:
-        # `count` columns hold a weight of at least this floor, so the largest weights all reach it.
-        maxima = weights[:whole].reshape(-1, _COLUMNS).max(axis=0)
-        candidates = np.flatnonzero(weights >= np.partition(maxima, -count)[-count])
+    if top_k:
+        if whole and top_k <= _COLUMNS:
+            # This many columns hold a weight of at least this floor, so the largest weights all reach it.
+            maxima = weights[:whole].reshape(-1, _COLUMNS).max(axis=0)
+            floor = float(np.partition(maxima, -top_k)[-top_k])
+    elif top_p < 1:
+        # The tokens below this floor together weigh less than top_p may cut away; the factor is for rounding.
+        floor = 0.999 * (1 - top_p) * total / weights.size
     else:
-        candidates = np.arange(weights.size)
-    return _by_weight(weights, candidates)[:count]
+        floor = min_p
+    return np.flatnonzero(weights >= floor if floor > 0 else weights > 0)
 
 
-def _by_weight(weights: FloatArray, ids: IntArray) -> IntArray:
-    return ids[np.argsort(-weights[ids], kind="stable")]
+def _heaviest(weights: FloatArray, ids: IntArray, count: int) -> IntArray:
+    """The `count` of these ordered ids with the largest weights, lower ids first among equals; at most all."""
+    if count >= ids.size:
+        return ids
+    among = weights[ids]
+    cut = np.partition(among, -count)[-count]
+    above = ids[among > cut]
+    return np.concatenate([above, ids[among == cut][: count - above.size]])

@@ -46,14 +46,20 @@ class Drafter(Protocol):
 class ModelDrafter:
     """Drafts from a small model, one forward pass a depth for all sequences together.
 
-    What the small model has not read yet is fed first, at most `max_rows` tokens a round over all sequences,
-    so a long prompt is read over several rounds, in which its sequence gets no drafts.
+    What the small model has not read yet is fed first, the shortest arrears first and at most `max_rows` tokens a
+    round over all sequences: a long prompt is read over several rounds, in which its sequence gets no drafts.
+
+    Args:
+        max_rows: at least two for every slot, so that whoever has read its prompt is never held up.
+        vocabulary: the width of the target's rows.
+        context_length: how long a text the small model was trained to read; behind it, it drafts no more.
     """
 
-    def __init__(self, engine: Engine, *, max_rows: int, vocabulary: int) -> None:
+    def __init__(self, engine: Engine, *, max_rows: int, vocabulary: int, context_length: int) -> None:
         self._engine = engine
-        self._max_rows = min(max_rows, engine.max_rows)
+        self._max_rows = min(max(max_rows, 2 * engine.n_slots), engine.max_rows)
         self._vocabulary = vocabulary
+        self._context_length = context_length
 
     def propose(self, wishes: list[Wish]) -> list[Proposal]:
         """At most `gamma` drafts for each wish; see `Drafter.propose`."""
@@ -62,32 +68,33 @@ class ModelDrafter:
         while rows:
             try:
                 logits = self._engine.forward(rows)
-            except EngineError as error:
+                for row, index in zip(logits, active, strict=True):
+                    self._draft(row, wishes[index], proposals[index])
+            except (EngineError, FloatingPointError) as error:
                 raise DraftError(f"The draft model failed: {error}") from error
+            active = [index for index in active if len(proposals[index].tokens) < wishes[index].gamma]
             rows = []
-            still_active = []
-            for row, index in zip(logits, active, strict=True):
-                sequence, gamma, noise = wishes[index]
-                tokens, q = proposals[index]
-                q.append(to_distribution(self._fitted(row), sequence.sampling))
-                sample = RULES[sequence.speculation.verification].sample
-                tokens.append(sample(q[-1], len(tokens), noise))
-                if len(tokens) < gamma:
-                    rows.append(Row(tokens[-1], sequence.slot, sequence.draft_cached, wants_logits=True))
-                    sequence.draft_cached += 1
-                    still_active.append(index)
-            active = still_active
+            for index in active:
+                sequence = wishes[index].sequence
+                rows.append(Row(proposals[index].tokens[-1], sequence.slot, sequence.draft_cached, wants_logits=True))
+                sequence.draft_cached += 1
         return proposals
+
+    def _draft(self, logits: FloatArray, wish: Wish, proposal: Proposal) -> None:
+        """Sample one more draft from a row of the small model's logits."""
+        tokens, q = proposal
+        sample = RULES[wish.sequence.speculation.verification].sample
+        q.append(to_distribution(self._fitted(logits), wish.sequence.sampling))
+        tokens.append(sample(q[-1], len(tokens), wish.noise))
 
     def _catch_up(self, wishes: list[Wish]) -> tuple[list[Row], list[int]]:
         """Rows of what the draft has not read, and which wishes have read all with them."""
         rows: list[Row] = []
         ready: list[int] = []
-        for index, (sequence, gamma, _) in enumerate(wishes):
-            if gamma == 0:
+        for index in sorted(range(len(wishes)), key=lambda index: wishes[index].sequence.draft_pending):
+            sequence, gamma, _ = wishes[index]
+            if gamma == 0 or not self._can_read(sequence, gamma):
                 continue
-            if max(sequence.tokens[sequence.draft_cached :]) >= self._engine.width:
-                continue  # a token of the target's that the small model has never heard of
             end = min(len(sequence.tokens), sequence.draft_cached + self._max_rows - len(rows))
             complete = end == len(sequence.tokens)
             for position in range(sequence.draft_cached, end):
@@ -97,6 +104,11 @@ class ModelDrafter:
             if complete:
                 ready.append(index)
         return rows, ready
+
+    def _can_read(self, sequence: Sequence, gamma: int) -> bool:
+        """Whether the text fits the small model, and holds no token of the target's that it has never heard of."""
+        fits = len(sequence.tokens) + gamma <= self._context_length
+        return fits and max(sequence.tokens[sequence.draft_cached :]) < self._engine.width
 
     def _fitted(self, logits: FloatArray) -> FloatArray:
         """A row of the draft's logits as wide as the target's: models of one family pad differently."""

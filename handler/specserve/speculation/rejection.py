@@ -55,7 +55,7 @@ def verify_token(p: Distributions, q: Distributions, drafts: Sequence[int], nois
     """
     for i, x in enumerate(drafts):
         p_i, q_i = p[i], q[i]
-        if noise.uniform(Purpose.ACCEPT, i) * q_i[x] >= p_i[x]:
+        if noise.uniform(Purpose.ACCEPT, i) * float(q_i[x]) >= float(p_i[x]):
             return Verdict(i, recover(p_i, q_i, noise.uniform(Purpose.RECOVER, i)))
     return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
 

@@ -37,6 +37,13 @@ class Times(NamedTuple):
     other: float
 
 
+class Report(NamedTuple):
+    """What a round took, and which sequences cannot go on because the target gave them no usable logits."""
+
+    times: Times
+    failed: list[Sequence]
+
+
 class TargetRows:
     """The target's distributions by place, each computed when a rule first asks for it.
 
@@ -55,7 +62,7 @@ class TargetRows:
         return self._known[place]
 
 
-def run_round(target: Engine, drafter: Drafter, plans: list[Plan]) -> Times:
+def run_round(target: Engine, drafter: Drafter, plans: list[Plan]) -> Report:
     """Draft for every plan that wants it, run the target once over all rows, and decide tokens.
 
     Decided tokens are appended to the plans' sequences, and both caches are cut back to what was decided.
@@ -71,16 +78,20 @@ def run_round(target: Engine, drafter: Drafter, plans: list[Plan]) -> Times:
     logits = target.forward(_target_rows(plans, proposals))
     verified = perf_counter()
     first = 0
+    failed = []
     for plan, proposal, wish in zip(plans, proposals, wishes, strict=True):
         sequence = plan.sequence
         if not plan.decides:
             sequence.target_cached += plan.rows
             continue
         places = len(proposal.tokens) + 1
-        _accept(target, sequence, logits[first : first + places], proposal, wish.noise)
+        try:
+            _accept(target, sequence, logits[first : first + places], proposal, wish.noise)
+        except FloatingPointError:
+            failed.append(sequence)
         drafter.keep(sequence, sequence.target_cached)
         first += places
-    return Times(drafted - started, verified - drafted, perf_counter() - verified)
+    return Report(Times(drafted - started, verified - drafted, perf_counter() - verified), failed)
 
 
 def _noise(sequence: Sequence) -> Noise:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 
 from specserve.config import HandlerConfig, ModelConfig
 from specserve.engine.fake import FakeEngine, FakeVocabulary
+from specserve.serving.chat import ChatTemplate
 from specserve.serving.loading import Models
 from specserve.serving.torchserve import Handler
 from specserve.speculation.drafters import ModelDrafter
 
 SLOTS = 4
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 
 
 class FrontEnd:
@@ -40,6 +43,7 @@ class FrontEnd:
             ModelDrafter(draft, max_rows=32, vocabulary=200, context_length=4096),
             plain_step_seconds=0.01,
         )
+        models = replace(models, chat_template=ChatTemplate(TEMPLATE, bos="", eos=""))
         self.handler.start(config, models, "qwen")
         self.rows: dict[str, dict[str, Any]] = {}
         self.routes: dict[str, str | None] = {}
@@ -270,3 +274,38 @@ def test_a_request_without_a_body_is_told_how_to_send_one(front_end: FrontEnd) -
     identity = front_end.post(None)
     front_end.run()
     assert "application/json" in front_end.answer(identity)["error"]["message"]
+
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "temperature": 0}
+
+
+def test_a_chat_is_the_completion_of_its_rendered_messages(front_end: FrontEnd) -> None:
+    chat = front_end.post(CHAT, "v1/chat/completions")
+    completion = front_end.post({**BODY, "prompt": "user: hello\nassistant: "})
+    front_end.run()
+    answer = front_end.answer(chat)
+    assert answer["object"] == "chat.completion"
+    message = answer["choices"][0]["message"]
+    assert message["role"] == "assistant"
+    assert message["content"] == front_end.answer(completion)["choices"][0]["text"]
+    assert answer["usage"]["completion_tokens"] == 12
+
+
+def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason(front_end: FrontEnd) -> None:
+    whole, stream = (front_end.post({**CHAT, "stream": s}, "v1/chat/completions") for s in (False, True))
+    front_end.run()
+    events = front_end.events(stream)
+    assert all(event["object"] == "chat.completion.chunk" for event in events)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert deltas[0]["role"] == "assistant"
+    assert not any("role" in delta for delta in deltas[1:])
+    content = front_end.answer(whole)["choices"][0]["message"]["content"]
+    assert "".join(delta.get("content", "") for delta in deltas) == content
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_model_without_a_chat_template_says_so(front_end: FrontEnd) -> None:
+    front_end.handler._models = replace(front_end.handler._models, chat_template=None)
+    chat = front_end.post(CHAT, "v1/chat/completions")
+    front_end.run()
+    assert "no chat template" in front_end.answer(chat)["error"]["message"]

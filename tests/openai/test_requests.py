@@ -10,7 +10,8 @@ import pytest
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
 from specserve.engine.fake import FakeVocabulary
 from specserve.errors import RequestError
-from specserve.serving.openai import parse_body, to_generation
+from specserve.serving.generation import Generation
+from specserve.serving.openai import ChatRequest, CompletionRequest, parse_body, prompt_tokens, to_generation
 
 VOCABULARY = FakeVocabulary(200)
 CONFIG = HandlerConfig(
@@ -22,16 +23,22 @@ CONFIG = HandlerConfig(
 )
 
 
+def generation_of(body: object, config: HandlerConfig = CONFIG) -> Generation:
+    """What a completions body becomes."""
+    request = parse_body(body, CompletionRequest)
+    return to_generation(request, prompt_tokens(request.prompt, VOCABULARY), VOCABULARY, config)
+
+
 def refusal(body: object) -> RequestError:
     """The error a body gets."""
     with pytest.raises(RequestError) as caught:
-        to_generation(parse_body(body), VOCABULARY, CONFIG)
+        generation_of(body)
     return caught.value
 
 
 def sequence_of(**fields: Any) -> Any:
     """The sequence a good body becomes."""
-    return to_generation(parse_body({"prompt": "hello", **fields}), VOCABULARY, CONFIG).sequence
+    return generation_of({"prompt": "hello", **fields}).sequence
 
 
 def test_a_prompt_may_be_text_or_token_ids() -> None:
@@ -187,7 +194,7 @@ def test_a_body_that_is_no_json_object_is_refused(body: object) -> None:
 
 
 def test_a_json_body_may_arrive_as_bytes() -> None:
-    assert parse_body(bytearray(b'{"prompt": "a"}')).prompt == "a"
+    assert parse_body(bytearray(b'{"prompt": "a"}'), CompletionRequest).prompt == "a"
 
 
 def test_an_error_is_openais_object() -> None:
@@ -205,8 +212,8 @@ def test_speculation_without_a_draft_model_is_refused_where_it_is_asked_for() ->
     plain = CONFIG.model_copy(update={"draft": None})
     for options in ({"mode": "fixed"}, {"drafter": "model"}):
         with pytest.raises(RequestError, match="has no draft model"):
-            to_generation(parse_body({"prompt": "a", "speculation": options}), VOCABULARY, plain)
-    assert to_generation(parse_body({"prompt": "a"}), VOCABULARY, plain).sequence.speculation.gamma == 0
+            generation_of({"prompt": "a", "speculation": options}, plain)
+    assert generation_of({"prompt": "a"}, plain).sequence.speculation.gamma == 0
 
 
 def test_a_seed_is_coupled_greedy_needs_no_rule_and_all_else_is_block() -> None:
@@ -219,3 +226,46 @@ def test_a_seed_is_coupled_greedy_needs_no_rule_and_all_else_is_block() -> None:
 def test_a_huge_wrong_body_is_refused_at_its_first_mistake() -> None:
     assert refusal({"prompt": ["a"] * 200_000}).param == "prompt"
     assert refusal({"prompt": "a", **{f"f{n}": 1 for n in range(50_000)}}).param == "f0"
+
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": "a", "colour": 1}]}, "messages.0.colour"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logprobs": True}, "logprobs"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"prompt": "a"}, "prompt"),
+    ],
+)
+def test_a_wrong_chat_request_is_refused_and_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_body({"messages": MESSAGES, **fields}, ChatRequest)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_a_chat_answer_is_as_long_as_the_context_lasts_unless_said_otherwise() -> None:
+    def most(**fields: Any) -> int:
+        request = parse_body({"messages": MESSAGES, **fields}, ChatRequest)
+        return to_generation(request, [1] * 10, VOCABULARY, CONFIG).sequence.max_tokens
+
+    assert most() == 54
+    assert most(max_tokens=5) == 5
+    assert most(max_tokens=5, max_completion_tokens=7) == 7
+
+
+def test_content_may_come_in_parts_and_developer_is_the_system() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    request = parse_body({"messages": [{"role": "developer", "content": parts}]}, ChatRequest)
+    assert request.messages[0].for_template() == {"role": "system", "content": "ab"}

@@ -90,6 +90,15 @@ def test_a_prompt_of_token_ids_and_echo(server: Server) -> None:
     assert complete(server, echo=True).choices[0].text.startswith(PROMPT)
 
 
+def test_a_chat_whole_and_streamed(server: Server) -> None:
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20, "temperature": 0}
+    whole = server.client().chat.completions.create(**chat)  # type: ignore[call-overload]
+    assert whole.choices[0].message.role == "assistant"
+    chunks = server.client().chat.completions.create(**chat, stream=True)  # type: ignore[call-overload]
+    content = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert content == whole.choices[0].message.content
+
+
 def test_models_are_listed(server: Server) -> None:
     assert [model.id for model in server.client().models.list()] == ["tiny", "qwen"]
     assert server.client().models.retrieve("tiny").id == "tiny"

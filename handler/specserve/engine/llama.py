@@ -94,6 +94,22 @@ class LlamaModel:
         token = llama_cpp.llama_vocab_bos(self._vocab)
         return token if token >= 0 else None
 
+    def chat_template(self) -> str | None:
+        """The Jinja template that the file carries for chats."""
+        template = llama_cpp.llama_model_chat_template(self.pointer, None)
+        return template.decode("utf-8", errors="replace") if template else None
+
+    def start_text(self) -> str:
+        """What a chat template writes for the token that begins a text; nothing where `encode` adds that token."""
+        token = self.start_token()
+        adds = llama_cpp.llama_vocab_get_add_bos(self._vocab)
+        return "" if token is None or adds else self.token_text(token).decode("utf-8", errors="replace")
+
+    def end_text(self) -> str:
+        """What a chat template writes for the token that ends a text."""
+        token = llama_cpp.llama_vocab_eos(self._vocab)
+        return self.token_text(token).decode("utf-8", errors="replace") if token >= 0 else ""
+
     def token_text(self, token: int) -> bytes:
         """A token as the vocabulary spells it."""
         return llama_cpp.llama_vocab_get_text(self._vocab, token) or b""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
 
 from specserve.serving.generation import Generation
-from specserve.serving.openai import CompletionRequest
+from specserve.serving.openai import GenerationRequest
 
 JsonObject = dict[str, Any]
 
@@ -20,16 +21,20 @@ def sse(event: JsonObject) -> str:
 SSE_END = "data: [DONE]\n\n"
 
 
-class CompletionAnswer:
-    """The answer to one v1/completions request, whole or as a stream of chunks.
+class Answer(ABC):
+    """The answer to one request, whole or as a stream of chunks.
 
     Args:
         plain_step_seconds: what one plain decode step takes, for the estimate of the speed-up.
     """
 
+    prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
     def __init__(
         self,
-        request: CompletionRequest,
+        request: GenerationRequest,
         generation: Generation,
         *,
         identity: str,
@@ -40,22 +45,24 @@ class CompletionAnswer:
         self.streams = bool(request.stream)
         self._options = request.stream_options
         self._head: JsonObject = {
-            "id": f"cmpl-{identity}",
-            "object": "text_completion",
+            "id": f"{self.prefix}-{identity}",
+            "object": self.chunk_object if self.streams else self.whole_object,
             "created": int(time.time()),
             "model": model,
         }
-        self._text = ""
         self._plain_step_seconds = plain_step_seconds
 
-    def prepend(self, text: str) -> None:
-        """Begin the answer with `text`, as `echo` asks for."""
-        self._text = text
+    @abstractmethod
+    def _whole(self, text: str) -> JsonObject:
+        """What a choice says beside its index and its end."""
+
+    @abstractmethod
+    def _piece(self, text: str) -> JsonObject:
+        """What a chunk's choice says beside its index and its end."""
 
     def body(self) -> JsonObject:
         """The whole response; the generation must be done."""
-        text = self._text + self.generation.take_text()
-        choice = _choice(text, self.generation.finish_reason)
+        choice = self._choice(self._whole(self.generation.take_text()))
         return {**self._head, "choices": [choice], **self._totals()}
 
     def next_events(self) -> str:
@@ -63,17 +70,19 @@ class CompletionAnswer:
         generation = self.generation
         if generation.error is not None:
             return sse(dict(generation.error.body())) + SSE_END
-        text = self._text + generation.take_text()
-        self._text = ""
+        text = generation.take_text()
         events = ""
         usage = {"usage": None} if self._wants_usage else {}
         if text or generation.done:
-            events = sse({**self._head, "choices": [_choice(text, generation.finish_reason)], **usage})
+            events = sse({**self._head, "choices": [self._choice(self._piece(text))], **usage})
         if generation.done:
             if self._wants_usage:
                 events += sse({**self._head, "choices": [], **self._totals()})
             events += SSE_END
         return events
+
+    def _choice(self, content: JsonObject) -> JsonObject:
+        return {"index": 0, **content, "logprobs": None, "finish_reason": self.generation.finish_reason}
 
     @property
     def _wants_usage(self) -> bool:
@@ -120,8 +129,43 @@ class CompletionAnswer:
         }
 
 
-def _choice(text: str, finish_reason: str | None) -> JsonObject:
-    return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
+class CompletionAnswer(Answer):
+    """The answer of v1/completions.
+
+    Args:
+        echo: what the text begins with.
+    """
+
+    prefix = "cmpl"
+    whole_object = chunk_object = "text_completion"
+
+    def __init__(self, request: GenerationRequest, generation: Generation, *, echo: str = "", **about: Any) -> None:
+        super().__init__(request, generation, **about)
+        self._echo = echo
+
+    def _whole(self, text: str) -> JsonObject:
+        return self._piece(text)
+
+    def _piece(self, text: str) -> JsonObject:
+        echo, self._echo = self._echo, ""
+        return {"text": echo + text}
+
+
+class ChatAnswer(Answer):
+    """The answer of v1/chat/completions."""
+
+    prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    _begun = False
+
+    def _whole(self, text: str) -> JsonObject:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _piece(self, text: str) -> JsonObject:
+        role = {} if self._begun else {"role": "assistant"}
+        self._begun = True
+        return {"delta": {**role, "content": text} if text or role else {}}
 
 
 def model_object(identity: str, created: int) -> JsonObject:

@@ -12,6 +12,7 @@ from specserve.config import HandlerConfig, ModelConfig, usable_cores
 from specserve.engine.base import Engine, Row
 from specserve.engine.llama import LlamaEngine, LlamaModel, check_same_vocabulary
 from specserve.errors import ModelLoadError
+from specserve.serving.chat import ChatTemplate
 from specserve.speculation.drafters import Drafter, ModelDrafter, NoDrafter
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class Models:
     target: Engine
     drafter: Drafter
     plain_step_seconds: float
+    chat_template: ChatTemplate | None = None
 
 
 def load_models(config: HandlerConfig) -> Models:
@@ -41,7 +43,7 @@ def load_models(config: HandlerConfig) -> Models:
     _check_context(target_model, config)
     if config.draft is None:
         target = _engine(target_model, config, _MAX_LOGITS)
-        return Models(target_model, target, NoDrafter(), _step_seconds(target))
+        return Models(target_model, target, NoDrafter(), _step_seconds(target), _chat_template(target_model))
     draft_model = LlamaModel(_path(config.draft))
     check_same_vocabulary(target_model, draft_model)
     target = _engine(target_model, config, _MAX_LOGITS)
@@ -54,7 +56,7 @@ def load_models(config: HandlerConfig) -> Models:
         vocabulary=target_model.size,
         context_length=draft_model.trained_context,
     )
-    return Models(target_model, target, drafter, target_seconds)
+    return Models(target_model, target, drafter, target_seconds, _chat_template(target_model))
 
 
 def _path(model: ModelConfig) -> Path:
@@ -63,6 +65,11 @@ def _path(model: ModelConfig) -> Path:
             f"{model.file}: this archive does not say where the file lies; build it with scripts/archive."
         )
     return model.path
+
+
+def _chat_template(model: LlamaModel) -> ChatTemplate | None:
+    source = model.chat_template()
+    return ChatTemplate(source, bos=model.start_text(), eos=model.end_text()) if source else None
 
 
 def _check_context(model: LlamaModel, config: HandlerConfig) -> None:

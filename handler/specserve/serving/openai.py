@@ -1,9 +1,9 @@
-"""OpenAI's completions request: its one definition, and its translation into what the scheduler runs."""
+"""OpenAI's requests: their one definition, and their translation into what the scheduler runs."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -47,12 +47,11 @@ Text = Annotated[str, AfterValidator(_is_unicode)]
 StopString = Annotated[Text, Field(min_length=1, max_length=1000)]
 
 
-class CompletionRequest(_Body):
-    """The body of v1/completions."""
+class GenerationRequest(_Body):
+    """What both routes take."""
 
     model: str | None = None
-    prompt: Text | Annotated[list[int], Field(fail_fast=True)]
-    max_tokens: int | None = Field(default=16, ge=0)
+    max_tokens: int | None = Field(default=None, ge=0)
     temperature: float | None = Field(default=1.0, ge=0, le=2)
     top_p: float | None = Field(default=1.0, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=0, le=_INT64 - 1)
@@ -61,14 +60,10 @@ class CompletionRequest(_Body):
     stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    echo: bool | None = False
     speculation: SpeculationOptions | None = None
 
     # Fields of OpenAI's reference that are not served yet; only values that ask for nothing are taken.
     n: Literal[1] | None = None
-    best_of: Literal[1] | None = None
-    suffix: Literal[""] | None = None
-    logprobs: None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
@@ -87,15 +82,89 @@ class CompletionRequest(_Body):
     def _list_of_stops(cls, stop: str | list[str] | None) -> list[str]:
         return [stop] if isinstance(stop, str) else stop or []
 
+    @property
+    def most_tokens(self) -> int | None:
+        """How long the answer may be; None is as long as the context lasts."""
+        return self.max_tokens
 
-_NOT_YET = frozenset({"n", "best_of", "suffix", "logprobs", "logit_bias", "presence_penalty", "frequency_penalty"})
+
+class CompletionRequest(GenerationRequest):
+    """The body of v1/completions."""
+
+    prompt: Text | Annotated[list[int], Field(fail_fast=True)]
+    max_tokens: int | None = Field(default=16, ge=0)
+    echo: bool | None = False
+
+    best_of: Literal[1] | None = None
+    suffix: Literal[""] | None = None
+    logprobs: None = None
+
+
+class TextPart(_Body):
+    """A piece of a message's content."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Message(_Body):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | list[TextPart]
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """The message as chat templates know it: plain text, and OpenAI's newer name for the system role undone."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ResponseFormat(_Body):
+    """The form of the answer; JSON is not enforced yet."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(GenerationRequest):
+    """The body of v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: int | None = Field(default=None, ge=0)
+
+    logprobs: Literal[False] | None = None
+    top_logprobs: None = None
+    response_format: ResponseFormat | None = None
+    prediction: None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none"] | None = None
+    functions: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: Literal["none"] | None = None
+    modalities: list[Literal["text"]] | None = None
+    audio: None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """How long the answer may be, by OpenAI's newer name for it first."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+_NOT_YET = frozenset(
+    {
+        *("n", "best_of", "suffix", "logprobs", "top_logprobs", "logit_bias", "presence_penalty", "frequency_penalty"),
+        *("response_format", "prediction", "tools", "tool_choice", "functions", "function_call", "modalities", "audio"),
+    }
+)
 _EXPECTED = {
     "prompt": "must be a string of valid Unicode or a list of token ids",
     "stop": f"must be a string or a list of at most {_MAX_STOPS} strings, none of them empty or over 1000 characters",
+    "messages": "must be a list of {role, content}, role being system, user or assistant and content text",
 }
 
+AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
 
-def parse_body(body: object) -> CompletionRequest:
+
+def parse_body(body: object, kind: type[AnyRequest]) -> AnyRequest:
     """Validate what TorchServe made of a request's body: a mapping, or bytes where that was not JSON.
 
     Raises:
@@ -109,11 +178,11 @@ def parse_body(body: object) -> CompletionRequest:
     if not isinstance(body, dict):
         raise RequestError("The request's body must be a JSON object; send it with content-type application/json.")
     # Looked up here, since pydantic would write an error for each of a million unknown fields.
-    unknown = next((str(field) for field in body if field not in CompletionRequest.model_fields), None)
+    unknown = next((str(field) for field in body if field not in kind.model_fields), None)
     if unknown is not None:
         raise RequestError(f"Unknown field: '{unknown}'.", param=unknown, code="unknown_parameter")
     try:
-        return CompletionRequest.model_validate(body)
+        return kind.model_validate(body)
     except ValidationError as error:
         raise _explain(error.errors(include_url=False, include_context=False, include_input=False)[0]) from error
 
@@ -121,7 +190,8 @@ def parse_body(body: object) -> CompletionRequest:
 def _explain(error: Any) -> RequestError:
     """OpenAI's error for pydantic's: one sentence that names the field."""
     field = str(error["loc"][0])
-    param = ".".join(str(part) for part in error["loc"]) if field in ("speculation", "stream_options") else field
+    nested = ("speculation", "stream_options", "messages")
+    param = ".".join(str(part) for part in error["loc"][:3]) if field in nested else field
     if error["type"] == "extra_forbidden":
         return RequestError(f"Unknown field: '{param}'.", param=param, code="unknown_parameter")
     if error["type"] == "missing":
@@ -135,22 +205,23 @@ def _explain(error: Any) -> RequestError:
     return RequestError(f"Invalid value for '{param}': {expected}.", param=param, code="invalid_value")
 
 
-def to_generation(request: CompletionRequest, vocabulary: Vocabulary, config: HandlerConfig) -> Generation:
-    """The sequence a request asks for, with the prompt tokenised and every limit applied.
+def to_generation(
+    request: GenerationRequest, prompt: list[int], vocabulary: Vocabulary, config: HandlerConfig
+) -> Generation:
+    """The sequence a request asks for behind its tokenised prompt, with every limit applied.
 
     Raises:
         RequestError: 400; the prompt or `speculation` does not fit.
     """
-    prompt = _prompt_tokens(request.prompt, vocabulary)
     room = config.context_length - len(prompt)
     if room < 1:
         raise RequestError(
             f"This model's context holds {config.context_length} tokens, prompt and answer together; "
             f"the prompt alone has {len(prompt)}.",
-            param="prompt",
+            param="messages" if isinstance(request, ChatRequest) else "prompt",
             code="context_length_exceeded",
         )
-    wanted = room if request.max_tokens is None else request.max_tokens
+    wanted = room if request.most_tokens is None else request.most_tokens
     sampling = SamplingParams(
         temperature=1.0 if request.temperature is None else request.temperature,
         top_k=request.top_k or 0,
@@ -164,7 +235,12 @@ def to_generation(request: CompletionRequest, vocabulary: Vocabulary, config: Ha
     return Generation(sequence, vocabulary, list(request.stop or []))
 
 
-def _prompt_tokens(prompt: str | list[int], vocabulary: Vocabulary) -> list[int]:
+def prompt_tokens(prompt: str | list[int], vocabulary: Vocabulary) -> list[int]:
+    """The tokens of a prompt; an empty one is the token that begins a text.
+
+    Raises:
+        RequestError: 400; a token id is out of range, or an empty prompt means nothing to this model.
+    """
     if isinstance(prompt, str):
         tokens = vocabulary.encode(prompt, special=True)
     else:

@@ -15,9 +15,16 @@ from typing import Any, Protocol
 
 from specserve.config import HandlerConfig, parse_handler
 from specserve.errors import RequestError, SpecserveError
-from specserve.serving.answers import CompletionAnswer, model_list, model_object
+from specserve.serving.answers import Answer, ChatAnswer, CompletionAnswer, model_list, model_object
 from specserve.serving.loading import Models, load_models
-from specserve.serving.openai import parse_body, to_generation
+from specserve.serving.openai import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    parse_body,
+    prompt_tokens,
+    to_generation,
+)
 from specserve.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -55,7 +62,7 @@ class WholeAnswer:
 class Exchange:
     """One live request, and whether its stream has been opened."""
 
-    answer: WholeAnswer | CompletionAnswer
+    answer: WholeAnswer | Answer
     opened: bool = False
 
 
@@ -105,10 +112,10 @@ class Handler:
         """A request that is missing from the rows was cancelled by its client."""
         for identity in self._exchanges.keys() - present:
             answer = self._exchanges.pop(identity).answer
-            if isinstance(answer, CompletionAnswer):
+            if isinstance(answer, Answer):
                 self._scheduler.cancel(answer.generation)
 
-    def _open(self, identity: str, route: str, row: dict[str, Any]) -> WholeAnswer | CompletionAnswer:
+    def _open(self, identity: str, route: str, row: dict[str, Any]) -> WholeAnswer | Answer:
         """Validate a new request and start it; whatever is wrong with it is answered to it alone."""
         try:
             return self._route(identity, route.strip("/"), row)
@@ -119,40 +126,47 @@ class Handler:
             failure = RequestError("The server failed to read this request.", status=500, kind="server_error")
             return WholeAnswer(failure.status, dict(failure.body()))
 
-    def _route(self, identity: str, route: str, row: dict[str, Any]) -> WholeAnswer | CompletionAnswer:
+    def _route(self, identity: str, route: str, row: dict[str, Any]) -> WholeAnswer | Answer:
         if route in ("", "v1/completions"):
             return self._complete(identity, row)
+        if route == "v1/chat/completions":
+            return self._chat(identity, row)
         if route == "v1/models":
             return WholeAnswer(200, model_list(self._model_ids, self._created))
         if route.startswith("v1/models/"):
             model = self._known_model(route.removeprefix("v1/models/"))
             return WholeAnswer(200, model_object(model, self._created))
         raise RequestError(
-            f"There is no route '{route}'; this server has v1/completions and v1/models.",
+            f"There is no route '{route}'; this server has v1/completions, v1/chat/completions and v1/models.",
             status=404,
             code="unknown_url",
         )
 
-    def _complete(self, identity: str, row: dict[str, Any]) -> CompletionAnswer:
-        if "body" not in row and "data" not in row:
-            raise RequestError("The request has no JSON body; send it with content-type application/json.")
-        request = parse_body(row.get("body", row.get("data")))
+    def _complete(self, identity: str, row: dict[str, Any]) -> Answer:
+        request = parse_body(_body(row), CompletionRequest)
+        prompt = prompt_tokens(request.prompt, self._models.vocabulary)
+        echo = self._text_of(request.prompt) if request.echo else ""
+        return self._start(CompletionAnswer, request, prompt, identity, echo=echo)
+
+    def _chat(self, identity: str, row: dict[str, Any]) -> Answer:
+        request = parse_body(_body(row), ChatRequest)
+        if self._models.chat_template is None:
+            raise RequestError("This model has no chat template; use v1/completions.", code="unsupported_value")
+        text = self._models.chat_template.render([message.for_template() for message in request.messages])
+        return self._start(ChatAnswer, request, prompt_tokens(text, self._models.vocabulary), identity)
+
+    def _start(
+        self, kind: type[Answer], request: GenerationRequest, prompt: list[int], identity: str, **more: Any
+    ) -> Answer:
+        """Submit what a valid request asks for."""
         model = self._known_model(request.model)
-        generation = to_generation(request, self._models.vocabulary, self._config)
-        answer = CompletionAnswer(
-            request,
-            generation,
-            identity=identity,
-            model=model,
-            plain_step_seconds=self._models.plain_step_seconds,
-        )
-        if request.echo:
-            answer.prepend(self._text_of(request.prompt))
+        generation = to_generation(request, prompt, self._models.vocabulary, self._config)
         if generation.sequence.max_tokens == 0:
             generation.finish_reason = "length"
         else:
             self._scheduler.submit(generation)
-        return answer
+        plain = self._models.plain_step_seconds
+        return kind(request, generation, identity=identity, model=model, plain_step_seconds=plain, **more)
 
     def _text_of(self, prompt: str | list[int]) -> str:
         if isinstance(prompt, str):
@@ -183,10 +197,10 @@ class Handler:
         """What this call says to one row: its whole answer, a chunk, the last chunk, or nothing yet."""
         exchange = self._exchanges[identity]
         answer = exchange.answer
-        if isinstance(answer, CompletionAnswer) and answer.generation.error and not exchange.opened:
+        if isinstance(answer, Answer) and answer.generation.error and not exchange.opened:
             error = answer.generation.error
             answer = WholeAnswer(error.status, dict(error.body()))
-        if isinstance(answer, CompletionAnswer):
+        if isinstance(answer, Answer):
             if answer.streams:
                 return self._next_chunk(context, index, exchange, answer)
             if not answer.generation.done:
@@ -198,7 +212,7 @@ class Handler:
         context.set_response_content_type(index, "application/json")
         return json.dumps(answer.body)
 
-    def _next_chunk(self, context: Context, index: int, exchange: Exchange, answer: CompletionAnswer) -> str:
+    def _next_chunk(self, context: Context, index: int, exchange: Exchange, answer: Answer) -> str:
         """A stream's next events; an empty chunk lets TorchServe notice that the client has left."""
         # A first chunk that is also the last one would hang the client: then an empty one opens the stream.
         last = exchange.opened and answer.generation.done
@@ -212,6 +226,12 @@ class Handler:
 
 
 _PHRASES = {200: "OK", 400: "Bad Request", 404: "Not Found", 500: "Internal Server Error"}
+
+
+def _body(row: dict[str, Any]) -> object:
+    if "body" not in row and "data" not in row:
+        raise RequestError("The request has no JSON body; send it with content-type application/json.")
+    return row.get("body", row.get("data"))
 
 
 def _nothing_special(_answer: object) -> None:

@@ -14,7 +14,8 @@ Verification = Literal["token", "block", "coupled"]
 class SamplingParams:
     """How a row of logits becomes a distribution, and which noise is drawn from it.
 
-    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 cut nothing; `seed` None is a random one.
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 cut nothing; `seed` None is a random one. The
+    penalties and biases are those of shaping.py; their defaults change nothing.
     """
 
     temperature: float = 1.0
@@ -22,6 +23,16 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether any penalty or bias is set."""
+        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
+        return bool(self.logit_bias) or penalties != (1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,16 @@ class Sequence:
     def generated(self) -> int:
         """Number of tokens decided after the prompt."""
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens before the answer."""
+        return self.tokens[: self.prompt_length]
+
+    @property
+    def answer(self) -> list[int]:
+        """The tokens decided after the prompt."""
+        return self.tokens[self.prompt_length :]
 
     @property
     def remaining(self) -> int:

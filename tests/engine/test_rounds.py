@@ -19,6 +19,7 @@ from specserve.speculation.distribution import FloatArray, draw, to_distribution
 from specserve.speculation.drafters import ModelDrafter
 from specserve.speculation.noise import Purpose
 from specserve.speculation.rejection import RULES, NoiseSource
+from specserve.speculation.shaping import shape_logits
 
 VOCABULARY = 24
 SLOTS = 3
@@ -326,19 +327,24 @@ def test_a_long_prompt_does_not_cost_its_neighbours_their_drafts() -> None:
 def law_of_three_tokens(sampling: SamplingParams) -> dict[tuple[int, ...], float]:
     """The exact law of the target's first three tokens behind the prompt [1, 2]."""
     target = FakeEngine(vocabulary=6, n_slots=1)
+
+    def law_behind(text: tuple[int, ...]) -> FloatArray:
+        logits = target.logits([1, 2, *text])
+        return to_distribution(shape_logits(logits, sampling, [1, 2], text), sampling)
+
     law: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         law = {
             (*text, token): probability * float(p)
             for text, probability in law.items()
-            for token, p in enumerate(to_distribution(target.logits([1, 2, *text]), sampling))
+            for token, p in enumerate(law_behind(text))
         }
     return law
 
 
 def pvalue_of_the_shipped_path(verification: Verification, trials: int) -> float:
     """Chi-square of three tokens that scheduler, drafter and round have written, against the target's exact law."""
-    sampling = SamplingParams(temperature=0.9, top_k=4)
+    sampling = SamplingParams(temperature=0.9, top_k=4, presence_penalty=0.8, logit_bias=((2, 0.5),))
     engines = [FakeEngine(vocabulary=6, n_slots=SLOTS, blend=blend) for blend in (0.0, 0.6)]
     drafter = ModelDrafter(engines[1], max_rows=8, vocabulary=6, context_length=99)
     counts: Counter[tuple[int, ...]] = Counter()
@@ -362,6 +368,21 @@ class NeverEnding(FakeVocabulary):
     def ends_text(self, token: int) -> bool:
         del token
         return False
+
+
+SHAPED = SamplingParams(temperature=0, frequency_penalty=1.5, presence_penalty=0.3, logit_bias=((3, 2.0), (5, -100.0)))
+
+
+@pytest.mark.parametrize("gamma", [1, 4])
+def test_penalties_and_biases_change_greedy_text_alike_with_and_without_speculation(gamma: int) -> None:
+    bench = Bench()
+    plain = bench.submit([1, 2, 3], gamma=0, max_tokens=20, sampling=SHAPED)
+    bench.run()
+    speculative = bench.submit([1, 2, 3], gamma=gamma, max_tokens=20, sampling=SHAPED)
+    bench.run()
+    assert answer(speculative) == answer(plain) != plain_greedy([1, 2, 3], 20)
+    assert 5 not in answer(plain)
+    assert speculative.sequence.account.accepted > 0
 
 
 @pytest.mark.parametrize("verification", RULES)

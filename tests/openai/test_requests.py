@@ -126,9 +126,16 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
         ("best_of", 3),
         ("suffix", "end"),
         ("logprobs", 0),
-        ("logit_bias", {"5": 1}),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -1),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"200": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"five": 1}),
+        ("logit_bias", {"9" * 5000: 1}),
+        ("logit_bias", [5]),
+        ("logit_bias", {str(n): 0 for n in range(2000)}),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -3),
+        ("repetition_penalty", 0),
         ("speculation", "off"),
     ],
 )
@@ -269,3 +276,13 @@ def test_content_may_come_in_parts_and_developer_is_the_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = parse_body({"messages": [{"role": "developer", "content": parts}]}, ChatRequest)
     assert request.messages[0].for_template() == {"role": "system", "content": "ab"}
+
+
+def test_penalties_and_biases_reach_the_sampling() -> None:
+    sampling = sequence_of(
+        logit_bias={"5": -100, "7": 2.5}, presence_penalty=0.5, frequency_penalty=-1, repetition_penalty=1.1
+    ).sampling
+    assert sampling.logit_bias == ((5, -100), (7, 2.5))
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -1, 1.1)
+    assert sampling.shapes_logits
+    assert not sequence_of(logit_bias={}, presence_penalty=0).sampling.shapes_logits

@@ -14,6 +14,7 @@ from specserve.sequence import SamplingParams, Sequence, SpeculationParams, Veri
 from specserve.serving.generation import Generation
 
 _MAX_STOPS = 4
+_MAX_BIASES = 1024
 _INT64 = 2**63
 
 
@@ -44,6 +45,7 @@ def _is_unicode(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_is_unicode)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[Text, Field(min_length=1, max_length=1000)]
 
 
@@ -57,6 +59,10 @@ class GenerationRequest(_Body):
     top_k: int | None = Field(default=None, ge=0, le=_INT64 - 1)
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-_INT64, le=_INT64 - 1)
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=_MAX_BIASES)] | None = None
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
     stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -64,9 +70,6 @@ class GenerationRequest(_Body):
 
     # Fields of OpenAI's reference that are not served yet; only values that ask for nothing are taken.
     n: Literal[1] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
 
     # Fields that OpenAI's clients send and that mean nothing here.
     user: str | None = None
@@ -151,7 +154,7 @@ class ChatRequest(GenerationRequest):
 
 _NOT_YET = frozenset(
     {
-        *("n", "best_of", "suffix", "logprobs", "top_logprobs", "logit_bias", "presence_penalty", "frequency_penalty"),
+        *("n", "best_of", "suffix", "logprobs", "top_logprobs"),
         *("response_format", "prediction", "tools", "tool_choice", "functions", "function_call", "modalities", "audio"),
     }
 )
@@ -228,6 +231,10 @@ def to_generation(
         top_p=1.0 if request.top_p is None else request.top_p,
         min_p=request.min_p or 0.0,
         seed=request.seed,
+        logit_bias=_biases(request.logit_bias or {}, vocabulary),
+        repetition_penalty=request.repetition_penalty or 1.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
     )
     options = request.speculation or SpeculationOptions()
     speculation = SpeculationParams(_gamma(options, config), options.verification or _verification(sampling))
@@ -257,6 +264,17 @@ def prompt_tokens(prompt: str | list[int], vocabulary: Vocabulary) -> list[int]:
             raise RequestError("The prompt is empty; this model needs at least one token.", param="prompt")
         tokens = [start]
     return tokens
+
+
+def _biases(biases: dict[str, float], vocabulary: Vocabulary) -> tuple[tuple[int, float], ...]:
+    for token in biases:
+        if not (token.isascii() and token.isdigit() and int(token[:9]) < vocabulary.size):
+            raise RequestError(
+                f"'logit_bias' names tokens by their ids, 0 to {vocabulary.size - 1}; '{token}' is none.",
+                param="logit_bias",
+                code="invalid_value",
+            )
+    return tuple((int(token), bias) for token, bias in biases.items())
 
 
 def _gamma(options: SpeculationOptions, config: HandlerConfig) -> int:

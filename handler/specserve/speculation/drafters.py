@@ -9,9 +9,9 @@ import numpy as np
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.errors import DraftError, EngineError
 from specserve.sequence import Sequence
-from specserve.speculation.distribution import to_distribution
 from specserve.speculation.noise import Noise
 from specserve.speculation.rejection import RULES
+from specserve.speculation.shaping import distribution_behind
 
 
 class Wish(NamedTuple):
@@ -84,7 +84,7 @@ class ModelDrafter:
         """Sample one more draft from a row of the small model's logits."""
         tokens, q = proposal
         sample = RULES[wish.sequence.speculation.verification].sample
-        q.append(to_distribution(self._fitted(logits), wish.sequence.sampling))
+        q.append(distribution_behind(self._fitted(logits), wish.sequence, tokens))
         tokens.append(sample(q[-1], len(tokens), wish.noise))
 
     def _catch_up(self, wishes: list[Wish]) -> tuple[list[Row], list[int]]:

@@ -6,11 +6,11 @@ from time import perf_counter
 from typing import NamedTuple
 
 from specserve.engine.base import Engine, FloatArray, Row
-from specserve.sequence import SamplingParams, Sequence
-from specserve.speculation.distribution import to_distribution
+from specserve.sequence import Sequence
 from specserve.speculation.drafters import Drafter, Proposal, Wish
 from specserve.speculation.noise import Noise
 from specserve.speculation.rejection import RULES
+from specserve.speculation.shaping import distribution_behind
 
 
 class Plan(NamedTuple):
@@ -50,15 +50,16 @@ class TargetRows:
     Places behind a rejection are never asked for, and over a wide vocabulary a softmax is worth sparing.
     """
 
-    def __init__(self, logits: FloatArray, sampling: SamplingParams) -> None:
+    def __init__(self, logits: FloatArray, sequence: Sequence, drafts: list[int]) -> None:
         self._logits = logits
-        self._sampling = sampling
+        self._sequence = sequence
+        self._drafts = drafts
         self._known: dict[int, FloatArray] = {}
 
     def __getitem__(self, place: int, /) -> FloatArray:
         """The distribution at `place`, shape (vocabulary,)."""
         if place not in self._known:
-            self._known[place] = to_distribution(self._logits[place], self._sampling)
+            self._known[place] = distribution_behind(self._logits[place], self._sequence, self._drafts[:place])
         return self._known[place]
 
 
@@ -112,7 +113,7 @@ def _target_rows(plans: list[Plan], proposals: list[Proposal]) -> list[Row]:
 
 def _accept(target: Engine, sequence: Sequence, logits: FloatArray, proposal: Proposal, noise: Noise) -> None:
     """Let the verification rule decide, append its tokens, and cut the target's cache back to them."""
-    p = TargetRows(logits, sequence.sampling)
+    p = TargetRows(logits, sequence, proposal.tokens)
     verify = RULES[sequence.speculation.verification].verify
     n_accepted, next_token = verify(p, proposal.q, proposal.tokens, noise)
     kept = len(sequence.tokens) + n_accepted

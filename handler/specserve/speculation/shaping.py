@@ -1,0 +1,73 @@
+"""What a request does to a row of logits before it becomes a distribution: biases, and penalties for what was written.
+
+Every row is shaped from the text alone, drafted tokens included, so there is no state to roll back when drafts are
+rejected; and the target's row and the draft's row are shaped alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+from typing import Protocol
+
+import numpy as np
+
+from specserve.sequence import Sequence
+from specserve.speculation.distribution import FloatArray, to_distribution
+
+
+class Shaping(Protocol):
+    """What a request says about single tokens."""
+
+    @property
+    def logit_bias(self) -> tuple[tuple[int, float], ...]:
+        """Added to the logits of these tokens."""
+
+    @property
+    def repetition_penalty(self) -> float:
+        """Divides positive logits of tokens of prompt and answer, and multiplies negative ones; 1 changes nothing."""
+
+    @property
+    def frequency_penalty(self) -> float:
+        """Taken from a token's logit for every time it stands in the answer."""
+
+    @property
+    def presence_penalty(self) -> float:
+        """Taken from a token's logit if it stands in the answer."""
+
+
+def shape_logits(logits: FloatArray, shaping: Shaping, prompt: Tokens[int], written: Tokens[int]) -> FloatArray:
+    """The logits as the request wants them.
+
+    Biases come first, then the repetition penalty, then what is subtracted.
+
+    Args:
+        logits: shape (vocabulary,); not changed.
+        shaping: the request's settings.
+        prompt: the tokens before the answer, counted by the repetition penalty only.
+        written: the tokens of the answer up to this place, drafted ones included.
+    """
+    shaped = logits.copy()
+    for token, bias in shaping.logit_bias:
+        shaped[token] += bias
+    if shaping.repetition_penalty != 1:
+        seen = np.unique(np.array([*prompt, *written], np.intp))
+        among = shaped[seen]
+        shaped[seen] = np.where(among > 0, among / shaping.repetition_penalty, among * shaping.repetition_penalty)
+    if written:
+        tokens, counts = np.unique(written, return_counts=True)
+        shaped[tokens] -= (counts * shaping.frequency_penalty + shaping.presence_penalty).astype(shaped.dtype)
+    return shaped
+
+
+def distribution_behind(logits: FloatArray, sequence: Sequence, drafts: Tokens[int]) -> FloatArray:
+    """The distribution of the token behind a sequence and these drafts of it: p of the target's logits, q of a draft's.
+
+    Args:
+        logits: shape (vocabulary,); not changed.
+        sequence: the decided text, and the request's settings.
+        drafts: what stands between the decided text and this place.
+    """
+    sampling = sequence.sampling
+    if sampling.shapes_logits:
+        logits = shape_logits(logits, sampling, sequence.prompt, [*sequence.answer, *drafts])
+    return to_distribution(logits, sampling)

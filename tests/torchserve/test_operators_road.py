@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -47,12 +48,10 @@ class Operator:
 
     def wait_until_ready(self) -> None:
         for _ in range(300):
-            if (self.directory / "key_file.json").exists():
-                try:
-                    if any(worker["status"] == "READY" for worker in self.workers()):
-                        return
-                except requests.ConnectionError:
-                    pass
+            # Until TorchServe has written its whole key file and listens, there is nothing to ask.
+            with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, requests.ConnectionError):
+                if any(worker["status"] == "READY" for worker in self.workers()):
+                    return
             time.sleep(0.2)
         raise AssertionError((self.directory / "console.log").read_text()[-3000:])
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specserve.speculation.distribution import draw
 from specserve.speculation.noise import Noise, Purpose
 from specserve.speculation.rejection import Distributions, NoiseSource, Verdict, recover
@@ -56,3 +59,20 @@ class KeyedByPosition(Noise):
     def __init__(self, seed: int, choice: int, round_number: int, position: int) -> None:
         super().__init__(seed, choice, round_number, position)
         self._seed_number = seed
+
+
+class UniformRace(Noise):
+    """WRONG for coupled verification: the tokens race with uniform numbers instead of exponential ones."""
+
+    def exponentials(self, index: int, part: int, count: int) -> NDArray[np.float64]:
+        """Uniform numbers."""
+        numbers: NDArray[np.float64] = -np.expm1(-super().exponentials(index, part, count))
+        return numbers
+
+
+class CoarseRace(Noise):
+    """WRONG for coupled verification: numbers of low precision, some of them exactly 0."""
+
+    def exponentials(self, index: int, part: int, count: int) -> NDArray[np.float64]:
+        """Multiples of 1 / 1024."""
+        return np.floor(super().exponentials(index, part, count) * 1024) / 1024

@@ -27,6 +27,8 @@ def test_negative_seeds_are_seeds_too() -> None:
 def test_the_numbers_are_uniform_and_those_of_two_purposes_are_independent() -> None:
     """Kolmogorov-Smirnov and a rank correlation on 5,000 numbers, false-alarm rate 1e-4 each."""
     drafts = [Noise(seed, 0, 0, 0).uniform(Purpose.DRAFT, 0) for seed in range(5000)]
+    assert stats.spearmanr(drafts, [0.9 * number + 0.05 for number in drafts]).pvalue < 1e-4, "shared numbers are seen"
+    assert stats.kstest(np.square(drafts), "uniform").pvalue < 1e-4, "another law is seen"
     accepts = [Noise(seed, 0, 0, 0).uniform(Purpose.ACCEPT, 0) for seed in range(5000)]
     assert stats.kstest(drafts, "uniform").pvalue > 1e-4
     assert stats.spearmanr(drafts, accepts).pvalue > 1e-4

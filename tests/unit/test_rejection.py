@@ -17,7 +17,16 @@ from hypothesis.extra.numpy import arrays
 from scipy import stats
 
 from enumeration import Rule, distance, expected_acceptance, law_by_rounds, law_of_text, random_table
-from rules import WRONG_RULES, KeyedByPosition, recovers_from_p, shares_one_number
+from rules import (
+    WRONG_RULES,
+    CoarseRace,
+    KeyedByPosition,
+    UniformRace,
+    accepts_likely_drafts,
+    recovers_from_p,
+    shares_one_number,
+    shares_the_drafts_numbers,
+)
 from specserve.speculation.distribution import FloatArray, draw, race
 from specserve.speculation.noise import Noise, Purpose
 from specserve.speculation.rejection import RULES, Verdict, residual, verify_block, verify_coupled, verify_token
@@ -229,46 +238,69 @@ def test_block_noise_that_is_keyed_by_position_is_rejected() -> None:
     assert min(position_pvalues(verify_block, 20_000, KeyedByPosition)) < FALSE_ALARM / 5
 
 
-def test_the_acceptance_rate_is_the_overlap_of_p_and_q() -> None:
-    """20,000 trials against sum min(p, q); four standard errors are a false-alarm rate of 6e-5."""
+def errors_from_the_overlap(rule: Rule, trials: int = 20_000) -> float:
+    """How many standard errors the share of accepted drafts lies from sum min(p, q)."""
     rng = np.random.default_rng(5)
     p, q = softmax(rng.normal(size=32)), softmax(rng.normal(size=32))
-    trials = 20_000
     accepted = 0
     for trial in range(trials):
         noise = Noise(trial, 0, 0, 0)
         draft = draw(q, noise.uniform(Purpose.DRAFT, 0))
-        accepted += verify_token([p, p], [q], [draft], noise).n_accepted
+        accepted += rule([p, p], [q], [draft], noise).n_accepted
     overlap = float(np.minimum(p, q).sum())
-    error = np.sqrt(overlap * (1 - overlap) / trials)
-    assert abs(accepted / trials - overlap) < 4 * error
+    return abs(accepted / trials - overlap) / float(np.sqrt(overlap * (1 - overlap) / trials))
+
+
+@pytest.mark.parametrize("rule", DRAWING_RULES)
+def test_the_acceptance_rate_is_the_overlap_of_p_and_q(rule: Rule) -> None:
+    """Four standard errors are a false-alarm rate of 6e-5."""
+    assert errors_from_the_overlap(rule) < 4
+
+
+@pytest.mark.parametrize("wrong", [shares_the_drafts_numbers, accepts_likely_drafts])
+def test_the_acceptance_rate_rejects_a_rule_that_accepts_wrongly(wrong: Rule) -> None:
+    assert errors_from_the_overlap(wrong) > 4
 
 
 # Coupled
 
 
-def coupled_token(row: FloatArray, seed: int, position: int = 0) -> int:
+def coupled_token(row: FloatArray, seed: int, position: int = 0, noise: Callable[..., Noise] = Noise) -> int:
     """The target's own choice at a position."""
-    return verify_coupled([row], [], [], Noise(seed, 0, 0, position)).next_token
+    return verify_coupled([row], [], [], noise(seed, 0, 0, position)).next_token
+
+
+def narrow_pvalue(trials: int, noise: Callable[..., Noise] = Noise) -> float:
+    """Chi-square of coupled choices over sixteen tokens."""
+    p, _ = adversarial_pair()
+    counts = np.bincount([coupled_token(p, seed, noise=noise) for seed in range(trials)], minlength=16)
+    return float(stats.chisquare(counts, p * trials).pvalue)
+
+
+def wide_pvalue(trials: int, noise: Callable[..., Noise] = Noise) -> float:
+    """Chi-square where half of the mass lies in 60,000 rare tokens, which zeros in the noise would favour."""
+    row = np.full(60_016, 0.5 / 60_000)
+    row[:16] = 0.5 / 16
+    tokens = np.array([coupled_token(row.astype(np.float32), seed, noise=noise) for seed in range(trials)])
+    counts = np.append(np.bincount(tokens[tokens < 16], minlength=16), np.count_nonzero(tokens >= 16))
+    return float(stats.chisquare(counts, np.append(np.full(16, 0.5 / 16), 0.5) * trials).pvalue)
 
 
 def test_a_coupled_choice_has_the_law_p() -> None:
-    """50,000 seeds over sixteen tokens."""
-    p, _ = adversarial_pair()
-    counts = np.bincount([coupled_token(p, seed) for seed in range(50_000)], minlength=16)
-    assert stats.chisquare(counts, p * counts.sum()).pvalue > FALSE_ALARM
+    assert narrow_pvalue(50_000) > FALSE_ALARM
 
 
 def test_a_coupled_choice_has_the_law_p_over_a_wide_vocabulary() -> None:
-    """Where half of the mass lies in 60,000 rare tokens: noise with zeros in it would pick those too often."""
-    row = np.full(60_016, 0.5 / 60_000)
-    row[:16] = 0.5 / 16
-    trials = 20_000
-    tokens = np.array([coupled_token(row.astype(np.float32), seed) for seed in range(trials)])
-    counts = np.append(np.bincount(tokens[tokens < 16], minlength=16), np.count_nonzero(tokens >= 16))
-    assert stats.chisquare(counts, np.append(np.full(16, 0.5 / 16), 0.5) * trials).pvalue > FALSE_ALARM
-    rare = tokens[tokens >= 16]
-    assert stats.kstest(rare, "randint", args=(16, 60_016)).pvalue > FALSE_ALARM
+    assert wide_pvalue(20_000) > FALSE_ALARM
+
+
+def test_a_race_with_uniform_numbers_is_rejected() -> None:
+    assert narrow_pvalue(10_000, UniformRace) < FALSE_ALARM
+
+
+def test_a_race_with_coarse_numbers_is_rejected_on_a_wide_vocabulary_only() -> None:
+    """Ten bits are few enough for zeros to show in 20,000 trials; single precision has them more rarely."""
+    assert wide_pvalue(20_000, CoarseRace) < FALSE_ALARM
 
 
 def test_choices_at_different_positions_are_independent() -> None:

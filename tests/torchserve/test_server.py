@@ -91,10 +91,11 @@ def test_a_prompt_of_token_ids_and_echo(server: Server) -> None:
 
 
 def test_a_chat_whole_and_streamed(server: Server) -> None:
-    chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20, "temperature": 0}
-    whole = server.client().chat.completions.create(**chat)  # type: ignore[call-overload]
+    messages = [{"role": "user", "content": "Hi"}]
+    chat: Any = {"model": "tiny", "messages": messages, "max_tokens": 20, "temperature": 0}
+    whole = server.client().chat.completions.create(**chat)
     assert whole.choices[0].message.role == "assistant"
-    chunks = server.client().chat.completions.create(**chat, stream=True)  # type: ignore[call-overload]
+    chunks = server.client().chat.completions.create(**chat, stream=True)
     content = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert content == whole.choices[0].message.content
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import hashlib
 import socket
@@ -175,11 +176,10 @@ def require_free(ports: Ports) -> None:
 
 
 def _listener(port: int) -> str:
-    try:
+    # Whose a port is may be known to the superuser only.
+    with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             here = connection.laddr and connection.laddr.port == port
             if here and connection.status == psutil.CONN_LISTEN and connection.pid:
                 return f"{psutil.Process(connection.pid).name()} (process {connection.pid})"
-    except psutil.Error:
-        pass
     return "another process"

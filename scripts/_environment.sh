@@ -54,7 +54,7 @@ _check_machine() {
     free_kilobytes="$(df -Pk "$PROJECT" | awk 'NR == 2 { print $4 }')"
     ((free_kilobytes > 3000000)) ||
         _fail "$PROJECT: installing takes 3 GB of disk and $((free_kilobytes / 1000)) MB are free; make room."
-    echo "installing into .venv, once; building llama.cpp takes about four minutes (log: .specserve/install.log)"
+    echo "installing into .venv, once; building llama.cpp takes four to eight minutes on two cores (log: .specserve/install.log)"
 }
 
 # Runs a command with its output in the log; a terminal sees that something goes on.

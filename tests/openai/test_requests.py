@@ -131,6 +131,8 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
         ("logit_bias", {"-1": 1}),
         ("logit_bias", {"five": 1}),
         ("logit_bias", {"9" * 5000: 1}),
+        ("logit_bias", {"000000001999999": 1}),
+        ("logit_bias", {"0" * 5000: 1}),
         ("logit_bias", [5]),
         ("logit_bias", {str(n): 0 for n in range(2000)}),
         ("presence_penalty", 2.5),

@@ -268,7 +268,7 @@ def prompt_tokens(prompt: str | list[int], vocabulary: Vocabulary) -> list[int]:
 
 def _biases(biases: dict[str, float], vocabulary: Vocabulary) -> tuple[tuple[int, float], ...]:
     for token in biases:
-        if not (token.isascii() and token.isdigit() and int(token[:9]) < vocabulary.size):
+        if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary.size):
             raise RequestError(
                 f"'logit_bias' names tokens by their ids, 0 to {vocabulary.size - 1}; '{token}' is none.",
                 param="logit_bias",

@@ -26,7 +26,7 @@ from specserve.config import HandlerConfig, load_yaml
 from specserve.operations.archive import resolve
 from specserve.operations.places import DEFAULT_CONFIG
 from specserve.operations.prepare import prepare
-from specserve.sequence import SamplingParams, Sequence, SpeculationParams
+from specserve.sequence import Account, SamplingParams, Sequence, SpeculationParams
 from specserve.serving.generation import Generation
 from specserve.serving.loading import Models, load_models
 from specserve.serving.scheduler import Scheduler
@@ -45,33 +45,22 @@ class Mode:
     gamma: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
-    """One answer: its text's tokens and what they took."""
+    """One answer: its tokens and what they took."""
 
     tokens: list[int]
-    drafted: int
-    accepted: int
-    rounds: int
-    prefill: float
-    draft: float
-    target: float
-    other: float
-
-    @property
-    def decode_seconds(self) -> float:
-        """Everything behind the first token."""
-        return self.draft + self.target + self.other
+    account: Account
 
     @property
     def speed(self) -> float:
         """Tokens per second behind the first token."""
-        return (len(self.tokens) - 1) / self.decode_seconds
+        return (len(self.tokens) - 1) / self.account.decode_seconds
 
     @property
     def whole_speed(self) -> float:
         """Tokens per second, the prompt's prefill included."""
-        return len(self.tokens) / (self.decode_seconds + self.prefill)
+        return len(self.tokens) / (self.account.decode_seconds + self.account.prefill_seconds)
 
 
 def read_prompts(family: str, quick: bool) -> Iterator[tuple[str, str, int]]:
@@ -90,27 +79,18 @@ def decode(scheduler: Scheduler, models: Models, text: str, max_tokens: int, *, 
     scheduler.submit(Generation(sequence, models.vocabulary, []))
     while scheduler.busy:
         scheduler.step()
-    account = sequence.account
-    return Run(
-        sequence.tokens[sequence.prompt_length :],
-        account.drafted,
-        account.accepted,
-        account.rounds,
-        account.prefill_seconds,
-        account.draft_seconds,
-        account.target_seconds,
-        account.other_seconds,
-    )
+    return Run(sequence.answer, sequence.account)
 
 
 def summarise(family: str, temperature: float, mode: Mode, pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
     """One row of the result from (plain, this mode) pairs, one a prompt."""
     runs = [run for _, run in pairs]
     ratios = [run.speed / plain.speed for plain, run in pairs]
-    seconds = sum(run.decode_seconds for run in runs)
-    drafted = sum(run.drafted for run in runs)
-    rounds = sum(run.rounds for run in runs)
-    accepted = sum(run.accepted for run in runs)
+    accounts = [run.account for run in runs]
+    seconds = sum(account.decode_seconds for account in accounts)
+    drafted = sum(account.drafted for account in accounts)
+    rounds = sum(account.rounds for account in accounts)
+    accepted = sum(account.accepted for account in accounts)
     low, _, high = quantiles(ratios, n=4)
     return {
         "family": family,
@@ -122,9 +102,9 @@ def summarise(family: str, temperature: float, mode: Mode, pairs: list[tuple[Run
         "spread": [round(low, 3), round(high, 3)],
         "acceptance_rate": round(accepted / drafted, 3) if drafted else None,
         "mean_acceptance_length": round((accepted + rounds) / rounds, 3),
-        "share_target": round(sum(run.target for run in runs) / seconds, 4),
-        "share_draft": round(sum(run.draft for run in runs) / seconds, 4),
-        "share_other": round(sum(run.other for run in runs) / seconds, 4),
+        "share_target": round(sum(account.target_seconds for account in accounts) / seconds, 4),
+        "share_draft": round(sum(account.draft_seconds for account in accounts) / seconds, 4),
+        "share_other": round(sum(account.other_seconds for account in accounts) / seconds, 4),
         "same_text_as_plain": sum(run.tokens == plain.tokens for plain, run in pairs),
         "prompts": len(pairs),
     }

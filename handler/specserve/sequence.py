@@ -65,6 +65,11 @@ class Account:
         self.gammas[gamma] += 1
 
     @property
+    def decode_seconds(self) -> float:
+        """Everything behind the first token."""
+        return self.draft_seconds + self.target_seconds + self.other_seconds
+
+    @property
     def mean_acceptance_length(self) -> float:
         """Tokens a round, the recovered or bonus token included; 0 before the first round."""
         return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0

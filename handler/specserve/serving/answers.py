@@ -104,7 +104,7 @@ class Answer(ABC):
         """The account of the request: what was drafted, and where the time went."""
         sequence = self.generation.sequence
         account = sequence.account
-        decoding = account.draft_seconds + account.target_seconds + account.other_seconds
+        decoding = account.decode_seconds
         # Plain decoding takes a step for every token but the first, which comes out of the prefill.
         plain = (account.rounds + account.accepted) * self._plain_step_seconds
         # Seconds that batch-mates share say nothing about one sequence alone.

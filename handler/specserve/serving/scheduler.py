@@ -125,8 +125,7 @@ class Scheduler:
             sequence.slot = self._slots.index(slot)
             sequence.target_cached = sequence.reused = shared
             sequence.draft_cached = min(shared, slot.last.draft_cached) if slot.last else 0
-            self._target.cut(sequence.slot, sequence.target_cached)
-            self._drafter.keep(sequence, sequence.draft_cached)
+            self._cut(sequence)
             slot.live = generation
             slot.last = sequence
             self._live.append(generation)
@@ -149,8 +148,7 @@ class Scheduler:
             held -= slot.held
             if slot.last:
                 slot.last.target_cached = slot.last.draft_cached = 0
-                self._target.cut(slot.last.slot, 0)
-                self._drafter.keep(slot.last, 0)
+                self._cut(slot.last)
 
     def _plan(self) -> list[Plan]:
         """All that decode, with their drafts, and beside them the oldest prompts as far as rows are left.
@@ -178,9 +176,13 @@ class Scheduler:
         self._releases += 1
         self._slots[sequence.slot].live = None
         self._slots[sequence.slot].released = self._releases
+        self._cut(sequence)
+        self._forget_oldest()
+
+    def _cut(self, sequence: Sequence) -> None:
+        """Make both caches hold what the sequence says they hold."""
         self._target.cut(sequence.slot, sequence.target_cached)
         self._drafter.keep(sequence, sequence.draft_cached)
-        self._forget_oldest()
 
     def _fail(self, sequences: list[Sequence], reason: str) -> None:
         logger.error("specserve: %d sequences of a round failed: %s", len(sequences), reason)

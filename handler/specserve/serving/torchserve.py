@@ -57,6 +57,11 @@ class WholeAnswer:
     status: int
     body: dict[str, Any]
 
+    @classmethod
+    def refusing(cls, error: RequestError) -> WholeAnswer:
+        """The answer that an error is."""
+        return cls(error.status, dict(error.body()))
+
 
 @dataclass
 class Exchange:
@@ -120,11 +125,11 @@ class Handler:
         try:
             return self._route(identity, route.strip("/"), row)
         except RequestError as error:
-            return WholeAnswer(error.status, dict(error.body()))
+            return WholeAnswer.refusing(error)
         except Exception:
             logger.exception("specserve: request %s could not be read", identity)
             failure = RequestError("The server failed to read this request.", status=500, kind="server_error")
-            return WholeAnswer(failure.status, dict(failure.body()))
+            return WholeAnswer.refusing(failure)
 
     def _route(self, identity: str, route: str, row: dict[str, Any]) -> WholeAnswer | Answer:
         if route in ("", "v1/completions"):
@@ -198,8 +203,7 @@ class Handler:
         exchange = self._exchanges[identity]
         answer = exchange.answer
         if isinstance(answer, Answer) and answer.generation.error and not exchange.opened:
-            error = answer.generation.error
-            answer = WholeAnswer(error.status, dict(error.body()))
+            answer = WholeAnswer.refusing(answer.generation.error)
         if isinstance(answer, Answer):
             if answer.streams:
                 return self._next_chunk(context, index, exchange, answer)

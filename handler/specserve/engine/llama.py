@@ -261,6 +261,15 @@ def check_same_vocabulary(target: LlamaModel, draft: LlamaModel) -> None:
             raise ModelLoadError(f"{pair}: token {token} is a different text in each; {advice}.")
 
 
+def write_pure_q4_0(source: Path, target: Path) -> bool:
+    """Write every tensor of a GGUF as Q4_0, output layer included; False, and a reason on stderr, if llama.cpp refuses."""
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
+    params.pure = True
+    params.allow_requantize = True
+    return bool(llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(target), params) == 0)
+
+
 def _check_file(path: Path) -> None:
     try:
         with path.open("rb") as file:

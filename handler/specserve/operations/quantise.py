@@ -6,18 +6,14 @@ A process of its own can be interrupted at once, and what the library prints doe
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-import llama_cpp
+from specserve.engine.llama import write_pure_q4_0
 
 
 def main(source: str, target: str) -> int:
     """Write `target`: every tensor of `source` as Q4_0; returns 0, or 1 when the library refuses."""
-    parameters = llama_cpp.llama_model_quantize_default_params()
-    parameters.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
-    parameters.pure = True
-    parameters.allow_requantize = True
-    outcome = llama_cpp.llama_model_quantize(source.encode(), target.encode(), parameters)
-    return 1 if outcome else 0
+    return 0 if write_pure_q4_0(Path(source), Path(target)) else 1
 
 
 if __name__ == "__main__":

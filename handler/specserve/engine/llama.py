@@ -262,7 +262,7 @@ def check_same_vocabulary(target: LlamaModel, draft: LlamaModel) -> None:
 
 
 def write_pure_q4_0(source: Path, target: Path) -> bool:
-    """Write every tensor of a GGUF as Q4_0, output layer included; False, and a reason on stderr, if llama.cpp refuses."""
+    """Write every tensor of a GGUF as Q4_0; False, and a reason on stderr, if llama.cpp refuses."""
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
     params.pure = True

@@ -139,7 +139,7 @@ def main() -> None:
             results = [
                 {
                     mode: decode(
-                        Scheduler(models.target, models.drafter, prefill_rows=config.prefill_rows, idle_tokens=4096),
+                        Scheduler(models.target, models.drafters, prefill_rows=config.prefill_rows, idle_tokens=4096),
                         models,
                         text,
                         length,

@@ -35,6 +35,10 @@ class DraftError(EngineError):
     """The draft model failed; every sequence can go on without it."""
 
 
+class ConstraintError(SpecserveError):
+    """A grammar has become too costly to follow; the sequence that has it cannot go on."""
+
+
 class RequestError(SpecserveError):
     """A client's request cannot be answered; becomes OpenAI's error JSON and never reaches the engine."""
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 Verification = Literal["token", "block", "coupled"]
+DrafterName = Literal["model", "prediction"]
 
 
 @dataclass(frozen=True)
@@ -37,32 +42,88 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SpeculationParams:
-    """How a sequence's tokens are guessed and checked: the most drafts a round, and the rule of rejection.py."""
+    """How a sequence's tokens are guessed and checked.
+
+    Args:
+        gamma: the most drafts a round.
+        verification: the rule of rejection.py.
+        drafter: the only one to ask; None asks each in turn.
+    """
 
     gamma: int = 0
     verification: Verification = "block"
+    drafter: DrafterName | None = None
+
+
+class Constraint(Protocol):
+    """A grammar that the answer must follow."""
+
+    def allowed(self, written: Tokens[int]) -> NDArray[np.bool_] | None:
+        """The tokens that may stand behind this beginning of the answer, shape (vocabulary,); None is all.
+
+        Raises:
+            ConstraintError: the grammar has become too costly to follow.
+        """
+
+    def complete(self, written: Tokens[int]) -> bool:
+        """Whether the answer can only end here."""
+
+
+class TokenScore(NamedTuple):
+    """A token's log-probability by the target alone, and the most probable tokens of its place with theirs."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class Tally(NamedTuple):
+    """How many tokens a drafter gave, and how many of them stayed."""
+
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass
 class Account:
-    """What one sequence's rounds did and took; seconds are wall time, batch-mates included (then `shared`)."""
+    """What one sequence's rounds did and took; seconds are its share, by rows, of rounds it had with others."""
 
     shared: bool = False
     rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    drafters: dict[str, Tally] = field(default_factory=dict)
     gammas: Counter[int] = field(default_factory=Counter)
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
     other_seconds: float = 0.0
+    _last_drafter: str | None = None
 
-    def add_round(self, gamma: int, accepted: int) -> None:
+    def add_round(self, drafter: str, gamma: int, accepted: int) -> None:
         """Count one round of decoding; the round that ends a prefill is not one."""
         self.rounds += 1
-        self.drafted += gamma
-        self.accepted += accepted
         self.gammas[gamma] += 1
+        self._last_drafter = drafter if gamma else None
+        if gamma:
+            self._tally(drafter, gamma, accepted)
+
+    def take_back(self, accepted: int) -> None:
+        """Drafts of the last round stood behind the end of the text."""
+        if self._last_drafter and accepted > 0:
+            self._tally(self._last_drafter, 0, -accepted)
+
+    def _tally(self, drafter: str, drafted: int, accepted: int) -> None:
+        before = self.drafters.get(drafter, Tally())
+        self.drafters[drafter] = Tally(before.drafted + drafted, before.accepted + accepted)
+
+    @property
+    def drafted(self) -> int:
+        """Number of tokens that all drafters gave."""
+        return sum(tally.drafted for tally in self.drafters.values())
+
+    @property
+    def accepted(self) -> int:
+        """Number of drafted tokens that stayed."""
+        return sum(tally.accepted for tally in self.drafters.values())
 
     @property
     def decode_seconds(self) -> float:
@@ -80,11 +141,28 @@ class Sequence:
 
     `target_cached` and `draft_cached` are how many leading tokens the caches hold. Everything else follows
     from these lengths: what must still be fed, and that a draft's cache lacks a token after full acceptance.
-    `reused` is how much of the prompt the slot already held.
+    `reused` is how much of the prompt the target's cache already held.
+
+    Args:
+        max_tokens: the longest answer; 0 only reads the prompt.
+        choice: the number of this answer among those to the same prompt; each has noise of its own.
+        top_logprobs: how many of the most probable tokens are kept at every place; None keeps no scores at all.
+        scores_prompt: also score the tokens of the prompt, but for the first.
+        prediction: what the client believes the answer will be.
     """
 
     def __init__(
-        self, prompt: list[int], sampling: SamplingParams, speculation: SpeculationParams, *, max_tokens: int
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        speculation: SpeculationParams,
+        *,
+        max_tokens: int,
+        choice: int = 0,
+        top_logprobs: int | None = None,
+        scores_prompt: bool = False,
+        constraint: Constraint | None = None,
+        prediction: Tokens[int] = (),
     ) -> None:
         self.tokens = list(prompt)
         self.prompt_length = len(prompt)
@@ -92,7 +170,13 @@ class Sequence:
         self.max_tokens = max_tokens
         self.speculation = speculation
         self.seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        self.choice = 0
+        self.choice = choice
+        self.top_logprobs = top_logprobs
+        self.scores_prompt = scores_prompt
+        self.constraint = constraint
+        self.prediction = prediction
+        self.prompt_scores: list[TokenScore] = []
+        self.scores: list[TokenScore] = []
         self.rounds = 0
         self.slot = -1
         self.target_cached = 0
@@ -130,13 +214,21 @@ class Sequence:
         """How many tokens the draft has not seen."""
         return len(self.tokens) - self.draft_cached
 
+    def common_prefix(self, tokens: list[int], most: int) -> int:
+        """How many leading tokens this text shares with another one, counted up to `most`."""
+        most = min(most, len(self.tokens), len(tokens))
+        if self.tokens[:most] == tokens[:most]:
+            return most
+        return next(i for i in range(most) if self.tokens[i] != tokens[i])
+
     def truncate(self, generated: int) -> None:
         """Drop all but the first `generated` tokens behind the prompt; caches hold no more than what is left.
 
         What a draft guessed right behind the end of the text does not count as accepted.
         """
         dropped = self.generated - generated
-        self.account.accepted -= max(0, dropped - 1)
+        self.account.take_back(dropped - 1)
         del self.tokens[self.prompt_length + generated :]
+        del self.scores[generated:]
         self.target_cached = min(self.target_cached, len(self.tokens))
         self.draft_cached = min(self.draft_cached, len(self.tokens))

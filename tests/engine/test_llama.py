@@ -16,7 +16,7 @@ from specserve.operations.tiny import ARCHITECTURES, write_tiny
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler
-from specserve.speculation.drafters import ModelDrafter
+from specserve.speculation.drafters import Drafters, ModelDrafter
 
 SLOTS = 3
 CONTEXT = 256
@@ -84,7 +84,7 @@ def speculate(architecture: str, tiny_file: TinyFile, gammas: list[int], *, toge
     draft = LlamaModel(tiny_file(architecture, "draft"))
     check_same_vocabulary(target, draft)
     drafter = ModelDrafter(engine_for(draft), max_rows=16, vocabulary=target.size, context_length=4096)
-    scheduler = Scheduler(engine_for(target), drafter, prefill_rows=16, idle_tokens=4096)
+    scheduler = Scheduler(engine_for(target), Drafters(drafter), prefill_rows=16, idle_tokens=4096)
     sequences = []
     for prompt, gamma in zip(PROMPTS, gammas, strict=True):
         sequences.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from constraints import Alternating
 from specserve.engine.fake import FakeEngine, FakeVocabulary
-from specserve.sequence import SamplingParams, Sequence, SpeculationParams, Verification
+from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams, Verification
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler
 from specserve.speculation.distribution import FloatArray, draw, to_distribution
-from specserve.speculation.drafters import ModelDrafter
+from specserve.speculation.drafters import Drafters, ModelDrafter, PredictionDrafter
 from specserve.speculation.noise import Purpose
 from specserve.speculation.rejection import RULES, NoiseSource
 from specserve.speculation.shaping import shape_logits
@@ -41,7 +43,10 @@ class Bench:
         self.draft = FakeEngine(vocabulary=draft_width, n_slots=SLOTS, blend=blend)
         self.scheduler = Scheduler(
             self.target,
-            ModelDrafter(self.draft, max_rows=draft_rows, vocabulary=VOCABULARY, context_length=4096),
+            Drafters(
+                PredictionDrafter(vocabulary=VOCABULARY),
+                ModelDrafter(self.draft, max_rows=draft_rows, vocabulary=VOCABULARY, context_length=4096),
+            ),
             prefill_rows=prefill_rows,
             idle_tokens=idle_tokens,
         )
@@ -56,12 +61,14 @@ class Bench:
         stops: list[str] | None = None,
         sampling: SamplingParams | None = None,
         verification: Verification = "block",
+        **more: Any,
     ) -> Generation:
         sequence = Sequence(
             prompt,
             sampling or SamplingParams(temperature=0),
             SpeculationParams(gamma, verification),
             max_tokens=max_tokens,
+            **more,
         )
         generation = Generation(sequence, FakeVocabulary(VOCABULARY), stops or [])
         self.scheduler.submit(generation)
@@ -78,11 +85,10 @@ class Bench:
 
     def check_caches(self) -> None:
         """Both caches hold exactly the leading tokens that each sequence says they hold."""
-        for slot in range(SLOTS):
-            last = [g.sequence for g in self.submitted if g.sequence.slot == slot][-1:]
-            for sequence in last:
-                assert self.target.cache[slot] == sequence.tokens[: sequence.target_cached]
-                assert self.draft.cache[slot] == sequence.tokens[: sequence.draft_cached]
+        for number, slot in enumerate(self.scheduler._slots):
+            if slot.last is not None:
+                assert self.target.cache[number] == slot.last.tokens[: slot.last.target_cached]
+                assert self.draft.cache[number] == slot.last.tokens[: slot.last.draft_cached]
 
 
 def answer(generation: Generation) -> list[int]:
@@ -348,7 +354,7 @@ def pvalue_of_the_shipped_path(verification: Verification, trials: int) -> float
     engines = [FakeEngine(vocabulary=6, n_slots=SLOTS, blend=blend) for blend in (0.0, 0.6)]
     drafter = ModelDrafter(engines[1], max_rows=8, vocabulary=6, context_length=99)
     counts: Counter[tuple[int, ...]] = Counter()
-    scheduler = Scheduler(engines[0], drafter, prefill_rows=8, idle_tokens=99)
+    scheduler = Scheduler(engines[0], Drafters(drafter), prefill_rows=8, idle_tokens=99)
     for seed in range(trials):
         speculation = SpeculationParams(3, verification)
         sequence = Sequence([1, 2], replace(sampling, seed=seed), speculation, max_tokens=4)
@@ -436,3 +442,198 @@ def test_without_a_seed_texts_differ() -> None:
     generations = [bench.submit([1, 2], max_tokens=20, sampling=SamplingParams()) for _ in range(4)]
     bench.run()
     assert len({tuple(answer(g)) for g in generations}) > 1
+
+
+def decoded_by(engine: FakeEngine, prompt: list[int]) -> int:
+    """How many rows of this prompt, but for its last token, an engine was fed."""
+    return sum(row.position < len(prompt) - 1 for row in engine.decoded)
+
+
+@pytest.mark.parametrize("count", [2, SLOTS, 2 * SLOTS])
+def test_several_answers_to_one_prompt_read_it_once_in_both_models(count: int) -> None:
+    bench = Bench(prefill_rows=16, draft_rows=16)
+    prompt = [n % 7 for n in range(40)]
+    generations = [
+        bench.submit(prompt, max_tokens=30, sampling=SamplingParams(seed=1), verification="coupled", choice=choice)
+        for choice in range(count)
+    ]
+    bench.run()
+    assert len({tuple(answer(g)) for g in generations}) == count
+    assert decoded_by(bench.target, prompt) == len(prompt) - 1
+    assert decoded_by(bench.draft, prompt) == len(prompt) - 1
+    assert all(g.sequence.account.accepted > 0 for g in generations)
+
+
+def test_a_choice_is_the_same_text_alone_and_among_its_siblings() -> None:
+    def texts(choices: list[int]) -> list[list[int]]:
+        bench = Bench()
+        several = [
+            bench.submit([1, 2, 3], sampling=SEEDED, verification="coupled", choice=choice) for choice in choices
+        ]
+        bench.run()
+        return [answer(generation) for generation in several]
+
+    assert texts([0, 1, 2]) == [texts([choice])[0] for choice in range(3)]
+
+
+def test_a_prompt_that_begins_as_a_live_one_continues_from_its_cache() -> None:
+    bench = Bench(prefill_rows=64)
+    system = [n % 5 for n in range(50)]
+    first = bench.submit([*system, 8, 9], max_tokens=60, sampling=SamplingParams(seed=1))
+    for _ in range(3):
+        bench.scheduler.step()
+    second = bench.submit([*system, 10, 11, 12])
+    bench.run()
+    assert second.sequence.reused == 50
+    assert answer(second) == plain_greedy([*system, 10, 11, 12], 20)
+    assert first.done
+
+
+def test_a_prompt_that_shares_little_with_one_being_read_does_not_wait_for_it() -> None:
+    bench = Bench(prefill_rows=8)
+    bench.submit([1, 2, *[5] * 100])
+    bench.submit([1, 2, *[6] * 20])
+    bench.scheduler.step()
+    assert bench.scheduler.live == 2
+
+
+PENALISED = SamplingParams(temperature=0, frequency_penalty=1.0, logit_bias=((3, 4.0),))
+
+
+def logprobs_of(context: list[int]) -> FloatArray:
+    """What the fake target alone gives every token behind a text, float64."""
+    logits = FakeEngine(vocabulary=VOCABULARY, n_slots=1).logits(context).astype(np.float64)
+    return np.asarray(logits - np.log(np.exp(logits).sum()))
+
+
+@pytest.mark.parametrize("gamma", [0, 4])
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.7, top_k=3, seed=3), PENALISED])
+def test_every_token_is_scored_by_the_target_alone_speculated_or_not(gamma: int, sampling: SamplingParams) -> None:
+    bench = Bench()
+    sequence = bench.submit([1, 2, 3], gamma=gamma, sampling=sampling, top_logprobs=3).sequence
+    bench.run()
+    assert len(sequence.scores) == sequence.generated > 0
+    for place, score in enumerate(sequence.scores):
+        expected = logprobs_of(sequence.tokens[: 3 + place])
+        assert score.token == sequence.tokens[3 + place]
+        assert score.logprob == pytest.approx(expected[score.token], abs=1e-5)
+        assert [token for token, _ in score.top] == list(np.argsort(-expected)[:3])
+        assert [logprob for _, logprob in score.top] == pytest.approx(np.sort(expected)[::-1][:3], abs=1e-5)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 9])
+@pytest.mark.parametrize("prefill_rows", [1, 5, 64])
+def test_a_prompt_is_scored_from_its_second_token_on_whatever_is_cached(max_tokens: int, prefill_rows: int) -> None:
+    bench = Bench(prefill_rows=prefill_rows)
+    prompt = [n % 11 for n in range(30)]
+    bench.submit(prompt, max_tokens=5)
+    bench.submit([7, 7], max_tokens=60)
+    while not bench.submitted[0].done:
+        bench.scheduler.step()
+    generation = bench.submit(prompt, max_tokens=max_tokens, top_logprobs=2, scores_prompt=True)
+    bench.run()
+    scores = generation.sequence.prompt_scores
+    assert [score.token for score in scores] == prompt[1:]
+    for place, score in enumerate(scores, start=1):
+        assert score.logprob == pytest.approx(logprobs_of(prompt[:place])[prompt[place]], abs=1e-5)
+    assert answer(generation) == plain_greedy(prompt, max_tokens)
+    assert len(generation.sequence.scores) == len(answer(generation))
+
+
+def test_many_prompts_are_scored_at_once_within_the_engines_limit_of_logits() -> None:
+    bench = Bench(prefill_rows=100)
+    bench.target.max_logits = 7
+    generations = [bench.submit([n] * 20, max_tokens=0, top_logprobs=0, scores_prompt=True) for n in range(5)]
+    bench.submit([1, 2], gamma=6, max_tokens=60)
+    bench.run()
+    assert all(len(g.sequence.prompt_scores) == 19 and g.finish_reason == "length" for g in generations)
+
+
+@pytest.mark.parametrize("verification", RULES)
+def test_an_answer_follows_its_grammar_while_speculating(verification: Verification) -> None:
+    bench = Bench(blend=0.6)
+    constraint = Alternating(VOCABULARY)
+    for seed in range(5):
+        bench.submit(
+            [1, 2], sampling=SamplingParams(seed=seed), verification=verification, max_tokens=15, constraint=constraint
+        )
+    bench.run()
+    for generation in bench.submitted:
+        assert all(token % 2 == place % 2 for place, token in enumerate(answer(generation)))
+        assert generation.sequence.account.accepted > 0
+
+
+def test_an_answer_ends_where_its_grammar_does() -> None:
+    bench = Bench()
+    generation = bench.submit([1, 2], max_tokens=15, constraint=Alternating(VOCABULARY, length=6))
+    bench.run()
+    assert (len(answer(generation)), generation.finish_reason) == (6, "stop")
+
+
+def test_a_grammar_that_becomes_too_costly_ends_its_answer_alone_and_the_draft_model_stays() -> None:
+    bench = Bench()
+    failing = bench.submit([1, 2], max_tokens=30, constraint=Alternating(VOCABULARY, fails_at=7))
+    other = bench.submit([3, 4], max_tokens=30)
+    bench.run()
+    assert failing.error
+    assert answer(other) == plain_greedy([3, 4], 30)
+    later = bench.submit([5, 6], max_tokens=30)
+    bench.run()
+    assert later.sequence.account.accepted > 0
+
+
+def test_a_draft_that_has_nothing_the_grammar_allows_is_no_failure_of_the_draft() -> None:
+    bench = Bench(draft_width=4)
+    only_high = Alternating(VOCABULARY)
+    only_high._even = np.arange(VOCABULARY) >= 5
+    bench.submit([1, 2], max_tokens=2, constraint=only_high, gamma=1)
+    bench.run()
+    later = bench.submit([1, 2], max_tokens=30, sampling=SamplingParams(temperature=0, top_k=4))
+    bench.run()
+    assert later.sequence.account.drafted > 0
+
+
+def test_a_prediction_is_drafted_verified_and_taken_up_again_behind_a_change() -> None:
+    truth = plain_greedy([1, 2, 3], 40)
+    guess = [*truth[:15], 0, 0, *truth[17:]]
+    bench = Bench()
+    generation = bench.submit([1, 2, 3], gamma=4, max_tokens=40, prediction=guess)
+    bench.run()
+    assert answer(generation) == truth
+    tally = generation.sequence.account.drafters["prediction"]
+    assert tally.accepted > 20
+    assert generation.sequence.account.rounds < 20
+
+
+def test_a_wrong_prediction_leaves_the_text_and_the_model_drafts_instead() -> None:
+    bench = Bench()
+    generation = bench.submit([1, 2, 3], gamma=3, max_tokens=40, prediction=[22] * 50)
+    bench.run()
+    assert answer(generation) == plain_greedy([1, 2, 3], 40)
+    assert generation.sequence.account.drafters["model"].accepted > 0
+
+
+@pytest.mark.parametrize("drafter", ["model", "prediction"])
+def test_only_the_drafter_that_was_asked_for_is_used(drafter: DrafterName) -> None:
+    bench = Bench()
+    prompt = [1, 2, 3]
+    sequence = Sequence(
+        prompt,
+        SamplingParams(temperature=0),
+        SpeculationParams(3, "token", drafter),
+        max_tokens=20,
+        prediction=plain_greedy(prompt, 20),
+    )
+    bench.scheduler.submit(Generation(sequence, FakeVocabulary(VOCABULARY), []))
+    bench.run()
+    assert set(sequence.account.drafters) == {drafter}
+
+
+def test_a_fault_in_a_round_can_be_answered_by_failing_all_and_the_next_are_served() -> None:
+    bench = Bench()
+    generations = [bench.submit([n], max_tokens=30) for n in range(SLOTS + 1)]
+    bench.scheduler.step()
+    bench.scheduler.fail_all("a fault")
+    assert [bool(g.error) for g in generations] == [True] * SLOTS + [False]
+    bench.run()
+    assert answer(generations[-1]) == plain_greedy([SLOTS], 30)

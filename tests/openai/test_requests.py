@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from constraints import AlternatingGrammars
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
 from specserve.engine.fake import FakeVocabulary
 from specserve.errors import RequestError
 from specserve.serving.generation import Generation
-from specserve.serving.openai import ChatRequest, CompletionRequest, parse_body, prompt_tokens, to_generation
+from specserve.serving.openai import Prompt, completion_prompts, to_generations
+from specserve.serving.requests import ChatRequest, CompletionRequest, GenerationRequest, parse_body
 
 VOCABULARY = FakeVocabulary(200)
 CONFIG = HandlerConfig(
@@ -23,10 +25,23 @@ CONFIG = HandlerConfig(
 )
 
 
-def generation_of(body: object, config: HandlerConfig = CONFIG) -> Generation:
-    """What a completions body becomes."""
+def generations_of(
+    request: GenerationRequest, prompts: list[Prompt], config: HandlerConfig = CONFIG
+) -> list[list[Generation]]:
+    """What a request becomes behind these prompts."""
+    return to_generations(request, prompts, VOCABULARY, AlternatingGrammars(VOCABULARY.size), config)
+
+
+def groups_of(body: object, config: HandlerConfig = CONFIG) -> list[list[Generation]]:
+    """What a completions body becomes, prompt by prompt."""
     request = parse_body(body, CompletionRequest)
-    return to_generation(request, prompt_tokens(request.prompt, VOCABULARY), VOCABULARY, config)
+    return generations_of(request, completion_prompts(request, VOCABULARY), config)
+
+
+def generation_of(body: object, config: HandlerConfig = CONFIG) -> Generation:
+    """What a completions body of one prompt and one answer becomes."""
+    [[generation]] = groups_of(body, config)
+    return generation
 
 
 def refusal(body: object) -> RequestError:
@@ -89,7 +104,12 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
     [
         ("prompt", None),
         ("prompt", 5),
-        ("prompt", ["a", "b"]),
+        ("prompt", ["a", 1]),
+        ("prompt", ["a", ""]),
+        ("prompt", [[1], [200]]),
+        ("prompt", [[1], "a"]),
+        ("prompt", ["a"] * 129),
+        ("prompt", [[[1]]]),
         ("prompt", [1, "a"]),
         ("prompt", [1.5]),
         ("prompt", [True]),
@@ -121,11 +141,22 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
         ("stream_options", []),
         ("echo", 1),
         ("user", 5),
-        ("n", 2),
+        ("n", 129),
         ("n", 0),
-        ("best_of", 3),
+        ("n", True),
+        ("best_of", 21),
+        ("best_of", 0),
         ("suffix", "end"),
-        ("logprobs", 0),
+        ("suffix", 5),
+        ("logprobs", 6),
+        ("logprobs", -1),
+        ("logprobs", True),
+        ("ignore_eos", 1),
+        ("grammar", ""),
+        ("grammar", 5),
+        ("response_format", "json"),
+        ("response_format", {}),
+        ("response_format", {"type": "xml"}),
         ("logit_bias", {"5": 101}),
         ("logit_bias", {"200": 1}),
         ("logit_bias", {"-1": 1}),
@@ -156,6 +187,8 @@ def test_a_wrong_or_unserved_value_is_refused_and_named(field: str, value: objec
         ({"mode": "fixed", "gamma": 33}, "speculation.gamma"),
         ({"mode": "fixed", "gamma": 9}, "speculation.gamma"),
         ({"gamma": 2}, "speculation.gamma"),
+        ({"drafter": "oracle"}, "speculation.drafter"),
+        ({"drafter": "prediction"}, "speculation.drafter"),
         ({"mode": "off", "gamma": 2}, "speculation.gamma"),
         ({"tempo": 1}, "speculation.tempo"),
     ],
@@ -207,12 +240,12 @@ def test_a_json_body_may_arrive_as_bytes() -> None:
 
 
 def test_an_error_is_openais_object() -> None:
-    assert refusal({"prompt": "a", "n": 2}).body() == {
+    assert refusal({"prompt": "a", "best_of": 2, "n": 3}).body() == {
         "error": {
-            "message": "'n' is not supported by this server yet.",
+            "message": "Invalid request: 'best_of' may not be smaller than 'n'.",
             "type": "invalid_request_error",
-            "param": "n",
-            "code": "unsupported_value",
+            "param": "best_of",
+            "code": "invalid_value",
         }
     }
 
@@ -252,8 +285,17 @@ MESSAGES = [{"role": "user", "content": "hello"}]
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "auto"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logprobs": True}, "logprobs"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"prediction": "text"}, "prediction"),
+        ({"prediction": {"type": "content"}}, "prediction.content"),
+        ({"suffix": "a"}, "suffix"),
         ({"max_completion_tokens": -1}, "max_completion_tokens"),
         ({"prompt": "a"}, "prompt"),
     ],
@@ -267,7 +309,8 @@ def test_a_wrong_chat_request_is_refused_and_named(fields: dict[str, Any], param
 def test_a_chat_answer_is_as_long_as_the_context_lasts_unless_said_otherwise() -> None:
     def most(**fields: Any) -> int:
         request = parse_body({"messages": MESSAGES, **fields}, ChatRequest)
-        return to_generation(request, [1] * 10, VOCABULARY, CONFIG).sequence.max_tokens
+        [[generation]] = generations_of(request, [Prompt([1] * 10, "")])
+        return generation.sequence.max_tokens
 
     assert most() == 54
     assert most(max_tokens=5) == 5
@@ -288,3 +331,66 @@ def test_penalties_and_biases_reach_the_sampling() -> None:
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -1, 1.1)
     assert sampling.shapes_logits
     assert not sequence_of(logit_bias={}, presence_penalty=0).sampling.shapes_logits
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"best_of": 3, "stream": True}, "best_of"),
+        ({"prompt": ["a"] * 100, "n": 2}, "prompt"),
+        ({"grammar": "root ::= x", "response_format": {"type": "json_object"}}, "grammar"),
+        ({"grammar": "root ::= x", "ignore_eos": True}, "ignore_eos"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+    ],
+)
+def test_fields_that_do_not_go_together_are_refused_and_the_one_to_change_is_named(
+    fields: dict[str, Any], param: str
+) -> None:
+    assert refusal({"prompt": "a", **fields}).param == param
+
+
+def test_every_prompt_is_given_as_many_answers_as_are_asked_for() -> None:
+    groups = groups_of({"prompt": ["a", "bc"], "n": 2, "best_of": 3, "seed": 5})
+    assert [[g.sequence.tokens for g in group] for group in groups] == [[[97]] * 3, [[98, 99]] * 3]
+    assert [[g.sequence.choice for g in group] for group in groups] == [[0, 1, 2]] * 2
+
+
+def test_the_candidates_for_the_best_are_scored_and_others_only_where_asked() -> None:
+    assert sequence_of().top_logprobs is None
+    assert sequence_of(logprobs=0).top_logprobs == 0
+    assert sequence_of(logprobs=5).top_logprobs == 5
+    assert {g.sequence.top_logprobs for [*group] in groups_of({"prompt": "a", "best_of": 2}) for g in group} == {0}
+
+
+def test_a_prompt_is_scored_once_where_it_is_echoed_with_logprobs() -> None:
+    [group] = groups_of({"prompt": "abc", "echo": True, "logprobs": 1, "n": 3})
+    assert [g.sequence.scores_prompt for g in group] == [True, False, False]
+    assert not sequence_of(echo=True).scores_prompt
+    assert not sequence_of(logprobs=1).scores_prompt
+
+
+def test_a_prompt_that_is_only_scored_may_fill_the_context() -> None:
+    assert sequence_of(prompt=[1] * 64, max_tokens=0, echo=True, logprobs=1).max_tokens == 0
+    assert refusal({"prompt": [1] * 65, "max_tokens": 0}).code == "context_length_exceeded"
+
+
+def test_ignore_eos_makes_the_end_of_the_text_impossible() -> None:
+    assert sequence_of(ignore_eos=True, logit_bias={"5": 1}).sampling.logit_bias == ((5, 1), (199, float("-inf")))
+
+
+def test_a_prediction_is_tokenised_and_drafts_even_without_a_draft_model() -> None:
+    plain = CONFIG.model_copy(update={"draft": None})
+    prediction = {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    sequence = generation_of({"prompt": "x", "prediction": prediction}, plain).sequence
+    assert (list(sequence.prediction), sequence.speculation.gamma) == ([97, 98], 3)
+
+
+def test_forms_of_the_answer_become_constraints() -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}, "strict": True}}
+    for fields in (
+        {"grammar": "root ::= x"},
+        {"response_format": {"type": "json_object"}},
+        {"response_format": schema},
+    ):
+        assert sequence_of(**fields).constraint is not None
+    assert sequence_of(response_format={"type": "text"}).constraint is None

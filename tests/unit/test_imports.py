@@ -22,7 +22,7 @@ ALLOWED = {
     "operations": {"errors", "config", "engine"},
 }
 PURE = ("speculation/distribution.py", "speculation/rejection.py", "speculation/noise.py")
-OWNERS = {"llama_cpp": {"engine/llama.py"}, "ts": {"serving/torchserve.py"}}
+OWNERS = {"llama_cpp": {"engine/llama.py"}, "llguidance": {"engine/grammar.py"}, "ts": {"serving/torchserve.py"}}
 
 
 def modules() -> list[Path]:

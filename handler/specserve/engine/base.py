@@ -26,14 +26,29 @@ class Vocabulary(Protocol):
     def size(self) -> int:
         """Number of tokens, which is the width of a row of logits."""
 
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Tokenise `text` as the model was trained to see a prompt; `special` also reads control tokens' names."""
+    def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
+        """Tokenise `text` as the model was trained to see a prompt.
+
+        Args:
+            text: valid Unicode.
+            special: also read the names of control tokens.
+            begin: put the token that begins a text in front, where the model wants one.
+        """
 
     def piece(self, token: int) -> bytes:
         """The bytes a token adds to the text; empty for control tokens."""
 
+    def name(self, token: int) -> bytes:
+        """The bytes of a token; for a control token, its name."""
+
     def ends_text(self, token: int) -> bool:
         """Whether the model ends its answer with this token."""
+
+    def end_tokens(self) -> list[int]:
+        """All tokens that end a text."""
+
+    def infill(self, prefix: list[int], suffix: list[int]) -> list[int] | None:
+        """The prompt for what stands between two texts; None where the model has no tokens for that."""
 
     def start_token(self) -> int | None:
         """The token that stands for an empty prompt, None where the vocabulary has no such token."""
@@ -74,6 +89,9 @@ class Engine(Protocol):
 
     def cut(self, slot: int, length: int) -> None:
         """Keep the first `length` tokens of a slot's cache."""
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        """Make a slot hold just the first `length` tokens of another one's cache, without reading them again."""
 
     def close(self) -> None:
         """Give the memory back; the engine cannot be used afterwards."""

@@ -73,6 +73,12 @@ class FakeEngine:
         """Keep the first `length` tokens of a slot's cache."""
         del self.cache[slot][length:]
 
+    def copy(self, source: int, destination: int, length: int) -> None:
+        """Take over the first `length` tokens of another slot."""
+        if length > len(self.cache[source]):
+            raise EngineError(f"Slot {source} holds {len(self.cache[source])} tokens, {length} asked for.")
+        self.cache[destination] = self.cache[source][:length]
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -83,9 +89,9 @@ class FakeVocabulary:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """One token a byte; `special` makes no difference."""
-        del special
+    def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
+        """One token a byte; there are no special ones."""
+        del special, begin
         return [byte % (self.size - 1) for byte in text.encode("utf-8")]
 
     def piece(self, token: int) -> bytes:
@@ -93,6 +99,19 @@ class FakeVocabulary:
         if self.ends_text(token):
             return b""
         return bytes([token if self.size > 128 else 97 + token])
+
+    def name(self, token: int) -> bytes:
+        """The token's byte, or a name for the end of the text."""
+        return self.piece(token) or b"<end>"
+
+    def end_tokens(self) -> list[int]:
+        """The last token of the vocabulary."""
+        return [self.size - 1]
+
+    def infill(self, prefix: list[int], suffix: list[int]) -> list[int] | None:
+        """There are no tokens for that."""
+        del prefix, suffix
+        return None
 
     def ends_text(self, token: int) -> bool:
         """Whether this is the last token of the vocabulary."""

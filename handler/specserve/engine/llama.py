@@ -59,12 +59,12 @@ class LlamaModel:
         self.trained_context = llama_cpp.llama_model_n_ctx_train(model)
         self._pieces: dict[int, bytes] = {}
 
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Tokenise `text`, with the beginning-of-text token where the model wants one."""
+    def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
+        """Tokenise `text`; see `Vocabulary.encode`."""
         data = text.encode("utf-8")
         room = len(data) + 8
         tokens = (llama_cpp.llama_token * room)()
-        count = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, room, True, special)
+        count = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, room, begin, special)
         if count < 0:
             raise EngineError(f"The tokenizer needs {-count} tokens for {len(data)} bytes of text.")
         return list(tokens[:count])
@@ -73,14 +73,18 @@ class LlamaModel:
         """The bytes a token adds to the text; empty for control tokens."""
         known = self._pieces.get(token)
         if known is None:
-            known = self._pieces[token] = self._read_piece(token)
+            known = self._pieces[token] = self._read_piece(token, special=False)
         return known
 
-    def _read_piece(self, token: int) -> bytes:
+    def name(self, token: int) -> bytes:
+        """The bytes of a token; for a control token, its name."""
+        return self.piece(token) or self._read_piece(token, special=True)
+
+    def _read_piece(self, token: int, *, special: bool) -> bytes:
         room = 64
         while True:
             buffer = ctypes.create_string_buffer(room)
-            count = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, room, 0, False)
+            count = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, room, 0, special)
             if count >= 0:
                 return buffer.raw[:count]
             room = -count
@@ -88,6 +92,19 @@ class LlamaModel:
     def ends_text(self, token: int) -> bool:
         """Whether the model ends its answer with this token."""
         return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
+
+    def end_tokens(self) -> list[int]:
+        """All tokens that end a text."""
+        return [token for token in range(self.size) if self.ends_text(token)]
+
+    def infill(self, prefix: list[int], suffix: list[int]) -> list[int] | None:
+        """The prompt for what stands between two texts; None where the model has no tokens for that."""
+        marks = (llama_cpp.llama_vocab_fim_pre, llama_cpp.llama_vocab_fim_suf, llama_cpp.llama_vocab_fim_mid)
+        before, behind, middle = (mark(self._vocab) for mark in marks)
+        if min(before, behind, middle) < 0:
+            return None
+        start = self.start_token() if llama_cpp.llama_vocab_get_add_bos(self._vocab) else None
+        return [*([] if start is None else [start]), before, *prefix, behind, *suffix, middle]
 
     def start_token(self) -> int | None:
         """The token that stands for an empty prompt, None where the vocabulary has no such token."""
@@ -234,6 +251,14 @@ class LlamaEngine:
         if length < self._lengths[slot]:
             self._forget(slot, length)
             self._lengths[slot] = length
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        """Make a slot hold the first `length` tokens of another one's; both then share their place in memory."""
+        if length > self._lengths[source]:
+            raise EngineError(f"Slot {source} holds {self._lengths[source]} tokens; {length} cannot be copied.")
+        self.cut(destination, 0)
+        llama_cpp.llama_memory_seq_cp(self._memory, source, destination, 0, length)
+        self._lengths[destination] = length
 
     def _forget(self, slot: int, length: int) -> bool:
         """Take the tokens from `length` on out of the cache; False where this kind of cache cannot."""

@@ -9,6 +9,7 @@ class TextStream:
     """The text of one answer as it grows; what a stop string may still claim is held back.
 
     Text is released once, by `take`. After a stop string was found nothing follows it, and it is not shown itself.
+    `length` counts the characters that were pushed, `released` those that are certain.
     """
 
     def __init__(self, stops: list[str]) -> None:
@@ -17,6 +18,8 @@ class TextStream:
         self._held = ""
         self._ready = ""
         self.stopped = False
+        self.length = 0
+        self.released = 0
 
     def push(self, piece: bytes) -> None:
         """Add a token's bytes."""
@@ -26,8 +29,12 @@ class TextStream:
         """No more tokens come: an unfinished character becomes U+FFFD, and what was held back is released."""
         if not self.stopped:
             self._add(self._decoder.decode(b"", final=True))
-        self._ready += self._held
-        self._held = ""
+        self._release(len(self._held))
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is text to take."""
+        return bool(self._ready)
 
     def take(self) -> str:
         """The text that became certain since the last call."""
@@ -38,16 +45,20 @@ class TextStream:
         if self.stopped or not text:
             return
         self._held += text
+        self.length += len(text)
         found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
         if found:
-            self._ready += self._held[: min(found)]
+            self._release(min(found))
             self._held = ""
             self.stopped = True
             return
         keep = max((_unfinished(self._held, stop) for stop in self._stops), default=0)
-        certain = len(self._held) - keep
-        self._ready += self._held[:certain]
-        self._held = self._held[certain:]
+        self._release(len(self._held) - keep)
+
+    def _release(self, count: int) -> None:
+        self._ready += self._held[:count]
+        self._held = self._held[count:]
+        self.released += count
 
 
 def _unfinished(text: str, stop: str) -> int:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
-from specserve.sequence import Sequence
+from specserve.sequence import Sequence, TokenScore
 from specserve.serving.detokenizer import TextStream
 
 FinishReason = Literal["stop", "length"]
+
+
+class WrittenToken(NamedTuple):
+    """A scored token, and how many characters of the answer stand before it."""
+
+    score: TokenScore
+    offset: int
 
 
 class Generation:
@@ -17,40 +24,76 @@ class Generation:
 
     def __init__(self, sequence: Sequence, vocabulary: Vocabulary, stops: list[str]) -> None:
         self.sequence = sequence
-        self.finish_reason: FinishReason | None = None
+        nothing_to_do = sequence.max_tokens == 0 and not sequence.scores_prompt
+        self.finish_reason: FinishReason | None = "length" if nothing_to_do else None
         self.error: RequestError | None = None
         self._vocabulary = vocabulary
         self._text = TextStream(stops)
-        self._read = 0
+        self._spans: list[tuple[int, int]] = []
+        self._given = 0
 
     @property
     def done(self) -> bool:
         """Whether nothing more will come."""
         return self.finish_reason is not None or self.error is not None
 
+    def fail(self) -> None:
+        """End the answer with an error that is the server's fault."""
+        self.error = RequestError(
+            "The model failed while it wrote this answer; please send the request again.",
+            status=500,
+            kind="server_error",
+        )
+
     def read_new_tokens(self) -> None:
         """Turn what a round decided into text, and end at EOS, a stop string or the last allowed token.
 
-        Tokens behind the end are taken back; EOS itself is no part of the answer.
+        Tokens behind the end are taken back; EOS itself is no part of the answer. An answer of no tokens ends when
+        its prompt is read.
         """
         sequence = self.sequence
-        while self.finish_reason is None and self._read < sequence.generated:
-            token = sequence.tokens[sequence.prompt_length + self._read]
+        if sequence.max_tokens == 0 and not sequence.target_pending:
+            self._end("length")
+        while self.finish_reason is None and len(self._spans) < sequence.generated:
+            token = sequence.tokens[sequence.prompt_length + len(self._spans)]
             if self._vocabulary.ends_text(token):
                 self._end("stop")
                 return
-            self._read += 1
+            begin = self._text.length
             self._text.push(self._vocabulary.piece(token))
-            if self._text.stopped:
+            self._spans.append((begin, self._text.length))
+            if self._text.stopped or self._is_complete():
                 self._end("stop")
-            elif self._read >= sequence.max_tokens:
+            elif len(self._spans) >= sequence.max_tokens:
                 self._end("length")
+
+    def _is_complete(self) -> bool:
+        constraint = self.sequence.constraint
+        return constraint is not None and constraint.complete(self.sequence.answer[: len(self._spans)])
 
     def _end(self, reason: FinishReason) -> None:
         self.finish_reason = reason
         self._text.finish()
-        self.sequence.truncate(self._read)
+        self.sequence.truncate(len(self._spans))
+
+    @property
+    def has_text(self) -> bool:
+        """Whether there is text to take."""
+        return self._text.ready
 
     def take_text(self) -> str:
         """The text that became certain since the last call."""
         return self._text.take()
+
+    def take_tokens(self) -> list[WrittenToken]:
+        """The scored tokens whose text became certain since the last call.
+
+        A token that a stop string cut in two belongs to the text, one behind the cut does not.
+        """
+        tokens = []
+        for (begin, end), score in zip(self._spans[self._given :], self.sequence.scores[self._given :], strict=False):
+            if end > self._text.released and not (self.done and begin < self._text.released):
+                break
+            tokens.append(WrittenToken(score, begin))
+        self._given += len(tokens)
+        return tokens

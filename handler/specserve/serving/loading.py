@@ -9,11 +9,13 @@ from statistics import median
 from time import perf_counter
 
 from specserve.config import HandlerConfig, ModelConfig, usable_cores
-from specserve.engine.base import Engine, Row
+from specserve.engine import grammar
+from specserve.engine.base import Engine, Row, Vocabulary
 from specserve.engine.llama import LlamaEngine, LlamaModel, check_same_vocabulary
 from specserve.errors import ModelLoadError
 from specserve.serving.chat import ChatTemplate
-from specserve.speculation.drafters import Drafter, ModelDrafter, NoDrafter
+from specserve.serving.openai import GrammarCompiler
+from specserve.speculation.drafters import Drafter, Drafters, ModelDrafter, PredictionDrafter
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +28,10 @@ _DEAR_DRAFT = 0.5
 class Models:
     """A target that is ready, what drafts for it, and the seconds of one plain decode step."""
 
-    vocabulary: LlamaModel
+    vocabulary: Vocabulary
+    grammars: GrammarCompiler
     target: Engine
-    drafter: Drafter
+    drafters: Drafters
     plain_step_seconds: float
     chat_template: ChatTemplate | None = None
 
@@ -41,22 +44,31 @@ def load_models(config: HandlerConfig) -> Models:
     """
     target_model = LlamaModel(_path(config.target))
     _check_context(target_model, config)
-    if config.draft is None:
-        target = _engine(target_model, config, _MAX_LOGITS)
-        return Models(target_model, target, NoDrafter(), _step_seconds(target), _chat_template(target_model))
-    draft_model = LlamaModel(_path(config.draft))
-    check_same_vocabulary(target_model, draft_model)
+    draft_model = None if config.draft is None else LlamaModel(_path(config.draft))
+    if draft_model is not None:
+        check_same_vocabulary(target_model, draft_model)
     target = _engine(target_model, config, _MAX_LOGITS)
-    draft = _engine(draft_model, config, config.sequences)
-    target_seconds, draft_seconds = _step_seconds(target), _step_seconds(draft)
-    _report_cost(draft_seconds, target_seconds)
-    drafter = ModelDrafter(
-        draft,
-        max_rows=config.prefill_rows,
-        vocabulary=target_model.size,
-        context_length=draft_model.trained_context,
+    target_seconds = _step_seconds(target)
+    drafters: list[Drafter] = [PredictionDrafter(vocabulary=target_model.size)]
+    if draft_model is not None:
+        draft = _engine(draft_model, config, config.sequences)
+        _report_cost(_step_seconds(draft), target_seconds)
+        drafters.append(
+            ModelDrafter(
+                draft,
+                max_rows=config.prefill_rows,
+                vocabulary=target_model.size,
+                context_length=draft_model.trained_context,
+            )
+        )
+    return Models(
+        vocabulary=target_model,
+        grammars=grammar.GrammarCompiler(target_model),
+        target=target,
+        drafters=Drafters(*drafters),
+        plain_step_seconds=target_seconds,
+        chat_template=_chat_template(target_model),
     )
-    return Models(target_model, target, drafter, target_seconds, _chat_template(target_model))
 
 
 def _path(model: ModelConfig) -> Path:

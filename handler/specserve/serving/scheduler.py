@@ -8,18 +8,16 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from specserve.engine.base import Engine
-from specserve.errors import DraftError, EngineError, RequestError
-from specserve.sequence import Sequence
+from specserve.errors import EngineError
+from specserve.sequence import Account, Sequence
 from specserve.serving.generation import Generation
-from specserve.speculation.drafters import Drafter, NoDrafter
-from specserve.speculation.round import Plan, Report, Times, run_round
+from specserve.speculation.drafters import Drafters, worth_waiting
+from specserve.speculation.round import Plan, Times, run_round
 
 logger = logging.getLogger(__name__)
 
-_READ_PER_TOKEN = 2
 
-
-@dataclass
+@dataclass(eq=False)
 class Slot:
     """A place in both caches: who writes in it, and whose tokens it still holds."""
 
@@ -32,13 +30,12 @@ class Slot:
         """How many tokens of `last` the target's cache holds."""
         return self.last.target_cached if self.last else 0
 
-    def common_prefix(self, prompt: list[int]) -> int:
-        """How many leading tokens of `prompt` the target's cache already holds."""
-        if self.last is None:
+    def common_prefix(self, sequence: Sequence) -> int:
+        """How many leading tokens of a new sequence the target's cache already holds for it."""
+        if self.last is None or sequence.scores_prompt:
             return 0
         # The last token of a prompt is always fed: its logits are the first to be sampled.
-        most = min(self.last.target_cached, len(prompt) - 1)
-        return next((i for i in range(most) if self.last.tokens[i] != prompt[i]), most)
+        return self.last.common_prefix(sequence.tokens, min(self.last.target_cached, len(sequence.tokens) - 1))
 
 
 class Scheduler:
@@ -48,9 +45,9 @@ class Scheduler:
     submitted, in order.
     """
 
-    def __init__(self, target: Engine, drafter: Drafter, *, prefill_rows: int, idle_tokens: int) -> None:
+    def __init__(self, target: Engine, drafters: Drafters, *, prefill_rows: int, idle_tokens: int) -> None:
         self._target = target
-        self._drafter = drafter
+        self._drafters = drafters
         self._prefill_rows = prefill_rows
         self._idle_tokens = idle_tokens
         self._releases = 0
@@ -72,6 +69,10 @@ class Scheduler:
         """Queue an answer; it starts in the first step that has a free slot."""
         self._waiting.append(generation)
 
+    def fail_all(self, reason: str) -> None:
+        """End every live answer with an error, and go on with those that wait."""
+        self._fail([(generation.sequence, reason) for generation in self._live])
+
     def cancel(self, generation: Generation) -> None:
         """Forget an answer; its slot is free for the next step."""
         if generation in self._waiting:
@@ -91,52 +92,62 @@ class Scheduler:
         plans = self._plan()
         prefilling = {id(plan.sequence) for plan in plans if plan.sequence.generated == 0}
         try:
-            times, failed = self._run(plans)
+            times, failed = run_round(self._target, self._drafters, plans)
         except EngineError as error:
-            self._fail([plan.sequence for plan in plans], str(error))
+            self._fail([(plan.sequence, str(error)) for plan in plans])
             return
-        if failed:
-            self._fail(failed, "the target's logits are not finite")
+        self._fail(failed)
         for generation in list(self._live):
             generation.read_new_tokens()
             if generation.done:
                 self._release(generation)
         other = perf_counter() - started - times.draft - times.target
+        rows = sum(plan.rows + plan.gamma for plan in plans)
         for plan in plans:
-            _charge(plan.sequence, times._replace(other=other), prefill=id(plan.sequence) in prefilling)
+            share = (plan.rows + plan.gamma) / rows
+            mine = Times(times.draft * share, times.target * share, other * share)
+            _charge(plan.sequence.account, mine, prefill=id(plan.sequence) in prefilling)
             plan.sequence.account.shared |= len(plans) > 1
 
-    def _run(self, plans: list[Plan]) -> Report:
-        """Run a round; if the draft model fails in it, go on without one from here on."""
-        try:
-            return run_round(self._target, self._drafter, plans)
-        except DraftError as error:
-            logger.error("specserve: %s Decoding goes on without speculation.", error)
-            self._drafter = NoDrafter()
-            return run_round(self._target, self._drafter, plans)
-
     def _admit(self) -> None:
-        """Give waiting answers a free slot each."""
-        while self._waiting and len(self._live) < len(self._slots):
-            generation = self._waiting.popleft()
+        """Give waiting answers a free slot each; one whose text is just being read for another waits for that."""
+        for generation in list(self._waiting):
+            if len(self._live) == len(self._slots):
+                return
             sequence = generation.sequence
-            slot = self._slot_for(sequence.tokens)
-            shared = slot.common_prefix(sequence.tokens)
+            source, shared = self._longest_prefix(sequence)
+            if worth_waiting(sequence, shared, self._being_read(sequence)):
+                continue
+            self._waiting.remove(generation)
+            slot = self._slot_for(sequence, source, shared)
             sequence.slot = self._slots.index(slot)
             sequence.target_cached = sequence.reused = shared
-            sequence.draft_cached = min(shared, slot.last.draft_cached) if slot.last else 0
+            if slot is source:
+                sequence.draft_cached = min(shared, source.last.draft_cached) if source.last else 0
+            elif shared:
+                self._target.copy(self._slots.index(source), sequence.slot, shared)
             self._cut(sequence)
             slot.live = generation
             slot.last = sequence
             self._live.append(generation)
 
-    def _slot_for(self, prompt: list[int]) -> Slot:
-        """The free slot that shares most with a prompt; a slight likeness does not cost another text its cache."""
+    def _longest_prefix(self, sequence: Sequence) -> tuple[Slot, int]:
+        """The slot whose cache holds most of a prompt, a free one if possible, and how much of it."""
+        best = max(self._slots, key=lambda slot: (slot.common_prefix(sequence), slot.live is None))
+        return best, best.common_prefix(sequence)
+
+    def _being_read(self, sequence: Sequence) -> int:
+        """How much of a prompt the caches will hold when those that are being read are complete."""
+        reading = [live.sequence for live in self._live if not live.sequence.generated]
+        most = 0 if sequence.scores_prompt else len(sequence.tokens) - 1
+        return max((other.common_prefix(sequence.tokens, most) for other in reading), default=0)
+
+    def _slot_for(self, sequence: Sequence, source: Slot, shared: int) -> Slot:
+        """The free slot to write in: where the prompt begins, or an empty one; a slight likeness costs no cache."""
         free = [slot for slot in self._slots if slot.live is None]
-        best = max(free, key=lambda slot: slot.common_prefix(prompt))
-        if best.common_prefix(prompt) * 2 >= min(best.held, len(prompt)) > 0:
-            return best
-        return min(free, key=lambda slot: (slot.held > 0, slot.released))
+        if source in free and shared * 2 >= min(source.held, len(sequence.tokens)) > 0:
+            return source
+        return min(free, key=lambda slot: (slot.held > 0, shared > 0 and slot is source, slot.released))
 
     def _forget_oldest(self) -> None:
         """Keep what finished answers hold below the limit: every forward pass walks over it."""
@@ -159,14 +170,17 @@ class Scheduler:
         decoding = [g.sequence for g in self._live if g.sequence.generated]
         # Every live sequence may want one row of logits, and those that decode one more a draft.
         most_drafts = (self._target.max_logits - len(self._live)) // max(1, len(decoding))
-        plans = [Plan(s, 1, min(_gamma(s), most_drafts)) for s in decoding]
-        left = min(self._prefill_rows, self._target.max_rows - sum(1 + plan.gamma for plan in plans))
+        plans = [Plan(s, 1, min(s.speculation.gamma, s.remaining - 1, most_drafts)) for s in decoding]
+        verified = sum(1 + plan.gamma for plan in plans)
+        left = min(self._prefill_rows, self._target.max_rows - verified)
+        logits_left = self._target.max_logits - verified
         for generation in self._live:
             sequence = generation.sequence
-            if left > 0 and not sequence.generated:
-                rows = min(left, sequence.target_pending)
+            if left > 0 and logits_left > 0 and not sequence.generated:
+                rows = min(left, sequence.target_pending, logits_left if sequence.scores_prompt else left)
                 plans.append(Plan(sequence, rows, 0))
                 left -= rows
+                logits_left -= rows if sequence.scores_prompt else 1
         return plans
 
     def _release(self, generation: Generation) -> None:
@@ -182,32 +196,21 @@ class Scheduler:
     def _cut(self, sequence: Sequence) -> None:
         """Make both caches hold what the sequence says they hold."""
         self._target.cut(sequence.slot, sequence.target_cached)
-        self._drafter.keep(sequence, sequence.draft_cached)
+        self._drafters.keep(sequence, sequence.draft_cached)
 
-    def _fail(self, sequences: list[Sequence], reason: str) -> None:
-        logger.error("specserve: %d sequences of a round failed: %s", len(sequences), reason)
-        failed = {id(sequence) for sequence in sequences}
+    def _fail(self, failures: list[tuple[Sequence, str]]) -> None:
+        """End answers with an error; their caches are void."""
+        reasons = {id(sequence): reason for sequence, reason in failures}
         for generation in list(self._live):
-            if id(generation.sequence) in failed:
-                generation.error = RequestError(
-                    "The model failed while it wrote this answer; please send the request again.",
-                    status=500,
-                    kind="server_error",
-                )
+            reason = reasons.get(id(generation.sequence))
+            if reason is not None:
+                logger.error("specserve: an answer cannot go on: %s", reason)
+                generation.fail()
                 generation.sequence.target_cached = generation.sequence.draft_cached = 0
                 self._release(generation)
 
 
-def _gamma(sequence: Sequence) -> int:
-    """How many drafts a round may have: none that the answer has no room for, none that cost more than they save."""
-    # The draft model must first read what is new to it; a row of that takes about half of what a draft saves.
-    if sequence.draft_pending > _READ_PER_TOKEN * sequence.remaining:
-        return 0
-    return min(sequence.speculation.gamma, sequence.remaining - 1)
-
-
-def _charge(sequence: Sequence, times: Times, *, prefill: bool) -> None:
-    account = sequence.account
+def _charge(account: Account, times: Times, *, prefill: bool) -> None:
     if prefill:
         account.prefill_seconds += sum(times)
     else:

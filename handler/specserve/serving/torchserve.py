@@ -9,26 +9,22 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from specserve.config import HandlerConfig, parse_handler
 from specserve.errors import RequestError, SpecserveError
 from specserve.serving.answers import Answer, ChatAnswer, CompletionAnswer, model_list, model_object
 from specserve.serving.loading import Models, load_models
-from specserve.serving.openai import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    parse_body,
-    prompt_tokens,
-    to_generation,
-)
+from specserve.serving.openai import Prompt, chat_prompt, completion_prompts, to_generations
+from specserve.serving.openapi import openapi
+from specserve.serving.requests import AnyRequest, ChatRequest, CompletionRequest, parse_body
 from specserve.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
+AnyAnswer = TypeVar("AnyAnswer", bound=Answer[Any])
 StoppingCriterion = Callable[[object], bool | None]
 
 
@@ -55,19 +51,19 @@ class WholeAnswer:
     """An answer that is known at once: an error, or a light route."""
 
     status: int
-    body: dict[str, Any]
+    body: Mapping[str, Any]
 
     @classmethod
     def refusing(cls, error: RequestError) -> WholeAnswer:
         """The answer that an error is."""
-        return cls(error.status, dict(error.body()))
+        return cls(error.status, error.body())
 
 
 @dataclass
 class Exchange:
     """One live request, and whether its stream has been opened."""
 
-    answer: WholeAnswer | Answer
+    answer: WholeAnswer | Answer[Any]
     opened: bool = False
 
 
@@ -94,7 +90,7 @@ class Handler:
         self._model_ids = list(dict.fromkeys([config.model_id, model_name]))
         self._created = int(time.time())
         self._scheduler = Scheduler(
-            models.target, models.drafter, prefill_rows=config.prefill_rows, idle_tokens=config.idle_tokens
+            models.target, models.drafters, prefill_rows=config.prefill_rows, idle_tokens=config.idle_tokens
         )
         self._exchanges: dict[str, Exchange] = {}
 
@@ -118,9 +114,13 @@ class Handler:
         for identity in self._exchanges.keys() - present:
             answer = self._exchanges.pop(identity).answer
             if isinstance(answer, Answer):
-                self._scheduler.cancel(answer.generation)
+                self._cancel(answer)
 
-    def _open(self, identity: str, route: str, row: dict[str, Any]) -> WholeAnswer | Answer:
+    def _cancel(self, answer: Answer[Any]) -> None:
+        for generation in answer.generations:
+            self._scheduler.cancel(generation)
+
+    def _open(self, identity: str, route: str, row: dict[str, Any]) -> WholeAnswer | Answer[Any]:
         """Validate a new request and start it; whatever is wrong with it is answered to it alone."""
         try:
             return self._route(identity, route.strip("/"), row)
@@ -131,52 +131,56 @@ class Handler:
             failure = RequestError("The server failed to read this request.", status=500, kind="server_error")
             return WholeAnswer.refusing(failure)
 
-    def _route(self, identity: str, route: str, row: dict[str, Any]) -> WholeAnswer | Answer:
+    def _route(self, identity: str, route: str, row: dict[str, Any]) -> WholeAnswer | Answer[Any]:
         if route in ("", "v1/completions"):
             return self._complete(identity, row)
         if route == "v1/chat/completions":
             return self._chat(identity, row)
         if route == "v1/models":
             return WholeAnswer(200, model_list(self._model_ids, self._created))
+        if route == "v1/openapi.json":
+            return WholeAnswer(200, openapi())
         if route.startswith("v1/models/"):
             model = self._known_model(route.removeprefix("v1/models/"))
             return WholeAnswer(200, model_object(model, self._created))
         raise RequestError(
-            f"There is no route '{route}'; this server has v1/completions, v1/chat/completions and v1/models.",
+            f"There is no route '{route}'; this server has v1/completions, v1/chat/completions, v1/models "
+            "and v1/openapi.json.",
             status=404,
             code="unknown_url",
         )
 
-    def _complete(self, identity: str, row: dict[str, Any]) -> Answer:
+    def _complete(self, identity: str, row: dict[str, Any]) -> CompletionAnswer:
         request = parse_body(_body(row), CompletionRequest)
-        prompt = prompt_tokens(request.prompt, self._models.vocabulary)
-        echo = self._text_of(request.prompt) if request.echo else ""
-        return self._start(CompletionAnswer, request, prompt, identity, echo=echo)
+        return self._start(CompletionAnswer, request, completion_prompts(request, self._models.vocabulary), identity)
 
-    def _chat(self, identity: str, row: dict[str, Any]) -> Answer:
+    def _chat(self, identity: str, row: dict[str, Any]) -> ChatAnswer:
         request = parse_body(_body(row), ChatRequest)
         if self._models.chat_template is None:
             raise RequestError("This model has no chat template; use v1/completions.", code="unsupported_value")
         text = self._models.chat_template.render([message.for_template() for message in request.messages])
-        return self._start(ChatAnswer, request, prompt_tokens(text, self._models.vocabulary), identity)
+        return self._start(ChatAnswer, request, [chat_prompt(text, self._models.vocabulary)], identity)
 
     def _start(
-        self, kind: type[Answer], request: GenerationRequest, prompt: list[int], identity: str, **more: Any
-    ) -> Answer:
+        self, kind: Callable[..., AnyAnswer], request: AnyRequest, prompts: list[Prompt], identity: str
+    ) -> AnyAnswer:
         """Submit what a valid request asks for."""
+        models = self._models
         model = self._known_model(request.model)
-        generation = to_generation(request, prompt, self._models.vocabulary, self._config)
-        if generation.sequence.max_tokens == 0:
-            generation.finish_reason = "length"
-        else:
-            self._scheduler.submit(generation)
-        plain = self._models.plain_step_seconds
-        return kind(request, generation, identity=identity, model=model, plain_step_seconds=plain, **more)
-
-    def _text_of(self, prompt: str | list[int]) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        return b"".join(map(self._models.vocabulary.piece, prompt)).decode("utf-8", errors="replace")
+        candidates = to_generations(request, prompts, models.vocabulary, models.grammars, self._config)
+        answer = kind(
+            request,
+            prompts,
+            candidates,
+            vocabulary=models.vocabulary,
+            identity=identity,
+            model=model,
+            plain_step_seconds=models.plain_step_seconds,
+        )
+        for generation in answer.generations:
+            if not generation.done:
+                self._scheduler.submit(generation)
+        return answer
 
     def _known_model(self, model: str | None) -> str:
         if model is None:
@@ -194,7 +198,12 @@ class Handler:
         """Step at least once and until the time slice is used; TorchServe's turn between two calls is not free."""
         until = time.monotonic() + self._config.time_slice_ms / 1000
         while self._scheduler.busy:
-            self._scheduler.step()
+            try:
+                self._scheduler.step()
+            except Exception:
+                # A fault of ours must not reach TorchServe, which would fail the rows of everyone, waiting ones too.
+                logger.exception("specserve: a round failed")
+                self._scheduler.fail_all("a fault in the server")
             if time.monotonic() >= until:
                 return
 
@@ -202,12 +211,14 @@ class Handler:
         """What this call says to one row: its whole answer, a chunk, the last chunk, or nothing yet."""
         exchange = self._exchanges[identity]
         answer = exchange.answer
-        if isinstance(answer, Answer) and answer.generation.error and not exchange.opened:
-            answer = WholeAnswer.refusing(answer.generation.error)
+        if isinstance(answer, Answer) and answer.error:
+            self._cancel(answer)
+            if not exchange.opened:
+                answer = WholeAnswer.refusing(answer.error)
         if isinstance(answer, Answer):
             if answer.streams:
                 return self._next_chunk(context, index, exchange, answer)
-            if not answer.generation.done:
+            if not answer.done:
                 # A row left out of the answer waits on, its status still open.
                 del context.request_ids[index]
                 return ""
@@ -216,11 +227,11 @@ class Handler:
         context.set_response_content_type(index, "application/json")
         return json.dumps(answer.body)
 
-    def _next_chunk(self, context: Context, index: int, exchange: Exchange, answer: Answer) -> str:
+    def _next_chunk(self, context: Context, index: int, exchange: Exchange, answer: Answer[Any]) -> str:
         """A stream's next events; an empty chunk lets TorchServe notice that the client has left."""
         # A first chunk that is also the last one would hang the client: then an empty one opens the stream.
-        last = exchange.opened and answer.generation.done
-        events = answer.next_events() if exchange.opened or not answer.generation.done else ""
+        last = exchange.opened and answer.done
+        events = answer.next_events() if exchange.opened or not answer.done else ""
         if not exchange.opened:
             context.set_response_status(200, _PHRASES[200], index)
             context.set_response_content_type(index, "text/event-stream")

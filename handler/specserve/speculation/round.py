@@ -6,10 +6,12 @@ from time import perf_counter
 from typing import NamedTuple
 
 from specserve.engine.base import Engine, FloatArray, Row
+from specserve.errors import ConstraintError
 from specserve.sequence import Sequence
-from specserve.speculation.drafters import Drafter, Proposal, Wish
+from specserve.speculation.drafters import Drafters, Proposal, Wish
 from specserve.speculation.noise import Noise
 from specserve.speculation.rejection import RULES
+from specserve.speculation.scores import score
 from specserve.speculation.shaping import distribution_behind
 
 
@@ -26,7 +28,19 @@ class Plan(NamedTuple):
     @property
     def decides(self) -> bool:
         """Whether this round gives the sequence at least one new token."""
-        return self.rows == self.sequence.target_pending
+        return self.rows == self.sequence.target_pending and self.sequence.remaining > 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the rows of this round are a part of a prompt whose tokens are scored."""
+        return self.sequence.scores_prompt and not self.sequence.generated
+
+    @property
+    def first_logits(self) -> int:
+        """The first of the rows whose logits are wanted; from it on all are."""
+        if self.scores_prompt:
+            return 0
+        return self.rows - 1 if self.decides else self.rows
 
 
 class Times(NamedTuple):
@@ -38,10 +52,10 @@ class Times(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a round took, and which sequences cannot go on because the target gave them no usable logits."""
+    """What a round took, and which sequences cannot go on, with the reason."""
 
     times: Times
-    failed: list[Sequence]
+    failed: list[tuple[Sequence, str]]
 
 
 class TargetRows:
@@ -63,18 +77,17 @@ class TargetRows:
         return self._known[place]
 
 
-def run_round(target: Engine, drafter: Drafter, plans: list[Plan]) -> Report:
+def run_round(target: Engine, drafters: Drafters, plans: list[Plan]) -> Report:
     """Draft for every plan that wants it, run the target once over all rows, and decide tokens.
 
     Decided tokens are appended to the plans' sequences, and both caches are cut back to what was decided.
 
     Raises:
-        DraftError: the drafter failed; no text has changed, and the round can be run without it.
         EngineError: the target failed; no text has changed.
     """
     started = perf_counter()
     wishes = [Wish(plan.sequence, plan.gamma, _noise(plan.sequence)) for plan in plans]
-    proposals = drafter.propose(wishes)
+    proposals = drafters.propose(wishes)
     drafted = perf_counter()
     logits = target.forward(_target_rows(plans, proposals))
     verified = perf_counter()
@@ -82,16 +95,18 @@ def run_round(target: Engine, drafter: Drafter, plans: list[Plan]) -> Report:
     failed = []
     for plan, proposal, wish in zip(plans, proposals, wishes, strict=True):
         sequence = plan.sequence
-        if not plan.decides:
-            sequence.target_cached += plan.rows
-            continue
-        places = len(proposal.tokens) + 1
+        mine = logits[first : first + plan.rows - plan.first_logits + len(proposal.tokens)]
+        first += len(mine)
         try:
-            _accept(target, sequence, logits[first : first + places], proposal, wish.noise)
-        except FloatingPointError:
-            failed.append(sequence)
-        drafter.keep(sequence, sequence.target_cached)
-        first += places
+            if plan.scores_prompt:
+                _score_prompt(sequence, mine[: plan.rows])
+            if plan.decides:
+                _accept(target, sequence, mine[-1 - len(proposal.tokens) :], proposal, wish.noise)
+                drafters.keep(sequence, sequence.target_cached)
+            else:
+                sequence.target_cached += plan.rows
+        except (FloatingPointError, ConstraintError) as error:
+            failed.append((sequence, str(error)))
     return Report(Times(drafted - started, verified - drafted, perf_counter() - verified), failed)
 
 
@@ -106,9 +121,15 @@ def _target_rows(plans: list[Plan], proposals: list[Proposal]) -> list[Row]:
         sequence = plan.sequence
         first = sequence.target_cached
         tokens = sequence.tokens[first : first + plan.rows] + proposal.tokens
-        wanted_from = plan.rows - 1 if plan.decides else len(tokens)
-        rows += [Row(token, sequence.slot, first + i, i >= wanted_from) for i, token in enumerate(tokens)]
+        rows += [Row(token, sequence.slot, first + i, i >= plan.first_logits) for i, token in enumerate(tokens)]
     return rows
+
+
+def _score_prompt(sequence: Sequence, logits: FloatArray) -> None:
+    """Score the tokens of the prompt that stand behind these rows."""
+    behind = sequence.tokens[sequence.target_cached + 1 : sequence.prompt_length]
+    top = sequence.top_logprobs or 0
+    sequence.prompt_scores += [score(row, token, top) for row, token in zip(logits, behind, strict=False)]
 
 
 def _accept(target: Engine, sequence: Sequence, logits: FloatArray, proposal: Proposal, noise: Noise) -> None:
@@ -118,9 +139,13 @@ def _accept(target: Engine, sequence: Sequence, logits: FloatArray, proposal: Pr
     n_accepted, next_token = verify(p, proposal.q, proposal.tokens, noise)
     kept = len(sequence.tokens) + n_accepted
     if sequence.generated:  # the round that ends a prefill is none of speculation's
-        sequence.account.add_round(len(proposal.tokens), n_accepted)
+        sequence.account.add_round(proposal.drafter, len(proposal.tokens), n_accepted)
     sequence.rounds += 1
-    sequence.tokens += [*proposal.tokens[:n_accepted], next_token]
+    decided = [*proposal.tokens[:n_accepted], next_token]
+    if sequence.top_logprobs is not None:
+        top = sequence.top_logprobs
+        sequence.scores += [score(row, token, top) for row, token in zip(logits, decided, strict=False)]
+    sequence.tokens += decided
     sequence.target_cached = kept
     if n_accepted < len(proposal.tokens):
         target.cut(sequence.slot, kept)

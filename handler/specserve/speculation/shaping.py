@@ -62,12 +62,22 @@ def shape_logits(logits: FloatArray, shaping: Shaping, prompt: Tokens[int], writ
 def distribution_behind(logits: FloatArray, sequence: Sequence, drafts: Tokens[int]) -> FloatArray:
     """The distribution of the token behind a sequence and these drafts of it: p of the target's logits, q of a draft's.
 
+    A grammar comes last, so that nothing can make a token possible that it forbids.
+
     Args:
         logits: shape (vocabulary,); not changed.
         sequence: the decided text, and the request's settings.
         drafts: what stands between the decided text and this place.
+
+    Raises:
+        FloatingPointError: no token with a finite logit is left.
+        ConstraintError: the request's grammar has become too costly to follow.
     """
     sampling = sequence.sampling
     if sampling.shapes_logits:
         logits = shape_logits(logits, sampling, sequence.prompt, [*sequence.answer, *drafts])
+    if sequence.constraint is not None:
+        allowed = sequence.constraint.allowed([*sequence.answer, *drafts])
+        if allowed is not None:
+            logits = np.where(allowed, logits, -np.inf)
     return to_distribution(logits, sampling)

@@ -1,0 +1,245 @@
+"""Grammars that an answer must follow: the only module that imports llguidance."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import llguidance
+import numpy as np
+from numpy.typing import NDArray
+
+from specserve.engine.base import Vocabulary
+from specserve.engine.gbnf import UnusableGrammar, gbnf_to_lark
+from specserve.engine.schema import UnusableSchema, schema_text
+from specserve.errors import ConstraintError, RequestError
+
+BoolArray = NDArray[np.bool_]
+
+# Forcing would tie the mask to one way of splitting the text into tokens, at a cost that grows with what is forced.
+_HEADER = '%llguidance {"no_forcing": true}\n'
+# Unbounded whitespace is where small models get lost.
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+# Measured on 151936 tokens: the most that stays near 0.5 s for compiling, 0.1 s for a mask and 100 MB.
+_LIMITS = llguidance.LLParserLimits(
+    max_items_in_row=5_000,
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=100_000,
+    step_max_items=20_000,
+    max_lexer_states=50_000,
+    max_grammar_size=50_000,
+    verbose_errors=False,
+)
+# More than two rounds' places; a mask is 19 kB for 151936 tokens.
+_MASKS_KEPT = 64
+
+
+class Constraint:
+    """One answer's grammar: which tokens may follow those written so far.
+
+    Every method is a pure function of `written`, the answer's tokens with drafted ones behind them. What is kept
+    between calls only saves work, so drafts that are rejected need no undoing.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, ends: NDArray[np.intp]) -> None:
+        self._start = matcher
+        self._vocabulary = vocabulary
+        self._ends = ends
+        self._end_set = set(ends.tolist())
+        self._restart()
+
+    def _restart(self) -> None:
+        """Forget everything; a matcher that has failed once cannot be used again."""
+        self._matcher = self._start.deep_copy()
+        self._consumed: list[int] = []
+        self._masks: dict[int, bytes] = {}
+
+    def allowed(self, written: Sequence[int]) -> BoolArray | None:
+        """The tokens that may follow, shape (vocabulary,).
+
+        Returns:
+            None where anything may follow: behind the end of the text, or behind a token that the grammar forbids
+            and that therefore no rule accepts.
+
+        Raises:
+            ConstraintError: following the grammar takes more work than is allowed, or it leads nowhere from here.
+        """
+        packed = self._packed(written)
+        if packed is None:
+            return None
+        bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little", count=self._vocabulary.size)
+        return bits.view(np.bool_)
+
+    def complete(self, written: Sequence[int]) -> bool:
+        """Whether nothing but the end of the text can follow; an answer can then end without another token.
+
+        Raises:
+            ConstraintError: see `allowed`.
+        """
+        mask = self.allowed(written)
+        return mask is not None and bool(np.count_nonzero(mask) == np.count_nonzero(mask[self._ends]))
+
+    def forced(self, written: Sequence[int], limit: int) -> list[int]:
+        """At most `limit` tokens that the grammar's only next characters are likely to be written with.
+
+        Raises:
+            ConstraintError: see `allowed`.
+        """
+        if not self._follow(written):
+            return []
+        # Forcing changes a matcher, and with it the masks.
+        forced = self._matcher.deep_copy().compute_ff_bytes()
+        text = forced[: limit * 16].decode("utf-8", errors="ignore")
+        tokens = self._vocabulary.encode(text)
+        if tokens[:1] == [self._vocabulary.start_token()]:
+            del tokens[0]
+        # The last token could go on into what is not forced.
+        tokens = tokens[:-1][:limit]
+        fits = forced.startswith(b"".join(map(self._vocabulary.piece, tokens)))
+        return tokens if fits and self._end_set.isdisjoint(tokens) else []
+
+    def fork(self) -> Constraint:
+        """An independent constraint by the same grammar; what was compiled is shared."""
+        return Constraint(self._start, self._vocabulary, self._ends)
+
+    def _packed(self, written: Sequence[int]) -> bytes | None:
+        """The mask, one bit a token."""
+        place = len(written)
+        known = self._masks.get(place)
+        if known is not None and self._consumed[:place] == list(written):
+            return known
+        if not self._follow(written):
+            return None
+        packed = self._matcher.compute_bitmask()
+        # A failed matcher allows the end of the text, which would pass for an answer.
+        self._check()
+        self._masks[place] = packed
+        if len(self._masks) > _MASKS_KEPT:
+            del self._masks[min(self._masks)]
+        return packed
+
+    def _follow(self, written: Sequence[int]) -> bool:
+        """Bring the matcher behind `written`; False where that ends the text or breaks the grammar."""
+        tokens = list(written)
+        shared = _common_prefix(self._consumed, tokens)
+        if shared < len(self._consumed):
+            self._matcher.rollback(len(self._consumed) - shared)
+            del self._consumed[shared:]
+            self._masks = {place: mask for place, mask in self._masks.items() if place <= shared}
+        rest = tokens[shared:]
+        if rest and self._end_set.isdisjoint(rest):
+            taken = self._matcher.try_consume_tokens(rest)
+            self._consumed += rest[:taken]
+        self._check()
+        return len(self._consumed) == len(tokens)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            reason = _in_one_line(self._matcher.get_error())
+            self._restart()
+            raise ConstraintError(f"The answer's grammar cannot be followed further: {reason}")
+
+
+class GrammarCompiler:
+    """Compiles what requests ask for against one vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    def prepare(self) -> None:
+        """Index the vocabulary, which otherwise the first grammar waits for: about 2 s for 151936 tokens."""
+        _ = self._tokenizer
+
+    def json_object(self) -> Constraint:
+        """Any JSON object."""
+        return self.json_schema({"type": "object"}, param="response_format")
+
+    def json_schema(self, schema: dict[str, Any], *, param: str = "response_format") -> Constraint:
+        """JSON that is valid by a schema, its properties in the schema's order.
+
+        Raises:
+            RequestError: the schema is invalid, too large, or asks for what cannot be promised.
+        """
+        try:
+            text = schema_text(schema)
+        except UnusableSchema as error:
+            raise _refusal("JSON schema", error, param) from error
+        options = json.dumps({"whitespace_pattern": _WHITESPACE})
+        text = f'{{"x-guidance": {options}, {text[1:]}' if text != "{}" else f'{{"x-guidance": {options}}}'
+        return self._compile(f"{_HEADER}start: %json {text}\n", "JSON schema", param)
+
+    def gbnf(self, grammar: str, *, param: str = "grammar") -> Constraint:
+        """Texts by a grammar in llama.cpp's format.
+
+        Raises:
+            RequestError: the grammar is invalid or too large.
+        """
+        try:
+            lark = gbnf_to_lark(grammar)
+        except UnusableGrammar as error:
+            raise _refusal("grammar", error, param) from error
+        return self._compile(_HEADER + lark, "grammar", param)
+
+    def _compile(self, lark: str, what: str, param: str) -> Constraint:
+        matcher = llguidance.LLMatcher(self._tokenizer, lark, log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            raise _refusal(what, matcher.get_error(), param)
+        if warnings := matcher.get_grammar_warnings():
+            raise _refusal(what, warnings[0], param)
+        trial = matcher.deep_copy()
+        trial.compute_bitmask()
+        if trial.is_error():
+            raise _refusal(what, trial.get_error(), param)
+        return Constraint(matcher, self._vocabulary, self._ends)
+
+    @cached_property
+    def _ends(self) -> NDArray[np.intp]:
+        """Every token that ends a text."""
+        vocabulary = self._vocabulary
+        return np.array([token for token in range(vocabulary.size) if vocabulary.ends_text(token)], np.intp)
+
+    @cached_property
+    def _tokenizer(self) -> llguidance.LLTokenizer:
+        return llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Pieces(self._vocabulary, self._ends)), eos_token=self._ends.tolist()
+        )
+
+
+class _Pieces:
+    """A vocabulary as llguidance wants it: the bytes that each token adds to the text."""
+
+    special_token_ids: Sequence[int] = ()
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary, ends: NDArray[np.intp]) -> None:
+        self.eos_token_id = int(ends[0])
+        # A token that ends the text may have a text too, </s> for one, and must not be taken for it.
+        self.tokens = [vocabulary.piece(token) for token in range(vocabulary.size)]
+        for token in ends.tolist():
+            self.tokens[token] = b""
+
+    def __call__(self, _text: bytes) -> list[int]:
+        """Without forcing nothing is ever tokenised."""
+        return []
+
+
+def _common_prefix(left: list[int], right: list[int]) -> int:
+    """How many leading tokens are the same."""
+    if right[: len(left)] == left:
+        return len(left)
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), len(right))
+
+
+def _refusal(what: str, reason: object, param: str) -> RequestError:
+    message = f"The {what} cannot be used: {_in_one_line(str(reason))}"
+    return RequestError(message, param=param, code="invalid_value")
+
+
+def _in_one_line(reason: str) -> str:
+    """Llguidance's message without its excerpts of the grammar and of its own state."""
+    reason = reason.partition("failed to compile JSON schema: ")[2] or reason
+    reason = re.split(r"\n\s*\d+ \| |<non-verbose/>|<state>|<backtrace>", reason)[0]
+    return " ".join(reason.replace("NoExtensionBias", "no text can follow").split())[:300]

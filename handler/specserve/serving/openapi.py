@@ -1,0 +1,80 @@
+"""The OpenAPI document of the routes, made of the models that requests are read with and responses written by."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+
+import specserve
+from specserve.serving.requests import ChatRequest, CompletionRequest
+from specserve.serving.responses import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    CompletionChunk,
+    ErrorResponse,
+    Model,
+    ModelList,
+)
+
+JsonObject = dict[str, Any]
+
+_REQUESTS = (CompletionRequest, ChatRequest)
+_RESPONSES = (Completion, CompletionChunk, ChatCompletion, ChatCompletionChunk, Model, ModelList, ErrorResponse)
+
+
+@cache
+def openapi() -> JsonObject:
+    """The document, OpenAPI 3.1."""
+    shapes: list[tuple[str, Literal["validation", "serialization"], TypeAdapter[Any]]] = [
+        *((kind.__name__, "validation", TypeAdapter(kind)) for kind in _REQUESTS),
+        *((kind.__name__, "serialization", TypeAdapter(kind)) for kind in _RESPONSES),
+    ]
+    _, schemas = TypeAdapter.json_schemas(shapes, ref_template="#/components/schemas/{model}")
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "specserve",
+            "version": specserve.__version__,
+            "description": "OpenAI's completions and chat routes over a GGUF model, with speculative decoding.",
+        },
+        # Relative to this document: whatever host, model name and version it was fetched from.
+        "servers": [{"url": ".."}],
+        "security": [{"key": []}],
+        "paths": {
+            "/v1/completions": {"post": _generation("Continue texts", "Completion")},
+            "/v1/chat/completions": {"post": _generation("Answer a chat", "ChatCompletion")},
+            "/v1/models": {"get": _operation("The models of this server", _json("ModelList"))},
+            "/v1/models/{id}": {
+                "get": {
+                    **_operation("One model of this server", _json("Model")),
+                    "parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}],
+                }
+            },
+            "/v1/openapi.json": {
+                "get": _operation("This document", {"application/json": {"schema": {"type": "object"}}}),
+            },
+        },
+        "components": {"schemas": schemas["$defs"], "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+    }
+
+
+def _generation(summary: str, response: str) -> JsonObject:
+    answer = _json(response) | {"text/event-stream": {"schema": _reference(f"{response}Chunk")}}
+    kind = "CompletionRequest" if response == "Completion" else "ChatRequest"
+    return {**_operation(summary, answer), "requestBody": {"required": True, "content": _json(kind)}}
+
+
+def _operation(summary: str, content: JsonObject) -> JsonObject:
+    refused = {"description": "Refused, or failed; the error says why.", "content": _json("ErrorResponse")}
+    return {"summary": summary, "responses": {"200": {"description": "OK", "content": content}, "default": refused}}
+
+
+def _json(schema: str) -> JsonObject:
+    return {"application/json": {"schema": _reference(schema)}}
+
+
+def _reference(schema: str) -> JsonObject:
+    return {"$ref": f"#/components/schemas/{schema}"}

@@ -1,0 +1,138 @@
+"""TorchServe's front end, played for the handler: it enforces the contract of continuous batching."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from constraints import AlternatingGrammars
+from specserve.config import HandlerConfig, ModelConfig
+from specserve.engine.fake import FakeEngine, FakeVocabulary
+from specserve.serving.chat import ChatTemplate
+from specserve.serving.loading import Models
+from specserve.serving.torchserve import Handler
+from specserve.speculation.drafters import Drafters, ModelDrafter, PredictionDrafter
+
+SLOTS = 4
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+
+
+class FrontEnd:
+    """TorchServe's side: rows of live requests, bodies shown once, and every rule of its protocol checked."""
+
+    def __init__(self) -> None:
+        self.target = FakeEngine(vocabulary=200, n_slots=SLOTS)
+        draft = FakeEngine(vocabulary=200, n_slots=SLOTS, blend=0.3)
+        self.handler = Handler()
+        vocabulary: Any = FakeVocabulary(200)
+        config = HandlerConfig(
+            model_id="tiny",
+            target=ModelConfig(path=Path("t")),
+            draft=ModelConfig(path=Path("d")),
+            sequences=SLOTS,
+            context_length=256,
+            time_slice_ms=0,
+        )
+        models = Models(
+            vocabulary,
+            AlternatingGrammars(200),
+            self.target,
+            Drafters(
+                PredictionDrafter(vocabulary=200),
+                ModelDrafter(draft, max_rows=32, vocabulary=200, context_length=4096),
+            ),
+            plain_step_seconds=0.01,
+        )
+        models = replace(models, chat_template=ChatTemplate(TEMPLATE, bos="", eos=""))
+        self.handler.start(config, models, "qwen")
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.routes: dict[str, str | None] = {}
+        self.chunks: dict[str, list[str]] = {}
+        self.status: dict[str, int] = {}
+        self.content_type: dict[str, str] = {}
+        self.finished: set[str] = set()
+        self._count = 0
+
+    def post(self, body: object, route: str | None = "v1/completions") -> str:
+        """A new request; its id."""
+        self._count += 1
+        identity = f"r{self._count}"
+        self.rows[identity] = {"body": body} if body is not None else {}
+        self.routes[identity] = route
+        self.chunks[identity] = []
+        return identity
+
+    def leave(self, identity: str) -> None:
+        """The client closes its connection."""
+        del self.rows[identity]
+
+    def turn(self) -> None:
+        """One call of handle() and what the front end makes of its answer."""
+        order = list(self.rows)
+        context = FakeContext(self, order)
+        data = list(self.rows.values())
+        answers = self.handler.handle(data, context)
+        assert len(answers) == len(data)
+        for index, identity in context.request_ids.items():
+            more = context.stopping_criteria[index](answers[index])
+            if more is None:
+                assert not self.chunks[identity], "a whole answer after chunks"
+                self.finished.add(identity)
+            elif more:
+                assert self.chunks[identity], "the first chunk is the last one: the client would hang"
+                self.finished.add(identity)
+            self.chunks[identity].append(answers[index])
+            self.status.setdefault(identity, context.status.get(index, 200))
+            assert self.status[identity] < 400 or more is None, "an error status on a chunk loses its body"
+            self.content_type.setdefault(identity, context.types.get(index, ""))
+            self.rows[identity] = {}
+        for identity in self.finished & self.rows.keys():
+            del self.rows[identity]
+
+    def run(self) -> None:
+        """Turns until no request is left."""
+        for _ in range(1000):
+            if not self.rows:
+                return
+            self.turn()
+        raise AssertionError(f"Unanswered: {list(self.rows)}")
+
+    def text(self, identity: str) -> str:
+        """All that a client received."""
+        return "".join(self.chunks[identity])
+
+    def answer(self, identity: str) -> Any:
+        """A whole answer's JSON."""
+        return json.loads(self.text(identity))
+
+    def events(self, identity: str) -> list[Any]:
+        """A stream's events, the closing one checked and left out."""
+        lines = [line.removeprefix("data: ") for line in self.text(identity).split("\n\n")[:-1]]
+        assert lines[-1] == "[DONE]"
+        return [json.loads(line) for line in lines[:-1]]
+
+
+class FakeContext:
+    """What TorchServe hands to handle()."""
+
+    def __init__(self, front_end: FrontEnd, order: list[str]) -> None:
+        self.model_name = "qwen"
+        self.model_yaml_config: dict[str, Any] = {}
+        self.request_ids = dict(enumerate(order))
+        self.stopping_criteria: list[Callable[[object], bool | None]] = []
+        self.status: dict[int, int] = {}
+        self.types: dict[int, str] = {}
+        self._routes = [front_end.routes[identity] for identity in order]
+
+    def get_request_header(self, idx: int, key: str) -> str | None:
+        return self._routes[idx] if key == "url_path" else None
+
+    def set_response_status(self, code: int, phrase: str, idx: int) -> None:
+        assert phrase
+        self.status[idx] = code
+
+    def set_response_content_type(self, idx: int, value: str) -> None:
+        self.types[idx] = value

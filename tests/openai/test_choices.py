@@ -1,0 +1,186 @@
+"""Several answers in one response, log-probabilities, and scored prompts, through the handler."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from front_end import SLOTS, FrontEnd
+
+BODY = {"prompt": "hello", "max_tokens": 12, "temperature": 0.8, "seed": 3}
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "seed": 3}
+CHAT_ROUTE = "v1/chat/completions"
+
+
+@pytest.fixture
+def front_end() -> FrontEnd:
+    return FrontEnd()
+
+
+def answer_to(front_end: FrontEnd, body: dict[str, Any], route: str = "v1/completions") -> Any:
+    """A body's whole answer."""
+    identity = front_end.post(body, route)
+    front_end.run()
+    return front_end.answer(identity)
+
+
+def texts(answer: Any) -> list[str]:
+    """The texts of an answer's choices."""
+    return [choice["text"] for choice in answer["choices"]]
+
+
+def test_n_gives_as_many_different_answers_and_counts_the_prompt_once(front_end: FrontEnd) -> None:
+    answer = answer_to(front_end, {**BODY, "n": 6})
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    assert len(set(texts(answer))) == 6
+    assert answer["usage"]["prompt_tokens"] == 5
+    assert answer["usage"]["completion_tokens"] > 40
+    alone = answer_to(front_end, BODY)
+    assert texts(alone) == texts(answer)[:1]
+
+
+def test_several_prompts_are_answered_in_their_order_each_as_alone(front_end: FrontEnd) -> None:
+    answer = answer_to(front_end, {**BODY, "prompt": ["abc", "xyz"], "n": 2, "echo": True})
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [text[:3] for text in texts(answer)] == ["abc", "abc", "xyz", "xyz"]
+    assert answer["usage"]["prompt_tokens"] == 6
+    assert texts(answer_to(front_end, {**BODY, "prompt": [[97, 98, 99]], "n": 2, "echo": True})) == texts(answer)[:2]
+
+
+def test_best_of_gives_the_candidates_whose_tokens_are_most_probable(front_end: FrontEnd) -> None:
+    every = answer_to(front_end, {**BODY, "n": 5, "logprobs": 0})
+    means = {}
+    for choice in every["choices"]:
+        scores = choice["logprobs"]["token_logprobs"]
+        means[choice["text"]] = sum(scores) / len(scores)
+    best = answer_to(front_end, {**BODY, "best_of": 5, "n": 2})
+    assert texts(best) == sorted(means, key=lambda text: -means[text])[:2]
+    assert best["choices"][0]["logprobs"] is None
+    assert best["usage"]["completion_tokens"] == every["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("route", ["v1/completions", CHAT_ROUTE])
+def test_a_stream_of_several_answers_says_what_the_whole_response_says(front_end: FrontEnd, route: str) -> None:
+    body = {**(CHAT if route == CHAT_ROUTE else BODY), "n": 6, "logprobs": True if route == CHAT_ROUTE else 2}
+    whole = answer_to(front_end, body, route)
+    stream = front_end.post({**body, "stream": True, "stream_options": {"include_usage": True}}, route)
+    front_end.run()
+    *events, last = front_end.events(stream)
+    pieces: dict[int, str] = defaultdict(str)
+    tokens: dict[int, list[Any]] = defaultdict(list)
+    ends: dict[int, list[str | None]] = defaultdict(list)
+    for event in events:
+        [choice] = event["choices"]
+        index = choice["index"]
+        pieces[index] += choice["delta"].get("content", "") if route == CHAT_ROUTE else choice["text"]
+        logprobs = choice["logprobs"]
+        tokens[index] += logprobs["content"] if route == CHAT_ROUTE else logprobs["text_offset"]
+        ends[index].append(choice["finish_reason"])
+    for choice in whole["choices"]:
+        index, logprobs = choice["index"], choice["logprobs"]
+        assert pieces[index] == (choice["message"]["content"] if route == CHAT_ROUTE else choice["text"])
+        assert tokens[index] == (logprobs["content"] if route == CHAT_ROUTE else logprobs["text_offset"])
+        assert ends[index] == [None] * (len(ends[index]) - 1) + [choice["finish_reason"]]
+    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+
+
+def test_offsets_point_at_the_tokens_of_prompt_and_answer(front_end: FrontEnd) -> None:
+    choice = answer_to(front_end, {**BODY, "echo": True, "logprobs": 2})["choices"][0]
+    logprobs, text = choice["logprobs"], choice["text"]
+    assert logprobs["tokens"][:5] == list("hello")
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        # The fake vocabulary's single bytes above 127 are no characters: they show as U+FFFD.
+        assert text.startswith(token if len(token) == 1 else "\ufffd", offset)
+    assert logprobs["token_logprobs"][0] is None
+    assert logprobs["top_logprobs"][0] is None
+    scores = zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+    for token, logprob, top in list(scores)[1:]:
+        assert top[token] == logprob < 0
+        assert 2 <= len(top) <= 3
+
+
+def test_a_prompt_is_scored_without_an_answer(front_end: FrontEnd) -> None:
+    scored = answer_to(front_end, {"prompt": "hello", "max_tokens": 0, "echo": True, "logprobs": 1})
+    longer = answer_to(front_end, {"prompt": "hello", "max_tokens": 3, "echo": True, "logprobs": 1, "temperature": 0})
+    assert texts(scored) == ["hello"]
+    assert scored["usage"]["completion_tokens"] == 0
+    for name, values in scored["choices"][0]["logprobs"].items():
+        assert values == longer["choices"][0]["logprobs"][name][:5]
+
+
+def test_a_prompt_of_one_token_has_nothing_to_score(front_end: FrontEnd) -> None:
+    [choice] = answer_to(front_end, {"prompt": "h", "max_tokens": 0, "echo": True, "logprobs": 1})["choices"]
+    assert choice["logprobs"]["token_logprobs"] == [None]
+
+
+def test_without_top_logprobs_only_the_written_tokens_are_told(front_end: FrontEnd) -> None:
+    [choice] = answer_to(front_end, {**BODY, "logprobs": 0})["choices"]
+    assert choice["logprobs"]["top_logprobs"] is None
+    assert len(choice["logprobs"]["token_logprobs"]) == 12
+
+
+def test_logprobs_end_where_a_stop_string_ends_the_text(front_end: FrontEnd) -> None:
+    free = answer_to(front_end, {**BODY, "logprobs": 0})["choices"][0]
+    stop = free["text"][4:6]
+    cut = answer_to(front_end, {**BODY, "logprobs": 0, "stop": stop})["choices"][0]
+    assert cut["text"] == free["text"][: free["text"].index(stop)]
+    assert cut["logprobs"]["text_offset"] == list(range(len(cut["text"])))
+
+
+def test_a_chat_tells_tokens_with_their_bytes_and_alternatives(front_end: FrontEnd) -> None:
+    answer = answer_to(front_end, {**CHAT, "logprobs": True, "top_logprobs": 4}, CHAT_ROUTE)
+    [choice] = answer["choices"]
+    content = choice["logprobs"]["content"]
+    written = bytes(byte for token in content for byte in token["bytes"])
+    assert written.decode(errors="replace") == choice["message"]["content"]
+    for token in content:
+        tops = [other["logprob"] for other in token["top_logprobs"]]
+        assert tops == sorted(tops, reverse=True)
+        assert len(tops) == 4
+        assert token["logprob"] <= tops[0]
+
+
+def test_a_prediction_is_accounted_for_on_both_routes(front_end: FrontEnd) -> None:
+    for body, route in ((BODY, "v1/completions"), (CHAT, CHAT_ROUTE)):
+        greedy = {**body, "temperature": 0, "logit_bias": {str(byte): -100 for byte in range(128, 199)}}
+        whole = answer_to(front_end, greedy, route)["choices"][0]
+        text = whole["message"]["content"] if route == CHAT_ROUTE else whole["text"]
+        answer = answer_to(front_end, {**greedy, "prediction": {"type": "content", "content": text}}, route)
+        assert answer["choices"][0].get("text", text) == text
+        details = answer["usage"]["completion_tokens_details"]
+        tally = answer["speculation"]["drafters"]["prediction"]
+        assert details["accepted_prediction_tokens"] == tally["accepted"] > 0
+        assert details["rejected_prediction_tokens"] == tally["drafted"] - tally["accepted"]
+
+
+def test_a_failure_of_one_choice_is_one_error_and_frees_all_slots(front_end: FrontEnd) -> None:
+    whole = front_end.post({**BODY, "n": SLOTS - 1})
+    stream = front_end.post({**BODY, "n": 2, "stream": True})
+    front_end.turn()
+    front_end.target.fail_after = 0
+    front_end.run()
+    assert front_end.status[whole] == 500
+    assert front_end.events(stream)[-1]["error"]["type"] == "server_error"
+    assert not front_end.handler._scheduler.busy
+
+
+def test_a_client_that_leaves_takes_all_its_choices_with_it(front_end: FrontEnd) -> None:
+    leaving = front_end.post({**BODY, "n": 12, "stream": True, "max_tokens": 100})
+    front_end.turn()
+    front_end.leave(leaving)
+    front_end.turn()
+    assert not front_end.handler._scheduler.busy
+
+
+def test_a_fault_of_ours_in_a_round_is_a_500_for_its_answers_and_no_more(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = front_end.post({**BODY, "max_tokens": 50})
+    front_end.turn()
+    with monkeypatch.context() as patch:
+        patch.setattr(front_end.handler._scheduler, "_plan", lambda: 1 / 0)
+        front_end.turn()
+    assert front_end.status[live] == 500
+    assert texts(answer_to(front_end, BODY))

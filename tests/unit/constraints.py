@@ -1,0 +1,48 @@
+"""A grammar simple enough to be enumerated: which tokens may follow depends on how many stand there already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specserve.errors import ConstraintError
+
+
+class Alternating:
+    """Tokens of even and of odd ids in turn, for at most `length` tokens; `fails_at` places it gives up."""
+
+    def __init__(self, size: int, *, length: int = 10**6, fails_at: int | None = None) -> None:
+        self._even = np.arange(size) % 2 == 0
+        self._length = length
+        self._fails_at = fails_at
+
+    def allowed(self, written: Sequence[int]) -> NDArray[np.bool_] | None:
+        if self._fails_at is not None and len(written) >= self._fails_at:
+            raise ConstraintError("The grammar has become too costly to follow.")
+        even: NDArray[np.bool_] = self._even if len(written) % 2 == 0 else np.logical_not(self._even)
+        return even
+
+    def complete(self, written: Sequence[int]) -> bool:
+        return len(written) >= self._length
+
+    def fork(self) -> Alternating:
+        return self
+
+
+class AlternatingGrammars:
+    """Makes the same grammar of everything, over a vocabulary of `size`."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def json_object(self) -> Alternating:
+        return Alternating(self._size)
+
+    def json_schema(self, schema: dict[str, Any]) -> Alternating:
+        return Alternating(self._size, length=len(schema))
+
+    def gbnf(self, text: str) -> Alternating:
+        return Alternating(self._size, length=len(text))

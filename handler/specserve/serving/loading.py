@@ -9,12 +9,12 @@ from statistics import median
 from time import perf_counter
 
 from specserve.config import HandlerConfig, ModelConfig, usable_cores
-from specserve.engine import grammar
 from specserve.engine.base import Engine, Row, Vocabulary
+from specserve.engine.grammar import GrammarCompiler
 from specserve.engine.llama import LlamaEngine, LlamaModel, check_same_vocabulary
 from specserve.errors import ModelLoadError
 from specserve.serving.chat import ChatTemplate
-from specserve.serving.openai import GrammarCompiler
+from specserve.serving.openai import Grammars
 from specserve.speculation.drafters import Drafter, Drafters, ModelDrafter, PredictionDrafter
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Models:
     """A target that is ready, what drafts for it, and the seconds of one plain decode step."""
 
     vocabulary: Vocabulary
-    grammars: GrammarCompiler
+    grammars: Grammars
     target: Engine
     drafters: Drafters
     plain_step_seconds: float
@@ -63,7 +63,7 @@ def load_models(config: HandlerConfig) -> Models:
         )
     return Models(
         vocabulary=target_model,
-        grammars=grammar.GrammarCompiler(target_model),
+        grammars=GrammarCompiler(target_model),
         target=target,
         drafters=Drafters(*drafters),
         plain_step_seconds=target_seconds,

@@ -29,7 +29,7 @@ class Grammar(Constraint, Protocol):
         """An independent copy."""
 
 
-class GrammarCompiler(Protocol):
+class Grammars(Protocol):
     """Makes constraints; whatever cannot be compiled is a RequestError that says why."""
 
     def json_object(self) -> Grammar:
@@ -99,7 +99,7 @@ def to_generations(
     request: GenerationRequest,
     prompts: list[Prompt],
     vocabulary: Vocabulary,
-    grammars: GrammarCompiler,
+    grammars: Grammars,
     config: HandlerConfig,
 ) -> list[list[Generation]]:
     """The candidates for an answer to each prompt.
@@ -174,7 +174,7 @@ def _biases(biases: dict[str, float], vocabulary: Vocabulary) -> tuple[tuple[int
     return tuple((int(token), bias) for token, bias in biases.items())
 
 
-def _grammar(request: GenerationRequest, grammars: GrammarCompiler) -> Grammar | None:
+def _grammar(request: GenerationRequest, grammars: Grammars) -> Grammar | None:
     if request.grammar is not None:
         return grammars.gbnf(request.grammar)
     if isinstance(request.response_format, JsonSchema):

@@ -1,0 +1,148 @@
+"""Request bodies for fuzzing: right ones, nearly right ones, and everything else that JSON can say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+# Every character, halves of surrogate pairs included: JSON can spell them.
+texts = st.text(st.characters(categories=["L", "N", "P", "S", "Z", "C"]), max_size=40)
+numbers = st.one_of(
+    st.integers(-3, 300),
+    st.sampled_from([2**31, 2**63 - 1, 2**63, -(2**63), 2**64, 10**30, 10**400]),
+    st.floats(),
+)
+scalars = st.one_of(st.none(), st.booleans(), numbers, texts)
+anything = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4), max_leaves=8
+)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """A JSON schema that many levels deep."""
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+def a(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Objects of exactly these fields."""
+    return st.fixed_dictionaries(fields)
+
+
+schemas = st.recursive(
+    st.one_of(
+        a(type=st.sampled_from(["string", "integer", "number", "boolean", "null", "object", "array", "colour"])),
+        a(enum=st.lists(scalars, max_size=4)),
+        a(type=st.just("string"), pattern=texts),
+        a(type=st.just("integer"), minimum=numbers, maximum=numbers),
+        a(type=st.just("string"), maxLength=numbers),
+        st.sampled_from(
+            [
+                {"$ref": "#"},
+                {"$ref": "http://127.0.0.1:9/schema"},
+                {"$ref": "file:///etc/passwd"},
+                {"type": "string", "pattern": "(.*a){30}b"},
+                {"type": "string", "pattern": "((a{0,99}){0,99}){0,99}"},
+                {"type": "array", "minItems": 10**9},
+                {"enum": [str(n) for n in range(5000)]},
+            ]
+        ),
+        st.integers(1, 400).map(nested),
+        anything,
+    ),
+    lambda inner: st.one_of(
+        a(type=st.just("array"), items=inner, maxItems=numbers),
+        a(type=st.just("object"), properties=st.dictionaries(texts, inner, max_size=3), required=st.lists(texts)),
+        *(st.fixed_dictionaries({word: st.lists(inner, max_size=4)}) for word in ("anyOf", "oneOf", "allOf")),
+    ),
+    max_leaves=6,
+)
+grammars = st.one_of(
+    texts,
+    st.sampled_from(
+        [
+            'root ::= "a" | "b"',
+            "root ::= [0-9]+ root | [a-z]",
+            "root ::= root root | root",
+            'root ::= "a"{0,1000000}',
+            'root ::= (("a"*)*)*',
+            "root ::= missing",
+            "root ::= " + "(" * 3000 + '"a"' + ")" * 3000,
+            'root ::= "\\xff"',
+        ]
+    ),
+)
+json_schema = a(name=texts, schema=schemas)
+formats = st.one_of(
+    a(type=st.sampled_from(["text", "json_object", "json_schema", "xml"])),
+    a(type=st.just("json_schema"), json_schema=json_schema),
+)
+contents = texts | st.lists(a(type=st.just("text"), text=texts), max_size=3)
+tokens = st.lists(st.integers(-1, 205), max_size=30)
+COMMON = {
+    "model": st.sampled_from([None, "tiny", "qwen", "gpt-4"]),
+    "temperature": st.sampled_from([None, 0, 0.7, 1, 2, 2.5, -1]),
+    "top_p": st.sampled_from([None, 0, 0.01, 0.9, 1, 7]),
+    "top_k": st.sampled_from([None, 0, 1, 5, 10**6, -1]),
+    "min_p": st.sampled_from([None, 0, 0.1, 1]),
+    "seed": st.none() | st.integers(-(2**64), 2**64),
+    "logit_bias": st.none() | st.dictionaries(st.integers(-1, 210).map(str) | texts, numbers, max_size=4),
+    "presence_penalty": st.sampled_from([None, -2, 0, 2, 3]),
+    "frequency_penalty": st.sampled_from([None, -2, 0.5, 2]),
+    "repetition_penalty": st.sampled_from([None, 0.1, 1.1, 10, 0]),
+    "stop": st.none() | texts | st.lists(texts, max_size=5),
+    "stream": st.sampled_from([None, False, True]),
+    "stream_options": st.none() | a(include_usage=st.booleans()),
+    "n": st.sampled_from([None, 1, 2, 5, 0, 500]),
+    "ignore_eos": st.sampled_from([None, False, True]),
+    "response_format": formats,
+    "grammar": grammars,
+    "prediction": a(type=st.just("content"), content=contents),
+    "speculation": st.fixed_dictionaries(
+        {},
+        optional={
+            "mode": st.sampled_from(["auto", "off", "fixed"]),
+            "gamma": st.integers(0, 33),
+            "drafter": st.sampled_from(["auto", "model", "prediction"]),
+            "verification": st.sampled_from(["token", "block", "coupled"]),
+        },
+    ),
+    "user": texts,
+    "metadata": st.dictionaries(texts, texts, max_size=3),
+}
+COMPLETION = {
+    "prompt": texts | tokens | st.lists(texts, max_size=4) | st.lists(tokens, max_size=4),
+    "echo": st.booleans(),
+    "best_of": st.sampled_from([None, 1, 3, 6, 30]),
+    "suffix": texts,
+    "logprobs": st.sampled_from([None, 0, 1, 5, 6]),
+}
+CHAT = {
+    "messages": st.lists(
+        a(role=st.sampled_from(["system", "user", "assistant", "robot"]), content=contents), max_size=4
+    ),
+    "logprobs": st.booleans(),
+    "top_logprobs": st.sampled_from([None, 0, 3, 21]),
+    "tools": st.just([]) | anything,
+}
+
+
+@st.composite
+def bodies(draw: st.DrawFn, own: dict[str, st.SearchStrategy[Any]]) -> dict[str, Any]:
+    """A few fields with plausible values, and seldom one that may be anything."""
+    fields = {**COMMON, **own}
+    [first, *_] = own
+    chosen = draw(st.lists(st.sampled_from(sorted(fields)), max_size=5, unique=True))
+    body = {name: draw(fields[name]) for name in [first, *chosen]}
+    if draw(st.integers(0, 4)) == 0:
+        body[draw(st.sampled_from(sorted(fields)) | texts)] = draw(anything)
+    # Short answers: what is looked for happens before and around them.
+    body["max_tokens"] = draw(st.integers(0, 6))
+    return body
+
+
+completions = bodies(COMPLETION)
+chats = bodies(CHAT)

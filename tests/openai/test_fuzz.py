@@ -1,0 +1,154 @@
+"""Whatever a client sends is served rightly or refused in OpenAI's words; a good request beside it never notices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bodies import anything, chats, completions, nested
+from front_end import FrontEnd
+from specserve.config import HandlerConfig, ModelConfig
+from specserve.engine.grammar import GrammarCompiler
+from specserve.engine.llama import LlamaModel
+from specserve.errors import RequestError
+from specserve.operations.tiny import write_tiny
+from specserve.serving.generation import Generation
+from specserve.serving.openai import Prompt, completion_prompts, to_generations
+from specserve.serving.requests import ChatRequest, CompletionRequest, parse_body
+
+CONFIG = HandlerConfig(
+    model_id="tiny",
+    target=ModelConfig(path=Path("target.gguf")),
+    draft=ModelConfig(path=Path("draft.gguf")),
+    context_length=256,
+)
+CHAT_ROUTE = "v1/chat/completions"
+thousands = settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+hundreds = settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> LlamaModel:
+    path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
+    write_tiny(path, "qwen2", "target")
+    return LlamaModel(path)
+
+
+@pytest.fixture(scope="module")
+def grammars(vocabulary: LlamaModel) -> GrammarCompiler:
+    return GrammarCompiler(vocabulary)
+
+
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    """The response_format that asks for a schema."""
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+
+def understand(body: object, vocabulary: LlamaModel, grammars: GrammarCompiler) -> list[list[Generation]]:
+    """What a completions body becomes."""
+    request = parse_body(body, CompletionRequest)
+    return to_generations(request, completion_prompts(request, vocabulary), vocabulary, grammars, CONFIG)
+
+
+def check_refusal(error: RequestError) -> None:
+    """An error is a client's, and OpenAI's object survives the way to the client."""
+    assert 400 <= error.status < 500
+    body = json.loads(json.dumps(error.body()))
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"].endswith((".", "!", "?"))
+    assert len(body["error"]["message"]) < 2000
+
+
+@thousands
+@given(body=completions | anything)
+def test_a_completions_body_is_understood_or_refused(
+    body: object, vocabulary: LlamaModel, grammars: GrammarCompiler
+) -> None:
+    try:
+        groups = understand(body, vocabulary, grammars)
+    except RequestError as error:
+        check_refusal(error)
+    else:
+        for generation in groups[0]:
+            if generation.sequence.constraint is not None:
+                generation.sequence.constraint.allowed([])
+
+
+@thousands
+@given(body=chats | anything)
+def test_a_chat_body_is_understood_or_refused(body: object, vocabulary: LlamaModel, grammars: GrammarCompiler) -> None:
+    try:
+        request = parse_body(body, ChatRequest)
+        to_generations(request, [Prompt([1, 2], "")], vocabulary, grammars, CONFIG)
+    except RequestError as error:
+        check_refusal(error)
+
+
+@thousands
+@given(body=st.binary(max_size=200) | st.text(max_size=200) | anything.map(lambda value: json.dumps(value).encode()))
+def test_a_body_of_bytes_is_understood_or_refused(body: bytes | str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_body(body, CompletionRequest)
+    check_refusal(caught.value)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"prompt": ' + b"1" * 10_000 + b"}",
+        b'{"prompt": "a", "max_tokens": 1e999}',
+        {"prompt": "a" * 1_000_000},
+        {"prompt": [1] * 300_000},
+        {"prompt": ["a"] * 300_000},
+        {"prompt": "a", "stop": ["b" * 1_000_000]},
+        {
+            "prompt": "a",
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": nested(900)}},
+        },
+        {"prompt": "a", "grammar": "root ::= " + '"a" ' * 200_000},
+        {"prompt": "a", "logit_bias": {str(n): 1 for n in range(100_000)}},
+    ],
+    ids=range(11),
+)
+def test_a_monstrous_body_is_refused(body: object, vocabulary: LlamaModel, grammars: GrammarCompiler) -> None:
+    with pytest.raises(RequestError) as caught:
+        understand(body, vocabulary, grammars)
+    check_refusal(caught.value)
+
+
+GOOD = {"prompt": "hello", "max_tokens": 30, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    """The good request's text without company."""
+    front_end = FrontEnd()
+    identity = front_end.post(GOOD)
+    front_end.run()
+    return str(front_end.answer(identity)["choices"][0]["text"])
+
+
+@hundreds
+@given(
+    bad=st.lists(st.tuples(completions, st.just("v1/completions")) | st.tuples(chats, st.just("v1/chat/completions")))
+)
+def test_a_good_request_is_untouched_by_whatever_comes_beside_it(
+    bad: list[tuple[dict[str, Any], str]], expected: str
+) -> None:
+    front_end = FrontEnd()
+    good = front_end.post(GOOD)
+    front_end.turn()
+    others = [front_end.post(body, route) for body, route in bad]
+    front_end.run()
+    assert front_end.answer(good)["choices"][0]["text"] == expected
+    for identity in others:
+        assert front_end.status[identity] in {200, 400, 404}
+        if front_end.status[identity] != 200:
+            assert front_end.answer(identity)["error"]["message"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-MAX_TEXT = 64 * 1024
+MAX_TEXT = 32 * 1024
 MAX_DEPTH = 50
 MAX_RULES = 500
 MAX_REPEATS = 2000

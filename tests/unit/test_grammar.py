@@ -1,0 +1,502 @@
+"""Grammars: a sampled answer always follows them, a mask depends on the tokens alone, and nothing stalls a worker."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specserve.engine.fake import FakeVocabulary
+from specserve.engine.gbnf import gbnf_to_lark
+from specserve.engine.grammar import Constraint, GrammarCompiler
+from specserve.engine.llama import LlamaModel
+from specserve.errors import ConstraintError, RequestError
+from specserve.operations.tiny import ARCHITECTURES, write_tiny
+
+PERSON = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "title": "Person",
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 12, "description": "of a person"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}, "maxItems": 3},
+        "boss": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+    },
+    "required": ["name", "age", "boss"],
+    "additionalProperties": False,
+    "$defs": {"tag": {"enum": ["a", "世界", 3, None]}},
+}
+EXPRESSION = 'root ::= term ([+*] term)*\nterm ::= "x" | [0-9]{1,2} | "(" root ")"'
+
+Compilers = dict[str, tuple[LlamaModel, GrammarCompiler]]
+
+
+@pytest.fixture(scope="module")
+def compilers(tmp_path_factory: pytest.TempPathFactory) -> Compilers:
+    """A model and a compiler of each architecture."""
+    found = {}
+    for architecture in ARCHITECTURES:
+        path = tmp_path_factory.mktemp("tiny") / f"{architecture}.gguf"
+        write_tiny(path, architecture, "target")
+        model = LlamaModel(path)
+        found[architecture] = (model, GrammarCompiler(model))
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(compilers: Compilers) -> LlamaModel:
+    return compilers["qwen2"][0]
+
+
+@pytest.fixture(scope="module")
+def compiler(compilers: Compilers) -> GrammarCompiler:
+    return compilers["qwen2"][1]
+
+
+def in_bytes(model: LlamaModel, text: bytes) -> list[int]:
+    """The text with one token a byte."""
+    token_of = {model.piece(token): token for token in reversed(range(model.size))}
+    return [token_of[bytes([byte])] for byte in text]
+
+
+def text_of(model: LlamaModel, tokens: list[int]) -> bytes:
+    """What the tokens write."""
+    return b"".join(map(model.piece, tokens))
+
+
+def ends(model: LlamaModel) -> list[int]:
+    """Every token that ends a text."""
+    return [token for token in range(model.size) if model.ends_text(token)]
+
+
+def allowed(constraint: Constraint, written: list[int]) -> list[int]:
+    """The tokens that may follow, as a list."""
+    mask = constraint.allowed(written)
+    assert mask is not None
+    return np.flatnonzero(mask).tolist()
+
+
+def accepts(constraint: Constraint, model: LlamaModel, text: str) -> bool:
+    """Whether the text may end where it does."""
+    mask = constraint.allowed(in_bytes(model, text.encode()))
+    return mask is not None and bool(mask[ends(model)].all())
+
+
+def walk(constraint: Constraint, model: LlamaModel, seed: int, length: int = 60) -> bytes:
+    """A random text by the grammar; past `length` tokens it ends as soon as it may, and closes what is open."""
+    dice = random.Random(seed)
+    written: list[int] = []
+    for _ in range(3000):
+        options = allowed(constraint, written)
+        ending = [token for token in options if model.ends_text(token)]
+        assert not ending or ending == ends(model)
+        if ending and (len(written) >= length or len(ending) == len(options)):
+            return text_of(model, written)
+        options = [token for token in options if token not in ending]
+        closing = [token for token in options if model.piece(token) in {b'"', b"}", b"]", b")", b"null", b"n"}]
+        written.append(dice.choice(closing if closing and len(written) >= length else options))
+    raise AssertionError("The walk does not end.")
+
+
+def check_person(person: dict[str, Any]) -> None:
+    """By hand what PERSON says."""
+    assert {"name", "age", "boss"} <= set(person) <= {"name", "age", "tags", "boss"}
+    assert 1 <= len(person["name"]) <= 12
+    assert isinstance(person["age"], int)
+    assert 0 <= person["age"] <= 150
+    assert len(person.get("tags", [])) <= 3
+    assert all(tag in {"a", "世界", 3, None} for tag in person.get("tags", []))
+    if person["boss"] is not None:
+        check_person(person["boss"])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_sampled_answer_is_valid_by_its_schema(architecture: str, compilers: Compilers) -> None:
+    model, compiler = compilers[architecture]
+    constraint = compiler.json_schema(PERSON)
+    for seed in range(12):
+        check_person(json.loads(walk(constraint.fork(), model, seed)))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_sampled_json_object_is_an_object(architecture: str, compilers: Compilers) -> None:
+    model, compiler = compilers[architecture]
+    for seed in range(12):
+        assert isinstance(json.loads(walk(compiler.json_object(), model, seed)), dict)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_sampled_text_of_a_grammar_is_one_of_its_texts(architecture: str, compilers: Compilers) -> None:
+    model, compiler = compilers[architecture]
+    constraint = compiler.gbnf(EXPRESSION)
+    for seed in range(12):
+        text = walk(constraint.fork(), model, seed).decode()
+        while (reduced := re.sub(r"\(x([+*]x)*\)", "x", re.sub(r"[0-9]{1,2}", "x", text))) != text:
+            text = reduced
+        assert re.fullmatch(r"x([+*]x)*", text)
+
+
+GRAMMARS = ["person", "object", "expression"]
+
+
+def compiled(compiler: GrammarCompiler, name: str) -> Constraint:
+    """One of three kinds of grammar."""
+    if name == "expression":
+        return compiler.gbnf(EXPRESSION)
+    return compiler.json_schema(PERSON) if name == "person" else compiler.json_object()
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_a_mask_depends_on_the_written_tokens_alone(
+    name: str, data: st.DataObject, compiler: GrammarCompiler, model: LlamaModel
+) -> None:
+    """Whatever was asked before: longer, shorter, other, ended and forbidden texts."""
+    constraint = compiled(compiler, name)
+    written: list[int] = []
+    for _ in range(12):
+        mask = constraint.allowed(written)
+        fresh = compiled(compiler, name).allowed(written)
+        assert (mask is None) == (fresh is None)
+        if mask is None or fresh is None or data.draw(st.booleans()):
+            written = written[: data.draw(st.integers(0, len(written)))]
+            continue
+        np.testing.assert_array_equal(mask, fresh)
+        if data.draw(st.integers(0, 9)) == 0:
+            written = [*written, data.draw(st.integers(0, model.size - 1))]
+        else:
+            steps = random.Random(data.draw(st.integers(0, 2**32)))
+            for _ in range(steps.randint(1, 6)):
+                written = [*written, steps.choice(allowed(constraint, written))]
+                if model.ends_text(written[-1]):
+                    break
+
+
+def test_masks_behind_rejected_drafts_do_not_linger(compiler: GrammarCompiler, model: LlamaModel) -> None:
+    constraint = compiler.gbnf('root ::= "a" "b" | "c" "d"')
+    a, b, c, d = in_bytes(model, b"abcd")
+    assert allowed(constraint, [a]) == [b]
+    assert allowed(constraint, [c]) == [d]
+    assert set(allowed(constraint, [])) == {token for token in range(model.size) if model.piece(token) in {b"a", b"c"}}
+
+
+def test_few_masks_are_kept_for_a_long_answer(compiler: GrammarCompiler, model: LlamaModel) -> None:
+    constraint = compiler.gbnf("root ::= [a-z]*")
+    written: list[int] = []
+    for _ in range(300):
+        assert constraint.allowed(written) is not None
+        written.append(in_bytes(model, b"q")[0])
+    assert len(constraint._masks) <= 64
+
+
+def test_behind_the_end_of_the_text_anything_may_follow(compiler: GrammarCompiler, model: LlamaModel) -> None:
+    constraint = compiler.gbnf('root ::= "a"+')
+    [a] = in_bytes(model, b"a")
+    for end in ends(model):
+        assert constraint.allowed([a, end]) is None
+        assert constraint.allowed([a, end, a]) is None
+    assert constraint.allowed([a]) is not None
+
+
+def test_behind_a_forbidden_token_anything_may_follow(compiler: GrammarCompiler, model: LlamaModel) -> None:
+    constraint = compiler.gbnf('root ::= "ab"')
+    a, b = in_bytes(model, b"ab")
+    assert constraint.allowed([b]) is None
+    assert constraint.allowed([b, a, a]) is None
+    assert constraint.allowed([a, b, b]) is None
+    assert b in allowed(constraint, [a])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_token_that_ends_a_text_is_allowed_where_the_grammar_ends_and_nowhere_else(
+    architecture: str, compilers: Compilers
+) -> None:
+    model, compiler = compilers[architecture]
+    constraint = compiler.gbnf('root ::= "a" [^b]*')
+    mask = constraint.allowed([])
+    assert mask is not None
+    assert not mask[ends(model)].any()
+    mask = constraint.allowed(in_bytes(model, b"a"))
+    assert mask is not None
+    assert mask[ends(model)].all()
+
+
+def test_a_token_that_ends_the_text_is_never_taken_for_its_name(compiler: GrammarCompiler, model: LlamaModel) -> None:
+    constraint = compiler.gbnf('root ::= "<|im_end|>" "."')
+    assert not set(ends(model)) & set(allowed(constraint, []))
+    assert accepts(constraint, model, "<|im_end|>.")
+
+
+def test_a_text_is_complete_where_nothing_can_follow(compiler: GrammarCompiler, model: LlamaModel) -> None:
+    constraint = compiler.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+    text = in_bytes(model, b'{"a": 12}')
+    assert [constraint.complete(text[:length]) for length in range(len(text) + 1)] == [False] * len(text) + [True]
+    number = compiler.json_schema({"type": "integer"})
+    assert not number.complete(in_bytes(model, b"12"))
+    assert compiler.gbnf('root ::= ""').complete([])
+
+
+def test_forced_tokens_are_the_only_text_that_can_follow(compiler: GrammarCompiler, model: LlamaModel) -> None:
+    constraint = compiler.gbnf('root ::= "{\\"name\\": \\"get_weather\\", " [0-9]+')
+    before = allowed(constraint, [])
+    tokens = constraint.forced([], 50)
+    assert b'{"name": "get_weather", '.startswith(text_of(model, tokens))
+    assert len(text_of(model, tokens)) > 15
+    assert constraint.forced([], 2) == tokens[:2]
+    assert allowed(constraint, []) == before
+    for place, token in enumerate(tokens):
+        assert token in allowed(constraint, tokens[:place])
+    assert compiler.gbnf("root ::= [0-9]+").forced([], 8) == []
+    assert constraint.forced([ends(model)[0]], 8) == []
+
+
+def test_forks_do_not_disturb_each_other(compiler: GrammarCompiler, model: LlamaModel) -> None:
+    first = compiler.gbnf('root ::= "a" "b" | "c" "d"')
+    second = first.fork()
+    a, b, c, d = in_bytes(model, b"abcd")
+    assert allowed(first, [a]) == [b]
+    assert allowed(second, [c]) == [d]
+    assert allowed(first, [a]) == [b]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_character_may_be_split_over_tokens_and_must_be_finished(architecture: str, compilers: Compilers) -> None:
+    model, compiler = compilers[architecture]
+    constraint = compiler.json_schema({"type": "string", "maxLength": 1})
+    pieces = {model.piece(token): token for token in reversed(range(model.size))}
+    quote = pieces[b'"']
+    bytes_of = [pieces[bytes([byte])] for byte in "🙂".encode()]
+    for length in range(1, 4):
+        follows = allowed(constraint, [quote, *bytes_of[:length]])
+        assert bytes_of[length] in follows
+        assert quote not in follows
+    assert {model.piece(token)[:1] for token in allowed(constraint, [quote, *bytes_of])} == {b'"'}
+
+
+def balanced(text: str) -> bool:
+    while "()" in text:
+        text = text.replace("()", "")
+    return not text
+
+
+def nested_words(text: str) -> bool:
+    """[a-z]+ and then a full stop, or a "b", such a text again and an exclamation mark."""
+    splits = [(text[:i], text[i:]) for i in range(1, len(text))]
+    return any(
+        re.fullmatch("[ab]+", word) is not None
+        and (rest == "." or (rest[0] == "b" and rest[-1] == "!" and nested_words(rest[1:-1])))
+        for word, rest in splits
+    )
+
+
+def mirrored(text: str) -> bool:
+    match = re.fullmatch("a(b*)c(b*)", text)
+    return match is not None and match[1] == match[2]
+
+
+EXACT: list[tuple[str, str, Callable[[str], bool]]] = [
+    ('root ::= "a"* "b"', "ab", lambda t: bool(re.fullmatch("a*b", t))),
+    ('root ::= a b\na ::= [a-b]+\nb ::= "b"', "ab", lambda t: bool(re.fullmatch("[ab]+b", t))),
+    ('root ::= a b\na ::= [a-z]+\nb ::= "b" root "!" | "."', "ab.!", nested_words),
+    ('root ::= "a" x | "ab" "c"\nx ::= "b" x "b" | "c"', "abc", lambda t: t == "abc" or mirrored(t)),
+    ('root ::= "(" root ")" root | ""', "()", balanced),
+    ('s ::= s s | "a"\nroot ::= s | "b"', "ab", lambda t: bool(re.fullmatch("a+|b", t))),
+    ('root ::= ("a" | "b"){2} "c"?', "abc", lambda t: bool(re.fullmatch("[ab]{2}c?", t))),
+    ('root ::= "a"{2,} | "b"{1,2} |', "ab", lambda t: bool(re.fullmatch("a{2,}|b{1,2}|", t))),
+    ("root ::= [^ab] .", "abc\n", lambda t: len(t) == 2 and t[0] not in "ab"),
+    ("root ::= [*--]", "*+-,.", lambda t: t in {"*", "+", ",", "-"}),
+    ("root ::= [a&&b^]", "ab&^", lambda t: len(t) == 1),
+    ("root ::= [\\]\\\\\\x41\\u0042\\-]", "]\\AB-C", lambda t: t in {"]", "\\", "A", "B", "-"}),
+    ('root ::= "\\"" "\\\\" # "x"\n\n#end', '"\\x', lambda t: t == '"\\'),
+    ('root ::= (\n "a" |\n  "b"\n) Item-1\nItem-1 ::= "c"', "abc", lambda t: t in {"ac", "bc"}),
+]
+
+
+@pytest.mark.parametrize(("grammar", "alphabet", "is_text"), EXACT, ids=[grammar for grammar, _, _ in EXACT])
+def test_a_grammar_accepts_exactly_its_texts(
+    grammar: str, alphabet: str, is_text: Callable[[str], bool], compiler: GrammarCompiler, model: LlamaModel
+) -> None:
+    """Over all short texts; longest-match lexing would lose some of them."""
+    constraint = compiler.gbnf(grammar)
+    for length in range(6):
+        for letters in product(alphabet, repeat=length):
+            text = "".join(letters)
+            assert accepts(constraint, model, text) == is_text(text), repr(text)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        ("", "no rule 'root'"),
+        ("root ::= x", "'x' is not defined"),
+        ('root ::= "a', "line 1 cannot be read"),
+        ('root ::= "a"\nroot ::= "b"', "line 2 begins no new rule"),
+        ('root ::= ("a"', "not closed"),
+        ('root ::= "a")', "line 1 has something unexpected"),
+        ("root ::= []", "empty set of characters"),
+        ("root ::= [z-a]", "ends before it begins"),
+        ('root ::= "\\q"', "escape"),
+        ('root ::= "\\uD800"', "escape"),
+        ('root ::= "\\UFFFFFFFF"', "escape"),
+        ("root ::= root", "no text can follow"),
+        ('start: "a"', "line 1"),
+        ('%llguidance {}\nstart: "a"', "line 1"),
+        ('root ::= "a" <tool>', "line 1"),
+        ('root ::= "x"{1000000}', "more than 2000 times"),
+        ("root ::= " + "(" * 100_000, "longer than"),
+        ("root ::= " + "(" * 5_000 + '"a"' + ")" * 5_000, "too deeply nested"),
+        ("\n".join(f'r{i} ::= "a"' for i in range(600)) + '\nroot ::= "a"', "more than 500 rules"),
+        ("root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(30)) + '\nr30 ::= "a"', "too big"),
+    ],
+)
+def test_a_grammar_that_cannot_be_used_is_a_sentence(grammar: str, reason: str, compiler: GrammarCompiler) -> None:
+    check_refusal(lambda: compiler.gbnf(grammar, param="grammar"), reason, "grammar")
+
+
+def check_refusal(compile_it: Callable[[], Constraint], reason: str, param: str) -> None:
+    with pytest.raises(RequestError, match=reason) as raised:
+        compile_it()
+    assert raised.value.param == param
+    assert raised.value.code == "invalid_value"
+    assert "\n" not in raised.value.message
+    assert len(raised.value.message) < 400
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """Objects in objects."""
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+def chain(length: int) -> dict[str, Any]:
+    """Definitions that refer each to the next."""
+    steps = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(length)}
+    return {"$ref": "#/$defs/d0", "$defs": {**steps, f"d{length}": {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "strnig"}, "Invalid type"),
+        ({"type": "string", "minLenght": 3}, "'minLenght' is not supported"),
+        ({"type": "string", "minLength": "a"}, "minLength"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"type": "string", "pattern": "("}, "regex"),
+        ({"type": "string", "format": "color"}, "format"),
+        ({"type": "array", "uniqueItems": True}, "'uniqueItems' is not supported"),
+        ({"not": {"type": "string"}}, "'not' is not supported"),
+        ({"if": {}, "then": {}}, "'if' is not supported"),
+        ({"type": "object", "propertyNames": {"pattern": "a"}}, "'propertyNames' is not supported"),
+        ({"properties": {"a": {"dependentRequired": {}}}}, "'dependentRequired' is not supported"),
+        ({"$defs": {"unused": {"contains": {}}}}, "'contains' is not supported"),
+        ({"x-guidance": {"lenient": True}, "not": {}}, "'x-guidance' is not supported"),
+        ({"oneOf": [{"minimum": 3}, {"maximum": 4}]}, "oneOf"),
+        ({"prefixItems": [{"const": 1}], "additionalItems": False}, "additionalItems"),
+        ({"prefixItems": [{"const": 1}], "items": [{"const": 2}]}, "exclude each other"),
+        ({"const": 2**53 + 1}, "beyond 2 to the 53rd"),
+        ({"enum": [{"a": [2**60]}]}, "beyond 2 to the 53rd"),
+        ({"type": "number", "maximum": float("nan")}, "number"),
+        ({"const": "\ud800"}, "hex escape"),
+        ({"type": "integer", "minimum": 5, "maximum": 4}, "Unsatisfiable"),
+        ({"enum": []}, "Unsatisfiable"),
+        ({"$ref": "#"}, "no text can follow"),
+        ({"$ref": "#/$defs/nowhere"}, "leads to no subschema"),
+        ({"$ref": "#/enum/0", "enum": [{"not": {}}]}, "leads to no subschema"),
+        ({"$ref": "http://localhost/x.json"}, "leads to no subschema"),
+        ({"$ref": "file:///etc/passwd"}, "leads to no subschema"),
+        ({"$id": "http://localhost/", "$ref": "x.json"}, "leads to no subschema"),
+        ({"properties": {"a": {"$id": "http://localhost/x"}}}, "'.id' is not supported"),
+        (nested(5_000), "too deeply nested|too deep"),
+        (nested(61), "too deeply nested"),
+        (chain(1_500), "more than 500 subschemas"),
+        ({"enum": [f"s{i:06}" for i in range(100_000)]}, "longer than 65536"),
+        ({"allOf": [{"multipleOf": p} for p in (65521, 65519)]}, "multipleOf"),
+        ({"allOf": [{"type": "string", "pattern": f"a{i}"} for i in range(100)]}, "patterns"),
+        ({"patternProperties": {f"^a{i}-": {} for i in range(400)}}, "patternProperties"),
+        ({"properties": {f"p{i}": {} for i in range(400)}, "minProperties": 1}, "minProperties"),
+    ],
+)
+def test_a_schema_that_cannot_be_promised_is_a_sentence(
+    schema: dict[str, Any], reason: str, compiler: GrammarCompiler
+) -> None:
+    check_refusal(lambda: compiler.json_schema(schema, param="response_format"), reason, "response_format")
+
+
+@pytest.mark.parametrize("schema", [nested(29), chain(240), {"const": json.loads("[" * 100 + "]" * 100)}])
+def test_the_deepest_schemas_that_are_taken_do_not_crash(schema: dict[str, Any], compiler: GrammarCompiler) -> None:
+    assert compiler.json_schema(schema).allowed([]) is not None
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts", "others"),
+    [
+        ({"$schema": "http://json-schema.org/draft-04/schema#", "const": 5}, ["5"], ["6"]),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "prefixItems": [{"const": 5}]}, ["[5]"], ["[6]"]),
+        ({"type": "array", "items": [{"const": 1}], "additionalItems": False}, ["[1]"], ["[2]", "[1, 1]"]),
+        ({"type": "number", "minimum": 3, "exclusiveMinimum": True}, ["4"], ["3"]),
+        ({"type": "number", "multipleOf": 0.01}, ["0.05"], ["0.055"]),
+        ({"properties": {"title": {"const": 1}, "x-guidance": {}}, "required": ["title"]}, ['{"title":1}'], ["{}"]),
+        ({"$ref": "#/$defs/a~1b%20c", "$defs": {"a/b c": {"type": "null"}}}, ["null"], ["1"]),
+        ({"type": "string", "enum": ["</s>", "é"], "deprecated": True, "x-order": 3}, ['"</s>"', '"é"'], ['"e"']),
+    ],
+)
+def test_a_schema_means_the_same_whatever_draft_it_names(
+    schema: dict[str, Any], texts: list[str], others: list[str], compiler: GrammarCompiler, model: LlamaModel
+) -> None:
+    constraint = compiler.json_schema(schema)
+    assert all(accepts(constraint, model, text) for text in texts)
+    assert not any(accepts(constraint, model, text) for text in others)
+
+
+def test_whitespace_inside_json_is_free_but_bounded(compiler: GrammarCompiler, model: LlamaModel) -> None:
+    constraint = compiler.json_object()
+    assert accepts(constraint, model, '{\n  "a" : [1,\t2]\r\n}')
+    assert not accepts(constraint, model, "{" + " " * 41 + "}")
+    assert not accepts(constraint, model, " {}")
+    assert not accepts(constraint, model, "{} ")
+
+
+def test_a_grammar_that_grows_too_hard_fails_and_can_be_asked_again(
+    compiler: GrammarCompiler, model: LlamaModel
+) -> None:
+    steps = "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(30))
+    constraint = compiler.gbnf(f'root ::= r0 | "(" root ")"\n{steps}\nr30 ::= "a"?')
+    before = allowed(constraint, [])
+    with pytest.raises(ConstraintError, match="cannot be followed further"):
+        constraint.allowed(in_bytes(model, b"a" * 200))
+    assert allowed(constraint, []) == before
+
+
+def threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in Linux's /proc")
+def test_no_threads_are_started(compiler: GrammarCompiler, model: LlamaModel) -> None:
+    before = threads()
+    walk(compiler.json_schema(PERSON), model, 0)
+    assert threads() == before
+
+
+def test_any_vocabulary_will_do() -> None:
+    constraint = GrammarCompiler(FakeVocabulary(200)).gbnf('root ::= "ab"')
+    assert allowed(constraint, []) == [ord("a")]
+    assert constraint.complete([ord("a"), ord("b")])
+
+
+def test_a_grammar_without_recursion_is_one_lexeme() -> None:
+    assert "rule_" not in gbnf_to_lark('root ::= a a\na ::= "x"+')
+    assert "rule_" in gbnf_to_lark('root ::= a a\na ::= "x" a | "y"')

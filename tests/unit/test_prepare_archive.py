@@ -171,8 +171,9 @@ MODEL_YAMLS = [
 ]
 
 
-def test_there_are_three_model_configurations() -> None:
-    assert [path.name for path in MODEL_YAMLS] == ["qwen2.5-0.5b-3b.yaml", "qwen2.5-coder-0.5b-1.5b.yaml", "tiny.yaml"]
+def test_there_are_four_model_configurations() -> None:
+    pairs = ["qwen2.5-0.5b-3b.yaml", "qwen2.5-coder-0.5b-1.5b.yaml", "smollm2-135m.yaml", "tiny.yaml"]
+    assert [path.name for path in MODEL_YAMLS] == pairs
 
 
 @pytest.mark.parametrize("path", MODEL_YAMLS, ids=lambda path: path.name)

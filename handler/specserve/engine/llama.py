@@ -109,7 +109,8 @@ class LlamaModel:
     def start_token(self) -> int | None:
         """The token that stands for an empty prompt, None where the vocabulary has no such token."""
         token = llama_cpp.llama_vocab_bos(self._vocab)
-        return token if token >= 0 else None
+        # Where a file names none, llama.cpp assumes token 11, whatever piece of text that is.
+        return token if token >= 0 and llama_cpp.llama_vocab_is_control(self._vocab, token) else None
 
     def chat_template(self) -> str | None:
         """The Jinja template that the file carries for chats."""
@@ -131,11 +132,14 @@ class LlamaModel:
         """A token as the vocabulary spells it."""
         return llama_cpp.llama_vocab_get_text(self._vocab, token) or b""
 
-    def vocabulary_kind(self) -> tuple[int, int, int, bool, bool]:
-        """What must be equal before two vocabularies are compared: type, BOS, EOS and whether they are added."""
+    def vocabulary_kind(self) -> int:
+        """Which algorithm tokenises: SentencePiece's, byte-level BPE or another of llama.cpp's."""
+        return int(llama_cpp.llama_vocab_type(self._vocab))
+
+    def outer_tokens(self) -> tuple[int, int, bool, bool]:
+        """The tokens that begin and end a text, and whether a prompt is given them."""
         vocab = self._vocab
         return (
-            llama_cpp.llama_vocab_type(vocab),
             llama_cpp.llama_vocab_bos(vocab),
             llama_cpp.llama_vocab_eos(vocab),
             bool(llama_cpp.llama_vocab_get_add_bos(vocab)),
@@ -279,6 +283,8 @@ def check_same_vocabulary(target: LlamaModel, draft: LlamaModel) -> None:
     advice = "choose a draft of the target's own family"
     if target.vocabulary_kind() != draft.vocabulary_kind():
         raise ModelLoadError(f"{pair}: their tokenizers are of different kinds; {advice}.")
+    if target.outer_tokens() != draft.outer_tokens():
+        raise ModelLoadError(f"{pair}: their texts begin or end with different tokens; {advice}.")
     if abs(target.size - draft.size) > 128:
         raise ModelLoadError(f"{pair}: their vocabularies hold {draft.size} and {target.size} tokens; {advice}.")
     for token in range(5, min(target.size, draft.size)):

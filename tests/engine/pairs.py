@@ -1,0 +1,98 @@
+"""A pair of models as a worker loads it, answering requests as clients write them; and tiny pairs to load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specserve.config import HandlerConfig, ModelConfig
+from specserve.operations import quantise
+from specserve.operations.tiny import write_tiny
+from specserve.sequence import Sequence
+from specserve.serving.loading import load_models
+from specserve.serving.openai import CompletionRequest, parse_body, prompt_tokens, to_generation
+from specserve.serving.scheduler import Scheduler
+
+PLAIN = {"mode": "off"}
+
+
+def drafting(gamma: int) -> dict[str, Any]:
+    """A request's wish for so many drafts a round."""
+    return {"mode": "fixed", "gamma": gamma}
+
+
+class TinyFiles:
+    """Tiny models in a directory, each written on first use."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def path(self, architecture: str, role: str) -> Path:
+        """The file of one model: Q4_0 throughout, which gives the same logits for any number of rows."""
+        file = self._directory / f"{architecture}-{role}.gguf"
+        if not file.exists():
+            single = self._directory / "single.gguf"
+            write_tiny(single, architecture, role)
+            assert quantise.main(str(single), str(file)) == 0
+        return file
+
+    def config(self, target: str, draft: str | None = None, *, context_length: int = 256) -> HandlerConfig:
+        """A worker's configuration for a target of one architecture and a draft of the same, or of another."""
+        return HandlerConfig(
+            model_id="tiny",
+            target=ModelConfig(path=self.path(target, "target")),
+            draft=ModelConfig(path=self.path(draft or target, "draft")),
+            sequences=3,
+            context_length=context_length,
+            prefill_rows=16,
+            threads=1,
+        )
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An answer with the pieces its stream was made of."""
+
+    sequence: Sequence
+    chunks: list[str]
+    finish_reason: str | None
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return "".join(self.chunks)
+
+
+class Pair:
+    """Target and draft, loaded."""
+
+    def __init__(self, config: HandlerConfig) -> None:
+        self.config = config
+        self.models = load_models(config)
+        self.vocabulary = self.models.vocabulary
+
+    def answer(self, prompt: str | list[int], **fields: Any) -> Answered:
+        """The answer to one completion request, alone and with empty caches."""
+        scheduler = Scheduler(
+            self.models.target, self.models.drafter, prefill_rows=self.config.prefill_rows, idle_tokens=0
+        )
+        request = parse_body({"prompt": prompt, **fields}, CompletionRequest)
+        tokens = prompt_tokens(request.prompt, self.vocabulary)
+        generation = to_generation(request, tokens, self.vocabulary, self.config)
+        scheduler.submit(generation)
+
+        def chunks() -> Iterator[str]:
+            while scheduler.busy:
+                scheduler.step()
+                yield generation.take_text()
+
+        texts = list(chunks())
+        assert generation.error is None
+        return Answered(generation.sequence, texts, generation.finish_reason)
+
+    def chat_prompt(self, *messages: Mapping[str, str]) -> str:
+        """What the model's own template makes of a chat."""
+        assert self.models.chat_template is not None
+        return self.models.chat_template.render(messages)

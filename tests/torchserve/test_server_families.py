@@ -1,0 +1,83 @@
+"""TorchServe with a Llama (SentencePiece) and a GPT-2 pair; test_server.py has a Qwen2 pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from server import PROJECT, Server, start, stop
+
+pytestmark = pytest.mark.server
+
+CHAT: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 24, "temperature": 0}
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def server(family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with config/tiny.yaml as it is, but for the family."""
+    config = tmp_path_factory.mktemp("config") / "tiny.yaml"
+    config.write_text((PROJECT / "config" / "tiny.yaml").read_text().replace("qwen2", family))
+    server, outcome = start(config=str(config))
+    assert outcome.returncode == 0, outcome.stderr
+    yield server
+    stop(server)
+
+
+def complete(server: Server, **changes: Any) -> Any:
+    """A greedy completion through OpenAI's client."""
+    body = {"model": "tiny", "prompt": "The quick brown fox", "max_tokens": 24, "temperature": 0, **changes}
+    return server.client().completions.create(**body)
+
+
+def test_speculation_does_not_change_greedy_text(server: Server) -> None:
+    plain = complete(server, extra_body={"speculation": {"mode": "off"}})
+    speculative = complete(server)
+    assert len(plain.choices[0].text) > 24
+    assert speculative.choices[0].text == plain.choices[0].text
+    account = speculative.model_extra["speculation"]
+    assert 0 < account["accepted_tokens"] < account["drafted_tokens"]
+
+
+def test_a_stream_says_the_same_text_as_one_answer(server: Server) -> None:
+    for prompt in ("héllo 世界 🙂", ""):
+        fields: Any = {"prompt": prompt, "seed": 4, "temperature": 1, "max_tokens": 80}
+        streamed = "".join(chunk.choices[0].text for chunk in complete(server, stream=True, **fields))
+        assert streamed == complete(server, **fields).choices[0].text
+
+
+def test_a_model_with_a_template_chats_and_one_without_says_that_it_has_none(server: Server, family: str) -> None:
+    completions = server.client().chat.completions
+    if family == "gpt2":
+        with pytest.raises(openai.BadRequestError) as caught:
+            completions.create(**CHAT)
+        assert caught.value.body == {
+            "message": "This model has no chat template; use v1/completions.",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "unsupported_value",
+        }
+        return
+    whole = completions.create(**CHAT)
+    assert whole.choices[0].message.content
+    # The template's text is what the model reads: as a plain prompt it is answered alike.
+    assert (
+        complete(server, prompt="<|user|>\nHi</s>\n<|assistant|>\n").choices[0].text == whole.choices[0].message.content
+    )
+    chunks = completions.create(**CHAT, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+
+
+def test_the_worker_never_stumbled(server: Server) -> None:
+    """The last test of this file: nothing above raised in the handler or restarted the worker."""
+    log = server.log()
+    assert "could not be read" not in log
+    assert "Invoking custom service failed" not in log
+    assert log.count("specserve: a step takes") == 1

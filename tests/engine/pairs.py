@@ -12,7 +12,8 @@ from specserve.operations import quantise
 from specserve.operations.tiny import write_tiny
 from specserve.sequence import Sequence
 from specserve.serving.loading import load_models
-from specserve.serving.openai import CompletionRequest, parse_body, prompt_tokens, to_generation
+from specserve.serving.openai import completion_prompts, to_generations
+from specserve.serving.requests import CompletionRequest, parse_body
 from specserve.serving.scheduler import Scheduler
 
 PLAIN = {"mode": "off"}
@@ -76,11 +77,11 @@ class Pair:
     def answer(self, prompt: str | list[int], **fields: Any) -> Answered:
         """The answer to one completion request, alone and with empty caches."""
         scheduler = Scheduler(
-            self.models.target, self.models.drafter, prefill_rows=self.config.prefill_rows, idle_tokens=0
+            self.models.target, self.models.drafters, prefill_rows=self.config.prefill_rows, idle_tokens=0
         )
         request = parse_body({"prompt": prompt, **fields}, CompletionRequest)
-        tokens = prompt_tokens(request.prompt, self.vocabulary)
-        generation = to_generation(request, tokens, self.vocabulary, self.config)
+        prompts = completion_prompts(request, self.vocabulary)
+        [[generation]] = to_generations(request, prompts, self.vocabulary, self.models.grammars, self.config)
         scheduler.submit(generation)
 
         def chunks() -> Iterator[str]:

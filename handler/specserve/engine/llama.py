@@ -15,6 +15,7 @@ from specserve.errors import EngineError, ModelLoadError
 
 _GGUF_MAGIC = b"GGUF"
 _LOG_LEVEL_ERROR = 4  # ggml.h, enum ggml_log_level; the binding leaves it out
+_TYPE_BF16 = 30  # ggml.h, enum ggml_type; left out as well
 
 
 def _keep_quiet(level: int, text: bytes, _user_data: object) -> None:
@@ -180,6 +181,9 @@ class LlamaEngine:
         params.n_threads = params.n_threads_batch = threads
         # One cache for all: sequences with different numbers of rows then share a forward pass.
         params.kv_unified = True
+        # Half precision for both keys and values takes other kernels for a lone row over more than 256 cells and for
+        # 64 rows and more, with other sums; of two formats, all rows take the same one, and it sums in float32.
+        params.type_v = _TYPE_BF16
         params.no_perf = True
         context = llama_cpp.llama_init_from_model(model.pointer, params)
         if context is None:

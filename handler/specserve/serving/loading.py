@@ -9,8 +9,9 @@ from statistics import median
 from time import perf_counter
 
 from specserve.config import HandlerConfig, ModelConfig, usable_cores
-from specserve.engine.base import Engine, Row, Vocabulary
+from specserve.engine.base import Engine, Row
 from specserve.engine.grammar import GrammarCompiler
+from specserve.engine.invariance import Invariance, probe
 from specserve.engine.llama import LlamaEngine, LlamaModel, check_same_vocabulary
 from specserve.errors import ModelLoadError
 from specserve.serving.chat import ChatTemplate
@@ -26,14 +27,19 @@ _DEAR_DRAFT = 0.5
 
 @dataclass(frozen=True)
 class Models:
-    """A target that is ready, what drafts for it, and the seconds of one plain decode step."""
+    """A target that is ready, what drafts for it, and the seconds of one plain decode step.
 
-    vocabulary: Vocabulary
+    `invariance` is the target's, None where it was not measured. The draft's would say nothing about a text: under
+    greedy and coupled verification every token is the target's own choice, whatever was drafted.
+    """
+
+    vocabulary: LlamaModel
     grammars: Grammars
     target: Engine
     drafters: Drafters
     plain_step_seconds: float
     chat_template: ChatTemplate | None = None
+    invariance: Invariance | None = None
 
 
 def load_models(config: HandlerConfig) -> Models:
@@ -68,6 +74,7 @@ def load_models(config: HandlerConfig) -> Models:
         drafters=Drafters(*drafters),
         plain_step_seconds=target_seconds,
         chat_template=_chat_template(target_model),
+        invariance=_measured_invariance(target, config),
     )
 
 
@@ -128,3 +135,32 @@ def _report_cost(draft: float, target: float) -> None:
             "specserve: the draft costs more than half of the target, so speculation will hardly pay; "
             "choose a smaller draft or requantise it (scripts/prepare)."
         )
+
+
+def _measured_invariance(target: Engine, config: HandlerConfig) -> Invariance:
+    invariance = probe(target, config.context_length)
+    level = logging.INFO if invariance.alone else logging.WARNING
+    logger.log(level, "specserve: %s", describe(invariance, requantised=config.target.requantise is not None))
+    return invariance
+
+
+def describe(invariance: Invariance, *, requantised: bool) -> str:
+    """What an operator may expect of texts that should repeat, in one sentence; `requantised` spares the advice."""
+    if invariance.everywhere:
+        return (
+            "the target gave the same logits for all numbers of rows, chunks of a prompt, places in the cache and "
+            "neighbours that were tried: greedy and seeded texts repeat exactly, as far as a short trial can tell"
+        )
+    causes = {
+        "the number of rows in a pass": invariance.rows,
+        "the chunks of a prompt": invariance.chunks,
+        "the place in the cache": invariance.layout,
+        "the neighbours in a pass": invariance.neighbours,
+    }
+    named = ", ".join(f"{cause} (by up to {difference:.2g})" for cause, difference in causes.items() if difference)
+    advice = "" if invariance.alone or requantised else "; `requantise: q4_0` removes what comes from rows and chunks"
+    company = " in company, and repeat exactly alone in an empty cache" if invariance.alone else ""
+    return (
+        f"the target's logits differ with {named}: greedy and seeded texts may differ between runs where two tokens "
+        f"are nearly equal{company}{advice}"
+    )

@@ -169,6 +169,7 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
         ("presence_penalty", 2.5),
         ("frequency_penalty", -3),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 5e-324),
         ("speculation", "off"),
     ],
 )

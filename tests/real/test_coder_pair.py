@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from server import Server, start, stop
+from server import Server, start, stop, worker
 from specserve.config import load_yaml
 from specserve.operations.places import DEFAULT_CONFIG
 from specserve.operations.prepare import prepare
@@ -77,12 +75,3 @@ def test_the_worker_holds_the_files_their_caches_and_little_beside(coder: Server
     assert prepared.draft is not None
     files = prepared.target.stat().st_size + prepared.draft.stat().st_size
     assert worker(coder.state).memory_info().rss <= files + CACHE_BYTES + BESIDE_BYTES
-
-
-def worker(state: Path) -> psutil.Process:
-    """The process that holds the models."""
-    for process in psutil.process_iter():
-        command = " ".join(process.cmdline())
-        if "model_service_worker" in command and str(state) in command:
-            return process
-    raise AssertionError("There is no worker.")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import requests
 
 PROJECT = Path(__file__).parents[2]
@@ -64,6 +65,10 @@ class Server:
         content = options or {"json": body}
         return requests.post(self.url + route, headers=headers, timeout=60, **content)
 
+    def get(self, route: str) -> requests.Response:
+        """A plain GET with the token."""
+        return requests.get(self.url + route, headers={"Authorization": f"Bearer {self.key}"}, timeout=60)
+
     def log(self) -> str:
         """What the worker has said."""
         return (self.state / "logs" / "model_log.log").read_text()
@@ -79,3 +84,12 @@ def start(*options: str, config: str = "config/tiny.yaml") -> tuple[Server, subp
 def stop(server: Server) -> None:
     """Run `scripts/stop`."""
     subprocess.run(["scripts/stop", "--port", str(server.port)], cwd=PROJECT, check=True, timeout=60)
+
+
+def worker(state: Path) -> psutil.Process:
+    """The process that holds the models."""
+    for process in psutil.process_iter():
+        command = " ".join(process.cmdline())
+        if "model_service_worker" in command and str(state) in command:
+            return process
+    raise AssertionError("There is no worker.")

@@ -15,6 +15,7 @@ from specserve.serving.responses import (
     Completion,
     CompletionChunk,
     ErrorResponse,
+    FrontEndError,
     Model,
     ModelList,
 )
@@ -22,7 +23,10 @@ from specserve.serving.responses import (
 JsonObject = dict[str, Any]
 
 _REQUESTS = (CompletionRequest, ChatRequest)
-_RESPONSES = (Completion, CompletionChunk, ChatCompletion, ChatCompletionChunk, Model, ModelList, ErrorResponse)
+_RESPONSES = (
+    *(Completion, CompletionChunk, ChatCompletion, ChatCompletionChunk),
+    *(Model, ModelList, ErrorResponse, FrontEndError),
+)
 
 
 @cache
@@ -68,7 +72,11 @@ def _generation(summary: str, response: str) -> JsonObject:
 
 
 def _operation(summary: str, content: JsonObject) -> JsonObject:
-    refused = {"description": "Refused, or failed; the error says why.", "content": _json("ErrorResponse")}
+    errors = {"anyOf": [_reference("ErrorResponse"), _reference("FrontEndError")]}
+    refused = {
+        "description": "Refused or failed: by the model's worker, or before it by TorchServe.",
+        "content": {"application/json": {"schema": errors}},
+    }
     return {"summary": summary, "responses": {"200": {"description": "OK", "content": content}, "default": refused}}
 
 

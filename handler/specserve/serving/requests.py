@@ -122,7 +122,7 @@ class GenerationRequest(_Body):
     logit_bias: Annotated[dict[str, Bias], Field(max_length=_MAX_BIASES)] | None = None
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
     stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None

@@ -216,3 +216,11 @@ class ErrorResponse(TypedDict):
     """The response to a request that cannot be answered."""
 
     error: ErrorDetail
+
+
+class FrontEndError(TypedDict):
+    """What TorchServe says of a request that it does not hand on: no token, a full queue, a body too large."""
+
+    code: int
+    type: str
+    message: str

@@ -1,0 +1,130 @@
+"""A live server under whatever clients may send: it answers rightly or refuses, and no worker is restarted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from bodies import anything, chats, completions
+from server import PROJECT, Server, start, stop, worker
+from specserve.serving.openapi import openapi
+
+pytestmark = pytest.mark.server
+
+hundreds = settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+dozens = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+GOOD = {"prompt": "The quick brown fox", "max_tokens": 20, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of its own, with a context so short that no answer is long; the same process must end as it began."""
+    document = yaml.safe_load((PROJECT / "config" / "tiny.yaml").read_text(encoding="utf-8"))
+    document["handler"]["context_length"] = 64
+    config = tmp_path_factory.mktemp("config") / "short.yaml"
+    config.write_text(yaml.safe_dump(document), encoding="utf-8")
+    server, outcome = start(config=str(config))
+    assert outcome.returncode == 0, outcome.stderr
+    before = worker(server.state).pid
+    yield server
+    assert worker(server.state).pid == before, "the worker was restarted"
+    stop(server)
+
+
+@pytest.fixture(scope="module")
+def expected(fuzzed: Server) -> str:
+    """The good request's text without company."""
+    return good_text(fuzzed)
+
+
+def good_text(server: Server) -> str:
+    """What the good request is answered."""
+    answer = server.post(GOOD)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def check(answer: requests.Response) -> None:
+    """An error in OpenAI's shape, a whole answer, or a stream that ends as streams end."""
+    if answer.status_code != 200:
+        assert 400 <= answer.status_code < 500, answer.text
+        assert answer.json()["error"]["message"], answer.text
+    elif answer.headers["content-type"].startswith("text/event-stream"):
+        assert answer.text.endswith("data: [DONE]\n\n")
+    else:
+        assert answer.json()["choices"]
+
+
+@hundreds
+@given(body=completions | anything)
+def test_a_completions_body_is_served_or_refused(fuzzed: Server, expected: str, body: object) -> None:
+    check(fuzzed.post(data=json.dumps(body), headers={"Content-Type": "application/json"}))
+    assert good_text(fuzzed) == expected
+
+
+@hundreds
+@given(body=chats | anything)
+def test_a_chat_body_is_served_or_refused(fuzzed: Server, body: object) -> None:
+    check(
+        fuzzed.post(data=json.dumps(body), headers={"Content-Type": "application/json"}, route="/v1/chat/completions")
+    )
+
+
+@dozens
+@given(
+    body=st.binary(max_size=300), kind=st.sampled_from(["application/json", "text/plain", "application/octet-stream"])
+)
+def test_bytes_are_refused(fuzzed: Server, body: bytes, kind: str) -> None:
+    answer = fuzzed.post(data=body, headers={"Content-Type": kind})
+    assert answer.status_code == 400, answer.text
+    check(answer)
+
+
+CHECKS: Any = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+# Tokens are TorchServe's: requests without one are no part of what is tried here.
+DOCUMENT = schemathesis.openapi.from_dict({**openapi(), "security": []})
+
+
+def cases(path: str, mode: GenerationMode) -> st.SearchStrategy[Any]:
+    """Requests that the document allows, or such as it forbids."""
+    return DOCUMENT[path]["POST"].as_strategy(generation_mode=mode)
+
+
+def test_the_document_is_served_and_valid(fuzzed: Server) -> None:
+    answer = fuzzed.get("/v1/openapi.json")
+    assert answer.json() == openapi()
+    DOCUMENT.validate()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("mode", GenerationMode)
+@dozens
+@given(data=st.data())
+def test_what_the_document_allows_is_served_what_it_forbids_refused_and_answers_have_its_shapes(
+    fuzzed: Server, path: str, mode: GenerationMode, data: st.DataObject
+) -> None:
+    case = data.draw(cases(path, mode))
+    headers = {"Authorization": f"Bearer {fuzzed.key}"}
+    case.call_and_validate(base_url=fuzzed.url, headers=headers, checks=CHECKS, timeout=60)

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 # Logits are the largest buffers by far (vocabulary x 4 bytes a row, twice), so few rows may want them.
 _MAX_LOGITS = 64
 _DEAR_DRAFT = 0.5
+# A second or two of reading; what only longer texts would show is asked in the tests.
+_PROBED_TOKENS = 96
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def _report_cost(draft: float, target: float) -> None:
 
 
 def _measured_invariance(target: Engine, config: HandlerConfig) -> Invariance:
-    invariance = probe(target, config.context_length)
+    invariance = probe(target, min(config.context_length, _PROBED_TOKENS))
     level = logging.INFO if invariance.alone else logging.WARNING
     logger.log(level, "specserve: %s", describe(invariance, requantised=config.target.requantise is not None))
     return invariance

@@ -56,7 +56,7 @@ _check_compiler() {
 _check_machine() {
     local gigabytes=3 length="building llama.cpp takes four to eight minutes on two cores" free_kilobytes
     if [[ "$1" == clients ]]; then
-        gigabytes=2 length="200 MB to download"
+        gigabytes=2 length="230 MB to download"
     else
         "$PYTHON" -c 'import llama_cpp' 2>/dev/null && return
         _check_compiler

@@ -1,8 +1,10 @@
-# Sourced by the scripts with `serve` or `dev`: makes .venv hold what the lock file names, and sets PROJECT,
-# VENV and PYTHON. A second call finds the work done and takes milliseconds.
+# Sourced by the scripts with `serve`, `dev` or `clients`: makes .venv, or .venv-clients, hold what the lock file
+# names, and sets PROJECT, VENV and PYTHON. A second call finds the work done and takes milliseconds.
 
 PROJECT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 VENV="$PROJECT/.venv"
+# Other people's clients bring hundreds of packages of their own, and need nothing of ours.
+[[ "$1" == clients ]] && VENV="$PROJECT/.venv-clients"
 PYTHON="$VENV/bin/python"
 unset PYTHONPATH PYTHONHOME
 
@@ -12,7 +14,7 @@ _fail() {
 }
 
 _lock_file() {
-    [[ "$1" == dev ]] && echo "$PROJECT/requirements-dev.lock" || echo "$PROJECT/requirements.lock"
+    [[ "$1" == serve ]] && echo "$PROJECT/requirements.lock" || echo "$PROJECT/requirements-$1.lock"
 }
 
 # What an installation of this kind is made from; it is done again when this changes.
@@ -26,7 +28,7 @@ _is_installed() {
 }
 
 _is_complete() {
-    _is_installed dev || { [[ "$1" == serve ]] && _is_installed serve; }
+    _is_installed "$1" || { [[ "$1" == serve ]] && _is_installed dev; }
 }
 
 _find_python() {
@@ -41,8 +43,7 @@ _find_python() {
     _fail "no Python 3.11 or 3.12 with its venv module is on PATH; install one (Debian, Ubuntu: apt install python3.11-venv)."
 }
 
-_check_machine() {
-    "$PYTHON" -c 'import llama_cpp' 2>/dev/null && return
+_check_compiler() {
     local compiler
     for compiler in "${CXX:-}" c++ g++ clang++; do
         [[ -n "$compiler" ]] && command -v "$compiler" >/dev/null && break
@@ -50,11 +51,20 @@ _check_machine() {
     done
     [[ -n "$compiler" ]] ||
         _fail "no C++ compiler is on PATH, and llama.cpp is built here; install one (Debian, Ubuntu: apt install g++; macOS: xcode-select --install)."
-    local free_kilobytes
+}
+
+_check_machine() {
+    local gigabytes=3 length="building llama.cpp takes four to eight minutes on two cores" free_kilobytes
+    if [[ "$1" == clients ]]; then
+        gigabytes=2 length="230 MB to download"
+    else
+        "$PYTHON" -c 'import llama_cpp' 2>/dev/null && return
+        _check_compiler
+    fi
     free_kilobytes="$(df -Pk "$PROJECT" | awk 'NR == 2 { print $4 }')"
-    ((free_kilobytes > 3000000)) ||
-        _fail "$PROJECT: installing takes 3 GB of disk and $((free_kilobytes / 1000)) MB are free; make room."
-    echo "installing into .venv, once; building llama.cpp takes four to eight minutes on two cores (log: .specserve/install.log)"
+    ((free_kilobytes > gigabytes * 1000000)) ||
+        _fail "$PROJECT: installing takes $gigabytes GB of disk and $((free_kilobytes / 1000)) MB are free; make room."
+    echo "installing into ${VENV##*/}, once; $length (log: .specserve/install.log)"
 }
 
 # Runs a command with its output in the log; a terminal sees that something goes on.
@@ -83,13 +93,14 @@ _last_error() {
 
 _install() {
     local kind="$1" python="$2"
-    _check_machine
+    _check_machine "$kind"
     : >"$PROJECT/.specserve/install.log"
-    rm -f "$VENV/.specserve-serve" "$VENV/.specserve-dev"
+    rm -f "$VENV"/.specserve-*
     "$PYTHON" -c 'import pip' 2>/dev/null || _logged "$python" -m venv --clear "$VENV"
     local pip=("$PYTHON" -m pip --disable-pip-version-check --no-input install)
-    _logged "${pip[@]}" --require-hashes -r "$(_lock_file "$kind")"
-    _logged "${pip[@]}" --no-deps --editable "$PROJECT"
+    # The lock names every package; older versions of pip resolve the dependencies anew and stumble.
+    _logged "${pip[@]}" --no-deps --require-hashes -r "$(_lock_file "$kind")"
+    [[ "$kind" == clients ]] || _logged "${pip[@]}" --no-deps --editable "$PROJECT"
     _fingerprint "$kind" >"$VENV/.specserve-$kind"
 }
 

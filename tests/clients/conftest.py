@@ -1,0 +1,69 @@
+"""Servers with the tiny pair for all clients, and a tokenizer made of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gguf_tokenizer import save_tokenizer
+from ours import PROJECT, Ours
+from server import Server, start, stop
+
+CONFIG = "config/tiny.yaml"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing is looked up on a hub, and nothing is left in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("huggingface")))
+        yield
+
+
+def running(config: str) -> Iterator[Server]:
+    """A server for a session's tests."""
+    server, outcome = start(config=config)
+    assert outcome.returncode == 0, outcome.stderr
+    yield server
+    stop(server)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One that decodes one sequence at a time, so that its numbers are the same whatever was asked before or beside.
+
+    Where several share the cache, it adds up a text's cells in an order that depends on the others.
+    """
+    shared = (PROJECT / CONFIG).read_text()
+    assert "sequences: 8" in shared
+    config = tmp_path_factory.mktemp("config") / "one.yaml"
+    config.write_text(shared.replace("sequences: 8", "sequences: 1"))
+    yield from running(str(config))
+
+
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[Server]:
+    """One that decodes eight sequences at once."""
+    yield from running(CONFIG)
+
+
+@pytest.fixture(scope="session")
+def ours() -> Ours:
+    return Ours()
+
+
+@pytest.fixture(scope="session")
+def model(ours: Ours) -> Path:
+    """The target that the server serves."""
+    return ours.target(CONFIG)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a tokenizer of that target."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(model, directory)
+    return directory

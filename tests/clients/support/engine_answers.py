@@ -1,0 +1,63 @@
+"""Answers one question of `ours.py`, in the project's own environment: arguments and answer are JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specserve.engine.base import Row
+from specserve.engine.llama import LlamaEngine, LlamaModel
+from specserve.operations import tiny
+from specserve.operations.prepare import prepare
+
+
+def target(config: str) -> str:
+    """The file of the target model of a configuration; it is made where it is missing."""
+    return str(prepare(Path(config).absolute()).target)
+
+
+def write_tiny(path: str, architecture: str) -> None:
+    """Write a generated model."""
+    tiny.write_tiny(Path(path), architecture, "target")
+
+
+def encode(model: str, texts: list[str]) -> list[list[int]]:
+    """The tokens of texts in which control tokens are read."""
+    loaded = LlamaModel(Path(model))
+    return [loaded.encode(text, special=True) for text in texts]
+
+
+def score(model: str, texts: list[list[int]]) -> list[list[tuple[float, bool]]]:
+    """Each token but the first of each text: its log-probability, and whether it is the likeliest."""
+    longest = max(len(tokens) for tokens in texts)
+    loaded = LlamaModel(Path(model))
+    engine = LlamaEngine(loaded, n_slots=1, context_length=longest, threads=1, max_rows=longest, max_logits=longest)
+    scores = []
+    for tokens in texts:
+        engine.cut(0, 0)
+        rows = [Row(token, 0, position, wants_logits=True) for position, token in enumerate(tokens)]
+        logits = engine.forward(rows)[:-1].astype(np.float64)
+        top = logits.max(axis=1)
+        chosen = logits[np.arange(len(tokens) - 1), tokens[1:]]
+        logprobs = chosen - top - np.log(np.exp(logits - top[:, None]).sum(axis=1))
+        scores.append(list(zip(logprobs.tolist(), (chosen == top).tolist(), strict=True)))
+    return scores
+
+
+QUESTIONS: dict[str, Callable[..., Any]] = {
+    "target": target,
+    "write_tiny": write_tiny,
+    "encode": encode,
+    "score": score,
+}
+
+if __name__ == "__main__":
+    with contextlib.redirect_stdout(sys.stderr):  # on which the project's functions may talk to their user
+        answer = QUESTIONS[sys.argv[1]](*json.load(sys.stdin))
+    json.dump(answer, sys.stdout)

@@ -136,7 +136,7 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
         ("stop", 5),
         ("stop", ""),
         ("stop", ["a", ""]),
-        ("stop", ["a"] * 5),
+        ("stop", ["a"] * 17),
         ("stream", "yes"),
         ("stream_options", []),
         ("echo", 1),

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from specserve.errors import RequestError
 from specserve.sequence import Verification
 
-_MAX_STOPS = 4
+_MAX_STOPS = 16
 _MAX_BIASES = 1024
 _MAX_CHOICES = 128
 _INT64 = 2**63

@@ -1,0 +1,174 @@
+"""Everything that OpenAI's completions and chats can be asked for, by OpenAI's own client, while speculating."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from server import Server
+
+pytestmark = pytest.mark.server
+
+PROMPT = "The quick brown fox"
+MESSAGES: Any = [{"role": "user", "content": "Hello"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "colour": {"enum": ["red", "green"]},
+        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+    },
+    "required": ["name", "colour", "sizes"],
+    "additionalProperties": False,
+}
+NO_TYPE = {"type": "json_schema", "json_schema": {"name": "thing", "schema": {"type": "tree"}}}
+FORM: Any = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+
+
+def complete(server: Server, **changes: Any) -> Any:
+    """A completion through OpenAI's client."""
+    return server.client().completions.create(**{"model": "tiny", "prompt": PROMPT, "max_tokens": 16, **changes})
+
+
+def chat(server: Server, **changes: Any) -> Any:
+    """A chat through OpenAI's client."""
+    return server.client().chat.completions.create(
+        **{"model": "tiny", "messages": MESSAGES, "max_tokens": 400, **changes}
+    )
+
+
+def accepted(answer: Any) -> int:
+    """How many drafted tokens stayed."""
+    return int(answer.model_extra["speculation"]["accepted_tokens"])
+
+
+def test_several_prompts_with_several_answers_each(server: Server) -> None:
+    answer = complete(server, prompt=[PROMPT, "def add(a, b):"], n=3, best_of=4, seed=1)
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert len({choice.text for choice in answer.choices}) == 6
+    assert answer.usage.completion_tokens > 6 * 8
+    assert accepted(answer) > 0
+
+
+def test_a_stream_of_several_answers(server: Server) -> None:
+    seen = set()
+    for chunk in chat(server, n=3, max_tokens=20, stream=True):
+        seen.add(chunk.choices[0].index)
+    assert seen == {0, 1, 2}
+
+
+def test_logprobs_are_the_same_with_and_without_speculation(server: Server) -> None:
+    plain, speculative = (
+        complete(server, temperature=0, logprobs=3, extra_body={"speculation": {"mode": mode}})
+        for mode in ("off", "auto")
+    )
+    assert accepted(speculative) > 0
+    assert speculative.choices[0].text == plain.choices[0].text
+    logprobs = [answer.choices[0].logprobs.token_logprobs for answer in (speculative, plain)]
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=0.05)
+
+
+def test_a_prompt_is_scored_by_itself(server: Server) -> None:
+    scored = complete(server, echo=True, logprobs=1, max_tokens=0).choices[0]
+    assert scored.text == PROMPT
+    assert "".join(scored.logprobs.tokens) == PROMPT
+    assert scored.logprobs.token_logprobs[0] is None
+    assert all(logprob < 0 for logprob in scored.logprobs.token_logprobs[1:])
+    for token, offset in zip(scored.logprobs.tokens, scored.logprobs.text_offset, strict=True):
+        assert PROMPT.startswith(token, offset)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_json_follows_its_schema_while_speculating(server: Server, temperature: float) -> None:
+    answer = chat(server, response_format=FORM, temperature=temperature)
+    assert answer.choices[0].finish_reason == "stop"
+    thing = json.loads(answer.choices[0].message.content)
+    assert set(thing) == {"name", "colour", "sizes"}
+    assert thing["colour"] in {"red", "green"}
+    assert all(0 <= size <= 99 for size in thing["sizes"])
+    assert accepted(answer) > 0
+
+
+def test_a_greedy_constrained_text_is_the_same_without_speculation(server: Server) -> None:
+    texts = {
+        chat(server, response_format=FORM, temperature=0, extra_body={"speculation": {"mode": mode}})
+        .choices[0]
+        .message.content
+        for mode in ("off", "auto")
+    }
+    assert len(texts) == 1
+
+
+def test_any_json_object_and_a_streamed_one(server: Server) -> None:
+    form: Any = {"type": "json_object"}
+    whole = chat(server, response_format=form, seed=4, max_tokens=450)
+    chunks = chat(server, response_format=form, seed=4, max_tokens=450, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    if whole.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(whole.choices[0].message.content), dict)
+    assert text.lstrip().startswith("{")
+
+
+def test_a_gbnf_grammar(server: Server) -> None:
+    answer = complete(server, extra_body={"grammar": 'root ::= ("yes" | "no") "!"{1,3}'})
+    assert answer.choices[0].text in {f"{word}{'!' * count}" for word in ("yes", "no") for count in (1, 2, 3)}
+    assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"extra_body": {"grammar": "root ::= ("}}, "grammar"),
+        ({"extra_body": {"response_format": NO_TYPE}}, "response_format"),
+        ({"n": 2, "best_of": 1}, "best_of"),
+        ({"extra_body": {"speculation": {"drafter": "prediction"}}}, "speculation.drafter"),
+    ],
+)
+def test_what_cannot_be_done_is_a_400_that_names_the_field(server: Server, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(server, **fields)
+    assert caught.value.param == param
+
+
+def test_the_middle_between_two_texts(server: Server) -> None:
+    answer = complete(server, prompt="def add(a, b):\n", suffix="\n    return c", temperature=0)
+    plain = complete(server, prompt="def add(a, b):\n", temperature=0)
+    assert answer.usage.prompt_tokens > plain.usage.prompt_tokens
+    assert answer.choices[0].text != plain.choices[0].text
+
+
+def test_ignoring_the_end_of_the_text(server: Server) -> None:
+    answers = [complete(server, max_tokens=300, seed=seed, extra_body={"ignore_eos": True}) for seed in range(3)]
+    assert [answer.choices[0].finish_reason for answer in answers] == ["length"] * 3
+
+
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_a_prediction_is_accepted_and_counted(server: Server, mode: str) -> None:
+    text = chat(server, temperature=0, max_tokens=100).choices[0].message.content
+    answer = chat(
+        server,
+        temperature=0,
+        max_tokens=100,
+        prediction={"type": "content", "content": text},
+        extra_body={"speculation": {"mode": mode, "drafter": "prediction"}},
+    )
+    details = answer.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens > 20) == (mode == "auto")
+    assert details.rejected_prediction_tokens < 60
+
+
+def test_chat_logprobs_name_tokens_and_alternatives(server: Server) -> None:
+    answer = chat(server, logprobs=True, top_logprobs=2, max_tokens=12)
+    content = answer.choices[0].logprobs.content
+    assert "".join(token.token for token in content) == answer.choices[0].message.content
+    assert all(len(token.top_logprobs) == 2 for token in content)
+
+
+def test_tools_are_refused_clearly(server: Server) -> None:
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    with pytest.raises(openai.BadRequestError, match="'tools' is not supported by this server") as caught:
+        chat(server, tools=[tool])
+    assert caught.value.param == "tools"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence as Tokens
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from specserve.engine.fake import FakeEngine, FakeVocabulary
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams, Verification
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler
+from specserve.speculation import drafters
 from specserve.speculation.distribution import FloatArray, draw, to_distribution
 from specserve.speculation.drafters import Drafters, ModelDrafter, PredictionDrafter
 from specserve.speculation.noise import Purpose
@@ -330,13 +332,15 @@ def test_a_long_prompt_does_not_cost_its_neighbours_their_drafts() -> None:
     assert short.sequence.account.mean_acceptance_length > 3
 
 
-def law_of_three_tokens(sampling: SamplingParams) -> dict[tuple[int, ...], float]:
+def law_of_three_tokens(sampling: SamplingParams, constraint: Alternating | None) -> dict[tuple[int, ...], float]:
     """The exact law of the target's first three tokens behind the prompt [1, 2]."""
     target = FakeEngine(vocabulary=6, n_slots=1)
 
     def law_behind(text: tuple[int, ...]) -> FloatArray:
-        logits = target.logits([1, 2, *text])
-        return to_distribution(shape_logits(logits, sampling, [1, 2], text), sampling)
+        logits = shape_logits(target.logits([1, 2, *text]), sampling, [1, 2], text)
+        if constraint is not None:
+            logits = np.where(constraint.allowed(text), logits, -np.inf)
+        return to_distribution(logits, sampling)
 
     law: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
@@ -348,21 +352,31 @@ def law_of_three_tokens(sampling: SamplingParams) -> dict[tuple[int, ...], float
     return law
 
 
-def pvalue_of_the_shipped_path(verification: Verification, trials: int) -> float:
-    """Chi-square of three tokens that scheduler, drafter and round have written, against the target's exact law."""
+def pvalue_of_the_shipped_path(
+    verification: Verification, trials: int, *, constraint: Alternating | None = None, prediction: Tokens[int] = ()
+) -> float:
+    """Chi-square of three tokens that scheduler, drafters and round have written, against the target's exact law."""
     sampling = SamplingParams(temperature=0.9, top_k=4, presence_penalty=0.8, logit_bias=((2, 0.5),))
     engines = [FakeEngine(vocabulary=6, n_slots=SLOTS, blend=blend) for blend in (0.0, 0.6)]
     drafter = ModelDrafter(engines[1], max_rows=8, vocabulary=6, context_length=99)
     counts: Counter[tuple[int, ...]] = Counter()
-    scheduler = Scheduler(engines[0], Drafters(drafter), prefill_rows=8, idle_tokens=99)
+    both = Drafters(PredictionDrafter(vocabulary=6), drafter)
+    scheduler = Scheduler(engines[0], both, prefill_rows=8, idle_tokens=99)
     for seed in range(trials):
         speculation = SpeculationParams(3, verification)
-        sequence = Sequence([1, 2], replace(sampling, seed=seed), speculation, max_tokens=4)
+        sequence = Sequence(
+            [1, 2],
+            replace(sampling, seed=seed),
+            speculation,
+            max_tokens=4,
+            constraint=constraint,
+            prediction=prediction,
+        )
         scheduler.submit(Generation(sequence, NeverEnding(6), []))
         while scheduler.busy:
             scheduler.step()
         counts[tuple(sequence.tokens[2:5])] += 1
-    law = law_of_three_tokens(sampling)
+    law = law_of_three_tokens(sampling, constraint)
     likely = [text for text, probability in law.items() if probability * trials >= 5]
     observed = [counts[text] for text in likely]
     expected = [law[text] * trials for text in likely]
@@ -395,6 +409,28 @@ def test_penalties_and_biases_change_greedy_text_alike_with_and_without_speculat
 def test_what_scheduler_drafter_and_round_write_has_the_targets_law(verification: Verification) -> None:
     """4,000 texts of three tokens; false-alarm rate 1e-4."""
     assert pvalue_of_the_shipped_path(verification, 4_000) > 1e-4
+
+
+@pytest.mark.parametrize("verification", RULES)
+def test_a_grammar_leaves_the_law_of_the_target_within_it(verification: Verification) -> None:
+    """4,000 texts of three tokens; false-alarm rate 1e-4."""
+    assert pvalue_of_the_shipped_path(verification, 4_000, constraint=Alternating(6)) > 1e-4
+
+
+@pytest.mark.parametrize("verification", RULES)
+def test_a_prediction_leaves_the_law_of_the_target(verification: Verification) -> None:
+    """4,000 texts of three tokens, the prediction right, wrong and right again; false-alarm rate 1e-4."""
+    assert pvalue_of_the_shipped_path(verification, 4_000, prediction=[0, 1, 2, 3, 4, 5, 0, 2, 4, 1]) > 1e-4
+
+
+def test_a_prediction_that_claims_to_be_less_certain_than_it_was_is_seen_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def half_certain(token: int, size: int) -> FloatArray:
+        spread = np.full(size, 0.5 / (size - 1))
+        spread[token] = 0.5
+        return spread
+
+    monkeypatch.setattr(drafters, "one_hot", half_certain)
+    assert pvalue_of_the_shipped_path("token", 4_000, prediction=[0, 1, 2, 3, 4, 5, 0, 2, 4, 1]) < 1e-4
 
 
 def test_a_drafter_that_shares_its_noise_with_the_rule_is_seen_there(monkeypatch: pytest.MonkeyPatch) -> None:

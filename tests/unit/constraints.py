@@ -19,7 +19,7 @@ class Alternating:
         self._length = length
         self._fails_at = fails_at
 
-    def allowed(self, written: Sequence[int]) -> NDArray[np.bool_] | None:
+    def allowed(self, written: Sequence[int]) -> NDArray[np.bool_]:
         if self._fails_at is not None and len(written) >= self._fails_at:
             raise ConstraintError("The grammar has become too costly to follow.")
         even: NDArray[np.bool_] = self._even if len(written) % 2 == 0 else np.logical_not(self._even)

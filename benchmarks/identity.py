@@ -1,0 +1,84 @@
+"""Is greedy text the same, token for token, with speculation and without, on every prompt of prompts/?
+
+Each prompt is answered twice in empty caches, plainly and with drafts. Where the texts part, the target reads the text
+up to there row by row, and the gap between the logits of the two tokens says how near a tie it was.
+
+    .venv/bin/python benchmarks/identity.py [--config FILE] [--tokens N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from decode import PROMPTS, Mode, decode, read_prompts
+from machine import describe_machine
+from specserve.config import HandlerConfig, load_yaml
+from specserve.engine.base import Engine, Row
+from specserve.operations.archive import resolve
+from specserve.operations.places import DEFAULT_CONFIG
+from specserve.operations.prepare import prepare
+from specserve.serving.loading import load_models
+from specserve.serving.scheduler import Scheduler
+
+PLAIN = Mode("plain", 0)
+
+
+def gap_where_they_part(target: Engine, prompt: list[int], plain: list[int], other: list[int]) -> float | None:
+    """By how much the target prefers the plain token at the first place where two answers differ; None if nowhere."""
+    place = next((i for i, pair in enumerate(zip(plain, other, strict=False)) if pair[0] != pair[1]), None)
+    if place is None:
+        return None
+    target.cut(0, 0)
+    for position, token in enumerate(prompt + plain[:place]):
+        [logits] = target.forward([Row(token, 0, position, wants_logits=True)])
+    return float(logits[plain[place]] - logits[other[place]])
+
+
+def main() -> None:
+    """Compare all prompts and print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a model YAML")
+    parser.add_argument("--tokens", type=int, default=64, help="the longest answer compared (default: 64)")
+    options = parser.parse_args()
+    document, _ = load_yaml(options.config)
+    config = HandlerConfig.model_validate(resolve(document, prepare(options.config))["handler"])
+    models = load_models(config)
+    families = sorted(path.stem for path in PROMPTS.glob("*.yaml"))
+    prompts = [(family, *entry) for family in families for entry in read_prompts(family, quick=False)]
+    differences: list[dict[str, Any]] = []
+    for family, name, text, length in track(prompts, "comparing", console=Console(stderr=True)):
+        answers = [
+            decode(
+                Scheduler(models.target, models.drafters, prefill_rows=config.prefill_rows, idle_tokens=0),
+                models,
+                text,
+                min(length, options.tokens),
+                mode=mode,
+                temperature=0.0,
+            ).tokens
+            for mode in (PLAIN, Mode("drafts", config.speculation.gamma))
+        ]
+        if answers[0] != answers[1]:
+            gap = gap_where_they_part(models.target, models.vocabulary.encode(text, special=True), *answers)
+            differences.append({"family": family, "prompt": name, "gap": gap})
+    print(
+        json.dumps(
+            {
+                "benchmark": "identity",
+                "machine": describe_machine(),
+                "models": {"target": str(config.target.path), "draft": config.draft and str(config.draft.path)},
+                "rows": [{"prompts": len(prompts), "same_text": len(prompts) - len(differences)}, *differences],
+                "notes": [f"greedy, at most {options.tokens} tokens, every answer alone in empty caches"],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

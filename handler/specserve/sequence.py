@@ -174,7 +174,7 @@ class Sequence:
         self.top_logprobs = top_logprobs
         self.scores_prompt = scores_prompt
         self.constraint = constraint
-        self.prediction = prediction
+        self.prediction = np.array(prediction, np.int32)
         self.prompt_scores: list[TokenScore] = []
         self.scores: list[TokenScore] = []
         self.rounds = 0

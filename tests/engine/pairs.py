@@ -12,7 +12,7 @@ from specserve.operations import quantise
 from specserve.operations.tiny import write_tiny
 from specserve.sequence import Sequence
 from specserve.serving.loading import load_models
-from specserve.serving.openai import completion_prompts, to_generations
+from specserve.serving.openai import Tokenizer, to_generations
 from specserve.serving.requests import CompletionRequest, parse_body
 from specserve.serving.scheduler import Scheduler
 
@@ -80,7 +80,7 @@ class Pair:
             self.models.target, self.models.drafters, prefill_rows=self.config.prefill_rows, idle_tokens=0
         )
         request = parse_body({"prompt": prompt, **fields}, CompletionRequest)
-        prompts = completion_prompts(request, self.vocabulary)
+        prompts = Tokenizer(self.vocabulary, self.config).completion(request)
         [[generation]] = to_generations(request, prompts, self.vocabulary, self.models.grammars, self.config)
         scheduler.submit(generation)
 

@@ -669,7 +669,7 @@ def test_a_fault_in_a_round_can_be_answered_by_failing_all_and_the_next_are_serv
     bench = Bench()
     generations = [bench.submit([n], max_tokens=30) for n in range(SLOTS + 1)]
     bench.scheduler.step()
-    bench.scheduler.fail_all("a fault")
+    bench.scheduler.fail_all(RuntimeError("a fault"))
     assert [bool(g.error) for g in generations] == [True] * SLOTS + [False]
     bench.run()
     assert answer(generations[-1]) == plain_greedy([SLOTS], 30)

@@ -61,6 +61,16 @@ def test_best_of_gives_the_candidates_whose_tokens_are_most_probable(front_end: 
     assert best["usage"]["completion_tokens"] == every["usage"]["completion_tokens"]
 
 
+def test_an_empty_answer_is_no_better_than_its_end_was_probable(front_end: FrontEnd) -> None:
+    """Token 199 ends the text: made likely, it empties some of the candidates."""
+    likely_end = {**BODY, "logit_bias": {"199": 6}, "logprobs": 0}
+    every = answer_to(front_end, {**likely_end, "n": 8, "best_of": 8})
+    assert "" in texts(every)
+    assert any(texts(every))
+    best = answer_to(front_end, {**likely_end, "n": 1, "best_of": 8})
+    assert texts(best) != [""]
+
+
 @pytest.mark.parametrize("route", ["v1/completions", CHAT_ROUTE])
 def test_a_stream_of_several_answers_says_what_the_whole_response_says(front_end: FrontEnd, route: str) -> None:
     body = {**(CHAT if route == CHAT_ROUTE else BODY), "n": 6, "logprobs": True if route == CHAT_ROUTE else 2}
@@ -99,6 +109,13 @@ def test_offsets_point_at_the_tokens_of_prompt_and_answer(front_end: FrontEnd) -
     for token, logprob, top in list(scores)[1:]:
         assert top[token] == logprob < 0
         assert 2 <= len(top) <= 3
+
+
+def test_offsets_of_a_prompt_of_ids_count_what_is_no_character_and_go_on_behind_it(front_end: FrontEnd) -> None:
+    ids = [104, 56, 195, 105, 106]
+    choice = answer_to(front_end, {"prompt": ids, "echo": True, "logprobs": 0, "max_tokens": 0})["choices"][0]
+    assert choice["text"] == "h8\ufffdij"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 2, 4]
 
 
 def test_a_prompt_is_scored_without_an_answer(front_end: FrontEnd) -> None:

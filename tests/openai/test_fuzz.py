@@ -18,7 +18,7 @@ from specserve.engine.llama import LlamaModel
 from specserve.errors import RequestError
 from specserve.operations.tiny import write_tiny
 from specserve.serving.generation import Generation
-from specserve.serving.openai import Prompt, completion_prompts, to_generations
+from specserve.serving.openai import Prompt, Tokenizer, to_generations
 from specserve.serving.requests import ChatRequest, CompletionRequest, parse_body
 
 CONFIG = HandlerConfig(
@@ -52,7 +52,7 @@ def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
 def understand(body: object, vocabulary: LlamaModel, grammars: GrammarCompiler) -> list[list[Generation]]:
     """What a completions body becomes."""
     request = parse_body(body, CompletionRequest)
-    return to_generations(request, completion_prompts(request, vocabulary), vocabulary, grammars, CONFIG)
+    return to_generations(request, Tokenizer(vocabulary, CONFIG).completion(request), vocabulary, grammars, CONFIG)
 
 
 def check_refusal(error: RequestError) -> None:

@@ -12,7 +12,7 @@ from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
 from specserve.engine.fake import FakeVocabulary
 from specserve.errors import RequestError
 from specserve.serving.generation import Generation
-from specserve.serving.openai import Prompt, completion_prompts, to_generations
+from specserve.serving.openai import Prompt, Tokenizer, to_generations
 from specserve.serving.requests import ChatRequest, CompletionRequest, GenerationRequest, parse_body
 
 VOCABULARY = FakeVocabulary(200)
@@ -35,7 +35,7 @@ def generations_of(
 def groups_of(body: object, config: HandlerConfig = CONFIG) -> list[list[Generation]]:
     """What a completions body becomes, prompt by prompt."""
     request = parse_body(body, CompletionRequest)
-    return generations_of(request, completion_prompts(request, VOCABULARY), config)
+    return generations_of(request, Tokenizer(VOCABULARY, config).completion(request), config)
 
 
 def generation_of(body: object, config: HandlerConfig = CONFIG) -> Generation:
@@ -227,6 +227,7 @@ def test_fields_that_mean_nothing_here_are_taken() -> None:
         presence_penalty=0,
         frequency_penalty=0.0,
         logit_bias={},
+        stream=True,
         stream_options={"include_usage": True},
     )
 
@@ -338,6 +339,7 @@ def test_penalties_and_biases_reach_the_sampling() -> None:
     ("fields", "param"),
     [
         ({"best_of": 3, "stream": True}, "best_of"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": ["a"] * 100, "n": 2}, "prompt"),
         ({"grammar": "root ::= x", "response_format": {"type": "json_object"}}, "grammar"),
         ({"grammar": "root ::= x", "ignore_eos": True}, "ignore_eos"),
@@ -395,3 +397,74 @@ def test_forms_of_the_answer_become_constraints() -> None:
     ):
         assert sequence_of(**fields).constraint is not None
     assert sequence_of(response_format={"type": "text"}).constraint is None
+
+
+class Counting(FakeVocabulary):
+    """Remembers the texts it was asked to tokenise."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.texts: list[str] = []
+
+    def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
+        self.texts.append(text)
+        return super().encode(text, special=special, begin=begin)
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest of them."""
+        return max(map(len, self.texts))
+
+
+@pytest.mark.parametrize("field", ["prompt", "suffix"])
+def test_a_text_that_cannot_fit_is_refused_before_all_of_it_is_tokenised(field: str) -> None:
+    """Tokenisers take a minute for a megabyte of the wrong kind, and everybody waits meanwhile."""
+    vocabulary = Counting(200)
+    request = parse_body({"prompt": "a", field: "b" * 1_000_000}, CompletionRequest)
+    with pytest.raises(RequestError) as caught:
+        Tokenizer(vocabulary, CONFIG).completion(request)
+    assert (caught.value.param, caught.value.code) == (field, "context_length_exceeded")
+    assert vocabulary.longest < 10_000
+
+
+def test_of_a_prediction_no_more_is_read_than_an_answer_can_reach() -> None:
+    vocabulary = Counting(200)
+    assert len(Tokenizer(vocabulary, CONFIG).prediction("b" * 1_000_000)) == CONFIG.context_length
+    assert vocabulary.longest < 10_000
+
+
+def test_a_suffix_is_tokenised_once_for_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = Counting(200)
+    monkeypatch.setattr(vocabulary, "infill", lambda prefix, suffix: [*prefix, *suffix])
+    request = parse_body({"prompt": ["a", "b", "c"], "suffix": "end"}, CompletionRequest)
+    assert [prompt.tokens[1:] for prompt in Tokenizer(vocabulary, CONFIG).completion(request)] == [[101, 110, 100]] * 3
+    assert vocabulary.texts == ["end", "a", "b", "c"]
+
+
+def test_a_response_of_many_megabytes_is_refused_before_it_is_made() -> None:
+    fields: dict[str, Any] = {"prompt": ["a"] * 128, "max_tokens": None, "logprobs": 5}
+    wide = CONFIG.model_copy(update={"context_length": 4096})
+    with pytest.raises(RequestError, match=r"may take \d+ MB") as caught:
+        groups_of(fields, wide)
+    assert caught.value.param == "logprobs"
+    assert len(groups_of({**fields, "prompt": ["a"] * 4}, wide)) == 4
+
+
+def test_a_prediction_is_drafted_even_where_the_operator_wants_no_drafts_of_the_model() -> None:
+    quiet = CONFIG.model_copy(update={"speculation": SpeculationConfig(gamma=0, max_gamma=8)})
+    prediction = {"type": "content", "content": "ab"}
+    speculation = generation_of({"prompt": "a", "prediction": prediction}, quiet).sequence.speculation
+    assert (speculation.gamma, speculation.drafter) == (8, "prediction")
+    assert generation_of({"prompt": "a"}, quiet).sequence.speculation.gamma == 0
+
+
+def test_an_answer_can_be_sent_back_as_it_came() -> None:
+    answer: dict[str, Any] = {
+        "role": "assistant",
+        "content": "hi",
+        "refusal": None,
+        "tool_calls": None,
+        "annotations": [],
+    }
+    request = parse_body({"messages": [*MESSAGES, answer, *MESSAGES]}, ChatRequest)
+    assert request.messages[1].for_template() == {"role": "assistant", "content": "hi"}

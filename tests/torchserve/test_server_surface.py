@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -172,3 +173,24 @@ def test_tools_are_refused_clearly(server: Server) -> None:
     with pytest.raises(openai.BadRequestError, match="'tools' is not supported by this server") as caught:
         chat(server, tools=[tool])
     assert caught.value.param == "tools"
+
+
+def test_an_answer_is_sent_back_in_the_next_turn_as_clients_do(server: Server) -> None:
+    first = chat(server, max_tokens=10).choices[0].message
+    second = chat(server, max_tokens=10, messages=[*MESSAGES, first, *MESSAGES])
+    assert second.choices[0].message.role == "assistant"
+
+
+def test_a_response_of_megabytes_arrives(server: Server) -> None:
+    """TorchServe's own limit is 6.5 MB, and it ends the worker that goes beyond."""
+    answer = chat(server, n=18, max_tokens=400, logprobs=True, top_logprobs=20, extra_body={"ignore_eos": True})
+    assert len(answer.model_dump_json()) > 7_000_000
+
+
+def test_a_grammar_that_is_too_costly_is_a_400_and_touches_nobody_else(server: Server) -> None:
+    hard = 'root ::= (.{1,900} | [^a]{1,900} | ([^b] .{5,900}){1,90}) "z" .{900}'
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(complete, server, max_tokens=300, extra_body={"ignore_eos": True})
+        with pytest.raises(openai.BadRequestError, match="grammar cannot be followed further"):
+            complete(server, max_tokens=400, seed=1, extra_body={"grammar": hard})
+        assert beside.result().usage.completion_tokens == 300

@@ -26,6 +26,7 @@ class Alternating:
         return even
 
     def complete(self, written: Sequence[int]) -> bool:
+        self.allowed(written)
         return len(written) >= self._length
 
     def fork(self) -> Alternating:

@@ -469,15 +469,38 @@ def test_whitespace_inside_json_is_free_but_bounded(compiler: GrammarCompiler, m
     assert not accepts(constraint, model, "{} ")
 
 
-def test_a_grammar_that_grows_too_hard_fails_and_can_be_asked_again(
-    compiler: GrammarCompiler, model: LlamaModel
-) -> None:
+def test_a_grammar_that_grows_too_hard_fails_for_good(compiler: GrammarCompiler, model: LlamaModel) -> None:
     steps = "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(30))
     constraint = compiler.gbnf(f'root ::= r0 | "(" root ")"\n{steps}\nr30 ::= "a"?')
-    before = allowed(constraint, [])
-    with pytest.raises(ConstraintError, match="cannot be followed further"):
-        constraint.allowed(in_bytes(model, b"a" * 200))
-    assert allowed(constraint, []) == before
+    assert allowed(constraint, [])
+    for written in (in_bytes(model, b"a" * 200), []):
+        with pytest.raises(ConstraintError, match="cannot be followed further"):
+            constraint.allowed(written)
+
+
+HARD = 'root ::= ([a-y ]{1,900} | [b-y ]{1,900} | ([ac-y ] [a-y ]{5,900}){1,90}) "z" [a-y]{900}'
+
+
+def until_it_fails(constraint: Constraint, written: list[int]) -> None:
+    """Write any allowed tokens."""
+    rng = np.random.default_rng(0)
+    for _ in range(900):
+        mask = constraint.allowed(written)
+        assert mask is not None
+        written.append(int(rng.choice(np.flatnonzero(mask))))
+
+
+def test_a_grammar_that_one_answer_has_exhausted_fails_for_all_that_share_it(compiler: GrammarCompiler) -> None:
+    """llguidance's copies share a budget, and one that finds it spent accepts nothing without an error."""
+    constraint = compiler.gbnf(HARD)
+    beside = constraint.fork()
+    written: list[int] = []
+    with pytest.raises(ConstraintError):
+        until_it_fails(constraint, written)
+    for other in (beside, constraint.fork(), constraint):
+        for prefix in (written[:3], []):
+            with pytest.raises(ConstraintError):
+                other.allowed(prefix)
 
 
 def threads() -> int:

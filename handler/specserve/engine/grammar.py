@@ -40,20 +40,21 @@ _MASKS_KEPT = 64
 class Constraint:
     """One answer's grammar: which tokens may follow those written so far.
 
-    Every method is a pure function of `written`, the answer's tokens with drafted ones behind them. What is kept
-    between calls only saves work, so drafts that are rejected need no undoing.
+    Every method is a function of `written` alone, the answer's tokens with drafted ones behind them: what is kept
+    between calls only saves work, so drafts that are rejected need no undoing. Once following the grammar has become
+    too much work for one answer, it is so for all that share it, for good.
     """
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, ends: NDArray[np.intp]) -> None:
+    def __init__(
+        self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, ends: NDArray[np.intp], failures: list[str]
+    ) -> None:
         self._start = matcher
+        self._matcher = matcher.deep_copy()
         self._vocabulary = vocabulary
         self._ends = ends
         self._end_set = set(ends.tolist())
-        self._restart()
-
-    def _restart(self) -> None:
-        """Forget everything; a matcher that has failed once cannot be used again."""
-        self._matcher = self._start.deep_copy()
+        # Copies share llguidance's lexer: once one has spent its budget the others accept nothing, and do not say so.
+        self._failures = failures
         self._consumed: list[int] = []
         self._masks: dict[int, bytes] = {}
 
@@ -103,10 +104,11 @@ class Constraint:
 
     def fork(self) -> Constraint:
         """An independent constraint by the same grammar; what was compiled is shared."""
-        return Constraint(self._start, self._vocabulary, self._ends)
+        return Constraint(self._start, self._vocabulary, self._ends, self._failures)
 
     def _packed(self, written: Sequence[int]) -> bytes | None:
         """The mask, one bit a token."""
+        self._check()
         place = len(written)
         known = self._masks.get(place)
         if known is not None and self._consumed[:place] == list(written):
@@ -133,14 +135,21 @@ class Constraint:
         if rest and self._end_set.isdisjoint(rest):
             taken = self._matcher.try_consume_tokens(rest)
             self._consumed += rest[:taken]
+            self._check()
+            if taken < len(rest) and self._had_allowed(shared + taken, rest[taken]):
+                self._failures.append("a token that it allowed is refused")
         self._check()
         return len(self._consumed) == len(tokens)
 
+    def _had_allowed(self, place: int, token: int) -> bool:
+        mask = self._masks.get(place)
+        return mask is not None and bool(mask[token // 8] >> token % 8 & 1)
+
     def _check(self) -> None:
-        if self._matcher.is_error():
-            reason = _in_one_line(self._matcher.get_error())
-            self._restart()
-            raise ConstraintError(f"The answer's grammar cannot be followed further: {reason}")
+        if not self._failures and self._matcher.is_error():
+            self._failures.append(_in_one_line(self._matcher.get_error()))
+        if self._failures:
+            raise ConstraintError(f"The answer's grammar cannot be followed further: {self._failures[0]}")
 
 
 class GrammarCompiler:
@@ -193,13 +202,12 @@ class GrammarCompiler:
         trial.compute_bitmask()
         if trial.is_error():
             raise _refusal(what, trial.get_error(), param)
-        return Constraint(matcher, self._vocabulary, self._ends)
+        return Constraint(matcher, self._vocabulary, self._ends, [])
 
     @cached_property
     def _ends(self) -> NDArray[np.intp]:
         """Every token that ends a text."""
-        vocabulary = self._vocabulary
-        return np.array([token for token in range(vocabulary.size) if vocabulary.ends_text(token)], np.intp)
+        return np.array(self._vocabulary.end_tokens(), np.intp)
 
     @cached_property
     def _tokenizer(self) -> llguidance.LLTokenizer:

@@ -59,6 +59,7 @@ class LlamaModel:
         self.size = llama_cpp.llama_vocab_n_tokens(self._vocab)
         self.trained_context = llama_cpp.llama_model_n_ctx_train(model)
         self._pieces: dict[int, bytes] = {}
+        self._end_tokens: list[int] | None = None
 
     def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
         """Tokenise `text`; see `Vocabulary.encode`."""
@@ -96,7 +97,9 @@ class LlamaModel:
 
     def end_tokens(self) -> list[int]:
         """All tokens that end a text."""
-        return [token for token in range(self.size) if self.ends_text(token)]
+        if self._end_tokens is None:
+            self._end_tokens = [token for token in range(self.size) if self.ends_text(token)]
+        return self._end_tokens
 
     def infill(self, prefix: list[int], suffix: list[int]) -> list[int] | None:
         """The prompt for what stands between two texts; None where the model has no tokens for that."""

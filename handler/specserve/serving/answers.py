@@ -78,6 +78,7 @@ class Answer(ABC, Generic[AnyRequest]):
             "model": model,
         }
         self._plain_step_seconds = plain_step_seconds
+        self._mode = "auto" if request.speculation is None else request.speculation.mode
         self._begun: set[int] = set()
         self._ended: set[int] = set()
 
@@ -127,7 +128,7 @@ class Answer(ABC, Generic[AnyRequest]):
     def _best(self, group: list[Generation]) -> list[Generation]:
         """The candidates whose tokens are the most probable, in the order they were asked for if all are given."""
         count = self._request.choices
-        return group if count == len(group) else sorted(group, key=_mean_logprob, reverse=True)[:count]
+        return group if count == len(group) else sorted(group, key=lambda one: -one.mean_logprob)[:count]
 
     def _prompt_of(self, index: int) -> int:
         return index // self._request.choices
@@ -181,7 +182,7 @@ class Answer(ABC, Generic[AnyRequest]):
         # Seconds that batch-mates share say nothing about one sequence alone.
         shared = any(account.shared for account in accounts)
         return {
-            "mode": "fixed" if params.gamma else "off",
+            "mode": self._mode if params.gamma else "off",
             "verification": params.verification,
             "rounds": rounds,
             "drafted_tokens": sum(account.drafted for account in accounts),
@@ -200,11 +201,6 @@ class Answer(ABC, Generic[AnyRequest]):
             },
             "estimated_speedup": round(plain / decoding, 3) if decoding and not shared else None,
         }
-
-
-def _mean_logprob(generation: Generation) -> float:
-    scores = generation.sequence.scores
-    return sum(score.logprob for score in scores) / len(scores) if scores else 0.0
 
 
 class CompletionAnswer(Answer[CompletionRequest]):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 from specserve.engine.base import Vocabulary
-from specserve.errors import RequestError
+from specserve.errors import ConstraintError, RequestError
 from specserve.sequence import Sequence, TokenScore
 from specserve.serving.detokenizer import TextStream
 
@@ -27,6 +28,8 @@ class Generation:
         nothing_to_do = sequence.max_tokens == 0 and not sequence.scores_prompt
         self.finish_reason: FinishReason | None = "length" if nothing_to_do else None
         self.error: RequestError | None = None
+        # Of all tokens, the one that ends the text included: an empty answer is a choice like any other.
+        self.mean_logprob = -math.inf
         self._vocabulary = vocabulary
         self._text = TextStream(stops)
         self._spans: list[tuple[int, int]] = []
@@ -37,13 +40,16 @@ class Generation:
         """Whether nothing more will come."""
         return self.finish_reason is not None or self.error is not None
 
-    def fail(self) -> None:
-        """End the answer with an error that is the server's fault."""
-        self.error = RequestError(
-            "The model failed while it wrote this answer; please send the request again.",
-            status=500,
-            kind="server_error",
-        )
+    def fail(self, reason: Exception) -> None:
+        """End the answer with an error: the request's, if its grammar cannot be followed, else the server's."""
+        if isinstance(reason, ConstraintError):
+            self.error = RequestError(str(reason), code="grammar_too_costly")
+        else:
+            self.error = RequestError(
+                "The model failed while it wrote this answer; please send the request again.",
+                status=500,
+                kind="server_error",
+            )
 
     def read_new_tokens(self) -> None:
         """Turn what a round decided into text, and end at EOS, a stop string or the last allowed token.
@@ -54,10 +60,17 @@ class Generation:
         sequence = self.sequence
         if sequence.max_tokens == 0 and not sequence.target_pending:
             self._end("length")
+        try:
+            self._read()
+        except ConstraintError as error:
+            self.fail(error)
+
+    def _read(self) -> None:
+        sequence = self.sequence
         while self.finish_reason is None and len(self._spans) < sequence.generated:
             token = sequence.tokens[sequence.prompt_length + len(self._spans)]
             if self._vocabulary.ends_text(token):
-                self._end("stop")
+                self._end("stop", scored=len(self._spans) + 1)
                 return
             begin = self._text.length
             self._text.push(self._vocabulary.piece(token))
@@ -71,9 +84,12 @@ class Generation:
         constraint = self.sequence.constraint
         return constraint is not None and constraint.complete(self.sequence.answer[: len(self._spans)])
 
-    def _end(self, reason: FinishReason) -> None:
+    def _end(self, reason: FinishReason, *, scored: int | None = None) -> None:
+        """The answer is complete; the first `scored` scores are its tokens', by default those of its text."""
         self.finish_reason = reason
         self._text.finish()
+        scores = self.sequence.scores[: len(self._spans) if scored is None else scored]
+        self.mean_logprob = sum(score.logprob for score in scores) / len(scores) if scores else -math.inf
         self.sequence.truncate(len(self._spans))
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 
 from specserve.engine.base import Vocabulary
@@ -85,13 +86,18 @@ def _spelling(token: int, vocabulary: Vocabulary) -> str:
 
 def _offsets(text: str, tokens: list[int], vocabulary: Vocabulary) -> list[int]:
     """Where each token of a prompt begins in its text; one that the text does not show takes no room in it."""
-    data = text.encode()
-    at = 0
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     begins = []
+    at = 0
     for token in tokens:
         begins.append(at)
         name = vocabulary.name(token)
-        # SentencePiece puts a space before the text that the text itself does not have.
-        shown = next((form for form in (name, name.lstrip(b" ")) if form and data.startswith(form, at)), b"")
-        at += len(shown)
-    return [len(data[:begin].decode(errors="ignore")) for begin in begins]
+        # A control token shows only where the text spells its name; SentencePiece adds a space before the first word.
+        for form in (name, vocabulary.piece(token), name.lstrip(b" ")):
+            state = decoder.getstate()
+            shown = decoder.decode(form)
+            if text.startswith(shown, at):
+                at += len(shown)
+                break
+            decoder.setstate(state)
+    return begins

@@ -42,6 +42,14 @@ class Grammars(Protocol):
         """Text that follows a grammar in llama.cpp's notation."""
 
 
+# What a token is spelled with, at most, on average over a whole text; tokenising takes more than linear time.
+_BYTES_PER_TOKEN = 8
+# Bytes of JSON that a token's log-probability takes, about; and what all of a response may take, which TorchServe
+# has to hold with those of its neighbours (max_response_size in config/config.properties).
+_SCORE_BYTES = 80
+_MAX_RESPONSE_BYTES = 16 * 2**20
+
+
 @dataclass(frozen=True)
 class Prompt:
     """What an answer follows, as tokens and as the text that `echo` shows."""
@@ -50,49 +58,72 @@ class Prompt:
     text: str
 
 
-def completion_prompts(request: CompletionRequest, vocabulary: Vocabulary) -> list[Prompt]:
-    """The prompts of v1/completions; with a suffix, those that ask for what stands between.
+class Tokenizer:
+    """Texts of requests as tokens; those that cannot fit are refused before they are tokenised to the end."""
 
-    Raises:
-        RequestError: 400; a token id is out of range, or the model cannot do what is asked.
-    """
-    return [_prompt(prompt, request.suffix, vocabulary) for prompt in request.prompts]
+    def __init__(self, vocabulary: Vocabulary, config: HandlerConfig) -> None:
+        self._vocabulary = vocabulary
+        self._most = config.context_length
 
+    def completion(self, request: CompletionRequest) -> list[Prompt]:
+        """The prompts of v1/completions; with a suffix, those that ask for what stands between.
 
-def _prompt(prompt: str | list[int], suffix: str | None, vocabulary: Vocabulary) -> Prompt:
-    if isinstance(prompt, str):
-        text = prompt
-        tokens = vocabulary.encode(prompt, special=True, begin=not suffix)
-    else:
-        tokens = prompt
-        if any(not 0 <= token < vocabulary.size for token in tokens):
-            raise _invalid("prompt", f"Token ids must lie between 0 and {vocabulary.size - 1}.")
-        text = b"".join(map(vocabulary.piece, tokens)).decode("utf-8", errors="replace")
-    if suffix:
-        between = vocabulary.infill(tokens, vocabulary.encode(suffix, begin=False))
-        if between is None:
-            raise _invalid("suffix", "This model has no tokens for filling in the middle, so it cannot use a 'suffix'.")
-        tokens = between
-    return Prompt(_not_empty(tokens, vocabulary), text)
+        Raises:
+            RequestError: 400; a prompt is too long, a token id is out of range, or the model cannot do what is asked.
+        """
+        suffix = self._tokens(request.suffix, "suffix", begin=False) if request.suffix else []
+        return [self._prompt(prompt, suffix) for prompt in request.prompts]
 
+    def _prompt(self, prompt: str | list[int], suffix: list[int]) -> Prompt:
+        vocabulary = self._vocabulary
+        if isinstance(prompt, str):
+            text = prompt
+            tokens = self._tokens(prompt, "prompt", special=True, begin=not suffix)
+        else:
+            tokens = prompt
+            if any(not 0 <= token < vocabulary.size for token in tokens):
+                raise _invalid("prompt", f"Token ids must lie between 0 and {vocabulary.size - 1}.")
+            text = b"".join(map(vocabulary.piece, tokens)).decode("utf-8", errors="replace")
+        if suffix:
+            between = vocabulary.infill(tokens, suffix)
+            if between is None:
+                raise _invalid(
+                    "suffix", "This model has no tokens for filling in the middle, so it cannot use a 'suffix'."
+                )
+            tokens = between
+        return Prompt(self._not_empty(tokens), text)
 
-def chat_prompt(text: str, vocabulary: Vocabulary) -> Prompt:
-    """The prompt that a chat template wrote.
+    def chat(self, text: str) -> Prompt:
+        """The prompt that a chat template wrote.
 
-    Raises:
-        RequestError: 400; it is empty, and the model needs at least one token.
-    """
-    return Prompt(_not_empty(vocabulary.encode(text, special=True), vocabulary), text)
+        Raises:
+            RequestError: 400; it is too long, or empty, and the model needs at least one token.
+        """
+        return Prompt(self._not_empty(self._tokens(text, "messages", special=True)), text)
 
+    def prediction(self, text: str) -> list[int]:
+        """The client's guess of an answer, as far as an answer can reach."""
+        return self._vocabulary.encode(text[: _BYTES_PER_TOKEN * self._most], begin=False)[: self._most] if text else []
 
-def _not_empty(tokens: list[int], vocabulary: Vocabulary) -> list[int]:
-    """The tokens; in place of none, the one that begins a text."""
-    if tokens:
-        return tokens
-    start = vocabulary.start_token()
-    if start is None:
-        raise RequestError("The prompt is empty; this model needs at least one token.", param="prompt")
-    return [start]
+    def _tokens(self, text: str, param: str, *, special: bool = False, begin: bool = True) -> list[int]:
+        """The tokens of a text; of a long one its beginnings are tried first, each twice as long as the last."""
+        length = _BYTES_PER_TOKEN * self._most
+        while length < len(text):
+            least = len(self._vocabulary.encode(text[:length], special=special, begin=begin))
+            # Twice as much, since a text's beginning may be cut in the middle of a word.
+            if least > 2 * self._most:
+                raise _too_long(param, self._most, f"more than {self._most}")
+            length *= 2
+        return self._vocabulary.encode(text, special=special, begin=begin)
+
+    def _not_empty(self, tokens: list[int]) -> list[int]:
+        """The tokens; in place of none, the one that begins a text."""
+        if tokens:
+            return tokens
+        start = self._vocabulary.start_token()
+        if start is None:
+            raise RequestError("The prompt is empty; this model needs at least one token.", param="prompt")
+        return [start]
 
 
 def to_generations(
@@ -111,7 +142,7 @@ def to_generations(
     speculation = _speculation(request, sampling, config)
     grammar = _grammar(request, grammars)
     guess = "" if request.prediction is None else text_of(request.prediction.content)
-    prediction = vocabulary.encode(guess, begin=False) if guess else []
+    prediction = Tokenizer(vocabulary, config).prediction(guess)
     several = request.candidates > request.choices
     result = []
     for prompt in prompts:
@@ -132,6 +163,7 @@ def to_generations(
             for choice in range(request.candidates)
         ]
         result.append([Generation(sequence, vocabulary, list(request.stop or [])) for sequence in sequences])
+    _check_response(request, result)
     return result
 
 
@@ -140,13 +172,25 @@ def _answer_length(request: GenerationRequest, prompt: Prompt, config: HandlerCo
     # A prompt that is only scored may fill it.
     room = config.context_length - len(prompt.tokens)
     if room < (request.most_tokens != 0):
-        raise RequestError(
-            f"This model's context holds {config.context_length} tokens, prompt and answer together; "
-            f"the prompt alone has {len(prompt.tokens)}.",
-            param="messages" if isinstance(request, ChatRequest) else "prompt",
-            code="context_length_exceeded",
-        )
+        param = "messages" if isinstance(request, ChatRequest) else "prompt"
+        raise _too_long(param, config.context_length, str(len(prompt.tokens)))
     return room if request.most_tokens is None else min(request.most_tokens, room)
+
+
+def _check_response(request: GenerationRequest, groups: list[list[Generation]]) -> None:
+    """Refuse what would make a response of many megabytes, which TorchServe would not carry."""
+    if request.scored is None:
+        return
+    places = sum(group[0].sequence.max_tokens for group in groups)
+    if request.scores_prompt:
+        places += sum(group[0].sequence.prompt_length for group in groups)
+    size = places * request.choices * (1 + request.scored) * _SCORE_BYTES
+    if size > _MAX_RESPONSE_BYTES:
+        raise _invalid(
+            "top_logprobs" if isinstance(request, ChatRequest) else "logprobs",
+            f"The log-probabilities of this request may take {size // 2**20} MB, over {_MAX_RESPONSE_BYTES // 2**20}: "
+            "ask for fewer answers, tokens or alternatives, or set 'max_tokens'.",
+        )
 
 
 def _sampling(request: GenerationRequest, vocabulary: Vocabulary) -> SamplingParams:
@@ -186,10 +230,13 @@ def _grammar(request: GenerationRequest, grammars: Grammars) -> Grammar | None:
 
 def _speculation(request: GenerationRequest, sampling: SamplingParams, config: HandlerConfig) -> SpeculationParams:
     options = request.speculation or SpeculationOptions()
+    drafter = None if options.drafter == "auto" else options.drafter
+    if config.speculation.gamma == 0 and options.mode == "auto":
+        drafter = "prediction"  # an operator who wants no drafts means the draft model's, not what a client brings
     return SpeculationParams(
         gamma=_gamma(options, config, guessed=request.prediction is not None),
         verification=options.verification or _verification(sampling),
-        drafter=None if options.drafter == "auto" else options.drafter,
+        drafter=drafter,
     )
 
 
@@ -201,7 +248,7 @@ def _gamma(options: SpeculationOptions, config: HandlerConfig, *, guessed: bool)
     if options.mode == "off" or (config.draft is None and not guessed):
         return 0
     if options.gamma is None:
-        return limits.gamma
+        return limits.gamma or (limits.max_gamma if guessed else 0)
     if options.gamma > limits.max_gamma:
         raise _invalid("speculation.gamma", f"'speculation.gamma' may be at most {limits.max_gamma} on this server.")
     return options.gamma
@@ -212,6 +259,14 @@ def _verification(sampling: SamplingParams) -> Verification:
     if sampling.temperature == 0:
         return "token"  # reads the fewest rows
     return "block" if sampling.seed is None else "coupled"
+
+
+def _too_long(param: str, most: int, length: str) -> RequestError:
+    return RequestError(
+        f"This model's context holds {most} tokens, prompt and answer together; the prompt alone has {length}.",
+        param=param,
+        code="context_length_exceeded",
+    )
 
 
 def _invalid(param: str, message: str) -> RequestError:

@@ -154,6 +154,8 @@ class GenerationRequest(_Body):
             raise _disagreement("grammar", "'grammar' and 'response_format' exclude each other")
         if self.ignore_eos and (self.grammar is not None or form not in {None, "text"}):
             raise _disagreement("ignore_eos", "'ignore_eos' would never let an answer that follows a grammar end")
+        if self.stream_options is not None and not self.stream:
+            raise _disagreement("stream_options", "'stream_options' needs 'stream': true")
         options = self.speculation
         if options is not None:
             if options.gamma is not None and options.mode != "fixed":
@@ -244,6 +246,13 @@ class Message(_Body):
     content: Content
     name: str | None = None
 
+    # What an answer has beside its content, as clients send it back in the next turn.
+    refusal: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: None = None
+    audio: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
     def for_template(self) -> dict[str, str]:
         """The message as chat templates know it: plain text, and OpenAI's newer name for the system role undone."""
         return {"role": "system" if self.role == "developer" else self.role, "content": text_of(self.content)}
@@ -263,7 +272,7 @@ class ChatRequest(GenerationRequest):
     tool_choice: Literal["none"] | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: Literal["none"] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True)] | None = None
     audio: None = None
 
     @model_validator(mode="after")
@@ -321,7 +330,8 @@ def _explain(error: Any) -> RequestError:
     if error["type"] == _DISAGREEMENT:
         param, sentence = error["ctx"]["param"], error["ctx"]["sentence"]
         return RequestError(f"Invalid request: {sentence}.", param=param, code="invalid_value")
-    field, *inside = (str(part) for part in error["loc"])
+    # pydantic names the kinds it tried as well, as in "list[TextPart]".
+    field, *inside = (str(part) for part in error["loc"] if str(part).isidentifier() or isinstance(part, int))
     if field == "response_format":
         inside = inside[1:]  # pydantic names the form before its field
     nested = ("speculation", "stream_options", "messages", "response_format", "prediction")

@@ -69,7 +69,7 @@ class Scheduler:
         """Queue an answer; it starts in the first step that has a free slot."""
         self._waiting.append(generation)
 
-    def fail_all(self, reason: str) -> None:
+    def fail_all(self, reason: Exception) -> None:
         """End every live answer with an error, and go on with those that wait."""
         self._fail([(generation.sequence, reason) for generation in self._live])
 
@@ -94,7 +94,7 @@ class Scheduler:
         try:
             times, failed = run_round(self._target, self._drafters, plans)
         except EngineError as error:
-            self._fail([(plan.sequence, str(error)) for plan in plans])
+            self._fail([(plan.sequence, error) for plan in plans])
             return
         self._fail(failed)
         for generation in list(self._live):
@@ -111,25 +111,38 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give waiting answers a free slot each; one whose text is just being read for another waits for that."""
+        held: list[int] | None = None
         for generation in list(self._waiting):
             if len(self._live) == len(self._slots):
                 return
             sequence = generation.sequence
+            if sequence.tokens == held:
+                continue
             source, shared = self._longest_prefix(sequence)
             if worth_waiting(sequence, shared, self._being_read(sequence)):
+                held = sequence.tokens
                 continue
             self._waiting.remove(generation)
-            slot = self._slot_for(sequence, source, shared)
-            sequence.slot = self._slots.index(slot)
-            sequence.target_cached = sequence.reused = shared
-            if slot is source:
-                sequence.draft_cached = min(shared, source.last.draft_cached) if source.last else 0
-            elif shared:
-                self._target.copy(self._slots.index(source), sequence.slot, shared)
-            self._cut(sequence)
-            slot.live = generation
-            slot.last = sequence
-            self._live.append(generation)
+            try:
+                self._settle(generation, source, shared)
+            except EngineError as error:
+                logger.error("specserve: an answer cannot begin: %s", error)
+                generation.fail(error)
+
+    def _settle(self, generation: Generation, source: Slot, shared: int) -> None:
+        """Let an answer begin in a free slot, with the first `shared` tokens that `source` holds."""
+        sequence = generation.sequence
+        slot = self._slot_for(sequence, source, shared)
+        sequence.slot = self._slots.index(slot)
+        sequence.target_cached = sequence.reused = shared
+        if slot is source:
+            sequence.draft_cached = min(shared, source.last.draft_cached) if source.last else 0
+        elif shared:
+            self._target.copy(self._slots.index(source), sequence.slot, shared)
+        self._cut(sequence)
+        slot.live = generation
+        slot.last = sequence
+        self._live.append(generation)
 
     def _longest_prefix(self, sequence: Sequence) -> tuple[Slot, int]:
         """The slot whose cache holds most of a prompt, a free one if possible, and how much of it."""
@@ -198,14 +211,14 @@ class Scheduler:
         self._target.cut(sequence.slot, sequence.target_cached)
         self._drafters.keep(sequence, sequence.draft_cached)
 
-    def _fail(self, failures: list[tuple[Sequence, str]]) -> None:
+    def _fail(self, failures: list[tuple[Sequence, Exception]]) -> None:
         """End answers with an error; their caches are void."""
         reasons = {id(sequence): reason for sequence, reason in failures}
         for generation in list(self._live):
             reason = reasons.get(id(generation.sequence))
             if reason is not None:
                 logger.error("specserve: an answer cannot go on: %s", reason)
-                generation.fail()
+                generation.fail(reason)
                 generation.sequence.target_cached = generation.sequence.draft_cached = 0
                 self._release(generation)
 

@@ -17,7 +17,7 @@ from specserve.config import HandlerConfig, parse_handler
 from specserve.errors import RequestError, SpecserveError
 from specserve.serving.answers import Answer, ChatAnswer, CompletionAnswer, model_list, model_object
 from specserve.serving.loading import Models, load_models
-from specserve.serving.openai import Prompt, chat_prompt, completion_prompts, to_generations
+from specserve.serving.openai import Prompt, Tokenizer, to_generations
 from specserve.serving.openapi import openapi
 from specserve.serving.requests import AnyRequest, ChatRequest, CompletionRequest, parse_body
 from specserve.serving.scheduler import Scheduler
@@ -89,6 +89,7 @@ class Handler:
         self._models = models
         self._model_ids = list(dict.fromkeys([config.model_id, model_name]))
         self._created = int(time.time())
+        self._tokenizer = Tokenizer(models.vocabulary, config)
         self._scheduler = Scheduler(
             models.target, models.drafters, prefill_rows=config.prefill_rows, idle_tokens=config.idle_tokens
         )
@@ -152,14 +153,14 @@ class Handler:
 
     def _complete(self, identity: str, row: dict[str, Any]) -> CompletionAnswer:
         request = parse_body(_body(row), CompletionRequest)
-        return self._start(CompletionAnswer, request, completion_prompts(request, self._models.vocabulary), identity)
+        return self._start(CompletionAnswer, request, self._tokenizer.completion(request), identity)
 
     def _chat(self, identity: str, row: dict[str, Any]) -> ChatAnswer:
         request = parse_body(_body(row), ChatRequest)
         if self._models.chat_template is None:
             raise RequestError("This model has no chat template; use v1/completions.", code="unsupported_value")
         text = self._models.chat_template.render([message.for_template() for message in request.messages])
-        return self._start(ChatAnswer, request, [chat_prompt(text, self._models.vocabulary)], identity)
+        return self._start(ChatAnswer, request, [self._tokenizer.chat(text)], identity)
 
     def _start(
         self, kind: Callable[..., AnyAnswer], request: AnyRequest, prompts: list[Prompt], identity: str
@@ -200,10 +201,10 @@ class Handler:
         while self._scheduler.busy:
             try:
                 self._scheduler.step()
-            except Exception:
+            except Exception as error:
                 # A fault of ours must not reach TorchServe, which would fail the rows of everyone, waiting ones too.
                 logger.exception("specserve: a round failed")
-                self._scheduler.fail_all("a fault in the server")
+                self._scheduler.fail_all(error)
             if time.monotonic() >= until:
                 return
 

@@ -40,8 +40,8 @@ class Proposal(NamedTuple):
 class Drafter(Protocol):
     """A source of drafts.
 
-    What it proposes for a sequence may depend on its decided text and on nothing else but the drafts it sampled
-    itself: rules accept a token because of the distribution it was drawn from.
+    What it proposes for a sequence may depend on decided texts and on the drafts it sampled itself, never on what
+    another drafter proposed: rules accept a token because of the distribution it was drawn from.
     """
 
     name: ClassVar[DrafterName]
@@ -109,6 +109,8 @@ class PredictionDrafter:
 
     # The longest end of the answer that is looked for, then shorter ones; a single token says too little.
     _ENDS = (16, 8, 4, 2)
+    # How far from where the answer stands it is looked for, in tokens.
+    _WINDOW = 1024
 
     def __init__(self, *, vocabulary: int) -> None:
         self._vocabulary = vocabulary
@@ -118,23 +120,22 @@ class PredictionDrafter:
         return [self._proposal(wish) for wish in wishes]
 
     def _proposal(self, wish: Wish) -> Proposal:
-        tokens = self._continuation(wish.sequence)[: wish.gamma]
+        tokens = self._continuation(wish.sequence, wish.gamma)
         return Proposal(tokens, [one_hot(token, self._vocabulary) for token in tokens], self.name)
 
-    def _continuation(self, sequence: Sequence) -> list[int]:
-        prediction = sequence.prediction
-        if not prediction or not sequence.generated:
-            return list(prediction)
-        text = np.array(prediction, np.int32)
+    def _continuation(self, sequence: Sequence, gamma: int) -> list[int]:
+        start = max(0, sequence.generated - self._WINDOW)
+        near = sequence.prediction[start : sequence.generated + self._WINDOW]
         for length in self._ENDS if sequence.generated > 1 else (1,):
-            if length > min(sequence.generated, len(prediction)):
+            if length > min(sequence.generated, near.size):
                 continue
-            end = np.array(sequence.tokens[-length:], np.int32)
-            places = np.flatnonzero((np.lib.stride_tricks.sliding_window_view(text, length) == end).all(axis=1))
+            end = np.array(sequence.tokens[-length:])
+            places = np.flatnonzero((np.lib.stride_tricks.sliding_window_view(near, length) == end).all(axis=1))
             if places.size:
                 # Among equals the one nearest to where the answer stands, since most of it is as predicted.
-                behind = places + length
-                return list(prediction[int(behind[np.argmin(np.abs(behind - sequence.generated))]) :])
+                behind = start + places + length
+                closest = int(behind[np.argmin(np.abs(behind - sequence.generated))])
+                return [int(token) for token in sequence.prediction[closest : closest + gamma]]
         return []
 
     def keep(self, sequence: Sequence, length: int) -> None:

@@ -55,7 +55,7 @@ class Report(NamedTuple):
     """What a round took, and which sequences cannot go on, with the reason."""
 
     times: Times
-    failed: list[tuple[Sequence, str]]
+    failed: list[tuple[Sequence, Exception]]
 
 
 class TargetRows:
@@ -92,7 +92,7 @@ def run_round(target: Engine, drafters: Drafters, plans: list[Plan]) -> Report:
     logits = target.forward(_target_rows(plans, proposals))
     verified = perf_counter()
     first = 0
-    failed = []
+    failed: list[tuple[Sequence, Exception]] = []
     for plan, proposal, wish in zip(plans, proposals, wishes, strict=True):
         sequence = plan.sequence
         mine = logits[first : first + plan.rows - plan.first_logits + len(proposal.tokens)]
@@ -106,7 +106,7 @@ def run_round(target: Engine, drafters: Drafters, plans: list[Plan]) -> Report:
             else:
                 sequence.target_cached += plan.rows
         except (FloatingPointError, ConstraintError) as error:
-            failed.append((sequence, str(error)))
+            failed.append((sequence, error))
     return Report(Times(drafted - started, verified - drafted, perf_counter() - verified), failed)
 
 

@@ -14,7 +14,7 @@ def score(logits: FloatArray, token: int, top: int) -> TokenScore:
     Args:
         logits: the target's row for the token's place, shape (vocabulary,).
         token: the one that stands there.
-        top: how many of the most probable tokens to name, lower ids first among equals.
+        top: how many of the most probable tokens to name, the most probable first.
 
     Raises:
         FloatingPointError: the logits are not finite.

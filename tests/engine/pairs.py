@@ -13,8 +13,9 @@ from specserve.operations.tiny import write_tiny
 from specserve.sequence import Sequence
 from specserve.serving.loading import load_models
 from specserve.serving.openai import Tokenizer, to_generations
-from specserve.serving.requests import CompletionRequest, parse_body
+from specserve.serving.requests import CompletionRequest
 from specserve.serving.scheduler import Scheduler
+from specserve.serving.validation import parse_body
 
 PLAIN = {"mode": "off"}
 

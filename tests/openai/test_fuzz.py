@@ -19,7 +19,8 @@ from specserve.errors import RequestError
 from specserve.operations.tiny import write_tiny
 from specserve.serving.generation import Generation
 from specserve.serving.openai import Prompt, Tokenizer, to_generations
-from specserve.serving.requests import ChatRequest, CompletionRequest, parse_body
+from specserve.serving.requests import ChatRequest, CompletionRequest
+from specserve.serving.validation import parse_body
 
 CONFIG = HandlerConfig(
     model_id="tiny",

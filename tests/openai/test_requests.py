@@ -13,7 +13,8 @@ from specserve.engine.fake import FakeVocabulary
 from specserve.errors import RequestError
 from specserve.serving.generation import Generation
 from specserve.serving.openai import Prompt, Tokenizer, to_generations
-from specserve.serving.requests import ChatRequest, CompletionRequest, GenerationRequest, parse_body
+from specserve.serving.requests import ChatRequest, CompletionRequest, GenerationRequest
+from specserve.serving.validation import parse_body
 
 VOCABULARY = FakeVocabulary(200)
 CONFIG = HandlerConfig(

@@ -1,28 +1,26 @@
-"""The one definition of the requests that are understood: pydantic models, and errors in OpenAI's words."""
+"""The one definition of the requests that are understood, as pydantic models; validation.py reads them."""
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from specserve.errors import RequestError
 from specserve.sequence import Verification
 
-_MAX_STOPS = 16
+MAX_STOPS = 16
 _MAX_BIASES = 1024
-_MAX_CHOICES = 128
+MAX_CHOICES = 128
 _INT64 = 2**63
 
 
-_DISAGREEMENT = "fields_disagree"
+DISAGREEMENT = "fields_disagree"
 
 
 def _disagreement(param: str, sentence: str) -> PydanticCustomError:
     """Fields that are right by themselves and wrong together; `param` is the one to change."""
-    return PydanticCustomError(_DISAGREEMENT, "{sentence}", {"param": param, "sentence": sentence})
+    return PydanticCustomError(DISAGREEMENT, "{sentence}", {"param": param, "sentence": sentence})
 
 
 class _Body(BaseModel):
@@ -123,10 +121,10 @@ class GenerationRequest(_Body):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
-    stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: int | None = Field(default=None, ge=1, le=_MAX_CHOICES)
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     ignore_eos: bool | None = False
     response_format: ResponseFormat | None = None
     grammar: Annotated[Text, Field(min_length=1)] | None = None
@@ -196,8 +194,8 @@ class CompletionRequest(GenerationRequest):
     prompt: (
         Text
         | Annotated[list[int], Field(fail_fast=True)]
-        | Annotated[list[Text], Field(fail_fast=True, max_length=_MAX_CHOICES)]
-        | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True, max_length=_MAX_CHOICES)]
+        | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_CHOICES)]
+        | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True, max_length=MAX_CHOICES)]
     )
     max_tokens: int | None = Field(default=16, ge=0)
     echo: bool | None = False
@@ -211,8 +209,8 @@ class CompletionRequest(GenerationRequest):
             raise _disagreement("best_of", "'best_of' may not be smaller than 'n'")
         if self.stream and self.candidates > self.choices:
             raise _disagreement("best_of", "'best_of' larger than 'n' cannot be streamed")
-        if len(self.prompts) * self.candidates > _MAX_CHOICES:
-            raise _disagreement("prompt", f"a request may ask for at most {_MAX_CHOICES} answers in all")
+        if len(self.prompts) * self.candidates > MAX_CHOICES:
+            raise _disagreement("prompt", f"a request may ask for at most {MAX_CHOICES} answers in all")
         return self
 
     @property
@@ -290,60 +288,3 @@ class ChatRequest(GenerationRequest):
     def most_tokens(self) -> int | None:
         """How long the answer may be, by OpenAI's newer name for it first."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-
-_NOT_SERVED = frozenset({"tools", "tool_choice", "functions", "function_call", "modalities", "audio"})
-_EXPECTED = {
-    "prompt": f"must be a string of valid Unicode, a list of token ids, or a list of up to {_MAX_CHOICES} of either",
-    "stop": f"must be a string or a list of at most {_MAX_STOPS} strings, none of them empty or over 1000 characters",
-    "messages": "must be a list of {role, content}, role being system, user or assistant and content text",
-}
-
-AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
-
-
-def parse_body(body: object, kind: type[AnyRequest]) -> AnyRequest:
-    """Validate what TorchServe made of a request's body: a mapping, or bytes where that was not JSON.
-
-    Raises:
-        RequestError: 400; `param` names the field that is wrong.
-    """
-    if isinstance(body, bytes | bytearray | str):
-        try:
-            body = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"The request's body is not valid JSON: {error}.") from error
-    if not isinstance(body, dict):
-        raise RequestError("The request's body must be a JSON object; send it with content-type application/json.")
-    # Looked up here, since pydantic would write an error for each of a million unknown fields.
-    unknown = next((str(field) for field in body if field not in kind.model_fields), None)
-    if unknown is not None:
-        raise RequestError(f"Unknown field: '{unknown}'.", param=unknown, code="unknown_parameter")
-    try:
-        return kind.model_validate(body)
-    except ValidationError as error:
-        raise _explain(error.errors(include_url=False, include_input=False)[0]) from error
-
-
-def _explain(error: Any) -> RequestError:
-    """OpenAI's error for pydantic's: one sentence that names the field."""
-    if error["type"] == _DISAGREEMENT:
-        param, sentence = error["ctx"]["param"], error["ctx"]["sentence"]
-        return RequestError(f"Invalid request: {sentence}.", param=param, code="invalid_value")
-    # pydantic names the kinds it tried as well, as in "list[TextPart]".
-    field, *inside = (str(part) for part in error["loc"] if str(part).isidentifier() or isinstance(part, int))
-    if field == "response_format":
-        inside = inside[1:]  # pydantic names the form before its field
-    nested = ("speculation", "stream_options", "messages", "response_format", "prediction")
-    param = ".".join([field, *inside[:2]]) if field in nested else field
-    if error["type"] == "extra_forbidden":
-        return RequestError(f"Unknown field: '{param}'.", param=param, code="unknown_parameter")
-    if error["type"] == "missing":
-        return RequestError(f"The field '{param}' is missing.", param=param, code="missing_required_parameter")
-    if field in _NOT_SERVED:
-        return RequestError(f"'{param}' is not supported by this server.", param=param, code="unsupported_value")
-    expected = _EXPECTED.get(field)
-    if expected is None:
-        message = str(error["msg"])
-        expected = message[0].lower() + message[1:]
-    return RequestError(f"Invalid value for '{param}': {expected}.", param=param, code="invalid_value")

@@ -19,8 +19,9 @@ from specserve.serving.answers import Answer, ChatAnswer, CompletionAnswer, mode
 from specserve.serving.loading import Models, load_models
 from specserve.serving.openai import Prompt, Tokenizer, to_generations
 from specserve.serving.openapi import openapi
-from specserve.serving.requests import AnyRequest, ChatRequest, CompletionRequest, parse_body
+from specserve.serving.requests import ChatRequest, CompletionRequest
 from specserve.serving.scheduler import Scheduler
+from specserve.serving.validation import AnyRequest, parse_body
 
 logger = logging.getLogger(__name__)
 

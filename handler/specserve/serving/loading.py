@@ -161,8 +161,10 @@ def describe(invariance: Invariance, *, requantised: bool) -> str:
     }
     named = ", ".join(f"{cause} (by up to {difference:.2g})" for cause, difference in causes.items() if difference)
     advice = "" if invariance.alone or requantised else "; `requantise: q4_0` removes what comes from rows and chunks"
-    company = " in company, and repeat exactly alone in an empty cache" if invariance.alone else ""
+    exactly = (
+        "repeat exactly alone in an empty cache; in company, or after other requests, they " if invariance.alone else ""
+    )
     return (
-        f"the target's logits differ with {named}: greedy and seeded texts may differ between runs where two tokens "
-        f"are nearly equal{company}{advice}"
+        f"the target's logits differ with {named}: greedy and seeded texts {exactly}may differ between runs where two "
+        f"tokens are nearly equal{advice}"
     )

@@ -86,11 +86,8 @@ def summarise(family: str, temperature: float, mode: Mode, pairs: list[tuple[Run
     """One row of the result from (plain, this mode) pairs, one a prompt."""
     runs = [run for _, run in pairs]
     ratios = [run.speed / plain.speed for plain, run in pairs]
-    accounts = [run.account for run in runs]
-    seconds = sum(account.decode_seconds for account in accounts)
-    drafted = sum(account.drafted for account in accounts)
-    rounds = sum(account.rounds for account in accounts)
-    accepted = sum(account.accepted for account in accounts)
+    account = Account.total(run.account for run in runs)
+    seconds = account.decode_seconds
     low, _, high = quantiles(ratios, n=4)
     return {
         "family": family,
@@ -100,11 +97,11 @@ def summarise(family: str, temperature: float, mode: Mode, pairs: list[tuple[Run
         "ratio": round(median(ratios), 3),
         "ratio_with_prefill": round(median(run.whole_speed / plain.whole_speed for plain, run in pairs), 3),
         "spread": [round(low, 3), round(high, 3)],
-        "acceptance_rate": round(accepted / drafted, 3) if drafted else None,
-        "mean_acceptance_length": round((accepted + rounds) / rounds, 3),
-        "share_target": round(sum(account.target_seconds for account in accounts) / seconds, 4),
-        "share_draft": round(sum(account.draft_seconds for account in accounts) / seconds, 4),
-        "share_other": round(sum(account.other_seconds for account in accounts) / seconds, 4),
+        "acceptance_rate": round(account.accepted / account.drafted, 3) if account.drafted else None,
+        "mean_acceptance_length": round(account.mean_acceptance_length, 3),
+        "share_target": round(account.target_seconds / seconds, 4),
+        "share_draft": round(account.draft_seconds / seconds, 4),
+        "share_other": round(account.other_seconds / seconds, 4),
         "same_text_as_plain": sum(run.tokens == plain.tokens for plain, run in pairs),
         "prompts": len(pairs),
     }

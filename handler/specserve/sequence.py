@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
+from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
@@ -111,6 +112,22 @@ class Account:
         if self._last_drafter and accepted > 0:
             self._tally(self._last_drafter, 0, -accepted)
 
+    @classmethod
+    def total(cls, accounts: Iterable[Account]) -> Account:
+        """All of them as one, but for whose drafts came last."""
+        total = cls()
+        for account in accounts:
+            total.shared |= account.shared
+            total.rounds += account.rounds
+            total.gammas += account.gammas
+            total.prefill_seconds += account.prefill_seconds
+            total.draft_seconds += account.draft_seconds
+            total.target_seconds += account.target_seconds
+            total.other_seconds += account.other_seconds
+            for drafter, tally in account.drafters.items():
+                total._tally(drafter, *tally)
+        return total
+
     def _tally(self, drafter: str, drafted: int, accepted: int) -> None:
         before = self.drafters.get(drafter, Tally())
         self.drafters[drafter] = Tally(before.drafted + drafted, before.accepted + accepted)
@@ -134,6 +151,15 @@ class Account:
     def mean_acceptance_length(self) -> float:
         """Tokens a round, the recovered or bonus token included; 0 before the first round."""
         return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0
+
+
+def common_prefix(left: list[int], right: list[int], most: int | None = None) -> int:
+    """How many leading tokens two texts share, counted up to `most`."""
+    shorter = min(len(left), len(right))
+    most = shorter if most is None else min(most, shorter)
+    if left[:most] == right[:most]:
+        return most
+    return next(i for i in range(most) if left[i] != right[i])
 
 
 class Sequence:
@@ -216,10 +242,7 @@ class Sequence:
 
     def common_prefix(self, tokens: list[int], most: int) -> int:
         """How many leading tokens this text shares with another one, counted up to `most`."""
-        most = min(most, len(self.tokens), len(tokens))
-        if self.tokens[:most] == tokens[:most]:
-            return most
-        return next(i for i in range(most) if self.tokens[i] != tokens[i])
+        return common_prefix(self.tokens, tokens, most)
 
     def truncate(self, generated: int) -> None:
         """Drop all but the first `generated` tokens behind the prompt; caches hold no more than what is left.

@@ -16,6 +16,7 @@ from specserve.engine.base import Vocabulary
 from specserve.engine.gbnf import UnusableGrammar, gbnf_to_lark
 from specserve.engine.schema import UnusableSchema, schema_text
 from specserve.errors import ConstraintError, RequestError
+from specserve.sequence import common_prefix
 
 BoolArray = NDArray[np.bool_]
 
@@ -126,7 +127,7 @@ class Constraint:
     def _follow(self, written: Sequence[int]) -> bool:
         """Bring the matcher behind `written`; False where that ends the text or breaks the grammar."""
         tokens = list(written)
-        shared = _common_prefix(self._consumed, tokens)
+        shared = common_prefix(self._consumed, tokens)
         if shared < len(self._consumed):
             self._matcher.rollback(len(self._consumed) - shared)
             del self._consumed[shared:]
@@ -232,13 +233,6 @@ class _Pieces:
     def __call__(self, _text: bytes) -> list[int]:
         """Without forcing nothing is ever tokenised."""
         return []
-
-
-def _common_prefix(left: list[int], right: list[int]) -> int:
-    """How many leading tokens are the same."""
-    if right[: len(left)] == left:
-        return len(left)
-    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), len(right))
 
 
 def _refusal(what: str, reason: object, param: str) -> RequestError:

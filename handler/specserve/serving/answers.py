@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Mapping
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic
 
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
-from specserve.sequence import Tally
+from specserve.sequence import Account, Tally
 from specserve.serving.generation import Generation
 from specserve.serving.logprobs import chat_logprobs, completion_logprobs, joined, prompt_logprobs
 from specserve.serving.openai import Prompt
-from specserve.serving.requests import ChatRequest, CompletionRequest, GenerationRequest
+from specserve.serving.requests import ChatRequest, CompletionRequest
 from specserve.serving.responses import (
     ChatChoice,
     ChatChunkChoice,
@@ -29,9 +28,9 @@ from specserve.serving.responses import (
     Totals,
     Usage,
 )
+from specserve.serving.validation import AnyRequest
 
 JsonObject = dict[str, Any]
-AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
 
 
 def sse(event: Mapping[str, object]) -> str:
@@ -149,7 +148,7 @@ class Answer(ABC, Generic[AnyRequest]):
     def _usage(self) -> Usage:
         prompts = sum(group[0].sequence.prompt_length for group in self._candidates)
         written = sum(generation.sequence.generated for generation in self.generations)
-        predicted = self._drafters().get("prediction", Tally())
+        predicted = self._account().drafters.get("prediction", Tally())
         return {
             "prompt_tokens": prompts,
             "completion_tokens": written,
@@ -161,45 +160,36 @@ class Answer(ABC, Generic[AnyRequest]):
             },
         }
 
-    def _drafters(self) -> dict[str, Tally]:
-        drafters: dict[str, Tally] = {}
-        for generation in self.generations:
-            for name, tally in generation.sequence.account.drafters.items():
-                before = drafters.get(name, Tally())
-                drafters[name] = Tally(before.drafted + tally.drafted, before.accepted + tally.accepted)
-        return drafters
+    def _account(self) -> Account:
+        return Account.total(generation.sequence.account for generation in self.generations)
 
     def _speculation(self) -> Speculation:
         """The account of the request: what was drafted, and where the time went."""
-        accounts = [generation.sequence.account for generation in self.generations]
+        account = self._account()
         params = self.generations[0].sequence.speculation
-        rounds = sum(account.rounds for account in accounts)
-        accepted = sum(account.accepted for account in accounts)
-        gammas = sum((account.gammas for account in accounts), Counter[int]())
-        decoding = sum(account.decode_seconds for account in accounts)
         # Plain decoding takes a step for every token but the first, which comes out of the prefill.
-        plain = (rounds + accepted) * self._plain_step_seconds
+        plain = (account.rounds + account.accepted) * self._plain_step_seconds
         # Seconds that batch-mates share say nothing about one sequence alone.
-        shared = any(account.shared for account in accounts)
+        alone = account.decode_seconds > 0 and not account.shared
         return {
             "mode": self._mode if params.gamma else "off",
             "verification": params.verification,
-            "rounds": rounds,
-            "drafted_tokens": sum(account.drafted for account in accounts),
-            "accepted_tokens": accepted,
-            "mean_acceptance_length": round((accepted + rounds) / rounds, 3) if rounds else 0.0,
-            "gamma_histogram": {str(gamma): count for gamma, count in sorted(gammas.items())},
+            "rounds": account.rounds,
+            "drafted_tokens": account.drafted,
+            "accepted_tokens": account.accepted,
+            "mean_acceptance_length": round(account.mean_acceptance_length, 3),
+            "gamma_histogram": {str(gamma): count for gamma, count in sorted(account.gammas.items())},
             "drafters": {
-                name: {"drafted": tally.drafted, "accepted": tally.accepted} for name, tally in self._drafters().items()
+                name: {"drafted": tally.drafted, "accepted": tally.accepted} for name, tally in account.drafters.items()
             },
             "seconds": {
-                "prefill": round(sum(account.prefill_seconds for account in accounts), 6),
-                "draft": round(sum(account.draft_seconds for account in accounts), 6),
-                "target": round(sum(account.target_seconds for account in accounts), 6),
-                "other": round(sum(account.other_seconds for account in accounts), 6),
+                "prefill": round(account.prefill_seconds, 6),
+                "draft": round(account.draft_seconds, 6),
+                "target": round(account.target_seconds, 6),
+                "other": round(account.other_seconds, 6),
                 "plain_estimate": round(plain, 6),
             },
-            "estimated_speedup": round(plain / decoding, 3) if decoding and not shared else None,
+            "estimated_speedup": round(plain / account.decode_seconds, 3) if alone else None,
         }
 
 

@@ -146,8 +146,9 @@ class Scheduler:
 
     def _longest_prefix(self, sequence: Sequence) -> tuple[Slot, int]:
         """The slot whose cache holds most of a prompt, a free one if possible, and how much of it."""
-        best = max(self._slots, key=lambda slot: (slot.common_prefix(sequence), slot.live is None))
-        return best, best.common_prefix(sequence)
+        shared = [slot.common_prefix(sequence) for slot in self._slots]
+        best = max(range(len(shared)), key=lambda index: (shared[index], self._slots[index].live is None))
+        return self._slots[best], shared[best]
 
     def _being_read(self, sequence: Sequence) -> int:
         """How much of a prompt the caches will hold when those that are being read are complete."""

@@ -7,38 +7,19 @@ rejected; and the target's row and the draft's row are shaped alike.
 from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
-from typing import Protocol
 
 import numpy as np
 
-from specserve.sequence import Sequence
+from specserve.sequence import SamplingParams, Sequence
 from specserve.speculation.distribution import FloatArray, to_distribution
 
 
-class Shaping(Protocol):
-    """What a request says about single tokens."""
-
-    @property
-    def logit_bias(self) -> tuple[tuple[int, float], ...]:
-        """Added to the logits of these tokens."""
-
-    @property
-    def repetition_penalty(self) -> float:
-        """Divides positive logits of tokens of prompt and answer, and multiplies negative ones; 1 changes nothing."""
-
-    @property
-    def frequency_penalty(self) -> float:
-        """Taken from a token's logit for every time it stands in the answer."""
-
-    @property
-    def presence_penalty(self) -> float:
-        """Taken from a token's logit if it stands in the answer."""
-
-
-def shape_logits(logits: FloatArray, shaping: Shaping, prompt: Tokens[int], written: Tokens[int]) -> FloatArray:
+def shape_logits(logits: FloatArray, shaping: SamplingParams, prompt: Tokens[int], written: Tokens[int]) -> FloatArray:
     """The logits as the request wants them.
 
-    Biases come first, then the repetition penalty, then what is subtracted.
+    First `logit_bias` is added to its tokens. Then `repetition_penalty` divides the positive logits of tokens of
+    prompt and answer and multiplies the negative ones. Then `frequency_penalty` is taken from a token's logit for
+    every time it stands in the answer, and `presence_penalty` once if it does.
 
     Args:
         logits: shape (vocabulary,); not changed.
@@ -73,11 +54,12 @@ def distribution_behind(logits: FloatArray, sequence: Sequence, drafts: Tokens[i
         FloatingPointError: no token with a finite logit is left.
         ConstraintError: the request's grammar has become too costly to follow.
     """
-    sampling = sequence.sampling
+    sampling, constraint = sequence.sampling, sequence.constraint
+    written = [*sequence.answer, *drafts] if sampling.shapes_logits or constraint is not None else []
     if sampling.shapes_logits:
-        logits = shape_logits(logits, sampling, sequence.prompt, [*sequence.answer, *drafts])
-    if sequence.constraint is not None:
-        allowed = sequence.constraint.allowed([*sequence.answer, *drafts])
+        logits = shape_logits(logits, sampling, sequence.prompt, written)
+    if constraint is not None:
+        allowed = constraint.allowed(written)
         if allowed is not None:
             logits = np.where(allowed, logits, -np.inf)
     return to_distribution(logits, sampling)

@@ -606,9 +606,11 @@ def test_an_answer_ends_where_its_grammar_does() -> None:
     assert (len(answer(generation)), generation.finish_reason) == (6, "stop")
 
 
-def test_a_grammar_that_becomes_too_costly_ends_its_answer_alone_and_the_draft_model_stays() -> None:
+@pytest.mark.parametrize("gamma", [0, 3])
+def test_a_grammar_that_becomes_too_costly_ends_its_answer_alone_and_the_draft_model_stays(gamma: int) -> None:
+    """Without drafts it is first seen when the new tokens are read, with drafts in the round."""
     bench = Bench()
-    failing = bench.submit([1, 2], max_tokens=30, constraint=Alternating(VOCABULARY, fails_at=7))
+    failing = bench.submit([1, 2], gamma=gamma, max_tokens=30, constraint=Alternating(VOCABULARY, fails_at=7))
     other = bench.submit([3, 4], max_tokens=30)
     bench.run()
     assert failing.error

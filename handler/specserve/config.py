@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -67,8 +67,12 @@ class ModelConfig(_Section):
 class SpeculationConfig(_Section):
     """The operator's side of speculation: the default and the cap of what a request may ask for."""
 
-    gamma: int = Field(default=3, ge=0, le=32, description="Draft tokens a round; 0 drafts only where asked.")
-    max_gamma: int = Field(default=16, ge=1, le=32, description="The most a request may ask for.")
+    mode: Literal["auto", "fixed", "off"] = Field(
+        default="auto", description="Who decides how many drafts a round has: the controller, or `gamma`; off: none."
+    )
+    gamma: int = Field(default=3, ge=1, le=32, description="Draft tokens a round where the mode is fixed.")
+    max_gamma: int = Field(default=16, ge=1, le=32, description="The most a round may have, whoever asks.")
+    window: int = Field(default=256, ge=16, description="How far back the draft model reads where it joins a text.")
 
     @model_validator(mode="after")
     def _default_within_cap(self) -> SpeculationConfig:
@@ -95,6 +99,12 @@ class HandlerConfig(_Section):
     )
     time_slice_ms: float = Field(default=40.0, ge=0, description="A handle() call decodes at least this long.")
     speculation: SpeculationConfig = SpeculationConfig()
+
+
+def cache_directory() -> Path:
+    """Where models and measurements are kept: $SPECSERVE_CACHE, or below the user's own cache."""
+    cache = os.environ.get("SPECSERVE_CACHE")
+    return Path(cache).expanduser() if cache else Path.home() / ".cache" / "specserve"
 
 
 def usable_cores() -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Verification = Literal["token", "block", "coupled"]
-DrafterName = Literal["model", "prediction"]
+DrafterName = Literal["model", "lookup", "prediction", "grammar"]
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,13 @@ class SpeculationParams:
         gamma: the most drafts a round.
         verification: the rule of rejection.py.
         drafter: the only one to ask; None asks each in turn.
+        adaptive: whether the controller decides how many drafts a round has; otherwise `gamma`, as far as there are.
     """
 
     gamma: int = 0
     verification: Verification = "block"
     drafter: DrafterName | None = None
+    adaptive: bool = False
 
 
 class Constraint(Protocol):
@@ -68,6 +70,13 @@ class Constraint(Protocol):
 
     def complete(self, written: Tokens[int]) -> bool:
         """Whether the answer can only end here."""
+
+    def forced(self, written: Tokens[int], limit: int) -> list[int]:
+        """At most `limit` tokens that the grammar's only next characters are likely to be written with.
+
+        Raises:
+            ConstraintError: the grammar has become too costly to follow.
+        """
 
 
 class TokenScore(NamedTuple):
@@ -87,9 +96,11 @@ class Tally(NamedTuple):
 
 @dataclass
 class Account:
-    """What one sequence's rounds did and took; seconds are its share, by rows, of rounds it had with others."""
+    """What one sequence's rounds did and took; seconds are its share, by rows, of rounds it had with others.
 
-    shared: bool = False
+    `plain_seconds` is what the cost model says its tokens behind the first would have taken without drafts.
+    """
+
     rounds: int = 0
     drafters: dict[str, Tally] = field(default_factory=dict)
     gammas: Counter[int] = field(default_factory=Counter)
@@ -97,33 +108,34 @@ class Account:
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
     other_seconds: float = 0.0
-    _last_drafter: str | None = None
+    plain_seconds: float = 0.0
+    _last_accepted: list[str] = field(default_factory=list)
 
-    def add_round(self, drafter: str, gamma: int, accepted: int) -> None:
-        """Count one round of decoding; the round that ends a prefill is not one."""
+    def add_round(self, sources: list[str], accepted: int) -> None:
+        """Count one round of decoding, with the drafter of each draft; the round that ends a prefill is not one."""
         self.rounds += 1
-        self.gammas[gamma] += 1
-        self._last_drafter = drafter if gamma else None
-        if gamma:
-            self._tally(drafter, gamma, accepted)
+        self.gammas[len(sources)] += 1
+        self._last_accepted = sources[:accepted]
+        for place, drafter in enumerate(sources):
+            self._tally(drafter, 1, int(place < accepted))
 
     def take_back(self, accepted: int) -> None:
-        """Drafts of the last round stood behind the end of the text."""
-        if self._last_drafter and accepted > 0:
-            self._tally(self._last_drafter, 0, -accepted)
+        """The last of the drafts that the last round accepted stood behind the end of the text."""
+        for drafter in self._last_accepted[max(0, len(self._last_accepted) - accepted) :]:
+            self._tally(drafter, 0, -1)
 
     @classmethod
     def total(cls, accounts: Iterable[Account]) -> Account:
         """All of them as one, but for whose drafts came last."""
         total = cls()
         for account in accounts:
-            total.shared |= account.shared
             total.rounds += account.rounds
             total.gammas += account.gammas
             total.prefill_seconds += account.prefill_seconds
             total.draft_seconds += account.draft_seconds
             total.target_seconds += account.target_seconds
             total.other_seconds += account.other_seconds
+            total.plain_seconds += account.plain_seconds
             for drafter, tally in account.drafters.items():
                 total._tally(drafter, *tally)
         return total
@@ -167,6 +179,7 @@ class Sequence:
 
     `target_cached` and `draft_cached` are how many leading tokens the caches hold. Everything else follows
     from these lengths: what must still be fed, and that a draft's cache lacks a token after full acceptance.
+    The draft may have begun to read in the middle, at `draft_start`: what it holds are the tokens between the two.
     `reused` is how much of the prompt the target's cache already held.
 
     Args:
@@ -206,6 +219,7 @@ class Sequence:
         self.rounds = 0
         self.slot = -1
         self.target_cached = 0
+        self.draft_start = 0
         self.draft_cached = 0
         self.reused = 0
         self.account = Account()
@@ -240,6 +254,22 @@ class Sequence:
         """How many tokens the draft has not seen."""
         return len(self.tokens) - self.draft_cached
 
+    @property
+    def draft_held(self) -> int:
+        """How many tokens the draft's cache holds."""
+        return self.draft_cached - self.draft_start
+
+    def cut_draft(self, length: int) -> None:
+        """The draft's cache holds nothing behind the first `length` tokens."""
+        self.draft_cached = min(self.draft_cached, length)
+        if self.draft_cached <= self.draft_start:
+            self.draft_start = self.draft_cached = 0
+
+    def inherit_draft(self, other: Sequence, length: int) -> None:
+        """The draft's cache holds what another text left there, of which the first `length` tokens are this one's."""
+        self.draft_start, self.draft_cached = other.draft_start, other.draft_cached
+        self.cut_draft(length)
+
     def common_prefix(self, tokens: list[int], most: int) -> int:
         """How many leading tokens this text shares with another one, counted up to `most`."""
         return common_prefix(self.tokens, tokens, most)
@@ -254,4 +284,4 @@ class Sequence:
         del self.tokens[self.prompt_length + generated :]
         del self.scores[generated:]
         self.target_cached = min(self.target_cached, len(self.tokens))
-        self.draft_cached = min(self.draft_cached, len(self.tokens))
+        self.cut_draft(len(self.tokens))

@@ -31,21 +31,21 @@ class Planted(FakeEngine):
     def __init__(self, fault: Fault, *, n_slots: int = 2) -> None:
         super().__init__(vocabulary=24, n_slots=n_slots)
         self._fault = fault
-        self.cells: list[tuple[int, int] | None] = []
+        self.layout: list[tuple[int, int] | None] = []
         self.wide: set[tuple[int, int]] = set()
 
     def forward(self, rows: list[Row]) -> FloatArray:
         for row in rows:
             place = (row.slot, row.position)
-            free = self.cells.index(None) if None in self.cells else len(self.cells)
-            self.cells[free : free + 1] = [place]
+            free = self.layout.index(None) if None in self.layout else len(self.layout)
+            self.layout[free : free + 1] = [place]
             (self.wide.add if len(rows) >= 64 else self.wide.discard)(place)
         wrong = [self._fault(self, rows, row) for row in rows if row.wants_logits]
         return super().forward(rows) + NOISE * np.array(wrong, np.float32)[:, None]
 
     def cut(self, slot: int, length: int) -> None:
         super().cut(slot, length)
-        self.cells = [None if cell and cell[0] == slot and cell[1] >= length else cell for cell in self.cells]
+        self.layout = [None if cell and cell[0] == slot and cell[1] >= length else cell for cell in self.layout]
 
 
 def never(_engine: Planted, _rows: list[Row], _row: Row) -> bool:
@@ -59,7 +59,7 @@ def rows_of_four(_engine: Planted, rows: list[Row], row: Row) -> bool:
 
 def lone_rows_of_long_texts(engine: Planted, rows: list[Row], _row: Row) -> bool:
     """What llama.cpp does with keys and values in half precision."""
-    return len(rows) == 1 and len(engine.cells) > 256
+    return len(rows) == 1 and len(engine.layout) > 256
 
 
 def wide_chunks(engine: Planted, _rows: list[Row], row: Row) -> bool:
@@ -67,7 +67,7 @@ def wide_chunks(engine: Planted, _rows: list[Row], row: Row) -> bool:
 
 
 def cells_out_of_order(engine: Planted, _rows: list[Row], row: Row) -> bool:
-    own = [cell[1] for cell in engine.cells if cell and cell[0] == row.slot]
+    own = [cell[1] for cell in engine.layout if cell and cell[0] == row.slot]
     return own != sorted(own)
 
 

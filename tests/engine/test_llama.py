@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from costs import proportional
 from pairs import TinyFiles
 from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine, LlamaModel, check_same_vocabulary
@@ -16,7 +17,9 @@ from specserve.operations.tiny import ARCHITECTURES
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler
-from specserve.speculation.drafters import Drafters, ModelDrafter
+from specserve.speculation.controller import Controller
+from specserve.speculation.drafters import Drafters
+from specserve.speculation.model import DraftModel
 
 SLOTS = 3
 CONTEXT = 256
@@ -78,8 +81,10 @@ def speculate(architecture: str, tiny_file: TinyFile, gammas: list[int], *, toge
     target = LlamaModel(tiny_file(architecture, "target"))
     draft = LlamaModel(tiny_file(architecture, "draft"))
     check_same_vocabulary(target, draft)
-    drafter = ModelDrafter(engine_for(draft), max_rows=16, vocabulary=target.size, context_length=4096)
-    scheduler = Scheduler(engine_for(target), Drafters(drafter), prefill_rows=16, idle_tokens=4096)
+    cost = proportional()
+    reader = DraftModel(engine_for(draft), cost, window=512, max_rows=16, vocabulary=target.size, context_length=4096)
+    drafters = Drafters(Controller(cost, cost), model=reader, vocabulary=target.size)
+    scheduler = Scheduler(engine_for(target), drafters, prefill_rows=16, idle_tokens=4096)
     sequences = []
     for prompt, gamma in zip(PROMPTS, gammas, strict=True):
         sequences.append(

@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from constraints import AlternatingGrammars
+from costs import flat
 from specserve.config import HandlerConfig, ModelConfig
 from specserve.engine.fake import FakeEngine, FakeVocabulary
 from specserve.serving.chat import ChatTemplate
 from specserve.serving.loading import Models
 from specserve.serving.torchserve import Handler
-from specserve.speculation.drafters import Drafters, ModelDrafter, PredictionDrafter
+from specserve.speculation.controller import Controller
+from specserve.speculation.drafters import Drafters
+from specserve.speculation.guessers import LookupDrafter, PredictionDrafter
+from specserve.speculation.model import DraftModel
 
 SLOTS = 4
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
@@ -36,15 +40,14 @@ class FrontEnd:
             context_length=256,
             time_slice_ms=0,
         )
+        model = DraftModel(draft, flat(0.001), window=64, max_rows=32, vocabulary=200, context_length=4096)
         models = Models(
             vocabulary,
             AlternatingGrammars(200),
             self.target,
             Drafters(
-                PredictionDrafter(vocabulary=200),
-                ModelDrafter(draft, max_rows=32, vocabulary=200, context_length=4096),
+                Controller(flat(0.01), flat(0.001)), PredictionDrafter(), LookupDrafter(), model=model, vocabulary=200
             ),
-            plain_step_seconds=0.01,
         )
         models = replace(models, chat_template=ChatTemplate(TEMPLATE, bos="", eos=""))
         self.handler.start(config, models, "qwen")

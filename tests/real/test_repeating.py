@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
+from costs import proportional
 from specserve.config import load_yaml
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.invariance import Invariance, probe
@@ -19,7 +20,9 @@ from specserve.engine.llama import LlamaEngine, LlamaModel
 from specserve.operations.places import DEFAULT_CONFIG, PROJECT, models_directory
 from specserve.operations.prepare import prepare
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams
-from specserve.speculation.drafters import Drafters, Proposal, Wish
+from specserve.speculation.controller import Controller
+from specserve.speculation.drafters import Drafters
+from specserve.speculation.guess import Guess
 from specserve.speculation.rejection import (
     RULES,
     Distributions,
@@ -106,18 +109,17 @@ def plain_text(loaded: Loaded, prompt: list[int]) -> Plain:
 class Replay:
     """Drafts the plain text, with the target's second choice instead of its first at every few places."""
 
-    name: ClassVar[DrafterName] = "model"
+    name: ClassVar[DrafterName] = "lookup"
 
     def __init__(self, plain: Plain) -> None:
         self._drafts = list(plain.tokens)
         for place in range(WRONG_EVERY, TOKENS, WRONG_EVERY):
             self._drafts[place] = int(np.argsort(plain.logits[place])[-2])
 
-    def propose(self, wishes: list[Wish]) -> list[Proposal]:
-        return [Proposal(self._drafts[s.generated : s.generated + gamma], [], self.name) for s, gamma, _ in wishes]
-
-    def keep(self, sequence: Sequence, length: int) -> None:
-        """It holds nothing."""
+    def guess(self, sequence: Sequence, drafts: list[int], most: int) -> Guess:
+        place = sequence.generated + len(drafts)
+        tokens = self._drafts[place : place + most]
+        return Guess(tokens, [0.9] * len(tokens))
 
 
 def speculative_text(loaded: Loaded, plain: Plain) -> list[int]:
@@ -130,7 +132,8 @@ def speculative_text(loaded: Loaded, plain: Plain) -> list[int]:
         plain.prompt, SamplingParams(temperature=0), SpeculationParams(GAMMA, "coupled"), max_tokens=TOKENS
     )
     sequence.slot = 0
-    drafters = Drafters(Replay(plain))
+    cost = proportional()
+    drafters = Drafters(Controller(cost, None), Replay(plain), vocabulary=loaded.engine.width)
     while sequence.remaining > 0 and sequence.answer == plain.tokens[: sequence.generated]:
         gamma = min(GAMMA, sequence.remaining - 1) if sequence.generated else 0
         run_round(loaded.engine, drafters, [Plan(sequence, sequence.target_pending, gamma)])

@@ -29,6 +29,11 @@ class Alternating:
         self.allowed(written)
         return len(written) >= self._length
 
+    def forced(self, written: Sequence[int], limit: int) -> list[int]:
+        """Nothing is forced where half of all tokens may follow."""
+        self.allowed(written)
+        return [0] * min(0, limit)
+
     def fork(self) -> Alternating:
         return self
 

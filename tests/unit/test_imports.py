@@ -21,7 +21,8 @@ ALLOWED = {
     "serving": {"errors", "sequence", "config", "engine", "speculation"},
     "operations": {"errors", "config", "engine"},
 }
-PURE = ("speculation/distribution.py", "speculation/rejection.py", "speculation/noise.py")
+MATHEMATICS = ("distribution", "rejection", "noise", "cost", "gamma", "acceptance", "guess", "lookup", "follow")
+PURE = tuple(f"speculation/{name}.py" for name in MATHEMATICS)
 OWNERS = {"llama_cpp": {"engine/llama.py"}, "llguidance": {"engine/grammar.py"}, "ts": {"serving/torchserve.py"}}
 
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
-from specserve.speculation.distribution import FloatArray
-from specserve.speculation.shaping import distribution_behind, shape_logits
+from specserve.speculation.distribution import FloatArray, to_distribution
+from specserve.speculation.shaping import shape_logits, shaped_behind
 
 VOCABULARY = 8
 tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=12)
@@ -56,5 +56,5 @@ def test_drafted_tokens_count_as_written() -> None:
     sequence = Sequence([1], sampling, SpeculationParams(), max_tokens=9)
     sequence.tokens += [2, 3]
     row = np.array([0.0, 0, 3, 2.5])
-    assert distribution_behind(row, sequence, []).tolist() == [0, 0, 1, 0]
-    assert distribution_behind(row, sequence, [2]).tolist() == [0, 0, 0, 1]
+    assert to_distribution(shaped_behind(row, sequence, []), sampling).tolist() == [0, 0, 1, 0]
+    assert to_distribution(shaped_behind(row, sequence, [2]), sampling).tolist() == [0, 0, 0, 1]

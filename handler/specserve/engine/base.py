@@ -77,6 +77,14 @@ class Engine(Protocol):
     def max_logits(self) -> int:
         """The most rows of one forward pass that may want logits."""
 
+    @property
+    def cells(self) -> int:
+        """How many tokens all slots hold."""
+
+    @property
+    def slot_length(self) -> int:
+        """The longest text of one slot."""
+
     def forward(self, rows: list[Row]) -> FloatArray:
         """Run the model over `rows`.
 

@@ -26,10 +26,16 @@ class FakeEngine:
         self.decoded: list[Row] = []
         self.fail_after: int | None = None
         self.poison_after: int | None = None
+        self.slot_length = 4096
         self.width = vocabulary
         self._memory = memory
         self._blend = blend
         self._sharpness = sharpness
+
+    @property
+    def cells(self) -> int:
+        """How many tokens all slots hold."""
+        return sum(map(len, self.cache))
 
     def logits(self, context: list[int]) -> FloatArray:
         """The logits that follow `context`, shape (vocabulary,)."""

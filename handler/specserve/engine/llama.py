@@ -175,9 +175,11 @@ class LlamaEngine:
         self.n_slots = n_slots
         self.max_rows = max_rows
         self.max_logits = max_logits
+        self.slot_length = min(context_length, model.trained_context)
         self.width = model.size
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = n_slots * context_length
+        # Every slot may be full, and a pass have rows that are only there to make it cheaper.
+        params.n_ctx = n_slots * context_length + max_logits
         params.n_seq_max = n_slots
         params.n_batch = params.n_ubatch = max_rows
         params.n_outputs_max = max_logits
@@ -226,6 +228,11 @@ class LlamaEngine:
                 f"{model.path}: this kind of model cannot take tokens back, so drafts cannot be verified with it."
             )
         self.cut(0, 0)
+
+    @property
+    def cells(self) -> int:
+        """How many tokens all slots hold; what slots share counts for each."""
+        return sum(self._lengths)
 
     def forward(self, rows: list[Row]) -> FloatArray:
         """Run the model over `rows`; see `Engine.forward`."""

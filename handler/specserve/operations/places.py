@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+
+from specserve.config import cache_directory
 
 PROJECT = Path(__file__).resolve().parents[3]
 SOURCE_ROOT = PROJECT / "handler"
@@ -15,8 +16,7 @@ STATE = PROJECT / ".specserve"
 
 def models_directory() -> Path:
     """Return the directory that holds fetched and prepared models; it is created."""
-    cache = os.environ.get("SPECSERVE_CACHE")
-    directory = (Path(cache).expanduser() if cache else Path.home() / ".cache" / "specserve") / "models"
+    directory = cache_directory() / "models"
     directory.mkdir(parents=True, exist_ok=True)
     return directory.resolve()
 

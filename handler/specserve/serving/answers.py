@@ -46,7 +46,6 @@ class Answer(ABC, Generic[AnyRequest]):
 
     Args:
         candidates: for every prompt the generations of which the best are given.
-        plain_step_seconds: what one plain decode step takes, for the estimate of the speed-up.
     """
 
     prefix: ClassVar[str]
@@ -62,7 +61,6 @@ class Answer(ABC, Generic[AnyRequest]):
         vocabulary: Vocabulary,
         identity: str,
         model: str,
-        plain_step_seconds: float,
     ) -> None:
         self.streams = bool(request.stream)
         self.generations = [generation for group in candidates for generation in group]
@@ -76,7 +74,6 @@ class Answer(ABC, Generic[AnyRequest]):
             "created": int(time.time()),
             "model": model,
         }
-        self._plain_step_seconds = plain_step_seconds
         self._mode = "auto" if request.speculation is None else request.speculation.mode
         self._begun: set[int] = set()
         self._ended: set[int] = set()
@@ -167,10 +164,7 @@ class Answer(ABC, Generic[AnyRequest]):
         """The account of the request: what was drafted, and where the time went."""
         account = self._account()
         params = self.generations[0].sequence.speculation
-        # Plain decoding takes a step for every token but the first, which comes out of the prefill.
-        plain = (account.rounds + account.accepted) * self._plain_step_seconds
-        # Seconds that batch-mates share say nothing about one sequence alone.
-        alone = account.decode_seconds > 0 and not account.shared
+        plain = account.plain_seconds
         return {
             "mode": self._mode if params.gamma else "off",
             "verification": params.verification,
@@ -189,7 +183,7 @@ class Answer(ABC, Generic[AnyRequest]):
                 "other": round(account.other_seconds, 6),
                 "plain_estimate": round(plain, 6),
             },
-            "estimated_speedup": round(plain / account.decode_seconds, 3) if alone else None,
+            "estimated_speedup": round(plain / account.decode_seconds, 3) if account.decode_seconds else None,
         }
 
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from time import perf_counter
 
 from specserve.config import HandlerConfig, ModelConfig, usable_cores
-from specserve.engine.base import Engine, Row
+from specserve.engine.base import Engine
 from specserve.engine.grammar import GrammarCompiler
 from specserve.engine.invariance import Invariance, probe
 from specserve.engine.llama import LlamaEngine, LlamaModel, check_same_vocabulary
-from specserve.errors import ModelLoadError
+from specserve.errors import EngineError, ModelLoadError
 from specserve.serving.chat import ChatTemplate
+from specserve.serving.costs import measured_cost
 from specserve.serving.openai import Grammars
-from specserve.speculation.drafters import Drafter, Drafters, ModelDrafter, PredictionDrafter
+from specserve.speculation.controller import Controller
+from specserve.speculation.cost import Cost
+from specserve.speculation.drafters import Drafters
+from specserve.speculation.guessers import GrammarDrafter, LookupDrafter, PredictionDrafter
+from specserve.speculation.model import DraftModel
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +32,7 @@ _PROBED_TOKENS = 96
 
 @dataclass(frozen=True)
 class Models:
-    """A target that is ready, what drafts for it, and the seconds of one plain decode step.
+    """A target that is ready, and what drafts for it.
 
     `invariance` is the target's, None where it was not measured. The draft's would say nothing about a text: under
     greedy and coupled verification every token is the target's own choice, whatever was drafted.
@@ -39,7 +42,6 @@ class Models:
     grammars: Grammars
     target: Engine
     drafters: Drafters
-    plain_step_seconds: float
     chat_template: ChatTemplate | None = None
     invariance: Invariance | None = None
 
@@ -56,28 +58,48 @@ def load_models(config: HandlerConfig) -> Models:
     if draft_model is not None:
         check_same_vocabulary(target_model, draft_model)
     target = _engine(target_model, config, _MAX_LOGITS)
-    target_seconds = _step_seconds(target)
-    drafters: list[Drafter] = [PredictionDrafter(vocabulary=target_model.size)]
+    target_cost = _cost(target, target_model, config)
+    draft, draft_cost = None, None
     if draft_model is not None:
-        draft = _engine(draft_model, config, config.sequences)
-        _report_cost(_step_seconds(draft), target_seconds)
-        drafters.append(
-            ModelDrafter(
-                draft,
-                max_rows=config.prefill_rows,
-                vocabulary=target_model.size,
-                context_length=draft_model.trained_context,
-            )
+        engine = _engine(draft_model, config, max(_MAX_LOGITS // 2, config.sequences))
+        draft_cost = _cost(engine, draft_model, config)
+        _report_cost(draft_cost.seconds(1, 0), target_cost.seconds(1, 0))
+        draft = DraftModel(
+            engine,
+            draft_cost,
+            window=config.speculation.window,
+            max_rows=config.prefill_rows,
+            vocabulary=target_model.size,
+            context_length=draft_model.trained_context,
         )
+    drafters = Drafters(
+        Controller(target_cost, draft_cost),
+        PredictionDrafter(),
+        GrammarDrafter(),
+        LookupDrafter(),
+        model=draft,
+        vocabulary=target_model.size,
+    )
     return Models(
         vocabulary=target_model,
         grammars=GrammarCompiler(target_model),
         target=target,
-        drafters=Drafters(*drafters),
-        plain_step_seconds=target_seconds,
+        drafters=drafters,
         chat_template=_chat_template(target_model),
         invariance=_measured_invariance(target, config),
     )
+
+
+def _cost(engine: Engine, model: LlamaModel, config: HandlerConfig) -> Cost:
+    try:
+        table = measured_cost(engine, model.path, threads=_threads(config), context_length=config.context_length)
+    except EngineError as error:
+        raise ModelLoadError(f"{model.path}: its passes cannot be timed: {error}") from error
+    return Cost(table, most=min(engine.max_rows, engine.max_logits))
+
+
+def _threads(config: HandlerConfig) -> int:
+    return config.threads or usable_cores()
 
 
 def _path(model: ModelConfig) -> Path:
@@ -106,22 +128,10 @@ def _engine(model: LlamaModel, config: HandlerConfig, max_logits: int) -> LlamaE
         model,
         n_slots=config.sequences,
         context_length=config.context_length,
-        threads=config.threads or usable_cores(),
+        threads=_threads(config),
         max_rows=config.prefill_rows + _MAX_LOGITS,
         max_logits=max(max_logits, config.sequences),
     )
-
-
-def _step_seconds(engine: Engine) -> float:
-    """Median seconds of one plain decode step with a short context."""
-    engine.forward([Row(0, 0, position, wants_logits=False) for position in range(16)])
-    seconds = []
-    for position in range(16, 16 + 7):
-        started = perf_counter()
-        engine.forward([Row(0, 0, position, wants_logits=True)])
-        seconds.append(perf_counter() - started)
-    engine.cut(0, 0)
-    return median(seconds)
 
 
 def _report_cost(draft: float, target: float) -> None:

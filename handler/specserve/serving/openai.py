@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from specserve.config import HandlerConfig
 from specserve.engine.base import Vocabulary
@@ -231,24 +231,24 @@ def _grammar(request: GenerationRequest, grammars: Grammars) -> Grammar | None:
 def _speculation(request: GenerationRequest, sampling: SamplingParams, config: HandlerConfig) -> SpeculationParams:
     options = request.speculation or SpeculationOptions()
     drafter = None if options.drafter == "auto" else options.drafter
-    if config.speculation.gamma == 0 and options.mode == "auto":
-        drafter = "prediction"  # an operator who wants no drafts means the draft model's, not what a client brings
+    if config.draft is None and drafter == "model":
+        raise _invalid("speculation.drafter", "This server has no draft model.")
+    mode = config.speculation.mode if options.mode == "auto" else options.mode
     return SpeculationParams(
-        gamma=_gamma(options, config, guessed=request.prediction is not None),
+        gamma=_gamma(options, mode, config),
         verification=options.verification or _verification(sampling),
         drafter=drafter,
+        adaptive=mode == "auto",
     )
 
 
-def _gamma(options: SpeculationOptions, config: HandlerConfig, *, guessed: bool) -> int:
-    """How many drafts a round may have, which needs a draft model or the client's own guess."""
+def _gamma(options: SpeculationOptions, mode: Literal["auto", "fixed", "off"], config: HandlerConfig) -> int:
+    """How many drafts a round may have."""
     limits = config.speculation
-    if config.draft is None and (options.drafter == "model" or (options.mode == "fixed" and not guessed)):
-        raise _invalid("speculation", "This server has no draft model.")
-    if options.mode == "off" or (config.draft is None and not guessed):
-        return 0
+    if mode != "fixed":
+        return limits.max_gamma if mode == "auto" else 0
     if options.gamma is None:
-        return limits.gamma or (limits.max_gamma if guessed else 0)
+        return limits.gamma
     if options.gamma > limits.max_gamma:
         raise _invalid("speculation.gamma", f"'speculation.gamma' may be at most {limits.max_gamma} on this server.")
     return options.gamma

@@ -39,7 +39,7 @@ class SpeculationOptions(_Body):
 
     mode: Literal["auto", "off", "fixed"] = "auto"
     gamma: int | None = Field(default=None, ge=1, le=32)
-    drafter: Literal["auto", "model", "prediction"] = "auto"
+    drafter: Literal["auto", "model", "lookup", "prediction", "grammar"] = "auto"
     verification: Verification | None = None
 
 
@@ -160,6 +160,8 @@ class GenerationRequest(_Body):
                 raise _disagreement("speculation.gamma", "'speculation.gamma' needs 'speculation.mode': 'fixed'")
             if options.drafter == "prediction" and self.prediction is None:
                 raise _disagreement("speculation.drafter", "the drafter 'prediction' needs the field 'prediction'")
+            if options.drafter == "grammar" and self.grammar is None and form in {None, "text"}:
+                raise _disagreement("speculation.drafter", "the drafter 'grammar' needs 'response_format' or 'grammar'")
         return self
 
     @property

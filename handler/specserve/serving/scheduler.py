@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -11,7 +12,8 @@ from specserve.engine.base import Engine
 from specserve.errors import EngineError
 from specserve.sequence import Account, Sequence
 from specserve.serving.generation import Generation
-from specserve.speculation.drafters import Drafters, worth_waiting
+from specserve.speculation.drafters import Drafters
+from specserve.speculation.model import worth_waiting
 from specserve.speculation.round import Plan, Times, run_round
 
 logger = logging.getLogger(__name__)
@@ -41,15 +43,23 @@ class Slot:
 class Scheduler:
     """Continuous batching: every step is one round over all live sequences.
 
-    There are no threads and no clocks but the one that fills the accounts: a step is a function of what was
-    submitted, in order.
+    There are no threads, and no clock but the one that fills the accounts and keeps the costs of passes true.
     """
 
-    def __init__(self, target: Engine, drafters: Drafters, *, prefill_rows: int, idle_tokens: int) -> None:
+    def __init__(
+        self,
+        target: Engine,
+        drafters: Drafters,
+        *,
+        prefill_rows: int,
+        idle_tokens: int,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
         self._target = target
         self._drafters = drafters
         self._prefill_rows = prefill_rows
         self._idle_tokens = idle_tokens
+        self._clock = clock
         self._releases = 0
         self._slots = [Slot() for _ in range(target.n_slots)]
         self._waiting: deque[Generation] = deque()
@@ -88,11 +98,11 @@ class Scheduler:
         self._admit()
         if not self._live:
             return
-        started = perf_counter()
+        started = self._clock()
         plans = self._plan()
         prefilling = {id(plan.sequence) for plan in plans if plan.sequence.generated == 0}
         try:
-            times, failed = run_round(self._target, self._drafters, plans)
+            times, failed = run_round(self._target, self._drafters, plans, self._clock)
         except EngineError as error:
             self._fail([(plan.sequence, error) for plan in plans])
             return
@@ -101,13 +111,12 @@ class Scheduler:
             generation.read_new_tokens()
             if generation.done:
                 self._release(generation)
-        other = perf_counter() - started - times.draft - times.target
+        other = self._clock() - started - times.draft - times.target
         rows = sum(plan.rows + plan.gamma for plan in plans)
         for plan in plans:
             share = (plan.rows + plan.gamma) / rows
             mine = Times(times.draft * share, times.target * share, other * share)
             _charge(plan.sequence.account, mine, prefill=id(plan.sequence) in prefilling)
-            plan.sequence.account.shared |= len(plans) > 1
 
     def _admit(self) -> None:
         """Give waiting answers a free slot each; one whose text is just being read for another waits for that."""
@@ -136,7 +145,8 @@ class Scheduler:
         sequence.slot = self._slots.index(slot)
         sequence.target_cached = sequence.reused = shared
         if slot is source:
-            sequence.draft_cached = min(shared, source.last.draft_cached) if source.last else 0
+            if source.last:
+                sequence.inherit_draft(source.last, shared)
         elif shared:
             self._target.copy(self._slots.index(source), sequence.slot, shared)
         self._cut(sequence)
@@ -172,7 +182,8 @@ class Scheduler:
                 return
             held -= slot.held
             if slot.last:
-                slot.last.target_cached = slot.last.draft_cached = 0
+                slot.last.target_cached = 0
+                slot.last.cut_draft(0)
                 self._cut(slot.last)
 
     def _plan(self) -> list[Plan]:
@@ -220,7 +231,8 @@ class Scheduler:
             if reason is not None:
                 logger.error("specserve: an answer cannot go on: %s", reason)
                 generation.fail(reason)
-                generation.sequence.target_cached = generation.sequence.draft_cached = 0
+                generation.sequence.target_cached = 0
+                generation.sequence.cut_draft(0)
                 self._release(generation)
 
 

@@ -177,7 +177,6 @@ class Handler:
             vocabulary=models.vocabulary,
             identity=identity,
             model=model,
-            plain_step_seconds=models.plain_step_seconds,
         )
         for generation in answer.generations:
             if not generation.done:

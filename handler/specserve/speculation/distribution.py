@@ -71,6 +71,11 @@ def to_distribution(logits: FloatArray, sampling: Sampling) -> FloatArray:
     return probabilities
 
 
+def confidence(logits: FloatArray) -> float:
+    """The probability of the most probable token at temperature 1; logits of shape (vocabulary,)."""
+    return 1 / float(np.exp(logits - logits.max()).sum(dtype=np.float64))
+
+
 def one_hot(token: int, size: int, dtype: np.dtype[np.floating] | type[np.floating] = np.float32) -> FloatArray:
     """The distribution of a certain token, shape (size,)."""
     row = np.zeros(size, dtype)

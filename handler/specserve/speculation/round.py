@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter
 from typing import NamedTuple
+
+import numpy as np
 
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.errors import ConstraintError
 from specserve.sequence import Sequence
+from specserve.speculation.controller import Lesson
+from specserve.speculation.distribution import confidence, to_distribution
 from specserve.speculation.drafters import Drafters, Proposal, Wish
 from specserve.speculation.noise import Noise
-from specserve.speculation.rejection import RULES
+from specserve.speculation.passes import run_pass
+from specserve.speculation.rejection import RULES, Verdict
 from specserve.speculation.scores import score
-from specserve.speculation.shaping import distribution_behind
+from specserve.speculation.shaping import shaped_behind
 
 
 class Plan(NamedTuple):
@@ -62,35 +68,60 @@ class TargetRows:
     """The target's distributions by place, each computed when a rule first asks for it.
 
     Places behind a rejection are never asked for, and over a wide vocabulary a softmax is worth sparing.
+
+    Args:
+        logits: the target's rows, from the one behind the last decided token on; overwritten by its next pass.
+        sequence: the decided text.
+        drafts: what stands behind it.
     """
 
     def __init__(self, logits: FloatArray, sequence: Sequence, drafts: list[int]) -> None:
-        self._logits = logits
+        self.logits = logits
         self._sequence = sequence
         self._drafts = drafts
+        self._shaped: dict[int, FloatArray] = {}
         self._known: dict[int, FloatArray] = {}
 
     def __getitem__(self, place: int, /) -> FloatArray:
         """The distribution at `place`, shape (vocabulary,)."""
         if place not in self._known:
-            self._known[place] = distribution_behind(self._logits[place], self._sequence, self._drafts[:place])
+            self._known[place] = to_distribution(self._shaped_at(place), self._sequence.sampling)
         return self._known[place]
 
+    def confidence(self, place: int) -> float:
+        """How sure the target is at `place`."""
+        return confidence(self._shaped_at(place))
 
-def run_round(target: Engine, drafters: Drafters, plans: list[Plan]) -> Report:
+    def _shaped_at(self, place: int) -> FloatArray:
+        if place not in self._shaped:
+            self._shaped[place] = shaped_behind(self.logits[place], self._sequence, self._drafts[:place])
+        return self._shaped[place]
+
+
+def run_round(
+    target: Engine, drafters: Drafters, plans: list[Plan], clock: Callable[[], float] = perf_counter
+) -> Report:
     """Draft for every plan that wants it, run the target once over all rows, and decide tokens.
 
-    Decided tokens are appended to the plans' sequences, and both caches are cut back to what was decided.
+    Decided tokens are appended to the plans' sequences, both caches are cut back to what was decided, and the
+    controller is told what the round showed.
 
     Raises:
         EngineError: the target failed; no text has changed.
     """
-    started = perf_counter()
+    started = clock()
+    controller = drafters.controller
     wishes = [Wish(plan.sequence, plan.gamma, _noise(plan.sequence)) for plan in plans]
-    proposals = drafters.propose(wishes)
-    drafted = perf_counter()
-    logits = target.forward(_target_rows(plans, proposals))
-    verified = perf_counter()
+    fed, cells = sum(plan.rows for plan in plans), target.cells
+    proposals, spent = drafters.propose(wishes, fed, cells)
+    drafted = clock()
+    rows = _target_rows(plans, proposals)
+    logits = run_pass(target, rows, controller.target)
+    verified = clock()
+    controller.target.observe(len(rows), cells, verified - drafted)
+    plain = controller.target.seconds(fed, cells)
+    spent += controller.target.seconds(len(rows), cells)
+    deciding = sum(plan.decides for plan in plans)
     first = 0
     failed: list[tuple[Sequence, Exception]] = []
     for plan, proposal, wish in zip(plans, proposals, wishes, strict=True):
@@ -101,13 +132,23 @@ def run_round(target: Engine, drafters: Drafters, plans: list[Plan]) -> Report:
             if plan.scores_prompt:
                 _score_prompt(sequence, mine[: plan.rows])
             if plan.decides:
-                _accept(target, sequence, mine[-1 - len(proposal.tokens) :], proposal, wish.noise)
+                decoding = sequence.generated > 0
+                p = TargetRows(mine[-1 - len(proposal.tokens) :], sequence, proposal.tokens)
+                verdict = RULES[sequence.speculation.verification].verify(p, proposal.q, proposal.tokens, wish.noise)
+                n_accepted = verdict.n_accepted
+                if sequence.speculation.adaptive:
+                    controller.learn(sequence, _lessons(sequence, p, proposal, n_accepted), p.confidence(n_accepted))
+                _write(sequence, p, proposal, verdict)
+                target.cut(sequence.slot, sequence.target_cached)
                 drafters.keep(sequence, sequence.target_cached)
+                if decoding:
+                    controller.count_round(sequence, n_accepted + 1, spent, plain, 1 / deciding)
+                    sequence.account.plain_seconds += (n_accepted + 1) * plain / deciding
             else:
                 sequence.target_cached += plan.rows
         except (FloatingPointError, ConstraintError) as error:
             failed.append((sequence, error))
-    return Report(Times(drafted - started, verified - drafted, perf_counter() - verified), failed)
+    return Report(Times(drafted - started, verified - drafted, clock() - verified), failed)
 
 
 def _noise(sequence: Sequence) -> Noise:
@@ -132,20 +173,25 @@ def _score_prompt(sequence: Sequence, logits: FloatArray) -> None:
     sequence.prompt_scores += [score(row, token, top) for row, token in zip(logits, behind, strict=False)]
 
 
-def _accept(target: Engine, sequence: Sequence, logits: FloatArray, proposal: Proposal, noise: Noise) -> None:
-    """Let the verification rule decide, append its tokens, and cut the target's cache back to them."""
-    p = TargetRows(logits, sequence, proposal.tokens)
-    verify = RULES[sequence.speculation.verification].verify
-    n_accepted, next_token = verify(p, proposal.q, proposal.tokens, noise)
-    kept = len(sequence.tokens) + n_accepted
+def _write(sequence: Sequence, p: TargetRows, proposal: Proposal, verdict: Verdict) -> None:
+    """Append what the rule decided."""
+    n_accepted, next_token = verdict
     if sequence.generated:  # the round that ends a prefill is none of speculation's
-        sequence.account.add_round(proposal.drafter, len(proposal.tokens), n_accepted)
+        sequence.account.add_round(proposal.sources, n_accepted)
     sequence.rounds += 1
     decided = [*proposal.tokens[:n_accepted], next_token]
     if sequence.top_logprobs is not None:
-        top = sequence.top_logprobs
-        sequence.scores += [score(row, token, top) for row, token in zip(logits, decided, strict=False)]
+        sequence.scores += [score(p.logits[place], token, sequence.top_logprobs) for place, token in enumerate(decided)]
+    sequence.target_cached = len(sequence.tokens) + n_accepted
     sequence.tokens += decided
-    sequence.target_cached = kept
-    if n_accepted < len(proposal.tokens):
-        target.cut(sequence.slot, kept)
+
+
+def _lessons(sequence: Sequence, p: TargetRows, proposal: Proposal, n_accepted: int) -> list[Lesson]:
+    """What the drafts that were reached have shown; drafts behind the first rejected one show nothing."""
+    lessons = []
+    exact = sequence.speculation.verification != "coupled" and sequence.sampling.temperature > 0
+    for place, draft in enumerate(proposal.drafts[: n_accepted + 1]):
+        # The probability of staying, where it is known, says more than whether it stayed.
+        label = float(np.minimum(p[place], draft.q).sum()) if exact else float(place < n_accepted)
+        lessons.append(Lesson(draft.source, draft.confidence, label, p.confidence(place)))
+    return lessons

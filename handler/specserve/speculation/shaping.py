@@ -11,7 +11,7 @@ from collections.abc import Sequence as Tokens
 import numpy as np
 
 from specserve.sequence import SamplingParams, Sequence
-from specserve.speculation.distribution import FloatArray, to_distribution
+from specserve.speculation.distribution import FloatArray
 
 
 def shape_logits(logits: FloatArray, shaping: SamplingParams, prompt: Tokens[int], written: Tokens[int]) -> FloatArray:
@@ -40,8 +40,8 @@ def shape_logits(logits: FloatArray, shaping: SamplingParams, prompt: Tokens[int
     return shaped
 
 
-def distribution_behind(logits: FloatArray, sequence: Sequence, drafts: Tokens[int]) -> FloatArray:
-    """The distribution of the token behind a sequence and these drafts of it: p of the target's logits, q of a draft's.
+def shaped_behind(logits: FloatArray, sequence: Sequence, drafts: Tokens[int]) -> FloatArray:
+    """What becomes the distribution of the token behind a sequence and these drafts of it: p's, or q's of a draft.
 
     A grammar comes last, so that nothing can make a token possible that it forbids.
 
@@ -50,8 +50,10 @@ def distribution_behind(logits: FloatArray, sequence: Sequence, drafts: Tokens[i
         sequence: the decided text, and the request's settings.
         drafts: what stands between the decided text and this place.
 
+    Returns:
+        The logits themselves where the request asks for nothing.
+
     Raises:
-        FloatingPointError: no token with a finite logit is left.
         ConstraintError: the request's grammar has become too costly to follow.
     """
     sampling, constraint = sequence.sampling, sequence.constraint
@@ -62,4 +64,4 @@ def distribution_behind(logits: FloatArray, sequence: Sequence, drafts: Tokens[i
         allowed = constraint.allowed(written)
         if allowed is not None:
             logits = np.where(allowed, logits, -np.inf)
-    return to_distribution(logits, sampling)
+    return logits

@@ -1,0 +1,93 @@
+"""Keeps what was measured of a model on this machine, so that it is measured once and not at every start."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import platform
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter
+
+from specserve.config import cache_directory
+from specserve.engine.base import Engine
+from specserve.speculation.cost import CostTable
+from specserve.speculation.measurement import measure
+
+logger = logging.getLogger(__name__)
+
+_MIB = 2**20
+# Goes up when passes are built or timed in another way.
+_METHOD = 1
+
+
+def measured_cost(engine: Engine, model: Path, *, threads: int, context_length: int) -> CostTable:
+    """The costs of a model's passes, from an earlier start if nothing they depend on has changed.
+
+    Raises:
+        EngineError: a pass failed.
+    """
+    place = cache_directory() / "costs" / f"{_key(model, threads, engine)}.json"
+    known = _read(place)
+    if known is not None:
+        logger.info("specserve: what passes of %s cost was measured before (%s)", model.name, place)
+        return known
+    logger.info("specserve: measuring what passes of %s cost on this machine, once", model.name)
+    started = perf_counter()
+    table = measure(engine, context_length)
+    stairs = ", ".join(f"{rows}: {1000 * cost:.1f}" for rows, cost in zip(table.rows, table.seconds[0], strict=True))
+    logger.info("specserve: measured in %.0f s; milliseconds by rows: %s", perf_counter() - started, stairs)
+    _write(place, table, model)
+    return table
+
+
+def _key(model: Path, threads: int, engine: Engine) -> str:
+    """Everything that the costs depend on."""
+    parts = [_fingerprint(model), _processor(), str(threads), str(engine.n_slots), str(_METHOD)]
+    return hashlib.sha256("\0".join([*parts, version("llama-cpp-python")]).encode()).hexdigest()[:32]
+
+
+def _fingerprint(model: Path) -> str:
+    """The file's size and its first and last mebibyte: the header names every tensor and its format."""
+    size = model.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with model.open("rb") as file:
+        digest.update(file.read(_MIB))
+        file.seek(max(0, size - _MIB))
+        digest.update(file.read(_MIB))
+    return digest.hexdigest()
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "CPU part"))}))
+
+
+def _read(place: Path) -> CostTable | None:
+    """A table that was kept; None where there is none, or none that can be read."""
+    try:
+        kept = json.loads(place.read_text(encoding="utf-8"))
+        near, far = kept["cells"]
+        short, long = (tuple(map(float, seconds)) for seconds in kept["seconds"])
+        return CostTable(tuple(map(int, kept["rows"])), (int(near), int(far)), (short, long))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("specserve: %s cannot be used (%s); measuring again", place, error)
+        return None
+
+
+def _write(place: Path, table: CostTable, model: Path) -> None:
+    """Keep a table; a server that may not write here measures at every start, and says so."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        draft = place.with_suffix(".part")
+        draft.write_text(json.dumps({"model": model.name, **asdict(table)}, indent=1), encoding="utf-8")
+        draft.replace(place)
+    except OSError as error:
+        logger.warning("specserve: %s cannot be written (%s); the next start measures again", place, error.strerror)

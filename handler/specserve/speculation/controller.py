@@ -1,0 +1,153 @@
+"""Decides, round by round, what is drafted: the costs of this machine, and what texts have shown of their drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from functools import partial
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from specserve.sequence import Sequence
+from specserve.speculation.acceptance import Calibration, Outlook
+from specserve.speculation.cost import Cost
+from specserve.speculation.gamma import Prices
+
+# What a draft of the model is worth before anything is known of a text.
+_HOPE = 0.75
+# By how sure a source is, least first: how often the draft was right, as measured with a pair of one family
+# (benchmarks/simulate.py); guesses come with an estimate of their own.
+_MODEL = (0.11, 0.3, 0.47, 0.7, 0.88, 0.95, 0.975, 0.99, 0.995)
+_FROM_TARGET = (0.05, 0.2, 0.46, 0.68, 0.83, 0.9, 0.95, 0.98, 0.99)
+_GUESS = (0.08, 0.2, 0.38, 0.62, 0.8, 0.91, 0.96, 0.985, 0.99)
+# Arrears of up to this many tokens come back every round; more are an investment.
+_ARREARS = 4
+# How much longer a text is taken to be than it is, and what may be lost on it.
+_AHEAD = 48
+_TOKENS_A_ROUND = 3
+_LOSS = 0.01
+_LOSS_STEPS = 2.0
+# What an investment has to bring, in units of what it costs.
+_RETURN = 1.2
+
+
+class Lesson(NamedTuple):
+    """A drafted token that was reached: its source, how sure that was, and the probability that it stayed."""
+
+    source: str
+    confidence: float
+    label: float
+    target_confidence: float
+
+
+class Controller:
+    """The costs of both models, and the estimates of what drafts are worth.
+
+    Everything it decides is a function of what it was told before; it holds no clock.
+
+    Args:
+        target: the cost of the target's passes.
+        draft: that of the draft model's; None without one.
+    """
+
+    def __init__(self, target: Cost, draft: Cost | None) -> None:
+        self.target = target
+        self.draft = draft
+        self._calibrations: dict[tuple[str, bool], Calibration] = {}
+        self._outlooks: WeakKeyDictionary[Sequence, Outlook] = WeakKeyDictionary()
+
+    def prices(self, sequences: Many[Sequence], rows: int, cells: tuple[int, int]) -> Prices:
+        """What passes cost in this round, and what a second of it is worth.
+
+        Args:
+            sequences: those that decode in this round.
+            rows: of the target's pass without drafts.
+            cells: how many tokens the caches of target and draft hold.
+        """
+        plain = self.target.seconds(rows, cells[0])
+        rate = sum(self._outlook(sequence).speedup for sequence in sequences) / plain
+        draft = self.draft
+        return Prices(
+            target=partial(self.target.seconds, cells=cells[0]),
+            draft=(lambda count: draft.seconds(count, cells[1])) if draft else (lambda _count: 0.0),
+            rate=rate,
+        )
+
+    def hope(self, sequence: Sequence, pending: int = 0) -> float:
+        """The chance of a draft of the model of which nothing is known yet, with so much to read before it."""
+        outlook = self._outlook(sequence)
+        return outlook.hope if pending <= _ARREARS or outlook.reading else outlook.steady_hope
+
+    def chance(self, sequence: Sequence, source: str, confidence: float) -> float:
+        """The chance of a draft whose source is this sure of it."""
+        pooled = self._calibration(sequence, source).chance(confidence)
+        return self._outlook(sequence).chance(source, pooled)
+
+    def arrears(self, sequence: Sequence, pending: int, prices: Prices) -> tuple[int, float]:
+        """What the model has to read before it drafts: rows of its next pass, and seconds beside it.
+
+        A long arrear is read once, for all rounds to come; each of those that are likely is charged its share.
+        """
+        if pending <= _ARREARS or self._outlook(sequence).reading:
+            return min(pending, _ARREARS), 0.0
+        rounds = max(1.0, min(sequence.remaining, _AHEAD + sequence.generated) / _TOKENS_A_ROUND)
+        outlook = self._outlook(sequence)
+        return 1, _RETURN ** (1 + outlook.invested) * (prices.draft(pending) - prices.draft(1)) / rounds
+
+    def may_draft(self, sequence: Sequence) -> bool:
+        """Whether the model's drafts have not cost this text more than anyone would notice.
+
+        Reading up is no loss yet, the first time; it is one where the text has to be read up again.
+        """
+        outlook = self._outlook(sequence)
+        if outlook.reading:
+            return True
+        step = outlook.plain_seconds / max(1, sequence.generated - 1)
+        return outlook.debt <= _LOSS * outlook.plain_seconds + _LOSS_STEPS * step
+
+    def invest(self, sequence: Sequence, pending: int, prices: Prices) -> float:
+        """Put down that the model reads this much of a text before it drafts; the seconds that are no round's loss."""
+        outlook = self._outlook(sequence)
+        seconds = prices.draft(pending) - prices.draft(1) if pending > _ARREARS else 0.0
+        if not outlook.reading:
+            outlook.invested += pending > _ARREARS
+        outlook.reading = pending > _ARREARS
+        return seconds
+
+    def learn(self, sequence: Sequence, lessons: Many[Lesson], confidence: float) -> None:
+        """Learn from the drafts of a round that were reached, and from how sure the target is behind them."""
+        outlook = self._outlook(sequence)
+        by_target = self._calibration(sequence, "target")
+        for source, sure, label, target_sure in lessons:
+            calibration = self._calibration(sequence, source)
+            outlook.learn(source, calibration.chance(sure), label)
+            calibration.learn(sure, label)
+            pooled = by_target.chance(target_sure)
+            outlook.expect(pooled)
+            if source == "model":
+                outlook.learn("target", pooled, label)
+                by_target.learn(target_sure, label)
+        outlook.expect(by_target.chance(confidence))
+
+    def count_round(self, sequence: Sequence, tokens: int, seconds: float, plain: float, share: float) -> None:
+        """Keep the books of a round: what it wrote of this text, and what plain decoding would have written.
+
+        Args:
+            sequence: one that decoded.
+            tokens: how many it was given.
+            seconds: what the round took, by the cost model.
+            plain: what it would have taken without any drafts.
+            share: the part of the round's time that is this sequence's.
+        """
+        self._outlook(sequence).count_round(tokens, seconds / plain, share * seconds, share * plain * tokens)
+
+    def _outlook(self, sequence: Sequence) -> Outlook:
+        if sequence not in self._outlooks:
+            self._outlooks[sequence] = Outlook(_HOPE)
+        return self._outlooks[sequence]
+
+    def _calibration(self, sequence: Sequence, source: str) -> Calibration:
+        key = (source, sequence.sampling.temperature > 0)
+        if key not in self._calibrations:
+            prior = {"model": _MODEL, "target": _FROM_TARGET}.get(source, _GUESS)
+            self._calibrations[key] = Calibration(prior)
+        return self._calibrations[key]

@@ -1,0 +1,124 @@
+"""How far to guess: the tokens that more drafts are likely to bring, against what their time is worth.
+
+A draft stays only if all before it stay, so a text of drafts gains reach x chance a draft: the probability that it is
+reached, times that it then stays (Leviathan et al. 2023, arXiv 2211.17192, section 3.3, but with a verify cost that
+is a measured staircase, not a constant, and with chances that differ from place to place). Time is worth the tokens a
+second that decoding gets anyway; what is chosen is the largest gain beyond that, over all stairs, not the nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class Prospect(NamedTuple):
+    """One sequence in the middle of a round's drafting.
+
+    Args:
+        reach: the probability that all its drafts so far stay.
+        hope: the probability that a draft of the model will stay where it is reached, before that draft is known.
+        pending: how many tokens the model has to read before it can draft the next one.
+        room: how many more drafts it may have.
+        arrears: seconds of reading beside that, as far as this round has to bear them.
+    """
+
+    reach: float
+    hope: float
+    pending: int
+    room: int
+    arrears: float = 0.0
+
+
+class Prices(NamedTuple):
+    """What passes take, in seconds by their rows, and what a second is worth, in tokens."""
+
+    target: Callable[[int], float]
+    draft: Callable[[int], float]
+    rate: float
+
+
+class Steps(NamedTuple):
+    """Whose next token the model should draft, and the tokens gained by that beyond the worth of its time."""
+
+    chosen: tuple[int, ...]
+    gain: float
+
+
+def model_steps(prospects: Sequence[Prospect], rows: int, prices: Prices) -> Steps:
+    """Which sequences the draft model should take one token further, in view of all the steps that may follow.
+
+    Looks at every number of further steps for every number of sequences, the likeliest to be reached first. Nothing
+    is chosen if no such plan is worth its time.
+
+    Args:
+        prospects: the sequences that may go on.
+        rows: how many rows the target's pass has by now, of these sequences and of others.
+        prices: of both models' passes.
+    """
+    order = sorted(range(len(prospects)), key=lambda i: -prospects[i].reach * prospects[i].hope)
+    deepest = max((prospect.room for prospect in prospects), default=0)
+    tokens = [0.0] * (deepest + 1)
+    extra = [0] * (deepest + 1)
+    width = [0] * (deepest + 1)
+    pending, arrears = 0, 0.0
+    before = prices.target(rows)
+    best = Steps((), 0.0)
+    for count, index in enumerate(order, 1):
+        stays, hope, lag, room, late = prospects[index]
+        pending += lag
+        arrears += late
+        gained = 0.0
+        for depth in range(1, deepest + 1):
+            if depth <= room:
+                stays *= hope
+                gained += stays
+                width[depth] += 1
+            tokens[depth] += gained
+            extra[depth] += min(depth, room)
+        drafting = arrears + prices.draft(pending)
+        for depth in range(1, deepest + 1):
+            if depth > 1:
+                drafting += prices.draft(width[depth])
+            gain = tokens[depth] - prices.rate * (drafting + prices.target(rows + extra[depth]) - before)
+            if gain > best.gain:
+                best = Steps(tuple(order[:count]), gain)
+    return best
+
+
+def guess_length(prospect: Prospect, chances: Sequence[float], rows: int, prices: Prices, *, model: bool) -> int:
+    """How many tokens of a guess that cost nothing should be drafted, before the model drafts what may follow.
+
+    Args:
+        prospect: the sequence as it is without the guess.
+        chances: of each guessed token, the probability that it stays where it is reached.
+        rows: how many rows the target's pass has by now.
+        prices: of both models' passes.
+        model: whether the model may draft behind the guess, or in its place.
+    """
+    before = prices.target(rows)
+    best, most = 0, model_steps([prospect], rows, prices).gain if model else 0.0
+    reach, gained = prospect.reach, 0.0
+    for count, chance in enumerate(chances[: prospect.room], 1):
+        reach *= chance
+        gained += reach
+        gain = gained - prices.rate * (prices.target(rows + count) - before)
+        if model:
+            behind = prospect._replace(reach=reach, pending=prospect.pending + count, room=prospect.room - count)
+            gain += model_steps([behind], rows + count, prices).gain
+        if gain > most:
+            best, most = count, gain
+    return best
+
+
+def worth_keeping(prospect: Prospect, chance: float, rows: int, prices: Prices) -> bool:
+    """Whether a draft whose step is paid for should be drawn at all, now that its chance is known.
+
+    Asked before the token is drawn: a token that was drawn stays in the round.
+    """
+    reach = prospect.reach * chance
+    gain = reach - prices.rate * (prices.target(rows + 1) - prices.target(rows))
+    if gain > 0 or prospect.room <= 1:
+        return gain > 0
+    behind = Prospect(reach, prospect.hope, pending=1, room=prospect.room - 1)
+    return gain + model_steps([behind], rows + 1, prices).gain > 0

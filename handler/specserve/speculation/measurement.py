@@ -1,0 +1,84 @@
+"""Measures what a model's forward passes cost on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+import numpy as np
+
+from specserve.engine.base import Engine, Row
+from specserve.speculation.cost import CostTable, edges, typical
+
+_NEAR, _FAR = 64, 512
+_MOST_ROWS = 32
+# The far context is asked where the stairs' edges are; between them attention grows evenly.
+_FAR_ROWS = (1, 4, 8, 16, 32)
+# Repetitions that differ by more than this share of themselves are asked again, so many times.
+_SPREAD = 0.1
+_AGAIN = 3
+
+
+def measure(engine: Engine, context_length: int, clock: Callable[[], float] = perf_counter) -> CostTable:
+    """Time passes of all numbers of rows behind a short and a longer context; the cache must be empty, and is again.
+
+    Args:
+        engine: whose passes are timed; its first slot is used.
+        context_length: the longest text of a slot.
+        clock: seconds.
+
+    Raises:
+        EngineError: a pass failed.
+    """
+    far = max(2, min(_FAR, context_length - _MOST_ROWS))
+    near = min(_NEAR, far // 2)
+    rows = edges(min(_MOST_ROWS, engine.max_rows, engine.max_logits))
+    _read(engine, 0, near)
+    short = _times(engine, near, rows, clock)
+    _read(engine, near, far)
+    asked = tuple(count for count in _FAR_ROWS if count in rows)
+    long = _times(engine, far, asked, clock)
+    engine.cut(0, 0)
+    dearer = np.interp(rows, asked, [long[count] - short[count] for count in asked])
+    seconds = tuple(short[count] for count in rows)
+    return CostTable(rows, (near, far), (seconds, tuple(a + float(b) for a, b in zip(seconds, dearer, strict=True))))
+
+
+def _times(engine: Engine, start: int, rows: tuple[int, ...], clock: Callable[[], float]) -> dict[int, float]:
+    """Typical seconds by number of rows; the repetitions of all take turns, so that a slow moment meets each once."""
+    seen: dict[int, list[float]] = {count: [] for count in rows}
+    _timed(engine, start, rows[-1], clock)
+    for _ in range(3):
+        for count in rows:
+            seen[count].append(_timed(engine, start, count, clock))
+    for _ in range(_AGAIN):
+        for count in rows:
+            if count <= 4 or _spread(seen[count]) > _SPREAD:
+                seen[count].append(_timed(engine, start, count, clock))
+    return {count: typical(seconds) for count, seconds in seen.items()}
+
+
+def _spread(seconds: list[float]) -> float:
+    faster = sorted(seconds)[: (len(seconds) + 1) // 2]
+    return faster[-1] / faster[0] - 1
+
+
+def _timed(engine: Engine, start: int, count: int, clock: Callable[[], float]) -> float:
+    rows = [Row(_token(engine, start + i), 0, start + i, wants_logits=True) for i in range(count)]
+    began = clock()
+    engine.forward(rows)
+    seconds = clock() - began
+    engine.cut(0, start)
+    return seconds
+
+
+def _read(engine: Engine, start: int, end: int) -> None:
+    step = min(engine.max_rows, 64)
+    for first in range(start, end, step):
+        places = range(first, min(end, first + step))
+        engine.forward([Row(_token(engine, place), 0, place, wants_logits=False) for place in places])
+
+
+def _token(engine: Engine, place: int) -> int:
+    """Any tokens do, as long as they are not all one."""
+    return (17 + 7919 * place) % engine.width

@@ -1,0 +1,157 @@
+"""The draft model: what it has read of each text, and what it says comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from specserve.engine.base import Engine, FloatArray, Row
+from specserve.errors import DraftError, EngineError
+from specserve.sequence import Sequence
+from specserve.speculation.cost import Cost
+from specserve.speculation.passes import run_pass
+
+
+class Text(NamedTuple):
+    """A sequence and the drafts behind it."""
+
+    sequence: Sequence
+    drafts: list[int]
+
+    def __len__(self) -> int:
+        """Number of tokens, drafts included."""
+        return len(self.sequence.tokens) + len(self.drafts)
+
+
+def worth_waiting(sequence: Sequence, cached: int, soon: int) -> bool:
+    """Whether a good part of what must be read of a text is being read for another one that begins alike."""
+    return 4 * (soon - cached) > len(sequence.tokens) - cached
+
+
+class DraftModel:
+    """A small model that reads along.
+
+    It need not read all of a text: what it drafts is verified, so it begins `window` tokens before the end wherever
+    it lags behind further than that, with positions of its own. At most `max_rows` tokens are read in a pass, the
+    shortest arrears first; a text that begins as another slot's does is not read again.
+
+    Args:
+        engine: the model.
+        cost: of its passes.
+        window: the longest arrears that are read.
+        max_rows: at least two for every slot, so that whoever has caught up is never held up.
+        vocabulary: the width of the target's rows.
+        context_length: how long a text the small model was trained to read.
+    """
+
+    def __init__(
+        self, engine: Engine, cost: Cost, *, window: int, max_rows: int, vocabulary: int, context_length: int
+    ) -> None:
+        self._engine = engine
+        self._cost = cost
+        self._window = min(window, context_length // 2)
+        self._max_rows = min(max(max_rows, 2 * engine.n_slots), engine.max_rows)
+        self._vocabulary = vocabulary
+        self._context_length = context_length
+        self._readers: dict[int, Sequence] = {}
+
+    @property
+    def cells(self) -> int:
+        """How many tokens its cache holds."""
+        return self._engine.cells
+
+    def pending(self, text: Text) -> int:
+        """How many tokens it would read before it says what follows."""
+        return min(len(text) - text.sequence.draft_cached, self._window)
+
+    def knows(self, text: Text) -> bool:
+        """Whether it has heard of every token that it would have to read."""
+        unread = text.sequence.tokens[-self.pending(text) :]
+        return max(unread) < self._engine.width
+
+    def read(self, texts: list[Text], clock: Callable[[], float]) -> dict[int, FloatArray]:
+        """Read what is new of these texts in one pass.
+
+        Returns:
+            By the place of a text in `texts`, the logits behind its last token, shape (vocabulary of the target,);
+            a text that is not read to its end yet has none. Overwritten by the next pass.
+
+        Raises:
+            DraftError: the pass failed.
+        """
+        rows, complete = self._unread(texts)
+        if not rows:
+            return {}
+        cells, started = self._engine.cells, clock()
+        try:
+            logits = run_pass(self._engine, rows, self._cost)
+        except EngineError as error:
+            raise DraftError(f"The draft model failed: {error}") from error
+        if not np.isfinite(logits.max(initial=0.0)):
+            raise DraftError("The draft model failed: its logits are not finite.")
+        self._cost.observe(len(rows), cells, clock() - started)
+        return {index: self._fitted(row) for index, row in zip(complete, logits, strict=True)}
+
+    def _unread(self, texts: list[Text]) -> tuple[list[Row], list[int]]:
+        """Rows of what is new, and which texts are read to their end with them."""
+        rows: list[Row] = []
+        complete: list[int] = []
+        reading: dict[int, int] = {}
+        for index in sorted(range(len(texts)), key=lambda index: self.pending(texts[index])):
+            text = texts[index]
+            sequence = text.sequence
+            if not self._begin(text, reading):
+                continue
+            reading[sequence.slot] = sequence.draft_cached
+            first = sequence.draft_cached
+            end = min(len(text), first + self._max_rows - len(rows))
+            tokens = [*sequence.tokens[first:], *text.drafts[max(0, first - len(sequence.tokens)) :]]
+            for token, place in zip(tokens, range(first, end), strict=False):
+                rows.append(Row(token, sequence.slot, place - sequence.draft_start, place == len(text) - 1))
+            sequence.draft_cached = end
+            if end == len(text):
+                complete.append(index)
+        return rows, complete
+
+    def _begin(self, text: Text, reading: dict[int, int]) -> bool:
+        """Settle from where a text is read; False if another slot is reading most of it in this very pass.
+
+        Args:
+            text: what is to be read.
+            reading: by slot, what was read before this pass.
+        """
+        sequence = text.sequence
+        if len(text) - sequence.draft_cached > 2:
+            source, most, soon = -1, sequence.draft_cached, sequence.draft_cached
+            for slot, other in self._readers.items():
+                if slot == sequence.slot:
+                    continue
+                # The last token is always read: its logits are the first that are drafted from.
+                shared = other.common_prefix(sequence.tokens, min(other.draft_cached, len(sequence.tokens) - 1))
+                now = min(shared, reading.get(slot, shared))
+                soon = max(soon, shared)
+                if now > max(most, other.draft_start):
+                    source, most = slot, now
+            if worth_waiting(sequence, max(most, len(text) - self._window), soon):
+                return False
+            if source >= 0 and len(text) - most <= self._window:
+                other = self._readers[source]
+                self._engine.copy(source, sequence.slot, most - other.draft_start)
+                sequence.draft_start, sequence.draft_cached = other.draft_start, most
+        if len(text) - sequence.draft_cached > self._window or len(text) - sequence.draft_start > self._context_length:
+            self._engine.cut(sequence.slot, 0)
+            sequence.draft_start = sequence.draft_cached = max(0, len(text) - self._window)
+        return True
+
+    def _fitted(self, logits: FloatArray) -> FloatArray:
+        """A row as wide as the target's: models of one family pad differently."""
+        missing = self._vocabulary - logits.size
+        return np.pad(logits, (0, missing), constant_values=-np.inf) if missing > 0 else logits[: self._vocabulary]
+
+    def keep(self, sequence: Sequence, length: int) -> None:
+        """The first `length` tokens are decided; cut the cache back to them."""
+        sequence.cut_draft(length)
+        self._engine.cut(sequence.slot, sequence.draft_held)
+        self._readers[sequence.slot] = sequence

@@ -1,0 +1,139 @@
+"""The cost of passes: a staircase that is measured once and followed from then on."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specserve.engine.base import FloatArray, Row
+from specserve.engine.fake import FakeEngine
+from specserve.errors import EngineError
+from specserve.speculation.cost import Cost, CostTable, edges, typical
+from specserve.speculation.measurement import measure
+from specserve.speculation.passes import run_pass
+
+ROWS = (1, 2, 3, 4, 8)
+# Four rows cost less than two, as where weights are repacked for four.
+SECONDS = (1.0, 1.9, 2.6, 1.7, 3.0)
+TABLE = CostTable(ROWS, (100, 300), (SECONDS, tuple(2 * cost for cost in SECONDS)))
+
+
+def test_between_two_stairs_a_pass_is_padded_up_to_the_cheaper_one() -> None:
+    cost = Cost(TABLE, most=64)
+    assert [cost.padded(rows, 0) for rows in range(1, 10)] == [1, 4, 4, 4, 8, 8, 8, 8, 9]
+    assert [cost.seconds(rows, 0) for rows in (0, 1, 2, 3, 4, 5)] == [0, 1.0, 1.7, 1.7, 1.7, 3.0]
+
+
+def test_beyond_what_was_measured_rows_cost_what_the_last_ones_did() -> None:
+    assert Cost(TABLE, most=64).seconds(16, 0) == pytest.approx(6.0)
+
+
+def test_rows_that_the_engine_cannot_run_are_not_padded_to() -> None:
+    assert Cost(TABLE, most=4).padded(5, 0) == 5
+
+
+@given(cells=st.integers(0, 5000))
+def test_the_context_raises_costs_on_the_line_through_both_measurements(cells: int) -> None:
+    grain = cells // 64 * 64
+    expected = 1 + max(0, grain - 100) / 200
+    assert Cost(TABLE, most=64).seconds(1, cells) == pytest.approx(expected)
+
+
+def test_a_longer_context_that_was_measured_to_be_cheaper_is_taken_for_noise() -> None:
+    table = CostTable((1,), (100, 300), ((1.0,), (0.9,)))
+    assert Cost(table, most=1).seconds(1, 4000) == 1.0
+
+
+def test_the_speed_factor_follows_a_machine_that_has_become_slower() -> None:
+    cost = Cost(TABLE, most=64)
+    for _ in range(200):
+        cost.observe(4, 0, 1.7 * 1.5)
+    assert cost.seconds(1, 0) == pytest.approx(1.5, rel=0.05)
+
+
+def test_one_pass_that_was_held_up_hardly_moves_the_speed_factor() -> None:
+    cost = Cost(TABLE, most=64)
+    cost.observe(1, 0, 1000.0)
+    assert cost.factor == pytest.approx(1.0, abs=0.03)
+
+
+def test_nothing_makes_a_pass_too_fast_so_the_faster_half_is_typical() -> None:
+    assert typical([1.0, 1.1, 9.0, 1.2, 30.0]) == 1.1
+    assert typical([2.0]) == 2.0
+
+
+def test_edges_begin_with_one_row_and_end_with_what_the_engine_can_do() -> None:
+    assert edges(1) == (1,)
+    assert edges(10) == (1, 2, 3, 4, 5, 6, 8)
+    assert edges(32)[-1] == 32
+
+
+class Machine(FakeEngine):
+    """Takes as long as a staircase says, by a clock of its own, and is held up in every seventh pass."""
+
+    def __init__(self) -> None:
+        super().__init__(vocabulary=50, n_slots=1)
+        self.now = 0.0
+        self.passes = 0
+
+    def forward(self, rows: list[Row]) -> FloatArray:
+        self.passes += 1
+        attention = 1 + self.cells / 1000
+        self.now += attention * (-(-len(rows) // 4)) + (20.0 if self.passes % 7 == 0 else 0.0)
+        return super().forward(rows)
+
+
+def test_a_staircase_is_measured_although_the_machine_is_held_up_now_and_then() -> None:
+    machine = Machine()
+    table = measure(machine, 4096, clock=lambda: machine.now)
+    cost = Cost(table, most=64)
+    for rows in (1, 4, 8, 16, 32):
+        for cells in (64, 512, 1024):
+            assert cost.seconds(rows, cells) == pytest.approx((1 + cells / 1000) * -(-rows // 4), rel=0.02)
+    assert machine.cells == 0
+
+
+@pytest.mark.parametrize(("context", "max_rows", "max_logits"), [(64, 256, 64), (40, 256, 64), (4096, 6, 3)])
+def test_the_engines_limits_are_kept_when_measuring(context: int, max_rows: int, max_logits: int) -> None:
+    machine = Machine()
+    machine.max_rows, machine.max_logits = max_rows, max_logits
+    table = measure(machine, context, clock=lambda: machine.now)
+    assert table.rows[-1] <= min(max_rows, max_logits)
+    assert max(row.position for row in machine.decoded) < context
+
+
+def rows(count: int, start: int = 0) -> list[Row]:
+    return [Row(7, 0, start + i, wants_logits=True) for i in range(count)]
+
+
+def test_a_padded_pass_gives_the_logits_of_the_rows_asked_for_and_leaves_no_pad_in_the_cache() -> None:
+    engine, plain = (FakeEngine(vocabulary=50, n_slots=1) for _ in range(2))
+    logits = run_pass(engine, rows(3), Cost(TABLE, most=64))
+    assert logits.tolist() == plain.forward(rows(3)).tolist()
+    assert (len(engine.decoded), engine.cache) == (4, plain.cache)
+
+
+def test_pads_ask_for_no_logits_where_a_prompt_is_read() -> None:
+    engine = FakeEngine(vocabulary=50, n_slots=1)
+    prompt = [Row(7, 0, place, wants_logits=place == 2) for place in range(3)]
+    assert len(run_pass(engine, prompt, Cost(TABLE, most=64))) == 1
+    assert [row.wants_logits for row in engine.decoded] == [False, False, True, False]
+
+
+def test_a_slot_that_is_nearly_full_and_an_engine_at_its_limit_are_not_padded() -> None:
+    engine = FakeEngine(vocabulary=50, n_slots=1)
+    engine.slot_length = 3
+    run_pass(engine, rows(3), Cost(TABLE, most=64))
+    narrow = FakeEngine(vocabulary=50, n_slots=1)
+    narrow.max_logits = 3
+    run_pass(narrow, rows(3), Cost(TABLE, most=64))
+    assert (len(engine.decoded), len(narrow.decoded)) == (3, 3)
+
+
+def test_a_pass_that_fails_leaves_the_cache_as_it_was() -> None:
+    engine = FakeEngine(vocabulary=50, n_slots=1)
+    engine.fail_after = 0
+    with pytest.raises(EngineError):
+        run_pass(engine, rows(3), Cost(TABLE, most=64))
+    assert engine.cache == [[]]

@@ -3,7 +3,7 @@
 Every prompt is answered by the same engine once a mode, one mode after the other (so that a drift of the machine
 meets all of them alike), and a ratio compares two answers to one prompt. No server runs; see overhead.py for that.
 
-    .venv/bin/python benchmarks/decode.py [--config FILE] [--quick]
+    .venv/bin/python benchmarks/decode.py [--config FILE] [--quick] [--results FILE]
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import mean, median, quantiles
 from typing import Any
 
 import yaml
@@ -26,13 +26,25 @@ from specserve.config import HandlerConfig, load_yaml
 from specserve.operations.archive import resolve
 from specserve.operations.places import DEFAULT_CONFIG
 from specserve.operations.prepare import prepare
-from specserve.sequence import Account, SamplingParams, Sequence, SpeculationParams
+from specserve.sequence import Account, SamplingParams, Sequence, SpeculationParams, Tally
 from specserve.serving.generation import Generation
 from specserve.serving.loading import Models, load_models
 from specserve.serving.scheduler import Scheduler
 
 PROMPTS = Path(__file__).parent / "prompts"
-FAMILIES = ("code", "json", "prose")
+# Families by name: the file of prompts, and which of its fields goes with the prompt.
+FAMILIES = {
+    "code": ("code", None),
+    "json": ("json", None),
+    "schema": ("schema", "schema"),
+    "prose": ("prose", None),
+    "chat": ("chat", None),
+    "summarise": ("summarise", None),
+    "edit": ("edit", None),
+    "edit, predicted": ("edit", "prediction"),
+    "long": ("long", None),
+}
+QUICK_FAMILIES = ("code", "json", "schema", "prose", "edit", "edit, predicted")
 TEMPERATURES = (0.0, 0.8)
 CHAT = "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
 
@@ -42,7 +54,28 @@ class Mode:
     """A way to decode; plain is the one that all others are compared with."""
 
     name: str
-    gamma: int
+    speculation: SpeculationParams
+
+
+PLAIN = Mode("plain", SpeculationParams(0))
+ADAPTIVE = Mode("adaptive", SpeculationParams(16, adaptive=True))
+FIXED = {gamma: Mode(f"fixed {gamma}", SpeculationParams(gamma, drafter="model")) for gamma in (1, 2, 3, 4, 7, 15)}
+ALONE = [
+    Mode(f"{drafter} alone", SpeculationParams(16, adaptive=True, drafter=drafter))
+    for drafter in ("model", "lookup", "prediction", "grammar")
+]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt as the model reads it, the cap of its answer, and what a client would send with it."""
+
+    family: str
+    name: str
+    text: str
+    max_tokens: int
+    schema: dict[str, Any] | None = None
+    prediction: str | None = None
 
 
 @dataclass(frozen=True)
@@ -63,42 +96,85 @@ class Run:
         return len(self.tokens) / (self.account.decode_seconds + self.account.prefill_seconds)
 
 
-def read_prompts(family: str, quick: bool) -> Iterator[tuple[str, str, int]]:
-    """Name, text as the model reads it, and length of the answer, of every prompt of a family."""
-    entries = yaml.safe_load((PROMPTS / f"{family}.yaml").read_text(encoding="utf-8"))
-    for entry in entries[:3] if quick else entries:
+def read_tasks(family: str, most: int | None = None) -> Iterator[Task]:
+    """The prompts of a family."""
+    file, extra = FAMILIES[family]
+    for entry in yaml.safe_load((PROMPTS / f"{file}.yaml").read_text(encoding="utf-8"))[:most]:
         text = CHAT.format(prompt=entry["prompt"]) if entry["chat"] else entry["prompt"]
-        yield entry["name"], text, entry["max_tokens"]
+        sent = {extra: entry[extra]} if extra else {}
+        yield Task(family, entry["name"], text, entry["max_tokens"], **sent)
 
 
-def decode(scheduler: Scheduler, models: Models, text: str, max_tokens: int, *, mode: Mode, temperature: float) -> Run:
+def decode(models: Models, config: HandlerConfig, task: Task, mode: Mode, temperature: float) -> Run:
     """Answer one prompt alone; a new scheduler begins with empty caches."""
-    sampling = SamplingParams(temperature=temperature, seed=1)
-    prompt = models.vocabulary.encode(text, special=True)
-    sequence = Sequence(prompt, sampling, SpeculationParams(mode.gamma), max_tokens=max_tokens)
-    scheduler.submit(Generation(sequence, models.vocabulary, []))
+    vocabulary = models.vocabulary
+    scheduler = Scheduler(models.target, models.drafters, prefill_rows=config.prefill_rows, idle_tokens=0)
+    sequence = Sequence(
+        vocabulary.encode(task.text, special=True),
+        SamplingParams(temperature=temperature, seed=1),
+        replace(mode.speculation, verification="block" if temperature else "token"),
+        max_tokens=task.max_tokens,
+        constraint=models.grammars.json_schema(task.schema) if task.schema else None,
+        prediction=vocabulary.encode(task.prediction) if task.prediction else (),
+    )
+    generation = Generation(sequence, vocabulary, [])
+    scheduler.submit(generation)
     while scheduler.busy:
         scheduler.step()
+    if generation.error:
+        raise SystemExit(f"{task.name}: {generation.error}")
     return Run(sequence.answer, sequence.account)
 
 
-def summarise(family: str, temperature: float, mode: Mode, pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
+@dataclass
+class Results:
+    """Answers by what was asked; kept in a file, one JSON object a line, so that a run can be gone on with."""
+
+    path: Path | None
+    known: dict[tuple[str, str, float, str], Run] = field(default_factory=dict)
+
+    def read(self) -> None:
+        """Take up what the file holds."""
+        if self.path is None or not self.path.exists():
+            return
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            key, tokens, account = json.loads(line)
+            account = Account(
+                rounds=account["rounds"],
+                drafters={name: Tally(*tally) for name, tally in account["drafters"].items()},
+                **{name: seconds for name, seconds in account.items() if name.endswith("_seconds")},
+            )
+            self.known[tuple(key)] = Run(tokens, account)
+
+    def add(self, key: tuple[str, str, float, str], run: Run) -> None:
+        """Keep an answer."""
+        self.known[key] = run
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                account = asdict(run.account) | {"gammas": dict(run.account.gammas)}
+                file.write(json.dumps([key, run.tokens, account]) + "\n")
+
+
+def summarise(family: str, temperature: float, mode: str, pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
     """One row of the result from (plain, this mode) pairs, one a prompt."""
     runs = [run for _, run in pairs]
     ratios = [run.speed / plain.speed for plain, run in pairs]
     account = Account.total(run.account for run in runs)
     seconds = account.decode_seconds
-    low, _, high = quantiles(ratios, n=4)
+    low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     return {
         "family": family,
         "temperature": temperature,
-        "mode": mode.name,
+        "mode": mode,
         "tokens_per_second": round(median(run.speed for run in runs), 2),
         "ratio": round(median(ratios), 3),
+        "mean": round(mean(ratios), 3),
         "ratio_with_prefill": round(median(run.whole_speed / plain.whole_speed for plain, run in pairs), 3),
+        "least_with_prefill": round(min(run.whole_speed / plain.whole_speed for plain, run in pairs), 3),
         "spread": [round(low, 3), round(high, 3)],
         "acceptance_rate": round(account.accepted / account.drafted, 3) if account.drafted else None,
         "mean_acceptance_length": round(account.mean_acceptance_length, 3),
+        "drafters": {name: list(tally) for name, tally in sorted(account.drafters.items())},
         "share_target": round(account.target_seconds / seconds, 4),
         "share_draft": round(account.draft_seconds / seconds, 4),
         "share_other": round(account.other_seconds / seconds, 4),
@@ -110,57 +186,65 @@ def summarise(family: str, temperature: float, mode: Mode, pairs: list[tuple[Run
 def show(rows: list[dict[str, Any]]) -> None:
     """The rows as a table for people."""
     table = Table(title="decoding, ratios to plain decoding of the same run")
-    columns = list(rows[0])
+    columns = [column for column in rows[0] if column != "drafters"]
     for column in columns:
         table.add_column(column.replace("_", " "), justify="right")
     for row in rows:
         table.add_row(*("-" if row[column] is None else str(row[column]) for column in columns))
-    Console(width=180).print(table)
+    Console(width=200).print(table)
+
+
+def modes_for(family: str, *, quick: bool) -> list[Mode]:
+    """What is compared on a family; a drafter alone only where it has something to say."""
+    if quick:
+        return [PLAIN, FIXED[3], ADAPTIVE]
+    silent = {"prediction", "grammar"} - {{"edit, predicted": "prediction", "schema": "grammar"}.get(family)}
+    alone = [mode for mode in ALONE if mode.speculation.drafter not in silent]
+    return [PLAIN, *FIXED.values(), ADAPTIVE, *alone]
 
 
 def main() -> None:
     """Run the benchmark and print a table and one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a model YAML")
-    parser.add_argument("--quick", action="store_true", help="three prompts a family, greedy only")
+    parser.add_argument("--quick", action="store_true", help="three prompts a family, three modes, greedy only")
+    parser.add_argument("--prompts", type=int, help="so many prompts of each family")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, help="only these")
+    parser.add_argument("--temperatures", nargs="+", type=float, help="instead of 0 and 0.8")
+    parser.add_argument("--results", type=Path, help="keep answers here, and take up those that are there")
     options = parser.parse_args()
     document, _ = load_yaml(options.config)
     config = HandlerConfig.model_validate(resolve(document, prepare(options.config))["handler"])
     models = load_models(config)
-    plain = Mode("plain", 0)
-    modes = [plain, Mode(f"fixed {config.speculation.gamma}", config.speculation.gamma)]
+    results = Results(options.results)
+    results.read()
+    families = options.families or (QUICK_FAMILIES if options.quick else FAMILIES)
+    temperatures = options.temperatures or TEMPERATURES[: 1 if options.quick else None]
     rows = []
-    for family in FAMILIES:
-        prompts = list(read_prompts(family, options.quick))
-        for temperature in TEMPERATURES[:1] if options.quick else TEMPERATURES:
-            results = [
-                {
-                    mode: decode(
-                        Scheduler(models.target, models.drafters, prefill_rows=config.prefill_rows, idle_tokens=4096),
-                        models,
-                        text,
-                        length,
-                        mode=mode,
-                        temperature=temperature,
-                    )
-                    for mode in modes
-                }
-                for _, text, length in track(
-                    prompts, f"{family}, temperature {temperature}", console=Console(stderr=True)
-                )
-            ]
-            rows += [summarise(family, temperature, mode, [(r[plain], r[mode]) for r in results]) for mode in modes]
+    for family in families:
+        modes = modes_for(family, quick=options.quick)
+        tasks = list(read_tasks(family, options.prompts or (3 if options.quick else None)))
+        for temperature in temperatures:
+            asked = f"{family}, temperature {temperature}"
+            for task in track(tasks, asked, console=Console(stderr=True)):
+                for mode in modes:
+                    key = (family, task.name, temperature, mode.name)
+                    if key not in results.known:
+                        results.add(key, decode(models, config, task, mode, temperature))
+            for mode in modes:
+                keys = [(family, task.name, temperature, mode.name) for task in tasks]
+                pairs = [(results.known[*key[:3], PLAIN.name], results.known[key]) for key in keys]
+                rows.append(summarise(family, temperature, mode.name, pairs))
     show(rows)
     files = {"target": str(config.target.path), "draft": str(config.draft.path) if config.draft else None}
-    names = {role: Path(path).name if path else None for role, path in files.items()}
     print(
         json.dumps(
             {
                 "benchmark": "decode",
                 "machine": describe_machine(),
-                "models": names,
+                "models": {role: Path(path).name if path else None for role, path in files.items()},
                 "rows": rows,
-                "notes": ["one sequence, no server; seconds of the first token are in ratio_with_prefill only"],
+                "notes": ["one sequence, no server; the draft reads the prompt behind the first token, in `ratio` too"],
             }
         )
     )

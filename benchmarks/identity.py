@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 
-from decode import PROMPTS, Mode, decode, read_prompts
+from decode import ADAPTIVE, FAMILIES, PLAIN, decode, read_tasks
 from machine import describe_machine
 from specserve.config import HandlerConfig, load_yaml
 from specserve.engine.base import Engine, Row
@@ -24,9 +25,6 @@ from specserve.operations.archive import resolve
 from specserve.operations.places import DEFAULT_CONFIG
 from specserve.operations.prepare import prepare
 from specserve.serving.loading import load_models
-from specserve.serving.scheduler import Scheduler
-
-PLAIN = Mode("plain", 0)
 
 
 def gap_where_they_part(target: Engine, prompt: list[int], plain: list[int], other: list[int]) -> float | None:
@@ -49,31 +47,21 @@ def main() -> None:
     document, _ = load_yaml(options.config)
     config = HandlerConfig.model_validate(resolve(document, prepare(options.config))["handler"])
     models = load_models(config)
-    families = sorted(path.stem for path in PROMPTS.glob("*.yaml"))
-    prompts = [(family, *entry) for family in families for entry in read_prompts(family, quick=False)]
+    tasks = [task for family in FAMILIES for task in read_tasks(family)]
     differences: list[dict[str, Any]] = []
-    for family, name, text, length in track(prompts, "comparing", console=Console(stderr=True)):
-        answers = [
-            decode(
-                Scheduler(models.target, models.drafters, prefill_rows=config.prefill_rows, idle_tokens=0),
-                models,
-                text,
-                min(length, options.tokens),
-                mode=mode,
-                temperature=0.0,
-            ).tokens
-            for mode in (PLAIN, Mode("drafts", config.speculation.gamma))
-        ]
+    for task in track(tasks, "comparing", console=Console(stderr=True)):
+        short = replace(task, max_tokens=min(task.max_tokens, options.tokens))
+        answers = [decode(models, config, short, mode, 0.0).tokens for mode in (PLAIN, ADAPTIVE)]
         if answers[0] != answers[1]:
-            gap = gap_where_they_part(models.target, models.vocabulary.encode(text, special=True), *answers)
-            differences.append({"family": family, "prompt": name, "gap": gap})
+            gap = gap_where_they_part(models.target, models.vocabulary.encode(task.text, special=True), *answers)
+            differences.append({"family": task.family, "prompt": task.name, "gap": gap})
     print(
         json.dumps(
             {
                 "benchmark": "identity",
                 "machine": describe_machine(),
                 "models": {"target": str(config.target.path), "draft": config.draft and str(config.draft.path)},
-                "rows": [{"prompts": len(prompts), "same_text": len(prompts) - len(differences)}, *differences],
+                "rows": [{"prompts": len(tasks), "same_text": len(tasks) - len(differences)}, *differences],
                 "notes": [f"greedy, at most {options.tokens} tokens, every answer alone in empty caches"],
             }
         )

@@ -3,16 +3,23 @@
 The scheduler, the drafters and the controller are those of the server. Only the two models are tapes: they answer what
 the recording says that the real pair answered at that place, and move a clock by what the pass would have cost.
 
-    .venv/bin/python benchmarks/simulate.py [--recordings FILE] [--costs FILE]
+    .venv/bin/python benchmarks/simulate.py [--recordings FILE] [--machines NAME ...]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
+from statistics import mean
+from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.fake import FakeVocabulary
@@ -25,7 +32,7 @@ from specserve.speculation.drafters import Drafters
 from specserve.speculation.guessers import LookupDrafter
 from specserve.speculation.model import DraftModel
 
-RECORDINGS = Path(__file__).parent / "recordings"
+RECORDINGS = Path(__file__).parent / "recordings" / "coder-0.5b-1.5b.jsonl"
 FIXED = (1, 2, 3, 4, 7, 15)
 CONTEXT = 4096
 # Tokens that stand in for the rest of the vocabulary, so that a row can be as flat as the recorded one.
@@ -122,6 +129,11 @@ class Tape:
 class Endless(FakeVocabulary):
     """A vocabulary in which no token ends a text: that is where its recording does."""
 
+    def piece(self, token: int) -> bytes:
+        """Nothing to read."""
+        del token
+        return b""
+
     def ends_text(self, token: int) -> bool:
         """Never."""
         del token
@@ -195,3 +207,122 @@ def read_recordings(path: Path) -> list[Recording]:
     """All recordings of a file, one JSON object a line."""
     with path.open(encoding="utf-8") as file:
         return [Recording(**json.loads(line)) for line in file]
+
+
+def synthetic(kind: str, length: int = 400, seed: int = 1) -> Recording:
+    """A text whose drafts stay by a process of its own; nothing in it can be looked up.
+
+    Args:
+        kind: `easy`, `hard`, `even` (a constant chance), `bursty` (runs of easy and of hard places), `drifting` (from
+            hard to easy and back), `story then code` (hard for its first half), or `adversarial` (both models are sure
+            of everything, and the draft is always wrong).
+        length: tokens of the answer.
+        seed: of the process.
+    """
+    generator = np.random.default_rng(seed)
+    place = np.arange(length)
+    chances = {
+        "easy": np.full(length, 0.95),
+        "even": np.full(length, 0.75),
+        "hard": np.full(length, 0.4),
+        "bursty": np.where(place // 25 % 2 == 0, 0.97, 0.4),
+        "drifting": 0.675 + 0.3 * np.sin(2 * np.pi * place / length - np.pi / 2),
+        "story then code": np.where(place < length // 2, 0.45, 0.95),
+        "adversarial": np.full(length, 0.98),
+    }[kind]
+    # How sure a model is of a place scatters around how often the draft is right there.
+    sure = np.clip(1 / (1 + (1 / chances - 1) * np.exp(generator.normal(0, 1.5, (2, length)))), 0.02, 0.9995)
+    hit = np.zeros(length, bool) if kind == "adversarial" else generator.random(length) < sure.mean(axis=0)
+    tokens = list(range(1, 101 + length))
+    return Recording(
+        "synthetic", kind, 0.0, tokens[:100], tokens[100:], sure[0].tolist(), hit.tolist(), sure[1].tolist()
+    )
+
+
+PROCESSES = ("easy", "even", "hard", "bursty", "drifting", "story then code", "adversarial")
+
+
+def stairs(first: float, steps: dict[int, float]) -> CostTable:
+    """A table from milliseconds of one row and, by rows, how many times that others cost; 5 % more at 512 tokens."""
+    short = tuple(first / 1000 * factor for factor in (1.0, *steps.values()))
+    return CostTable((1, *steps), (64, 512), (short, tuple(1.05 * seconds for seconds in short)))
+
+
+# What one more row costs, as measured on 2 cores with every tensor Q4_0; the factors differ little between sizes.
+_TWO_CORES = {2: 1.69, 3: 2.27, 4: 1.68, 5: 2.52, 6: 3.2, 8: 3.18, 12: 5.0, 16: 5.38, 20: 6.85}
+# A many-core desktop, where memory is the limit up to 8 rows; and one where all rows cost alike.
+_FLAT = {2: 1.02, 3: 1.04, 4: 1.06, 6: 1.1, 8: 1.15, 12: 1.5, 16: 1.9, 32: 3.6}
+_STEEP = {2: 1.9, 3: 2.8, 4: 3.6, 8: 7.0, 16: 14.0, 32: 28.0}
+# Target and draft, in milliseconds a step.
+MACHINES = {
+    "2 cores, 3B by 0.5B": (stairs(145, _TWO_CORES), stairs(26, _TWO_CORES)),
+    "2 cores, 1.5B by 0.5B": (stairs(71, _TWO_CORES), stairs(26, _TWO_CORES)),
+    "flat to 8 rows, 3B by 0.5B": (stairs(40, _FLAT), stairs(7, _FLAT)),
+    "flat to 8 rows, 7B by 0.5B": (stairs(90, _FLAT), stairs(7, _FLAT)),
+    "every row costs alike": (stairs(145, _STEEP), stairs(26, _STEEP)),
+}
+
+
+def compare(target: CostTable, draft: CostTable, recordings: list[Recording]) -> Iterator[dict[str, Any]]:
+    """Rows of the result on one machine: by family the speed of every policy, and of the oracle, to plain decoding."""
+    policies = {"plain": SpeculationParams(0)}
+    policies |= {f"fixed {gamma}": SpeculationParams(gamma, drafter="model") for gamma in FIXED}
+    policies |= {
+        "adaptive, model": SpeculationParams(16, adaptive=True, drafter="model"),
+        "adaptive": SpeculationParams(16, adaptive=True),
+    }
+    seconds: dict[str, list[float]] = {}
+    for name, policy in policies.items():
+        simulation = Simulation(target, draft, policy)
+        seconds[name] = [simulation.run(recording)[0] for recording in recordings]
+    costs = Cost(target, most=64), Cost(draft, most=64)
+    seconds["oracle, model"] = [oracle(recording, *costs) for recording in recordings]
+    families = dict.fromkeys((r.name if r.family == "synthetic" else r.family, r.temperature) for r in recordings)
+    for family, temperature in families:
+        mine = [i for i, r in enumerate(recordings) if family in {r.family, r.name} and r.temperature == temperature]
+        ratios = {name: [seconds["plain"][i] / times[i] for i in mine] for name, times in seconds.items()}
+        for name, values in ratios.items():
+            yield {
+                "family": family,
+                "temperature": temperature,
+                "mode": name,
+                "ratio": round(mean(values), 3),
+                "spread": [round(min(values), 3), round(max(values), 3)],
+                "texts": len(values),
+            }
+
+
+def show(machine: str, rows: list[dict[str, Any]]) -> None:
+    """The rows of a machine as a table, a policy a column."""
+    table = Table(title=f"SIMULATION: {machine}; mean speed to plain decoding, the draft's prefill included")
+    modes = list(dict.fromkeys(row["mode"] for row in rows))
+    for column in ("family", "T", *modes):
+        table.add_column(column, justify="right")
+    for family, temperature in dict.fromkeys((row["family"], row["temperature"]) for row in rows):
+        here = [row for row in rows if (row["family"], row["temperature"]) == (family, temperature)]
+        mine = {row["mode"]: row["ratio"] for row in here}
+        table.add_row(family, str(temperature), *(f"{mine[mode]:.2f}" for mode in modes))
+    Console(width=200).print(table)
+
+
+def main() -> None:
+    """Replay everything on every machine, and print tables and one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recordings", type=Path, default=RECORDINGS, help="a file that record.py wrote")
+    parser.add_argument("--machines", nargs="+", choices=MACHINES, default=list(MACHINES), help="only these")
+    options = parser.parse_args()
+    recordings = read_recordings(options.recordings) + [synthetic(kind) for kind in PROCESSES]
+    # As a server meets them: not family by family.
+    Random(1).shuffle(recordings)
+    rows = []
+    for machine in options.machines:
+        mine = list(compare(*MACHINES[machine], recordings))
+        mine.sort(key=lambda row: (row["family"] in PROCESSES, row["family"], row["temperature"]))
+        show(machine, mine)
+        rows += [{"machine": machine, **row} for row in mine]
+    notes = ["simulated: recorded texts, measured or assumed costs; the oracle knows which drafts stay"]
+    print(json.dumps({"benchmark": "simulate", "machine": {}, "models": {}, "rows": rows, "notes": notes}))
+
+
+if __name__ == "__main__":
+    main()

@@ -106,7 +106,7 @@ COMMON = {
         optional={
             "mode": st.sampled_from(["auto", "off", "fixed"]),
             "gamma": st.integers(0, 33),
-            "drafter": st.sampled_from(["auto", "model", "prediction"]),
+            "drafter": st.sampled_from(["auto", "model", "lookup", "prediction", "grammar"]),
             "verification": st.sampled_from(["token", "block", "coupled"]),
         },
     ),

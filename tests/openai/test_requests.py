@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -67,7 +67,7 @@ def test_defaults_are_openais() -> None:
     assert sequence.max_tokens == 16
     assert sequence.sampling.temperature == 1
     assert sequence.sampling.top_p == 1
-    assert sequence.speculation.gamma == 3
+    assert (sequence.speculation.adaptive, sequence.speculation.gamma) == (True, 8)
 
 
 def test_null_means_the_default() -> None:
@@ -191,6 +191,7 @@ def test_a_wrong_or_unserved_value_is_refused_and_named(field: str, value: objec
         ({"gamma": 2}, "speculation.gamma"),
         ({"drafter": "oracle"}, "speculation.drafter"),
         ({"drafter": "prediction"}, "speculation.drafter"),
+        ({"drafter": "grammar"}, "speculation.drafter"),
         ({"mode": "off", "gamma": 2}, "speculation.gamma"),
         ({"tempo": 1}, "speculation.tempo"),
     ],
@@ -202,7 +203,17 @@ def test_speculation_beyond_the_operators_limits_is_refused(options: dict[str, A
 def test_speculation_is_the_clients_choice_within_them() -> None:
     assert sequence_of(speculation={"mode": "off"}).speculation.gamma == 0
     assert sequence_of(speculation={"mode": "fixed", "gamma": 8}).speculation.gamma == 8
-    assert sequence_of(speculation={"mode": "auto"}).speculation.gamma == 3
+    assert sequence_of(speculation={"mode": "fixed"}).speculation.gamma == 3
+    assert sequence_of(speculation={"mode": "auto"}).speculation.gamma == 8
+
+
+@pytest.mark.parametrize(("mode", "gamma", "adaptive"), [("auto", 8, True), ("fixed", 3, False), ("off", 0, False)])
+def test_who_decides_how_many_drafts_a_round_has_is_the_operators_choice(
+    mode: Literal["auto", "fixed", "off"], gamma: int, adaptive: bool
+) -> None:
+    config = CONFIG.model_copy(update={"speculation": SpeculationConfig(mode=mode, max_gamma=8)})
+    speculation = generation_of({"prompt": "a"}, config).sequence.speculation
+    assert (speculation.gamma, speculation.adaptive) == (gamma, adaptive)
 
 
 def test_an_unknown_field_is_refused_and_named() -> None:
@@ -255,10 +266,11 @@ def test_an_error_is_openais_object() -> None:
 
 def test_speculation_without_a_draft_model_is_refused_where_it_is_asked_for() -> None:
     plain = CONFIG.model_copy(update={"draft": None})
-    for options in ({"mode": "fixed"}, {"drafter": "model"}):
-        with pytest.raises(RequestError, match="has no draft model"):
-            generation_of({"prompt": "a", "speculation": options}, plain)
-    assert generation_of({"prompt": "a"}, plain).sequence.speculation.gamma == 0
+    with pytest.raises(RequestError, match="has no draft model"):
+        generation_of({"prompt": "a", "speculation": {"drafter": "model"}}, plain)
+    for drafter in ("auto", "lookup"):
+        options = {"mode": "fixed", "drafter": drafter}
+        assert generation_of({"prompt": "a", "speculation": options}, plain).sequence.speculation.gamma == 3
 
 
 def test_a_seed_is_coupled_greedy_needs_no_rule_and_all_else_is_block() -> None:
@@ -386,7 +398,7 @@ def test_a_prediction_is_tokenised_and_drafts_even_without_a_draft_model() -> No
     plain = CONFIG.model_copy(update={"draft": None})
     prediction = {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     sequence = generation_of({"prompt": "x", "prediction": prediction}, plain).sequence
-    assert (list(sequence.prediction), sequence.speculation.gamma) == ([97, 98], 3)
+    assert (list(sequence.prediction), sequence.speculation.gamma) == ([97, 98], 8)
 
 
 def test_forms_of_the_answer_become_constraints() -> None:
@@ -449,14 +461,6 @@ def test_a_response_of_many_megabytes_is_refused_before_it_is_made() -> None:
         groups_of(fields, wide)
     assert caught.value.param == "logprobs"
     assert len(groups_of({**fields, "prompt": ["a"] * 4}, wide)) == 4
-
-
-def test_a_prediction_is_drafted_even_where_the_operator_wants_no_drafts_of_the_model() -> None:
-    quiet = CONFIG.model_copy(update={"speculation": SpeculationConfig(gamma=0, max_gamma=8)})
-    prediction = {"type": "content", "content": "ab"}
-    speculation = generation_of({"prompt": "a", "prediction": prediction}, quiet).sequence.speculation
-    assert (speculation.gamma, speculation.drafter) == (8, "prediction")
-    assert generation_of({"prompt": "a"}, quiet).sequence.speculation.gamma == 0
 
 
 def test_an_answer_can_be_sent_back_as_it_came() -> None:

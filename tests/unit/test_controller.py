@@ -1,0 +1,91 @@
+"""The controller's books, and what it makes of reading up."""
+
+from __future__ import annotations
+
+import pytest
+
+from costs import flat, proportional, stairs
+from specserve.sequence import SamplingParams, Sequence, SpeculationParams
+from specserve.speculation.controller import Controller, Lesson
+
+GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(temperature=1)
+
+
+def sequence(sampling: SamplingParams = GREEDY, max_tokens: int = 100) -> Sequence:
+    return Sequence([1, 2, 3], sampling, SpeculationParams(8, adaptive=True), max_tokens=max_tokens)
+
+
+def test_a_second_is_worth_what_plain_decoding_makes_of_it_and_more_where_drafts_do() -> None:
+    controller = Controller(stairs(), flat(0.1))
+    one, other = sequence(), sequence()
+    assert controller.prices([one], 1, (0, 0)).rate == pytest.approx(1.0)
+    assert controller.prices([one, other], 2, (0, 0)).rate == pytest.approx(2 / 1.7)
+    for _ in range(20):
+        controller.count_round(one, 4, 2.0, 1.0, 1.0)
+    assert controller.prices([one], 1, (0, 0)).rate == pytest.approx(1.5)
+
+
+def test_greedy_and_sampled_texts_teach_the_controller_apart() -> None:
+    controller = Controller(stairs(), flat(0.1))
+    before = controller.chance(sequence(SAMPLED), "model", 0.9)
+    for _ in range(100):
+        controller.learn(sequence(), [Lesson("model", 0.9, 0.0, 0.9)], 0.9)
+    assert controller.chance(sequence(), "model", 0.9) < 0.2
+    assert controller.chance(sequence(SAMPLED), "model", 0.9) == before
+
+
+def test_what_one_text_shows_is_believed_of_the_next() -> None:
+    controller = Controller(stairs(), flat(0.1))
+    for _ in range(100):
+        controller.learn(sequence(), [Lesson("lookup", 0.5, 1.0, 0.9)], 0.9)
+    assert controller.chance(sequence(), "lookup", 0.5) > 0.9
+
+
+def test_a_target_that_becomes_sure_raises_the_hope_without_any_draft() -> None:
+    controller = Controller(stairs(), flat(0.1))
+    text = sequence()
+    for confidence, low, high in ((0.2, 0.0, 0.4), (0.999, 0.9, 1.0)):
+        for _ in range(30):
+            controller.learn(text, [], confidence)
+        assert low < controller.hope(text) < high
+
+
+def test_a_long_arrear_is_shared_by_the_rounds_to_come_and_a_short_one_is_this_rounds() -> None:
+    controller = Controller(stairs(), proportional(0.01))
+    text = sequence()
+    prices = controller.prices([text], 1, (0, 0))
+    assert controller.arrears(text, 2, prices) == (2, 0.0)
+    rows, seconds = controller.arrears(text, 100, prices)
+    assert rows == 1
+    assert 0 < seconds < prices.draft(100) / 5
+    ending = sequence(max_tokens=6)
+    assert controller.arrears(ending, 100, prices)[1] > seconds
+
+
+def test_reading_up_again_has_to_promise_more_every_time() -> None:
+    controller = Controller(stairs(), proportional(0.01))
+    text = sequence()
+    prices = controller.prices([text], 1, (0, 0))
+    charges = []
+    for _ in range(3):
+        charges.append(controller.arrears(text, 100, prices)[1])
+        controller.invest(text, 100, prices)
+        assert controller.arrears(text, 50, prices) == (4, 0.0), "what was begun is not charged again"
+        controller.invest(text, 1, prices)
+    assert charges == sorted(charges)
+    assert charges[2] > charges[0]
+
+
+def test_a_text_on_which_drafts_only_lose_is_left_alone_after_a_few_and_tried_again_at_a_bounded_cost() -> None:
+    """Drafts that always fail although everything speaks for them: an adversary."""
+    controller = Controller(stairs(), flat(0.2))
+    text = sequence(max_tokens=10**6)
+    lost = 0.0
+    for _ in range(5000):
+        drafts = controller.may_draft(text)
+        seconds = 2.3 if drafts else 1.0
+        lost += seconds - 1.0
+        controller.count_round(text, 1, seconds, 1.0, 1.0)
+        text.tokens.append(7)
+    assert lost / 5000 < 0.011
+    assert lost > 10

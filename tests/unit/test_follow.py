@@ -108,14 +108,24 @@ def test_it_starts_at_the_beginning_though_the_first_tokens_differ() -> None:
     assert follower_behind([1, 2, 3, 4, 5], [9, 8, 7, 1, 2]).guess([], 8).tokens == [3, 4, 5]
 
 
-def test_among_places_that_agree_as_far_the_nearest_is_taken_forward_first() -> None:
+def test_among_places_that_agree_as_far_the_nearest_is_taken() -> None:
     text = [1, 2, 50, *range(60, 70), 80, 81, 82, 83, *range(70, 76), 1, 2, 51, *range(90, 99), 1, 2, 52]
     assert follower_behind(text, [80, 81, 82, 83, 7, 1, 2]).guess([], 1).tokens == [51]
 
 
-def test_a_longer_agreement_goes_before_a_nearer_place() -> None:
-    text = [*range(60, 70), 1, 2, 50, *range(70, 90), 3, 1, 2, 51]
-    assert follower_behind(text, [*range(60, 70), 3, 1, 2]).guess([], 1).tokens == [51]
+def test_among_the_nearest_the_one_ahead_is_taken() -> None:
+    text = [1, 2, 50, *range(60, 68), 80, 81, 82, 83, *range(70, 81), 1, 2, 51]
+    assert follower_behind(text, [80, 81, 82, 83, 7, 1, 2]).guess([], 1).tokens == [51]
+
+
+def test_a_longer_agreement_goes_before_nearer_places() -> None:
+    text = [*range(60, 70), *[4, 5, 0, 5, 1, 0, 1, 2, 50] * 5, *range(70, 90), 4, 5, 1, 2, 51]
+    assert follower_behind(text, [*range(60, 70), 4, 5, 1, 2]).guess([], 1).tokens == [51]
+
+
+def test_from_a_place_that_many_tokens_speak_for_the_next_one_is_looked_for() -> None:
+    text = [1, 2, 3, 4, 5, *range(60, 70), 7, 8, 50, *range(70, 99), 1, 2, 3, 4, 6, *range(100, 110), 7, 8, 51]
+    assert follower_behind(text, [1, 2, 3, 4, 6, 9, 7, 8]).guess([], 1).tokens == [51]
 
 
 def test_a_single_common_token_does_not_lead_away_for_good() -> None:

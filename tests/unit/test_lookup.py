@@ -60,6 +60,18 @@ def test_it_guesses_what_followed_the_newest_occurrence_of_the_longest_end(
     assert all(0 < confidence < 1 for confidence in guess.confidence)
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 4).flatmap(blocks))
+def test_it_knows_how_often_the_end_occurred_and_whether_it_was_always_followed_alike(text: list[int]) -> None:
+    lookup = lookup_of(text)
+    length = lookup._end.length
+    ends = [behind for behind in range(length, len(text)) if text[behind - length : behind] == text[-length:]]
+    split = len({text[behind] for behind in ends}) > 1
+    if length:
+        evidence = "split" if split else "repeated" if len(ends) > 1 else "once"
+        assert lookup._kind(lookup._end) == (evidence, length.bit_length())
+
+
 @settings(deadline=None)
 @given(blocks(3), st.lists(st.integers(1, 3), max_size=5), st.integers(1, 9))
 def test_a_guess_depends_on_the_decided_text_alone(text: list[int], drafts: list[int], chunk: int) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 import llama_cpp
 import numpy as np
@@ -15,7 +17,7 @@ from specserve.errors import EngineError, ModelLoadError
 
 _GGUF_MAGIC = b"GGUF"
 _LOG_LEVEL_ERROR = 4  # ggml.h, enum ggml_log_level; the binding leaves it out
-_TYPE_BF16 = 30  # ggml.h, enum ggml_type; left out as well
+_TYPES = {"f32": 0, "f16": 1, "bf16": 30}  # ggml.h, enum ggml_type; left out in parts
 
 
 def _keep_quiet(level: int, text: bytes, _user_data: object) -> None:
@@ -116,6 +118,11 @@ class LlamaModel:
         # Where a file names none, llama.cpp assumes token 11, whatever piece of text that is.
         return token if token >= 0 and llama_cpp.llama_vocab_is_control(self._vocab, token) else None
 
+    @property
+    def weights(self) -> tuple[int, int]:
+        """How many there are, and how many bytes they take."""
+        return int(llama_cpp.llama_model_n_params(self.pointer)), int(llama_cpp.llama_model_size(self.pointer))
+
     def chat_template(self) -> str | None:
         """The Jinja template that the file carries for chats."""
         template = llama_cpp.llama_model_chat_template(self.pointer, None)
@@ -155,6 +162,19 @@ class LlamaModel:
         llama_cpp.llama_model_free(self.pointer)
 
 
+@dataclass(frozen=True)
+class EngineSettings:
+    """How keys and values are kept, and which kernels work on them; benchmarks/engine_settings.py compares them.
+
+    Half precision for both takes other kernels for a lone row over more than 256 cells and for 64 rows and more, with
+    other sums; of two formats, all rows take the same one, and it sums in float32.
+    """
+
+    type_k: Literal["f32", "f16", "bf16"] = "f16"
+    type_v: Literal["f32", "f16", "bf16"] = "bf16"
+    flash_attention: bool = True
+
+
 class LlamaEngine:
     """A context of one model: a unified cache of `n_slots` sequences and batched forward passes.
 
@@ -171,7 +191,9 @@ class LlamaEngine:
         threads: int,
         max_rows: int,
         max_logits: int,
+        settings: EngineSettings | None = None,
     ) -> None:
+        settings = settings or EngineSettings()
         self.n_slots = n_slots
         self.max_rows = max_rows
         self.max_logits = max_logits
@@ -186,9 +208,9 @@ class LlamaEngine:
         params.n_threads = params.n_threads_batch = threads
         # One cache for all: sequences with different numbers of rows then share a forward pass.
         params.kv_unified = True
-        # Half precision for both keys and values takes other kernels for a lone row over more than 256 cells and for
-        # 64 rows and more, with other sums; of two formats, all rows take the same one, and it sums in float32.
-        params.type_v = _TYPE_BF16
+        params.type_k = _TYPES[settings.type_k]
+        params.type_v = _TYPES[settings.type_v]
+        params.flash_attn_type = int(settings.flash_attention)
         params.no_perf = True
         context = llama_cpp.llama_init_from_model(model.pointer, params)
         if context is None:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from specserve.sequence import Sequence
+from specserve.sequence import Sequence, Tally
 from specserve.speculation.acceptance import Calibration, Outlook
 from specserve.speculation.cost import Cost
 from specserve.speculation.gamma import Prices
@@ -24,6 +24,7 @@ _ARREARS = 4
 # How much longer a text is taken to be than it is, and what may be lost on it.
 _AHEAD = 48
 _TOKENS_A_ROUND = 3
+_FIRST_DRAFTS = 3
 _LOSS = 0.01
 _LOSS_STEPS = 2.0
 # What an investment has to bring, in units of what it costs.
@@ -81,6 +82,11 @@ class Controller:
         """The chance of a draft whose source is this sure of it."""
         pooled = self._calibration(sequence, source).chance(confidence)
         return self._outlook(sequence).chance(source, pooled)
+
+    def room(self, sequence: Sequence, room: int) -> int:
+        """How many of `room` drafts the model may add: few on a text that has not shown yet that they stay."""
+        stayed = sequence.account.drafters.get("model", Tally()).accepted
+        return min(room, _FIRST_DRAFTS + stayed)
 
     def arrears(self, sequence: Sequence, pending: int, prices: Prices) -> tuple[int, float]:
         """What the model has to read before it drafts: rows of its next pass, and seconds beside it.

@@ -192,6 +192,8 @@ class Drafters:
             return Prospect(proposal.reach, 1.0, pending, room), may and pending <= 2 * sequence.remaining
         rows, arrears = self.controller.arrears(sequence, pending, prices)
         hope = self.controller.hope(sequence, pending)
+        drafted = sum(source == "model" for source in proposal.sources)
+        room = max(0, min(room, self.controller.room(sequence, wish.gamma) - drafted))
         return Prospect(proposal.reach, hope, rows, room, arrears), may and self.controller.may_draft(sequence)
 
     def _draw(self, logits: FloatArray, wish: Wish, proposal: Proposal, rows: int, prices: Prices) -> bool:
@@ -206,8 +208,7 @@ class Drafters:
             return False
         chance = self.controller.chance(sequence, "model", sure)
         if sequence.speculation.adaptive:
-            room = wish.gamma - len(proposal.tokens)
-            prospect = Prospect(proposal.reach, self.controller.hope(sequence), 1, room)
+            prospect, _ = self._prospect(wish, proposal, prices)
             if not worth_keeping(prospect, chance, rows, prices):
                 return False
         sample = RULES[sequence.speculation.verification].sample

@@ -19,7 +19,7 @@ class Prospect(NamedTuple):
         reach: the probability that all its drafts so far stay.
         hope: the probability that a draft of the model will stay where it is reached, before that draft is known.
         pending: how many tokens the model has to read before it can draft the next one.
-        room: how many more drafts it may have.
+        room: how many more drafts of the model it may have.
         arrears: seconds of reading beside that, as far as this round has to bear them.
     """
 
@@ -99,12 +99,12 @@ def guess_length(prospect: Prospect, chances: Sequence[float], rows: int, prices
     before = prices.target(rows)
     best, most = 0, model_steps([prospect], rows, prices).gain if model else 0.0
     reach, gained = prospect.reach, 0.0
-    for count, chance in enumerate(chances[: prospect.room], 1):
+    for count, chance in enumerate(chances, 1):
         reach *= chance
         gained += reach
         gain = gained - prices.rate * (prices.target(rows + count) - before)
         if model:
-            behind = prospect._replace(reach=reach, pending=prospect.pending + count, room=prospect.room - count)
+            behind = prospect._replace(reach=reach, pending=prospect.pending + count, room=max(0, prospect.room - count))
             gain += model_steps([behind], rows + count, prices).gain
         if gain > most:
             best, most = count, gain

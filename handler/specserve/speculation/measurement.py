@@ -10,7 +10,7 @@ import numpy as np
 from specserve.engine.base import Engine, Row
 from specserve.speculation.cost import CostTable, edges, typical
 
-_NEAR, _FAR = 64, 512
+_NEAR, _FAR = 64, 320
 _MOST_ROWS = 32
 # The far context is asked where the stairs' edges are; between them attention grows evenly.
 _FAR_ROWS = (1, 4, 8, 16, 32)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from specserve.errors import ConfigError
 
@@ -55,7 +56,9 @@ class ModelConfig(_Section):
     file: str | None = Field(default=None, description="Its name in the models directory.")
     sha256: Sha256 | None = None
     sources: list[Source] = []
-    requantise: str | None = Field(default=None, pattern="^q4_0$")
+    requantise: Literal["q4_0", "best"] | None = Field(
+        default=None, description="q4_0: every tensor; best, for a draft: what is measured to be fastest here."
+    )
 
     @model_validator(mode="after")
     def _has_a_place(self) -> ModelConfig:
@@ -100,6 +103,16 @@ class HandlerConfig(_Section):
     time_slice_ms: float = Field(default=40.0, ge=0, description="A handle() call decodes at least this long.")
     speculation: SpeculationConfig = SpeculationConfig()
 
+    @field_validator("target")
+    @classmethod
+    def _target_is_not_chosen_by_speed(cls, target: ModelConfig) -> ModelConfig:
+        if target.requantise == "best":
+            raise ValueError(
+                "`requantise: best` is for a draft, since another format changes the text of a target; "
+                "write `requantise: q4_0`, or leave it out to serve the published file"
+            )
+        return target
+
 
 def cache_directory() -> Path:
     """Where models and measurements are kept: $SPECSERVE_CACHE, or below the user's own cache."""
@@ -115,6 +128,15 @@ def usable_cores() -> int:
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
+
+
+def processor() -> str:
+    """The processor's name and abilities, for what was measured on it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "CPU part"))}))
 
 
 def parse_handler(section: object, where: str) -> HandlerConfig:

@@ -19,7 +19,7 @@ ALLOWED = {
     "engine": {"errors", "sequence", "config"},
     "speculation": {"errors", "sequence", "config", "engine.base"},
     "serving": {"errors", "sequence", "config", "engine", "speculation"},
-    "operations": {"errors", "config", "engine"},
+    "operations": {"errors", "config", "engine", "speculation"},
 }
 MATHEMATICS = ("distribution", "rejection", "noise", "cost", "gamma", "acceptance", "guess", "lookup", "follow")
 PURE = tuple(f"speculation/{name}.py" for name in MATHEMATICS)

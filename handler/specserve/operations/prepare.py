@@ -1,4 +1,4 @@
-"""`scripts/prepare`: fetch the models of a configuration and requantise those that ask for it."""
+"""`scripts/prepare`: fetch the models of a configuration, requantise those that ask for it, choose a draft's form."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from specserve.config import ModelConfig, load_yaml
+from specserve.config import HandlerConfig, ModelConfig, load_yaml, usable_cores
 from specserve.errors import ModelLoadError
 from specserve.operations import command, files, places
+from specserve.operations.choose import best_draft
 from specserve.operations.fetch import fetch
 from specserve.operations.files import ModelFile
 
@@ -36,14 +37,29 @@ def prepare(config_file: Path) -> Prepared:
     Raises:
         ConfigError: the configuration is wrong.
         EnvironmentFailure: a file cannot be had.
-        ModelLoadError: a file is not a GGUF that can be requantised.
+        ModelLoadError: a file is not a GGUF that can be requantised, or the draft to be chosen does not fit.
     """
     _, handler = load_yaml(config_file)
     target = _one(handler.target, config_file, handler.models_directory)
     if handler.target.requantise:
         command.say(TARGET_CHANGED)
-    draft = _one(handler.draft, config_file, handler.models_directory) if handler.draft else None
-    return Prepared(target, draft)
+    return Prepared(target, _draft(handler, config_file, target))
+
+
+def _draft(handler: HandlerConfig, config_file: Path, target: Path) -> Path | None:
+    model = handler.draft
+    if model is None:
+        return None
+    if model.requantise != "best":
+        return _one(model, config_file, handler.models_directory)
+    published = fetch(model, config_file, handler.models_directory)
+    return best_draft(
+        target,
+        published.path,
+        requantise(published),
+        threads=handler.threads or usable_cores(),
+        max_gamma=handler.speculation.max_gamma,
+    )
 
 
 def _one(model: ModelConfig, config_file: Path, own_directory: Path | None) -> Path:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import platform
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 
-from specserve.config import cache_directory
+from specserve.config import cache_directory, processor
 from specserve.engine.base import Engine
 from specserve.speculation.cost import CostTable
 from specserve.speculation.measurement import measure
@@ -45,7 +44,7 @@ def measured_cost(engine: Engine, model: Path, *, threads: int, context_length: 
 
 def _key(model: Path, threads: int, engine: Engine) -> str:
     """Everything that the costs depend on."""
-    parts = [_fingerprint(model), _processor(), str(threads), str(engine.n_slots), str(_METHOD)]
+    parts = [_fingerprint(model), processor(), str(threads), str(engine.n_slots), str(_METHOD)]
     return hashlib.sha256("\0".join([*parts, version("llama-cpp-python")]).encode()).hexdigest()[:32]
 
 
@@ -58,14 +57,6 @@ def _fingerprint(model: Path) -> str:
         file.seek(max(0, size - _MIB))
         digest.update(file.read(_MIB))
     return digest.hexdigest()
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "CPU part"))}))
 
 
 def _read(place: Path) -> CostTable | None:

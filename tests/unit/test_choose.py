@@ -178,13 +178,14 @@ def test_tiny_models_are_measured_once_and_again_when_something_changes(
     written(own / "target.gguf", "draft")
     prepare.prepare(config)
     assert len(seen) == 3
-    prepare.prepare(configuration(own, threads=2))
+    config = configuration(own, speculation={"max_gamma": 4})
+    prepare.prepare(config)
     assert len(seen) == 4
     monkeypatch.setattr(choose, "version", lambda _package: "another")
-    prepare.prepare(configuration(own, threads=2))
+    prepare.prepare(config)
     assert len(seen) == 5
     note.write_text("{", encoding="utf-8")
-    prepare.prepare(configuration(own, threads=2))
+    prepare.prepare(config)
     assert len(seen) == 6
     assert len(list(models.glob(".draft.gguf.best-*.json"))) == 1
 

@@ -221,9 +221,7 @@ def test_a_draft_of_another_family_is_refused(tmp_path: Path, models: Path) -> N
 
 
 def test_a_pass_that_fails_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "PROMPTS", ("a",))
-    monkeypatch.setattr(choose, "_MEASURED_CONTEXT", 100_000)
-    monkeypatch.setattr("specserve.speculation.measurement._FAR", 100_000)
+    monkeypatch.setattr(choose, "_CELLS", 1000)
     with pytest.raises(ModelLoadError, match=r"target\.gguf: cannot be measured: llama_decode failed"):
         prepare.prepare(configuration(tmp_path / "own"))
 

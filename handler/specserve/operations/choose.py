@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +24,7 @@ from specserve.engine.base import Engine, Row, Vocabulary
 from specserve.engine.llama import LlamaEngine, LlamaModel, check_same_vocabulary
 from specserve.errors import EngineError, ModelLoadError
 from specserve.operations import command, files, places
-from specserve.speculation.cost import Cost
-from specserve.speculation.measurement import measure
+from specserve.speculation.cost import Cost, CostTable, edges, typical
 
 PROMPTS = (
     "def quicksort(items: list[int]) -> list[int]:\n",
@@ -38,7 +38,7 @@ _CHUNK = 64
 _CELLS = 64
 _MOST_ROWS = 16
 _DRAFT_ROWS = 4
-_MEASURED_CONTEXT = 2 * _CELLS
+_TURNS = 4
 # Goes up when something is measured or reckoned in another way.
 _METHOD = 1
 
@@ -189,8 +189,24 @@ def _loaded(path: Path, threads: int, max_logits: int) -> Iterator[tuple[LlamaMo
 
 
 def _cost(engine: Engine) -> Cost:
-    engine.cut(0, 0)
-    return Cost(measure(engine, _MEASURED_CONTEXT), most=min(engine.max_rows, engine.max_logits))
+    """What passes cost behind a text of the usual length; rougher than what a server measures, and sooner."""
+    counts = edges(min(engine.max_rows, engine.max_logits))
+    text = [place % engine.width for place in range(_CELLS + counts[-1])]
+    _read(engine, text[: _CELLS + 1])
+    _timed(engine, text[_CELLS:])
+    # The repetitions of all numbers of rows take turns, so that a slow moment meets each once.
+    turns = [[_timed(engine, text[_CELLS : _CELLS + count]) for count in counts] for _ in range(_TURNS)]
+    took = tuple(typical(list(times)) for times in zip(*turns, strict=True))
+    return Cost(CostTable(counts, (_CELLS, 2 * _CELLS), (took, took)), most=counts[-1])
+
+
+def _timed(engine: Engine, tokens: list[int]) -> float:
+    rows = [Row(token, 0, place, wants_logits=True) for place, token in enumerate(tokens, _CELLS)]
+    began = perf_counter()
+    engine.forward(rows)
+    took = perf_counter() - began
+    engine.cut(0, _CELLS)
+    return took
 
 
 def write(engine: Engine, vocabulary: Vocabulary, prompt: list[int]) -> list[int]:

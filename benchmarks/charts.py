@@ -70,7 +70,9 @@ def acceptance(result: dict[str, Any], out: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4))
     fixed = [row for row in result["rows"] if row["mode"].startswith("fixed ") and not row["temperature"]]
     for family in dict.fromkeys(row["family"] for row in fixed):
-        points = sorted((int(row["mode"].split()[1]), row["acceptance_rate"]) for row in fixed if row["family"] == family)
+        points = sorted(
+            (int(row["mode"].split()[1]), row["acceptance_rate"]) for row in fixed if row["family"] == family
+        )
         axes.plot(*zip(*points, strict=True), marker="o", label=family)
     axes.set(xlabel="drafts a round", ylabel="share that stays", title="Acceptance by draft length, greedy")
     axes.legend(fontsize="small")
@@ -94,7 +96,9 @@ def draw(result: dict[str, Any], stem: str, out: Path) -> None:
         by_family(result, f"SIMULATION, {_first_machine(result)}: every policy on the same texts", out / f"{stem}.svg")
     elif kind == "decode":
         by_family(result, f"{result['models']['target']}", out / f"{stem}.svg")
-        if sum(row["mode"].startswith("fixed ") for row in result["rows"]) > 2 * len({r["family"] for r in result["rows"]}):
+        if sum(row["mode"].startswith("fixed ") for row in result["rows"]) > 2 * len(
+            {r["family"] for r in result["rows"]}
+        ):
             acceptance(result, out / f"{stem}-acceptance.svg")
     elif kind == "against_llama_server":
         by_family(result, "Same files, same machine: llama-server's settings and ours", out / f"{stem}.svg")

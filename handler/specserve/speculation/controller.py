@@ -28,7 +28,7 @@ _FIRST_DRAFTS = 3
 _LOSS = 0.01
 _LOSS_STEPS = 4.0
 # What an investment has to bring, in units of what it costs.
-_RETURN = 1.2
+_RETURN = 1.5
 
 
 class Lesson(NamedTuple):

@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from decode import Mode, decode, read_prompts
+from decode import ADAPTIVE, FIXED, Mode, Task, decode, read_tasks
+from decode import PLAIN as OURS_PLAIN
 from llama_server import Pool, build
 from machine import describe_machine
 from quiet import ALLOWED, undisturbed
@@ -35,7 +36,6 @@ from specserve.operations.archive import resolve
 from specserve.operations.places import DEFAULT_CONFIG
 from specserve.operations.prepare import Prepared, prepare
 from specserve.serving.loading import Models, load_models
-from specserve.serving.scheduler import Scheduler
 
 FAMILIES = ("code", "json", "prose", "chat", "summarise", "edit")
 QUICK_PROMPTS = 2
@@ -77,7 +77,7 @@ class Answer:
         return len(self.tokens) / (self.seconds + self.prompt_seconds)
 
 
-Answerer = Callable[[str, int], Answer]
+Answerer = Callable[[Task], Answer]
 Results = dict[tuple[str, str], Answer]
 
 
@@ -87,9 +87,9 @@ def peers(pool: Pool, models: Models, prepared: Prepared) -> dict[str, Answerer]
     def mode(options: tuple[str, ...], *weights: Path) -> Answerer:
         size = sum(path.stat().st_size for path in weights)
 
-        def answer(text: str, max_tokens: int) -> Answer:
-            prompt = models.vocabulary.encode(text, special=True)
-            document = pool.get(options, size).complete(prompt, max_tokens)
+        def answer(task: Task) -> Answer:
+            prompt = models.vocabulary.encode(task.text, special=True)
+            document = pool.get(options, size).complete(prompt, task.max_tokens)
             timings = document["timings"]
             drafted, accepted = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
             return Answer(
@@ -116,9 +116,8 @@ def ours(models: Models, config: HandlerConfig) -> dict[str, Answerer]:
     """This engine's modes by name."""
 
     def mode(chosen: Mode) -> Answerer:
-        def answer(text: str, max_tokens: int) -> Answer:
-            scheduler = Scheduler(models.target, models.drafters, prefill_rows=config.prefill_rows, idle_tokens=0)
-            run = decode(scheduler, models, text, max_tokens, mode=chosen, temperature=0.0)
+        def answer(task: Task) -> Answer:
+            run = decode(models, config, task, chosen, 0.0)
             account = run.account
             return Answer(
                 tokens=run.tokens,
@@ -131,8 +130,7 @@ def ours(models: Models, config: HandlerConfig) -> dict[str, Answerer]:
 
         return answer
 
-    gamma = config.speculation.gamma
-    return {f"specserve {chosen.name}": mode(chosen) for chosen in (Mode("plain", 0), Mode(f"fixed {gamma}", gamma))}
+    return {f"specserve {chosen.name}": mode(chosen) for chosen in (OURS_PLAIN, FIXED[3], ADAPTIVE)}
 
 
 def read_results(file: Path | None, names: dict[str, str]) -> Results:
@@ -186,6 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a model YAML")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_PROMPTS} prompts a family, fewer modes")
+    parser.add_argument("--prompts", type=int, help="so many prompts of each family")
     parser.add_argument("--results", type=Path, help="JSON lines, added to; answers there are not asked for again")
     options = parser.parse_args()
     # The servers are children that outlive a process which is ended without its `finally`.
@@ -208,20 +207,19 @@ def main() -> None:
         modes = {name: mode for name, mode in modes.items() if not options.quick or name in QUICK}
         modes |= ours(models, config)
         for family in FAMILIES:
-            prompts = list(read_prompts(family, quick=False))[: QUICK_PROMPTS if options.quick else None]
-            for name, text, length in track(prompts, family, console=Console(stderr=True)):
+            tasks = list(read_tasks(family, options.prompts or (QUICK_PROMPTS if options.quick else None)))
+            for task in track(tasks, family, console=Console(stderr=True)):
                 for mode in modes:
-                    if (name, mode) in results:
+                    if (task.name, mode) in results:
                         continue
-                    answer, others = undisturbed(partial(modes[mode], text, length))
-                    answer = results[name, mode] = replace(answer, others=round(others, 3))
+                    answer, others = undisturbed(partial(modes[mode], task))
+                    answer = results[task.name, mode] = replace(answer, others=round(others, 3))
                     if options.results:
-                        entry = {"models": names, "prompt": name, "mode": mode, "answer": asdict(answer)}
+                        entry = {"models": names, "prompt": task.name, "mode": mode, "answer": asdict(answer)}
                         with options.results.open("a", encoding="utf-8") as file:
                             file.write(json.dumps(entry) + "\n")
-            plain = [results[name, PLAIN] for name, _, _ in prompts]
             rows += [
-                summarise(family, mode, list(zip(plain, (results[name, mode] for name, _, _ in prompts), strict=True)))
+                summarise(family, mode, [(results[task.name, PLAIN], results[task.name, mode]) for task in tasks])
                 for mode in modes
             ]
     show(rows)

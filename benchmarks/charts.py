@@ -15,6 +15,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 RESULTS = Path(__file__).parent / "results"
 # The most rows of a chart that can still be told apart.
@@ -51,7 +52,8 @@ def by_family(result: dict[str, Any], title: str, out: Path) -> None:
 
 
 def _first_machine(result: dict[str, Any]) -> str | None:
-    return result["rows"][0].get("machine")
+    machine: str | None = result["rows"][0].get("machine")
+    return machine
 
 
 def cost_curves(result: dict[str, Any], out: Path) -> None:
@@ -79,7 +81,7 @@ def acceptance(result: dict[str, Any], out: Path) -> None:
     save(figure, out)
 
 
-def save(figure: plt.Figure, out: Path) -> None:
+def save(figure: Figure, out: Path) -> None:
     """Write a chart."""
     figure.tight_layout()
     figure.savefig(out)

@@ -24,7 +24,7 @@ import numpy as np
 from gguf import GGUFReader, GGUFValueType, GGUFWriter, ReaderTensor
 from rich.console import Console
 
-from decode import read_prompts
+from decode import read_tasks
 from machine import describe_machine
 from specserve.config import usable_cores
 from specserve.engine.base import Row
@@ -179,7 +179,7 @@ def compare(source: Path, matched: Path) -> list[dict[str, Any]]:
     """Whether both say the same, and what a forward of 1 and of 4 rows takes."""
     model = LlamaModel(source)
     engines = [engine(model), engine(LlamaModel(matched))]
-    prompts = (model.encode(text, special=True)[:PROMPT_TOKENS] for _, text, _ in list(read_prompts("code", True))[:2])
+    prompts = (model.encode(task.text, special=True)[:PROMPT_TOKENS] for task in read_tasks("code", 2))
     texts = [[greedy(one, prompt) for one in engines] for prompt in prompts]
     for one in engines:
         one.cut(0, 0)

@@ -46,10 +46,8 @@ def memory_speed(cores: int) -> float:
 def measure_file(path: Path, speed: float) -> list[dict[str, Any]]:
     """Rows of the result for one file."""
     model = LlamaModel(path)
-    engine = LlamaEngine(
-        model, n_slots=1, context_length=1024, threads=usable_cores(), max_rows=64, max_logits=64
-    )
-    table = measure(engine, 1024)
+    engine = LlamaEngine(model, n_slots=1, context_length=1024, threads=usable_cores(), max_rows=64, max_logits=64)
+    table = measure(engine)
     count, size = model.weights
     rows = []
     for place, number in enumerate(table.rows):

@@ -12,6 +12,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
@@ -22,6 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 from machine import describe_machine
+from quiet import ALLOWED, undisturbed
 from specserve.config import HandlerConfig, load_yaml
 from specserve.operations.archive import resolve
 from specserve.operations.places import DEFAULT_CONFIG
@@ -221,6 +223,7 @@ def main() -> None:
     families = options.families or (QUICK_FAMILIES if options.quick else FAMILIES)
     temperatures = options.temperatures or TEMPERATURES[: 1 if options.quick else None]
     rows = []
+    disturbed = 0
     for family in families:
         modes = modes_for(family, quick=options.quick)
         tasks = list(read_tasks(family, options.prompts or (3 if options.quick else None)))
@@ -230,7 +233,9 @@ def main() -> None:
                 for mode in modes:
                     key = (family, task.name, temperature, mode.name)
                     if key not in results.known:
-                        results.add(key, decode(models, config, task, mode, temperature))
+                        answer, others = undisturbed(partial(decode, models, config, task, mode, temperature))
+                        disturbed += others > ALLOWED
+                        results.add(key, answer)
             for mode in modes:
                 keys = [(family, task.name, temperature, mode.name) for task in tasks]
                 pairs = [(results.known[*key[:3], PLAIN.name], results.known[key]) for key in keys]
@@ -244,7 +249,10 @@ def main() -> None:
                 "machine": describe_machine(),
                 "models": {role: Path(path).name if path else None for role, path in files.items()},
                 "rows": rows,
-                "notes": ["one sequence, no server; the draft reads the prompt behind the first token, in `ratio` too"],
+                "notes": [
+                    "one sequence, no server; the draft reads the prompt behind the first token, in `ratio` too",
+                    f"{disturbed} answers were disturbed by other processes in each of their tries",
+                ],
             }
         )
     )

@@ -123,9 +123,10 @@ def main() -> None:
     document, _ = load_yaml(options.config)
     config = HandlerConfig.model_validate(resolve(document, prepare(options.config))["handler"])
     files = {"target": config.target.path, "draft": config.draft.path if config.draft else None}
-    rows = [
-        row for context in options.context for role, path in files.items() if path for row in compare(role, path, context)
-    ]
+    rows = []
+    for context in options.context:
+        for role, path in files.items():
+            rows += compare(role, path, context) if path else []
     table = Table(title="one forward pass, median of turns")
     for column in rows[0]:
         table.add_column(column, justify="right")

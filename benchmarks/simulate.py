@@ -203,7 +203,7 @@ def oracle(recording: Recording, target: Cost, draft: Cost, most: int = 16) -> f
     return best[1]
 
 
-def read_recordings(path: Path) -> list[Recording]:
+def read_recordings(path: Path = RECORDINGS) -> list[Recording]:
     """All recordings of a file, one JSON object a line."""
     with path.open(encoding="utf-8") as file:
         return [Recording(**json.loads(line)) for line in file]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specserve.config import HandlerConfig, ModelConfig
+from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
 from specserve.operations import quantise
 from specserve.operations.tiny import write_tiny
 from specserve.sequence import Sequence
@@ -50,6 +50,8 @@ class TinyFiles:
             context_length=context_length,
             prefill_rows=16,
             threads=1,
+            # A draft as slow as its target never pays, and the controller would leave it alone.
+            speculation=SpeculationConfig(mode="fixed"),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,13 @@ def architecture(request: pytest.FixtureRequest) -> str:
 
 def engine_for(model: LlamaModel, **changes: int) -> LlamaEngine:
     """An engine with small buffers."""
-    options = {"n_slots": SLOTS, "context_length": CONTEXT, "threads": 1, "max_rows": 64, "max_logits": 32}
+    options: dict[str, Any] = {
+        "n_slots": SLOTS,
+        "context_length": CONTEXT,
+        "threads": 1,
+        "max_rows": 64,
+        "max_logits": 32,
+    }
     return LlamaEngine(model, **(options | changes))
 
 

@@ -363,6 +363,7 @@ def pvalue_of_the_shipped_path(
     *,
     constraint: Alternating | None = None,
     prediction: Tokens[int] = (),
+    drafter: DrafterName | None = None,
     adaptive: bool = False,
 ) -> float:
     """Chi-square of three tokens that scheduler, drafters and round have written, against the target's exact law."""
@@ -375,7 +376,7 @@ def pvalue_of_the_shipped_path(
     all_of_them = Drafters(Controller(*costs), *guessers, model=model, vocabulary=6)
     scheduler = Scheduler(engines[0], all_of_them, prefill_rows=8, idle_tokens=99)
     for seed in range(trials):
-        speculation = SpeculationParams(3, verification, adaptive=adaptive)
+        speculation = SpeculationParams(3, verification, drafter, adaptive=adaptive)
         sequence = Sequence(
             [1, 2],
             replace(sampling, seed=seed),
@@ -432,7 +433,8 @@ def test_a_grammar_leaves_the_law_of_the_target_within_it(verification: Verifica
 @pytest.mark.parametrize("verification", RULES)
 def test_a_prediction_leaves_the_law_of_the_target(verification: Verification) -> None:
     """4,000 texts of three tokens, the prediction right, wrong and right again; false-alarm rate 1e-4."""
-    assert pvalue_of_the_shipped_path(verification, 4_000, prediction=[0, 1, 2, 3, 4, 5, 0, 2, 4, 1]) > 1e-4
+    prediction = [0, 1, 2, 3, 4, 5, 0, 2, 4, 1]
+    assert pvalue_of_the_shipped_path(verification, 4_000, prediction=prediction, drafter="prediction") > 1e-4
 
 
 def test_a_prediction_that_claims_to_be_less_certain_than_it_was_is_seen_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,7 +444,8 @@ def test_a_prediction_that_claims_to_be_less_certain_than_it_was_is_seen_there(m
         return spread
 
     monkeypatch.setattr(drafters, "one_hot", half_certain)
-    assert pvalue_of_the_shipped_path("token", 4_000, prediction=[0, 1, 2, 3, 4, 5, 0, 2, 4, 1]) < 1e-4
+    prediction = [0, 1, 2, 3, 4, 5, 0, 2, 4, 1]
+    assert pvalue_of_the_shipped_path("token", 4_000, prediction=prediction, drafter="prediction") < 1e-4
 
 
 @pytest.mark.parametrize("verification", RULES)
@@ -484,7 +487,8 @@ def test_a_seed_gives_one_text_by_coupled_verification_whatever_the_speculation_
     expected = alone.submit(prompt, gamma=3, sampling=SEEDED, verification="coupled")
     alone.run()
     bench = Bench(blend=0.8, prefill_rows=5)
-    neighbour = bench.submit([5, 6, 7], max_tokens=60, sampling=SamplingParams())
+    endless = SamplingParams(logit_bias=((VOCABULARY - 1, -1e9),))
+    neighbour = bench.submit([5, 6, 7], max_tokens=200, sampling=endless)
     met = False
     for _ in range(2):
         generation = bench.submit(prompt, gamma=gamma, sampling=SEEDED, verification="coupled")

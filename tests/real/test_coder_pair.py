@@ -61,8 +61,9 @@ def test_it_writes_sensible_code(coder: Server) -> None:
 def test_greedy_text_is_the_same_with_and_without_speculation(coder: Server, family: str) -> None:
     """Bit for bit: both files hold pure Q4_0 only, whose logits do not depend on the number of rows."""
     plain = complete(coder, PROMPTS[family], mode="off")
-    speculative = complete(coder, PROMPTS[family])
-    assert speculative.choices[0].text == plain.choices[0].text
+    adaptive = complete(coder, PROMPTS[family], mode="auto")
+    speculative = complete(coder, PROMPTS[family], mode="fixed")
+    assert speculative.choices[0].text == adaptive.choices[0].text == plain.choices[0].text
     account = speculative.model_extra["speculation"]
     assert account["accepted_tokens"] > 0
     assert account["rounds"] < plain.model_extra["speculation"]["rounds"]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pairs import PLAIN, Pair
+from pairs import PLAIN, Pair, drafting
 from specserve.config import HandlerConfig, load_yaml
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.engine.llama import LlamaModel, check_same_vocabulary
@@ -44,7 +44,7 @@ def greedy(smollm2: Pair) -> Answers:
     return {
         family: (
             smollm2.answer(prompt, **fields, speculation=PLAIN).sequence,
-            smollm2.answer(prompt, **fields).sequence,
+            smollm2.answer(prompt, **fields, speculation=drafting(3)).sequence,
         )
         for family, prompt in PROMPTS.items()
     }
@@ -105,7 +105,7 @@ def test_in_code_and_json_most_of_what_it_drafts_for_itself_is_accepted(greedy: 
 def test_a_seed_gives_one_text_with_and_without_speculation(smollm2: Pair) -> None:
     fields: dict[str, Any] = {"max_tokens": 16, "temperature": 0.7, "seed": 3}
     plain = smollm2.answer(PROMPTS["code"], **fields, speculation=PLAIN)
-    speculative = smollm2.answer(PROMPTS["code"], **fields)
+    speculative = smollm2.answer(PROMPTS["code"], **fields, speculation=drafting(3))
     assert speculative.text == plain.text
     assert speculative.sequence.account.accepted > 0
 

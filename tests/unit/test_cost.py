@@ -86,7 +86,7 @@ class Machine(FakeEngine):
 
 def test_a_staircase_is_measured_although_the_machine_is_held_up_now_and_then() -> None:
     machine = Machine()
-    table = measure(machine, 4096, clock=lambda: machine.now)
+    table = measure(machine, clock=lambda: machine.now)
     cost = Cost(table, most=64)
     for rows in (1, 4, 8, 16, 32):
         for cells in (64, 320, 1024):
@@ -97,8 +97,8 @@ def test_a_staircase_is_measured_although_the_machine_is_held_up_now_and_then() 
 @pytest.mark.parametrize(("context", "max_rows", "max_logits"), [(64, 256, 64), (40, 256, 64), (4096, 6, 3)])
 def test_the_engines_limits_are_kept_when_measuring(context: int, max_rows: int, max_logits: int) -> None:
     machine = Machine()
-    machine.max_rows, machine.max_logits = max_rows, max_logits
-    table = measure(machine, context, clock=lambda: machine.now)
+    machine.max_rows, machine.max_logits, machine.slot_length = max_rows, max_logits, context
+    table = measure(machine, clock=lambda: machine.now)
     assert table.rows[-1] <= min(max_rows, max_logits)
     assert max(row.position for row in machine.decoded) < context
 

@@ -22,7 +22,7 @@ _MIB = 2**20
 _METHOD = 1
 
 
-def measured_cost(engine: Engine, model: Path, *, threads: int, context_length: int) -> CostTable:
+def measured_cost(engine: Engine, model: Path, *, threads: int) -> CostTable:
     """The costs of a model's passes, from an earlier start if nothing they depend on has changed.
 
     Raises:
@@ -35,7 +35,7 @@ def measured_cost(engine: Engine, model: Path, *, threads: int, context_length: 
         return known
     logger.info("specserve: measuring what passes of %s cost on this machine, once", model.name)
     started = perf_counter()
-    table = measure(engine, context_length)
+    table = measure(engine)
     stairs = ", ".join(f"{rows}: {1000 * cost:.1f}" for rows, cost in zip(table.rows, table.seconds[0], strict=True))
     logger.info("specserve: measured in %.0f s; milliseconds by rows: %s", perf_counter() - started, stairs)
     _write(place, table, model)
@@ -44,7 +44,14 @@ def measured_cost(engine: Engine, model: Path, *, threads: int, context_length: 
 
 def _key(model: Path, threads: int, engine: Engine) -> str:
     """Everything that the costs depend on."""
-    parts = [_fingerprint(model), processor(), str(threads), str(engine.n_slots), str(_METHOD)]
+    parts = [
+        _fingerprint(model),
+        processor(),
+        str(threads),
+        str(engine.n_slots),
+        str(engine.slot_length),
+        str(_METHOD),
+    ]
     return hashlib.sha256("\0".join([*parts, version("llama-cpp-python")]).encode()).hexdigest()[:32]
 
 

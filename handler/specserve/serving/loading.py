@@ -92,7 +92,7 @@ def load_models(config: HandlerConfig) -> Models:
 
 def _cost(engine: Engine, model: LlamaModel, config: HandlerConfig) -> Cost:
     try:
-        table = measured_cost(engine, model.path, threads=_threads(config), context_length=config.context_length)
+        table = measured_cost(engine, model.path, threads=_threads(config))
     except EngineError as error:
         raise ModelLoadError(f"{model.path}: its passes cannot be timed: {error}") from error
     return Cost(table, most=min(engine.max_rows, engine.max_logits))

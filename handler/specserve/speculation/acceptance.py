@@ -67,12 +67,14 @@ class Outlook:
     _FADE = 0.85
     _STEADY_FADE = 0.98
     _PRIOR = 2.0
+    # An investment wants more evidence than a draft: so many places of a text that is somewhat hard.
+    _STEADY_PRIOR, _STEADY_HOPE = 6.0, 0.65
     _RATE, _LEAST_RATE, _SLOWER = 0.5, 0.1, 6
     _FURTHEST = 2.5
 
     def __init__(self, hope: float) -> None:
-        self._right = self._steady_right = self._PRIOR * hope
-        self._seen = self._steady_seen = self._PRIOR
+        self._right, self._seen = self._PRIOR * hope, self._PRIOR
+        self._steady_right, self._steady_seen = self._STEADY_PRIOR * self._STEADY_HOPE, self._STEADY_PRIOR
         self._offsets: dict[str, float] = {}
         self._lessons: Counter[str] = Counter()
         self._tokens = 0.0

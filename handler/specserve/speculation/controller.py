@@ -15,10 +15,10 @@ from specserve.speculation.gamma import Prices
 # What a draft of the model is worth before anything is known of a text.
 _HOPE = 0.75
 # By how sure a source is, least first: how often the draft was right, as measured with a pair of one family
-# (benchmarks/simulate.py); guesses come with an estimate of their own.
+# (benchmarks/simulate.py); the guessers' own estimates are too high for most texts at first.
 _MODEL = (0.11, 0.3, 0.47, 0.7, 0.88, 0.95, 0.975, 0.99, 0.995)
 _FROM_TARGET = (0.05, 0.2, 0.46, 0.68, 0.83, 0.9, 0.95, 0.98, 0.99)
-_GUESS = (0.08, 0.2, 0.38, 0.62, 0.8, 0.91, 0.96, 0.985, 0.99)
+_GUESS = (0.04, 0.12, 0.25, 0.42, 0.6, 0.75, 0.85, 0.92, 0.97)
 # Arrears of up to this many tokens come back every round; more are an investment.
 _ARREARS = 4
 # How much longer a text is taken to be than it is, and what may be lost on it.
@@ -26,9 +26,9 @@ _AHEAD = 48
 _TOKENS_A_ROUND = 3
 _FIRST_DRAFTS = 3
 _LOSS = 0.01
-_LOSS_STEPS = 2.0
+_LOSS_STEPS = 4.0
 # What an investment has to bring, in units of what it costs.
-_RETURN = 1.2
+_RETURN = 1.5
 
 
 class Lesson(NamedTuple):

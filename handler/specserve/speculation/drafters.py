@@ -152,10 +152,13 @@ class Drafters:
             if not tokens:
                 continue
             chances = [self.controller.chance(sequence, guesser.name, one) for one in sure]
-            length = len(tokens)
+            prospect, model = self._prospect(wish, proposal, prices)
             if sequence.speculation.adaptive:
-                prospect, model = self._prospect(wish, proposal, prices)
                 length = guess_length(prospect, chances, rows, prices, model=model)
+            else:
+                # So many drafts are wanted in any case; the model gives those that it is likelier to be right about.
+                least = self.controller.hope(sequence) if model else 0.0
+                length = next((i for i, chance in enumerate(chances) if chance < least), len(chances))
             for token, one, chance in zip(tokens[:length], sure, chances, strict=False):
                 proposal.add(Draft(token, one_hot(token, self._vocabulary), guesser.name, one, chance))
             if length:

@@ -104,7 +104,8 @@ def guess_length(prospect: Prospect, chances: Sequence[float], rows: int, prices
         gained += reach
         gain = gained - prices.rate * (prices.target(rows + count) - before)
         if model:
-            behind = prospect._replace(reach=reach, pending=prospect.pending + count, room=max(0, prospect.room - count))
+            room = max(0, prospect.room - count)
+            behind = prospect._replace(reach=reach, pending=prospect.pending + count, room=room)
             gain += model_steps([behind], rows + count, prices).gain
         if gain > most:
             best, most = count, gain

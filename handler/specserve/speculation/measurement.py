@@ -19,18 +19,17 @@ _SPREAD = 0.1
 _AGAIN = 3
 
 
-def measure(engine: Engine, context_length: int, clock: Callable[[], float] = perf_counter) -> CostTable:
+def measure(engine: Engine, clock: Callable[[], float] = perf_counter) -> CostTable:
     """Time passes of all numbers of rows behind a short and a longer context; the cache must be empty, and is again.
 
     Args:
         engine: whose passes are timed; its first slot is used.
-        context_length: the longest text of a slot.
         clock: seconds.
 
     Raises:
         EngineError: a pass failed.
     """
-    far = max(2, min(_FAR, context_length - _MOST_ROWS))
+    far = max(2, min(_FAR, engine.slot_length - _MOST_ROWS))
     near = min(_NEAR, far // 2)
     rows = edges(min(_MOST_ROWS, engine.max_rows, engine.max_logits))
     _read(engine, 0, near)

@@ -136,7 +136,7 @@ def run_round(
                 p = TargetRows(mine[-1 - len(proposal.tokens) :], sequence, proposal.tokens)
                 verdict = RULES[sequence.speculation.verification].verify(p, proposal.q, proposal.tokens, wish.noise)
                 n_accepted = verdict.n_accepted
-                if sequence.speculation.adaptive:
+                if sequence.speculation.gamma:
                     controller.learn(sequence, _lessons(sequence, p, proposal, n_accepted), p.confidence(n_accepted))
                 _write(sequence, p, proposal, verdict)
                 target.cut(sequence.slot, sequence.target_cached)

@@ -1,0 +1,173 @@
+"""llama-server, built from the llama.cpp sources that the binding carries, and a pool of running ones."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+from rich.console import Console
+
+from specserve.config import usable_cores
+from specserve.errors import EnvironmentFailure
+from specserve.operations import files
+from specserve.operations.places import PROJECT, models_directory
+
+# What llama-cpp-python's own build sets, the server added; everything else is llama.cpp's default in both.
+FLAGS = {
+    "CMAKE_BUILD_TYPE": "Release",
+    "BUILD_SHARED_LIBS": "ON",
+    "LLAMA_BUILD_SERVER": "ON",
+    "LLAMA_BUILD_TESTS": "OFF",
+    "LLAMA_BUILD_EXAMPLES": "OFF",
+    "LLAMA_BUILD_APP": "OFF",
+    "LLAMA_BUILD_UI": "OFF",
+    "LLAMA_USE_PREBUILT_UI": "OFF",
+    "LLAMA_OPENSSL": "OFF",
+}
+ROOM = 1 << 30  # bytes a server takes beside its weights: caches, logits, and some to spare
+LOADED_WITHIN_SECONDS, ANSWERS_WITHIN_SECONDS = 300, 900
+
+
+def build() -> Path:
+    """Return the llama-server of the pinned binding's llama.cpp; the first time it is fetched and compiled.
+
+    Raises:
+        EnvironmentFailure: the sources cannot be had, or do not compile.
+    """
+    requirement, version = _pinned()
+    home = models_directory().parent / f"llama-server-{version}"
+    binary = home / "build" / "bin" / "llama-server"
+    with files.locked(home / ".lock", "llama-server is being built"):
+        if not binary.is_file():
+            cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+            if cmake is None:
+                raise EnvironmentFailure("cmake is not on PATH, and llama-server is built with it: pip install cmake.")
+            if not (home / "source").is_dir():
+                _fetch(requirement, home)
+            with Console(stderr=True).status(f"building llama-server, ten minutes on two cores (log: {home}/log)"):
+                options = [f"-D{name}={value}" for name, value in FLAGS.items()]
+                _run(home, cmake, "-S", "source", "-B", "build", *options)
+                _run(home, cmake, "--build", "build", "--target", "llama-server", "-j", str(usable_cores()))
+    return binary
+
+
+def _pinned() -> tuple[str, str]:
+    """The lock file's requirement of llama-cpp-python with its hashes, and the version."""
+    lock = (PROJECT / "requirements.lock").read_text(encoding="utf-8")
+    found = re.search(r"^llama-cpp-python==(\S+).*(?:\n .*)*", lock, re.MULTILINE)
+    if found is None:
+        raise EnvironmentFailure("requirements.lock does not name llama-cpp-python.")
+    return found[0], found[1]
+
+
+def _fetch(requirement: str, home: Path) -> None:
+    """Put llama.cpp's sources, as the binding's source package carries them, into `home`/source."""
+    (home / "requirement.txt").write_text(requirement, encoding="utf-8")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps"]
+    _run(home, *pip, "--no-binary", "llama-cpp-python", "--require-hashes", "-r", "requirement.txt", "-d", ".")
+    package = next(home.glob("llama_cpp_python-*.tar.gz"))
+    unpacked = home / "unpacked"
+    with tarfile.open(package) as archive:
+        archive.extractall(unpacked, filter="data")
+    next(unpacked.glob("*/vendor/llama.cpp")).replace(home / "source")
+    shutil.rmtree(unpacked)
+    package.unlink()
+
+
+def _run(home: Path, *command: str) -> None:
+    with (home / "log").open("a", encoding="utf-8") as log:
+        outcome = subprocess.run(command, cwd=home, stdout=log, stderr=log, check=False)
+    if outcome.returncode:
+        raise EnvironmentFailure(f"llama-server cannot be built: {Path(command[0]).name} failed; see {home}/log.")
+
+
+class Server:
+    """One llama-server on a port of its own, with one slot."""
+
+    def __init__(self, binary: Path, options: list[str], log: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        self._log = log
+        self._url = f"http://127.0.0.1:{port}"
+        with log.open("w", encoding="utf-8") as output:
+            self._process = subprocess.Popen(
+                [binary, "--port", port, "-np", "1", *options], stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+
+    def wait(self) -> None:
+        """Wait until the models are loaded.
+
+        Raises:
+            EnvironmentFailure: the server ended, or takes too long.
+        """
+        until = time.monotonic() + LOADED_WITHIN_SECONDS
+        while self._process.poll() is None and time.monotonic() < until:
+            try:
+                if requests.get(f"{self._url}/health", timeout=5).ok:
+                    return
+            except requests.ConnectionError:
+                pass
+            time.sleep(0.1)
+        self.stop()
+        raise EnvironmentFailure(f"llama-server did not come up; see {self._log}.")
+
+    def complete(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+        """The greedy answer to a prompt, with the server's own `timings`, in an empty cache."""
+        body = {
+            "prompt": prompt,
+            "n_predict": max_tokens,
+            "temperature": 0,
+            "cache_prompt": False,
+            "return_tokens": True,
+        }
+        response = requests.post(f"{self._url}/completion", json=body, timeout=ANSWERS_WITHIN_SECONDS)
+        if not response.ok:
+            raise EnvironmentFailure(f"llama-server answered {response.status_code}; see {self._log}.")
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def stop(self) -> None:
+        """End the process, which has nothing to save; a second time is harmless."""
+        self._process.kill()
+        self._process.wait()
+
+
+class Pool:
+    """Servers by their options, kept running as long as the memory suffices; idle ones sleep.
+
+    Args:
+        binary: the llama-server.
+        common: the options that all of them have.
+    """
+
+    def __init__(self, binary: Path, common: list[str]) -> None:
+        self._binary = binary
+        self._common = common
+        self._servers: dict[tuple[str, ...], Server] = {}
+
+    def get(self, options: tuple[str, ...], weights: int) -> Server:
+        """The server with these options, which is started if it does not run; `weights` is the bytes that it loads."""
+        if options not in self._servers:
+            while self._servers and psutil.virtual_memory().available < weights + ROOM:
+                # The modes take turns, so the server started last is the one that is needed last.
+                self._servers.popitem()[1].stop()
+            log = self._binary.parent / f"server-{len(self._servers)}.log"
+            server = self._servers[options] = Server(self._binary, [*self._common, *options], log)
+            server.wait()
+        return self._servers[options]
+
+    def close(self) -> None:
+        """Stop all of them."""
+        for server in self._servers.values():
+            server.stop()

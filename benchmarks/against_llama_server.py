@@ -151,7 +151,7 @@ def summarise(family: str, mode: str, pairs: list[tuple[Answer, Answer]]) -> dic
     """One row of the result from (llama-server plain, this mode) pairs, one a prompt."""
     answers = [answer for _, answer in pairs]
     ratios = [answer.speed / plain.speed for plain, answer in pairs]
-    low, _, high = quantiles(ratios, n=4, method="inclusive")
+    low, _, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     drafted, accepted, rounds = (sum(getattr(a, what) for a in answers) for what in ("drafted", "accepted", "rounds"))
     return {
         "family": family,

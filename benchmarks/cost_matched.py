@@ -14,6 +14,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import median
@@ -26,6 +27,7 @@ from rich.console import Console
 
 from decode import read_tasks
 from machine import describe_machine
+from quiet import undisturbed
 from specserve.config import usable_cores
 from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine, LlamaModel
@@ -175,6 +177,11 @@ def milliseconds(target: LlamaEngine, rows: int) -> float:
     return taken
 
 
+def in_turn(engines: list[LlamaEngine], rows: int) -> list[list[float]]:
+    """Milliseconds of each, one after the other, so that a drift of the machine meets both alike."""
+    return [[milliseconds(one, rows) for one in engines] for _ in range(TIMES)]
+
+
 def compare(source: Path, matched: Path) -> list[dict[str, Any]]:
     """Whether both say the same, and what a forward of 1 and of 4 rows takes."""
     model = LlamaModel(source)
@@ -186,11 +193,11 @@ def compare(source: Path, matched: Path) -> list[dict[str, Any]]:
         one.forward([Row(0, 0, place, wants_logits=False) for place in range(PROMPT_TOKENS)])
     rows: list[dict[str, Any]] = [{"prompts": len(texts), "same_text": sum(a == b for a, b in texts)}]
     for count in (1, 4):
-        # One after the other, so that a drift of the machine meets both alike.
-        pairs = [[milliseconds(one, count) for one in engines] for _ in range(TIMES)]
+        pairs, others = undisturbed(partial(in_turn, engines, count))
         before, after = (median(pair[which] for pair in pairs) for which in (0, 1))
         times = {"milliseconds_1.5b": round(before, 1), "milliseconds": round(after, 1)}
-        rows.append({"rows": count, **times, "ratio": round(median(pair[1] / pair[0] for pair in pairs), 3)})
+        ratio = median(pair[1] / pair[0] for pair in pairs)
+        rows.append({"rows": count, **times, "ratio": round(ratio, 3), "others": round(others, 3)})
     return rows
 
 
@@ -210,6 +217,7 @@ def main() -> None:
     notes = [
         f"identity blocks: {planned.blocks}; a forward reads {ratio:.3f} times the bytes of the 1.5B",
         f"keys and values of {planned.layers + planned.blocks} layers, where the 3B has {QWEN_3B.layers} of that width",
+        "others: the share of a core that other processes used meanwhile",
     ]
     print(json.dumps({**result, "bytes_read": reads, "rows": rows, "notes": notes}))
 

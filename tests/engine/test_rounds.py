@@ -227,6 +227,21 @@ def test_cancelling_twice_or_after_the_end_changes_nothing() -> None:
     assert not bench.scheduler.busy
 
 
+def test_a_guess_that_the_draft_has_never_heard_of_is_not_read_by_it() -> None:
+    """Its engine would refuse the row, and speculation by the model would be over for everyone."""
+    prompt = [1, 2, 3]
+    text = plain_greedy(prompt, 20)
+    unknown = max(text)
+    bench = Bench(draft_width=unknown)
+    generation = bench.submit(prompt, gamma=6, max_tokens=20, prediction=text)
+    bench.run()
+    assert answer(generation) == text
+    assert all(row.token < unknown for row in bench.draft.decoded)
+    other = bench.submit([1], gamma=3, max_tokens=20)
+    bench.run()
+    assert other.sequence.account.drafters["model"].drafted > 0
+
+
 @pytest.mark.parametrize("draft_width", [VOCABULARY - 5, VOCABULARY + 5])
 def test_a_draft_with_a_narrower_or_wider_vocabulary_drafts_what_both_know(draft_width: int) -> None:
     bench = Bench(draft_width=draft_width, blend=0.5)

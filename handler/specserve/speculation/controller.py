@@ -32,12 +32,15 @@ _RETURN = 1.5
 
 
 class Lesson(NamedTuple):
-    """A drafted token that was reached: its source, how sure that was, and the probability that it stayed."""
+    """A token that was drafted and reached: its source, how sure that was, and the probability that it stayed.
+
+    `target_confidence` is how sure the target was of the place; None for a token that was thought of, but not drafted.
+    """
 
     source: str
     confidence: float
     label: float
-    target_confidence: float
+    target_confidence: float | None
 
 
 class Controller:
@@ -127,6 +130,8 @@ class Controller:
             calibration = self._calibration(sequence, source)
             outlook.learn(source, calibration.chance(sure), label)
             calibration.learn(sure, label)
+            if target_sure is None:
+                continue
             pooled = by_target.chance(target_sure)
             outlook.expect(pooled)
             if source == "model":

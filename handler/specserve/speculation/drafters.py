@@ -44,11 +44,20 @@ class Draft(NamedTuple):
     chance: float
 
 
+class Thought(NamedTuple):
+    """What a guesser would have begun the round with, and how sure it was: it shows how good it is, drafted or not."""
+
+    token: int
+    source: str
+    confidence: float
+
+
 @dataclass
 class Proposal:
     """A sequence's drafts of one round, in the making: as they were drawn, and what is to become of them."""
 
     drafts: list[Draft] = field(default_factory=list)
+    thoughts: list[Thought] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     reach: float = 1.0
     ended: bool = False
@@ -163,6 +172,8 @@ class Drafters:
                 proposal.add(Draft(token, one_hot(token, self._vocabulary), guesser.name, one, chance))
             if length:
                 return length
+            if not proposal.tokens:
+                proposal.thoughts.append(Thought(tokens[0], guesser.name, sure[0]))
         return 0
 
     def _choose(self, wishes: list[Wish], proposals: list[Proposal], rows: int, prices: Prices) -> list[int]:

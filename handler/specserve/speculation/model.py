@@ -68,8 +68,9 @@ class DraftModel:
 
     def knows(self, text: Text) -> bool:
         """Whether it has heard of every token that it would have to read."""
-        unread = text.sequence.tokens[-self.pending(text) :]
-        return max(unread) < self._engine.width
+        tokens = text.sequence.tokens
+        begin = len(text) - self.pending(text)
+        return max((*tokens[begin:], *text.drafts[max(0, begin - len(tokens)) :]), default=0) < self._engine.width
 
     def read(self, texts: list[Text], clock: Callable[[], float]) -> dict[int, FloatArray]:
         """Read what is new of these texts in one pass.

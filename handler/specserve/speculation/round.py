@@ -137,7 +137,7 @@ def run_round(
                 verdict = RULES[sequence.speculation.verification].verify(p, proposal.q, proposal.tokens, wish.noise)
                 n_accepted = verdict.n_accepted
                 if sequence.speculation.gamma:
-                    controller.learn(sequence, _lessons(sequence, p, proposal, n_accepted), p.confidence(n_accepted))
+                    controller.learn(sequence, _lessons(sequence, p, proposal, verdict), p.confidence(n_accepted))
                 _write(sequence, p, proposal, verdict)
                 target.cut(sequence.slot, sequence.target_cached)
                 drafters.keep(sequence, sequence.target_cached)
@@ -186,10 +186,18 @@ def _write(sequence: Sequence, p: TargetRows, proposal: Proposal, verdict: Verdi
     sequence.tokens += decided
 
 
-def _lessons(sequence: Sequence, p: TargetRows, proposal: Proposal, n_accepted: int) -> list[Lesson]:
-    """What the drafts that were reached have shown; drafts behind the first rejected one show nothing."""
-    lessons = []
+def _lessons(sequence: Sequence, p: TargetRows, proposal: Proposal, verdict: Verdict) -> list[Lesson]:
+    """What the drafts that were reached have shown; drafts behind the first rejected one show nothing.
+
+    The first place of a round is always reached, so it also shows what would have become of guesses not drafted.
+    """
+    n_accepted, next_token = verdict
     exact = sequence.speculation.verification != "coupled" and sequence.sampling.temperature > 0
+    first = proposal.tokens[0] if n_accepted else next_token
+    lessons = []
+    for token, source, sure in proposal.thoughts:
+        label = float(p[0][token]) if exact else float(token == first)
+        lessons.append(Lesson(source, sure, label, None))
     for place, draft in enumerate(proposal.drafts[: n_accepted + 1]):
         # The probability of staying, where it is known, says more than whether it stayed.
         label = float(np.minimum(p[place], draft.q).sum()) if exact else float(place < n_accepted)

@@ -1,0 +1,86 @@
+"""What was measured of a model on this machine is kept, and measured again where anything it depends on is another."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from specserve.engine.base import FloatArray, Row
+from specserve.engine.fake import FakeEngine
+from specserve.serving.costs import measured_cost
+
+
+class Counted(FakeEngine):
+    """Counts its passes."""
+
+    def __init__(self) -> None:
+        super().__init__(vocabulary=50, n_slots=1)
+        self.passes = 0
+
+    def forward(self, rows: list[Row]) -> FloatArray:
+        self.passes += 1
+        return super().forward(rows)
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECSERVE_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF" + bytes(3_000_000))
+    return file
+
+
+def kept(model: Path) -> list[Path]:
+    return sorted((model.parent / "cache" / "costs").glob("*"))
+
+
+def test_a_model_is_measured_once(model: Path) -> None:
+    first, second = Counted(), Counted()
+    table = measured_cost(first, model, threads=2)
+    assert measured_cost(second, model, threads=2) == table
+    assert first.passes > 10
+    assert second.passes == 0
+    [file] = kept(model)
+    assert json.loads(file.read_text())["model"] == "model.gguf"
+
+
+@pytest.mark.parametrize("change", ["threads", "head", "tail", "slots"])
+def test_it_is_measured_again_where_anything_has_changed_that_costs_depend_on(model: Path, change: str) -> None:
+    measured_cost(Counted(), model, threads=2)
+    content = bytearray(model.read_bytes())
+    if change in {"head", "tail"}:
+        content[10 if change == "head" else -10] = 1
+        model.write_bytes(bytes(content))
+    again = Counted()
+    again.n_slots = 3 if change == "slots" else 1
+    measured_cost(again, model, threads=4 if change == "threads" else 2)
+    assert again.passes > 10
+    assert len(kept(model)) == 2
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"rows": [1], "cells": [1], "seconds": [[1], [1]]}', '{"rows": 1}']
+)
+def test_a_file_that_cannot_be_read_is_measured_again_and_said(
+    model: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    measured_cost(Counted(), model, threads=2)
+    [file] = kept(model)
+    file.write_text(content)
+    again = Counted()
+    with caplog.at_level(logging.WARNING):
+        measured_cost(again, model, threads=2)
+    assert again.passes > 10
+    assert "cannot be used" in caplog.text
+    assert json.loads(file.read_text())["rows"][0] == 1
+
+
+def test_a_server_that_may_not_write_there_measures_and_says_so(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (model.parent / "cache").write_text("a file where the directory should be")
+    with caplog.at_level(logging.WARNING):
+        table = measured_cost(Counted(), model, threads=2)
+    assert table.rows[0] == 1
+    assert "cannot be written" in caplog.text

@@ -288,6 +288,7 @@ def compare(target: CostTable, draft: CostTable, recordings: list[Recording]) ->
                 "mode": name,
                 "ratio": round(mean(values), 3),
                 "spread": [round(min(values), 3), round(max(values), 3)],
+                "least": round(min(values), 3),
                 "texts": len(values),
             }
 
@@ -302,6 +303,11 @@ def show(machine: str, rows: list[dict[str, Any]]) -> None:
         here = [row for row in rows if (row["family"], row["temperature"]) == (family, temperature)]
         mine = {row["mode"]: row["ratio"] for row in here}
         table.add_row(family, str(temperature), *(f"{mine[mode]:.2f}" for mode in modes))
+    recorded = [row for row in rows if row["family"] not in PROCESSES]
+    table.add_section()
+    for name, summary in (("mean of recorded", mean), ("slowest recorded text", min)):
+        key = "ratio" if summary is mean else "least"
+        table.add_row(name, "", *(f"{summary(r[key] for r in recorded if r['mode'] == mode):.2f}" for mode in modes))
     Console(width=200).print(table)
 
 

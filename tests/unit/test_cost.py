@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.fake import FakeEngine
 from specserve.errors import EngineError
-from specserve.speculation.cost import Cost, CostTable, edges, typical
+from specserve.speculation.cost import Cost, CostTable, Speed, edges, typical
 from specserve.speculation.measurement import measure
 from specserve.speculation.passes import run_pass
 
@@ -55,7 +55,15 @@ def test_the_speed_factor_follows_a_machine_that_has_become_slower() -> None:
 def test_one_pass_that_was_held_up_hardly_moves_the_speed_factor() -> None:
     cost = Cost(TABLE, most=64)
     cost.observe(1, 0, 1000.0)
-    assert cost.factor == pytest.approx(1.0, abs=0.03)
+    assert cost.seconds(1, 0) == pytest.approx(1.0, abs=0.03)
+
+
+def test_a_model_that_is_not_run_becomes_slower_and_faster_with_the_machine() -> None:
+    speed = Speed()
+    target, draft = (Cost(TABLE, most=64, speed=speed) for _ in range(2))
+    for _ in range(200):
+        target.observe(1, 0, 0.7)
+    assert draft.seconds(1, 0) == target.seconds(1, 0) == pytest.approx(0.7, rel=0.05)
 
 
 def test_nothing_makes_a_pass_too_fast_so_the_faster_half_is_typical() -> None:

@@ -16,7 +16,7 @@ from specserve.serving.chat import ChatTemplate
 from specserve.serving.costs import measured_cost
 from specserve.serving.openai import Grammars
 from specserve.speculation.controller import Controller
-from specserve.speculation.cost import Cost
+from specserve.speculation.cost import Cost, Speed
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.guessers import GrammarDrafter, LookupDrafter, PredictionDrafter
 from specserve.speculation.model import DraftModel
@@ -58,11 +58,12 @@ def load_models(config: HandlerConfig) -> Models:
     if draft_model is not None:
         check_same_vocabulary(target_model, draft_model)
     target = _engine(target_model, config, _MAX_LOGITS)
-    target_cost = _cost(target, target_model, config)
+    speed = Speed()
+    target_cost = _cost(target, target_model, config, speed)
     draft, draft_cost = None, None
     if draft_model is not None:
         engine = _engine(draft_model, config, max(_MAX_LOGITS // 2, config.sequences))
-        draft_cost = _cost(engine, draft_model, config)
+        draft_cost = _cost(engine, draft_model, config, speed)
         _report_cost(draft_cost.seconds(1, 0), target_cost.seconds(1, 0))
         draft = DraftModel(
             engine,
@@ -90,12 +91,12 @@ def load_models(config: HandlerConfig) -> Models:
     )
 
 
-def _cost(engine: Engine, model: LlamaModel, config: HandlerConfig) -> Cost:
+def _cost(engine: Engine, model: LlamaModel, config: HandlerConfig, speed: Speed) -> Cost:
     try:
         table = measured_cost(engine, model.path, threads=_threads(config))
     except EngineError as error:
         raise ModelLoadError(f"{model.path}: its passes cannot be timed: {error}") from error
-    return Cost(table, most=min(engine.max_rows, engine.max_logits))
+    return Cost(table, most=min(engine.max_rows, engine.max_logits), speed=speed)
 
 
 def _threads(config: HandlerConfig) -> int:

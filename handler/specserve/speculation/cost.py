@@ -36,6 +36,20 @@ class CostTable:
         return [low + share * max(0.0, high - low) for low, high in zip(short, long, strict=True)]
 
 
+@dataclass
+class Speed:
+    """How long passes take of late, in units of what was measured: one for all models of a machine.
+
+    A model that is not run would otherwise seem dear for ever where the machine was slow when it was measured.
+    """
+
+    factor: float = 1.0
+
+    def follow(self, surprise: float) -> None:
+        """A pass took exp(`surprise`) times what was expected; one that was held up moves it no more than others."""
+        self.factor *= math.exp(_STEP * min(_FURTHEST, max(-_FURTHEST, surprise)) / _FURTHEST)
+
+
 class Cost:
     """Seconds of one model's forward pass, and how many rows it should have.
 
@@ -46,13 +60,14 @@ class Cost:
     Args:
         table: the measurement.
         most: the most rows of a pass that is padded.
+        speed: of the machine, shared by its models.
     """
 
-    def __init__(self, table: CostTable, *, most: int) -> None:
+    def __init__(self, table: CostTable, *, most: int, speed: Speed | None = None) -> None:
         self._table = table
         self._most = most
+        self._speed = speed or Speed()
         self._known: dict[int, tuple[list[float], list[int]]] = {}
-        self.factor = 1.0
 
     def seconds(self, rows: int, cells: int) -> float:
         """What a pass of at least `rows` rows takes, behind `cells` tokens in all slots; nothing for no rows."""
@@ -60,8 +75,8 @@ class Cost:
             return 0.0
         prices, _ = self._prices(cells)
         if rows < len(prices):
-            return self.factor * prices[rows]
-        return self.factor * prices[-1] * rows / (len(prices) - 1)
+            return self._speed.factor * prices[rows]
+        return self._speed.factor * prices[-1] * rows / (len(prices) - 1)
 
     def padded(self, rows: int, cells: int) -> int:
         """The number of rows, `rows` or more, whose pass is the cheapest."""
@@ -69,9 +84,8 @@ class Cost:
         return counts[rows] if 0 < rows < len(counts) else rows
 
     def observe(self, rows: int, cells: int, seconds: float) -> None:
-        """Let the speed factor follow what a live pass took; one that was held up moves it no more than others."""
-        surprise = math.log(seconds / self.seconds(rows, cells))
-        self.factor *= math.exp(_STEP * min(_FURTHEST, max(-_FURTHEST, surprise)) / _FURTHEST)
+        """Let the machine's speed follow what a live pass took."""
+        self._speed.follow(math.log(seconds / self.seconds(rows, cells)))
 
     def _prices(self, cells: int) -> tuple[list[float], list[int]]:
         """By number of rows, from 0: seconds without the factor, and the number that is run."""

@@ -28,26 +28,20 @@ from specserve.operations.places import DEFAULT_CONFIG
 from specserve.operations.prepare import prepare
 from specserve.sequence import SamplingParams
 from specserve.speculation.distribution import confidence, race, to_distribution
+from specserve.speculation.measurement import read
 from specserve.speculation.noise import Noise
 
 # Without a schema or a prediction a text of theirs is one of another family again.
 RECORDED = [family for family, (file, extra) in FAMILIES.items() if extra is None and file != "long"]
 _CHUNK = 64
 _DIGITS = 4
+_SEED = 1
 
 
 def choose(logits: FloatArray, place: int, sampling: SamplingParams) -> int:
     """The token that wins at a place of the answer."""
     p = to_distribution(logits, sampling)
-    return race(p, partial(Noise(0, 0, 0, 0).exponentials, place)) if sampling.temperature else int(np.argmax(p))
-
-
-def read(engine: LlamaEngine, tokens: list[int]) -> None:
-    """Fill the cache with a text, but for its last token."""
-    engine.cut(0, 0)
-    for start in range(0, len(tokens) - 1, _CHUNK):
-        end = min(start + _CHUNK, len(tokens) - 1)
-        engine.forward([Row(tokens[place], 0, place, wants_logits=False) for place in range(start, end)])
+    return race(p, partial(Noise(_SEED, 0, 0, 0).exponentials, place)) if sampling.temperature else int(np.argmax(p))
 
 
 def record(
@@ -58,13 +52,14 @@ def record(
     prompt = model.encode(task.text, special=True)
     answer: list[int] = []
     sure = []
-    read(target, prompt)
+    for engine in engines:
+        engine.cut(0, 0)
+        read(engine, prompt[:-1])
     while len(answer) < task.max_tokens and not (answer and model.ends_text(answer[-1])):
         tokens = [*prompt, *answer]
         [logits] = target.forward([Row(tokens[-1], 0, len(tokens) - 1, wants_logits=True)])
         sure.append(round(confidence(logits), _DIGITS))
         answer.append(choose(logits, len(answer), sampling))
-    read(draft, prompt)
     hit, draft_sure = [], []
     text = [*prompt, *answer]
     for start in range(len(prompt) - 1, len(text) - 1, _CHUNK):

@@ -13,7 +13,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +24,7 @@ from specserve.engine.llama import LlamaEngine, LlamaModel, check_same_vocabular
 from specserve.errors import EngineError, ModelLoadError
 from specserve.operations import command, files, places
 from specserve.speculation.cost import Cost, CostTable, edges, typical
+from specserve.speculation.measurement import read, timed
 
 PROMPTS = (
     "def quicksort(items: list[int]) -> list[int]:\n",
@@ -191,28 +191,20 @@ def _loaded(path: Path, threads: int, max_logits: int) -> Iterator[tuple[LlamaMo
 def _cost(engine: Engine) -> Cost:
     """What passes cost behind a text of the usual length; rougher than what a server measures, and sooner."""
     counts = edges(min(engine.max_rows, engine.max_logits))
-    text = [place % engine.width for place in range(_CELLS + counts[-1])]
-    _read(engine, text[: _CELLS + 1])
-    _timed(engine, text[_CELLS:])
+    engine.cut(0, 0)
+    read(engine, [place % engine.width for place in range(_CELLS)])
+    timed(engine, _CELLS, counts[-1])
     # The repetitions of all numbers of rows take turns, so that a slow moment meets each once.
-    turns = [[_timed(engine, text[_CELLS : _CELLS + count]) for count in counts] for _ in range(_TURNS)]
+    turns = [[timed(engine, _CELLS, count) for count in counts] for _ in range(_TURNS)]
     took = tuple(typical(list(times)) for times in zip(*turns, strict=True))
     return Cost(CostTable(counts, (_CELLS, 2 * _CELLS), (took, took)), most=counts[-1])
-
-
-def _timed(engine: Engine, tokens: list[int]) -> float:
-    rows = [Row(token, 0, place, wants_logits=True) for place, token in enumerate(tokens, _CELLS)]
-    began = perf_counter()
-    engine.forward(rows)
-    took = perf_counter() - began
-    engine.cut(0, _CELLS)
-    return took
 
 
 def write(engine: Engine, vocabulary: Vocabulary, prompt: list[int]) -> list[int]:
     """The target's own greedy answer, to its end or a few dozen tokens long."""
     text = list(prompt)
-    _read(engine, prompt)
+    engine.cut(0, 0)
+    read(engine, prompt[:-1])
     while len(text) < len(prompt) + _TOKENS:
         [logits] = engine.forward([Row(text[-1], 0, len(text) - 1, wants_logits=True)])
         text.append(int(np.argmax(logits)))
@@ -226,17 +218,10 @@ def read_along(engine: Engine, prompt: list[int], answer: list[int], width: int)
     text = [*prompt, *answer]
     step = min(engine.max_rows, engine.max_logits)
     hits: list[bool] = []
-    _read(engine, prompt)
+    engine.cut(0, 0)
+    read(engine, prompt[:-1])
     for first in range(len(prompt) - 1, len(text) - 1, step):
         positions = range(first, min(first + step, len(text) - 1))
         logits = engine.forward([Row(text[place], 0, place, wants_logits=True) for place in positions])
         hits += [int(np.argmax(row[:width])) == text[place + 1] for place, row in zip(positions, logits, strict=True)]
     return hits
-
-
-def _read(engine: Engine, prompt: list[int]) -> None:
-    """Fill the cache with a prompt, but for its last token."""
-    engine.cut(0, 0)
-    for first in range(0, len(prompt) - 1, engine.max_rows):
-        end = min(first + engine.max_rows, len(prompt) - 1)
-        engine.forward([Row(prompt[place], 0, place, wants_logits=False) for place in range(first, end)])

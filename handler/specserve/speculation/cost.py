@@ -112,5 +112,9 @@ def edges(most: int) -> tuple[int, ...]:
 
 def typical(seconds: list[float]) -> float:
     """The typical one of repeated measurements: the median of the faster half, since nothing makes a pass too fast."""
-    faster = sorted(seconds)[: (len(seconds) + 1) // 2]
-    return float(np.median(faster))
+    return float(np.median(faster_half(seconds)))
+
+
+def faster_half(seconds: list[float]) -> list[float]:
+    """The shorter half of repeated measurements, ascending, the middle one included."""
+    return sorted(seconds)[: (len(seconds) + 1) // 2]

@@ -88,7 +88,7 @@ class Drafters:
 
     Args:
         controller: decides for sequences that adapt; the others take what they wish for.
-        guessers: asked in this order; the first is preferred among equals.
+        guessers: asked in this order, until one has something worth drafting.
         model: the draft model, where there is one.
         vocabulary: the width of the target's rows.
         clock: seconds, for the cost of the model's passes.
@@ -151,7 +151,7 @@ class Drafters:
             self._model.keep(sequence, length)
 
     def _guess(self, wish: Wish, proposal: Proposal, rows: int, prices: Prices) -> int:
-        """Draft what the best guesser says comes next, as far as it pays; how many tokens that was."""
+        """Draft what the first guesser says that has anything worth a row; how many tokens that was."""
         room = wish.gamma - len(proposal.tokens)
         sequence = wish.sequence
         for guesser in self._guessers:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import numpy as np
 
 from specserve.engine.base import Engine, Row
-from specserve.speculation.cost import CostTable, edges, typical
+from specserve.speculation.cost import CostTable, edges, faster_half, typical
 
 _NEAR, _FAR = 64, 320
 _MOST_ROWS = 32
+_CHUNK = 64
 # The far context is asked where the stairs' edges are; between them attention grows evenly.
 _FAR_ROWS = (1, 4, 8, 16, 32)
 # Repetitions that differ by more than this share of themselves are asked again, so many times.
@@ -32,9 +33,10 @@ def measure(engine: Engine, clock: Callable[[], float] = perf_counter) -> CostTa
     far = max(2, min(_FAR, engine.slot_length - _MOST_ROWS))
     near = min(_NEAR, far // 2)
     rows = edges(min(_MOST_ROWS, engine.max_rows, engine.max_logits))
-    _read(engine, 0, near)
+    filler = [_token(engine, place) for place in range(far)]
+    read(engine, filler[:near])
     short = _times(engine, near, rows, clock)
-    _read(engine, near, far)
+    read(engine, filler, near)
     asked = tuple(count for count in _FAR_ROWS if count in rows)
     long = _times(engine, far, asked, clock)
     engine.cut(0, 0)
@@ -46,23 +48,24 @@ def measure(engine: Engine, clock: Callable[[], float] = perf_counter) -> CostTa
 def _times(engine: Engine, start: int, rows: tuple[int, ...], clock: Callable[[], float]) -> dict[int, float]:
     """Typical seconds by number of rows; the repetitions of all take turns, so that a slow moment meets each once."""
     seen: dict[int, list[float]] = {count: [] for count in rows}
-    _timed(engine, start, rows[-1], clock)
+    timed(engine, start, rows[-1], clock)
     for _ in range(3):
         for count in rows:
-            seen[count].append(_timed(engine, start, count, clock))
+            seen[count].append(timed(engine, start, count, clock))
     for _ in range(_AGAIN):
         for count in rows:
             if count <= 4 or _spread(seen[count]) > _SPREAD:
-                seen[count].append(_timed(engine, start, count, clock))
+                seen[count].append(timed(engine, start, count, clock))
     return {count: typical(seconds) for count, seconds in seen.items()}
 
 
 def _spread(seconds: list[float]) -> float:
-    faster = sorted(seconds)[: (len(seconds) + 1) // 2]
+    faster = faster_half(seconds)
     return faster[-1] / faster[0] - 1
 
 
-def _timed(engine: Engine, start: int, count: int, clock: Callable[[], float]) -> float:
+def timed(engine: Engine, start: int, count: int, clock: Callable[[], float] = perf_counter) -> float:
+    """Seconds of one pass of `count` rows with logits behind the `start` tokens that the first slot holds."""
     rows = [Row(_token(engine, start + i), 0, start + i, wants_logits=True) for i in range(count)]
     began = clock()
     engine.forward(rows)
@@ -71,11 +74,12 @@ def _timed(engine: Engine, start: int, count: int, clock: Callable[[], float]) -
     return seconds
 
 
-def _read(engine: Engine, start: int, end: int) -> None:
-    step = min(engine.max_rows, 64)
-    for first in range(start, end, step):
-        places = range(first, min(end, first + step))
-        engine.forward([Row(_token(engine, place), 0, place, wants_logits=False) for place in places])
+def read(engine: Engine, tokens: Sequence[int], start: int = 0) -> None:
+    """Fill the first slot with a text from `start` on, where its cache ends; nothing is said about what follows."""
+    step = min(engine.max_rows, _CHUNK)
+    for first in range(start, len(tokens), step):
+        places = range(first, min(len(tokens), first + step))
+        engine.forward([Row(tokens[place], 0, place, wants_logits=False) for place in places])
 
 
 def _token(engine: Engine, place: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from specserve.speculation import drafters
 from specserve.speculation.controller import Controller
 from specserve.speculation.distribution import FloatArray, draw, to_distribution
 from specserve.speculation.drafters import Draft, Drafters, Proposal
+from specserve.speculation.guess import Guess
 from specserve.speculation.guessers import GrammarDrafter, LookupDrafter, PredictionDrafter
 from specserve.speculation.model import DraftModel
 from specserve.speculation.noise import Purpose
@@ -728,3 +729,31 @@ def test_a_fault_in_a_round_can_be_answered_by_failing_all_and_the_next_are_serv
     assert [bool(g.error) for g in generations] == [True] * SLOTS + [False]
     bench.run()
     assert answer(generations[-1]) == plain_greedy([SLOTS], 30)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_guesser_is_judged_by_what_it_thought_of_although_nothing_was_drafted(right: bool) -> None:
+    """Every row costs a whole step here, so that no guess is ever worth one."""
+    text = plain_greedy([1, 2, 3], 30)
+
+    class Oracle:
+        name: ClassVar[DrafterName] = "lookup"
+
+        def guess(self, sequence: Sequence, drafts: list[int], most: int) -> Guess:
+            del drafts, most
+            token = text[sequence.generated] if sequence.generated < len(text) else 0
+            return Guess([token if right else (token + 1) % VOCABULARY], [0.6])
+
+    controller = Controller(proportional(), None)
+    target = FakeEngine(vocabulary=VOCABULARY, n_slots=1)
+    scheduler = Scheduler(target, Drafters(controller, Oracle(), vocabulary=VOCABULARY), prefill_rows=8, idle_tokens=0)
+    sequence = Sequence(
+        [1, 2, 3], SamplingParams(temperature=0), SpeculationParams(4, "token", adaptive=True), max_tokens=len(text)
+    )
+    before = controller.chance(sequence, "lookup", 0.6)
+    scheduler.submit(Generation(sequence, FakeVocabulary(VOCABULARY), []))
+    while scheduler.busy:
+        scheduler.step()
+    after = controller.chance(sequence, "lookup", 0.6)
+    assert sequence.account.drafted == 0
+    assert (after > before) == right

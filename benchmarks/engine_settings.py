@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
@@ -32,6 +34,7 @@ from specserve.operations.prepare import prepare
 
 _ROWS = (1, 4, 8, 16, 64)
 _REPETITIONS = 7
+Half = Literal["f16", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,14 @@ def variants() -> Iterator[Variant]:
     cores = usable_cores()
     default = EngineSettings()
     yield Variant("default", default, cores)
-    for threads in sorted({1, max(1, cores // 2), cores - 1, 2 * cores} - {0, cores}):
+    for threads in sorted({max(1, cores // 2), cores - 1} - {0, cores}):
         yield Variant(f"{threads} threads", default, threads)
-    yield Variant("values F16", replace(default, type_v="f16"), cores)
-    yield Variant("keys and values BF16", replace(default, type_k="bf16"), cores)
-    yield Variant("keys and values F32", replace(default, type_k="f32", type_v="f32"), cores)
-    yield Variant("no flash attention, values F16", replace(default, type_v="f16", flash_attention=False), cores)
-    yield Variant("no flash attention, values F32", replace(default, type_v="f32", flash_attention=False), cores)
+    half: tuple[Half, ...] = ("f16", "bf16")
+    for flash, keys, values in product((True, False), half, half):
+        settings = replace(default, type_k=keys, type_v=values, flash_attention=flash)
+        if settings != default:
+            kind = "flash attention" if flash else "no flash attention"
+            yield Variant(f"{kind}, keys {keys.upper()}, values {values.upper()}", settings, cores)
 
 
 class Bench:
@@ -100,7 +104,8 @@ def compare(role: str, path: Path, context: int) -> list[dict[str, Any]]:
     """Rows of the result for one model."""
     model = LlamaModel(path)
     benches = [Bench(model, variant, context) for variant in variants()]
-    for _ in range(_REPETITIONS):
+    for turn in range(_REPETITIONS):
+        print(f"{role} behind {context} tokens: turn {turn + 1} of {_REPETITIONS}", file=sys.stderr)
         for bench in benches:
             for rows in _ROWS:
                 bench.time(rows)
@@ -118,7 +123,7 @@ def main() -> None:
     """Compare all settings and print a table and one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a model YAML")
-    parser.add_argument("--context", nargs="+", type=int, default=[128, 1024], help="tokens before the timed rows")
+    parser.add_argument("--context", nargs="+", type=int, default=[64, 768], help="tokens before the timed rows")
     options = parser.parse_args()
     document, _ = load_yaml(options.config)
     config = HandlerConfig.model_validate(resolve(document, prepare(options.config))["handler"])

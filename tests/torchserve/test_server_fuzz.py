@@ -128,3 +128,13 @@ def test_what_the_document_allows_is_served_what_it_forbids_refused_and_answers_
     case = data.draw(cases(path, mode))
     headers = {"Authorization": f"Bearer {fuzzed.key}"}
     case.call_and_validate(base_url=fuzzed.url, headers=headers, checks=CHECKS, timeout=60)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_has_the_shape_that_the_document_gives_it(fuzzed: Server, path: str) -> None:
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
+    body: dict[str, Any] = {**asked, "max_tokens": 5, "stream": True}
+    case = DOCUMENT[path]["POST"].Case(body=body, media_type="application/json")
+    headers = {"Authorization": f"Bearer {fuzzed.key}"}
+    answer = case.call_and_validate(base_url=fuzzed.url, headers=headers, checks=CHECKS, timeout=60)
+    assert answer.headers["content-type"] == ["text/event-stream"]

@@ -261,6 +261,27 @@ def test_forced_tokens_are_the_only_text_that_can_follow(compiler: GrammarCompil
     assert constraint.forced([ends(model)[0]], 8) == []
 
 
+def test_whitespace_between_forced_characters_is_taken_from_the_answer(
+    compiler: GrammarCompiler, model: LlamaModel
+) -> None:
+    text = {"type": "string"}
+    names = ["name", "surname", "address"]
+    constraint = compiler.json_schema({"type": "object", "properties": dict.fromkeys(names, text), "required": names})
+    assert constraint.forced([], 50) == []
+    indented = in_bytes(model, b'{\n  "name": "x"')
+    before = allowed(constraint, indented)
+    assert b',\n  "surname": "'.startswith(text_of(model, constraint.forced(indented, 50)))
+    assert len(text_of(model, constraint.forced(indented, 50))) > 12
+    assert allowed(constraint, indented) == before
+    compact = in_bytes(model, b'{"name":"x"')
+    assert b',"surname":"'.startswith(text_of(model, constraint.forced(compact, 50)))
+    # Not laid out as expected: nothing is said about what follows.
+    assert constraint.forced([*indented, *in_bytes(model, b",\t")], 50) == []
+    assert constraint.forced(indented, 2) == constraint.forced(indented, 50)[:2]
+    for place, token in enumerate(constraint.forced(indented, 50)):
+        assert token in allowed(constraint, [*indented, *constraint.forced(indented, 50)[:place]])
+
+
 def test_forks_do_not_disturb_each_other(compiler: GrammarCompiler, model: LlamaModel) -> None:
     first = compiler.gbnf('root ::= "a" "b" | "c" "d"')
     second = first.fork()

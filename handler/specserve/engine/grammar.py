@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import llguidance
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from specserve.engine.base import Vocabulary
 from specserve.engine.gbnf import UnusableGrammar, gbnf_to_lark
+from specserve.engine.layout import WHITESPACE, Layout
 from specserve.engine.schema import UnusableSchema, schema_text
 from specserve.errors import ConstraintError, RequestError
 from specserve.sequence import common_prefix
@@ -36,6 +37,16 @@ _LIMITS = llguidance.LLParserLimits(
 )
 # More than two rounds' places; a mask is 19 kB for 151936 tokens.
 _MASKS_KEPT = 64
+# Bytes that a token has at most, of those that forced texts are made of.
+_LONGEST = 16
+
+
+class Marks(NamedTuple):
+    """Tokens of a vocabulary with a meaning of their own: all that end a text, and those of single bytes."""
+
+    ends: NDArray[np.intp]
+    end_set: frozenset[int]
+    bytes: Mapping[int, int]
 
 
 class Constraint:
@@ -47,16 +58,22 @@ class Constraint:
     """
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, ends: NDArray[np.intp], failures: list[str]
+        self,
+        matcher: llguidance.LLMatcher,
+        vocabulary: Vocabulary,
+        marks: Marks,
+        layout: Layout | None,
+        failures: list[str],
     ) -> None:
         self._start = matcher
         self._matcher = matcher.deep_copy()
         self._vocabulary = vocabulary
-        self._ends = ends
-        self._end_set = set(ends.tolist())
+        self._marks = marks
         # Copies share llguidance's lexer: once one has spent its budget the others accept nothing, and do not say so.
         self._failures = failures
         self._consumed: list[int] = []
+        # Behind so many tokens each; only JSON is laid out.
+        self._layouts = [layout] if layout else []
         self._masks: dict[int, bytes] = {}
 
     def allowed(self, written: Sequence[int]) -> BoolArray | None:
@@ -82,30 +99,49 @@ class Constraint:
             ConstraintError: see `allowed`.
         """
         mask = self.allowed(written)
-        return mask is not None and bool(np.count_nonzero(mask) == np.count_nonzero(mask[self._ends]))
+        return mask is not None and bool(np.count_nonzero(mask) == np.count_nonzero(mask[self._marks.ends]))
 
     def forced(self, written: Sequence[int], limit: int) -> list[int]:
         """At most `limit` tokens that the grammar's only next characters are likely to be written with.
+
+        Where JSON leaves nothing free but whitespace, it is taken to be laid out like the answer so far.
 
         Raises:
             ConstraintError: see `allowed`.
         """
         if not self._follow(written):
             return []
-        # Forcing changes a matcher, and with it the masks.
-        forced = self._matcher.deep_copy().compute_ff_bytes()
-        text = forced[: limit * 16].decode("utf-8", errors="ignore")
-        tokens = self._vocabulary.encode(text)
-        if tokens[:1] == [self._vocabulary.start_token()]:
-            del tokens[0]
+        forced = self._only_text(limit * _LONGEST)
+        tokens = self._vocabulary.encode(forced.decode("utf-8", errors="ignore"), begin=False)
         # The last token could go on into what is not forced.
         tokens = tokens[:-1][:limit]
         fits = forced.startswith(b"".join(map(self._vocabulary.piece, tokens)))
-        return tokens if fits and self._end_set.isdisjoint(tokens) else []
+        return tokens if fits and self._marks.end_set.isdisjoint(tokens) else []
 
     def fork(self) -> Constraint:
         """An independent constraint by the same grammar; what was compiled is shared."""
-        return Constraint(self._start, self._vocabulary, self._ends, self._failures)
+        return Constraint(self._start, self._vocabulary, self._marks, next(iter(self._layouts), None), self._failures)
+
+    def _only_text(self, limit: int) -> bytes:
+        """What has to follow the consumed tokens, `limit` bytes of it or a few more."""
+        # Forcing changes a matcher, and with it the masks.
+        matcher = self._matcher.deep_copy()
+        layout = self._layouts[-1] if self._layouts else None
+        text = b""
+        while len(text) < limit:
+            more = matcher.compute_ff_bytes() or (self._laid_out(matcher, layout) if layout else b"")
+            if not more or not matcher.consume_tokens([self._marks.bytes[byte] for byte in more]):
+                break
+            text += more
+            layout = layout.read(more) if layout else None
+        return text
+
+    def _laid_out(self, matcher: llguidance.LLMatcher, layout: Layout) -> bytes:
+        """The only character that may follow if it is no whitespace, behind the whitespace that is usual there."""
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        free = [byte for byte, token in self._marks.bytes.items() if bits[token] and byte not in WHITESPACE]
+        gap = layout.before(free[0]) if len(free) == 1 else None
+        return b"" if gap is None else gap + bytes(free)
 
     def _packed(self, written: Sequence[int]) -> bytes | None:
         """The mask, one bit a token."""
@@ -131,11 +167,14 @@ class Constraint:
         if shared < len(self._consumed):
             self._matcher.rollback(len(self._consumed) - shared)
             del self._consumed[shared:]
+            del self._layouts[shared + 1 :]
             self._masks = {place: mask for place, mask in self._masks.items() if place <= shared}
         rest = tokens[shared:]
-        if rest and self._end_set.isdisjoint(rest):
+        if rest and self._marks.end_set.isdisjoint(rest):
             taken = self._matcher.try_consume_tokens(rest)
             self._consumed += rest[:taken]
+            for token in rest[:taken] if self._layouts else ():
+                self._layouts.append(self._layouts[-1].read(self._vocabulary.piece(token)))
             self._check()
             if taken < len(rest) and self._had_allowed(shared + taken, rest[taken]):
                 self._failures.append("a token that it allowed is refused")
@@ -179,7 +218,7 @@ class GrammarCompiler:
             raise _refusal("JSON schema", error, param) from error
         options = json.dumps({"whitespace_pattern": _WHITESPACE})
         text = f'{{"x-guidance": {options}, {text[1:]}' if text != "{}" else f'{{"x-guidance": {options}}}'
-        return self._compile(f"{_HEADER}start: %json {text}\n", "JSON schema", param)
+        return self._compile(f"{_HEADER}start: %json {text}\n", "JSON schema", param, Layout())
 
     def gbnf(self, grammar: str, *, param: str = "grammar") -> Constraint:
         """Texts by a grammar in llama.cpp's format.
@@ -193,7 +232,7 @@ class GrammarCompiler:
             raise _refusal("grammar", error, param) from error
         return self._compile(_HEADER + lark, "grammar", param)
 
-    def _compile(self, lark: str, what: str, param: str) -> Constraint:
+    def _compile(self, lark: str, what: str, param: str, layout: Layout | None = None) -> Constraint:
         matcher = llguidance.LLMatcher(self._tokenizer, lark, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise _refusal(what, matcher.get_error(), param)
@@ -203,17 +242,20 @@ class GrammarCompiler:
         trial.compute_bitmask()
         if trial.is_error():
             raise _refusal(what, trial.get_error(), param)
-        return Constraint(matcher, self._vocabulary, self._ends, [])
+        return Constraint(matcher, self._vocabulary, self._marks, layout, [])
 
     @cached_property
-    def _ends(self) -> NDArray[np.intp]:
-        """Every token that ends a text."""
-        return np.array(self._vocabulary.end_tokens(), np.intp)
+    def _marks(self) -> Marks:
+        ends = self._vocabulary.end_tokens()
+        pieces = enumerate(map(self._vocabulary.piece, range(self._vocabulary.size)))
+        single = {piece[0]: token for token, piece in pieces if len(piece) == 1}
+        return Marks(np.array(ends, np.intp), frozenset(ends), single)
 
     @cached_property
     def _tokenizer(self) -> llguidance.LLTokenizer:
         return llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(_Pieces(self._vocabulary, self._ends)), eos_token=self._ends.tolist()
+            llguidance.TokenizerWrapper(_Pieces(self._vocabulary, self._marks.ends)),
+            eos_token=self._marks.ends.tolist(),
         )
 
 

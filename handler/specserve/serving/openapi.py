@@ -66,7 +66,7 @@ def openapi() -> JsonObject:
 
 
 def _generation(summary: str, response: str) -> JsonObject:
-    answer = _json(response) | {"text/event-stream": {"schema": _reference(f"{response}Chunk")}}
+    answer = _json(response) | {"text/event-stream": {"schema": _event(f"{response}Chunk")}}
     kind = "CompletionRequest" if response == "Completion" else "ChatRequest"
     return {**_operation(summary, answer), "requestBody": {"required": True, "content": _json(kind)}}
 
@@ -78,6 +78,13 @@ def _operation(summary: str, content: JsonObject) -> JsonObject:
         "content": {"application/json": {"schema": errors}},
     }
     return {"summary": summary, "responses": {"200": {"description": "OK", "content": content}, "default": refused}}
+
+
+def _event(chunk: str) -> JsonObject:
+    """One event of a stream: its data is a chunk, as text, or says that the stream is over."""
+    written = {"type": "string", "contentMediaType": "application/json", "contentSchema": _reference(chunk)}
+    data = {"anyOf": [{"const": "[DONE]"}, written]}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 def _json(schema: str) -> JsonObject:

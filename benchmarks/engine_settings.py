@@ -27,7 +27,7 @@ from rich.table import Table
 from machine import describe_machine
 from specserve.config import HandlerConfig, load_yaml, usable_cores
 from specserve.engine.base import Row
-from specserve.engine.llama import EngineSettings, LlamaEngine, LlamaModel
+from specserve.engine.llama import EngineSettings, LlamaEngine, LlamaModel, target_settings
 from specserve.operations.archive import resolve
 from specserve.operations.places import DEFAULT_CONFIG
 from specserve.operations.prepare import prepare
@@ -47,9 +47,9 @@ class Variant:
 
 
 def variants() -> Iterator[Variant]:
-    """The default and, one at a time, what could be otherwise."""
+    """The target's default and, one at a time, what could be otherwise."""
     cores = usable_cores()
-    default = EngineSettings()
+    default = target_settings()
     yield Variant("default", default, cores)
     for threads in sorted({max(1, cores // 2), cores - 1} - {0, cores}):
         yield Variant(f"{threads} threads", default, threads)

@@ -17,10 +17,13 @@ _lock_file() {
     [[ "$1" == serve ]] && echo "$PROJECT/requirements.lock" || echo "$PROJECT/requirements-$1.lock"
 }
 
+# Without tinyBLAS a row has the same sums in any company, and attention need not be the slow one that has them too.
+_BUILD="-DGGML_LLAMAFILE=OFF"
+
 # What an installation of this kind is made from; it is done again when this changes.
 _fingerprint() {
     cat "$(_lock_file "$1")" "$PROJECT/pyproject.toml" | { sha256sum 2>/dev/null || shasum -a 256; }
-    echo "$PROJECT"
+    echo "$PROJECT $_BUILD"
 }
 
 _is_installed() {
@@ -91,16 +94,26 @@ _last_error() {
     echo "${line:-$(tail -n 1 "$1")}"
 }
 
+# pip may have kept a build of another project, made in another way.
+_is_built_as_asked() {
+    "$PYTHON" -c 'import sys, llama_cpp; sys.exit(b"LLAMAFILE" in llama_cpp.llama_print_system_info())' 2>/dev/null
+}
+
 _install() {
     local kind="$1" python="$2"
     _check_machine "$kind"
     : >"$PROJECT/.specserve/install.log"
     rm -f "$VENV"/.specserve-*
     "$PYTHON" -c 'import pip' 2>/dev/null || _logged "$python" -m venv --clear "$VENV"
+    export CMAKE_ARGS="${CMAKE_ARGS:-} $_BUILD"
     local pip=("$PYTHON" -m pip --disable-pip-version-check --no-input install)
     # The lock names every package; older versions of pip resolve the dependencies anew and stumble.
     _logged "${pip[@]}" --no-deps --require-hashes -r "$(_lock_file "$kind")"
-    [[ "$kind" == clients ]] || _logged "${pip[@]}" --no-deps --editable "$PROJECT"
+    if [[ "$kind" != clients ]]; then
+        _is_built_as_asked || _logged "${pip[@]}" --no-deps --require-hashes --force-reinstall --no-cache-dir \
+            -r <(awk '/^llama-cpp-python==/ { ours = 1 } ours { print } ours && !/\\$/ { exit }' "$(_lock_file "$kind")")
+        _logged "${pip[@]}" --no-deps --editable "$PROJECT"
+    fi
     _fingerprint "$kind" >"$VENV/.specserve-$kind"
 }
 

@@ -39,24 +39,25 @@ def kept(model: Path) -> list[Path]:
 
 def test_a_model_is_measured_once(model: Path) -> None:
     first, second = Counted(), Counted()
-    table = measured_cost(first, model, threads=2)
-    assert measured_cost(second, model, threads=2) == table
+    table = measured_cost(first, model, threads=2, kernels="usual")
+    assert measured_cost(second, model, threads=2, kernels="usual") == table
     assert first.passes > 10
     assert second.passes == 0
     [file] = kept(model)
     assert json.loads(file.read_text())["model"] == "model.gguf"
 
 
-@pytest.mark.parametrize("change", ["threads", "head", "tail", "slots"])
+@pytest.mark.parametrize("change", ["threads", "kernels", "head", "tail", "slots"])
 def test_it_is_measured_again_where_anything_has_changed_that_costs_depend_on(model: Path, change: str) -> None:
-    measured_cost(Counted(), model, threads=2)
+    measured_cost(Counted(), model, threads=2, kernels="usual")
     content = bytearray(model.read_bytes())
     if change in {"head", "tail"}:
         content[10 if change == "head" else -10] = 1
         model.write_bytes(bytes(content))
     again = Counted()
     again.n_slots = 3 if change == "slots" else 1
-    measured_cost(again, model, threads=4 if change == "threads" else 2)
+    kernels = "others" if change == "kernels" else "usual"
+    measured_cost(again, model, threads=4 if change == "threads" else 2, kernels=kernels)
     assert again.passes > 10
     assert len(kept(model)) == 2
 
@@ -67,12 +68,12 @@ def test_it_is_measured_again_where_anything_has_changed_that_costs_depend_on(mo
 def test_a_file_that_cannot_be_read_is_measured_again_and_said(
     model: Path, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    measured_cost(Counted(), model, threads=2)
+    measured_cost(Counted(), model, threads=2, kernels="usual")
     [file] = kept(model)
     file.write_text(content)
     again = Counted()
     with caplog.at_level(logging.WARNING):
-        measured_cost(again, model, threads=2)
+        measured_cost(again, model, threads=2, kernels="usual")
     assert again.passes > 10
     assert "cannot be used" in caplog.text
     assert json.loads(file.read_text())["rows"][0] == 1
@@ -81,6 +82,6 @@ def test_a_file_that_cannot_be_read_is_measured_again_and_said(
 def test_a_server_that_may_not_write_there_measures_and_says_so(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     (model.parent / "cache").write_text("a file where the directory should be")
     with caplog.at_level(logging.WARNING):
-        table = measured_cost(Counted(), model, threads=2)
+        table = measured_cost(Counted(), model, threads=2, kernels="usual")
     assert table.rows[0] == 1
     assert "cannot be written" in caplog.text

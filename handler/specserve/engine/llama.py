@@ -17,7 +17,7 @@ from specserve.errors import EngineError, ModelLoadError
 
 _GGUF_MAGIC = b"GGUF"
 _LOG_LEVEL_ERROR = 4  # ggml.h, enum ggml_log_level; the binding leaves it out
-_TYPES = {"f32": 0, "f16": 1, "bf16": 30}  # ggml.h, enum ggml_type; left out in parts
+_TYPES = {"f16": 1, "bf16": 30}  # ggml.h, enum ggml_type; left out in parts
 
 
 def _keep_quiet(level: int, text: bytes, _user_data: object) -> None:
@@ -166,13 +166,32 @@ class LlamaModel:
 class EngineSettings:
     """How keys and values are kept, and which kernels work on them; benchmarks/engine_settings.py compares them.
 
-    Half precision for both takes other kernels for a lone row over more than 256 cells and for 64 rows and more, with
-    other sums; of two formats, all rows take the same one, and it sums in float32.
+    With flash attention, half precision for both takes other kernels for a lone row over more than 512 cells and for
+    64 rows and more, with other sums; of two formats, all rows take the same one, and it sums in float32.
     """
 
-    type_k: Literal["f32", "f16", "bf16"] = "f16"
-    type_v: Literal["f32", "f16", "bf16"] = "bf16"
+    type_k: Literal["f16", "bf16"] = "f16"
+    type_v: Literal["f16", "bf16"] = "bf16"
     flash_attention: bool = True
+
+
+def target_settings() -> EngineSettings:
+    """The fastest attention for long texts whose sums for a row do not depend on the rows beside it.
+
+    Matrix products are faster than flash attention and keep to one order of summing, but for tinyBLAS (llamafile),
+    which takes over from two rows on: then it has to be flash attention.
+    """
+    return EngineSettings() if has_tiny_blas() else EngineSettings(type_v="f16", flash_attention=False)
+
+
+def has_tiny_blas() -> bool:
+    """Whether llama.cpp was built with it; scripts/_environment.sh builds without."""
+    return "LLAMAFILE" in build_description()
+
+
+def build_description() -> str:
+    """What llama.cpp says of its own build: the instructions and libraries that it uses."""
+    return str(llama_cpp.llama_print_system_info().decode())
 
 
 class LlamaEngine:
@@ -193,7 +212,7 @@ class LlamaEngine:
         max_logits: int,
         settings: EngineSettings | None = None,
     ) -> None:
-        settings = settings or EngineSettings()
+        settings = settings or target_settings()
         self.n_slots = n_slots
         self.max_rows = max_rows
         self.max_logits = max_logits

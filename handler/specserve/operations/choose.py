@@ -20,7 +20,7 @@ from rich.console import Console
 
 from specserve.config import processor
 from specserve.engine.base import Engine, Row, Vocabulary
-from specserve.engine.llama import LlamaEngine, LlamaModel, check_same_vocabulary
+from specserve.engine.llama import EngineSettings, LlamaEngine, LlamaModel, check_same_vocabulary
 from specserve.errors import EngineError, ModelLoadError
 from specserve.operations import command, files, places
 from specserve.speculation.cost import Cost, CostTable, edges, typical
@@ -167,20 +167,23 @@ def _observe(target: Path, forms: Mapping[str, Path], threads: int) -> tuple[Cos
 
 
 def _observe_draft(path: Path, target: LlamaModel, texts: list[tuple[list[int], list[int]]], threads: int) -> Observed:
-    with _loaded(path, threads, _DRAFT_ROWS) as (model, engine):
+    with _loaded(path, threads, _DRAFT_ROWS, EngineSettings()) as (model, engine):
         check_same_vocabulary(target, model)
         return Observed([read_along(engine, *text, target.size) for text in texts], _cost(engine))
 
 
 @contextlib.contextmanager
-def _loaded(path: Path, threads: int, max_logits: int) -> Iterator[tuple[LlamaModel, LlamaEngine]]:
+def _loaded(
+    path: Path, threads: int, max_logits: int, settings: EngineSettings | None = None
+) -> Iterator[tuple[LlamaModel, LlamaEngine]]:
     """A model and a context of it, given back in the end; a pass that fails inside is the model's fault."""
     with contextlib.ExitStack() as stack:
         model = LlamaModel(path)
         stack.callback(model.close)
         engine = LlamaEngine(
-            model, n_slots=1, context_length=_CONTEXT, threads=threads, max_rows=_CHUNK, max_logits=max_logits
-        )
+            model, n_slots=1, context_length=_CONTEXT, threads=threads, max_rows=_CHUNK, max_logits=max_logits,
+            settings=settings,
+        )  # fmt: skip
         stack.callback(engine.close)
         try:
             yield model, engine

@@ -22,13 +22,19 @@ _MIB = 2**20
 _METHOD = 1
 
 
-def measured_cost(engine: Engine, model: Path, *, threads: int) -> CostTable:
+def measured_cost(engine: Engine, model: Path, *, threads: int, kernels: str) -> CostTable:
     """The costs of a model's passes, from an earlier start if nothing they depend on has changed.
+
+    Args:
+        engine: runs the passes.
+        model: the file it has loaded.
+        threads: how many it uses.
+        kernels: whatever else decides which code computes.
 
     Raises:
         EngineError: a pass failed.
     """
-    place = cache_directory() / "costs" / f"{_key(model, threads, engine)}.json"
+    place = cache_directory() / "costs" / f"{_key(model, threads, kernels, engine)}.json"
     known = _read(place)
     if known is not None:
         logger.info("specserve: what passes of %s cost was measured before (%s)", model.name, place)
@@ -42,12 +48,13 @@ def measured_cost(engine: Engine, model: Path, *, threads: int) -> CostTable:
     return table
 
 
-def _key(model: Path, threads: int, engine: Engine) -> str:
+def _key(model: Path, threads: int, kernels: str, engine: Engine) -> str:
     """Everything that the costs depend on."""
     parts = [
         _fingerprint(model),
         processor(),
         str(threads),
+        kernels,
         str(engine.n_slots),
         str(engine.slot_length),
         str(_METHOD),

@@ -10,7 +10,15 @@ from specserve.config import HandlerConfig, ModelConfig, usable_cores
 from specserve.engine.base import Engine
 from specserve.engine.grammar import GrammarCompiler
 from specserve.engine.invariance import Invariance, probe
-from specserve.engine.llama import LlamaEngine, LlamaModel, check_same_vocabulary
+from specserve.engine.llama import (
+    EngineSettings,
+    LlamaEngine,
+    LlamaModel,
+    build_description,
+    check_same_vocabulary,
+    has_tiny_blas,
+    target_settings,
+)
 from specserve.errors import EngineError, ModelLoadError
 from specserve.serving.chat import ChatTemplate
 from specserve.serving.costs import measured_cost
@@ -57,13 +65,21 @@ def load_models(config: HandlerConfig) -> Models:
     draft_model = None if config.draft is None else LlamaModel(_path(config.draft))
     if draft_model is not None:
         check_same_vocabulary(target_model, draft_model)
-    target = _engine(target_model, config, _MAX_LOGITS)
+    attention = target_settings()
+    if has_tiny_blas():
+        logger.warning(
+            "specserve: this build of llama.cpp has tinyBLAS, so texts repeat exactly only with a slower attention; "
+            'build it with CMAKE_ARGS="-DGGML_LLAMAFILE=OFF"'
+        )
+    target = _engine(target_model, config, _MAX_LOGITS, attention)
     speed = Speed()
-    target_cost = _cost(target, target_model, config, speed)
+    target_cost = _cost(target, target_model, config, attention, speed)
     draft, draft_cost = None, None
     if draft_model is not None:
-        engine = _engine(draft_model, config, max(_MAX_LOGITS // 2, config.sequences))
-        draft_cost = _cost(engine, draft_model, config, speed)
+        # It reads a window of few tokens, over which flash attention is the faster one.
+        attention = EngineSettings()
+        engine = _engine(draft_model, config, max(_MAX_LOGITS // 2, config.sequences), attention)
+        draft_cost = _cost(engine, draft_model, config, attention, speed)
         _report_cost(draft_cost.seconds(1, 0), target_cost.seconds(1, 0))
         draft = DraftModel(
             engine,
@@ -91,9 +107,10 @@ def load_models(config: HandlerConfig) -> Models:
     )
 
 
-def _cost(engine: Engine, model: LlamaModel, config: HandlerConfig, speed: Speed) -> Cost:
+def _cost(engine: Engine, model: LlamaModel, config: HandlerConfig, attention: EngineSettings, speed: Speed) -> Cost:
+    kernels = f"{attention} {build_description()}"
     try:
-        table = measured_cost(engine, model.path, threads=_threads(config))
+        table = measured_cost(engine, model.path, threads=_threads(config), kernels=kernels)
     except EngineError as error:
         raise ModelLoadError(f"{model.path}: its passes cannot be timed: {error}") from error
     return Cost(table, most=min(engine.max_rows, engine.max_logits), speed=speed)
@@ -124,7 +141,7 @@ def _check_context(model: LlamaModel, config: HandlerConfig) -> None:
         )
 
 
-def _engine(model: LlamaModel, config: HandlerConfig, max_logits: int) -> LlamaEngine:
+def _engine(model: LlamaModel, config: HandlerConfig, max_logits: int, attention: EngineSettings) -> LlamaEngine:
     return LlamaEngine(
         model,
         n_slots=config.sequences,
@@ -132,6 +149,7 @@ def _engine(model: LlamaModel, config: HandlerConfig, max_logits: int) -> LlamaE
         threads=_threads(config),
         max_rows=config.prefill_rows + _MAX_LOGITS,
         max_logits=max(max_logits, config.sequences),
+        settings=attention,
     )
 
 

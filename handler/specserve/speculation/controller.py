@@ -15,10 +15,13 @@ from specserve.speculation.gamma import Prices
 # What a draft of the model is worth before anything is known of a text.
 _HOPE = 0.75
 # By how sure a source is, least first: how often the draft was right, as measured with a pair of one family
-# (benchmarks/simulate.py); the guessers' own estimates are too high for most texts at first.
+# (benchmarks/simulate.py). What lookup says of itself is too high for most texts at first; the others are taken at
+# their word.
 _MODEL = (0.11, 0.3, 0.47, 0.7, 0.88, 0.95, 0.975, 0.99, 0.995)
 _FROM_TARGET = (0.05, 0.2, 0.46, 0.68, 0.83, 0.9, 0.95, 0.98, 0.99)
-_GUESS = (0.04, 0.12, 0.25, 0.42, 0.6, 0.75, 0.85, 0.92, 0.97)
+_LOOKUP = (0.04, 0.12, 0.25, 0.42, 0.6, 0.75, 0.85, 0.92, 0.97)
+_GUESS = (0.07, 0.18, 0.38, 0.62, 0.82, 0.92, 0.965, 0.985, 0.995)
+_PRIORS = {"model": _MODEL, "target": _FROM_TARGET, "lookup": _LOOKUP}
 # Arrears of up to this many tokens come back every round; more are an investment.
 _ARREARS = 4
 # How much longer a text is taken to be than it is, and what may be lost on it.
@@ -159,6 +162,5 @@ class Controller:
     def _calibration(self, sequence: Sequence, source: str) -> Calibration:
         key = (source, sequence.sampling.temperature > 0)
         if key not in self._calibrations:
-            prior = {"model": _MODEL, "target": _FROM_TARGET}.get(source, _GUESS)
-            self._calibrations[key] = Calibration(prior)
+            self._calibrations[key] = Calibration(_PRIORS.get(source, _GUESS))
         return self._calibrations[key]

@@ -250,11 +250,6 @@ class Sequence:
         return len(self.tokens) - self.target_cached
 
     @property
-    def draft_pending(self) -> int:
-        """How many tokens the draft has not seen."""
-        return len(self.tokens) - self.draft_cached
-
-    @property
     def draft_held(self) -> int:
         """How many tokens the draft's cache holds."""
         return self.draft_cached - self.draft_start

@@ -11,7 +11,7 @@ import pytest
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.fake import FakeEngine
 from specserve.engine.invariance import Invariance, probe
-from specserve.engine.llama import LlamaEngine, LlamaModel
+from specserve.engine.llama import EngineSettings, LlamaEngine, LlamaModel
 from specserve.operations import quantise
 from specserve.operations.tiny import ARCHITECTURES, write_tiny
 from specserve.serving.loading import describe
@@ -154,9 +154,11 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return single, quantised
 
 
-def measure(path: Path, *, threads: int = 2, n_slots: int = 2) -> Invariance:
+def measure(path: Path, *, threads: int = 2, settings: EngineSettings | None = None) -> Invariance:
     model = LlamaModel(path)
-    engine = LlamaEngine(model, n_slots=n_slots, context_length=ROOM, threads=threads, max_rows=128, max_logits=64)
+    engine = LlamaEngine(
+        model, n_slots=2, context_length=ROOM, threads=threads, max_rows=128, max_logits=64, settings=settings
+    )
     try:
         return probe(engine, ROOM)
     finally:
@@ -171,10 +173,22 @@ def test_pure_q4_0_repeats_for_any_rows_chunks_and_neighbours(tiny: tuple[Path, 
     assert invariance.neighbours == 0
 
 
-def test_single_precision_does_not_repeat_and_the_probe_sees_it(tiny: tuple[Path, Path]) -> None:
+def test_single_precision_repeats_alone_and_the_probe_sees_the_order_of_its_sums(tiny: tuple[Path, Path]) -> None:
     invariance = measure(tiny[0])
+    assert invariance.alone
+    assert 0 < invariance.layout < 0.01
+
+
+@pytest.mark.parametrize("file", [0, 1])
+def test_flash_attention_over_halves_does_not_repeat_and_the_probe_sees_it(tiny: tuple[Path, Path], file: int) -> None:
+    invariance = measure(tiny[file], settings=EngineSettings(type_v="f16"))
     assert not invariance.alone
-    assert 0 < invariance.rows < 0.01
+    assert 0 < invariance.chunks < 1
+
+
+@pytest.mark.parametrize("file", [0, 1])
+def test_the_attention_for_builds_with_tiny_blas_repeats_too(tiny: tuple[Path, Path], file: int) -> None:
+    assert measure(tiny[file], settings=EngineSettings()).alone
 
 
 def test_the_sentence_says_what_to_expect_and_what_to_do() -> None:

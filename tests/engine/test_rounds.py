@@ -349,7 +349,7 @@ def test_a_long_prompt_does_not_cost_its_neighbours_their_drafts() -> None:
     short = bench.submit([1, 2, 3], max_tokens=20)
     while not short.done:
         bench.scheduler.step()
-    assert long.sequence.draft_pending > 1
+    assert long.sequence.draft_cached < len(long.sequence.tokens) - 1
     assert short.sequence.account.mean_acceptance_length > 3
 
 

@@ -173,7 +173,7 @@ def test_tiny_models_are_measured_once_and_again_when_something_changes(
     written(own / "draft.gguf", "target")
     prepare.prepare(config)
     assert len(seen) == 2
-    assert json.loads(note.read_text())["forms"]["as published"]["hit_rate"] == 1
+    assert json.loads(note.read_text())["forms"]["as published"]["hit_rate"] > 0.95
     (own / "target.gguf").unlink()
     written(own / "target.gguf", "draft")
     prepare.prepare(config)

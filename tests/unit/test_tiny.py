@@ -243,7 +243,8 @@ class TestTexts:
         text = b"".join(pieces).decode(errors="replace")
         assert sum("\ufffd" in piece.decode(errors="replace") for piece in pieces) >= 10
         assert text.count("\ufffd") < len(text) / 200
-        assert text.replace("\ufffd", "").replace("\n", "").isprintable()
+        # Split characters may meet to ones that nobody has assigned.
+        assert sum(not character.isprintable() for character in text.replace("\n", "")) < len(text) / 200
 
 
 class TestFiles:

@@ -50,7 +50,7 @@ class Observed(NamedTuple):
     cost: Cost
 
 
-class Speed(NamedTuple):
+class Fastest(NamedTuple):
     """Tokens a second with the number of drafts a round that gives the most."""
 
     tokens_per_second: float
@@ -80,7 +80,7 @@ def seconds(hits: Sequence[bool], gamma: int, draft: Cost, target: Cost) -> floa
     return spent
 
 
-def fastest(observed: Observed, target: Cost, most: int) -> Speed:
+def fastest(observed: Observed, target: Cost, most: int) -> Fastest:
     """The speed of a form of the draft with the best number of drafts a round, from 1 to `most`."""
     tokens = sum(map(len, observed.hits))
     spent = {
@@ -88,7 +88,7 @@ def fastest(observed: Observed, target: Cost, most: int) -> Speed:
         for gamma in range(1, most + 1)
     }
     gamma = min(spent, key=spent.__getitem__)
-    return Speed(tokens / spent[gamma], gamma)
+    return Fastest(tokens / spent[gamma], gamma)
 
 
 def best_draft(target: Path, published: Path, pure: Path, *, threads: int, max_gamma: int) -> Path:

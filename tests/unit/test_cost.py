@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,18 +79,25 @@ def test_edges_begin_with_one_row_and_end_with_what_the_engine_can_do() -> None:
 
 
 class Machine(FakeEngine):
-    """Takes as long as a staircase says, by a clock of its own, and is held up in every seventh pass."""
+    """A staircase and attention by a clock of its own, held up in every seventh pass, and by so much more or less."""
 
-    def __init__(self) -> None:
+    def __init__(self, noise: float = 0.0) -> None:
         super().__init__(vocabulary=50, n_slots=1)
         self.now = 0.0
         self.passes = 0
+        self._noise = noise
+        self._random = np.random.default_rng(1)
 
     def forward(self, rows: list[Row]) -> FloatArray:
         self.passes += 1
-        attention = 1 + self.cells / 1000
-        self.now += attention * (-(-len(rows) // 4)) + (20.0 if self.passes % 7 == 0 else 0.0)
+        noise = 1 + self._random.uniform(-self._noise, self._noise)
+        self.now += noise * true_cost(len(rows), self.cells) + (20.0 if self.passes % 7 == 0 else 0.0)
         return super().forward(rows)
+
+
+def true_cost(rows: int, cells: int) -> float:
+    """Four rows are one stair, and every row reads the context."""
+    return -(-rows // 4) + rows * cells / 4000
 
 
 def test_a_staircase_is_measured_although_the_machine_is_held_up_now_and_then() -> None:
@@ -98,8 +106,15 @@ def test_a_staircase_is_measured_although_the_machine_is_held_up_now_and_then() 
     cost = Cost(table, most=64)
     for rows in (1, 4, 8, 16, 32):
         for cells in (64, 320, 1024):
-            assert cost.seconds(rows, cells) == pytest.approx((1 + cells / 1000) * -(-rows // 4), rel=0.02)
+            assert cost.seconds(rows, cells) == pytest.approx(true_cost(rows, cells), rel=0.02)
     assert machine.cells == 0
+
+
+def test_what_the_context_adds_is_told_from_noise_that_is_larger() -> None:
+    machine = Machine(noise=0.1)
+    table = measure(machine, clock=lambda: machine.now)
+    for rows, short, long in zip(table.rows, *table.seconds, strict=True):
+        assert long - short == pytest.approx(rows * (320 - 64) / 4000, rel=0.6)
 
 
 @pytest.mark.parametrize(("context", "max_rows", "max_logits"), [(64, 256, 64), (40, 256, 64), (4096, 6, 3)])

@@ -13,7 +13,8 @@ from specserve.speculation.cost import CostTable, edges, faster_half, typical
 _NEAR, _FAR = 64, 320
 _MOST_ROWS = 32
 _CHUNK = 64
-# The far context is asked where the stairs' edges are; between them attention grows evenly.
+# The far context is asked where the stairs' edges are: every row reads the same context, so what it adds is the rows'
+# number times one price, and that price is what all of them together say.
 _FAR_ROWS = (1, 4, 8, 16, 32)
 # Repetitions that differ by more than this share of themselves are asked again, so many times.
 _SPREAD = 0.1
@@ -40,9 +41,16 @@ def measure(engine: Engine, clock: Callable[[], float] = perf_counter) -> CostTa
     asked = tuple(count for count in _FAR_ROWS if count in rows)
     long = _times(engine, far, asked, clock)
     engine.cut(0, 0)
-    dearer = np.interp(rows, asked, [long[count] - short[count] for count in asked])
+    price = _price_of_context(asked, short, long)
     seconds = tuple(short[count] for count in rows)
-    return CostTable(rows, (near, far), (seconds, tuple(a + float(b) for a, b in zip(seconds, dearer, strict=True))))
+    return CostTable(rows, (near, far), (seconds, tuple(short[count] + price * count for count in rows)))
+
+
+def _price_of_context(rows: tuple[int, ...], short: dict[int, float], long: dict[int, float]) -> float:
+    """Seconds a row that the longer context adds, by least squares of errors relative to the passes' time."""
+    counts = np.array([count / short[count] for count in rows])
+    dearer = np.array([long[count] / short[count] - 1 for count in rows])
+    return max(0.0, float(counts @ dearer / (counts @ counts)))
 
 
 def _times(engine: Engine, start: int, rows: tuple[int, ...], clock: Callable[[], float]) -> dict[int, float]:

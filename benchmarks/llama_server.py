@@ -92,17 +92,20 @@ def _run(home: Path, *command: str) -> None:
 
 
 class Server:
-    """One llama-server on a port of its own, with one slot."""
+    """One llama-server on a port of its own, at `url`."""
 
-    def __init__(self, binary: Path, options: list[str], log: Path) -> None:
+    def __init__(self, binary: Path, options: list[str], log: Path, *, slots: int = 1) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         self._log = log
-        self._url = f"http://127.0.0.1:{port}"
+        self.url = f"http://127.0.0.1:{port}"
         with log.open("w", encoding="utf-8") as output:
             self._process = subprocess.Popen(
-                [binary, "--port", port, "-np", "1", *options], stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                [binary, "--port", port, "-np", str(slots), *options],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
             )
 
     def wait(self) -> None:
@@ -114,7 +117,7 @@ class Server:
         until = time.monotonic() + LOADED_WITHIN_SECONDS
         while self._process.poll() is None and time.monotonic() < until:
             try:
-                if requests.get(f"{self._url}/health", timeout=5).ok:
+                if requests.get(f"{self.url}/health", timeout=5).ok:
                     return
             except requests.ConnectionError:
                 pass
@@ -131,7 +134,7 @@ class Server:
             "cache_prompt": False,
             "return_tokens": True,
         }
-        response = requests.post(f"{self._url}/completion", json=body, timeout=ANSWERS_WITHIN_SECONDS)
+        response = requests.post(f"{self.url}/completion", json=body, timeout=ANSWERS_WITHIN_SECONDS)
         if not response.ok:
             raise EnvironmentFailure(f"llama-server answered {response.status_code}; see {self._log}.")
         answer: dict[str, Any] = response.json()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -79,12 +79,13 @@ class Tape:
     max_rows = 128
     max_logits = 64
     slot_length = CONTEXT
+    separate = False
 
     def __init__(self, cost: Cost, clock: Clock, *, draft: bool) -> None:
         self._cost = cost
         self._clock = clock
         self._draft = draft
-        self.cells = 0
+        self._held = 0
         self.width = 0
 
     def play(self, recording: Recording, sequence: Sequence, names: dict[int, int]) -> None:
@@ -93,12 +94,12 @@ class Tape:
         self._sequence = sequence
         self._names = names
         self.width = len(names) + 1 + _OTHERS
-        self.cells = 0
+        self._held = 0
 
     def forward(self, rows: list[Row]) -> FloatArray:
         """What was recorded behind each row; see `Engine.forward`."""
-        self._clock.now += self._cost.seconds(len(rows), self.cells)
-        self.cells = rows[-1].position + 1
+        self._clock.now += self._cost.seconds(len(rows), self._held)
+        self._held = rows[-1].position + 1
         start = self._sequence.draft_start if self._draft else 0
         first = len(self._recording.prompt) - 1
         return np.array([self._row(start + row.position - first) for row in rows if row.wants_logits], np.float32)
@@ -114,9 +115,17 @@ class Tape:
         row[favourite] = float(np.log(sure))
         return row
 
+    def held(self, _slot: int) -> int:
+        """How many tokens there are."""
+        return self._held
+
+    def reach(self, _slots: Iterable[int]) -> int:
+        """The same: there is one slot only."""
+        return self._held
+
     def cut(self, _slot: int, length: int) -> None:
         """Forget what is behind."""
-        self.cells = min(self.cells, length)
+        self._held = min(self._held, length)
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """There is one slot only."""

@@ -94,11 +94,12 @@ class HandlerConfig(_Section):
     sequences: int = Field(default=8, ge=1, le=64, description="Sequences that decode at the same time.")
     context_length: int = Field(default=4096, ge=64, description="Tokens of prompt and answer, each sequence.")
     threads: int | None = Field(default=None, ge=1, description="Compute threads; default: the usable cores.")
-    prefill_rows: int = Field(
-        default=64, ge=4, le=512, description="Rows of prompts a round, beside those that decode."
+    prefill_rows: int = Field(default=64, ge=4, le=512, description="The most rows of prompts in a round.")
+    max_round_ms: float = Field(
+        default=250.0, ge=1, description="While answers are written, prompts take no more rows than fit in a round."
     )
     idle_tokens: int = Field(
-        default=4096, ge=0, description="Tokens of finished answers kept in the caches, for prompts that begin alike."
+        default=16384, ge=0, description="Tokens of finished answers kept in the caches, for prompts that begin alike."
     )
     time_slice_ms: float = Field(default=40.0, ge=0, description="A handle() call decodes at least this long.")
     speculation: SpeculationConfig = SpeculationConfig()

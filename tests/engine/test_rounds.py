@@ -47,6 +47,7 @@ class Bench:
         idle_tokens: int = 4096,
     ) -> None:
         self.target = FakeEngine(vocabulary=VOCABULARY, n_slots=SLOTS)
+        self.target.separate = True
         self.draft = FakeEngine(vocabulary=draft_width, n_slots=SLOTS, blend=blend)
         cost = proportional()
         model = DraftModel(

@@ -18,11 +18,11 @@ def sequence(sampling: SamplingParams = GREEDY, max_tokens: int = 100) -> Sequen
 def test_a_second_is_worth_what_plain_decoding_makes_of_it_and_more_where_drafts_do() -> None:
     controller = Controller(stairs(), flat(0.1))
     one, other = sequence(), sequence()
-    assert controller.prices([one], 1, (0, 0)).rate == pytest.approx(1.0)
-    assert controller.prices([one, other], 2, (0, 0)).rate == pytest.approx(2 / 1.7)
+    assert controller.prices([one], [1], (0, 0)).rate == pytest.approx(1.0)
+    assert controller.prices([one, other], [1, 1], (0, 0)).rate == pytest.approx(2 / 1.7)
     for _ in range(20):
         controller.count_round(one, 4, 2.0, 1.0, 1.0)
-    assert controller.prices([one], 1, (0, 0)).rate == pytest.approx(1.5)
+    assert controller.prices([one], [1], (0, 0)).rate == pytest.approx(1.5)
 
 
 def test_greedy_and_sampled_texts_teach_the_controller_apart() -> None:
@@ -53,7 +53,7 @@ def test_a_target_that_becomes_sure_raises_the_hope_without_any_draft() -> None:
 def test_a_long_arrear_is_shared_by_the_rounds_to_come_and_a_short_one_is_this_rounds() -> None:
     controller = Controller(stairs(), proportional(0.01))
     text = sequence()
-    prices = controller.prices([text], 1, (0, 0))
+    prices = controller.prices([text], [1], (0, 0))
     assert controller.arrears(text, 2, prices) == (2, 0.0)
     rows, seconds = controller.arrears(text, 100, prices)
     assert rows == 1
@@ -65,7 +65,7 @@ def test_a_long_arrear_is_shared_by_the_rounds_to_come_and_a_short_one_is_this_r
 def test_reading_up_again_has_to_promise_more_every_time() -> None:
     controller = Controller(stairs(), proportional(0.01))
     text = sequence()
-    prices = controller.prices([text], 1, (0, 0))
+    prices = controller.prices([text], [1], (0, 0))
     charges = []
     for _ in range(3):
         charges.append(controller.arrears(text, 100, prices)[1])

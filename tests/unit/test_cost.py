@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.fake import FakeEngine
 from specserve.errors import EngineError
-from specserve.speculation.cost import Cost, CostTable, Speed, edges, typical
+from specserve.speculation.cost import Cost, CostTable, Speed, edges, passes, typical
 from specserve.speculation.measurement import measure
 from specserve.speculation.passes import run_pass
 
@@ -49,13 +49,13 @@ def test_a_longer_context_that_was_measured_to_be_cheaper_is_taken_for_noise() -
 def test_the_speed_factor_follows_a_machine_that_has_become_slower() -> None:
     cost = Cost(TABLE, most=64)
     for _ in range(200):
-        cost.observe(4, 0, 1.7 * 1.5)
+        cost.observe(cost.seconds(4, 0), 1.7 * 1.5)
     assert cost.seconds(1, 0) == pytest.approx(1.5, rel=0.05)
 
 
 def test_one_pass_that_was_held_up_hardly_moves_the_speed_factor() -> None:
     cost = Cost(TABLE, most=64)
-    cost.observe(1, 0, 1000.0)
+    cost.observe(cost.seconds(1, 0), 1000.0)
     assert cost.seconds(1, 0) == pytest.approx(1.0, abs=0.03)
 
 
@@ -63,7 +63,7 @@ def test_a_model_that_is_not_run_becomes_slower_and_faster_with_the_machine() ->
     speed = Speed()
     target, draft = (Cost(TABLE, most=64, speed=speed) for _ in range(2))
     for _ in range(200):
-        target.observe(1, 0, 0.7)
+        target.observe(target.seconds(1, 0), 0.7)
     assert draft.seconds(1, 0) == target.seconds(1, 0) == pytest.approx(0.7, rel=0.05)
 
 
@@ -91,7 +91,7 @@ class Machine(FakeEngine):
     def forward(self, rows: list[Row]) -> FloatArray:
         self.passes += 1
         noise = 1 + self._random.uniform(-self._noise, self._noise)
-        self.now += noise * true_cost(len(rows), self.cells) + (20.0 if self.passes % 7 == 0 else 0.0)
+        self.now += noise * true_cost(len(rows), self.reach([0])) + (20.0 if self.passes % 7 == 0 else 0.0)
         return super().forward(rows)
 
 
@@ -107,7 +107,7 @@ def test_a_staircase_is_measured_although_the_machine_is_held_up_now_and_then() 
     for rows in (1, 4, 8, 16, 32):
         for cells in (64, 320, 1024):
             assert cost.seconds(rows, cells) == pytest.approx(true_cost(rows, cells), rel=0.02)
-    assert machine.cells == 0
+    assert machine.held(0) == 0
 
 
 def test_what_the_context_adds_is_told_from_noise_that_is_larger() -> None:
@@ -160,3 +160,61 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was() -> None:
     with pytest.raises(EngineError):
         run_pass(engine, rows(3), Cost(TABLE, most=64))
     assert engine.cache == [[]]
+
+
+@pytest.mark.parametrize(
+    ("counts", "sizes"),
+    [
+        ([3], [3]),
+        ([1, 1, 1], [3]),
+        ([1, 4, 1], [3, 3]),
+        ([2, 4, 3], [6, 2, 1]),
+        ([1, 0, 1], [1, 1]),
+        ([0, 2, 2, 0, 5], [4, 5]),
+        ([0], []),
+    ],
+)
+def test_slots_with_caches_of_their_own_share_passes_as_far_as_neighbours_go_alike(
+    counts: list[int], sizes: list[int]
+) -> None:
+    assert passes(counts) == sizes
+
+
+def test_uneven_texts_take_several_passes_or_rows_that_make_them_even() -> None:
+    together = Cost(TABLE, most=64)
+    apart = Cost(TABLE, most=64, separate=True)
+    assert together.together([1, 4], 0) == together.seconds(5, 0)
+    assert apart.together([1, 4], 0) == min(apart.seconds(2, 0) + apart.seconds(3, 0), apart.seconds(8, 0))
+    assert apart.together([2, 2], 0) == apart.seconds(4, 0)
+    assert apart.together([7], 0) == apart.seconds(7, 0)
+
+
+def crowd(counts: dict[int, int]) -> list[Row]:
+    return [Row(7, slot, place, wants_logits=True) for slot, count in counts.items() for place in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("counts", "run"),
+    [
+        ({0: 1, 1: 1, 2: 1}, 4),  # a free neighbour makes four rows, which are cheaper than three
+        ({0: 1, 2: 1, 3: 1}, 4),  # the free slot between them makes one pass of two
+        ({1: 3}, 4),
+        ({0: 2, 1: 2}, 4),
+    ],
+)
+def test_a_pass_of_separate_slots_is_filled_up_and_every_row_has_its_own_logits(
+    counts: dict[int, int], run: int
+) -> None:
+    engine, plain = (FakeEngine(vocabulary=50, n_slots=5) for _ in range(2))
+    engine.separate = True
+    logits = run_pass(engine, crowd(counts), Cost(TABLE, most=64, separate=True))
+    assert logits.tolist() == plain.forward(crowd(counts)).tolist()
+    assert (len(engine.decoded), engine.cache) == (run, plain.cache)
+
+
+def test_slots_that_are_full_or_longer_than_the_texts_are_no_filling() -> None:
+    engine = FakeEngine(vocabulary=50, n_slots=4)
+    engine.separate = True
+    engine.cache[3] = [1] * 100
+    run_pass(engine, crowd({0: 1, 1: 1, 2: 1}), Cost(TABLE, most=64, separate=True))
+    assert len(engine.decoded) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -78,8 +79,14 @@ class Engine(Protocol):
         """The most rows of one forward pass that may want logits."""
 
     @property
-    def cells(self) -> int:
-        """How many tokens all slots hold."""
+    def separate(self) -> bool:
+        """Whether every slot has a cache of its own; slots with different numbers of rows then take several passes."""
+
+    def held(self, slot: int) -> int:
+        """How many tokens a slot holds."""
+
+    def reach(self, slots: Iterable[int]) -> int:
+        """How many tokens of the cache a row of these slots walks over, in a pass of just them."""
 
     @property
     def slot_length(self) -> int:

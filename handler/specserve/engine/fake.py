@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from specserve.engine.base import FloatArray, Row
@@ -27,15 +29,19 @@ class FakeEngine:
         self.fail_after: int | None = None
         self.poison_after: int | None = None
         self.slot_length = 4096
+        self.separate = False
         self.width = vocabulary
         self._memory = memory
         self._blend = blend
         self._sharpness = sharpness
 
-    @property
-    def cells(self) -> int:
-        """How many tokens all slots hold."""
-        return sum(map(len, self.cache))
+    def held(self, slot: int) -> int:
+        """How many tokens a slot holds."""
+        return len(self.cache[slot])
+
+    def reach(self, slots: Iterable[int]) -> int:
+        """The tokens of all slots, or of the longest of these where they are separate."""
+        return max(map(self.held, slots), default=0) if self.separate else sum(map(len, self.cache))
 
     def logits(self, context: list[int]) -> FloatArray:
         """The logits that follow `context`, shape (vocabulary,)."""

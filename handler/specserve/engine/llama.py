@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -166,6 +167,10 @@ class LlamaModel:
 class EngineSettings:
     """How keys and values are kept, and which kernels work on them; benchmarks/engine_settings.py compares them.
 
+    Slots that share one cache may have any numbers of rows in a pass, but a row's sums depend on where its text's
+    cells lie among the others', and without flash attention it walks over all of them; with separate caches it does
+    neither.
+
     With flash attention, half precision for both takes other kernels for a lone row over more than 512 cells and for
     64 rows and more, with other sums; of two formats, all rows take the same one, and it sums in float32.
     """
@@ -173,15 +178,18 @@ class EngineSettings:
     type_k: Literal["f16", "bf16"] = "f16"
     type_v: Literal["f16", "bf16"] = "bf16"
     flash_attention: bool = True
+    separate: bool = False
 
 
 def target_settings() -> EngineSettings:
-    """The fastest attention for long texts whose sums for a row do not depend on the rows beside it.
+    """The fastest attention for long texts whose sums for a row depend neither on other rows nor on other slots.
 
     Matrix products are faster than flash attention and keep to one order of summing, but for tinyBLAS (llamafile),
     which takes over from two rows on: then it has to be flash attention.
     """
-    return EngineSettings() if has_tiny_blas() else EngineSettings(type_v="f16", flash_attention=False)
+    if has_tiny_blas():
+        return EngineSettings(separate=True)
+    return EngineSettings(type_v="f16", flash_attention=False, separate=True)
 
 
 def has_tiny_blas() -> bool:
@@ -195,7 +203,7 @@ def build_description() -> str:
 
 
 class LlamaEngine:
-    """A context of one model: a unified cache of `n_slots` sequences and batched forward passes.
+    """A context of one model: the caches of `n_slots` sequences and batched forward passes.
 
     Raises:
         ModelLoadError: there is no memory for the context, or the model's cache cannot be cut back.
@@ -219,14 +227,14 @@ class LlamaEngine:
         self.slot_length = min(context_length, model.trained_context)
         self.width = model.size
         params = llama_cpp.llama_context_default_params()
+        self.separate = settings.separate and n_slots > 1
         # Every slot may be full, and a pass have rows that are only there to make it cheaper.
-        params.n_ctx = n_slots * context_length + max_logits
+        params.n_ctx = n_slots * (context_length + max_logits) if self.separate else n_slots * context_length + max_logits
         params.n_seq_max = n_slots
         params.n_batch = params.n_ubatch = max_rows
         params.n_outputs_max = max_logits
         params.n_threads = params.n_threads_batch = threads
-        # One cache for all: sequences with different numbers of rows then share a forward pass.
-        params.kv_unified = True
+        params.kv_unified = not self.separate
         params.type_k = _TYPES[settings.type_k]
         params.type_v = _TYPES[settings.type_v]
         params.flash_attn_type = int(settings.flash_attention)
@@ -270,10 +278,13 @@ class LlamaEngine:
             )
         self.cut(0, 0)
 
-    @property
-    def cells(self) -> int:
-        """How many tokens all slots hold; what slots share counts for each."""
-        return sum(self._lengths)
+    def held(self, slot: int) -> int:
+        """How many tokens a slot holds."""
+        return self._lengths[slot]
+
+    def reach(self, slots: Iterable[int]) -> int:
+        """How many tokens a row walks over; what slots share counts for each."""
+        return max((self._lengths[slot] for slot in slots), default=0) if self.separate else sum(self._lengths)
 
     def forward(self, rows: list[Row]) -> FloatArray:
         """Run the model over `rows`; see `Engine.forward`."""
@@ -312,12 +323,15 @@ class LlamaEngine:
             self._lengths[slot] = length
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """Make a slot hold the first `length` tokens of another one's; both then share their place in memory."""
+        """Make a slot hold the first `length` tokens of another one's; in a common cache both share their place."""
         if length > self._lengths[source]:
             raise EngineError(f"Slot {source} holds {self._lengths[source]} tokens; {length} cannot be copied.")
         self.cut(destination, 0)
-        llama_cpp.llama_memory_seq_cp(self._memory, source, destination, 0, length)
-        self._lengths[destination] = length
+        # Separate caches are copied as a whole or not at all.
+        end = -1 if self.separate else length
+        llama_cpp.llama_memory_seq_cp(self._memory, source, destination, 0, end)
+        self._lengths[destination] = self._lengths[source] if self.separate else length
+        self.cut(destination, length)
 
     def _forget(self, slot: int, length: int) -> bool:
         """Take the tokens from `length` on out of the cache; False where this kind of cache cannot."""

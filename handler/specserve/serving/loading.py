@@ -113,7 +113,7 @@ def _cost(engine: Engine, model: LlamaModel, config: HandlerConfig, attention: E
         table = measured_cost(engine, model.path, threads=_threads(config), kernels=kernels)
     except EngineError as error:
         raise ModelLoadError(f"{model.path}: its passes cannot be timed: {error}") from error
-    return Cost(table, most=min(engine.max_rows, engine.max_logits), speed=speed)
+    return Cost(table, most=min(engine.max_rows, engine.max_logits), speed=speed, separate=engine.separate)
 
 
 def _threads(config: HandlerConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,10 @@ from specserve.speculation.model import worth_waiting
 from specserve.speculation.round import Plan, Times, run_round
 
 logger = logging.getLogger(__name__)
+
+# A round of drafts as it usually is, and the fewest rows of a prompt: fewer cost as much on most machines.
+_TYPICAL_DRAFTS = 3
+_LEAST_CHUNK = 4
 
 
 @dataclass(eq=False)
@@ -53,12 +58,14 @@ class Scheduler:
         *,
         prefill_rows: int,
         idle_tokens: int,
+        max_round_seconds: float = math.inf,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._target = target
         self._drafters = drafters
         self._prefill_rows = prefill_rows
         self._idle_tokens = idle_tokens
+        self._max_round_seconds = max_round_seconds
         self._clock = clock
         self._releases = 0
         self._slots = [Slot() for _ in range(target.n_slots)]
@@ -167,14 +174,24 @@ class Scheduler:
         return max((other.common_prefix(sequence.tokens, most) for other in reading), default=0)
 
     def _slot_for(self, sequence: Sequence, source: Slot, shared: int) -> Slot:
-        """The free slot to write in: where the prompt begins, or an empty one; a slight likeness costs no cache."""
+        """The free slot to write in: where the prompt begins, or an empty one; a slight likeness costs no cache.
+
+        Among empty ones the nearest to those that are live: neighbours share a pass.
+        """
         free = [slot for slot in self._slots if slot.live is None]
         if source in free and shared * 2 >= min(source.held, len(sequence.tokens)) > 0:
             return source
-        return min(free, key=lambda slot: (slot.held > 0, shared > 0 and slot is source, slot.released))
+        live = [place for place, slot in enumerate(self._slots) if slot.live]
+
+        def last_choice(slot: Slot) -> tuple[bool, bool, int, int]:
+            place = self._slots.index(slot)
+            distance = min((abs(place - other) for other in live), default=0)
+            return slot.held > 0, shared > 0 and slot is source, slot.released if slot.held else 0, distance
+
+        return min(free, key=last_choice)
 
     def _forget_oldest(self) -> None:
-        """Keep what finished answers hold below the limit: every forward pass walks over it."""
+        """Keep what finished answers hold below the limit: a cache that is common to all is walked over as a whole."""
         idle = sorted((slot for slot in self._slots if slot.live is None), key=lambda slot: slot.released)
         held = sum(slot.held for slot in idle)
         for slot in idle:
@@ -197,7 +214,7 @@ class Scheduler:
         most_drafts = (self._target.max_logits - len(self._live)) // max(1, len(decoding))
         plans = [Plan(s, 1, min(s.speculation.gamma, s.remaining - 1, most_drafts)) for s in decoding]
         verified = sum(1 + plan.gamma for plan in plans)
-        left = min(self._prefill_rows, self._target.max_rows - verified)
+        left = min(self._chunk(plans), self._target.max_rows - verified)
         logits_left = self._target.max_logits - verified
         for generation in self._live:
             sequence = generation.sequence
@@ -206,7 +223,23 @@ class Scheduler:
                 plans.append(Plan(sequence, rows, 0))
                 left -= rows
                 logits_left -= rows if sequence.scores_prompt else 1
-        return plans
+        return sorted(plans, key=lambda plan: plan.sequence.slot)
+
+    def _chunk(self, decoding: list[Plan]) -> int:
+        """How many rows of prompts a round may have: while others decode, so many that nobody waits too long."""
+        if not decoding or math.isinf(self._max_round_seconds):
+            return self._prefill_rows
+        controller = self._drafters.controller
+        cells = self._target.reach([plan.sequence.slot for plan in decoding])
+        drafts = [min(plan.gamma, _TYPICAL_DRAFTS) for plan in decoding]
+        drafting = max(drafts) * controller.draft.seconds(len(decoding), 0) if controller.draft else 0.0
+        left = self._max_round_seconds - drafting
+        fitting = (
+            rows
+            for rows in range(self._prefill_rows, _LEAST_CHUNK, -_LEAST_CHUNK)
+            if controller.target.together([*(1 + count for count in drafts), rows], cells) <= left
+        )
+        return next(fitting, _LEAST_CHUNK)
 
     def _release(self, generation: Generation) -> None:
         """Free a slot; its caches keep what was decided, for the next prompt that begins alike."""

@@ -92,7 +92,11 @@ class Handler:
         self._created = int(time.time())
         self._tokenizer = Tokenizer(models.vocabulary, config)
         self._scheduler = Scheduler(
-            models.target, models.drafters, prefill_rows=config.prefill_rows, idle_tokens=config.idle_tokens
+            models.target,
+            models.drafters,
+            prefill_rows=config.prefill_rows,
+            idle_tokens=config.idle_tokens,
+            max_round_seconds=config.max_round_ms / 1000,
         )
         self._exchanges: dict[str, Exchange] = {}
 

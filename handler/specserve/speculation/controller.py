@@ -62,19 +62,19 @@ class Controller:
         self._calibrations: dict[tuple[str, bool], Calibration] = {}
         self._outlooks: WeakKeyDictionary[Sequence, Outlook] = WeakKeyDictionary()
 
-    def prices(self, sequences: Many[Sequence], rows: int, cells: tuple[int, int]) -> Prices:
+    def prices(self, sequences: Many[Sequence], rows: Many[int], cells: tuple[int, int]) -> Prices:
         """What passes cost in this round, and what a second of it is worth.
 
         Args:
             sequences: those that decode in this round.
-            rows: of the target's pass without drafts.
-            cells: how many tokens the caches of target and draft hold.
+            rows: of the target's pass without drafts, text by text.
+            cells: how many tokens a row walks over, in the caches of target and draft.
         """
-        plain = self.target.seconds(rows, cells[0])
+        plain = self.target.together(rows, cells[0])
         rate = sum(self._outlook(sequence).speedup for sequence in sequences) / plain
         draft = self.draft
         return Prices(
-            target=partial(self.target.seconds, cells=cells[0]),
+            target=partial(self.target.together, cells=cells[0]),
             draft=(lambda count: draft.seconds(count, cells[1])) if draft else (lambda _count: 0.0),
             rate=rate,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ _STEP = 0.02
 _FURTHEST = 0.25
 # Costs are remembered by this many cells of context.
 _GRAIN = 64
+_SHAPES_KEPT = 4096
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,16 @@ class Cost:
         table: the measurement.
         most: the most rows of a pass that is padded.
         speed: of the machine, shared by its models.
+        separate: whether texts with different numbers of rows take several passes; see `passes`.
     """
 
-    def __init__(self, table: CostTable, *, most: int, speed: Speed | None = None) -> None:
+    def __init__(self, table: CostTable, *, most: int, speed: Speed | None = None, separate: bool = False) -> None:
         self._table = table
         self._most = most
         self._speed = speed or Speed()
+        self._separate = separate
         self._known: dict[int, tuple[list[float], list[int]]] = {}
+        self._shapes: dict[tuple[int, Many[int]], float] = {}
 
     def seconds(self, rows: int, cells: int) -> float:
         """What a pass of at least `rows` rows takes, behind `cells` tokens in all slots; nothing for no rows."""
@@ -78,14 +83,39 @@ class Cost:
             return self._speed.factor * prices[rows]
         return self._speed.factor * prices[-1] * rows / (len(prices) - 1)
 
+    def together(self, counts: Many[int], cells: int) -> float:
+        """What the rows of several texts take at best, so many of each; `cells` as in `seconds`.
+
+        Where texts take passes of equal rows, it may pay to give all of them as many rows as the one with the most.
+        """
+        rows = sum(counts)
+        if not self._separate or len(counts) == 1 or rows == 0:
+            return self.seconds(rows, cells)
+        shape = tuple(sorted(count for count in counts if count))
+        key = (cells // _GRAIN, shape)
+        if key not in self._shapes:
+            if len(self._shapes) >= _SHAPES_KEPT:
+                self._shapes.clear()
+            apart = sum(self.seconds(size, cells) for size in passes(shape))
+            even = self.seconds(len(shape) * shape[-1], cells)
+            self._shapes[key] = min(apart, even) / self._speed.factor
+        return self._speed.factor * self._shapes[key]
+
+    def exactly(self, rows: int, cells: int) -> float:
+        """What a pass of just so many rows takes, cheaper or dearer than one of more."""
+        measured = self._table.at(cells)
+        if rows > self._table.rows[-1]:
+            return self._speed.factor * measured[-1] * rows / self._table.rows[-1]
+        return self._speed.factor * float(np.interp(rows, self._table.rows, measured))
+
     def padded(self, rows: int, cells: int) -> int:
         """The number of rows, `rows` or more, whose pass is the cheapest."""
         _, counts = self._prices(cells)
         return counts[rows] if 0 < rows < len(counts) else rows
 
-    def observe(self, rows: int, cells: int, seconds: float) -> None:
-        """Let the machine's speed follow what a live pass took."""
-        self._speed.follow(math.log(seconds / self.seconds(rows, cells)))
+    def observe(self, expected: float, seconds: float) -> None:
+        """Let the machine's speed follow what a live pass took, which was expected to take so long."""
+        self._speed.follow(math.log(seconds / expected))
 
     def _prices(self, cells: int) -> tuple[list[float], list[int]]:
         """By number of rows, from 0: seconds without the factor, and the number that is run."""
@@ -102,6 +132,26 @@ class Cost:
             prices.append(price)
             counts.append(count)
         return prices, counts
+
+
+def passes(counts: Many[int]) -> list[int]:
+    """The passes that slots with caches of their own take for so many rows each: neighbours alike, as far as they go.
+
+    Args:
+        counts: by slot; a slot without rows parts those on its sides.
+
+    Returns:
+        Numbers of rows, in the order of the passes.
+    """
+    left = list(counts)
+    sizes = []
+    while any(left):
+        first = next(slot for slot, count in enumerate(left) if count)
+        behind = next((slot for slot in range(first, len(left)) if not left[slot]), len(left))
+        rows = min(left[first:behind])
+        left[first:behind] = [count - rows for count in left[first:behind]]
+        sizes.append(rows * (behind - first))
+    return sizes
 
 
 def edges(most: int) -> tuple[int, ...]:

@@ -54,8 +54,12 @@ class Thought(NamedTuple):
 
 @dataclass
 class Proposal:
-    """A sequence's drafts of one round, in the making: as they were drawn, and what is to become of them."""
+    """A sequence's drafts of one round, in the making: as they were drawn, and what is to become of them.
 
+    `place` is which of the round's texts it is.
+    """
+
+    place: int
     drafts: list[Draft] = field(default_factory=list)
     thoughts: list[Thought] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -108,23 +112,24 @@ class Drafters:
         self._vocabulary = vocabulary
         self._clock = clock
 
-    def propose(self, wishes: list[Wish], rows: int, cells: int) -> tuple[list[Proposal], float]:
+    def propose(self, wishes: list[Wish], fed: list[int], cells: int) -> tuple[list[Proposal], float]:
         """At most `gamma` drafts for each wish, in order, and the seconds that the model's passes should have taken.
 
         Args:
             wishes: the sequences of the round.
-            rows: of the target's pass without drafts.
-            cells: how many tokens the target's cache holds.
+            fed: the rows of the target's pass without drafts, by wish.
+            cells: how many tokens a row of that pass walks over.
         """
-        proposals = [Proposal() for _ in wishes]
+        proposals = [Proposal(place) for place in range(len(wishes))]
         drafting = [index for index, wish in enumerate(wishes) if wish.gamma > 0]
         if not drafting:
             return proposals, 0.0
         held = self._model.cells if self._model else 0
-        prices = self.controller.prices([wishes[index].sequence for index in drafting], rows, (cells, held))
+        prices = self.controller.prices([wishes[index].sequence for index in drafting], fed, (cells, held))
+        rows = fed.copy()
         spent = 0.0
         for index in drafting:
-            rows += self._guess(wishes[index], proposals[index], rows, prices)
+            self._guess(wishes[index], proposals[index], rows, prices)
         while self._model and (chosen := self._choose(wishes, proposals, rows, prices)):
             texts = [Text(wishes[index].sequence, proposals[index].tokens) for index in chosen]
             pending = [self._model.pending(text) for text in texts]
@@ -142,7 +147,8 @@ class Drafters:
                 if row is None or not self._draw(row, wishes[index], proposals[index], rows, prices):
                     proposals[index].ended = True
                     continue
-                rows += 1 + self._guess(wishes[index], proposals[index], rows + 1, prices)
+                rows[index] += 1
+                self._guess(wishes[index], proposals[index], rows, prices)
         return proposals, spent
 
     def keep(self, sequence: Sequence, length: int) -> None:
@@ -150,8 +156,8 @@ class Drafters:
         if self._model:
             self._model.keep(sequence, length)
 
-    def _guess(self, wish: Wish, proposal: Proposal, rows: int, prices: Prices) -> int:
-        """Draft what the first guesser says that has anything worth a row; how many tokens that was."""
+    def _guess(self, wish: Wish, proposal: Proposal, rows: list[int], prices: Prices) -> None:
+        """Draft what the first guesser says that has anything worth a row, and count the rows."""
         room = wish.gamma - len(proposal.tokens)
         sequence = wish.sequence
         for guesser in self._guessers:
@@ -171,12 +177,12 @@ class Drafters:
             for token, one, chance in zip(tokens[:length], sure, chances, strict=False):
                 proposal.add(Draft(token, one_hot(token, self._vocabulary), guesser.name, one, chance))
             if length:
-                return length
+                rows[proposal.place] += length
+                return
             if not proposal.tokens:
                 proposal.thoughts.append(Thought(tokens[0], guesser.name, sure[0]))
-        return 0
 
-    def _choose(self, wishes: list[Wish], proposals: list[Proposal], rows: int, prices: Prices) -> list[int]:
+    def _choose(self, wishes: list[Wish], proposals: list[Proposal], rows: list[int], prices: Prices) -> list[int]:
         """Whose next token the model drafts in this step."""
         fixed: list[int] = []
         adaptive: list[tuple[int, Prospect]] = []
@@ -190,7 +196,8 @@ class Drafters:
                 adaptive.append((index, prospect))
             else:
                 fixed.append(index)
-        steps = model_steps([prospect for _, prospect in adaptive], rows + len(fixed), prices)
+        longer = [count + (index in fixed) for index, count in enumerate(rows)]
+        steps = model_steps([prospect for _, prospect in adaptive], longer, prices)
         return sorted([*fixed, *(adaptive[place][0] for place in steps.chosen)])
 
     def _prospect(self, wish: Wish, proposal: Proposal, prices: Prices) -> tuple[Prospect, bool]:
@@ -198,19 +205,19 @@ class Drafters:
         sequence = wish.sequence
         room = wish.gamma - len(proposal.tokens)
         if self._model is None or sequence.speculation.drafter not in {None, "model"}:
-            return Prospect(proposal.reach, 0.0, 0, room), False
+            return Prospect(proposal.place, proposal.reach, 0.0, 0, room), False
         text = Text(sequence, proposal.tokens)
         pending = self._model.pending(text)
         may = self._model.knows(text)
         if not sequence.speculation.adaptive:
-            return Prospect(proposal.reach, 1.0, pending, room), may and pending <= 2 * sequence.remaining
+            return Prospect(proposal.place, proposal.reach, 1.0, pending, room), may and pending <= 2 * sequence.remaining
         rows, arrears = self.controller.arrears(sequence, pending, prices)
         hope = self.controller.hope(sequence, pending)
         drafted = sum(source == "model" for source in proposal.sources)
         room = max(0, min(room, self.controller.room(sequence, wish.gamma) - drafted))
-        return Prospect(proposal.reach, hope, rows, room, arrears), may and self.controller.may_draft(sequence)
+        return Prospect(proposal.place, proposal.reach, hope, rows, room, arrears), may and self.controller.may_draft(sequence)
 
-    def _draw(self, logits: FloatArray, wish: Wish, proposal: Proposal, rows: int, prices: Prices) -> bool:
+    def _draw(self, logits: FloatArray, wish: Wish, proposal: Proposal, rows: list[int], prices: Prices) -> bool:
         """Draw a draft from a row of the model's logits; False where the request leaves it none, or it does not pay."""
         sequence = wish.sequence
         try:

@@ -16,6 +16,7 @@ class Prospect(NamedTuple):
     """One sequence in the middle of a round's drafting.
 
     Args:
+        place: which of the texts of the target's pass it is.
         reach: the probability that all its drafts so far stay.
         hope: the probability that a draft of the model will stay where it is reached, before that draft is known.
         pending: how many tokens the model has to read before it can draft the next one.
@@ -23,6 +24,7 @@ class Prospect(NamedTuple):
         arrears: seconds of reading beside that, as far as this round has to bear them.
     """
 
+    place: int
     reach: float
     hope: float
     pending: int
@@ -31,9 +33,12 @@ class Prospect(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """What passes take, in seconds by their rows, and what a second is worth, in tokens."""
+    """What passes take, in seconds by their rows, and what a second is worth, in tokens.
 
-    target: Callable[[int], float]
+    The target's depends on how the rows are spread over the texts; the draft model's only on their number.
+    """
+
+    target: Callable[[Sequence[int]], float]
     draft: Callable[[int], float]
     rate: float
 
@@ -45,7 +50,7 @@ class Steps(NamedTuple):
     gain: float
 
 
-def model_steps(prospects: Sequence[Prospect], rows: int, prices: Prices) -> Steps:
+def model_steps(prospects: Sequence[Prospect], rows: Sequence[int], prices: Prices) -> Steps:
     """Which sequences the draft model should take one token further, in view of all the steps that may follow.
 
     Looks at every number of further steps for every number of sequences, the likeliest to be reached first. Nothing
@@ -53,19 +58,19 @@ def model_steps(prospects: Sequence[Prospect], rows: int, prices: Prices) -> Ste
 
     Args:
         prospects: the sequences that may go on.
-        rows: how many rows the target's pass has by now, of these sequences and of others.
+        rows: how many rows of each text the target's pass has by now.
         prices: of both models' passes.
     """
     order = sorted(range(len(prospects)), key=lambda i: -prospects[i].reach * prospects[i].hope)
     deepest = max((prospect.room for prospect in prospects), default=0)
     tokens = [0.0] * (deepest + 1)
-    extra = [0] * (deepest + 1)
+    shapes = [list(rows) for _ in range(deepest + 1)]
     width = [0] * (deepest + 1)
     pending, arrears = 0, 0.0
     before = prices.target(rows)
     best = Steps((), 0.0)
     for count, index in enumerate(order, 1):
-        stays, hope, lag, room, late = prospects[index]
+        place, stays, hope, lag, room, late = prospects[index]
         pending += lag
         arrears += late
         gained = 0.0
@@ -75,24 +80,26 @@ def model_steps(prospects: Sequence[Prospect], rows: int, prices: Prices) -> Ste
                 gained += stays
                 width[depth] += 1
             tokens[depth] += gained
-            extra[depth] += min(depth, room)
+            shapes[depth][place] += min(depth, room)
         drafting = arrears + prices.draft(pending)
         for depth in range(1, deepest + 1):
             if depth > 1:
                 drafting += prices.draft(width[depth])
-            gain = tokens[depth] - prices.rate * (drafting + prices.target(rows + extra[depth]) - before)
+            gain = tokens[depth] - prices.rate * (drafting + prices.target(shapes[depth]) - before)
             if gain > best.gain:
                 best = Steps(tuple(order[:count]), gain)
     return best
 
 
-def guess_length(prospect: Prospect, chances: Sequence[float], rows: int, prices: Prices, *, model: bool) -> int:
+def guess_length(
+    prospect: Prospect, chances: Sequence[float], rows: Sequence[int], prices: Prices, *, model: bool
+) -> int:
     """How many tokens of a guess that cost nothing should be drafted, before the model drafts what may follow.
 
     Args:
         prospect: the sequence as it is without the guess.
         chances: of each guessed token, the probability that it stays where it is reached.
-        rows: how many rows the target's pass has by now.
+        rows: how many rows of each text the target's pass has by now.
         prices: of both models' passes.
         model: whether the model may draft behind the guess, or in its place.
     """
@@ -102,24 +109,32 @@ def guess_length(prospect: Prospect, chances: Sequence[float], rows: int, prices
     for count, chance in enumerate(chances, 1):
         reach *= chance
         gained += reach
-        gain = gained - prices.rate * (prices.target(rows + count) - before)
+        longer = _with_more(rows, prospect.place, count)
+        gain = gained - prices.rate * (prices.target(longer) - before)
         if model:
             room = max(0, prospect.room - count)
             behind = prospect._replace(reach=reach, pending=prospect.pending + count, room=room)
-            gain += model_steps([behind], rows + count, prices).gain
+            gain += model_steps([behind], longer, prices).gain
         if gain > most:
             best, most = count, gain
     return best
 
 
-def worth_keeping(prospect: Prospect, chance: float, rows: int, prices: Prices) -> bool:
+def worth_keeping(prospect: Prospect, chance: float, rows: Sequence[int], prices: Prices) -> bool:
     """Whether a draft whose step is paid for should be drawn at all, now that its chance is known.
 
     Asked before the token is drawn: a token that was drawn stays in the round.
     """
     reach = prospect.reach * chance
-    gain = reach - prices.rate * (prices.target(rows + 1) - prices.target(rows))
+    longer = _with_more(rows, prospect.place, 1)
+    gain = reach - prices.rate * (prices.target(longer) - prices.target(rows))
     if gain > 0 or prospect.room <= 1:
         return gain > 0
-    behind = Prospect(reach, prospect.hope, pending=1, room=prospect.room - 1)
-    return gain + model_steps([behind], rows + 1, prices).gain > 0
+    behind = Prospect(prospect.place, reach, prospect.hope, pending=1, room=prospect.room - 1)
+    return gain + model_steps([behind], longer, prices).gain > 0
+
+
+def _with_more(rows: Sequence[int], place: int, count: int) -> list[int]:
+    longer = list(rows)
+    longer[place] += count
+    return longer

@@ -60,7 +60,7 @@ class DraftModel:
     @property
     def cells(self) -> int:
         """How many tokens its cache holds."""
-        return self._engine.cells
+        return self._engine.reach(range(self._engine.n_slots))
 
     def pending(self, text: Text) -> int:
         """How many tokens it would read before it says what follows."""
@@ -85,14 +85,14 @@ class DraftModel:
         rows, complete = self._unread(texts)
         if not rows:
             return {}
-        cells, started = self._engine.cells, clock()
+        cells, started = self.cells, clock()
         try:
             logits = run_pass(self._engine, rows, self._cost)
         except EngineError as error:
             raise DraftError(f"The draft model failed: {error}") from error
         if not np.isfinite(logits.max(initial=0.0)):
             raise DraftError("The draft model failed: its logits are not finite.")
-        self._cost.observe(len(rows), cells, clock() - started)
+        self._cost.observe(self._cost.seconds(len(rows), cells), clock() - started)
         return {index: self._fitted(row) for index, row in zip(complete, logits, strict=True)}
 
     def _unread(self, texts: list[Text]) -> tuple[list[Row], list[int]]:

@@ -112,15 +112,18 @@ def run_round(
     started = clock()
     controller = drafters.controller
     wishes = [Wish(plan.sequence, plan.gamma, _noise(plan.sequence)) for plan in plans]
-    fed, cells = sum(plan.rows for plan in plans), target.cells
+    fed = [plan.rows for plan in plans]
+    cells = target.reach([plan.sequence.slot for plan in plans])
     proposals, spent = drafters.propose(wishes, fed, cells)
     drafted = clock()
     rows = _target_rows(plans, proposals)
     logits = run_pass(target, rows, controller.target)
     verified = clock()
-    controller.target.observe(len(rows), cells, verified - drafted)
-    plain = controller.target.seconds(fed, cells)
-    spent += controller.target.seconds(len(rows), cells)
+    counts = [count + len(proposal.tokens) for count, proposal in zip(fed, proposals, strict=True)]
+    expected = controller.target.together(counts, cells)
+    controller.target.observe(expected, verified - drafted)
+    plain = controller.target.together(fed, cells)
+    spent += expected
     deciding = sum(plan.decides for plan in plans)
     first = 0
     failed: list[tuple[Sequence, Exception]] = []

@@ -11,6 +11,7 @@ from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
 from specserve.operations import quantise
 from specserve.operations.tiny import write_tiny
 from specserve.sequence import Sequence
+from specserve.serving.generation import Generation
 from specserve.serving.loading import load_models
 from specserve.serving.openai import Tokenizer, to_generations
 from specserve.serving.requests import CompletionRequest
@@ -77,14 +78,23 @@ class Pair:
         self.models = load_models(config)
         self.vocabulary = self.models.vocabulary
 
-    def answer(self, prompt: str | list[int], **fields: Any) -> Answered:
-        """The answer to one completion request, alone and with empty caches."""
-        scheduler = Scheduler(
-            self.models.target, self.models.drafters, prefill_rows=self.config.prefill_rows, idle_tokens=0
+    def scheduler(self, *, idle_tokens: int = 0) -> Scheduler:
+        """A scheduler that keeps so much of finished texts."""
+        return Scheduler(
+            self.models.target, self.models.drafters, prefill_rows=self.config.prefill_rows, idle_tokens=idle_tokens
         )
+
+    def generation(self, prompt: str | list[int], **fields: Any) -> Generation:
+        """What one completion request asks for."""
         request = parse_body({"prompt": prompt, **fields}, CompletionRequest)
         prompts = Tokenizer(self.vocabulary, self.config).completion(request)
         [[generation]] = to_generations(request, prompts, self.vocabulary, self.models.grammars, self.config)
+        return generation
+
+    def answer(self, prompt: str | list[int], **fields: Any) -> Answered:
+        """The answer to one completion request, alone and with empty caches."""
+        scheduler = self.scheduler()
+        generation = self.generation(prompt, **fields)
         scheduler.submit(generation)
 
         def chunks() -> Iterator[str]:

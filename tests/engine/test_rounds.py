@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
@@ -45,6 +46,7 @@ class Bench:
         draft_rows: int = 8,
         draft_width: int = VOCABULARY,
         idle_tokens: int = 4096,
+        max_round_seconds: float = math.inf,
     ) -> None:
         self.target = FakeEngine(vocabulary=VOCABULARY, n_slots=SLOTS)
         self.target.separate = True
@@ -58,6 +60,7 @@ class Bench:
             Drafters(Controller(cost, cost), PredictionDrafter(), model=model, vocabulary=VOCABULARY),
             prefill_rows=prefill_rows,
             idle_tokens=idle_tokens,
+            max_round_seconds=max_round_seconds,
         )
         self.submitted: list[Generation] = []
 
@@ -352,6 +355,29 @@ def test_a_long_prompt_does_not_cost_its_neighbours_their_drafts() -> None:
         bench.scheduler.step()
     assert long.sequence.draft_cached < len(long.sequence.tokens) - 1
     assert short.sequence.account.mean_acceptance_length > 3
+
+
+@pytest.mark.parametrize("mode", [0, 3])
+def test_a_prompt_is_read_in_pieces_that_let_nobody_wait_longer_than_was_said(mode: int) -> None:
+    bench = Bench(prefill_rows=64, max_round_seconds=20.0)
+    short = bench.submit([1, 2, 3], max_tokens=60, gamma=mode)
+    bench.scheduler.step()
+    long = bench.submit([n % 23 for n in range(300)], max_tokens=5)
+    widest = 0
+    while not long.sequence.generated:
+        before = len(bench.target.decoded)
+        bench.scheduler.step()
+        widest = max(widest, len(bench.target.decoded) - before)
+    # Every row takes a second, a draft's as well.
+    assert 12 <= widest <= 20
+    assert not short.done
+
+
+def test_a_prompt_that_nobody_waits_behind_is_read_as_fast_as_can_be() -> None:
+    bench = Bench(prefill_rows=64, max_round_seconds=20.0)
+    bench.submit([n % 23 for n in range(300)], max_tokens=5)
+    bench.scheduler.step()
+    assert len(bench.target.decoded) == 64
 
 
 def law_of_three_tokens(sampling: SamplingParams, constraint: Alternating | None) -> dict[tuple[int, ...], float]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from front_end import SLOTS, FrontEnd
+from specserve.serving import torchserve
 
 
 @pytest.fixture
@@ -120,6 +121,39 @@ def test_a_client_that_leaves_frees_its_slot(front_end: FrontEnd) -> None:
     assert front_end.handler._scheduler.live <= 1
     front_end.run()
     assert front_end.status[after] == 200
+
+
+def test_a_client_that_leaves_a_long_whole_answer_is_noticed_and_the_others_read_one_answer(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Empty chunks let TorchServe notice; they come only after a while, and never where a grammar may still refuse."""
+    monkeypatch.setattr(torchserve, "_SETTLED_AFTER_SECONDS", 0.0)
+    whole = front_end.post({**BODY, "max_tokens": 50})
+    careful = front_end.post({**BODY, "max_tokens": 50, "response_format": {"type": "json_object"}})
+    front_end.turn()
+    assert front_end.chunks[whole] == [""]
+    assert front_end.chunks[careful] == []
+    front_end.run()
+    assert (front_end.status[whole], front_end.content_type[whole]) == (200, "application/json")
+    assert front_end.answer(whole)["usage"]["completion_tokens"] == 50
+    assert len(front_end.chunks[careful]) == 1
+
+
+def test_a_short_whole_answer_keeps_its_status_open_to_the_end(front_end: FrontEnd) -> None:
+    identity = front_end.post({**BODY, "max_tokens": 50})
+    front_end.run()
+    assert len(front_end.chunks[identity]) == 1
+
+
+def test_a_failure_behind_a_settled_status_is_an_error_object_all_the_same(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchserve, "_SETTLED_AFTER_SECONDS", 0.0)
+    identity = front_end.post({**BODY, "max_tokens": 50})
+    front_end.turn()
+    front_end.target.fail_after = 0
+    front_end.run()
+    assert front_end.answer(identity)["error"]["type"] == "server_error"
 
 
 def test_a_model_failure_is_a_500_or_an_error_event_and_the_next_request_is_served(

@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from specserve.config import HandlerConfig, parse_handler
@@ -24,6 +24,9 @@ from specserve.serving.scheduler import Scheduler
 from specserve.serving.validation import AnyRequest, parse_body
 
 logger = logging.getLogger(__name__)
+
+# So long the status of a whole answer stays open; most are complete by then.
+_SETTLED_AFTER_SECONDS = 2.0
 
 AnyAnswer = TypeVar("AnyAnswer", bound=Answer[Any])
 StoppingCriterion = Callable[[object], bool | None]
@@ -62,9 +65,10 @@ class WholeAnswer:
 
 @dataclass
 class Exchange:
-    """One live request, and whether its stream has been opened."""
+    """One live request, when it came, and whether its status has been sent."""
 
     answer: WholeAnswer | Answer[Any]
+    begun: float = field(default_factory=time.monotonic)
     opened: bool = False
 
 
@@ -218,31 +222,49 @@ class Handler:
         answer = exchange.answer
         if isinstance(answer, Answer) and answer.error:
             self._cancel(answer)
-            if not exchange.opened:
+            if not (exchange.opened and answer.streams):
                 answer = WholeAnswer.refusing(answer.error)
         if isinstance(answer, Answer):
             if answer.streams:
                 return self._next_chunk(context, index, exchange, answer)
             if not answer.done:
-                # A row left out of the answer waits on, its status still open.
-                del context.request_ids[index]
-                return ""
+                return self._wait(context, index, exchange, answer)
             answer = WholeAnswer(200, answer.body())
-        context.set_response_status(answer.status, _PHRASES[answer.status], index)
-        context.set_response_content_type(index, "application/json")
+        if exchange.opened:
+            context.stopping_criteria[index] = _last_chunk
+        else:
+            context.set_response_status(answer.status, _PHRASES[answer.status], index)
+            context.set_response_content_type(index, "application/json")
         return json.dumps(answer.body)
+
+    def _wait(self, context: Context, index: int, exchange: Exchange, answer: Answer[Any]) -> str:
+        """Say nothing yet, and for a long answer not even that: empty chunks let TorchServe notice a client's leave.
+
+        They settle the status, so it is left open as long as a grammar could still refuse the answer, and for a while.
+        """
+        if exchange.opened or (answer.is_safe and time.monotonic() >= exchange.begun + _SETTLED_AFTER_SECONDS):
+            self._open_with(context, index, exchange, "application/json")
+            context.stopping_criteria[index] = _more_to_come
+        else:
+            # A row left out of the answer waits on, its status still open.
+            del context.request_ids[index]
+        return ""
 
     def _next_chunk(self, context: Context, index: int, exchange: Exchange, answer: Answer[Any]) -> str:
         """A stream's next events; an empty chunk lets TorchServe notice that the client has left."""
         # A first chunk that is also the last one would hang the client: then an empty one opens the stream.
         last = exchange.opened and answer.done
         events = answer.next_events() if exchange.opened or not answer.done else ""
-        if not exchange.opened:
-            context.set_response_status(200, _PHRASES[200], index)
-            context.set_response_content_type(index, "text/event-stream")
-            exchange.opened = True
+        self._open_with(context, index, exchange, "text/event-stream")
         context.stopping_criteria[index] = _last_chunk if last else _more_to_come
         return events
+
+    def _open_with(self, context: Context, index: int, exchange: Exchange, content_type: str) -> None:
+        """Send the status, once."""
+        if not exchange.opened:
+            context.set_response_status(200, _PHRASES[200], index)
+            context.set_response_content_type(index, content_type)
+            exchange.opened = True
 
 
 _PHRASES = {200: "OK", 400: "Bad Request", 404: "Not Found", 500: "Internal Server Error"}

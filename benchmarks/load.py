@@ -23,6 +23,7 @@ from statistics import median, quantiles
 from time import perf_counter, sleep
 from typing import Any
 
+import psutil
 import requests
 from rich.console import Console
 from rich.table import Table
@@ -204,6 +205,14 @@ def start_ours(stack: ExitStack, config: Path, port: int) -> str:
     return f"http://127.0.0.1:{State.of(port).ports.inference}/predictions/qwen/1.0"
 
 
+def memory(port: int) -> int:
+    """Mebibytes that this project's worker holds."""
+    state = str(State.of(port).directory)
+    commands = ((process, " ".join(process.cmdline())) for process in psutil.process_iter())
+    ours = (process for process, command in commands if "model_service_worker" in command and state in command)
+    return sum(process.memory_info().rss for process in ours) >> 20
+
+
 def start_theirs(stack: ExitStack, config: Path) -> list[Endpoint]:
     """llama-server with the same files and threads: plain, and with its drafts."""
     binary = build()
@@ -248,6 +257,7 @@ def main() -> None:
             for endpoint in [*modes, *theirs]:
                 answers = closed(endpoint, clients, number, options.longest)
                 rows.append(summarise(f"{clients} clients", endpoint, answers))
+                rows[-1]["worker_mib"] = memory(options.port)
         for rate in options.rate:
             for endpoint in [*modes, *theirs]:
                 answers = opened(endpoint, rate, options.requests * SLOTS, options.longest)

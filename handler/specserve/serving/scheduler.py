@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 # A round of drafts as it usually is, and the fewest rows of a prompt: fewer cost as much on most machines.
 _TYPICAL_DRAFTS = 3
 _LEAST_CHUNK = 4
+# Chunks whose rows take as long as the cheapest, but for what a measurement cannot tell.
+_AS_GOOD = 1.03
 
 
 @dataclass(eq=False)
@@ -226,20 +228,25 @@ class Scheduler:
         return sorted(plans, key=lambda plan: plan.sequence.slot)
 
     def _chunk(self, decoding: list[Plan]) -> int:
-        """How many rows of prompts a round may have: while others decode, so many that nobody waits too long."""
-        if not decoding or math.isinf(self._max_round_seconds):
-            return self._prefill_rows
+        """How many rows of prompts a round should have: those that take the least time each.
+
+        While others decode, no more than let nobody wait too long; of equals, the most.
+        """
         controller = self._drafters.controller
-        cells = self._target.reach([plan.sequence.slot for plan in decoding])
+        cells = self._target.reach([generation.sequence.slot for generation in self._live])
         drafts = [min(plan.gamma, _TYPICAL_DRAFTS) for plan in decoding]
-        drafting = max(drafts) * controller.draft.seconds(len(decoding), 0) if controller.draft else 0.0
-        left = self._max_round_seconds - drafting
-        fitting = (
-            rows
-            for rows in range(self._prefill_rows, _LEAST_CHUNK, -_LEAST_CHUNK)
-            if controller.target.together([*(1 + count for count in drafts), rows], cells) <= left
-        )
-        return next(fitting, _LEAST_CHUNK)
+        rows = [1 + count for count in drafts]
+        left = self._max_round_seconds if decoding else math.inf
+        if controller.draft:
+            left -= max(drafts, default=0) * controller.draft.seconds(len(decoding), 0)
+        before = controller.target.together(rows, cells)
+        takes = {
+            chunk: controller.target.together([*rows, chunk], cells)
+            for chunk in range(_LEAST_CHUNK, self._prefill_rows + 1)
+        }
+        fitting = [chunk for chunk, seconds in takes.items() if seconds <= left] or [_LEAST_CHUNK]
+        a_row = {chunk: (takes[chunk] - before) / chunk for chunk in fitting}
+        return max(chunk for chunk in fitting if a_row[chunk] <= _AS_GOOD * min(a_row.values()))
 
     def _release(self, generation: Generation) -> None:
         """Free a slot; its caches keep what was decided, for the next prompt that begins alike."""

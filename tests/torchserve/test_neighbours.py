@@ -12,7 +12,7 @@ import psutil
 import pytest
 import requests
 
-from server import PROJECT, Server
+from server import Server
 
 pytestmark = pytest.mark.server
 
@@ -42,7 +42,7 @@ def neighbour(server: Server, tmp_path: Path) -> Iterator[None]:
     handler = tmp_path / "echo.py"
     handler.write_text(ECHO)
     archiver = [Path(sys.executable).parent / "torch-model-archiver", "--model-name", "echo", "--version", "1.0"]
-    store = PROJECT / "model_store"
+    store = server.state / "model_store"
     subprocess.run([*archiver, "--handler", handler, "--export-path", store, "--force"], check=True)
     try:
         answer = manage(server, "POST", "/models?url=echo.mar&initial_workers=1&synchronous=true")

@@ -198,10 +198,10 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def start_ours(stack: ExitStack, config: Path, port: int) -> str:
     """This project's server, through TorchServe; its address."""
-    flags = ["--port", str(port)]
-    serve = [PROJECT / "scripts" / "serve", "--config", config, *flags, "--detach", "--no-auth"]
+    scripts, flags = PROJECT / "scripts", ["--port", str(port)]
+    serve = [scripts / "serve", "--config", config, *flags, "--detach", "--no-auth"]
     subprocess.run(serve, check=True, stdout=subprocess.DEVNULL)
-    stack.callback(subprocess.run, [PROJECT / "scripts" / "stop", *flags], check=True, stdout=subprocess.DEVNULL)
+    stack.callback(lambda: subprocess.run([scripts / "stop", *flags], check=True, stdout=subprocess.DEVNULL))
     return f"http://127.0.0.1:{State.of(port).ports.inference}/predictions/qwen/1.0"
 
 
@@ -251,7 +251,7 @@ def main() -> None:
         ours = start_ours(stack, options.config, options.port)
         modes = [Endpoint(f"specserve {mode}", ours, {"speculation": {"mode": mode}}) for mode in ("auto", "off")]
         for endpoint in [*modes, *theirs]:
-            ask(endpoint, *prompts(1), 8)
+            ask(endpoint, prompts(1)[0], 8)
         for clients in options.clients:
             number = options.requests * clients
             for endpoint in [*modes, *theirs]:

@@ -41,9 +41,10 @@ def neighbour(server: Server, tmp_path: Path) -> Iterator[None]:
     """Another model of this TorchServe, with a handler that has nothing of ours."""
     handler = tmp_path / "echo.py"
     handler.write_text(ECHO)
-    archiver = [Path(sys.executable).parent / "torch-model-archiver", "--model-name", "echo", "--version", "1.0"]
+    archiver = Path(sys.executable).parent / "torch-model-archiver"
     store = server.state / "model_store"
-    subprocess.run([*archiver, "--handler", handler, "--export-path", store, "--force"], check=True)
+    named = ["--model-name", "echo", "--version", "1.0"]
+    subprocess.run([archiver, *named, "--handler", handler, "--export-path", store, "--force"], check=True)
     try:
         answer = manage(server, "POST", "/models?url=echo.mar&initial_workers=1&synchronous=true")
         assert answer.ok, answer.text

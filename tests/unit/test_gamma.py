@@ -18,9 +18,7 @@ curves = st.lists(st.floats(0.1, 10.0), min_size=40, max_size=40)
 
 def prices_of(target: list[float], draft: list[float], rate: float, uneven: float = 0.0) -> Prices:
     """Prices that rows of different numbers may raise."""
-    return Prices(
-        lambda rows: target[sum(rows)] + uneven * (max(rows) - min(rows)), lambda rows: draft[rows], rate
-    )
+    return Prices(lambda rows: target[sum(rows)] + uneven * (max(rows) - min(rows)), lambda rows: draft[rows], rate)
 
 
 def gain_of(drafts: list[tuple[Prospect, int]], rows: list[int], prices: Prices) -> float:
@@ -39,7 +37,9 @@ def gain_of(drafts: list[tuple[Prospect, int]], rows: list[int], prices: Prices)
 
 
 @given(
-    prospect=st.builds(Prospect, st.just(0), chances, chances, st.integers(1, 4), st.integers(0, MOST), st.floats(0, 2)),
+    prospect=st.builds(
+        Prospect, st.just(0), chances, chances, st.integers(1, 4), st.integers(0, MOST), st.floats(0, 2)
+    ),
     prices=st.builds(prices_of, curves, curves, st.floats(0.01, 3)),
 )
 def test_one_sequence_drafts_exactly_where_some_number_of_drafts_pays(prospect: Prospect, prices: Prices) -> None:

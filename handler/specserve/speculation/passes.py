@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import groupby
 
 from specserve.engine.base import Engine, FloatArray, Row
@@ -51,7 +51,7 @@ def run_pass(engine: Engine, rows: list[Row], cost: Cost) -> FloatArray:
     return logits[: len(real)] if real == list(range(len(real))) else logits[real]
 
 
-def _filled(engine: Engine, counts: Mapping[int, int], cost: Cost, most: int) -> Mapping[int, int]:
+def _filled(engine: Engine, counts: dict[int, int], cost: Cost, most: int) -> dict[int, int]:
     """By slot, how many rows it should have: as many as it wants, or more where that is cheaper."""
     cells = engine.reach(counts)
     if not engine.separate or len(counts) == 1:
@@ -69,7 +69,7 @@ def _filled(engine: Engine, counts: Mapping[int, int], cost: Cost, most: int) ->
     return min(fitting, key=lambda option: _seconds(option, cost, cells), default=counts)
 
 
-def _options(engine: Engine, counts: Mapping[int, int], cost: Cost, cells: int) -> Iterator[Mapping[int, int]]:
+def _options(engine: Engine, counts: dict[int, int], cost: Cost, cells: int) -> Iterator[dict[int, int]]:
     """Ways to fill a pass up: slots alike, slots between them too, and neighbours or the longest one on top."""
     free = [slot for slot in range(engine.n_slots) if slot not in counts and engine.held(slot) <= cells]
     between = [slot for slot in free if min(counts) < slot < max(counts)]
@@ -88,6 +88,6 @@ def _options(engine: Engine, counts: Mapping[int, int], cost: Cost, cells: int) 
             yield ordered | {top: ordered[top] + cost.padded(alone, cells) - alone}
 
 
-def _seconds(counts: Mapping[int, int], cost: Cost, cells: int) -> float:
+def _seconds(counts: dict[int, int], cost: Cost, cells: int) -> float:
     by_slot = [counts.get(slot, 0) for slot in range(max(counts) + 1)]
     return sum(cost.exactly(size, cells) for size in passes(by_slot))

@@ -199,7 +199,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 def start_ours(stack: ExitStack, config: Path, port: int) -> str:
     """This project's server, through TorchServe; its address."""
     scripts, flags = PROJECT / "scripts", ["--port", str(port)]
-    serve = [scripts / "serve", "--config", config, *flags, "--detach", "--no-auth"]
+    serve: list[str | Path] = [scripts / "serve", "--config", config, *flags, "--detach", "--no-auth"]
     subprocess.run(serve, check=True, stdout=subprocess.DEVNULL)
     stack.callback(lambda: subprocess.run([scripts / "stop", *flags], check=True, stdout=subprocess.DEVNULL))
     return f"http://127.0.0.1:{State.of(port).ports.inference}/predictions/qwen/1.0"

@@ -240,11 +240,10 @@ class Scheduler:
         if controller.draft:
             left -= max(drafts, default=0) * controller.draft.seconds(len(decoding), 0)
         before = controller.target.together(rows, cells)
-        takes = {
-            chunk: controller.target.together([*rows, chunk], cells)
-            for chunk in range(_LEAST_CHUNK, self._prefill_rows + 1)
-        }
-        fitting = [chunk for chunk, seconds in takes.items() if seconds <= left] or [_LEAST_CHUNK]
+        least = min(_LEAST_CHUNK, self._prefill_rows)
+        chunks = range(least, self._prefill_rows + 1)
+        takes = {chunk: controller.target.together([*rows, chunk], cells) for chunk in chunks}
+        fitting = [chunk for chunk in chunks if takes[chunk] <= left] or [least]
         a_row = {chunk: (takes[chunk] - before) / chunk for chunk in fitting}
         return max(chunk for chunk in fitting if a_row[chunk] <= _AS_GOOD * min(a_row.values()))
 

@@ -228,10 +228,8 @@ class LlamaEngine:
         self.width = model.size
         params = llama_cpp.llama_context_default_params()
         self.separate = settings.separate and n_slots > 1
-        # Every slot may be full, and a pass have rows that are only there to make it cheaper.
-        params.n_ctx = (
-            n_slots * (context_length + max_logits) if self.separate else n_slots * context_length + max_logits
-        )
+        # Rows that are only there to make a pass cheaper stay within a slot's length, too.
+        params.n_ctx = n_slots * context_length
         params.n_seq_max = n_slots
         params.n_batch = params.n_ubatch = max_rows
         params.n_outputs_max = max_logits

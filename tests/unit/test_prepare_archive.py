@@ -166,6 +166,12 @@ def test_a_configuration_without_continuous_batching_is_refused(weights: Path) -
         archive(config(weights.parent, {"path": str(weights)}, continuousBatching=False))
 
 
+@pytest.mark.parametrize("key", ["minWorkers", "maxWorkers"])
+def test_a_second_worker_is_refused_since_torchserve_would_hang(weights: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"`{key}: 2` would hang"):
+        archive(config(weights.parent, {"path": str(weights)}, **{key: 2}))
+
+
 MODEL_YAMLS = [
     path for path in sorted(places.CONFIG.glob("*.yaml")) if "\nhandler:" in path.read_text(encoding="utf-8")
 ]

@@ -46,6 +46,13 @@ def archive(config_file: Path, name: str = "qwen", version: str = "1.0") -> Path
     document, _ = load_yaml(config_file)
     if document.get("continuousBatching") is not True:
         raise ConfigError(f"{config_file}: `continuousBatching: true` is missing; the handler needs it.")
+    for key in ("minWorkers", "maxWorkers"):
+        # An idle worker waits for a request with the queue locked, and the others stop in mid-answer meanwhile.
+        if document.get(key, 1) > 1:
+            raise ConfigError(
+                f"{config_file}: `{key}: {document[key]}` would hang: TorchServe's continuous batching serves a model "
+                "with one worker only; archive it again under a second name for a second one."
+            )
     resolved = resolve(document, prepare(config_file))
     places.MODEL_STORE.mkdir(exist_ok=True)
     # Inside the model store, so that the finished archive takes its place in one step.

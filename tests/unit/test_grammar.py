@@ -282,6 +282,16 @@ def test_whitespace_between_forced_characters_is_taken_from_the_answer(
         assert token in allowed(constraint, [*indented, *constraint.forced(indented, 50)[:place]])
 
 
+def test_what_is_forced_is_said_although_the_vocabulary_cannot_follow_it_byte_by_byte(
+    compiler: GrammarCompiler, model: LlamaModel
+) -> None:
+    constraint = compiler.json_schema({"const": "a constant text"})
+    whole = constraint.forced([], 50)
+    constraint._marks = constraint._marks._replace(bytes={})
+    assert constraint.forced([], 50) == whole
+    assert len(text_of(model, whole)) > 10
+
+
 def test_forks_do_not_disturb_each_other(compiler: GrammarCompiler, model: LlamaModel) -> None:
     first = compiler.gbnf('root ::= "a" "b" | "c" "d"')
     second = first.fork()

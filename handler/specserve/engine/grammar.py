@@ -123,17 +123,22 @@ class Constraint:
         return Constraint(self._start, self._vocabulary, self._marks, next(iter(self._layouts), None), self._failures)
 
     def _only_text(self, limit: int) -> bytes:
-        """What has to follow the consumed tokens, `limit` bytes of it or a few more."""
+        """What has to follow the consumed tokens, at most `limit` bytes of it."""
         # Forcing changes a matcher, and with it the masks.
         matcher = self._matcher.deep_copy()
         layout = self._layouts[-1] if self._layouts else None
         text = b""
         while len(text) < limit:
             more = matcher.compute_ff_bytes() or (self._laid_out(matcher, layout) if layout else b"")
-            if not more or not matcher.consume_tokens([self._marks.bytes[byte] for byte in more]):
+            more = more[: limit - len(text)]
+            path = [self._marks.bytes[byte] for byte in more if byte in self._marks.bytes]
+            if not layout or len(path) < len(more):
+                # Forcing has said all that there is, or the vocabulary cannot follow byte by byte.
+                return text + more
+            if not more or not matcher.consume_tokens(path):
                 break
             text += more
-            layout = layout.read(more) if layout else None
+            layout = layout.read(more)
         return text
 
     def _laid_out(self, matcher: llguidance.LLMatcher, layout: Layout) -> bytes:

@@ -216,7 +216,8 @@ class Scheduler:
         most_drafts = (self._target.max_logits - len(self._live)) // max(1, len(decoding))
         plans = [Plan(s, 1, min(s.speculation.gamma, s.remaining - 1, most_drafts)) for s in decoding]
         verified = sum(1 + plan.gamma for plan in plans)
-        left = min(self._chunk(plans), self._target.max_rows - verified)
+        reads = len(decoding) < len(self._live)
+        left = min(self._chunk(plans), self._target.max_rows - verified) if reads else 0
         logits_left = self._target.max_logits - verified
         for generation in self._live:
             sequence = generation.sequence

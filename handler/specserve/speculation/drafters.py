@@ -210,16 +210,14 @@ class Drafters:
         pending = self._model.pending(text)
         may = self._model.knows(text)
         if not sequence.speculation.adaptive:
-            return Prospect(
-                proposal.place, proposal.reach, 1.0, pending, room
-            ), may and pending <= 2 * sequence.remaining
+            prospect = Prospect(proposal.place, proposal.reach, 1.0, pending, room)
+            return prospect, may and pending <= 2 * sequence.remaining
         rows, arrears = self.controller.arrears(sequence, pending, prices)
         hope = self.controller.hope(sequence, pending)
         drafted = sum(source == "model" for source in proposal.sources)
         room = max(0, min(room, self.controller.room(sequence, wish.gamma) - drafted))
-        return Prospect(proposal.place, proposal.reach, hope, rows, room, arrears), may and self.controller.may_draft(
-            sequence
-        )
+        prospect = Prospect(proposal.place, proposal.reach, hope, rows, room, arrears)
+        return prospect, may and self.controller.may_draft(sequence)
 
     def _draw(self, logits: FloatArray, wish: Wish, proposal: Proposal, rows: list[int], prices: Prices) -> bool:
         """Draw a draft from a row of the model's logits; False where the request leaves it none, or it does not pay."""

@@ -1,9 +1,9 @@
 """How fast is this engine beside llama-server, with the same files, in the same minutes?
 
 Every prompt is answered greedily by all modes one after the other: llama-server plain, with the draft model at several
-lengths and with its n-gram drafts (a process each, since it takes no such setting per request), and this engine. The
-ratios are to llama-server's plain answer to the same prompt. llama-server is built first, once, from the llama.cpp
-sources of the pinned llama-cpp-python.
+lengths and with its n-gram drafts (a process each, since it takes no such setting per request), and this engine, whose
+modes run side by side. The ratios are to llama-server's plain answer to the same prompt. llama-server is built first,
+once, from the llama.cpp sources of the pinned llama-cpp-python.
 
     .venv/bin/python benchmarks/against_llama_server.py [--config FILE] [--quick] [--results FILE]
 """
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -26,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from decode import ADAPTIVE, FIXED, Mode, Task, decode, read_tasks
+from decode import ADAPTIVE, FIXED, Task, open_lanes, race, read_tasks
 from decode import PLAIN as OURS_PLAIN
 from llama_server import Pool, build
 from machine import describe_machine
@@ -40,6 +41,7 @@ from specserve.serving.loading import Models, load_models
 FAMILIES = ("code", "json", "prose", "chat", "summarise", "edit")
 QUICK_PROMPTS = 2
 PLAIN = "llama-server plain"
+OURS = "specserve plain"
 DRAFT_LENGTHS = (2, 3, 4, 7, 15)
 LOOKUPS = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 QUICK = (PLAIN, "llama-server draft 3", "llama-server draft 7", "llama-server ngram-simple")
@@ -77,22 +79,23 @@ class Answer:
         return len(self.tokens) / (self.seconds + self.prompt_seconds)
 
 
-Answerer = Callable[[Task], Answer]
-Results = dict[tuple[str, str], Answer]
+# Answers a prompt in several modes, by name.
+Answerer = Callable[[Task], dict[str, Answer]]
+Results = dict[tuple[str, str, int], Answer]
 
 
 def peers(pool: Pool, models: Models, prepared: Prepared) -> dict[str, Answerer]:
-    """llama-server's modes by name."""
+    """llama-server's modes by name, one at a time: a server each."""
 
-    def mode(options: tuple[str, ...], *weights: Path) -> Answerer:
+    def mode(name: str, options: tuple[str, ...], *weights: Path) -> tuple[str, Answerer]:
         size = sum(path.stat().st_size for path in weights)
 
-        def answer(task: Task) -> Answer:
+        def answer(task: Task) -> dict[str, Answer]:
             prompt = models.vocabulary.encode(task.text, special=True)
             document = pool.get(options, size).complete(prompt, task.max_tokens)
             timings = document["timings"]
             drafted, accepted = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
-            return Answer(
+            given = Answer(
                 tokens=document["tokens"],
                 seconds=timings["predicted_ms"] / 1000,
                 prompt_seconds=timings["prompt_ms"] / 1000,
@@ -100,37 +103,38 @@ def peers(pool: Pool, models: Models, prepared: Prepared) -> dict[str, Answerer]
                 accepted=accepted,
                 rounds=timings["predicted_n"] - 1 - accepted,
             )
+            return {name: given}
 
-        return answer
+        return name, answer
 
     target, draft = prepared.target, prepared.draft
-    modes = {PLAIN: mode((), target)}
+    modes = [mode(PLAIN, (), target)]
     if draft is not None:
         for length in DRAFT_LENGTHS:
             options = ("--model-draft", str(draft), "--spec-type", "draft-simple", "--spec-draft-n-max", str(length))
-            modes[f"llama-server draft {length}"] = mode(options, target, draft)
-    return modes | {f"llama-server {kind}": mode(("--spec-type", kind), target) for kind in LOOKUPS}
+            modes.append(mode(f"llama-server draft {length}", options, target, draft))
+    modes += [mode(f"llama-server {kind}", ("--spec-type", kind), target) for kind in LOOKUPS]
+    return dict(modes)
 
 
-def ours(models: Models, config: HandlerConfig) -> dict[str, Answerer]:
-    """This engine's modes by name."""
+def ours(models: Models, config: HandlerConfig) -> Answerer:
+    """This engine's modes by name, side by side; `OURS` is one of them."""
+    lanes = open_lanes(models, config, [OURS_PLAIN, FIXED[3], ADAPTIVE])
 
-    def mode(chosen: Mode) -> Answerer:
-        def answer(task: Task) -> Answer:
-            run = decode(models, config, task, chosen, 0.0)
-            account = run.account
-            return Answer(
+    def answer(task: Task) -> dict[str, Answer]:
+        return {
+            f"specserve {lane.mode.name}": Answer(
                 tokens=run.tokens,
-                seconds=account.decode_seconds,
-                prompt_seconds=account.prefill_seconds,
-                drafted=account.drafted,
-                accepted=account.accepted,
-                rounds=account.rounds,
+                seconds=run.account.decode_seconds,
+                prompt_seconds=run.account.prefill_seconds,
+                drafted=run.account.drafted,
+                accepted=run.account.accepted,
+                rounds=run.account.rounds,
             )
+            for lane, run in zip(lanes, race(lanes, task, 0.0), strict=True)
+        }
 
-        return answer
-
-    return {f"specserve {chosen.name}": mode(chosen) for chosen in (OURS_PLAIN, FIXED[3], ADAPTIVE)}
+    return answer
 
 
 def read_results(file: Path | None, names: dict[str, str]) -> Results:
@@ -143,12 +147,12 @@ def read_results(file: Path | None, names: dict[str, str]) -> Results:
             continue
         answer = Answer(**entry["answer"])
         if entry["models"] == names and answer.others <= ALLOWED:
-            results[entry["prompt"], entry["mode"]] = answer
+            results[entry["prompt"], entry["mode"], entry["time"]] = answer
     return results
 
 
 def summarise(family: str, mode: str, pairs: list[tuple[Answer, Answer]]) -> dict[str, Any]:
-    """One row of the result from (llama-server plain, this mode) pairs, one a prompt."""
+    """One row of the result from (llama-server plain, this mode) pairs, one for each time that a prompt was asked."""
     answers = [answer for _, answer in pairs]
     ratios = [answer.speed / plain.speed for plain, answer in pairs]
     low, _, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
@@ -165,7 +169,7 @@ def summarise(family: str, mode: str, pairs: list[tuple[Answer, Answer]]) -> dic
         "mean_acceptance_length": round((accepted + rounds) / rounds, 3),
         "same_text_as_plain": sum(answer.tokens == plain.tokens for plain, answer in pairs),
         "disturbed": sum(max(plain.others, answer.others) > ALLOWED for plain, answer in pairs),
-        "prompts": len(pairs),
+        "answers": len(pairs),
     }
 
 
@@ -185,6 +189,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a model YAML")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_PROMPTS} prompts a family, fewer modes")
     parser.add_argument("--prompts", type=int, help="so many prompts of each family")
+    parser.add_argument("--times", type=int, default=1, help="so often each, since one answer says little")
     parser.add_argument("--results", type=Path, help="JSON lines, added to; answers there are not asked for again")
     options = parser.parse_args()
     # The servers are children that outlive a process which is ended without its `finally`.
@@ -205,22 +210,26 @@ def main() -> None:
     with closing(Pool(binary, common)) as pool:
         modes = peers(pool, models, prepared)
         modes = {name: mode for name, mode in modes.items() if not options.quick or name in QUICK}
-        modes |= ours(models, config)
+        modes[OURS] = ours(models, config)
         for family in FAMILIES:
             tasks = list(read_tasks(family, options.prompts or (QUICK_PROMPTS if options.quick else None)))
             for task in track(tasks, family, console=Console(stderr=True)):
-                for mode in modes:
-                    if (task.name, mode) in results:
+                for time, name in product(range(options.times), modes):
+                    if (task.name, name, time) in results:
                         continue
-                    answer, others = undisturbed(partial(modes[mode], task))
-                    answer = results[task.name, mode] = replace(answer, others=round(others, 3))
-                    if options.results:
-                        entry = {"models": names, "prompt": task.name, "mode": mode, "answer": asdict(answer)}
-                        with options.results.open("a", encoding="utf-8") as file:
-                            file.write(json.dumps(entry) + "\n")
+                    answers, others = undisturbed(partial(modes[name], task))
+                    for mode, answer in answers.items():
+                        kept = results[task.name, mode, time] = replace(answer, others=round(others, 3))
+                        if options.results:
+                            key = {"models": names, "prompt": task.name, "mode": mode, "time": time}
+                            with options.results.open("a", encoding="utf-8") as file:
+                                file.write(json.dumps(key | {"answer": asdict(kept)}) + "\n")
+            asked = list(product((task.name for task in tasks), range(options.times)))
             rows += [
-                summarise(family, mode, [(results[task.name, PLAIN], results[task.name, mode]) for task in tasks])
-                for mode in modes
+                summarise(
+                    family, mode, [(results[name, PLAIN, time], results[name, mode, time]) for name, time in asked]
+                )
+                for mode in dict.fromkeys(mode for _, mode, _ in results)
             ]
     show(rows)
     result = {"benchmark": "against_llama_server", "machine": describe_machine(), "models": names}

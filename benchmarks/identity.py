@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from decode import ADAPTIVE, FAMILIES, PLAIN, decode, read_tasks
+from decode import ADAPTIVE, FAMILIES, PLAIN, open_lanes, race, read_tasks
 from machine import describe_machine
 from specserve.config import HandlerConfig, load_yaml
 from specserve.engine.base import Engine, Row
@@ -47,11 +47,12 @@ def main() -> None:
     document, _ = load_yaml(options.config)
     config = HandlerConfig.model_validate(resolve(document, prepare(options.config))["handler"])
     models = load_models(config)
+    lanes = open_lanes(models, config, [PLAIN, ADAPTIVE])
     tasks = [task for family in FAMILIES for task in read_tasks(family)]
     differences: list[dict[str, Any]] = []
     for task in track(tasks, "comparing", console=Console(stderr=True)):
         short = replace(task, max_tokens=min(task.max_tokens, options.tokens))
-        answers = [decode(models, config, short, mode, 0.0).tokens for mode in (PLAIN, ADAPTIVE)]
+        answers = [run.tokens for run in race(lanes, short, 0.0)]
         if answers[0] != answers[1]:
             gap = gap_where_they_part(models.target, models.vocabulary.encode(task.text, special=True), *answers)
             differences.append({"family": task.family, "prompt": task.name, "gap": gap})

@@ -23,13 +23,14 @@ def undisturbed(measure: Callable[[], Measured]) -> tuple[Measured, float]:
     tries: list[tuple[Measured, float]] = []
     while not tries or (len(tries) < TRIES and tries[-1][1] > ALLOWED):
         until = perf_counter() + WAIT_SECONDS
-        while perf_counter() < until and _watched(lambda: sleep(GLANCE_SECONDS))[1] > ALLOWED:
+        while perf_counter() < until and watched(lambda: sleep(GLANCE_SECONDS))[1] > ALLOWED:
             pass
-        tries.append(_watched(measure))
+        tries.append(watched(measure))
     return min(tries, key=lambda one: one[1])
 
 
-def _watched(do: Callable[[], Measured]) -> tuple[Measured, float]:
+def watched(do: Callable[[], Measured]) -> tuple[Measured, float]:
+    """Measure once; what came of it, and the share of a core that others used meanwhile."""
     others, begun = _others(), perf_counter()
     done = do()
     return done, (_others() - others) / (perf_counter() - begun)

@@ -45,29 +45,21 @@ def choose(logits: FloatArray, place: int, sampling: SamplingParams) -> int:
 
 
 def record(
-    engines: tuple[LlamaEngine, LlamaEngine], model: LlamaModel, task: Task, sampling: SamplingParams
+    engines: tuple[LlamaEngine, LlamaEngine], window: int, model: LlamaModel, task: Task, sampling: SamplingParams
 ) -> dict[str, Any]:
-    """One line of the file; see `simulate.Recording`."""
+    """One line of the file, see `simulate.Recording`; the draft reads the last `window` tokens of the prompt."""
     target, draft = engines
     prompt = model.encode(task.text, special=True)
     answer: list[int] = []
     sure = []
-    for engine in engines:
-        engine.cut(0, 0)
-        read(engine, prompt[:-1])
+    target.cut(0, 0)
+    read(target, prompt[:-1])
     while len(answer) < task.max_tokens and not (answer and model.ends_text(answer[-1])):
         tokens = [*prompt, *answer]
         [logits] = target.forward([Row(tokens[-1], 0, len(tokens) - 1, wants_logits=True)])
         sure.append(round(confidence(logits), _DIGITS))
         answer.append(choose(logits, len(answer), sampling))
-    hit, draft_sure = [], []
-    text = [*prompt, *answer]
-    for start in range(len(prompt) - 1, len(text) - 1, _CHUNK):
-        places = range(start, min(start + _CHUNK, len(text) - 1))
-        rows = [Row(text[place], 0, place, wants_logits=True) for place in places]
-        for place, logits in zip(places, draft.forward(rows), strict=True):
-            draft_sure.append(round(confidence(logits), _DIGITS))
-            hit.append(choose(logits[: target.width], place + 1 - len(prompt), sampling) == text[place + 1])
+    hit, draft_sure = follow(draft, prompt[-window:], answer, target.width, sampling)
     return {
         "family": task.family,
         "name": task.name,
@@ -78,6 +70,23 @@ def record(
         "hit": hit,
         "draft_sure": draft_sure,
     }
+
+
+def follow(
+    draft: LlamaEngine, prompt: list[int], answer: list[int], width: int, sampling: SamplingParams
+) -> tuple[list[bool], list[float]]:
+    """What the draft says along an answer, among `width` tokens: by place, whether it hits, and how sure it is."""
+    draft.cut(0, 0)
+    read(draft, prompt[:-1])
+    hit, sure = [], []
+    text = [*prompt, *answer]
+    for start in range(len(prompt) - 1, len(text) - 1, _CHUNK):
+        places = range(start, min(start + _CHUNK, len(text) - 1))
+        rows = [Row(text[place], 0, place, wants_logits=True) for place in places]
+        for place, logits in zip(places, draft.forward(rows), strict=True):
+            sure.append(round(confidence(logits), _DIGITS))
+            hit.append(choose(logits[:width], place + 1 - len(prompt), sampling) == text[place + 1])
+    return hit, sure
 
 
 def main() -> None:
@@ -108,7 +117,8 @@ def main() -> None:
     tasks = [(task, heat) for heat in options.temperatures for family in RECORDED for task in read_tasks(family)]
     for task, heat in track(tasks, "recording", console=Console(stderr=True)):
         if (task.name, heat) not in known:
-            line = record((target, draft), models[0], task, SamplingParams(temperature=heat))
+            sampling = SamplingParams(temperature=heat)
+            line = record((target, draft), config.speculation.window, models[0], task, sampling)
             with options.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 

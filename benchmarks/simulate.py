@@ -257,8 +257,8 @@ def stairs(first: float, steps: dict[int, float]) -> CostTable:
     return CostTable((1, *steps), (64, 512), (short, tuple(1.05 * seconds for seconds in short)))
 
 
-# What one more row costs, as measured on 2 cores with every tensor Q4_0; the factors differ little between sizes.
-_TWO_CORES = {2: 1.69, 3: 2.27, 4: 1.68, 5: 2.52, 6: 3.2, 8: 3.18, 12: 5.0, 16: 5.38, 20: 6.85}
+# What more rows cost, medians of four first starts on 2 cores with every tensor Q4_0; sizes differ little in these.
+_TWO_CORES = {2: 1.67, 3: 2.3, 4: 1.54, 5: 2.5, 6: 3.3, 8: 3.17, 12: 4.6, 16: 5.1, 24: 8.0, 32: 9.8}
 # A many-core desktop, where memory is the limit up to 8 rows; and one where all rows cost alike.
 _FLAT = {2: 1.02, 3: 1.04, 4: 1.06, 6: 1.1, 8: 1.15, 12: 1.5, 16: 1.9, 32: 3.6}
 _STEEP = {2: 1.9, 3: 2.8, 4: 3.6, 8: 7.0, 16: 14.0, 32: 28.0}

@@ -22,7 +22,7 @@ def test_a_second_is_worth_what_plain_decoding_makes_of_it_and_more_where_drafts
     assert controller.prices([one, other], [1, 1], (0, 0)).rate == pytest.approx(2 / 1.7)
     for _ in range(20):
         controller.count_round(one, 4, 2.0, 1.0, 1.0)
-    assert controller.prices([one], [1], (0, 0)).rate == pytest.approx(1.5)
+    assert controller.prices([one], [1], (0, 0)).rate == pytest.approx(2.0)
 
 
 def test_greedy_and_sampled_texts_teach_the_controller_apart() -> None:

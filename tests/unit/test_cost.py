@@ -46,24 +46,60 @@ def test_a_longer_context_that_was_measured_to_be_cheaper_is_taken_for_noise() -
     assert Cost(table, most=1).seconds(1, 4000) == 1.0
 
 
-def test_the_speed_factor_follows_a_machine_that_has_become_slower() -> None:
+def test_costs_follow_a_machine_that_has_become_slower() -> None:
     cost = Cost(TABLE, most=64)
     for _ in range(200):
-        cost.observe(cost.seconds(4, 0), 1.7 * 1.5)
-    assert cost.seconds(1, 0) == pytest.approx(1.5, rel=0.05)
+        for rows, measured in ((1, 1.0), (4, 1.7)):
+            cost.observe([rows], 0, 1.5 * measured)
+    assert cost.seconds(8, 0) == pytest.approx(1.5 * 3.0, rel=0.05)
 
 
-def test_one_pass_that_was_held_up_hardly_moves_the_speed_factor() -> None:
+def test_costs_follow_a_memory_that_has_become_slower_while_the_cores_have_not() -> None:
     cost = Cost(TABLE, most=64)
-    cost.observe(cost.seconds(1, 0), 1000.0)
+    for _ in range(400):
+        for rows, measured in ((1, 1.0), (4, 1.7)):
+            cost.observe([rows], 0, measured + 0.6)
+    assert cost.seconds(1, 0) == pytest.approx(1.6, rel=0.05)
+    assert cost.seconds(8, 0) == pytest.approx(3.6, rel=0.05)
+
+
+def test_what_is_not_run_is_taken_to_have_changed_like_what_is() -> None:
+    cost = Cost(TABLE, most=64)
+    for _ in range(200):
+        cost.observe([4], 0, 2 * 1.7)
+    assert cost.seconds(4, 0) == pytest.approx(2 * 1.7, rel=0.05)
+    assert 1.2 < cost.seconds(1, 0) < 3
+    assert 1.2 * 3.0 < cost.seconds(8, 0) < 3 * 3.0
+
+
+def test_one_pass_that_was_held_up_hardly_moves_the_costs() -> None:
+    cost = Cost(TABLE, most=64)
+    cost.observe([1], 0, 1000.0)
     assert cost.seconds(1, 0) == pytest.approx(1.0, abs=0.03)
+
+
+def test_a_pass_that_is_wider_than_any_measured_says_nothing_of_the_machine() -> None:
+    cost = Cost(TABLE, most=64)
+    cost.observe([9], 0, 1000.0)
+    assert cost.seconds(1, 0) == 1.0
+
+
+def test_rows_of_several_texts_are_followed_as_they_are_run() -> None:
+    cost = Cost(TABLE, most=64, separate=True)
+    for _ in range(400):
+        cost.observe([1, 4], 0, 1.5 * cost_as_measured([1, 4]))
+    assert cost.together([1, 4], 0) == pytest.approx(1.5 * cost_as_measured([1, 4]), rel=0.05)
+
+
+def cost_as_measured(counts: list[int]) -> float:
+    return Cost(TABLE, most=64, separate=True).together(counts, 0)
 
 
 def test_a_model_that_is_not_run_becomes_slower_and_faster_with_the_machine() -> None:
     speed = Speed()
     target, draft = (Cost(TABLE, most=64, speed=speed) for _ in range(2))
     for _ in range(200):
-        target.observe(target.seconds(1, 0), 0.7)
+        target.observe([1], 0, 0.7)
     assert draft.seconds(1, 0) == target.seconds(1, 0) == pytest.approx(0.7, rel=0.05)
 
 

@@ -50,6 +50,7 @@ class Models:
     grammars: Grammars
     target: Engine
     drafters: Drafters
+    draft: LlamaModel | None = None
     chat_template: ChatTemplate | None = None
     invariance: Invariance | None = None
 
@@ -65,12 +66,32 @@ def load_models(config: HandlerConfig) -> Models:
     draft_model = None if config.draft is None else LlamaModel(_path(config.draft))
     if draft_model is not None:
         check_same_vocabulary(target_model, draft_model)
-    attention = target_settings()
     if has_tiny_blas():
         logger.warning(
             "specserve: this build of llama.cpp has tinyBLAS, so texts repeat exactly only with a slower attention; "
             'build it with CMAKE_ARGS="-DGGML_LLAMAFILE=OFF"'
         )
+    target, drafters = open_engines(target_model, draft_model, config)
+    return Models(
+        vocabulary=target_model,
+        grammars=GrammarCompiler(target_model),
+        target=target,
+        drafters=drafters,
+        draft=draft_model,
+        chat_template=_chat_template(target_model),
+        invariance=_measured_invariance(target, config),
+    )
+
+
+def open_engines(
+    target_model: LlamaModel, draft_model: LlamaModel | None, config: HandlerConfig
+) -> tuple[LlamaEngine, Drafters]:
+    """Caches for models that are loaded, and all that drafts for the target; models may be opened more than once.
+
+    Raises:
+        ModelLoadError: there is no memory for the caches, or a pass failed.
+    """
+    attention = target_settings()
     target = _engine(target_model, config, _MAX_LOGITS, attention)
     speed = Speed()
     target_cost = _cost(target, target_model, config, attention, speed)
@@ -97,14 +118,7 @@ def load_models(config: HandlerConfig) -> Models:
         model=draft,
         vocabulary=target_model.size,
     )
-    return Models(
-        vocabulary=target_model,
-        grammars=GrammarCompiler(target_model),
-        target=target,
-        drafters=drafters,
-        chat_template=_chat_template(target_model),
-        invariance=_measured_invariance(target, config),
-    )
+    return target, drafters
 
 
 def _cost(engine: Engine, model: LlamaModel, config: HandlerConfig, attention: EngineSettings, speed: Speed) -> Cost:

@@ -118,11 +118,8 @@ class Outlook:
 
     @property
     def speedup(self) -> float:
-        """Tokens of late, in units of what plain decoding brings in the same time; 1 at least, since that is free.
-
-        So few rounds are an unsure measure: halfway to plain decoding is nearer to what comes.
-        """
-        return 0.5 + 0.5 * max(1.0, self._tokens / self._plain_tokens) if self._plain_tokens else 1.0
+        """Tokens of late, in units of what plain decoding brings in the same time; 1 at least, since that is free."""
+        return max(1.0, self._tokens / self._plain_tokens) if self._plain_tokens else 1.0
 
     def count_round(self, tokens: int, plain_tokens: float, seconds: float, plain_seconds: float) -> None:
         """A round wrote `tokens` where plain decoding would have written `plain_tokens`; both by the cost model."""

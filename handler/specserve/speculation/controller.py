@@ -30,8 +30,10 @@ _TOKENS_A_ROUND = 3
 _FIRST_DRAFTS = 3
 _LOSS = 0.01
 _LOSS_STEPS = 4.0
-# What an investment has to bring, in units of what it costs.
-_RETURN = 1.5
+# What reading up has to bring, in units of its cost: more each time that a text is given up and taken up again, and
+# more where only the end of the text is read, since such drafts are worse.
+_AGAIN = 1.25
+_CUT = 2.0
 
 
 class Lesson(NamedTuple):
@@ -102,8 +104,9 @@ class Controller:
         if pending <= _ARREARS or self._outlook(sequence).reading:
             return min(pending, _ARREARS), 0.0
         rounds = max(1.0, min(sequence.remaining, _AHEAD + sequence.generated) / _TOKENS_A_ROUND)
-        outlook = self._outlook(sequence)
-        return 1, _RETURN ** (1 + outlook.invested) * (prices.draft(pending) - prices.draft(1)) / rounds
+        cut = pending < len(sequence.tokens) - sequence.draft_cached
+        due = _AGAIN ** self._outlook(sequence).invested * (_CUT if cut else 1.0)
+        return 1, due * (prices.draft(pending) - prices.draft(1)) / rounds
 
     def may_draft(self, sequence: Sequence) -> bool:
         """Whether the model's drafts have not cost this text more than anyone would notice.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-# One pass moves the speed factor by at most this share of itself: a pass that the machine held up says little.
+# One pass moves what is expected of it by at most this share: a pass that the machine held up says little.
 _STEP = 0.02
 _FURTHEST = 0.25
 # Costs are remembered by this many cells of context.
@@ -38,18 +39,35 @@ class CostTable:
         return [low + share * max(0.0, high - low) for low, high in zip(short, long, strict=True)]
 
 
+class Work(NamedTuple):
+    """Seconds of a pass, as measured: what one row takes, which is mostly reading the weights, and what others add."""
+
+    reading: float
+    computing: float
+
+
 @dataclass
 class Speed:
     """How long passes take of late, in units of what was measured: one for all models of a machine.
 
-    A model that is not run would otherwise seem dear for ever where the machine was slow when it was measured.
+    Memory and cores are shared with strangers, each to its own degree, so the stairs become steeper and flatter. A
+    model that is not run would otherwise seem dear for ever where the machine was slow when it was measured.
     """
 
-    factor: float = 1.0
+    reading: float = 1.0
+    computing: float = 1.0
 
-    def follow(self, surprise: float) -> None:
-        """A pass took exp(`surprise`) times what was expected; one that was held up moves it no more than others."""
-        self.factor *= math.exp(_STEP * min(_FURTHEST, max(-_FURTHEST, surprise)) / _FURTHEST)
+    def seconds(self, work: Work) -> float:
+        """What work takes now."""
+        return self.reading * work.reading + self.computing * work.computing
+
+    def follow(self, work: Work, seconds: float) -> None:
+        """Some work took so long; each factor answers for its share, and one held-up pass moves them like any other."""
+        share = self.computing * work.computing / self.seconds(work)
+        surprise = math.log(seconds / self.seconds(work))
+        step = _STEP * min(1.0, max(-1.0, surprise / _FURTHEST)) / (share**2 + (1 - share) ** 2)
+        self.reading *= math.exp(step * (1 - share))
+        self.computing *= math.exp(step * share)
 
 
 class Cost:
@@ -72,53 +90,60 @@ class Cost:
         self._speed = speed or Speed()
         self._separate = separate
         self._known: dict[int, tuple[list[float], list[int]]] = {}
-        self._shapes: dict[tuple[int, Many[int]], float] = {}
+        self._shapes: dict[tuple[int, Many[int]], tuple[Work, ...]] = {}
 
     def seconds(self, rows: int, cells: int) -> float:
         """What a pass of at least `rows` rows takes, behind `cells` tokens in all slots; nothing for no rows."""
-        if rows == 0:
-            return 0.0
-        prices, _ = self._prices(cells)
-        if rows < len(prices):
-            return self._speed.factor * prices[rows]
-        return self._speed.factor * prices[-1] * rows / (len(prices) - 1)
+        return self._speed.seconds(self._work(rows, cells))
 
     def together(self, counts: Many[int], cells: int) -> float:
         """What the rows of several texts take at best, so many of each; `cells` as in `seconds`.
 
         Where texts take passes of equal rows, it may pay to give all of them as many rows as the one with the most.
         """
-        rows = sum(counts)
-        if not self._separate or len(counts) == 1 or rows == 0:
-            return self.seconds(rows, cells)
-        shape = tuple(sorted(count for count in counts if count))
-        key = (cells // _GRAIN, shape)
-        if key not in self._shapes:
-            if len(self._shapes) >= _SHAPES_KEPT:
-                self._shapes.clear()
-            apart = sum(self.seconds(size, cells) for size in passes(shape))
-            even = self.seconds(len(shape) * shape[-1], cells)
-            self._shapes[key] = min(apart, even) / self._speed.factor
-        return self._speed.factor * self._shapes[key]
+        return min(map(self._speed.seconds, self._ways(counts, cells)))
 
     def exactly(self, rows: int, cells: int) -> float:
         """What a pass of just so many rows takes, cheaper or dearer than one of more."""
         measured = self._table.at(cells)
-        if rows > self._table.rows[-1]:
-            return self._speed.factor * measured[-1] * rows / self._table.rows[-1]
-        return self._speed.factor * float(np.interp(rows, self._table.rows, measured))
+        beyond = max(1.0, rows / self._table.rows[-1])
+        price = beyond * float(np.interp(rows, self._table.rows, measured))
+        return self._speed.seconds(_split(price, measured[0]))
 
     def padded(self, rows: int, cells: int) -> int:
         """The number of rows, `rows` or more, whose pass is the cheapest."""
         _, counts = self._prices(cells)
         return counts[rows] if 0 < rows < len(counts) else rows
 
-    def observe(self, expected: float, seconds: float) -> None:
-        """Let the machine's speed follow what a live pass took, which was expected to take so long."""
-        self._speed.follow(math.log(seconds / expected))
+    def observe(self, counts: Many[int], cells: int, seconds: float) -> None:
+        """Let the machine's speed follow what a live pass took; one that is wider than any measured says nothing."""
+        if sum(counts) <= self._table.rows[-1]:
+            self._speed.follow(min(self._ways(counts, cells), key=self._speed.seconds), seconds)
+
+    def _work(self, rows: int, cells: int) -> Work:
+        """What a pass of at least `rows` rows is made of."""
+        prices, _ = self._prices(cells)
+        last = len(prices) - 1
+        price = prices[rows] if rows <= last else prices[last] * rows / last
+        return _split(price, prices[1])
+
+    def _ways(self, counts: Many[int], cells: int) -> tuple[Work, ...]:
+        """What the rows of several texts are made of, in each of the ways to run them."""
+        rows = sum(counts)
+        if not self._separate or len(counts) == 1 or rows == 0:
+            return (self._work(rows, cells),)
+        shape = tuple(sorted(count for count in counts if count))
+        key = (cells // _GRAIN, shape)
+        if key not in self._shapes:
+            if len(self._shapes) >= _SHAPES_KEPT:
+                self._shapes.clear()
+            apart = [self._work(size, cells) for size in passes(shape)]
+            whole = Work(sum(work.reading for work in apart), sum(work.computing for work in apart))
+            self._shapes[key] = (whole, self._work(len(shape) * shape[-1], cells))
+        return self._shapes[key]
 
     def _prices(self, cells: int) -> tuple[list[float], list[int]]:
-        """By number of rows, from 0: seconds without the factor, and the number that is run."""
+        """By number of rows, from 0: seconds as measured, and the number that is run."""
         bucket = cells // _GRAIN
         if bucket not in self._known:
             self._known[bucket] = self._envelope(bucket * _GRAIN)
@@ -132,6 +157,10 @@ class Cost:
             prices.append(price)
             counts.append(count)
         return prices, counts
+
+
+def _split(price: float, one: float) -> Work:
+    return Work(min(price, one), max(0.0, price - one))
 
 
 def passes(counts: Many[int]) -> list[int]:

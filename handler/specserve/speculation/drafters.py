@@ -211,7 +211,7 @@ class Drafters:
         may = self._model.knows(text)
         if not sequence.speculation.adaptive:
             prospect = Prospect(proposal.place, proposal.reach, 1.0, pending, room)
-            return prospect, may and pending <= 2 * sequence.remaining
+            return prospect, may
         rows, arrears = self.controller.arrears(sequence, pending, prices)
         hope = self.controller.hope(sequence, pending)
         drafted = sum(source == "model" for source in proposal.sources)

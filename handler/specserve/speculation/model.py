@@ -92,7 +92,7 @@ class DraftModel:
             raise DraftError(f"The draft model failed: {error}") from error
         if not np.isfinite(logits.max(initial=0.0)):
             raise DraftError("The draft model failed: its logits are not finite.")
-        self._cost.observe(self._cost.seconds(len(rows), cells), clock() - started)
+        self._cost.observe([len(rows)], cells, clock() - started)
         return {index: self._fitted(row) for index, row in zip(complete, logits, strict=True)}
 
     def _unread(self, texts: list[Text]) -> tuple[list[Row], list[int]]:

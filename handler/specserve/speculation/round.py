@@ -121,8 +121,8 @@ def run_round(
     verified = clock()
     counts = [count + len(proposal.tokens) for count, proposal in zip(fed, proposals, strict=True)]
     expected = controller.target.together(counts, cells)
-    controller.target.observe(expected, verified - drafted)
     plain = controller.target.together(fed, cells)
+    controller.target.observe(counts, cells, verified - drafted)
     spent += expected
     deciding = sum(plan.decides for plan in plans)
     first = 0

@@ -1,9 +1,9 @@
 """How fast is this engine beside llama-server, with the same files, in the same minutes?
 
-Every prompt is answered greedily by all modes one after the other: llama-server plain, with the draft model at several
-lengths and with its n-gram drafts (a process each, since it takes no such setting per request), and this engine, whose
-modes run side by side. The ratios are to llama-server's plain answer to the same prompt. llama-server is built first,
-once, from the llama.cpp sources of the pinned llama-cpp-python.
+Every prompt is answered greedily by all modes side by side (see contest.py): llama-server plain, with the draft model
+at several lengths and with its n-gram drafts (a process each, since it takes no such setting per request), and this
+engine. The ratios are to llama-server's plain answer to the same prompt. llama-server is built first, once, from the
+llama.cpp sources of the pinned llama-cpp-python.
 
     .venv/bin/python benchmarks/against_llama_server.py [--config FILE] [--quick] [--results FILE]
 """
@@ -14,145 +14,97 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from decode import ADAPTIVE, FIXED, Task, open_lanes, race, read_tasks
+from contest import Answer, Contestant, Ours, Theirs, contest
+from decode import ADAPTIVE, FIXED, open_lanes, read_tasks
 from decode import PLAIN as OURS_PLAIN
-from llama_server import Pool, build
+from llama_server import ROOM, Server, build
 from machine import describe_machine
-from quiet import ALLOWED, undisturbed
+from quiet import ALLOWED, watched
 from specserve.config import HandlerConfig, load_yaml, usable_cores
 from specserve.operations.archive import resolve
 from specserve.operations.places import DEFAULT_CONFIG
-from specserve.operations.prepare import Prepared, prepare
-from specserve.serving.loading import Models, load_models
+from specserve.operations.prepare import prepare
+from specserve.serving.loading import load_models
 
 FAMILIES = ("code", "json", "prose", "chat", "summarise", "edit")
 QUICK_PROMPTS = 2
 PLAIN = "llama-server plain"
-OURS = "specserve plain"
 DRAFT_LENGTHS = (2, 3, 4, 7, 15)
 LOOKUPS = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 QUICK = (PLAIN, "llama-server draft 3", "llama-server draft 7", "llama-server ngram-simple")
 NOTES = (
     "greedy, one sequence, one slot; seconds of the prompt are in ratio_with_prefill only",
     "n-gram drafts have llama-server's default lengths; ngram-mod and ngram-cache also remember earlier prompts",
-    f"disturbed: pairs in which other processes used more than {ALLOWED:.0%} of a core, in each of three tries",
+    f"disturbed: contests in which other processes used more than {ALLOWED:.0%} of a core",
 )
 
 
+Peer = tuple[str, tuple[str, ...]]
+
+
 @dataclass(frozen=True)
-class Answer:
-    """What one mode did with one prompt.
+class Heat:
+    """One contest: all answers to one prompt, in the modes that ran side by side."""
 
-    `seconds` begin behind the first token, as both engines count them; `others` is the share of a core that other
-    processes used meanwhile.
-    """
-
-    tokens: list[int]
-    seconds: float
-    prompt_seconds: float
-    drafted: int
-    accepted: int
-    rounds: int
-    others: float = 0.0
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second behind the first token."""
-        return (len(self.tokens) - 1) / self.seconds
-
-    @property
-    def whole_speed(self) -> float:
-        """Tokens per second, the prompt included."""
-        return len(self.tokens) / (self.seconds + self.prompt_seconds)
+    prompt: str
+    time: int
+    answers: dict[str, Answer]
+    others: float
 
 
-# Answers a prompt in several modes, by name.
-Answerer = Callable[[Task], dict[str, Answer]]
-Results = dict[tuple[str, str, int], Answer]
-
-
-def peers(pool: Pool, models: Models, prepared: Prepared) -> dict[str, Answerer]:
-    """llama-server's modes by name, one at a time: a server each."""
-
-    def mode(name: str, options: tuple[str, ...], *weights: Path) -> tuple[str, Answerer]:
-        size = sum(path.stat().st_size for path in weights)
-
-        def answer(task: Task) -> dict[str, Answer]:
-            prompt = models.vocabulary.encode(task.text, special=True)
-            document = pool.get(options, size).complete(prompt, task.max_tokens)
-            timings = document["timings"]
-            drafted, accepted = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
-            given = Answer(
-                tokens=document["tokens"],
-                seconds=timings["predicted_ms"] / 1000,
-                prompt_seconds=timings["prompt_ms"] / 1000,
-                drafted=drafted,
-                accepted=accepted,
-                rounds=timings["predicted_n"] - 1 - accepted,
-            )
-            return {name: given}
-
-        return name, answer
-
-    target, draft = prepared.target, prepared.draft
-    modes = [mode(PLAIN, (), target)]
+def peers(draft: Path | None) -> list[Peer]:
+    """llama-server's modes by name, with their options; each is a process, since none can be set per request."""
+    modes = []
     if draft is not None:
         for length in DRAFT_LENGTHS:
             options = ("--model-draft", str(draft), "--spec-type", "draft-simple", "--spec-draft-n-max", str(length))
-            modes.append(mode(f"llama-server draft {length}", options, target, draft))
-    modes += [mode(f"llama-server {kind}", ("--spec-type", kind), target) for kind in LOOKUPS]
-    return dict(modes)
+            modes.append((f"llama-server draft {length}", options))
+    return modes + [(f"llama-server {kind}", ("--spec-type", kind)) for kind in LOOKUPS]
 
 
-def ours(models: Models, config: HandlerConfig) -> Answerer:
-    """This engine's modes by name, side by side; `OURS` is one of them."""
-    lanes = open_lanes(models, config, [OURS_PLAIN, FIXED[3], ADAPTIVE])
-
-    def answer(task: Task) -> dict[str, Answer]:
-        return {
-            f"specserve {lane.mode.name}": Answer(
-                tokens=run.tokens,
-                seconds=run.account.decode_seconds,
-                prompt_seconds=run.account.prefill_seconds,
-                drafted=run.account.drafted,
-                accepted=run.account.accepted,
-                rounds=run.account.rounds,
-            )
-            for lane, run in zip(lanes, race(lanes, task, 0.0), strict=True)
-        }
-
-    return answer
+def heats(modes: list[Peer], size: int) -> list[list[Peer]]:
+    """As many modes at a time as fit into memory, each time with llama-server plain; one takes `size` bytes."""
+    room = max(1, psutil.virtual_memory().available // (size + ROOM) - 2)
+    return [[(PLAIN, ()), *modes[first : first + room]] for first in range(0, len(modes), room)]
 
 
-def read_results(file: Path | None, names: dict[str, str]) -> Results:
-    """What earlier runs with these models left in a file, but for disturbed answers and a line that was cut off."""
-    results: Results = {}
+def read_heats(file: Path | None, names: dict[str, str]) -> list[Heat]:
+    """What earlier runs with these models left in a file, but for a line that was cut off."""
+    known = []
     for line in file.read_text(encoding="utf-8").splitlines() if file and file.exists() else ():
         try:
             entry = json.loads(line)
         except ValueError:
             continue
-        answer = Answer(**entry["answer"])
-        if entry["models"] == names and answer.others <= ALLOWED:
-            results[entry["prompt"], entry["mode"], entry["time"]] = answer
-    return results
+        if entry.pop("models") == names:
+            answers = {mode: Answer(**answer) for mode, answer in entry.pop("answers").items()}
+            known.append(Heat(**entry, answers=answers))
+    return known
 
 
-def summarise(family: str, mode: str, pairs: list[tuple[Answer, Answer]]) -> dict[str, Any]:
-    """One row of the result from (llama-server plain, this mode) pairs, one for each time that a prompt was asked."""
+def keep(file: Path | None, names: dict[str, str], heat: Heat) -> None:
+    """Add a heat to the file."""
+    if file is not None:
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps({"models": names, **asdict(heat)}) + "\n")
+
+
+def summarise(family: str, mode: str, heats: list[Heat]) -> dict[str, Any]:
+    """One row of the result: what a mode did beside llama-server plain."""
+    pairs = [(heat.answers[PLAIN], heat.answers[mode]) for heat in heats]
     answers = [answer for _, answer in pairs]
     ratios = [answer.speed / plain.speed for plain, answer in pairs]
     low, _, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
@@ -168,7 +120,7 @@ def summarise(family: str, mode: str, pairs: list[tuple[Answer, Answer]]) -> dic
         "acceptance_rate": round(accepted / drafted, 3) if drafted else None,
         "mean_acceptance_length": round((accepted + rounds) / rounds, 3),
         "same_text_as_plain": sum(answer.tokens == plain.tokens for plain, answer in pairs),
-        "disturbed": sum(max(plain.others, answer.others) > ALLOWED for plain, answer in pairs),
+        "disturbed": sum(heat.others > ALLOWED for heat in heats),
         "answers": len(pairs),
     }
 
@@ -189,7 +141,8 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a model YAML")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_PROMPTS} prompts a family, fewer modes")
     parser.add_argument("--prompts", type=int, help="so many prompts of each family")
-    parser.add_argument("--times", type=int, default=1, help="so often each, since one answer says little")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, help="only these")
+    parser.add_argument("--times", type=int, default=1, help="so often each")
     parser.add_argument("--results", type=Path, help="JSON lines, added to; answers there are not asked for again")
     options = parser.parse_args()
     # The servers are children that outlive a process which is ended without its `finally`.
@@ -201,39 +154,47 @@ def main() -> None:
     # One sequence, as llama-server's one slot; more would only take memory.
     config = config.model_copy(update={"sequences": 1})
     models = load_models(config)
+    ours = [Ours(lane) for lane in open_lanes(models, config, [OURS_PLAIN, FIXED[3], ADAPTIVE])]
     names = {"target": prepared.target.name, "draft": prepared.draft.name if prepared.draft else ""}
-    results = read_results(options.results, names)
-    common = ["-m", str(prepared.target), "-t", str(usable_cores()), "-c", str(config.context_length)]
+    known = read_heats(options.results, names)
     # Saved states of earlier prompts would take the memory of other servers.
+    common = ["-m", str(prepared.target), "-t", str(usable_cores()), "-c", str(config.context_length)]
     common += ["--cache-ram", "0", "--no-ui"]
+    modes = [mode for mode in peers(prepared.draft) if not options.quick or mode[0] in QUICK]
+    number = options.prompts or (QUICK_PROMPTS if options.quick else None)
+    tasks = {family: list(read_tasks(family, number)) for family in options.families}
+    size = sum(path.stat().st_size for path in (prepared.target, prepared.draft) if path)
+    for heat in heats(modes, size):
+        with ExitStack() as stack:
+            theirs = start(stack, binary, common, heat)
+            contestants: list[Contestant] = [*theirs, *ours]
+            asked = list(product(range(options.times), chain.from_iterable(tasks.values())))
+            for time, task in track(asked, ", ".join(name for name, _ in heat), console=Console(stderr=True)):
+                if any((one.prompt, one.time) == (task.name, time) and heat[-1][0] in one.answers for one in known):
+                    continue
+                prompt = models.vocabulary.encode(task.text, special=True)
+                answers, others = watched(partial(contest, contestants, prompt, task))
+                known.append(Heat(task.name, time, answers, round(others, 3)))
+                keep(options.results, names, known[-1])
     rows = []
-    with closing(Pool(binary, common)) as pool:
-        modes = peers(pool, models, prepared)
-        modes = {name: mode for name, mode in modes.items() if not options.quick or name in QUICK}
-        modes[OURS] = ours(models, config)
-        for family in FAMILIES:
-            tasks = list(read_tasks(family, options.prompts or (QUICK_PROMPTS if options.quick else None)))
-            for task in track(tasks, family, console=Console(stderr=True)):
-                for time, name in product(range(options.times), modes):
-                    if (task.name, name, time) in results:
-                        continue
-                    answers, others = undisturbed(partial(modes[name], task))
-                    for mode, answer in answers.items():
-                        kept = results[task.name, mode, time] = replace(answer, others=round(others, 3))
-                        if options.results:
-                            key = {"models": names, "prompt": task.name, "mode": mode, "time": time}
-                            with options.results.open("a", encoding="utf-8") as file:
-                                file.write(json.dumps(key | {"answer": asdict(kept)}) + "\n")
-            asked = list(product((task.name for task in tasks), range(options.times)))
-            rows += [
-                summarise(
-                    family, mode, [(results[name, PLAIN, time], results[name, mode, time]) for name, time in asked]
-                )
-                for mode in dict.fromkeys(mode for _, mode, _ in results)
-            ]
+    for family in options.families:
+        prompts = {task.name for task in tasks[family]}
+        mine = [heat for heat in known if heat.prompt in prompts]
+        found = dict.fromkeys(mode for heat in mine for mode in heat.answers)
+        rows += [summarise(family, mode, [heat for heat in mine if mode in heat.answers]) for mode in found]
     show(rows)
     result = {"benchmark": "against_llama_server", "machine": describe_machine(), "models": names}
     print(json.dumps({**result, "rows": rows, "notes": NOTES}))
+
+
+def start(stack: ExitStack, binary: Path, common: list[str], modes: list[Peer]) -> list[Theirs]:
+    """llama-server in each of these modes, which the stack will stop."""
+    servers = {}
+    for number, (name, options) in enumerate(modes):
+        server = servers[name] = Server(binary, [*common, *options], binary.parent / f"server-{number}.log")
+        stack.callback(server.stop)
+        server.wait()
+    return [Theirs(name, server) for name, server in servers.items()]
 
 
 if __name__ == "__main__":

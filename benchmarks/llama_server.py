@@ -1,19 +1,21 @@
-"""llama-server, built from the llama.cpp sources that the binding carries, and a pool of running ones."""
+"""llama-server, built from the llama.cpp sources that the binding carries, running, and stopped between its turns."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import requests
 from rich.console import Console
 
@@ -125,52 +127,33 @@ class Server:
         self.stop()
         raise EnvironmentFailure(f"llama-server did not come up; see {self._log}.")
 
-    def complete(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-        """The greedy answer to a prompt, with the server's own `timings`, in an empty cache."""
+    def stream(self, prompt: list[int], max_tokens: int) -> Iterator[dict[str, Any]]:
+        """The greedy answer to a prompt in an empty cache: events with `tokens`, the last one with `timings`."""
         body = {
             "prompt": prompt,
             "n_predict": max_tokens,
             "temperature": 0,
             "cache_prompt": False,
             "return_tokens": True,
+            "stream": True,
         }
-        response = requests.post(f"{self.url}/completion", json=body, timeout=ANSWERS_WITHIN_SECONDS)
-        if not response.ok:
-            raise EnvironmentFailure(f"llama-server answered {response.status_code}; see {self._log}.")
-        answer: dict[str, Any] = response.json()
-        return answer
+        url, patience = f"{self.url}/completion", ANSWERS_WITHIN_SECONDS
+        with requests.post(url, json=body, stream=True, timeout=patience) as response:
+            if not response.ok:
+                raise EnvironmentFailure(f"llama-server answered {response.status_code}; see {self._log}.")
+            for line in response.iter_lines(chunk_size=1):
+                if line.startswith(b"data: "):
+                    yield json.loads(line.removeprefix(b"data: "))
+
+    def pause(self) -> None:
+        """Stop the process where it is; it uses no core until it is resumed."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let the process go on."""
+        self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         """End the process, which has nothing to save; a second time is harmless."""
         self._process.kill()
         self._process.wait()
-
-
-class Pool:
-    """Servers by their options, kept running as long as the memory suffices; idle ones sleep.
-
-    Args:
-        binary: the llama-server.
-        common: the options that all of them have.
-    """
-
-    def __init__(self, binary: Path, common: list[str]) -> None:
-        self._binary = binary
-        self._common = common
-        self._servers: dict[tuple[str, ...], Server] = {}
-
-    def get(self, options: tuple[str, ...], weights: int) -> Server:
-        """The server with these options, which is started if it does not run; `weights` is the bytes that it loads."""
-        if options not in self._servers:
-            while self._servers and psutil.virtual_memory().available < weights + ROOM:
-                # The modes take turns, so the server started last is the one that is needed last.
-                self._servers.popitem()[1].stop()
-            log = self._binary.parent / f"server-{len(self._servers)}.log"
-            server = self._servers[options] = Server(self._binary, [*self._common, *options], log)
-            server.wait()
-        return self._servers[options]
-
-    def close(self) -> None:
-        """Stop all of them."""
-        for server in self._servers.values():
-            server.stop()

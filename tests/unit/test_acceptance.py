@@ -60,7 +60,15 @@ def test_a_text_whose_drafts_fail_where_others_do_not_lowers_its_own_chances_onl
     for _ in range(30):
         text.learn("model", 0.9, 0.0)
     assert text.chance("model", 0.9) < 0.5
-    assert text.chance("lookup", 0.9) == other.chance("model", 0.9) == pytest.approx(0.9)
+    assert text.chance("prediction", 0.9) == other.chance("model", 0.9) == pytest.approx(0.9)
+
+
+def test_a_text_is_taken_not_to_repeat_itself_until_it_does() -> None:
+    text = Outlook(0.75)
+    assert text.chance("lookup", 0.7) < 0.5
+    for _ in range(5):
+        text.learn("lookup", 0.7, 1.0)
+    assert text.chance("lookup", 0.7) > 0.6
 
 
 def test_hope_follows_how_sure_the_target_was_within_about_ten_tokens_and_steady_hope_takes_its_time() -> None:

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
+from typing import ClassVar
 
 # Log-odds of confidence that part the bins of a calibration: about .12, .27, .5, .73, .88, .95, .982, .9975.
 _EDGES = (-2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 6.0)
@@ -71,11 +72,13 @@ class Outlook:
     _STEADY_PRIOR, _STEADY_HOPE = 6.0, 0.65
     _RATE, _LEAST_RATE, _SLOWER = 0.5, 0.1, 6
     _FURTHEST = 2.5
+    # A text is taken not to repeat itself until it does: what lookup would have guessed shows without being drafted.
+    _DOUBTS: ClassVar[dict[str, float]] = {"lookup": -1.0}
 
     def __init__(self, hope: float) -> None:
         self._right, self._seen = self._PRIOR * hope, self._PRIOR
         self._steady_right, self._steady_seen = self._STEADY_PRIOR * self._STEADY_HOPE, self._STEADY_PRIOR
-        self._offsets: dict[str, float] = {}
+        self._offsets = dict(self._DOUBTS)
         self._lessons: Counter[str] = Counter()
         self._tokens = 0.0
         self._plain_tokens = 0.0

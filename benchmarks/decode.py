@@ -255,8 +255,8 @@ def main() -> None:
     temperatures = options.temperatures or TEMPERATURES[: 1 if options.quick else None]
     rows = []
     disturbed = 0
-    modes = list({mode: None for family in families for mode in modes_for(family, quick=options.quick)})
-    lanes = open_lanes(models, config, modes)
+    needed = dict.fromkeys(mode for family in families for mode in modes_for(family, quick=options.quick))
+    lanes = open_lanes(models, config, list(needed))
     for family in families:
         modes = modes_for(family, quick=options.quick)
         tasks = list(read_tasks(family, options.prompts or (3 if options.quick else None)))

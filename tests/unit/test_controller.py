@@ -62,6 +62,16 @@ def test_a_long_arrear_is_shared_by_the_rounds_to_come_and_a_short_one_is_this_r
     assert controller.arrears(ending, 100, prices)[1] > seconds
 
 
+def test_reading_only_the_end_of_a_text_has_to_promise_more_than_reading_all_that_is_new() -> None:
+    controller = Controller(stairs(), proportional(0.01))
+    whole, cut = (
+        Sequence([1] * 300, SamplingParams(), SpeculationParams(8, adaptive=True), max_tokens=90) for _ in "ab"
+    )
+    whole.draft_cached = 200
+    prices = controller.prices([whole, cut], [1, 1], (0, 0))
+    assert controller.arrears(cut, 100, prices)[1] > controller.arrears(whole, 100, prices)[1]
+
+
 def test_reading_up_again_has_to_promise_more_every_time() -> None:
     controller = Controller(stairs(), proportional(0.01))
     text = sequence()

@@ -63,8 +63,9 @@ class Speed:
 
     def follow(self, work: Work, seconds: float) -> None:
         """Some work took so long; each factor answers for its share, and one held-up pass moves them like any other."""
-        share = self.computing * work.computing / self.seconds(work)
-        surprise = math.log(seconds / self.seconds(work))
+        expected = self.seconds(work)
+        share = self.computing * work.computing / expected
+        surprise = math.log(seconds / expected)
         step = _STEP * min(1.0, max(-1.0, surprise / _FURTHEST)) / (share**2 + (1 - share) ** 2)
         self.reading *= math.exp(step * (1 - share))
         self.computing *= math.exp(step * share)

@@ -81,6 +81,28 @@ def acceptance(result: dict[str, Any], out: Path) -> None:
     save(figure, out)
 
 
+def under_load(result: dict[str, Any], out: Path) -> None:
+    """What clients get, by how many there are: tokens a second of all, and what each waits for."""
+    rows = [row for row in result["rows"] if row["load"].endswith(" clients") and "tokens_per_second" in row]
+    wanted = {
+        "tokens_per_second": "tokens a second, all clients",
+        "first_text_s": "seconds to the first text, median",
+        "gap_p99_s": "seconds between two pieces of text, p99",
+    }
+    figure, panels = plt.subplots(1, len(wanted), figsize=(13, 4))
+    for axes, (column, title) in zip(panels, wanted.items(), strict=True):
+        for server in dict.fromkeys(row["server"] for row in rows):
+            mine = [row for row in rows if row["server"] == server]
+            clients = [int(row["load"].split()[0]) for row in mine]
+            axes.plot(clients, [row[column] for row in mine], marker="o", markersize=3, label=server)
+        axes.set(xlabel="clients", title=title, ylim=(0, None))
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted({int(row["load"].split()[0]) for row in rows}))
+        axes.xaxis.set_major_formatter("{x:.0f}")
+    panels[0].legend(fontsize="small")
+    save(figure, out)
+
+
 def save(figure: Figure, out: Path) -> None:
     """Write a chart."""
     figure.tight_layout()
@@ -104,6 +126,8 @@ def draw(result: dict[str, Any], stem: str, out: Path) -> None:
             acceptance(result, out / f"{stem}-acceptance.svg")
     elif kind == "against_llama_server":
         by_family(result, "Same files, same machine: llama-server's settings and ours", out / f"{stem}.svg")
+    elif kind == "load":
+        under_load(result, out / f"{stem}.svg")
 
 
 def main() -> None:

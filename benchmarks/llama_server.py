@@ -110,6 +110,11 @@ class Server:
                 stderr=output,
             )
 
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
     def wait(self) -> None:
         """Wait until the models are loaded.
 

@@ -16,8 +16,10 @@ import secrets
 import subprocess
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter, sleep
@@ -55,6 +57,7 @@ class Endpoint:
     name: str
     url: str
     extra: dict[str, Any] = field(default_factory=dict)
+    memory: Callable[[], int] = lambda: 0
 
 
 @dataclass
@@ -153,6 +156,22 @@ def opened(endpoint: Endpoint, rate: float, number: int, longest: int) -> list[A
     return answers
 
 
+def in_turns(
+    load: str, endpoints: list[Endpoint], turn: Callable[[Endpoint], list[Answer]], turns: int
+) -> list[dict[str, Any]]:
+    """The same load for every server, one after the other, and again; a row each."""
+    taken: list[list[list[Answer]]] = [[] for _ in endpoints]
+    held: list[list[int]] = [[] for _ in endpoints]
+    for _ in range(turns):
+        for answers, mebibytes, endpoint in zip(taken, held, endpoints, strict=True):
+            answers.append(turn(endpoint))
+            mebibytes.append(endpoint.memory())
+    return [
+        summarise(load, endpoint, answers) | {"mib": mebibytes}
+        for answers, mebibytes, endpoint in zip(taken, held, endpoints, strict=True)
+    ]
+
+
 def _run_all(threads: list[threading.Thread]) -> None:
     for thread in threads:
         thread.start()
@@ -160,12 +179,13 @@ def _run_all(threads: list[threading.Thread]) -> None:
         thread.join()
 
 
-def summarise(load: str, endpoint: Endpoint, answers: list[Answer]) -> dict[str, Any]:
-    """One row of the result."""
+def summarise(load: str, endpoint: Endpoint, turns: list[list[Answer]]) -> dict[str, Any]:
+    """One row of the result; the time of a turn runs from its first request to its last text."""
+    answers = [answer for turn in turns for answer in turn]
     good = [answer for answer in answers if not answer.error]
     row: dict[str, Any] = {"load": load, "server": endpoint.name, "requests": len(answers)}
     if good:
-        wall = max(answer.pieces[-1] for answer in good) - min(answer.asked for answer in good)
+        wall = sum(map(seconds, turns))
         firsts = [answer.first for answer in good]
         gaps = [gap for answer in good for gap in answer.gaps]
         row |= {
@@ -178,6 +198,12 @@ def summarise(load: str, endpoint: Endpoint, answers: list[Answer]) -> dict[str,
             "gap_p99_s": percentile(gaps, 99),
         }
     return row | {"errors": len(answers) - len(good), "first_error": next((a.error for a in answers if a.error), None)}
+
+
+def seconds(turn: list[Answer]) -> float:
+    """What a turn took."""
+    ends = [answer.pieces[-1] for answer in turn if not answer.error]
+    return max(ends) - min(answer.asked for answer in turn) if ends else 0.0
 
 
 def percentile(values: list[float], which: int) -> float:
@@ -208,9 +234,13 @@ def start_ours(stack: ExitStack, config: Path, port: int) -> str:
 def memory(port: int) -> int:
     """Mebibytes that this project's worker holds."""
     state = str(State.of(port).directory)
-    commands = ((process, " ".join(process.cmdline())) for process in psutil.process_iter())
-    ours = (process for process, command in commands if "model_service_worker" in command and state in command)
-    return sum(process.memory_info().rss for process in ours) >> 20
+    commands = ((process.pid, " ".join(process.cmdline())) for process in psutil.process_iter())
+    return sum(held_by(pid) for pid, command in commands if "model_service_worker" in command and state in command)
+
+
+def held_by(pid: int) -> int:
+    """Mebibytes that a process holds."""
+    return int(psutil.Process(pid).memory_info().rss) >> 20
 
 
 def start_theirs(stack: ExitStack, config: Path) -> list[Endpoint]:
@@ -231,7 +261,8 @@ def start_theirs(stack: ExitStack, config: Path) -> list[Endpoint]:
         stack.callback(servers[name].stop)
     for server in servers.values():
         server.wait()
-    return [Endpoint(name, server.url, {"cache_prompt": False}) for name, server in servers.items()]
+    uncached = {"cache_prompt": False}
+    return [Endpoint(name, server.url, uncached, partial(held_by, server.pid)) for name, server in servers.items()]
 
 
 def main() -> None:
@@ -241,7 +272,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=9800, help="the first of five free ports")
     parser.add_argument("--clients", nargs="+", type=int, default=CLIENTS, help="of the closed loop")
     parser.add_argument("--rate", nargs="*", type=float, default=[], help="requests a second of an open loop")
-    parser.add_argument("--requests", type=int, default=4, help="of each client, or of each open loop and slot")
+    parser.add_argument("--requests", type=int, default=2, help="of each client in a turn, or of each open loop and slot")
+    parser.add_argument("--turns", type=int, default=2, help="that every server has of each load")
     parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of an answer")
     parser.add_argument("--ours", action="store_true", help="without llama-server")
     options = parser.parse_args()
@@ -249,19 +281,17 @@ def main() -> None:
     with ExitStack() as stack:
         theirs = [] if options.ours else start_theirs(stack, options.config)
         ours = start_ours(stack, options.config, options.port)
-        modes = [Endpoint(f"specserve {mode}", ours, {"speculation": {"mode": mode}}) for mode in ("auto", "off")]
+        held = partial(memory, options.port)
+        modes = [Endpoint(f"specserve {mode}", ours, {"speculation": {"mode": mode}}, held) for mode in ("auto", "off")]
         for endpoint in [*modes, *theirs]:
             ask(endpoint, prompts(1)[0], 8)
         for clients in options.clients:
             number = options.requests * clients
-            for endpoint in [*modes, *theirs]:
-                answers = closed(endpoint, clients, number, options.longest)
-                rows.append(summarise(f"{clients} clients", endpoint, answers))
-                rows[-1]["worker_mib"] = memory(options.port)
+            turn = partial(closed, clients=clients, number=number, longest=options.longest)
+            rows += in_turns(f"{clients} clients", [*modes, *theirs], turn, options.turns)
         for rate in options.rate:
-            for endpoint in [*modes, *theirs]:
-                answers = opened(endpoint, rate, options.requests * SLOTS, options.longest)
-                rows.append(summarise(f"{rate} a second", endpoint, answers))
+            turn = partial(opened, rate=rate, number=options.requests * SLOTS, longest=options.longest)
+            rows += in_turns(f"{rate} a second", [*modes, *theirs], turn, options.turns)
     show(rows)
     _, handler = load_yaml(options.config)
     result = {"benchmark": "load", "machine": describe_machine(), "models": {"target": handler.model_id}}

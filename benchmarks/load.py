@@ -272,7 +272,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=9800, help="the first of five free ports")
     parser.add_argument("--clients", nargs="+", type=int, default=CLIENTS, help="of the closed loop")
     parser.add_argument("--rate", nargs="*", type=float, default=[], help="requests a second of an open loop")
-    parser.add_argument("--requests", type=int, default=2, help="of each client in a turn, or of each open loop and slot")
+    parser.add_argument(
+        "--requests", type=int, default=2, help="of each client in a turn, or of each open loop and slot"
+    )
     parser.add_argument("--turns", type=int, default=2, help="that every server has of each load")
     parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of an answer")
     parser.add_argument("--ours", action="store_true", help="without llama-server")

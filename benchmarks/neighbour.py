@@ -16,8 +16,8 @@ import tempfile
 import threading
 import time
 import zipfile
-from contextlib import ExitStack, contextmanager
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -51,7 +51,7 @@ class Neighbours:
             handler, torch = Path(directory) / "echo.py", Path(directory) / "torch.py"
             handler.write_text(ECHO, encoding="utf-8")
             torch.write_bytes(zipfile.ZipFile(store / "qwen.mar").read("torch.py"))
-            named = ["--model-name", "echo", "--version", "1.0", "--extra-files", torch]
+            named: list[str | Path] = ["--model-name", "echo", "--version", "1.0", "--extra-files", torch]
             archiver = Path(sys.executable).parent / "torch-model-archiver"
             subprocess.run([archiver, *named, "--handler", handler, "--export-path", store, "--force"], check=True)
         self._register("echo")

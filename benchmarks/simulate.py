@@ -27,7 +27,7 @@ from specserve.sequence import SamplingParams, Sequence, SpeculationParams
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler
 from specserve.speculation.controller import Controller
-from specserve.speculation.cost import Cost, CostTable
+from specserve.speculation.cost import Beside, Cost, CostTable, Speed
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.guessers import LookupDrafter
 from specserve.speculation.model import DraftModel
@@ -163,8 +163,9 @@ class Simulation:
         self._clock = Clock()
         costs = [Cost(table, most=64) for table in (target, draft)]
         self._tapes = [Tape(cost, self._clock, draft=draft) for cost, draft in zip(costs, (False, True), strict=True)]
-        self._draft_cost = Cost(draft, most=64)
-        self._controller = Controller(Cost(target, most=64), self._draft_cost)
+        speed = Speed()
+        self._draft_cost = Cost(draft, most=64, speed=Beside(speed))
+        self._controller = Controller(Cost(target, most=64, speed=speed), self._draft_cost)
         self._speculation = speculation
         self._window = window
 

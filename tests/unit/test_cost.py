@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.fake import FakeEngine
 from specserve.errors import EngineError
-from specserve.speculation.cost import Cost, CostTable, Speed, edges, passes, typical
+from specserve.speculation.cost import Beside, Cost, CostTable, Speed, edges, passes, typical
 from specserve.speculation.measurement import measure
 from specserve.speculation.passes import run_pass
 
@@ -97,10 +97,21 @@ def cost_as_measured(counts: list[int]) -> float:
 
 def test_a_model_that_is_not_run_becomes_slower_and_faster_with_the_machine() -> None:
     speed = Speed()
-    target, draft = (Cost(TABLE, most=64, speed=speed) for _ in range(2))
+    target, draft = Cost(TABLE, most=64, speed=speed), Cost(TABLE, most=64, speed=Beside(speed))
     for _ in range(200):
         target.observe([1], 0, 0.7)
     assert draft.seconds(1, 0) == target.seconds(1, 0) == pytest.approx(0.7, rel=0.05)
+
+
+def test_a_draft_that_was_measured_in_a_better_moment_is_priced_as_it_is_and_the_target_with_it_is_not() -> None:
+    """The measurements of two models are minutes apart, on a machine that others use."""
+    speed = Speed()
+    target, draft = Cost(TABLE, most=64, speed=speed), Cost(TABLE, most=64, speed=Beside(speed))
+    for _ in range(200):
+        target.observe([4], 0, target_seconds := cost_as_measured([4]))
+        draft.observe([1], 0, 1.3)
+    assert draft.seconds(1, 0) == pytest.approx(1.3, rel=0.05)
+    assert target.seconds(4, 0) == pytest.approx(target_seconds, rel=0.05)
 
 
 def test_nothing_makes_a_pass_too_fast_so_the_faster_half_is_typical() -> None:

@@ -24,7 +24,7 @@ from specserve.serving.chat import ChatTemplate
 from specserve.serving.costs import measured_cost
 from specserve.serving.openai import Grammars
 from specserve.speculation.controller import Controller
-from specserve.speculation.cost import Cost, Speed
+from specserve.speculation.cost import Beside, Cost, Speed
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.guessers import GrammarDrafter, LookupDrafter, PredictionDrafter
 from specserve.speculation.model import DraftModel
@@ -100,7 +100,7 @@ def open_engines(
         # It reads a window of few tokens, over which flash attention is the faster one.
         attention = EngineSettings()
         engine = _engine(draft_model, config, max(_MAX_LOGITS // 2, config.sequences), attention)
-        draft_cost = _cost(engine, draft_model, config, attention, speed)
+        draft_cost = _cost(engine, draft_model, config, attention, Beside(speed))
         _report_cost(draft_cost.seconds(1, 0), target_cost.seconds(1, 0))
         draft = DraftModel(
             engine,
@@ -121,7 +121,9 @@ def open_engines(
     return target, drafters
 
 
-def _cost(engine: Engine, model: LlamaModel, config: HandlerConfig, attention: EngineSettings, speed: Speed) -> Cost:
+def _cost(
+    engine: Engine, model: LlamaModel, config: HandlerConfig, attention: EngineSettings, speed: Speed | Beside
+) -> Cost:
     kernels = f"{attention} {build_description()}"
     try:
         table = measured_cost(engine, model.path, threads=_threads(config), kernels=kernels)

@@ -32,7 +32,8 @@ _LOSS = 0.01
 _LOSS_STEPS = 4.0
 # What reading up has to bring, in units of its cost: more each time that a text is given up and taken up again, and
 # more where only the end of the text is read, since such drafts are worse.
-_AGAIN = 1.25
+_DUE = 1.5
+_AGAIN = 1.1
 _CUT = 2.0
 
 
@@ -105,7 +106,7 @@ class Controller:
             return min(pending, _ARREARS), 0.0
         rounds = max(1.0, min(sequence.remaining, _AHEAD + sequence.generated) / _TOKENS_A_ROUND)
         cut = pending < len(sequence.tokens) - sequence.draft_cached
-        due = _AGAIN ** self._outlook(sequence).invested * (_CUT if cut else 1.0)
+        due = _DUE * _AGAIN ** self._outlook(sequence).invested * (_CUT if cut else 1.0)
         return 1, due * (prices.draft(pending) - prices.draft(1)) / rounds
 
     def may_draft(self, sequence: Sequence) -> bool:

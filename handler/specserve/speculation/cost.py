@@ -48,10 +48,9 @@ class Work(NamedTuple):
 
 @dataclass
 class Speed:
-    """How long passes take of late, in units of what was measured: one for all models of a machine.
+    """How long passes take of late, in units of what was measured.
 
-    Memory and cores are shared with strangers, each to its own degree, so the stairs become steeper and flatter. A
-    model that is not run would otherwise seem dear for ever where the machine was slow when it was measured.
+    Memory and cores are shared with strangers, each to its own degree, so the stairs become steeper and flatter.
     """
 
     reading: float = 1.0
@@ -66,9 +65,33 @@ class Speed:
         expected = self.seconds(work)
         share = self.computing * work.computing / expected
         surprise = math.log(seconds / expected)
-        step = _STEP * min(1.0, max(-1.0, surprise / _FURTHEST)) / (share**2 + (1 - share) ** 2)
+        step = _step(surprise) / (share**2 + (1 - share) ** 2)
         self.reading *= math.exp(step * (1 - share))
         self.computing *= math.exp(step * share)
+
+
+@dataclass
+class Beside:
+    """The same of a second model: as the machine is, which the first one's passes tell, times a factor of its own.
+
+    So a model that is not run becomes slower and faster with the machine. The factor is for what was different when
+    the two were measured, one after the other, and for what a pass costs beside its engine.
+    """
+
+    machine: Speed
+    factor: float = 1.0
+
+    def seconds(self, work: Work) -> float:
+        """What work takes now."""
+        return self.factor * self.machine.seconds(work)
+
+    def follow(self, work: Work, seconds: float) -> None:
+        """Some work took so long."""
+        self.factor *= math.exp(_step(math.log(seconds / self.seconds(work))))
+
+
+def _step(surprise: float) -> float:
+    return _STEP * min(1.0, max(-1.0, surprise / _FURTHEST))
 
 
 class Cost:
@@ -81,11 +104,13 @@ class Cost:
     Args:
         table: the measurement.
         most: the most rows of a pass that is padded.
-        speed: of the machine, shared by its models.
+        speed: of its passes of late.
         separate: whether texts with different numbers of rows take several passes; see `passes`.
     """
 
-    def __init__(self, table: CostTable, *, most: int, speed: Speed | None = None, separate: bool = False) -> None:
+    def __init__(
+        self, table: CostTable, *, most: int, speed: Speed | Beside | None = None, separate: bool = False
+    ) -> None:
         self._table = table
         self._most = most
         self._speed = speed or Speed()

@@ -73,7 +73,9 @@ def to_distribution(logits: FloatArray, sampling: Sampling) -> FloatArray:
 
 def confidence(logits: FloatArray) -> float:
     """The probability of the most probable token at temperature 1; logits of shape (vocabulary,)."""
-    return 1 / float(np.exp(logits - logits.max()).sum(dtype=np.float64))
+    weights: FloatArray = np.subtract(logits, logits.max())
+    np.exp(weights, out=weights)
+    return 1 / float(_column_sums(weights).sum())
 
 
 def one_hot(token: int, size: int, dtype: np.dtype[np.floating] | type[np.floating] = np.float32) -> FloatArray:

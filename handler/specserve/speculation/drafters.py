@@ -95,7 +95,7 @@ class Drafters:
         guessers: asked in this order, until one has something worth drafting.
         model: the draft model, where there is one.
         vocabulary: the width of the target's rows.
-        clock: seconds, for the cost of the model's passes.
+        clock: seconds, for what a draft of the model costs.
     """
 
     def __init__(
@@ -136,8 +136,9 @@ class Drafters:
             spent += prices.draft(sum(pending))
             for text, count in zip(texts, pending, strict=True):
                 spent -= self.controller.invest(text.sequence, count, prices)
+            begun = self._clock()
             try:
-                logits = self._model.read(texts, self._clock)
+                logits = self._model.read(texts)
             except DraftError as error:
                 logger.error("specserve: %s Decoding goes on without it.", error)
                 self._model = None
@@ -149,6 +150,7 @@ class Drafters:
                     continue
                 rows[index] += 1
                 self._guess(wishes[index], proposals[index], rows, prices)
+            self._model.took(self._clock() - begun)
         return proposals, spent
 
     def keep(self, sequence: Sequence, length: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -56,6 +55,7 @@ class DraftModel:
         self._vocabulary = vocabulary
         self._context_length = context_length
         self._readers: dict[int, Sequence] = {}
+        self._last = 0, 0
 
     @property
     def cells(self) -> int:
@@ -72,7 +72,7 @@ class DraftModel:
         begin = len(text) - self.pending(text)
         return max((*tokens[begin:], *text.drafts[max(0, begin - len(tokens)) :]), default=0) < self._engine.width
 
-    def read(self, texts: list[Text], clock: Callable[[], float]) -> dict[int, FloatArray]:
+    def read(self, texts: list[Text]) -> dict[int, FloatArray]:
         """Read what is new of these texts in one pass.
 
         Returns:
@@ -83,17 +83,22 @@ class DraftModel:
             DraftError: the pass failed.
         """
         rows, complete = self._unread(texts)
+        self._last = len(rows), self.cells
         if not rows:
             return {}
-        cells, started = self.cells, clock()
         try:
             logits = run_pass(self._engine, rows, self._cost)
         except EngineError as error:
             raise DraftError(f"The draft model failed: {error}") from error
         if not np.isfinite(logits.max(initial=0.0)):
             raise DraftError("The draft model failed: its logits are not finite.")
-        self._cost.observe([len(rows)], cells, clock() - started)
         return {index: self._fitted(row) for index, row in zip(complete, logits, strict=True)}
+
+    def took(self, seconds: float) -> None:
+        """So long were the last pass and what was done with its logits; the cost of the next ones follows."""
+        rows, cells = self._last
+        if rows:
+            self._cost.observe([rows], cells, seconds)
 
     def _unread(self, texts: list[Text]) -> tuple[list[Row], list[int]]:
         """Rows of what is new, and which texts are read to their end with them."""

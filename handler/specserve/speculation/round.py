@@ -122,7 +122,6 @@ def run_round(
     counts = [count + len(proposal.tokens) for count, proposal in zip(fed, proposals, strict=True)]
     expected = controller.target.together(counts, cells)
     plain = controller.target.together(fed, cells)
-    controller.target.observe(counts, cells, verified - drafted)
     spent += expected
     deciding = sum(plan.decides for plan in plans)
     first = 0
@@ -151,7 +150,10 @@ def run_round(
                 sequence.target_cached += plan.rows
         except (FloatingPointError, ConstraintError) as error:
             failed.append((sequence, error))
-    return Report(Times(drafted - started, verified - drafted, clock() - verified), failed)
+    done = clock()
+    # What is decided from the rows belongs to their price: a row more is a distribution more.
+    controller.target.observe(counts, cells, done - drafted)
+    return Report(Times(drafted - started, verified - drafted, done - verified), failed)
 
 
 def _noise(sequence: Sequence) -> Noise:

@@ -62,7 +62,7 @@ class Server:
     def post(self, body: object = None, *, route: str = "/v1/completions", **options: Any) -> requests.Response:
         """A plain POST with the token."""
         headers = {"Authorization": f"Bearer {self.key}", **options.pop("headers", {})}
-        content = options or {"json": body}
+        content = options if "data" in options else {"json": body, **options}
         return requests.post(self.url + route, headers=headers, timeout=60, **content)
 
     def get(self, route: str) -> requests.Response:

@@ -220,6 +220,14 @@ def test_clients_that_leave_their_streams_free_their_slots(server: Server) -> No
     assert time.monotonic() - begun < all_read / 2
 
 
+def test_a_client_that_leaves_a_whole_answer_frees_its_slots_too(server: Server) -> None:
+    """A hundred answers of 480 tokens take a minute; a request that would wait for them runs into its own timeout."""
+    many = {"prompt": PROMPT, "n": 100, "max_tokens": 480, "ignore_eos": True, "stream": False}
+    # The call returns with the status, which is settled after two seconds.
+    server.post(many, stream=True).close()
+    assert complete(server, max_tokens=1, timeout=20).usage.completion_tokens == 1
+
+
 def test_the_worker_never_stumbled(server: Server) -> None:
     """The last test of this file: nothing above raised in the handler or restarted the worker."""
     log = server.log()

@@ -95,8 +95,8 @@ class HandlerConfig(_Section):
     context_length: int = Field(default=4096, ge=64, description="Tokens of prompt and answer, each sequence.")
     threads: int | None = Field(default=None, ge=1, description="Compute threads; default: the usable cores.")
     prefill_rows: int = Field(default=64, ge=4, le=512, description="The most rows of prompts in a round.")
-    max_round_ms: float = Field(
-        default=250.0, ge=1, description="While answers are written, prompts take no more rows than fit in a round."
+    max_wait_ms: float = Field(
+        default=250.0, ge=1, description="The most that a prompt makes those wait who are being answered, each round."
     )
     idle_tokens: int = Field(
         default=16384, ge=0, description="Tokens of finished answers kept in the caches, for prompts that begin alike."

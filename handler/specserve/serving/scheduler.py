@@ -60,14 +60,14 @@ class Scheduler:
         *,
         prefill_rows: int,
         idle_tokens: int,
-        max_round_seconds: float = math.inf,
+        max_wait_seconds: float = math.inf,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._target = target
         self._drafters = drafters
         self._prefill_rows = prefill_rows
         self._idle_tokens = idle_tokens
-        self._max_round_seconds = max_round_seconds
+        self._max_wait_seconds = max_wait_seconds
         self._clock = clock
         self._releases = 0
         self._slots = [Slot() for _ in range(target.n_slots)]
@@ -231,21 +231,18 @@ class Scheduler:
     def _chunk(self, decoding: list[Plan]) -> int:
         """How many rows of prompts a round should have: those that take the least time each.
 
-        While others decode, no more than let nobody wait too long; of equals, the most.
+        While others decode, no more than let nobody wait too long beyond their own round; of equals, the most.
         """
-        controller = self._drafters.controller
+        cost = self._drafters.controller.target
         cells = self._target.reach([generation.sequence.slot for generation in self._live])
-        drafts = [min(plan.gamma, _TYPICAL_DRAFTS) for plan in decoding]
-        rows = [1 + count for count in drafts]
-        left = self._max_round_seconds if decoding else math.inf
-        if controller.draft:
-            left -= max(drafts, default=0) * controller.draft.seconds(len(decoding), 0)
-        before = controller.target.together(rows, cells)
+        rows = [1 + min(plan.gamma, _TYPICAL_DRAFTS) for plan in decoding]
+        longest = self._max_wait_seconds if decoding else math.inf
+        before = cost.together(rows, cells)
         least = min(_LEAST_CHUNK, self._prefill_rows)
         chunks = range(least, self._prefill_rows + 1)
-        takes = {chunk: controller.target.together([*rows, chunk], cells) for chunk in chunks}
-        fitting = [chunk for chunk in chunks if takes[chunk] <= left] or [least]
-        a_row = {chunk: (takes[chunk] - before) / chunk for chunk in fitting}
+        takes = {chunk: cost.together([*rows, chunk], cells) - before for chunk in chunks}
+        fitting = [chunk for chunk in chunks if takes[chunk] <= longest] or [least]
+        a_row = {chunk: takes[chunk] / chunk for chunk in fitting}
         return max(chunk for chunk in fitting if a_row[chunk] <= _AS_GOOD * min(a_row.values()))
 
     def _release(self, generation: Generation) -> None:

@@ -100,7 +100,7 @@ class Handler:
             models.drafters,
             prefill_rows=config.prefill_rows,
             idle_tokens=config.idle_tokens,
-            max_round_seconds=config.max_round_ms / 1000,
+            max_wait_seconds=config.max_wait_ms / 1000,
         )
         self._exchanges: dict[str, Exchange] = {}
 

@@ -4,7 +4,7 @@ Clients stream answers to prompts that nobody has sent before. Closed loop: each
 Open loop: requests come at random at a rate, answered or not. The servers run side by side and take turns, so that
 one line of the result was measured in the same minutes as the next; a server that is not asked sleeps.
 
-    .venv/bin/python benchmarks/load.py [--config FILE] [--clients 1 2 4 8] [--rate 0.2] [--quick]
+    .venv/bin/python benchmarks/load.py [--config FILE] [--clients 1 2 4 8] [--rate 0.2] [--turns N]
 """
 
 from __future__ import annotations

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
 import requests
 
+from load import start_ours
 from machine import describe_machine
 from specserve.config import load_yaml
-from specserve.operations.places import DEFAULT_CONFIG, PROJECT
-from specserve.operations.state import State
+from specserve.operations.places import DEFAULT_CONFIG
 
 PROMPT = "def quicksort(items):\n"
 
@@ -69,22 +69,16 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=9700, help="the first of five free ports")
     parser.add_argument("--requests", type=int, default=20, help="measurements of each kind")
     options = parser.parse_args()
-    port = ["--port", str(options.port)]
-    serve = [PROJECT / "scripts" / "serve", "--config", options.config, *port, "--detach", "--no-auth"]
-    subprocess.run(serve, check=True, stdout=subprocess.DEVNULL)
-    try:
-        state = State.of(options.port)
-        url = f"http://127.0.0.1:{state.ports.inference}/predictions/qwen/1.0/v1/completions"
-        with requests.Session() as session:
-            for measure in (one_request, one_call):
-                measure(session, url)
-            counts = range(options.requests)
-            rows = [
-                row("request", [one_request(session, url) for _ in counts]),
-                row("call", [one_call(session, url) for _ in counts]),
-            ]
-    finally:
-        subprocess.run([PROJECT / "scripts" / "stop", *port], check=True, stdout=subprocess.DEVNULL)
+    with ExitStack() as stack:
+        url = f"{start_ours(stack, options.config, options.port)}/v1/completions"
+        session = stack.enter_context(requests.Session())
+        for measure in (one_request, one_call):
+            measure(session, url)
+        counts = range(options.requests)
+        rows = [
+            row("request", [one_request(session, url) for _ in counts]),
+            row("call", [one_call(session, url) for _ in counts]),
+        ]
     for entry in rows:
         print(f"{entry['what']:8} {entry['milliseconds']:6.2f} ms  {entry['spread']}")
     _, handler = load_yaml(options.config)

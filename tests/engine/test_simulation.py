@@ -43,12 +43,12 @@ def test_what_is_easy_in_parts_is_faster_in_these(kind: str) -> None:
 
 
 def test_a_story_that_ends_in_code_is_drafted_again_within_a_few_tokens() -> None:
-    """Its second half is easy; with all of that drafted by threes, three quarters of its tokens would be drafts."""
+    """Its second half is easy; drafted by threes from its first token on, three quarters of that would be drafts."""
     recording = synthetic("story then code")
     simulation = Simulation(*MACHINES[SLOW], ADAPTIVE)
     _, sequence = simulation.run(recording)
     easy = len(recording.answer) // 2
-    assert sequence.account.accepted > 0.6 * 0.75 * easy
+    assert sequence.account.accepted > 0.5 * easy
 
 
 @pytest.mark.parametrize("machine", MACHINES)

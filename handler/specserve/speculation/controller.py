@@ -32,8 +32,8 @@ _LOSS = 0.01
 _LOSS_STEPS = 4.0
 # What reading up has to bring, in units of its cost: more each time that a text is given up and taken up again, and
 # more where only the end of the text is read, since such drafts are worse.
-_DUE = 1.5
-_AGAIN = 1.1
+_DUE = 1.25
+_AGAIN = 1.25
 _CUT = 2.0
 
 

@@ -81,6 +81,23 @@ def acceptance(result: dict[str, Any], out: Path) -> None:
     save(figure, out)
 
 
+def by_gamma(result: dict[str, Any], out: Path) -> None:
+    """What every fixed number of drafts a round makes of each family, and the controller beside them."""
+    greedy = [row for row in result["rows"] if not row["temperature"]]
+    gammas = sorted({int(row["mode"].split()[1]) for row in greedy if row["mode"].startswith("fixed ")})
+    figure, axes = plt.subplots(figsize=(9, 4))
+    for family in dict.fromkeys(row["family"] for row in greedy):
+        ratios = {row["mode"]: row["ratio"] for row in greedy if row["family"] == family}
+        heights = [ratios[f"fixed {gamma}"] for gamma in gammas]
+        (line,) = axes.plot(range(len(gammas)), heights, marker="o", markersize=3, label=family)
+        axes.plot(len(gammas), ratios["adaptive"], marker="*", markersize=11, color=line.get_color())
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(gammas) + 1), [*map(str, gammas), "adaptive"])
+    axes.set(xlabel="drafts a round", ylabel="speed, plain decoding = 1", title="Greedy, by how far is guessed")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    save(figure, out)
+
+
 def under_load(result: dict[str, Any], out: Path) -> None:
     """What clients get, by how many there are: tokens a second of all, and what each waits for."""
     rows = [row for row in result["rows"] if row["load"].endswith(" clients") and "tokens_per_second" in row]
@@ -120,10 +137,9 @@ def draw(result: dict[str, Any], stem: str, out: Path) -> None:
         by_family(result, f"SIMULATION, {_first_machine(result)}: every policy on the same texts", out / f"{stem}.svg")
     elif kind == "decode":
         by_family(result, f"{result['models']['target']}", out / f"{stem}.svg")
-        if sum(row["mode"].startswith("fixed ") for row in result["rows"]) > 2 * len(
-            {r["family"] for r in result["rows"]}
-        ):
+        if len({row["mode"] for row in result["rows"] if row["mode"].startswith("fixed ")}) > 2:
             acceptance(result, out / f"{stem}-acceptance.svg")
+            by_gamma(result, out / f"{stem}-gamma.svg")
     elif kind == "against_llama_server":
         by_family(result, "Same files, same machine: llama-server's settings and ours", out / f"{stem}.svg")
     elif kind == "load":

@@ -93,6 +93,13 @@ def _run(home: Path, *command: str) -> None:
         raise EnvironmentFailure(f"llama-server cannot be built: {Path(command[0]).name} failed; see {home}/log.")
 
 
+def events(response: requests.Response) -> Iterator[dict[str, Any]]:
+    """The objects of a stream as they come, but for the mark at its end."""
+    for line in response.iter_lines(chunk_size=1):
+        if line.startswith(b"data: ") and line != b"data: [DONE]":
+            yield json.loads(line.removeprefix(b"data: "))
+
+
 class Server:
     """One llama-server on a port of its own, at `url`."""
 
@@ -146,9 +153,7 @@ class Server:
         with requests.post(url, json=body, stream=True, timeout=patience) as response:
             if not response.ok:
                 raise EnvironmentFailure(f"llama-server answered {response.status_code}; see {self._log}.")
-            for line in response.iter_lines(chunk_size=1):
-                if line.startswith(b"data: "):
-                    yield json.loads(line.removeprefix(b"data: "))
+            yield from events(response)
 
     def pause(self) -> None:
         """Stop the process where it is; it uses no core until it is resumed."""

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from decode import read_tasks
-from llama_server import Server, build
+from llama_server import Server, build, events
 from machine import describe_machine
 from specserve.config import HandlerConfig, load_yaml, usable_cores
 from specserve.operations.archive import resolve
@@ -106,24 +106,16 @@ def ask(endpoint: Endpoint, prompt: str, longest: int) -> Answer:
             f"{endpoint.url}/v1/completions", json=body | endpoint.extra, stream=True, timeout=ANSWERED_WITHIN_SECONDS
         ) as response:
             response.raise_for_status()
-            for line in response.iter_lines(chunk_size=1):
-                read_event(line, answer)
+            for event in events(response):
+                if any(choice.get("text") for choice in event.get("choices", ())):
+                    answer.pieces.append(perf_counter())
+                if event.get("usage"):
+                    answer.tokens = event["usage"]["completion_tokens"]
     except (requests.RequestException, ValueError, KeyError) as error:
         answer.error = f"{type(error).__name__}: {error}"
     if not answer.error and not answer.pieces:
         answer.error = "no text"
     return answer
-
-
-def read_event(line: bytes, answer: Answer) -> None:
-    """Count what a line of the stream brings."""
-    if not line.startswith(b"data: ") or line == b"data: [DONE]":
-        return
-    event = json.loads(line.removeprefix(b"data: "))
-    if any(choice.get("text") for choice in event.get("choices", ())):
-        answer.pieces.append(perf_counter())
-    if event.get("usage"):
-        answer.tokens = event["usage"]["completion_tokens"]
 
 
 def closed(endpoint: Endpoint, clients: int, number: int, longest: int) -> list[Answer]:
@@ -170,6 +162,13 @@ def in_turns(
         summarise(load, endpoint, answers) | {"mib": mebibytes}
         for answers, mebibytes, endpoint in zip(taken, held, endpoints, strict=True)
     ]
+
+
+def read_results(path: Path | None) -> dict[str, list[dict[str, Any]]]:
+    """The rows of loads that an earlier run has kept."""
+    if path is None or not path.exists():
+        return {}
+    return dict(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
 
 
 def _run_all(threads: list[threading.Thread]) -> None:
@@ -278,8 +277,12 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2, help="that every server has of each load")
     parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of an answer")
     parser.add_argument("--ours", action="store_true", help="without llama-server")
+    parser.add_argument("--results", type=Path, help="keep loads here, a line each, and take up those that are there")
     options = parser.parse_args()
-    rows = []
+    loads = {f"{clients} clients": partial(closed, clients=clients) for clients in options.clients}
+    loads |= {f"{rate} a second": partial(opened, rate=rate) for rate in options.rate}
+    numbers = {f"{clients} clients": options.requests * clients for clients in options.clients}
+    known = read_results(options.results)
     with ExitStack() as stack:
         theirs = [] if options.ours else start_theirs(stack, options.config)
         ours = start_ours(stack, options.config, options.port)
@@ -287,13 +290,15 @@ def main() -> None:
         modes = [Endpoint(f"specserve {mode}", ours, {"speculation": {"mode": mode}}, held) for mode in ("auto", "off")]
         for endpoint in [*modes, *theirs]:
             ask(endpoint, prompts(1)[0], 8)
-        for clients in options.clients:
-            number = options.requests * clients
-            turn = partial(closed, clients=clients, number=number, longest=options.longest)
-            rows += in_turns(f"{clients} clients", [*modes, *theirs], turn, options.turns)
-        for rate in options.rate:
-            turn = partial(opened, rate=rate, number=options.requests * SLOTS, longest=options.longest)
-            rows += in_turns(f"{rate} a second", [*modes, *theirs], turn, options.turns)
+        for load, asking in loads.items():
+            if load in known:
+                continue
+            turn = partial(asking, number=numbers.get(load, options.requests * SLOTS), longest=options.longest)
+            known[load] = in_turns(load, [*modes, *theirs], turn, options.turns)
+            if options.results:
+                with options.results.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps([load, known[load]]) + "\n")
+    rows = [row for load in loads for row in known[load]]
     show(rows)
     _, handler = load_yaml(options.config)
     result = {"benchmark": "load", "machine": describe_machine(), "models": {"target": handler.model_id}}

@@ -39,6 +39,17 @@ STREAMS = 8
 STREAMED = 64
 
 
+def archive_echo(store: Path) -> None:
+    """Write echo.mar into a server's model store; what stands for torch in our own archive comes with it."""
+    with tempfile.TemporaryDirectory() as directory, zipfile.ZipFile(store / "qwen.mar") as ours:
+        handler, torch = Path(directory) / "echo.py", Path(directory) / "torch.py"
+        handler.write_text(ECHO, encoding="utf-8")
+        torch.write_bytes(ours.read("torch.py"))
+        named: list[str | Path] = ["--model-name", "echo", "--version", "1.0", "--extra-files", torch]
+        archiver = Path(sys.executable).parent / "torch-model-archiver"
+        subprocess.run([archiver, *named, "--handler", handler, "--export-path", store, "--force"], check=True)
+
+
 class Neighbours:
     """A TorchServe with an echo and, at times, this project's model."""
 
@@ -46,14 +57,7 @@ class Neighbours:
         self._inference = f"http://127.0.0.1:{state.ports.inference}"
         self._models = f"http://127.0.0.1:{state.ports.management}/models"
         self._session = requests.Session()
-        store = state.model_store
-        with tempfile.TemporaryDirectory() as directory:
-            handler, torch = Path(directory) / "echo.py", Path(directory) / "torch.py"
-            handler.write_text(ECHO, encoding="utf-8")
-            torch.write_bytes(zipfile.ZipFile(store / "qwen.mar").read("torch.py"))
-            named: list[str | Path] = ["--model-name", "echo", "--version", "1.0", "--extra-files", torch]
-            archiver = Path(sys.executable).parent / "torch-model-archiver"
-            subprocess.run([archiver, *named, "--handler", handler, "--export-path", store, "--force"], check=True)
+        archive_echo(state.model_store)
         self._register("echo")
 
     def _register(self, name: str) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +29,7 @@ from specserve.sequence import SamplingParams, Sequence, SpeculationParams
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler
 from specserve.speculation.controller import Controller
-from specserve.speculation.cost import Beside, Cost, CostTable, Speed
+from specserve.speculation.cost import Beside, Cost, CostTable, Speed, passes
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.guessers import LookupDrafter
 from specserve.speculation.model import DraftModel
@@ -72,63 +74,95 @@ class Clock:
         return self.now
 
 
-class Tape:
-    """An engine of one slot that answers what was recorded, and takes as long as its cost says."""
+@dataclass(frozen=True)
+class Played:
+    """A recorded text that is being written again, and the numbers that its tokens have here.
 
-    n_slots = 1
+    Token 0 is none of any text's; the one behind all names is the first of this text, so that no two begin alike.
+    """
+
+    recording: Recording
+    sequence: Sequence
+    names: dict[int, int]
+
+    @classmethod
+    def begin(cls, recording: Recording, number: int, vocabulary: int, speculation: SpeculationParams) -> Played:
+        """Text `number` of those that are written together."""
+        known = dict.fromkeys([*recording.prompt, *recording.answer])
+        names = {token: place for place, token in enumerate(known, 1)}
+        prompt = [vocabulary - 1 - number, *(names[token] for token in recording.prompt)]
+        greedy = SamplingParams(temperature=0)
+        return cls(recording, Sequence(prompt, greedy, speculation, max_tokens=len(recording.answer)), names)
+
+
+class Tape:
+    """An engine that answers what was recorded, and takes as long as its cost says.
+
+    Args:
+        texts: all that are written, those that wait for a slot included.
+        width: of the vocabulary.
+        cost: of a pass.
+        clock: what passes move.
+        n_slots: how many texts are written at a time.
+        draft: whether this is the draft model, whose slots share a cache.
+    """
+
     max_rows = 128
     max_logits = 64
     slot_length = CONTEXT
-    separate = False
 
-    def __init__(self, cost: Cost, clock: Clock, *, draft: bool) -> None:
+    def __init__(self, texts: list[Played], width: int, cost: Cost, clock: Clock, n_slots: int, *, draft: bool) -> None:
+        self._texts = texts
         self._cost = cost
         self._clock = clock
         self._draft = draft
-        self._held = 0
-        self.width = 0
-
-    def play(self, recording: Recording, sequence: Sequence, names: dict[int, int]) -> None:
-        """From now on answer for this text, whose tokens have these numbers."""
-        self._recording = recording
-        self._sequence = sequence
-        self._names = names
-        self.width = len(names) + 1 + _OTHERS
-        self._held = 0
+        self._lengths = [0] * n_slots
+        self.n_slots = n_slots
+        self.separate = not draft and n_slots > 1
+        self.width = width
 
     def forward(self, rows: list[Row]) -> FloatArray:
         """What was recorded behind each row; see `Engine.forward`."""
-        self._clock.now += self._cost.seconds(len(rows), self._held)
-        self._held = rows[-1].position + 1
-        start = self._sequence.draft_start if self._draft else 0
-        first = len(self._recording.prompt) - 1
-        return np.array([self._row(start + row.position - first) for row in rows if row.wants_logits], np.float32)
+        counts = Counter(row.slot for row in rows)
+        cells = self.reach(counts)
+        if self.separate:
+            sizes = passes([counts[slot] for slot in range(self.n_slots)])
+            self._clock.now += sum(self._cost.exactly(size, cells) for size in sizes)
+        else:
+            self._clock.now += self._cost.exactly(len(rows), cells)
+        for row in rows:
+            self._lengths[row.slot] = row.position + 1
+        return np.array([self._row(row) for row in rows if row.wants_logits], np.float32)
 
-    def _row(self, place: int) -> list[float]:
-        recording = self._recording
+    def _row(self, asked: Row) -> list[float]:
+        # The text that came last into a slot is the one that is there.
+        text = next((text for text in reversed(self._texts) if text.sequence.slot == asked.slot), self._texts[0])
+        recording = text.recording
+        start = text.sequence.draft_start if self._draft else 0
+        place = start + asked.position - (text.sequence.prompt_length - 1)
         place = min(max(0, place), len(recording.answer) - 1)
         right = recording.hit[place] if self._draft else True
         sure = recording.draft_sure[place] if self._draft else recording.sure[place]
-        favourite = self._names[recording.answer[place]] if right else 0
+        favourite = text.names[recording.answer[place]] if right else 0
         sure = min(1 - 1e-6, max(sure, 1.5 / self.width))
         row = [float(np.log((1 - sure) / (self.width - 1)))] * self.width
         row[favourite] = float(np.log(sure))
         return row
 
-    def held(self, _slot: int) -> int:
-        """How many tokens there are."""
-        return self._held
+    def held(self, slot: int) -> int:
+        """How many tokens a slot holds."""
+        return self._lengths[slot]
 
-    def reach(self, _slots: Iterable[int]) -> int:
-        """The same: there is one slot only."""
-        return self._held
+    def reach(self, slots: Iterable[int]) -> int:
+        """How many tokens a row walks over."""
+        return max((self._lengths[slot] for slot in slots), default=0) if self.separate else sum(self._lengths)
 
-    def cut(self, _slot: int, length: int) -> None:
+    def cut(self, slot: int, length: int) -> None:
         """Forget what is behind."""
-        self._held = min(self._held, length)
+        self._lengths[slot] = min(self._lengths[slot], length)
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """There is one slot only."""
+        """Take over the beginning of another slot; no two texts begin alike."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -157,41 +191,65 @@ class Simulation:
         draft: that of the draft.
         speculation: the policy.
         window: how far back the draft reads.
+        slots: how many texts it writes at a time.
+        max_wait_seconds: what a prompt may make those wait who are being answered.
     """
 
-    def __init__(self, target: CostTable, draft: CostTable, speculation: SpeculationParams, window: int = 256) -> None:
+    def __init__(
+        self,
+        target: CostTable,
+        draft: CostTable,
+        speculation: SpeculationParams,
+        *,
+        window: int = 256,
+        slots: int = 1,
+        max_wait_seconds: float = math.inf,
+    ) -> None:
         self._clock = Clock()
-        costs = [Cost(table, most=64) for table in (target, draft)]
-        self._tapes = [Tape(cost, self._clock, draft=draft) for cost, draft in zip(costs, (False, True), strict=True)]
+        self._tables = target, draft
         speed = Speed()
         self._draft_cost = Cost(draft, most=64, speed=Beside(speed))
-        self._controller = Controller(Cost(target, most=64, speed=speed), self._draft_cost)
+        self._controller = Controller(Cost(target, most=64, speed=speed, separate=slots > 1), self._draft_cost)
         self._speculation = speculation
         self._window = window
+        self._slots = slots
+        self._max_wait_seconds = max_wait_seconds
 
     def run(self, recording: Recording) -> tuple[float, Sequence]:
         """Seconds behind the first token, and the sequence with its account."""
-        known = dict.fromkeys([*recording.prompt, *recording.answer])
-        names = {token: number for number, token in enumerate(known, 1)}
-        prompt = [names[token] for token in recording.prompt]
-        sequence = Sequence(prompt, SamplingParams(temperature=0), self._speculation, max_tokens=len(recording.answer))
-        for tape in self._tapes:
-            tape.play(recording, sequence, names)
-        target, draft = self._tapes
-        model = DraftModel(
-            draft,
-            self._draft_cost,
-            window=self._window,
-            max_rows=64,
-            vocabulary=target.width,
-            context_length=CONTEXT,
+        _, (sequence,) = self.together([recording])
+        return sequence.account.decode_seconds, sequence
+
+    def together(self, recordings: list[Recording]) -> tuple[list[float], list[Sequence]]:
+        """Seconds until each of the texts is written that are asked for at once, and the sequences."""
+        width = max(len({*r.prompt, *r.answer}) for r in recordings) + 1 + _OTHERS
+        texts = [Played.begin(r, number, width, self._speculation) for number, r in enumerate(recordings)]
+        target, draft = (
+            Tape(texts, width, Cost(table, most=64), self._clock, self._slots, draft=is_draft)
+            for table, is_draft in zip(self._tables, (False, True), strict=True)
         )
-        drafters = Drafters(self._controller, LookupDrafter(), model=model, vocabulary=target.width, clock=self._clock)
-        scheduler = Scheduler(target, drafters, prefill_rows=64, idle_tokens=0, clock=self._clock)
-        scheduler.submit(Generation(sequence, Endless(200), []))
+        model = DraftModel(
+            draft, self._draft_cost, window=self._window, max_rows=64, vocabulary=width, context_length=CONTEXT
+        )
+        scheduler = Scheduler(
+            target,
+            Drafters(self._controller, LookupDrafter(), model=model, vocabulary=width, clock=self._clock),
+            prefill_rows=64,
+            idle_tokens=0,
+            max_wait_seconds=self._max_wait_seconds,
+            clock=self._clock,
+        )
+        generations = [Generation(text.sequence, Endless(200), []) for text in texts]
+        for generation in generations:
+            scheduler.submit(generation)
+        begun = self._clock()
+        ends: dict[Generation, float] = {}
         while scheduler.busy:
             scheduler.step()
-        return sequence.account.decode_seconds, sequence
+            for generation in generations:
+                if generation.done:
+                    ends.setdefault(generation, self._clock() - begun)
+        return [ends[generation] for generation in generations], [text.sequence for text in texts]
 
 
 def oracle(recording: Recording, target: Cost, draft: Cost, most: int = 16) -> float:

@@ -76,12 +76,24 @@ class SpeculationConfig(_Section):
     gamma: int = Field(default=3, ge=1, le=32, description="Draft tokens a round where the mode is fixed.")
     max_gamma: int = Field(default=16, ge=1, le=32, description="The most a round may have, whoever asks.")
     window: int = Field(default=256, ge=16, description="How far back the draft model reads where it joins a text.")
+    holdback: float = Field(
+        default=0.02, ge=0, le=0.5, description="The share of requests that go without, to measure what it brings."
+    )
 
     @model_validator(mode="after")
     def _default_within_cap(self) -> SpeculationConfig:
         if self.gamma > self.max_gamma:
             raise ValueError("`gamma` may not be larger than `max_gamma`")
         return self
+
+
+class TraceConfig(_Section):
+    """A record of every round, in JSON lines that scripts/report turns into a page."""
+
+    directory: Path = Field(description="Where the files lie.")
+    share: float = Field(default=1.0, gt=0, le=1, description="Of the requests.")
+    mebibytes: float = Field(default=100.0, gt=0, description="Of all files together; the oldest goes first.")
+    text: bool = Field(default=False, description="Whether what was written is kept in it.")
 
 
 class HandlerConfig(_Section):
@@ -95,14 +107,18 @@ class HandlerConfig(_Section):
     context_length: int = Field(default=4096, ge=64, description="Tokens of prompt and answer, each sequence.")
     threads: int | None = Field(default=None, ge=1, description="Compute threads; default: the usable cores.")
     prefill_rows: int = Field(default=64, ge=4, le=512, description="The most rows of prompts in a round.")
-    max_wait_ms: float = Field(
-        default=250.0, ge=1, description="The most that a prompt makes those wait who are being answered, each round."
+    max_wait_ms: float | None = Field(
+        default=None,
+        ge=1,
+        description="The most that a prompt makes those wait who are being answered, each round; default: 250, or what "
+        "ten passes of a row take where that is more, since smaller pieces cost more a token.",
     )
     idle_tokens: int = Field(
         default=16384, ge=0, description="Tokens of finished answers kept in the caches, for prompts that begin alike."
     )
     time_slice_ms: float = Field(default=40.0, ge=0, description="A handle() call decodes at least this long.")
     speculation: SpeculationConfig = SpeculationConfig()
+    trace: TraceConfig | None = None
 
     @field_validator("target")
     @classmethod

@@ -109,19 +109,22 @@ class Account:
     target_seconds: float = 0.0
     other_seconds: float = 0.0
     plain_seconds: float = 0.0
-    _last_accepted: list[str] = field(default_factory=list)
+    last_sources: list[str] = field(default_factory=list)
+    last_accepted: int = 0
 
     def add_round(self, sources: list[str], accepted: int) -> None:
         """Count one round of decoding, with the drafter of each draft; the round that ends a prefill is not one."""
         self.rounds += 1
         self.gammas[len(sources)] += 1
-        self._last_accepted = sources[:accepted]
+        self.last_sources, self.last_accepted = sources, accepted
         for place, drafter in enumerate(sources):
             self._tally(drafter, 1, int(place < accepted))
 
     def take_back(self, accepted: int) -> None:
         """The last of the drafts that the last round accepted stood behind the end of the text."""
-        for drafter in self._last_accepted[max(0, len(self._last_accepted) - accepted) :]:
+        stayed = self.last_sources[: self.last_accepted]
+        self.last_accepted = max(0, self.last_accepted - max(0, accepted))
+        for drafter in stayed[self.last_accepted :]:
             self._tally(drafter, 0, -1)
 
     @classmethod

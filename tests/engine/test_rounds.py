@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
+from itertools import count
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,10 +20,10 @@ from costs import flat, proportional
 from specserve.engine.fake import FakeEngine, FakeVocabulary
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams, Verification
 from specserve.serving.generation import Generation
-from specserve.serving.scheduler import Scheduler
+from specserve.serving.scheduler import Scheduler, longest_wait
 from specserve.speculation import drafters
 from specserve.speculation.controller import Controller
-from specserve.speculation.cost import Speed
+from specserve.speculation.cost import Cost, Speed
 from specserve.speculation.distribution import FloatArray, draw, to_distribution
 from specserve.speculation.drafters import Draft, Drafters, Proposal
 from specserve.speculation.guess import Guess
@@ -358,6 +359,17 @@ def test_a_long_prompt_does_not_cost_its_neighbours_their_drafts() -> None:
     assert short.sequence.account.mean_acceptance_length > 3
 
 
+def test_what_is_decided_from_a_pass_belongs_to_its_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    monkeypatch.setattr(Cost, "observe", lambda _cost, _counts, _cells, seconds: seen.append(seconds))
+    bench = Bench()
+    # Every look at this clock takes a second: one behind the pass, one behind what was decided.
+    bench.scheduler._clock = map(float, count()).__next__
+    bench.submit([1, 2, 3], gamma=0)
+    bench.scheduler.step()
+    assert seen == [2.0]
+
+
 @pytest.mark.parametrize("mode", [0, 3])
 def test_a_prompt_is_read_in_pieces_that_let_nobody_wait_longer_than_was_said(
     mode: int, monkeypatch: pytest.MonkeyPatch
@@ -376,6 +388,17 @@ def test_a_prompt_is_read_in_pieces_that_let_nobody_wait_longer_than_was_said(
     # Every row takes a second, and those of the stream itself are no wait.
     assert widest == 1 + mode + 20
     assert not short.done
+
+
+@pytest.mark.parametrize(("milliseconds", "seconds"), [(100.0, 0.1), (2000.0, 2.0), (None, 10.0)])
+def test_a_wait_is_as_configured_or_else_ten_passes_on_a_slow_machine(
+    milliseconds: float | None, seconds: float
+) -> None:
+    assert longest_wait(milliseconds, proportional(1.0)) == seconds
+
+
+def test_a_wait_is_a_quarter_of_a_second_unless_told_or_slow() -> None:
+    assert longest_wait(None, proportional(0.01)) == 0.25
 
 
 def test_a_prompt_that_nobody_waits_behind_is_read_as_fast_as_can_be() -> None:

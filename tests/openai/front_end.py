@@ -10,7 +10,7 @@ from typing import Any
 
 from constraints import AlternatingGrammars
 from costs import flat
-from specserve.config import HandlerConfig, ModelConfig
+from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
 from specserve.engine.fake import FakeEngine, FakeVocabulary
 from specserve.serving.chat import ChatTemplate
 from specserve.serving.loading import Models
@@ -39,6 +39,7 @@ class FrontEnd:
             sequences=SLOTS,
             context_length=256,
             time_slice_ms=0,
+            speculation=SpeculationConfig(holdback=0),
         )
         model = DraftModel(draft, flat(0.001), window=64, max_rows=32, vocabulary=200, context_length=4096)
         models = Models(
@@ -124,6 +125,7 @@ class FakeContext:
     def __init__(self, front_end: FrontEnd, order: list[str]) -> None:
         self.model_name = "qwen"
         self.model_yaml_config: dict[str, Any] = {}
+        self.metrics: Any = None
         self.request_ids = dict(enumerate(order))
         self.stopping_criteria: list[Callable[[object], bool | None]] = []
         self.status: dict[int, int] = {}

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import requests
 
+from neighbour import archive_echo
 from server import Server, start, stop
 
 pytestmark = pytest.mark.server
 
-ECHO = '''
-def handle(data, context):
-    """Give every row its body back."""
-    return [row.get("body") or row.get("data") for row in data or []]
-'''
 LONG = {"prompt": "The quick brown fox", "max_tokens": 150, "temperature": 0, "ignore_eos": True}
 
 
@@ -46,16 +38,9 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def neighbour(server: Server, tmp_path: Path) -> Iterator[None]:
+def neighbour(server: Server) -> Iterator[None]:
     """Another model of this TorchServe, with a handler that has nothing of ours but what stands for torch here."""
-    handler, torch = tmp_path / "echo.py", tmp_path / "torch.py"
-    handler.write_text(ECHO)
-    with zipfile.ZipFile(server.state / "model_store" / "qwen.mar") as archive:
-        torch.write_bytes(archive.read("torch.py"))
-    archiver = Path(sys.executable).parent / "torch-model-archiver"
-    store = server.state / "model_store"
-    named = ["--model-name", "echo", "--version", "1.0", "--extra-files", str(torch)]
-    subprocess.run([archiver, *named, "--handler", handler, "--export-path", store, "--force"], check=True)
+    archive_echo(server.state / "model_store")
     answer = manage(server, "POST", "/models?url=echo.mar&initial_workers=1&synchronous=true")
     assert answer.ok, answer.text
     yield

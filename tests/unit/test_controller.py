@@ -25,6 +25,13 @@ def test_a_second_is_worth_what_plain_decoding_makes_of_it_and_more_where_drafts
     assert controller.prices([one], [1], (0, 0)).rate == pytest.approx(2.0)
 
 
+def test_whoever_waits_to_begin_makes_every_second_dearer() -> None:
+    controller = Controller(stairs(), flat(0.1))
+    alone = controller.prices([sequence()], [1, 8], (0, 0), waiting=0)
+    beside_three = controller.prices([sequence()], [1, 8], (0, 0), waiting=3)
+    assert beside_three.rate == pytest.approx(4 * alone.rate)
+
+
 def test_greedy_and_sampled_texts_teach_the_controller_apart() -> None:
     controller = Controller(stairs(), flat(0.1))
     before = controller.chance(sequence(SAMPLED), "model", 0.9)

@@ -16,10 +16,11 @@ ALLOWED = {
     "errors": set(),
     "config": {"errors"},
     "sequence": {"errors"},
+    "observability": {"errors"},
     "engine": {"errors", "sequence", "config"},
     "speculation": {"errors", "sequence", "config", "engine.base"},
-    "serving": {"errors", "sequence", "config", "engine", "speculation"},
-    "operations": {"errors", "config", "engine", "speculation"},
+    "serving": {"errors", "sequence", "config", "observability", "engine", "speculation"},
+    "operations": {"errors", "sequence", "config", "engine", "speculation"},
 }
 MATHEMATICS = ("distribution", "rejection", "noise", "cost", "gamma", "acceptance", "guess", "lookup", "follow")
 PURE = tuple(f"speculation/{name}.py" for name in MATHEMATICS)

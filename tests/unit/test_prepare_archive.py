@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -126,7 +127,11 @@ def test_the_archive_holds_the_handler_the_package_and_the_model_yaml(weights: P
         "batchSize": 12,
         "continuousBatching": True,
         "maxBatchDelay": 1,
-        "handler": {"model_id": "m", "target": {"path": str(weights)}, "sequences": 8},
+        "handler": {
+            "model_id": "m",
+            "target": {"path": str(weights), "sha256": hashlib.sha256(weights.read_bytes()).hexdigest()},
+            "sequences": 8,
+        },
     }
     assert (manifest["modelName"], manifest["modelVersion"]) == ("mine", "2.0")
     assert (manifest["handler"], manifest["configFile"]) == ("speculative_handler.py", "model.yaml")

@@ -124,6 +124,12 @@ class LlamaModel:
         """How many there are, and how many bytes they take."""
         return int(llama_cpp.llama_model_n_params(self.pointer)), int(llama_cpp.llama_model_size(self.pointer))
 
+    def description(self) -> str:
+        """Architecture, size and quantisation, as llama.cpp calls them."""
+        buffer = ctypes.create_string_buffer(128)
+        llama_cpp.llama_model_desc(self.pointer, buffer, len(buffer))
+        return buffer.value.decode("utf-8", errors="replace")
+
     def chat_template(self) -> str | None:
         """The Jinja template that the file carries for chats."""
         template = llama_cpp.llama_model_chat_template(self.pointer, None)

@@ -16,7 +16,7 @@ import yaml
 
 from specserve.config import load_yaml
 from specserve.errors import ConfigError, EnvironmentFailure
-from specserve.operations import command, places
+from specserve.operations import command, files, places
 from specserve.operations.prepare import Prepared, prepare
 
 ENTRY_POINT = places.SOURCE_ROOT / "speculative_handler.py"
@@ -66,10 +66,18 @@ def archive(config_file: Path, name: str = "qwen", version: str = "1.0") -> Path
 def resolve(document: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
     """Return the model YAML with the files to load in place of where to get them."""
     handler = {key: value for key, value in document["handler"].items() if key != "models_directory"}
-    handler["target"] = {"path": str(prepared.target)}
+    handler["target"] = _loaded(prepared.target)
     if prepared.draft:
-        handler["draft"] = {"path": str(prepared.draft)}
+        handler["draft"] = _loaded(prepared.draft)
+    if handler.get("trace"):
+        # A worker runs in a directory of TorchServe's.
+        directory = Path(handler["trace"]["directory"]).expanduser().absolute()
+        handler["trace"] = {**handler["trace"], "directory": str(directory)}
     return {**document, "handler": handler}
+
+
+def _loaded(path: Path) -> dict[str, str]:
+    return {"path": str(path), "sha256": files.checked(path, places.models_directory()).sha256}
 
 
 def stage(building: Path, document: dict[str, Any]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from specserve.engine.base import Vocabulary
 from specserve.errors import ConstraintError, RequestError
+from specserve.observability.records import End, Origin
 from specserve.sequence import Sequence, TokenScore
 from specserve.serving.detokenizer import TextStream
 
@@ -20,11 +22,25 @@ class WrittenToken(NamedTuple):
     offset: int
 
 
+@dataclass
+class Moments:
+    """When a text came to the scheduler, began to be read, and was given its first and its last token so far."""
+
+    submitted: float = 0.0
+    begun: float | None = None
+    first: float | None = None
+    last: float = 0.0
+
+
 class Generation:
     """A sequence together with the text its client sees."""
 
-    def __init__(self, sequence: Sequence, vocabulary: Vocabulary, stops: list[str]) -> None:
+    def __init__(
+        self, sequence: Sequence, vocabulary: Vocabulary, stops: list[str], origin: Origin | None = None
+    ) -> None:
         self.sequence = sequence
+        self.origin = origin or Origin()
+        self.moments = Moments()
         nothing_to_do = sequence.max_tokens == 0 and not sequence.scores_prompt
         self.finish_reason: FinishReason | None = "length" if nothing_to_do else None
         self.error: RequestError | None = None
@@ -50,6 +66,24 @@ class Generation:
                 status=500,
                 kind="server_error",
             )
+
+    def record(self, now: float) -> End:
+        """How it ended; one that is not done was left by its client."""
+        sequence, moments = self.sequence, self.moments
+        reason = "error" if self.error else self.finish_reason or "cancelled"
+        first, pace = moments.first, None
+        if first is not None and sequence.generated > 1:
+            pace = (moments.last - first) / (sequence.generated - 1)
+        return End(
+            self.origin,
+            reason,
+            prompt_tokens=sequence.prompt_length,
+            cached_tokens=sequence.reused,
+            tokens=sequence.generated,
+            waited=(now if moments.begun is None else moments.begun) - moments.submitted,
+            first=None if first is None else first - moments.submitted,
+            pace=pace or None,
+        )
 
     def read_new_tokens(self) -> None:
         """Turn what a round decided into text, and end at EOS, a stop string or the last allowed token.

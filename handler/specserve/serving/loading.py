@@ -58,12 +58,14 @@ class Models:
 def load_models(config: HandlerConfig) -> Models:
     """Load target and draft, refuse a pair that does not fit, and measure what a step of each takes.
 
+    A draft that cannot be read is left out.
+
     Raises:
-        ModelLoadError: a file is missing or unusable, or the pair does not match.
+        ModelLoadError: the target's file is missing or unusable, or the pair does not match.
     """
     target_model = LlamaModel(_path(config.target))
     _check_context(target_model, config)
-    draft_model = None if config.draft is None else LlamaModel(_path(config.draft))
+    draft_model = None if config.draft is None else _draft_model(config.draft)
     if draft_model is not None:
         check_same_vocabulary(target_model, draft_model)
     if has_tiny_blas():
@@ -81,6 +83,15 @@ def load_models(config: HandlerConfig) -> Models:
         chat_template=_chat_template(target_model),
         invariance=_measured_invariance(target, config),
     )
+
+
+def _draft_model(config: ModelConfig) -> LlamaModel | None:
+    """The draft model; a file that cannot be read costs speed, and no more: it is said, and texts are written."""
+    try:
+        return LlamaModel(_path(config))
+    except ModelLoadError as error:
+        logger.error("specserve: %s Serving goes on without the draft model.", error)
+        return None
 
 
 def open_engines(

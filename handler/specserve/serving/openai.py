@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from specserve.config import HandlerConfig
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
+from specserve.observability.records import Group, Origin
 from specserve.sequence import Constraint, SamplingParams, Sequence, SpeculationParams, Verification
 from specserve.serving.generation import Generation
 from specserve.serving.requests import (
@@ -48,6 +49,8 @@ _BYTES_PER_TOKEN = 8
 # has to hold with those of its neighbours (max_response_size in config/config.properties).
 _SCORE_BYTES = 80
 _MAX_RESPONSE_BYTES = 16 * 2**20
+# Characters of a client's word for a kind of prompt.
+_LONGEST_FAMILY = 32
 
 
 @dataclass(frozen=True)
@@ -132,19 +135,34 @@ def to_generations(
     vocabulary: Vocabulary,
     grammars: Grammars,
     config: HandlerConfig,
+    *,
+    identity: str = "",
+    held_back: bool = False,
 ) -> list[list[Generation]]:
     """The candidates for an answer to each prompt.
+
+    Args:
+        request: as validated.
+        prompts: its prompts.
+        vocabulary: of the target.
+        grammars: what makes constraints.
+        config: of the server.
+        identity: of the request.
+        held_back: whether it is for the control group, if it does not ask for drafts of its own.
 
     Raises:
         RequestError: 400; a prompt, a grammar or `speculation` does not fit.
     """
     sampling = _sampling(request, vocabulary)
-    speculation = _speculation(request, sampling, config)
+    group = _group(request, config, held_back=held_back)
+    family = (request.metadata or {}).get("prompt_family", "")[:_LONGEST_FAMILY]
+    speculation = _speculation(request, sampling, config, group)
     grammar = _grammar(request, grammars)
     guess = "" if request.prediction is None else text_of(request.prediction.content)
     prediction = Tokenizer(vocabulary, config).prediction(guess)
     several = request.candidates > request.choices
-    result = []
+    result: list[list[Generation]] = []
+    stops = list(request.stop or [])
     for prompt in prompts:
         wanted = _answer_length(request, prompt, config)
         sequences = [
@@ -162,7 +180,9 @@ def to_generations(
             )
             for choice in range(request.candidates)
         ]
-        result.append([Generation(sequence, vocabulary, list(request.stop or [])) for sequence in sequences])
+        first = len(result) * request.candidates
+        origins = [Origin(identity, first + number, family, group) for number in range(request.candidates)]
+        result.append([Generation(s, vocabulary, stops, o) for s, o in zip(sequences, origins, strict=True)])
     _check_response(request, result)
     return result
 
@@ -228,25 +248,35 @@ def _grammar(request: GenerationRequest, grammars: Grammars) -> Grammar | None:
     return None
 
 
-def _speculation(request: GenerationRequest, sampling: SamplingParams, config: HandlerConfig) -> SpeculationParams:
+def _group(request: GenerationRequest, config: HandlerConfig, *, held_back: bool) -> Group:
+    """Who decides on the drafts of a request; one that asks for nothing of its own may be held back."""
+    if request.speculation is not None and request.speculation.mode != "auto":
+        return request.speculation.mode
+    if request.speculation is None and held_back and config.speculation.mode == "auto":
+        return "holdback"
+    return config.speculation.mode
+
+
+def _speculation(
+    request: GenerationRequest, sampling: SamplingParams, config: HandlerConfig, group: Group
+) -> SpeculationParams:
     options = request.speculation or SpeculationOptions()
     drafter = None if options.drafter == "auto" else options.drafter
     if config.draft is None and drafter == "model":
         raise _invalid("speculation.drafter", "This server has no draft model.")
-    mode = config.speculation.mode if options.mode == "auto" else options.mode
     return SpeculationParams(
-        gamma=_gamma(options, mode, config),
+        gamma=_gamma(options, group, config),
         verification=options.verification or _verification(sampling),
         drafter=drafter,
-        adaptive=mode == "auto",
+        adaptive=group == "auto",
     )
 
 
-def _gamma(options: SpeculationOptions, mode: Literal["auto", "fixed", "off"], config: HandlerConfig) -> int:
+def _gamma(options: SpeculationOptions, group: Group, config: HandlerConfig) -> int:
     """How many drafts a round may have."""
     limits = config.speculation
-    if mode != "fixed":
-        return limits.max_gamma if mode == "auto" else 0
+    if group != "fixed":
+        return limits.max_gamma if group == "auto" else 0
     if options.gamma is None:
         return limits.gamma
     if options.gamma > limits.max_gamma:

@@ -18,6 +18,7 @@ from specserve.serving.responses import (
     FrontEndError,
     Model,
     ModelList,
+    Speculator,
 )
 
 JsonObject = dict[str, Any]
@@ -25,7 +26,7 @@ JsonObject = dict[str, Any]
 _REQUESTS = (CompletionRequest, ChatRequest)
 _RESPONSES = (
     *(Completion, CompletionChunk, ChatCompletion, ChatCompletionChunk),
-    *(Model, ModelList, ErrorResponse, FrontEndError),
+    *(Model, ModelList, Speculator, ErrorResponse, FrontEndError),
 )
 
 
@@ -56,6 +57,9 @@ def openapi() -> JsonObject:
                     **_operation("One model of this server", _json("Model")),
                     "parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}],
                 }
+            },
+            "/v1/speculation": {
+                "get": _operation("What this server runs, and what it has learned", _json("Speculator"))
             },
             "/v1/openapi.json": {
                 "get": _operation("This document", {"application/json": {"schema": {"type": "object"}}}),

@@ -6,22 +6,28 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from time import perf_counter
 
 from specserve.engine.base import Engine
 from specserve.errors import EngineError
+from specserve.observability.records import Observer
 from specserve.sequence import Account, Sequence
 from specserve.serving.generation import Generation
+from specserve.serving.watching import Watch
+from specserve.speculation.cost import Cost
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.model import worth_waiting
 from specserve.speculation.round import Plan, Times, run_round
 
 logger = logging.getLogger(__name__)
 
-# A round of drafts as it usually is, and the fewest rows of a prompt: fewer cost as much on most machines.
-_TYPICAL_DRAFTS = 3
+# The fewest rows of a prompt: fewer cost as much on most machines.
 _LEAST_CHUNK = 4
+# What prompts may make others wait, unless told: so many seconds, or passes of one row on a slow machine, where the
+# chunks that fit would be so small that every prompt takes much longer.
+_WAIT_SECONDS, _WAIT_PASSES = 0.25, 10
 # Chunks whose rows take as long as the cheapest, but for what a measurement cannot tell.
 _AS_GOOD = 1.03
 
@@ -62,6 +68,7 @@ class Scheduler:
         idle_tokens: int,
         max_wait_seconds: float = math.inf,
         clock: Callable[[], float] = perf_counter,
+        observers: Many[Observer] = (),
     ) -> None:
         self._target = target
         self._drafters = drafters
@@ -69,6 +76,7 @@ class Scheduler:
         self._idle_tokens = idle_tokens
         self._max_wait_seconds = max_wait_seconds
         self._clock = clock
+        self._watch = Watch(observers, clock)
         self._releases = 0
         self._slots = [Slot() for _ in range(target.n_slots)]
         self._waiting: deque[Generation] = deque()
@@ -84,8 +92,14 @@ class Scheduler:
         """Number of sequences in slots."""
         return len(self._live)
 
+    @property
+    def waiting(self) -> int:
+        """Number of sequences that have no slot yet."""
+        return len(self._waiting)
+
     def submit(self, generation: Generation) -> None:
         """Queue an answer; it starts in the first step that has a free slot."""
+        self._watch.submitted(generation)
         self._waiting.append(generation)
 
     def fail_all(self, reason: Exception) -> None:
@@ -96,6 +110,7 @@ class Scheduler:
         """Forget an answer; its slot is free for the next step."""
         if generation in self._waiting:
             self._waiting.remove(generation)
+            self._watch.ended(generation)
         elif generation in self._live:
             self._release(generation)
 
@@ -105,13 +120,18 @@ class Scheduler:
         A failed forward pass ends every answer of the round with an error; the scheduler goes on.
         """
         self._admit()
-        if not self._live:
-            return
+        if self._live:
+            with self._watch.round(self._live) as shares:
+                self._run(shares)
+
+    def _run(self, shares: dict[int, Times]) -> None:
+        """The round, and by the identity of a sequence its share of the time."""
         started = self._clock()
         plans = self._plan()
         prefilling = {id(plan.sequence) for plan in plans if plan.sequence.generated == 0}
+        waiting = len(self._waiting) + sum(not live.sequence.generated for live in self._live)
         try:
-            times, failed = run_round(self._target, self._drafters, plans, self._clock)
+            times, failed = run_round(self._target, self._drafters, plans, self._clock, waiting=waiting)
         except EngineError as error:
             self._fail([(plan.sequence, error) for plan in plans])
             return
@@ -125,6 +145,7 @@ class Scheduler:
         for plan in plans:
             share = (plan.rows + plan.gamma) / rows
             mine = Times(times.draft * share, times.target * share, other * share)
+            shares[id(plan.sequence)] = mine
             _charge(plan.sequence.account, mine, prefill=id(plan.sequence) in prefilling)
 
     def _admit(self) -> None:
@@ -146,6 +167,7 @@ class Scheduler:
             except EngineError as error:
                 logger.error("specserve: an answer cannot begin: %s", error)
                 generation.fail(error)
+                self._watch.ended(generation)
 
     def _settle(self, generation: Generation, source: Slot, shared: int) -> None:
         """Let an answer begin in a free slot, with the first `shared` tokens that `source` holds."""
@@ -162,6 +184,7 @@ class Scheduler:
         slot.live = generation
         slot.last = sequence
         self._live.append(generation)
+        self._watch.begun(generation)
 
     def _longest_prefix(self, sequence: Sequence) -> tuple[Slot, int]:
         """The slot whose cache holds most of a prompt, a free one if possible, and how much of it."""
@@ -229,21 +252,24 @@ class Scheduler:
         return sorted(plans, key=lambda plan: plan.sequence.slot)
 
     def _chunk(self, decoding: list[Plan]) -> int:
-        """How many rows of prompts a round should have: those that take the least time each.
+        """How many rows of prompts a round should have: those for which all together wait the least a row.
 
-        While others decode, no more than let nobody wait too long beyond their own round; of equals, the most.
+        Whoever is being answered waits for what reading adds to the round, whoever is not for all of it. While others
+        decode, no more than let nobody wait too long beyond their own round; of equals, the most.
         """
         cost = self._drafters.controller.target
         cells = self._target.reach([generation.sequence.slot for generation in self._live])
-        rows = [1 + min(plan.gamma, _TYPICAL_DRAFTS) for plan in decoding]
+        # What the controller will choose is not known yet; mostly it is little where many are.
+        rows = [1 if plan.sequence.speculation.adaptive else 1 + plan.gamma for plan in decoding]
+        waiting = len(self._waiting) + len(self._live) - len(decoding)
         longest = self._max_wait_seconds if decoding else math.inf
         before = cost.together(rows, cells)
         least = min(_LEAST_CHUNK, self._prefill_rows)
         chunks = range(least, self._prefill_rows + 1)
         takes = {chunk: cost.together([*rows, chunk], cells) - before for chunk in chunks}
         fitting = [chunk for chunk in chunks if takes[chunk] <= longest] or [least]
-        a_row = {chunk: takes[chunk] / chunk for chunk in fitting}
-        return max(chunk for chunk in fitting if a_row[chunk] <= _AS_GOOD * min(a_row.values()))
+        waits = {chunk: (waiting * (before + takes[chunk]) + len(decoding) * takes[chunk]) / chunk for chunk in fitting}
+        return max(chunk for chunk in fitting if waits[chunk] <= _AS_GOOD * min(waits.values()))
 
     def _release(self, generation: Generation) -> None:
         """Free a slot; its caches keep what was decided, for the next prompt that begins alike."""
@@ -254,6 +280,7 @@ class Scheduler:
         self._slots[sequence.slot].released = self._releases
         self._cut(sequence)
         self._forget_oldest()
+        self._watch.ended(generation)
 
     def _cut(self, sequence: Sequence) -> None:
         """Make both caches hold what the sequence says they hold."""
@@ -271,6 +298,18 @@ class Scheduler:
                 generation.sequence.target_cached = 0
                 generation.sequence.cut_draft(0)
                 self._release(generation)
+
+
+def longest_wait(milliseconds: float | None, cost: Cost) -> float:
+    """The seconds that prompts may add to a round of those who are being answered.
+
+    Args:
+        milliseconds: as configured; None leaves it to the machine.
+        cost: of the target's passes.
+    """
+    if milliseconds is not None:
+        return milliseconds / 1000
+    return max(_WAIT_SECONDS, _WAIT_PASSES * cost.seconds(1, 0))
 
 
 def _charge(account: Account, times: Times, *, prefill: bool) -> None:

@@ -13,14 +13,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from ts.metrics.metric_type_enum import MetricTypes
+
 from specserve.config import HandlerConfig, parse_handler
 from specserve.errors import RequestError, SpecserveError
+from specserve.observability.metrics import ALL, Sample
 from specserve.serving.answers import Answer, ChatAnswer, CompletionAnswer, model_list, model_object
 from specserve.serving.loading import Models, load_models
 from specserve.serving.openai import Prompt, Tokenizer, to_generations
 from specserve.serving.openapi import openapi
 from specserve.serving.requests import ChatRequest, CompletionRequest
-from specserve.serving.scheduler import Scheduler
+from specserve.serving.scheduler import Scheduler, longest_wait
+from specserve.serving.status import speculator
+from specserve.serving.telemetry import Telemetry
 from specserve.serving.validation import AnyRequest, parse_body
 
 logger = logging.getLogger(__name__)
@@ -32,11 +37,21 @@ AnyAnswer = TypeVar("AnyAnswer", bound=Answer[Any])
 StoppingCriterion = Callable[[object], bool | None]
 
 
+class MetricsCache(Protocol):
+    """The part of TorchServe's cache of metrics that is used here."""
+
+    def add_metric_to_cache(
+        self, metric_name: str, unit: str, dimension_names: list[str], metric_type: MetricTypes
+    ) -> Any:
+        """A metric with `add_or_update(value, dimension_values)`."""
+
+
 class Context(Protocol):
     """The part of TorchServe's context that is used here."""
 
     model_name: str
     model_yaml_config: dict[str, Any]
+    metrics: MetricsCache
     request_ids: dict[int, str]
     stopping_criteria: list[StoppingCriterion]
 
@@ -72,6 +87,10 @@ class Exchange:
     opened: bool = False
 
 
+def _keep_to_oneself(_sample: Sample) -> None:
+    """Nobody asks for metrics."""
+
+
 class Handler:
     """Turns TorchServe's rows into generations, runs the scheduler, and hands the texts back."""
 
@@ -83,24 +102,33 @@ class Handler:
         """
         try:
             config = parse_handler(context.model_yaml_config.get("handler"), "the archive's model YAML")
-            self.start(config, load_models(config), context.model_name)
+            self.start(config, load_models(config), context.model_name, sender(context.metrics))
         except SpecserveError as error:
             logger.error("specserve cannot load: %s", error)
             raise RuntimeError(str(error)) from error
 
-    def start(self, config: HandlerConfig, models: Models, model_name: str) -> None:
-        """Begin to serve with models that are loaded."""
+    def start(
+        self, config: HandlerConfig, models: Models, model_name: str, send: Callable[[Sample], None] = _keep_to_oneself
+    ) -> None:
+        """Begin to serve with models that are loaded; `send` is told of every sample of a metric.
+
+        Raises:
+            ConfigError: the trace cannot be written.
+        """
         self._config = config
         self._models = models
         self._model_ids = list(dict.fromkeys([config.model_id, model_name]))
         self._created = int(time.time())
         self._tokenizer = Tokenizer(models.vocabulary, config)
+        self._telemetry = Telemetry(config, models, model_name, send)
+        self._max_wait_seconds = longest_wait(config.max_wait_ms, models.drafters.controller.target)
         self._scheduler = Scheduler(
             models.target,
             models.drafters,
             prefill_rows=config.prefill_rows,
             idle_tokens=config.idle_tokens,
-            max_wait_seconds=config.max_wait_ms / 1000,
+            max_wait_seconds=self._max_wait_seconds,
+            observers=self._telemetry.observers,
         )
         self._exchanges: dict[str, Exchange] = {}
 
@@ -117,6 +145,7 @@ class Handler:
         context.stopping_criteria = [_nothing_special] * len(data)
         for index, identity in rows.items():
             answers[index] = self._answer(context, index, identity)
+        self._telemetry.emit(self._scheduler)
         return answers
 
     def _forget_vanished(self, present: set[str]) -> None:
@@ -148,14 +177,19 @@ class Handler:
             return self._chat(identity, row)
         if route == "v1/models":
             return WholeAnswer(200, model_list(self._model_ids, self._created))
+        if route == "v1/speculation":
+            speedup = self._telemetry.holdback.speedup()
+            return WholeAnswer(
+                200, speculator(self._config, self._models, self._scheduler, speedup, self._max_wait_seconds)
+            )
         if route == "v1/openapi.json":
             return WholeAnswer(200, openapi())
         if route.startswith("v1/models/"):
             model = self._known_model(route.removeprefix("v1/models/"))
             return WholeAnswer(200, model_object(model, self._created))
         raise RequestError(
-            f"There is no route '{route}'; this server has v1/completions, v1/chat/completions, v1/models "
-            "and v1/openapi.json.",
+            f"There is no route '{route}'; this server has v1/completions, v1/chat/completions, v1/models, "
+            "v1/speculation and v1/openapi.json.",
             status=404,
             code="unknown_url",
         )
@@ -177,7 +211,15 @@ class Handler:
         """Submit what a valid request asks for."""
         models = self._models
         model = self._known_model(request.model)
-        candidates = to_generations(request, prompts, models.vocabulary, models.grammars, self._config)
+        candidates = to_generations(
+            request,
+            prompts,
+            models.vocabulary,
+            models.grammars,
+            self._config,
+            identity=identity,
+            held_back=self._telemetry.holdback.chooses(),
+        )
         answer = kind(
             request,
             prompts,
@@ -268,6 +310,15 @@ class Handler:
 
 
 _PHRASES = {200: "OK", 400: "Bad Request", 404: "Not Found", 500: "Internal Server Error"}
+
+
+def sender(cache: MetricsCache) -> Callable[[Sample], None]:
+    """Hands samples to TorchServe, which tells Prometheus."""
+    known = {
+        metric: cache.add_metric_to_cache(metric.name, "count", list(metric.labels), MetricTypes(metric.kind))
+        for metric in ALL
+    }
+    return lambda sample: known[sample.metric].add_or_update(sample.value, list(sample.labels))
 
 
 def _body(row: dict[str, Any]) -> object:

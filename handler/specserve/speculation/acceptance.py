@@ -44,6 +44,11 @@ class Calibration:
         place = _bin(confidence)
         return self._right[place] / self._seen[place]
 
+    @property
+    def chances(self) -> list[float]:
+        """The same for every bin, lowest confidence first."""
+        return [right / seen for right, seen in zip(self._right, self._seen, strict=True)]
+
     def learn(self, confidence: float, label: float) -> None:
         """Count one place that was reached; `label` is 1 or 0, or the probability that the draft stayed."""
         place = _bin(confidence)

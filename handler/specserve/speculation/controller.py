@@ -65,21 +65,28 @@ class Controller:
         self._calibrations: dict[tuple[str, bool], Calibration] = {}
         self._outlooks: WeakKeyDictionary[Sequence, Outlook] = WeakKeyDictionary()
 
-    def prices(self, sequences: Many[Sequence], rows: Many[int], cells: tuple[int, int]) -> Prices:
+    @property
+    def learned(self) -> dict[tuple[str, bool], list[float]]:
+        """By source, and whether texts are sampled: how often drafts stay, by how sure the source is, least first."""
+        return {key: calibration.chances for key, calibration in self._calibrations.items()}
+
+    def prices(self, sequences: Many[Sequence], rows: Many[int], cells: tuple[int, int], waiting: int = 0) -> Prices:
         """What passes cost in this round, and what a second of it is worth.
 
         Args:
             sequences: those that decode in this round.
             rows: of the target's pass without drafts, text by text.
             cells: how many tokens a row walks over, in the caches of target and draft.
+            waiting: how many texts have not begun to be written; a second is worth as much to each of them.
         """
         plain = self.target.together(rows, cells[0])
-        rate = sum(self._outlook(sequence).speedup for sequence in sequences) / plain
+        rate = (sum(self._outlook(sequence).speedup for sequence in sequences) + waiting) / plain
         draft = self.draft
         return Prices(
             target=partial(self.target.together, cells=cells[0]),
             draft=(lambda count: draft.seconds(count, cells[1])) if draft else (lambda _count: 0.0),
             rate=rate,
+            waiting=waiting > 0,
         )
 
     def hope(self, sequence: Sequence, pending: int = 0) -> float:
@@ -100,11 +107,13 @@ class Controller:
     def arrears(self, sequence: Sequence, pending: int, prices: Prices) -> tuple[int, float]:
         """What the model has to read before it drafts: rows of its next pass, and seconds beside it.
 
-        A long arrear is read once, for all rounds to come; each of those that are likely is charged its share.
+        A long arrear is read once, for all rounds to come; each of those that are likely is charged its share. Where
+        others are about to join, what pays now may not pay among them: then this round is charged all of it.
         """
         if pending <= _ARREARS or self._outlook(sequence).reading:
             return min(pending, _ARREARS), 0.0
-        rounds = max(1.0, min(sequence.remaining, _AHEAD + sequence.generated) / _TOKENS_A_ROUND)
+        ahead = 0 if prices.waiting else min(sequence.remaining, _AHEAD + sequence.generated)
+        rounds = max(1.0, ahead / _TOKENS_A_ROUND)
         cut = pending < len(sequence.tokens) - sequence.draft_cached
         due = _DUE * _AGAIN ** self._outlook(sequence).invested * (_CUT if cut else 1.0)
         return 1, due * (prices.draft(pending) - prices.draft(1)) / rounds

@@ -111,7 +111,7 @@ class Cost:
     def __init__(
         self, table: CostTable, *, most: int, speed: Speed | Beside | None = None, separate: bool = False
     ) -> None:
-        self._table = table
+        self.table = table
         self._most = most
         self._speed = speed or Speed()
         self._separate = separate
@@ -131,9 +131,9 @@ class Cost:
 
     def exactly(self, rows: int, cells: int) -> float:
         """What a pass of just so many rows takes, cheaper or dearer than one of more."""
-        measured = self._table.at(cells)
-        beyond = max(1.0, rows / self._table.rows[-1])
-        price = beyond * float(np.interp(rows, self._table.rows, measured))
+        measured = self.table.at(cells)
+        beyond = max(1.0, rows / self.table.rows[-1])
+        price = beyond * float(np.interp(rows, self.table.rows, measured))
         return self._speed.seconds(_split(price, measured[0]))
 
     def padded(self, rows: int, cells: int) -> int:
@@ -143,7 +143,7 @@ class Cost:
 
     def observe(self, counts: Many[int], cells: int, seconds: float) -> None:
         """Let the machine's speed follow what a live pass took; one that is wider than any measured says nothing."""
-        if sum(counts) <= self._table.rows[-1]:
+        if sum(counts) <= self.table.rows[-1]:
             self._speed.follow(min(self._ways(counts, cells), key=self._speed.seconds), seconds)
 
     def _work(self, rows: int, cells: int) -> Work:
@@ -176,7 +176,7 @@ class Cost:
         return self._known[bucket]
 
     def _envelope(self, cells: int) -> tuple[list[float], list[int]]:
-        measured = [pair for pair in zip(self._table.rows, self._table.at(cells), strict=True) if pair[0] <= self._most]
+        measured = [pair for pair in zip(self.table.rows, self.table.at(cells), strict=True) if pair[0] <= self._most]
         prices, counts = [0.0], [0]
         for rows in range(1, measured[-1][0] + 1):
             price, count = min((seconds, count) for count, seconds in measured if count >= rows)

@@ -112,20 +112,27 @@ class Drafters:
         self._vocabulary = vocabulary
         self._clock = clock
 
-    def propose(self, wishes: list[Wish], fed: list[int], cells: int) -> tuple[list[Proposal], float]:
+    @property
+    def has_model(self) -> bool:
+        """Whether there is a draft model, and it works."""
+        return self._model is not None
+
+    def propose(self, wishes: list[Wish], fed: list[int], cells: int, waiting: int = 0) -> tuple[list[Proposal], float]:
         """At most `gamma` drafts for each wish, in order, and the seconds that the model's passes should have taken.
 
         Args:
             wishes: the sequences of the round.
             fed: the rows of the target's pass without drafts, by wish.
             cells: how many tokens a row of that pass walks over.
+            waiting: how many texts have not begun to be written.
         """
         proposals = [Proposal(place) for place in range(len(wishes))]
         drafting = [index for index, wish in enumerate(wishes) if wish.gamma > 0]
         if not drafting:
             return proposals, 0.0
         held = self._model.cells if self._model else 0
-        prices = self.controller.prices([wishes[index].sequence for index in drafting], fed, (cells, held))
+        sequences = [wishes[index].sequence for index in drafting]
+        prices = self.controller.prices(sequences, fed, (cells, held), waiting)
         rows = fed.copy()
         spent = 0.0
         for index in drafting:

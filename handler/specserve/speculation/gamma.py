@@ -35,12 +35,14 @@ class Prospect(NamedTuple):
 class Prices(NamedTuple):
     """What passes take, in seconds by their rows, and what a second is worth, in tokens.
 
-    The target's depends on how the rows are spread over the texts; the draft model's only on their number.
+    The target's depends on how the rows are spread over the texts; the draft model's only on their number. While
+    others are `waiting` to be written, both will soon be different.
     """
 
     target: Callable[[Sequence[int]], float]
     draft: Callable[[int], float]
     rate: float
+    waiting: bool = False
 
 
 class Steps(NamedTuple):

@@ -99,12 +99,24 @@ class TargetRows:
 
 
 def run_round(
-    target: Engine, drafters: Drafters, plans: list[Plan], clock: Callable[[], float] = perf_counter
+    target: Engine,
+    drafters: Drafters,
+    plans: list[Plan],
+    clock: Callable[[], float] = perf_counter,
+    *,
+    waiting: int = 0,
 ) -> Report:
     """Draft for every plan that wants it, run the target once over all rows, and decide tokens.
 
     Decided tokens are appended to the plans' sequences, both caches are cut back to what was decided, and the
     controller is told what the round showed.
+
+    Args:
+        target: its slots hold what the sequences say.
+        drafters: asked for every plan with a gamma.
+        plans: by slot.
+        clock: seconds.
+        waiting: how many texts have not begun to be written, whether or not this round reads of their prompts.
 
     Raises:
         EngineError: the target failed; no text has changed.
@@ -114,7 +126,7 @@ def run_round(
     wishes = [Wish(plan.sequence, plan.gamma, _noise(plan.sequence)) for plan in plans]
     fed = [plan.rows for plan in plans]
     cells = target.reach([plan.sequence.slot for plan in plans])
-    proposals, spent = drafters.propose(wishes, fed, cells)
+    proposals, spent = drafters.propose(wishes, fed, cells, waiting)
     drafted = clock()
     rows = _target_rows(plans, proposals)
     logits = run_pass(target, rows, controller.target)

@@ -1,0 +1,202 @@
+"""Counters, gauges and histograms for Prometheus, gathered here and handed on a few times a minute."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
+
+from specserve.observability.holdback import Holdback
+from specserve.observability.records import End, Origin, Round
+
+Kind = Literal["counter", "gauge", "histogram"]
+_FAMILY = re.compile(r"[a-z0-9_-]{1,32}")
+# Families come from clients: so many have a label of their own, and the others share one.
+_MOST_FAMILIES = 20
+# A text that went without drafts for so many rounds is one where speculation was switched off.
+_PAUSE = 8
+
+
+class Metric(NamedTuple):
+    """What is counted: its name, and those of its labels."""
+
+    kind: Kind
+    name: str
+    labels: tuple[str, ...]
+
+
+class Sample(NamedTuple):
+    """A value to add to a counter, to set a gauge to, or to sort into a histogram."""
+
+    metric: Metric
+    labels: tuple[str, ...]
+    value: float
+
+
+ROUNDS = Metric("counter", "specserve_rounds_total", ("model", "family", "drafter"))
+GAMMA = Metric("counter", "specserve_gamma", ("model", "family", "gamma"))
+DRAFTED = Metric("counter", "specserve_draft_tokens_total", ("model", "family", "drafter"))
+ACCEPTED = Metric("counter", "specserve_accepted_tokens_total", ("model", "family", "drafter", "position"))
+EMITTED = Metric("counter", "specserve_emitted_tokens_total", ("model", "family", "group"))
+PROMPT = Metric("counter", "specserve_prompt_tokens_total", ("model", "family"))
+CACHED = Metric("counter", "specserve_prefix_cached_tokens_total", ("model", "family"))
+TEXTS = Metric("counter", "specserve_texts_total", ("model", "family", "group", "reason"))
+DRAFTING = Metric("counter", "specserve_draft_seconds_total", ("model", "family"))
+VERIFYING = Metric("counter", "specserve_target_seconds_total", ("model", "family"))
+ELSEWHERE = Metric("counter", "specserve_other_seconds_total", ("model", "family"))
+PAUSED = Metric("counter", "specserve_speculation_paused_total", ("model", "family"))
+RESUMED = Metric("counter", "specserve_speculation_resumed_total", ("model", "family"))
+FIRST = Metric("histogram", "specserve_time_to_first_token_seconds", ("model", "family", "group"))
+PACE = Metric("histogram", "specserve_time_per_output_token_seconds", ("model", "family", "group"))
+WAIT = Metric("histogram", "specserve_wait_seconds", ("model", "family"))
+LIVE = Metric("gauge", "specserve_live_sequences", ("model",))
+WAITING = Metric("gauge", "specserve_waiting_sequences", ("model",))
+SLOTS = Metric("gauge", "specserve_slots", ("model",))
+DRAFT_MODEL = Metric("gauge", "specserve_draft_model_up", ("model",))
+SPEEDUP = Metric("gauge", "specserve_holdback_speedup", ("model", "bound"))
+ALL = (
+    ROUNDS,
+    GAMMA,
+    DRAFTED,
+    ACCEPTED,
+    EMITTED,
+    PROMPT,
+    CACHED,
+    TEXTS,
+    DRAFTING,
+    VERIFYING,
+    ELSEWHERE,
+    PAUSED,
+    RESUMED,
+    FIRST,
+    PACE,
+    WAIT,
+    LIVE,
+    WAITING,
+    SLOTS,
+    DRAFT_MODEL,
+    SPEEDUP,
+)
+
+
+class Metrics:
+    """An observer that counts.
+
+    Args:
+        model: the label of all.
+        holdback: told how fast texts were.
+    """
+
+    def __init__(self, model: str, holdback: Holdback) -> None:
+        self._model = model
+        self._holdback = holdback
+        self._families: set[str] = set()
+        self._counts: defaultdict[tuple[Metric, tuple[str, ...]], float] = defaultdict(float)
+        self._seen: list[Sample] = []
+        # By text, how many of its last rounds had no drafts.
+        self._plain_rounds: dict[Origin, int] = {}
+
+    def round(self, record: Round) -> None:
+        """Count a round, its drafts and its time."""
+        family = self.family(record.origin.family)
+        drafts = record.drafts
+        self._count(ROUNDS, 1, family, drafts[0] if drafts else "none")
+        self._count(GAMMA, 1, family, str(len(drafts)))
+        self._count(EMITTED, len(record.tokens), family, record.origin.group)
+        for place, drafter in enumerate(drafts):
+            self._count(DRAFTED, 1, family, drafter)
+            if place < record.accepted:
+                self._count(ACCEPTED, 1, family, drafter, str(place + 1))
+        for metric, seconds in ((DRAFTING, record.draft), (VERIFYING, record.target), (ELSEWHERE, record.other)):
+            self._count(metric, seconds, family)
+        if record.origin.group == "auto":
+            self._count_pauses(record, family)
+
+    def _count_pauses(self, record: Round, family: str) -> None:
+        """Speculation is switched off for a text that goes without drafts for a while, and on with its next ones."""
+        plain = self._plain_rounds.get(record.origin, 0)
+        if record.drafts:
+            if plain >= _PAUSE:
+                self._count(RESUMED, 1, family)
+            self._plain_rounds[record.origin] = 0
+        else:
+            if plain == _PAUSE - 1:
+                self._count(PAUSED, 1, family)
+            self._plain_rounds[record.origin] = plain + 1
+
+    def end(self, record: End) -> None:
+        """Count a text, and how long its client waited."""
+        family, group = self.family(record.origin.family), record.origin.group
+        self._plain_rounds.pop(record.origin, None)
+        self._count(TEXTS, 1, family, group, record.reason)
+        self._count(PROMPT, record.prompt_tokens, family)
+        self._count(CACHED, record.cached_tokens, family)
+        self._see(WAIT, record.waited, family)
+        if record.first is not None:
+            self._see(FIRST, record.first, family, group)
+        if record.pace is not None:
+            self._see(PACE, record.pace, family, group)
+            if group in {"auto", "holdback"}:
+                self._holdback.learn(record.pace, plain=group == "holdback")
+
+    def family(self, named: str) -> str:
+        """The label for a kind of prompt, whatever clients call theirs."""
+        if not _FAMILY.fullmatch(named):
+            return "other" if named else "none"
+        if named not in self._families:
+            if len(self._families) >= _MOST_FAMILIES:
+                return "other"
+            self._families.add(named)
+        return named
+
+    def take(self, *, live: int, waiting: int, slots: int, draft_model: bool) -> Iterator[Sample]:
+        """All that is new since the last time."""
+        counts, seen = self._counts, self._seen
+        self._counts, self._seen = defaultdict(float), []
+        for (metric, labels), value in counts.items():
+            yield Sample(metric, labels, value)
+        yield from seen
+        gauges = ((LIVE, live), (WAITING, waiting), (SLOTS, slots), (DRAFT_MODEL, int(draft_model)))
+        for gauge, number in gauges:
+            yield Sample(gauge, (self._model,), number)
+        speedup = self._holdback.speedup()
+        if speedup is not None:
+            for bound, value in speedup._asdict().items():
+                yield Sample(SPEEDUP, (self._model, bound), value)
+
+    def _count(self, metric: Metric, value: float, *labels: str) -> None:
+        if value:
+            self._counts[metric, (self._model, *labels)] += value
+
+    def _see(self, metric: Metric, value: float, *labels: str) -> None:
+        self._seen.append(Sample(metric, (self._model, *labels), value))
+
+
+class Emitter:
+    """Hands samples on, not more often than every so many seconds while there is work.
+
+    Args:
+        metrics: where they are gathered.
+        send: told of each.
+        clock: seconds.
+        every: seconds between two emissions.
+    """
+
+    def __init__(
+        self, metrics: Metrics, send: Callable[[Sample], None], clock: Callable[[], float], every: float
+    ) -> None:
+        self._metrics = metrics
+        self._send = send
+        self._clock = clock
+        self._every = every
+        self._last = -every
+
+    def emit(self, *, live: int, waiting: int, slots: int, draft_model: bool) -> None:
+        """Hand on what is new, if it is time, or if nothing will come for a while."""
+        now = self._clock()
+        if live and now < self._last + self._every:
+            return
+        self._last = now
+        for sample in self._metrics.take(live=live, waiting=waiting, slots=slots, draft_model=draft_model):
+            self._send(sample)

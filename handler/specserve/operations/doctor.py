@@ -1,0 +1,308 @@
+"""`scripts/doctor`: is this machine, this build and this pair right for speculation, and what would be better?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from rich.console import Console
+
+from specserve.config import HandlerConfig, load_yaml, processor, usable_cores
+from specserve.engine.invariance import probe
+from specserve.engine.llama import (
+    EngineSettings,
+    LlamaEngine,
+    LlamaModel,
+    build_description,
+    check_same_vocabulary,
+    has_tiny_blas,
+)
+from specserve.operations import command, files, places
+from specserve.operations.archive import add_config
+from specserve.operations.choose import PROMPTS, Observed, fastest, read_along, write
+from specserve.operations.prepare import Prepared, prepare
+from specserve.operations.selftest import (
+    first_difference,
+    greedy_with_drafts,
+    is_wrong,
+    lumped,
+    rows_along,
+    worst_deviation,
+)
+from specserve.speculation.cost import Cost
+from specserve.speculation.measurement import measure, read, timed
+
+_CONTEXT = 512
+_MOST_ROWS = 64
+_PLACES = 4
+_TRIALS = 5000
+_CELLS = 64
+_TURNS = 3
+# What makes vector instructions for 8-bit products, best first.
+_INSTRUCTIONS = ("amx_int8", "avx512_vnni", "avx_vnni", "avx512f", "avx2", "i8mm", "asimddp", "neon")
+# A difference that is no noise of measuring.
+_BETTER = 1.05
+
+
+@dataclass
+class Finding:
+    """One thing that was looked at.
+
+    Args:
+        topic: what.
+        sentence: what was found, and what to do if it is not well.
+        well: False where something should be done.
+        facts: the numbers behind it.
+    """
+
+    topic: str
+    sentence: str
+    well: bool = True
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The two models of a configuration, with a cache of one slot each."""
+
+    target: LlamaModel
+    draft: LlamaModel | None
+    target_engine: LlamaEngine
+    draft_engine: LlamaEngine | None
+
+
+def engine(model: LlamaModel, threads: int, settings: EngineSettings | None = None) -> LlamaEngine:
+    """A context of one slot."""
+    return LlamaEngine(
+        model, n_slots=1, context_length=_CONTEXT, threads=threads, max_rows=_MOST_ROWS, max_logits=_MOST_ROWS,
+        settings=settings,
+    )  # fmt: skip
+
+
+def examine(config_file: Path, handler: HandlerConfig, prepared: Prepared) -> Iterator[Finding]:
+    """All findings, the quick ones first.
+
+    Raises:
+        EnvironmentFailure: a model file cannot be read.
+        ModelLoadError: a model cannot be loaded, or the pair does not fit.
+    """
+    threads = handler.threads or usable_cores()
+    yield machine(threads, prepared)
+    yield build()
+    yield model_files(prepared)
+    with ExitStack() as stack:
+        target = LlamaModel(prepared.target)
+        stack.callback(target.close)
+        draft = None if prepared.draft is None else LlamaModel(prepared.draft)
+        if draft is not None:
+            stack.callback(draft.close)
+            check_same_vocabulary(target, draft)
+            yield Finding("pair", f"Target and draft have one vocabulary, of {target.size} tokens.")
+        target_engine = engine(target, threads)
+        stack.callback(target_engine.close)
+        draft_engine = None if draft is None else engine(draft, threads, EngineSettings())
+        if draft_engine is not None:
+            stack.callback(draft_engine.close)
+        pair = Pair(target, draft, target_engine, draft_engine)
+        yield invariance(pair, handler, config_file)
+        target_cost = Cost(measure(target_engine), most=_MOST_ROWS)
+        draft_cost = None if draft_engine is None else Cost(measure(draft_engine), most=_MOST_ROWS)
+        yield costs(target_cost, draft_cost)
+        yield thread_count(target, threads)
+        if draft_engine is not None and draft_cost is not None:
+            texts = answers(pair)
+            yield greedy_texts(pair, target_cost, texts)
+            yield distributions(pair, texts)
+            yield ceiling(pair, texts, target_cost, draft_cost, handler)
+
+
+def machine(threads: int, prepared: Prepared) -> Finding:
+    """Cores, instructions and memory."""
+    described = processor()
+    flags = next((line.split(":", 1)[1].split() for line in described.splitlines() if line.startswith("flags")), [])
+    best = next((name for name in _INSTRUCTIONS if name in flags), "none known")
+    needed = sum(path.stat().st_size for path in (prepared.target, prepared.draft) if path)
+    free = psutil.virtual_memory().available
+    facts = {"cores": usable_cores(), "threads": threads, "instructions": best, "available_bytes": free}
+    found = f"{usable_cores()} cores may be used, {threads} threads compute, with {best}"
+    if threads > usable_cores():
+        return Finding(
+            "machine", f"{found}: set `threads` to {usable_cores()} or leave it out, or all will wait.", False, facts
+        )
+    if free < 1.5 * needed:
+        said = f"{files.megabytes(free)} of memory are free and the weights take {files.megabytes(needed)}"
+        return Finding("machine", f"{found}; {said}: free some, or choose smaller models.", False, facts)
+    return Finding("machine", f"{found}; {files.megabytes(free)} of memory are free.", facts=facts)
+
+
+def build() -> Finding:
+    """How llama.cpp was built."""
+    facts = {"llama.cpp": build_description()}
+    if has_tiny_blas():
+        said = "llama.cpp was built with tinyBLAS, which makes exact attention slower"
+        return Finding("build", f'{said}: build llama-cpp-python with CMAKE_ARGS="-DGGML_LLAMAFILE=OFF".', False, facts)
+    return Finding("build", "llama.cpp was built without tinyBLAS, as it should be.", facts=facts)
+
+
+def model_files(prepared: Prepared) -> Finding:
+    """What is loaded."""
+    roles = {"target": prepared.target, "draft": prepared.draft}
+    known = {role: files.checked(path, places.models_directory()) for role, path in roles.items() if path}
+    facts = {role: {"file": str(file.path), "sha256": file.sha256} for role, file in known.items()}
+    said = ", ".join(f"{role} {file.path.name} ({file.sha256[:12]})" for role, file in known.items())
+    return Finding("models", f"{said}.", facts=facts)
+
+
+def invariance(pair: Pair, handler: HandlerConfig, config_file: Path) -> Finding:
+    """Whether greedy and seeded texts repeat."""
+    found = probe(pair.target_engine, _CONTEXT)
+    facts = found._asdict()
+    if found.alone:
+        said = "The target gives the same logits for any number of rows: greedy and seeded texts repeat exactly."
+        return Finding("repeating", said, facts=facts)
+    said = f"The target's logits move by up to {found.largest:.2g} with the number of rows, so near-ties may turn"
+    if handler.target.requantise is None:
+        said += f"; `requantise: q4_0` below `target:` in {config_file} prevents that, with a slightly coarser model"
+    return Finding("repeating", f"{said}.", handler.target.requantise is None, facts)
+
+
+def costs(target: Cost, draft: Cost | None) -> Finding:
+    """What passes take."""
+    one = target.exactly(1, _CELLS)
+    curve = {rows: target.exactly(rows, _CELLS) / one for rows in target.table.rows}
+    facts: dict[str, Any] = {"target_ms": 1000 * one, "v": {rows: round(v, 2) for rows, v in curve.items()}}
+    shown = ", ".join(f"{rows}: {curve[rows]:.1f}" for rows in (4, 8, 16) if rows in curve)
+    said = f"A step of the target takes {1000 * one:.0f} ms; more rows at once cost, in steps: {shown}"
+    if draft is None:
+        return Finding("costs", f"{said}. There is no draft model.", facts=facts)
+    share = draft.exactly(1, _CELLS) / one
+    facts["draft_share"] = share
+    said += f". A step of the draft takes {share:.2f} of one of the target"
+    if share > 0.5:
+        return Finding("costs", f"{said}: choose a smaller draft, this one will hardly pay.", False, facts)
+    return Finding("costs", f"{said}.", facts=facts)
+
+
+def thread_count(model: LlamaModel, threads: int) -> Finding:
+    """Whether another number of threads is faster."""
+    tried = sorted({max(1, threads // 2), threads, usable_cores()})
+    took: dict[int, float] = {}
+    for count in tried:
+        one = engine(model, count)
+        read(one, [place % one.width for place in range(_CELLS)])
+        timed(one, _CELLS, 4)
+        took[count] = float(np.median([timed(one, _CELLS, 4) for _ in range(_TURNS)]))
+        one.close()
+    best = min(took, key=took.__getitem__)
+    shown = ", ".join(f"{count}: {1000 * seconds:.0f}" for count, seconds in took.items())
+    said = f"Four rows take, in milliseconds by threads, {shown}"
+    facts = {"milliseconds": {count: 1000 * seconds for count, seconds in took.items()}}
+    if took[threads] > _BETTER * took[best]:
+        return Finding("threads", f"{said}: set `threads: {best}`.", False, facts)
+    return Finding("threads", f"{said}; {threads} is right.", facts=facts)
+
+
+def answers(pair: Pair) -> list[tuple[list[int], list[int]]]:
+    """Prompts, and what the target writes behind them one token at a time."""
+    prompts = [pair.target.encode(prompt) for prompt in PROMPTS]
+    texts = [(prompt, write(pair.target_engine, pair.target, prompt)) for prompt in prompts]
+    pair.target_engine.cut(0, 0)
+    return texts
+
+
+def greedy_texts(pair: Pair, cost: Cost, texts: list[tuple[list[int], list[int]]]) -> Finding:
+    """Whether greedy texts are the same with drafts and without."""
+    assert pair.draft_engine  # noqa: S101 - only asked of a pair
+    gaps = []
+    for prompt, plain in texts:
+        drafted = greedy_with_drafts(pair.target_engine, pair.draft_engine, cost, prompt, len(plain))
+        found = first_difference(pair.target_engine, prompt, plain, drafted)
+        gaps += [] if found is None else [found.gap]
+    facts = {"texts": len(texts), "differing": len(gaps), "gaps": gaps}
+    if not gaps:
+        return Finding(
+            "greedy", f"{len(texts)} of {len(texts)} greedy texts are the same with drafts and without.", facts=facts
+        )
+    said = f"{len(gaps)} of {len(texts)} greedy texts differ, where two logits are {max(gaps):.2g} apart at most"
+    return Finding(
+        "greedy", f"{said}: near-ties, which the number of rows decides (see repeating).", max(gaps) < 1, facts
+    )
+
+
+def distributions(pair: Pair, texts: list[tuple[list[int], list[int]]]) -> Finding:
+    """Whether the rules keep the target's distribution, on rows of this pair."""
+    assert pair.draft_engine  # noqa: S101 - only asked of a pair
+    pairs = []
+    for prompt, answer in texts:
+        p_rows = rows_along(pair.target_engine, prompt, answer[: _PLACES + 1], pair.target.size)
+        q_rows = rows_along(pair.draft_engine, prompt, answer[: _PLACES + 1], pair.target.size)
+        for place in range(min(_PLACES, len(p_rows) - 1)):
+            p, q = lumped(p_rows[place], q_rows[place])
+            behind, _ = lumped(p_rows[place + 1], q_rows[place + 1])
+            pairs.append(([p, behind], [q]))
+    worst = worst_deviation(pairs, _TRIALS, lambda: None)
+    wrong = [name for name, away in worst.items() if is_wrong(away)]
+    facts = {"places": len(pairs), "trials": _TRIALS, "standard_deviations": worst}
+    if wrong:
+        return Finding(
+            "sampling",
+            f"The rules {', '.join(wrong)} do not keep the target's distribution: please report this.",
+            False,
+            facts,
+        )
+    said = f"{_TRIALS} rounds of every rule at each of {len(pairs)} places of real texts left the target's distribution"
+    return Finding(
+        "sampling", f"{said} (largest deviation {max(worst.values()):.1f} standard deviations).", facts=facts
+    )
+
+
+def ceiling(
+    pair: Pair, texts: list[tuple[list[int], list[int]]], target: Cost, draft: Cost, handler: HandlerConfig
+) -> Finding:
+    """The number of drafts that pays best on a few texts, and whether the configuration allows it."""
+    assert pair.draft_engine  # noqa: S101 - only asked of a pair
+    hits = [read_along(pair.draft_engine, prompt, answer, pair.target.size) for prompt, answer in texts]
+    pair.draft_engine.cut(0, 0)
+    best = fastest(Observed(hits, draft), target, 15)
+    plain = 1 / target.seconds(1, _CELLS)
+    gain = best.tokens_per_second / plain
+    facts = {"gamma": best.gamma, "tokens_per_second": best.tokens_per_second, "plain": plain}
+    speeds = f"{best.tokens_per_second:.1f} tokens/s, plain {plain:.1f}"
+    said = f"On {len(texts)} short texts {best.gamma} drafts a round are best: {speeds}"
+    if gain < 1:
+        return Finding("gain", f"{said}; this draft does not pay here, and `mode: auto` leaves it alone.", facts=facts)
+    if best.gamma > handler.speculation.max_gamma:
+        return Finding("gain", f"{said}; raise `speculation.max_gamma` to {best.gamma}.", False, facts)
+    return Finding("gain", f"{said}; `mode: auto` finds that by itself.", facts=facts)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Say what was found; 1 if anything should be done."""
+    parser = command.Parser(prog="doctor", description=__doc__)
+    add_config(parser)
+    parser.add_argument("--json", action="store_true", help="all findings with their numbers, as one JSON object")
+    options = parser.parse_args(arguments)
+    _, handler = load_yaml(options.config)
+    found = []
+    console = Console(stderr=True)
+    with console.status("looking; this takes two minutes") as status:
+        for finding in examine(options.config, handler, prepare(options.config)):
+            found.append(finding)
+            status.update(f"{finding.topic} is done")
+            if not options.json:
+                command.say(f"{'ok  ' if finding.well else 'TODO'}  {finding.topic}: {finding.sentence}")
+    if options.json:
+        command.say(
+            json.dumps({"config": str(options.config), "findings": [asdict(finding) for finding in found]}, indent=1)
+        )
+    return 0 if all(finding.well for finding in found) else 1
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,63 @@
+"""What operators see of a running server: metrics, traces, and the control group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from specserve.config import HandlerConfig
+from specserve.errors import ConfigError
+from specserve.observability.holdback import Holdback
+from specserve.observability.metrics import Emitter, Metrics, Sample
+from specserve.observability.records import Observer
+from specserve.observability.trace import Trace
+from specserve.serving.loading import Models
+from specserve.serving.scheduler import Scheduler
+
+# Metrics go out this often while requests live, and when the last one ends.
+_EMITTED_EVERY_SECONDS = 2.0
+
+
+class Telemetry:
+    """Observes a server's scheduler.
+
+    Args:
+        config: of the server.
+        models: that it has loaded.
+        model_name: by which its metrics are told from others'.
+        send: told of every sample of a metric.
+
+    Raises:
+        ConfigError: the trace cannot be written.
+    """
+
+    def __init__(self, config: HandlerConfig, models: Models, model_name: str, send: Callable[[Sample], None]) -> None:
+        self._config = config
+        self._models = models
+        self.holdback = Holdback(config.speculation.holdback)
+        metrics = Metrics(model_name, self.holdback)
+        self._emitter = Emitter(metrics, send, time.monotonic, _EMITTED_EVERY_SECONDS)
+        self.observers: list[Observer] = [metrics, *_traces(config, models)]
+
+    def emit(self, scheduler: Scheduler) -> None:
+        """Hand metrics on, if it is time."""
+        self._emitter.emit(
+            live=scheduler.live,
+            waiting=scheduler.waiting,
+            slots=self._config.sequences,
+            draft_model=self._models.drafters.has_model,
+        )
+
+
+def _traces(config: HandlerConfig, models: Models) -> list[Observer]:
+    """The trace that the operator wants."""
+    wanted = config.trace
+    if wanted is None:
+        return []
+    text = models.vocabulary.piece if wanted.text else None
+    try:
+        return [Trace(wanted.directory, share=wanted.share, mebibytes=wanted.mebibytes, text=text)]
+    except OSError as error:
+        raise ConfigError(
+            f"`handler.trace.directory`: {wanted.directory} cannot be written ({error.strerror})."
+        ) from error

@@ -1,0 +1,126 @@
+"""Traces, and the page that is made of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specserve.errors import ConfigError
+from specserve.observability.records import End, Origin, Round
+from specserve.observability.trace import Trace
+from specserve.operations.report import main, page, summarise
+
+WORDS = {1: b"def ", 2: b"sort", 3: b"(<b>", 4: b")", 5: b"\xff"}
+
+
+def a_round(request: str, drafts: list[str], accepted: int, tokens: list[int]) -> Round:
+    return Round(Origin(request, 0, "code"), 1, 50, drafts, accepted, tokens, 0.01, 0.05, 0.001, 1)
+
+
+def an_end(request: str) -> End:
+    return End(Origin(request, 0, "code"), "stop", 40, 30, 20, waited=0.5, first=1.5, pace=0.1)
+
+
+def trace(directory: Path, *, share: float = 1.0, mebibytes: float = 1.0, text: bool = True) -> Trace:
+    return Trace(directory, share=share, mebibytes=mebibytes, text=WORDS.__getitem__ if text else None)
+
+
+def lines(directory: Path) -> list[Any]:
+    return [json.loads(line) for line in (directory / "rounds.jsonl").read_text().splitlines()]
+
+
+def test_a_round_is_a_line(tmp_path: Path) -> None:
+    writer = trace(tmp_path)
+    writer.round(a_round("r1", ["model", "lookup"], 1, [1, 2]))
+    writer.end(an_end("r1"))
+    first, second = lines(tmp_path)
+    assert first["event"] == "round"
+    assert (first["drafts"], first["accepted"], first["text"]) == (["model", "lookup"], 1, ["def ", "sort"])
+    assert (first["request"], first["family"], first["group"]) == ("r1", "code", "auto")
+    assert second["event"] == "end"
+    assert (second["reason"], second["first"], second["pace"]) == ("stop", 1.5, 0.1)
+
+
+def test_no_text_is_kept_unless_wanted(tmp_path: Path) -> None:
+    trace(tmp_path, text=False).round(a_round("r1", [], 0, [1]))
+    assert "text" not in lines(tmp_path)[0]
+
+
+def test_a_request_is_traced_from_its_first_round_to_its_end_or_not_at_all(tmp_path: Path) -> None:
+    writer = trace(tmp_path, share=0.3)
+    for number in range(300):
+        writer.round(a_round(f"r{number}", [], 0, [1]))
+        writer.round(a_round(f"r{number}", [], 0, [1]))
+        writer.end(an_end(f"r{number}"))
+    counts: dict[str, int] = {}
+    for line in lines(tmp_path):
+        counts[line["request"]] = counts.get(line["request"], 0) + 1
+    assert set(counts.values()) == {3}
+    assert 50 < len(counts) < 130
+
+
+def test_files_replace_each_other_within_their_size(tmp_path: Path) -> None:
+    writer = trace(tmp_path, mebibytes=0.05)
+    for number in range(2000):
+        writer.round(a_round(f"r{number}", ["model"] * 3, 2, [1, 2, 3]))
+    files = list(tmp_path.iterdir())
+    assert len(files) == 5
+    assert sum(file.stat().st_size for file in files) < 0.06 * 2**20
+    assert lines(tmp_path)[-1]["request"] == "r1999"
+
+
+def test_a_full_disk_ends_the_trace_with_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
+    writer = trace(Path("/tmp"))  # noqa: S108 - its file is replaced at once
+    writer._files.close()
+    writer._files.stream = open("/dev/full", "w", encoding="utf-8")  # noqa: PTH123, SIM115
+    for _ in range(3):
+        writer.round(a_round("r", [], 0, [1]))
+    assert [record.getMessage().count("No space left") for record in caplog.records] == [1]
+    assert caplog.records[0].exc_info is None
+
+
+def test_the_page_shows_families_places_and_what_each_token_was(tmp_path: Path) -> None:
+    writer = trace(tmp_path)
+    writer.round(a_round("r1", ["model", "model"], 2, [1, 2, 3]))
+    writer.round(a_round("r1", ["lookup", "model"], 0, [4]))
+    writer.round(a_round("r1", [], 0, [5]))
+    writer.end(an_end("r1"))
+    report = summarise([tmp_path / "rounds.jsonl"])
+    family = report.families["code"]
+    assert (family.texts, family.rounds, family.tokens) == (1, 3, 5)
+    assert family.places == [(1, 0.5, 2), (2, 1.0, 1)]
+    assert [piece.kind for piece in report.texts["r1 (1)"]] == ["accepted", "accepted", "bonus", "recovered", "plain"]
+    html = page(report)
+    assert '<span class="bonus">(&lt;b&gt;</span>' in html
+    assert '<span class="accepted">def </span>' in html
+    assert "http" not in html.replace("http-equiv", "")
+
+
+def test_a_line_that_was_cut_is_left_out_and_said_so(tmp_path: Path) -> None:
+    writer = trace(tmp_path)
+    writer.round(a_round("r1", [], 0, [1]))
+    file = tmp_path / "rounds.jsonl"
+    file.write_text(file.read_text() + '{"event": "round", "re')
+    report = summarise([file])
+    assert report.skipped == 1
+    assert "1 lines that are no records" in page(report)
+
+
+def test_traces_without_a_round_are_a_sentence(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    with pytest.raises(ConfigError, match="no round is recorded"):
+        summarise([empty])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        summarise([tmp_path / "missing.jsonl"])
+
+
+def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace(tmp_path).round(a_round("r1", ["model"], 1, [1, 2]))
+    out = tmp_path / "page.html"
+    assert main([str(tmp_path / "rounds.jsonl"), "-o", str(out)]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    assert out.read_text().startswith("<!doctype html>")

@@ -1,0 +1,106 @@
+"""What operators see of a running server."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+import yaml
+
+from server import PROJECT, Server, start, stop
+
+pytestmark = pytest.mark.server
+
+BODY = {"prompt": "The quick brown fox", "max_tokens": 40, "ignore_eos": True, "metadata": {"prompt_family": "fox"}}
+DASHBOARD = json.loads((PROJECT / "config" / "grafana" / "specserve.json").read_text())
+
+
+def metrics(server: Server) -> dict[str, float]:
+    """Values by name and labels, as Prometheus reads them."""
+    text = requests.get(f"http://127.0.0.1:{server.port + 2}/metrics", timeout=10).text
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("specserve_")]
+    return {name: float(value) for name, value in lines}
+
+
+def value(server: Server, name: str, *labels: str) -> float:
+    """The sum of all series of a name that have these labels."""
+    return sum(
+        number
+        for series, number in metrics(server).items()
+        if series.split("{")[0] == name and all(label in series for label in labels)
+    )
+
+
+def wait_for(server: Server, name: str, least: float, *labels: str) -> None:
+    """TorchServe reads what the worker says a moment later."""
+    until = time.monotonic() + 10
+    while value(server, name, *labels) < least:
+        assert time.monotonic() < until, f"{name} is {value(server, name, *labels)}, not {least}"
+        time.sleep(0.1)
+
+
+def test_prometheus_is_told_of_tokens_drafts_and_time(server: Server) -> None:
+    before = value(server, "specserve_emitted_tokens_total", 'family="fox"')
+    account = server.post(BODY).json()["speculation"]
+    wait_for(server, "specserve_emitted_tokens_total", before + 40, 'family="fox"')
+    assert value(server, "specserve_draft_tokens_total", 'family="fox"') >= account["drafted_tokens"]
+    assert value(server, "specserve_target_seconds_total", 'family="fox"') > 0
+    assert value(server, "specserve_time_to_first_token_seconds_count", 'family="fox"') >= 1
+    assert value(server, "specserve_slots") == 8
+    assert value(server, "specserve_live_sequences") == 0
+    assert value(server, "specserve_draft_model_up") == 1
+
+
+def test_every_name_in_the_dashboard_is_one_of_ours() -> None:
+    from specserve.observability.metrics import ALL  # noqa: PLC0415 - only here
+
+    known = {metric.name for metric in ALL}
+    known |= {f"{metric.name}_bucket" for metric in ALL if metric.kind == "histogram"}
+    queries = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+    named = {name for query in queries for name in re.findall(r"specserve_\w+", query)}
+    assert named <= known
+    labels = {label for metric in ALL for label in metric.labels} | {"le"}
+    used = {label for query in queries for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(", ")}
+    assert used <= labels
+
+
+def test_v1_speculation_says_what_runs_and_what_it_costs(server: Server) -> None:
+    answer = server.get("/v1/speculation")
+    assert answer.status_code == 200
+    told = answer.json()
+    assert told["models"]["target"]["file"].endswith(".gguf")
+    assert len(told["models"]["target"]["sha256"]) == 64
+    assert told["costs"]["target"]["rows"][0] == 1
+    assert told["batch_invariance"]["rows"] == 0
+    assert told["sequences"] == {"live": 0, "waiting": 0, "slots": 8}
+    assert told["limits"]["max_wait_ms"] >= 250
+
+
+@pytest.fixture
+def traced(tmp_path: Path) -> Iterator[tuple[Server, Path]]:
+    """A server that traces."""
+    document = yaml.safe_load((PROJECT / "config" / "tiny.yaml").read_text())
+    document["handler"]["trace"] = {"directory": str(tmp_path / "trace"), "text": True}
+    config = tmp_path / "traced.yaml"
+    config.write_text(yaml.safe_dump(document))
+    server, outcome = start(config=str(config))
+    assert outcome.returncode == 0, outcome.stderr
+    yield server, tmp_path / "trace" / "rounds.jsonl"
+    stop(server)
+
+
+def test_a_trace_has_every_token_of_an_answer_and_who_drafted_it(traced: tuple[Server, Path]) -> None:
+    server, file = traced
+    answer = server.post(BODY).json()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    rounds = [line for line in lines if line["event"] == "round" and line["family"] == "fox"]
+    assert "".join(piece for line in rounds for piece in line["text"]) == answer["choices"][0]["text"]
+    # The round that ends the prompt is in the trace and not among the account's.
+    assert len(rounds) == answer["speculation"]["rounds"] + 1
+    assert sum(line["accepted"] for line in rounds) == answer["speculation"]["accepted_tokens"]
+    assert [line["reason"] for line in lines if line["event"] == "end" and line["family"] == "fox"] == ["length"]

@@ -44,6 +44,15 @@ def test_a_round_is_a_line(tmp_path: Path) -> None:
     assert (second["reason"], second["first"], second["pace"]) == ("stop", 1.5, 0.1)
 
 
+def test_a_character_that_two_tokens_share_is_whole_again_when_they_are_joined(tmp_path: Path) -> None:
+    halves = {1: "é".encode()[:1], 2: "é".encode()[1:]}
+    writer = Trace(tmp_path, share=1.0, mebibytes=1.0, text=halves.__getitem__)
+    writer.round(a_round("r1", ["model"], 1, [1, 2]))
+    [line] = lines(tmp_path)
+    assert "".join(line["text"]).encode(errors="surrogateescape").decode() == "é"
+    assert "\ufffd" in page(summarise([tmp_path / "rounds.jsonl"]))
+
+
 def test_no_text_is_kept_unless_wanted(tmp_path: Path) -> None:
     trace(tmp_path, text=False).round(a_round("r1", [], 0, [1]))
     assert "text" not in lines(tmp_path)[0]

@@ -99,9 +99,10 @@ class Trace:
     def _write(self, entry: dict[str, object]) -> None:
         if self._files.stopped:
             return
-        line = json.dumps({"time": round(time.time(), 3), **entry}, ensure_ascii=False)
+        line = json.dumps({"time": round(time.time(), 3), **entry})
         self._files.emit(logging.LogRecord("", 0, "", 0, line, None, None))
 
 
 def _readable(piece: bytes) -> str:
-    return piece.decode("utf-8", errors="replace")
+    # A character may be cut between tokens: what is no text is kept as Python spells it, and can be joined again.
+    return piece.decode("utf-8", errors="surrogateescape")

@@ -163,7 +163,8 @@ def pieces(entry: dict[str, Any]) -> list[Piece]:
     """What a round wrote: the drafts that stayed, and the token that the target added."""
     accepted, drafts = entry["accepted"], len(entry["drafts"])
     last = "plain" if not drafts else "bonus" if accepted == drafts else "recovered"
-    return [Piece(text, "accepted" if place < accepted else last) for place, text in enumerate(entry["text"])]
+    shown = [text.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="replace") for text in entry["text"]]
+    return [Piece(text, "accepted" if place < accepted else last) for place, text in enumerate(shown)]
 
 
 def over_time(rounds: list[tuple[float, int]]) -> list[tuple[float, float]]:

@@ -219,3 +219,18 @@ def test_a_draft_with_other_words_is_refused_at_load_with_the_first_of_them(
         r"token \d+ is a different text in each; choose a draft of the target's own family\.",
     ):
         Pair(config.model_copy(update={"draft": other}))
+
+
+def test_a_draft_that_cannot_be_read_is_left_out_and_said_so(
+    files: TinyFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = files.config("qwen2")
+    assert whole.draft
+    assert whole.draft.path
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(whole.draft.path.read_bytes()[:5000])
+    broken = Pair(whole.model_copy(update={"draft": ModelConfig(path=cut)}))
+    assert not broken.models.drafters.has_model
+    plain, speculative = (one.answer(PROMPTS[0], max_tokens=40, temperature=0) for one in (broken, Pair(whole)))
+    assert plain.text == speculative.text
+    assert "Serving goes on without the draft model" in caplog.text

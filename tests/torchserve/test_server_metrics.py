@@ -13,6 +13,7 @@ import requests
 import yaml
 
 from server import PROJECT, Server, start, stop
+from specserve.observability.metrics import ALL
 
 pytestmark = pytest.mark.server
 
@@ -57,8 +58,6 @@ def test_prometheus_is_told_of_tokens_drafts_and_time(server: Server) -> None:
 
 
 def test_every_name_in_the_dashboard_is_one_of_ours() -> None:
-    from specserve.observability.metrics import ALL  # noqa: PLC0415 - only here
-
     known = {metric.name for metric in ALL}
     known |= {f"{metric.name}_bucket" for metric in ALL if metric.kind == "histogram"}
     queries = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from specserve.speculation.noise import Purpose
 from specserve.speculation.rejection import RULES, Distributions, NoiseSource, Rule, Verdict, sample_alone
 
 TRIALS = 4000
+Verify = Callable[[Distributions, Distributions, Sequence[int], NoiseSource], Verdict]
 
 
 def pair(seed: int, tokens: int = 60) -> tuple[list[FloatArray], list[FloatArray]]:
@@ -56,9 +57,8 @@ def accepts_with_the_noise_that_drew(
 
 
 @pytest.mark.parametrize("verify", [keeps_every_draft, recovers_from_the_target, accepts_with_the_noise_that_drew])
-def test_a_wrong_rule_is_found_wrong(verify: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = Rule(sample_alone, verify)  # type: ignore[arg-type]
-    monkeypatch.setattr(selftest, "RULES", {"wrong": wrong})
+def test_a_wrong_rule_is_found_wrong(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "RULES", {"wrong": Rule(sample_alone, verify)})
     assert all(is_wrong(deviation("wrong", *pair(seed), TRIALS)) for seed in range(3))
 
 

@@ -81,8 +81,8 @@ def test_files_replace_each_other_within_their_size(tmp_path: Path) -> None:
     assert lines(tmp_path)[-1]["request"] == "r1999"
 
 
-def test_a_full_disk_ends_the_trace_with_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
-    writer = trace(Path("/tmp"))  # noqa: S108 - its file is replaced at once
+def test_a_full_disk_ends_the_trace_with_one_sentence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = trace(tmp_path)
     writer._files.close()
     writer._files.stream = open("/dev/full", "w", encoding="utf-8")  # noqa: PTH123, SIM115
     for _ in range(3):

@@ -55,29 +55,7 @@ WAITING = Metric("gauge", "specserve_waiting_sequences", ("model",))
 SLOTS = Metric("gauge", "specserve_slots", ("model",))
 DRAFT_MODEL = Metric("gauge", "specserve_draft_model_up", ("model",))
 SPEEDUP = Metric("gauge", "specserve_holdback_speedup", ("model", "bound"))
-ALL = (
-    ROUNDS,
-    GAMMA,
-    DRAFTED,
-    ACCEPTED,
-    EMITTED,
-    PROMPT,
-    CACHED,
-    TEXTS,
-    DRAFTING,
-    VERIFYING,
-    ELSEWHERE,
-    PAUSED,
-    RESUMED,
-    FIRST,
-    PACE,
-    WAIT,
-    LIVE,
-    WAITING,
-    SLOTS,
-    DRAFT_MODEL,
-    SPEEDUP,
-)
+ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 
 
 class Metrics:

@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 
 from specserve.config import processor
-from specserve.engine.base import Engine, Row, Vocabulary
+from specserve.engine.base import Engine, FloatArray, Row, Vocabulary
 from specserve.engine.llama import EngineSettings, LlamaEngine, LlamaModel, check_same_vocabulary
 from specserve.errors import EngineError, ModelLoadError
 from specserve.operations import command, files, places
@@ -32,7 +32,7 @@ PROMPTS = (
     "The lighthouse keeper climbed the stairs once more, since",
 )
 _TOKENS = 40
-_CONTEXT = 512
+CONTEXT = 512
 _CHUNK = 64
 # Where the costs are taken: the prompts and answers are about this long.
 _CELLS = 64
@@ -159,7 +159,7 @@ def _measured(target: Path, forms: Mapping[str, Path], threads: int, most: int) 
 def _observe(target: Path, forms: Mapping[str, Path], threads: int) -> tuple[Cost, dict[str, Observed]]:
     """Load the target and one form of the draft after the other, and let them write and read."""
     status = Console(stderr=True).status(f"measuring which form of the draft suits {target.name}")
-    with status, _loaded(target, threads, _MOST_ROWS) as (model, engine):
+    with status, loaded(target, threads, _MOST_ROWS) as (model, engine):
         cost = _cost(engine)
         prompts = [model.encode(prompt) for prompt in PROMPTS]
         texts = [(prompt, write(engine, model, prompt)) for prompt in prompts]
@@ -167,23 +167,28 @@ def _observe(target: Path, forms: Mapping[str, Path], threads: int) -> tuple[Cos
 
 
 def _observe_draft(path: Path, target: LlamaModel, texts: list[tuple[list[int], list[int]]], threads: int) -> Observed:
-    with _loaded(path, threads, _DRAFT_ROWS, EngineSettings()) as (model, engine):
+    with loaded(path, threads, _DRAFT_ROWS, EngineSettings()) as (model, engine):
         check_same_vocabulary(target, model)
         return Observed([read_along(engine, *text, target.size) for text in texts], _cost(engine))
 
 
+def one_slot(model: LlamaModel, threads: int, max_logits: int, settings: EngineSettings | None = None) -> LlamaEngine:
+    """A context for one short text."""
+    return LlamaEngine(
+        model, n_slots=1, context_length=CONTEXT, threads=threads, max_rows=_CHUNK, max_logits=max_logits,
+        settings=settings,
+    )  # fmt: skip
+
+
 @contextlib.contextmanager
-def _loaded(
+def loaded(
     path: Path, threads: int, max_logits: int, settings: EngineSettings | None = None
 ) -> Iterator[tuple[LlamaModel, LlamaEngine]]:
     """A model and a context of it, given back in the end; a pass that fails inside is the model's fault."""
     with contextlib.ExitStack() as stack:
         model = LlamaModel(path)
         stack.callback(model.close)
-        engine = LlamaEngine(
-            model, n_slots=1, context_length=_CONTEXT, threads=threads, max_rows=_CHUNK, max_logits=max_logits,
-            settings=settings,
-        )  # fmt: skip
+        engine = one_slot(model, threads, max_logits, settings)
         stack.callback(engine.close)
         try:
             yield model, engine
@@ -218,13 +223,16 @@ def write(engine: Engine, vocabulary: Vocabulary, prompt: list[int]) -> list[int
 
 def read_along(engine: Engine, prompt: list[int], answer: list[int], width: int) -> list[bool]:
     """Of each token of an answer, whether the draft has it for the likeliest; `width` is the target's vocabulary."""
+    rows = logits_along(engine, prompt, answer)
+    return [int(np.argmax(row[:width])) == token for row, token in zip(rows, answer, strict=True)]
+
+
+def logits_along(engine: Engine, prompt: list[int], answer: list[int]) -> Iterator[FloatArray]:
+    """The logits before each token of an answer; a row is overwritten when others are asked for."""
     text = [*prompt, *answer]
     step = min(engine.max_rows, engine.max_logits)
-    hits: list[bool] = []
     engine.cut(0, 0)
     read(engine, prompt[:-1])
     for first in range(len(prompt) - 1, len(text) - 1, step):
         positions = range(first, min(first + step, len(text) - 1))
-        logits = engine.forward([Row(text[place], 0, place, wants_logits=True) for place in positions])
-        hits += [int(np.argmax(row[:width])) == text[place + 1] for place, row in zip(positions, logits, strict=True)]
-    return hits
+        yield from engine.forward([Row(text[place], 0, place, wants_logits=True) for place in positions])

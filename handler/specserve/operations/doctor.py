@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from specserve.engine.llama import (
 )
 from specserve.operations import command, files, places
 from specserve.operations.archive import add_config
-from specserve.operations.choose import PROMPTS, Observed, fastest, read_along, write
+from specserve.operations.choose import CONTEXT, PROMPTS, Observed, fastest, loaded, one_slot, read_along, write
 from specserve.operations.prepare import Prepared, prepare
 from specserve.operations.selftest import (
     first_difference,
@@ -38,7 +39,6 @@ from specserve.operations.selftest import (
 from specserve.speculation.cost import Cost
 from specserve.speculation.measurement import measure, read, timed
 
-_CONTEXT = 512
 _MOST_ROWS = 64
 _PLACES = 4
 _TRIALS = 5000
@@ -69,20 +69,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Pair:
-    """The two models of a configuration, with a cache of one slot each."""
+    """A target and its draft, each with a cache of one slot, and the costs of their passes."""
 
-    target: LlamaModel
-    draft: LlamaModel | None
-    target_engine: LlamaEngine
-    draft_engine: LlamaEngine | None
-
-
-def engine(model: LlamaModel, threads: int, settings: EngineSettings | None = None) -> LlamaEngine:
-    """A context of one slot."""
-    return LlamaEngine(
-        model, n_slots=1, context_length=_CONTEXT, threads=threads, max_rows=_MOST_ROWS, max_logits=_MOST_ROWS,
-        settings=settings,
-    )  # fmt: skip
+    vocabulary: LlamaModel
+    target: LlamaEngine
+    draft: LlamaEngine
+    costs: tuple[Cost, Cost]
 
 
 def examine(config_file: Path, handler: HandlerConfig, prepared: Prepared) -> Iterator[Finding]:
@@ -97,29 +89,23 @@ def examine(config_file: Path, handler: HandlerConfig, prepared: Prepared) -> It
     yield build()
     yield model_files(prepared)
     with ExitStack() as stack:
-        target = LlamaModel(prepared.target)
-        stack.callback(target.close)
-        draft = None if prepared.draft is None else LlamaModel(prepared.draft)
-        if draft is not None:
-            stack.callback(draft.close)
-            check_same_vocabulary(target, draft)
-            yield Finding("pair", f"Target and draft have one vocabulary, of {target.size} tokens.")
-        target_engine = engine(target, threads)
-        stack.callback(target_engine.close)
-        draft_engine = None if draft is None else engine(draft, threads, EngineSettings())
-        if draft_engine is not None:
-            stack.callback(draft_engine.close)
-        pair = Pair(target, draft, target_engine, draft_engine)
-        yield invariance(pair, handler, config_file)
-        target_cost = Cost(measure(target_engine), most=_MOST_ROWS)
-        draft_cost = None if draft_engine is None else Cost(measure(draft_engine), most=_MOST_ROWS)
-        yield costs(target_cost, draft_cost)
-        yield thread_count(target, threads)
-        if draft_engine is not None and draft_cost is not None:
-            texts = answers(pair)
-            yield greedy_texts(pair, target_cost, texts)
-            yield distributions(pair, texts)
-            yield ceiling(pair, texts, target_cost, draft_cost, handler)
+        model, target = stack.enter_context(loaded(prepared.target, threads, _MOST_ROWS))
+        yield invariance(target, handler, config_file)
+        target_cost = Cost(measure(target), most=_MOST_ROWS)
+        if prepared.draft is None:
+            yield costs(target_cost, None)
+            yield thread_count(model, threads)
+            return
+        draft_model, draft = stack.enter_context(loaded(prepared.draft, threads, _MOST_ROWS, EngineSettings()))
+        check_same_vocabulary(model, draft_model)
+        yield Finding("pair", f"Target and draft have one vocabulary, of {model.size} tokens.")
+        pair = Pair(model, target, draft, (target_cost, Cost(measure(draft), most=_MOST_ROWS)))
+        yield costs(*pair.costs)
+        yield thread_count(model, threads)
+        texts = answers(pair)
+        yield greedy_texts(pair, texts)
+        yield distributions(pair, texts)
+        yield ceiling(pair, texts, handler)
 
 
 def machine(threads: int, prepared: Prepared) -> Finding:
@@ -159,9 +145,9 @@ def model_files(prepared: Prepared) -> Finding:
     return Finding("models", f"{said}.", facts=facts)
 
 
-def invariance(pair: Pair, handler: HandlerConfig, config_file: Path) -> Finding:
+def invariance(target: LlamaEngine, handler: HandlerConfig, config_file: Path) -> Finding:
     """Whether greedy and seeded texts repeat."""
-    found = probe(pair.target_engine, _CONTEXT)
+    found = probe(target, CONTEXT)
     facts = found._asdict()
     if found.alone:
         said = "The target gives the same logits for any number of rows: greedy and seeded texts repeat exactly."
@@ -194,7 +180,7 @@ def thread_count(model: LlamaModel, threads: int) -> Finding:
     tried = sorted({max(1, threads // 2), threads, usable_cores()})
     took: dict[int, float] = {}
     for count in tried:
-        one = engine(model, count)
+        one = one_slot(model, count, _MOST_ROWS)
         read(one, [place % one.width for place in range(_CELLS)])
         timed(one, _CELLS, 4)
         took[count] = float(np.median([timed(one, _CELLS, 4) for _ in range(_TURNS)]))
@@ -210,19 +196,18 @@ def thread_count(model: LlamaModel, threads: int) -> Finding:
 
 def answers(pair: Pair) -> list[tuple[list[int], list[int]]]:
     """Prompts, and what the target writes behind them one token at a time."""
-    prompts = [pair.target.encode(prompt) for prompt in PROMPTS]
-    texts = [(prompt, write(pair.target_engine, pair.target, prompt)) for prompt in prompts]
-    pair.target_engine.cut(0, 0)
+    prompts = [pair.vocabulary.encode(prompt) for prompt in PROMPTS]
+    texts = [(prompt, write(pair.target, pair.vocabulary, prompt)) for prompt in prompts]
+    pair.target.cut(0, 0)
     return texts
 
 
-def greedy_texts(pair: Pair, cost: Cost, texts: list[tuple[list[int], list[int]]]) -> Finding:
+def greedy_texts(pair: Pair, texts: list[tuple[list[int], list[int]]]) -> Finding:
     """Whether greedy texts are the same with drafts and without."""
-    assert pair.draft_engine  # noqa: S101 - only asked of a pair
     gaps = []
     for prompt, plain in texts:
-        drafted = greedy_with_drafts(pair.target_engine, pair.draft_engine, cost, prompt, len(plain))
-        found = first_difference(pair.target_engine, prompt, plain, drafted)
+        drafted = greedy_with_drafts(pair.target, pair.draft, pair.costs, prompt, len(plain))
+        found = first_difference(pair.target, prompt, plain, drafted)
         gaps += [] if found is None else [found.gap]
     facts = {"texts": len(texts), "differing": len(gaps), "gaps": gaps}
     if not gaps:
@@ -237,16 +222,15 @@ def greedy_texts(pair: Pair, cost: Cost, texts: list[tuple[list[int], list[int]]
 
 def distributions(pair: Pair, texts: list[tuple[list[int], list[int]]]) -> Finding:
     """Whether the rules keep the target's distribution, on rows of this pair."""
-    assert pair.draft_engine  # noqa: S101 - only asked of a pair
     pairs = []
     for prompt, answer in texts:
-        p_rows = rows_along(pair.target_engine, prompt, answer[: _PLACES + 1], pair.target.size)
-        q_rows = rows_along(pair.draft_engine, prompt, answer[: _PLACES + 1], pair.target.size)
+        p_rows = rows_along(pair.target, prompt, answer[: _PLACES + 1], pair.vocabulary.size)
+        q_rows = rows_along(pair.draft, prompt, answer[: _PLACES + 1], pair.vocabulary.size)
         for place in range(min(_PLACES, len(p_rows) - 1)):
             p, q = lumped(p_rows[place], q_rows[place])
             behind, _ = lumped(p_rows[place + 1], q_rows[place + 1])
             pairs.append(([p, behind], [q]))
-    worst = worst_deviation(pairs, _TRIALS, lambda: None)
+    worst = worst_deviation(pairs, _TRIALS)
     wrong = [name for name, away in worst.items() if is_wrong(away)]
     facts = {"places": len(pairs), "trials": _TRIALS, "standard_deviations": worst}
     if wrong:
@@ -262,13 +246,11 @@ def distributions(pair: Pair, texts: list[tuple[list[int], list[int]]]) -> Findi
     )
 
 
-def ceiling(
-    pair: Pair, texts: list[tuple[list[int], list[int]]], target: Cost, draft: Cost, handler: HandlerConfig
-) -> Finding:
+def ceiling(pair: Pair, texts: list[tuple[list[int], list[int]]], handler: HandlerConfig) -> Finding:
     """The number of drafts that pays best on a few texts, and whether the configuration allows it."""
-    assert pair.draft_engine  # noqa: S101 - only asked of a pair
-    hits = [read_along(pair.draft_engine, prompt, answer, pair.target.size) for prompt, answer in texts]
-    pair.draft_engine.cut(0, 0)
+    hits = [read_along(pair.draft, prompt, answer, pair.vocabulary.size) for prompt, answer in texts]
+    pair.draft.cut(0, 0)
+    target, draft = pair.costs
     best = fastest(Observed(hits, draft), target, 15)
     plain = 1 / target.seconds(1, _CELLS)
     gain = best.tokens_per_second / plain
@@ -291,8 +273,11 @@ def main(arguments: Sequence[str]) -> int:
     _, handler = load_yaml(options.config)
     found = []
     console = Console(stderr=True)
+    # What preparing says is for people.
+    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+        prepared = prepare(options.config)
     with console.status("looking; this takes two minutes") as status:
-        for finding in examine(options.config, handler, prepare(options.config)):
+        for finding in examine(options.config, handler, prepared):
             found.append(finding)
             status.update(f"{finding.topic} is done")
             if not options.json:

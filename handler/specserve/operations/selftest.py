@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from specserve.engine.base import Engine, Row
+from specserve.engine.base import Engine
+from specserve.operations.choose import logits_along
 from specserve.sequence import SamplingParams, SpeculationParams
 from specserve.sequence import Sequence as Text
 from specserve.speculation.controller import Controller
 from specserve.speculation.cost import Cost
 from specserve.speculation.distribution import FloatArray, to_distribution
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.measurement import read
 from specserve.speculation.model import DraftModel
 from specserve.speculation.noise import Noise
 from specserve.speculation.rejection import RULES, Rule
@@ -37,10 +37,22 @@ class Difference(NamedTuple):
     gap: float
 
 
-def greedy_with_drafts(target: Engine, draft: Engine, cost: Cost, prompt: list[int], length: int) -> list[int]:
-    """So many greedy tokens behind a prompt, in rounds of three drafts; both caches must be empty, and are again."""
-    model = DraftModel(draft, cost, window=256, max_rows=64, vocabulary=target.width, context_length=draft.slot_length)
-    drafters = Drafters(Controller(cost, cost), model=model, vocabulary=target.width)
+def greedy_with_drafts(
+    target: Engine, draft: Engine, costs: tuple[Cost, Cost], prompt: list[int], length: int
+) -> list[int]:
+    """So many greedy tokens behind a prompt, in rounds of three drafts; both caches must be empty, and are again.
+
+    Args:
+        target: verifies.
+        draft: drafts.
+        costs: of their passes; they follow what these take.
+        prompt: its tokens.
+        length: of the answer.
+    """
+    model = DraftModel(
+        draft, costs[1], window=256, max_rows=64, vocabulary=target.width, context_length=draft.slot_length
+    )
+    drafters = Drafters(Controller(*costs), model=model, vocabulary=target.width)
     text = Text(prompt, SamplingParams(temperature=0), SpeculationParams(GAMMA, "token"), max_tokens=length)
     text.slot = 0
     while text.remaining > 0:
@@ -57,9 +69,7 @@ def first_difference(engine: Engine, prompt: list[int], plain: list[int], drafte
     place = next((i for i, (a, b) in enumerate(zip(plain, drafted, strict=False)) if a != b), None)
     if place is None:
         return None
-    text = [*prompt, *plain[:place]]
-    read(engine, text[:-1])
-    [logits] = engine.forward([Row(text[-1], 0, len(text) - 1, wants_logits=True)])
+    *_, logits = logits_along(engine, prompt, plain[: place + 1])
     gap = abs(float(logits[plain[place]]) - float(logits[drafted[place]]))
     engine.cut(0, 0)
     return Difference(place, gap)
@@ -67,12 +77,11 @@ def first_difference(engine: Engine, prompt: list[int], plain: list[int], drafte
 
 def rows_along(engine: Engine, prompt: list[int], answer: list[int], width: int) -> list[FloatArray]:
     """The distributions at temperature 1 of every place of an answer, each of shape (width,)."""
-    text = [*prompt, *answer]
-    read(engine, prompt[:-1])
     rows = []
-    for place in range(len(prompt) - 1, len(text) - 1):
-        [logits] = engine.forward([Row(text[place], 0, place, wants_logits=True)])
-        rows.append(to_distribution(logits[:width].copy(), SamplingParams(temperature=1)))
+    for logits in logits_along(engine, prompt, answer):
+        row = to_distribution(logits[:width], SamplingParams(temperature=1))
+        # Models of one family pad differently.
+        rows.append(np.pad(row, (0, width - row.size)))
     engine.cut(0, 0)
     return rows
 
@@ -124,15 +133,12 @@ def chance(counts: FloatArray, expected: FloatArray) -> float:
     return float(away / math.sqrt(2 / (9 * freedom)))
 
 
-def worst_deviation(
-    pairs: Sequence[tuple[list[FloatArray], list[FloatArray]]], trials: int, told: Callable[[], None]
-) -> dict[str, float]:
-    """By rule, the largest deviation over all places; `told` is called behind each."""
+def worst_deviation(pairs: Sequence[tuple[list[FloatArray], list[FloatArray]]], trials: int) -> dict[str, float]:
+    """By rule, the largest deviation over all places."""
     worst = dict.fromkeys(RULES, -math.inf)
     for p, q in pairs:
         for name in RULES:
             worst[name] = max(worst[name], deviation(name, p, q, trials))
-            told()
     return worst
 
 

@@ -233,7 +233,7 @@ def start_ours(stack: ExitStack, config: Path, port: int) -> str:
 def memory(port: int) -> int:
     """Mebibytes that this project's worker holds."""
     state = str(State.of(port).directory)
-    commands = ((process.pid, " ".join(process.cmdline())) for process in psutil.process_iter())
+    commands = ((process.pid, " ".join(process.info["cmdline"] or ())) for process in psutil.process_iter(["cmdline"]))
     return sum(held_by(pid) for pid, command in commands if "model_service_worker" in command and state in command)
 
 

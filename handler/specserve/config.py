@@ -77,7 +77,10 @@ class SpeculationConfig(_Section):
     max_gamma: int = Field(default=16, ge=1, le=32, description="The most a round may have, whoever asks.")
     window: int = Field(default=256, ge=16, description="How far back the draft model reads where it joins a text.")
     holdback: float = Field(
-        default=0.02, ge=0, le=0.5, description="The share of requests that go without, to measure what it brings."
+        default=0.02,
+        ge=0,
+        le=0.5,
+        description="The share of requests, and of rounds, that go without, to measure what it brings.",
     )
 
     @model_validator(mode="after")

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from gguf_tokenizer import save_tokenizer
-from ours import PROJECT, Ours
-from server import Server, start, stop
-
-CONFIG = "config/tiny.yaml"
+from ours import Ours
+from server import TINY, Server, running, tiny_but
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,31 +21,21 @@ def _no_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def running(config: str) -> Iterator[Server]:
-    """A server for a session's tests."""
-    server, outcome = start(config=config)
-    assert outcome.returncode == 0, outcome.stderr
-    yield server
-    stop(server)
-
-
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One that decodes one sequence at a time, so that its numbers are the same whatever was asked before or beside.
 
     Where several share the cache, it adds up a text's cells in an order that depends on the others.
     """
-    shared = (PROJECT / CONFIG).read_text()
-    assert "sequences: 8" in shared
-    config = tmp_path_factory.mktemp("config") / "one.yaml"
-    config.write_text(shared.replace("sequences: 8", "sequences: 1"))
-    yield from running(str(config))
+    with running(config=tiny_but(tmp_path_factory.mktemp("config"), handler={"sequences": 1})) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
 def shared_server() -> Iterator[Server]:
     """One that decodes eight sequences at once."""
-    yield from running(CONFIG)
+    with running() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +46,7 @@ def ours() -> Ours:
 @pytest.fixture(scope="session")
 def model(ours: Ours) -> Path:
     """The target that the server serves."""
-    return ours.target(CONFIG)
+    return ours.target(TINY)
 
 
 @pytest.fixture(scope="session")

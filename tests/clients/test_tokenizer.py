@@ -49,7 +49,7 @@ def test_a_tiny_vocabulary_gives_llama_cpps_ids(ours: Ours, tmp_path: Path, arch
 
 @pytest.mark.real
 def test_the_vocabulary_of_qwen_gives_llama_cpps_ids(ours: Ours, tmp_path: Path) -> None:
-    assert_same_tokens(ours, ours.target("config/qwen2.5-coder-0.5b-1.5b.yaml"), tmp_path)
+    assert_same_tokens(ours, ours.target(PROJECT / "config" / "qwen2.5-coder-0.5b-1.5b.yaml"), tmp_path)
 
 
 def test_the_server_counts_the_same_tokens(server: Server, tokenizer: Path) -> None:

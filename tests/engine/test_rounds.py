@@ -18,6 +18,7 @@ from scipy import stats
 from constraints import Alternating
 from costs import flat, proportional
 from specserve.engine.fake import FakeEngine, FakeVocabulary
+from specserve.observability.holdback import PlainRounds
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams, Verification
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler, longest_wait
@@ -49,17 +50,18 @@ class Bench:
         draft_width: int = VOCABULARY,
         idle_tokens: int = 4096,
         max_wait_seconds: float = math.inf,
+        costs: tuple[Cost, Cost] | None = None,
     ) -> None:
         self.target = FakeEngine(vocabulary=VOCABULARY, n_slots=SLOTS)
         self.target.separate = True
         self.draft = FakeEngine(vocabulary=draft_width, n_slots=SLOTS, blend=blend)
-        cost = proportional()
+        target_cost, draft_cost = costs or (proportional(), proportional())
         model = DraftModel(
-            self.draft, cost, window=4096, max_rows=draft_rows, vocabulary=VOCABULARY, context_length=8192
+            self.draft, draft_cost, window=4096, max_rows=draft_rows, vocabulary=VOCABULARY, context_length=8192
         )
         self.scheduler = Scheduler(
             self.target,
-            Drafters(Controller(cost, cost), PredictionDrafter(), model=model, vocabulary=VOCABULARY),
+            Drafters(Controller(target_cost, draft_cost), PredictionDrafter(), model=model, vocabulary=VOCABULARY),
             prefill_rows=prefill_rows,
             idle_tokens=idle_tokens,
             max_wait_seconds=max_wait_seconds,
@@ -357,6 +359,51 @@ def test_a_long_prompt_does_not_cost_its_neighbours_their_drafts() -> None:
         bench.scheduler.step()
     assert long.sequence.draft_cached < len(long.sequence.tokens) - 1
     assert short.sequence.account.mean_acceptance_length > 3
+
+
+class EverySecondRound(PlainRounds):
+    """Plain rounds by turns, and what was said of them."""
+
+    def __init__(self) -> None:
+        super().__init__(0.5)
+        self.told: list[tuple[bool, int]] = []
+        self._plain = True
+
+    def chooses(self) -> bool:
+        self._plain = not self._plain
+        return self._plain
+
+    def learn(self, tokens: int, seconds: float, *, plain: bool) -> None:
+        assert seconds > 0
+        self.told.append((plain, tokens))
+
+
+def adaptive_bench() -> tuple[Bench, EverySecondRound, Sequence]:
+    """A text whose drafts always stay, and that has them in every round but the plain ones."""
+    bench, rounds = Bench(blend=0.0, costs=(flat(1.0), flat(0.05))), EverySecondRound()
+    bench.scheduler._plain_rounds = rounds
+    sequence = Sequence([1, 2, 3], SamplingParams(temperature=0), SpeculationParams(4, adaptive=True), max_tokens=60)
+    bench.scheduler.submit(Generation(sequence, FakeVocabulary(VOCABULARY), []))
+    return bench, rounds, sequence
+
+
+def test_a_plain_round_has_no_drafts_and_the_others_are_compared_with_it() -> None:
+    bench, rounds, sequence = adaptive_bench()
+    bench.run()
+    # The first round reads the prompt, and is no comparison.
+    assert sum(tokens for _, tokens in rounds.told) == sequence.generated - 1
+    assert {tokens for plain, tokens in rounds.told if plain} == {1}
+    assert max(tokens for plain, tokens in rounds.told if not plain) > 1
+    assert sequence.answer == plain_greedy([1, 2, 3], 60)
+
+
+def test_who_asks_for_a_number_of_drafts_gets_it_in_a_plain_round_too_and_then_nothing_is_compared() -> None:
+    bench, rounds, _ = adaptive_bench()
+    fixed = bench.submit([4, 5, 6], gamma=3, max_tokens=200)
+    while fixed.sequence.generated < 9:
+        bench.scheduler.step()
+    assert not rounds.told
+    assert set(fixed.sequence.account.gammas) == {3}
 
 
 def test_what_is_decided_from_a_pass_belongs_to_its_price(monkeypatch: pytest.MonkeyPatch) -> None:

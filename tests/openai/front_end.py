@@ -12,6 +12,7 @@ from constraints import AlternatingGrammars
 from costs import flat
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
 from specserve.engine.fake import FakeEngine, FakeVocabulary
+from specserve.observability.metrics import Served
 from specserve.serving.chat import ChatTemplate
 from specserve.serving.loading import Models
 from specserve.serving.torchserve import Handler
@@ -51,7 +52,7 @@ class FrontEnd:
             ),
         )
         models = replace(models, chat_template=ChatTemplate(TEMPLATE, bos="", eos=""))
-        self.handler.start(config, models, "qwen")
+        self.handler.start(config, models, Served("qwen", "1.0"))
         self.rows: dict[str, dict[str, Any]] = {}
         self.routes: dict[str, str | None] = {}
         self.chunks: dict[str, list[str]] = {}
@@ -124,6 +125,7 @@ class FakeContext:
 
     def __init__(self, front_end: FrontEnd, order: list[str]) -> None:
         self.model_name = "qwen"
+        self.manifest: dict[str, Any] = {}
         self.model_yaml_config: dict[str, Any] = {}
         self.metrics: Any = None
         self.request_ids = dict(enumerate(order))

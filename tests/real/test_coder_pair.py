@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from server import Server, start, stop, worker
+from server import Server, running, worker
 from specserve.config import load_yaml
 from specserve.operations.places import DEFAULT_CONFIG
 from specserve.operations.prepare import prepare
@@ -30,11 +30,9 @@ BESIDE_BYTES = 300_000_000
 
 @pytest.fixture(scope="module")
 def coder() -> Iterator[Server]:
-    server, outcome = start(config=str(DEFAULT_CONFIG))
-    assert outcome.returncode == 0, outcome.stderr
-    assert "accepted" in outcome.stdout
-    yield server
-    stop(server)
+    with running(config=DEFAULT_CONFIG) as server:
+        assert "accepted" in server.greeting
+        yield server
 
 
 def complete(server: Server, prompt: str, max_tokens: int = 48, **speculation: Any) -> Any:

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from server import Server, start, stop
+from server import Server, running
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    server, outcome = start()
-    assert outcome.returncode == 0, outcome.stderr
-    yield server
-    stop(server)
+    with running() as server:
+        yield server

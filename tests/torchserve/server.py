@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,10 @@ from typing import Any
 import openai
 import psutil
 import requests
+import yaml
 
 PROJECT = Path(__file__).parents[2]
+TINY = PROJECT / "config" / "tiny.yaml"
 
 
 def free_ports(count: int = 5) -> int:
@@ -34,6 +39,8 @@ class Server:
     """A running server and the ways to talk to it."""
 
     port: int
+    greeting: str = ""
+    """What `scripts/serve` has shown."""
 
     @property
     def state(self) -> Path:
@@ -74,22 +81,52 @@ class Server:
         return (self.state / "logs" / "model_log.log").read_text()
 
 
-def start(*options: str, config: str = "config/tiny.yaml") -> tuple[Server, subprocess.CompletedProcess[str]]:
-    """Run `scripts/serve --detach` on free ports."""
-    server = Server(free_ports())
-    command = ["scripts/serve", "--config", config, "--port", str(server.port), "--detach", *options]
-    return server, subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=600, check=False)
+@contextmanager
+def running(*options: str, config: Path = TINY) -> Iterator[Server]:
+    """A server that `scripts/serve --detach` has started on free ports; it is stopped in the end."""
+    port = free_ports()
+    command = ["scripts/serve", "--config", str(config), "--port", str(port), "--detach", *options]
+    outcome = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=600, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    server = Server(port, outcome.stdout)
+    try:
+        yield server
+    finally:
+        stop(server)
 
 
 def stop(server: Server) -> None:
-    """Run `scripts/stop`."""
+    """Run `scripts/stop`; one that is stopped already stays so."""
     subprocess.run(["scripts/stop", "--port", str(server.port)], cwd=PROJECT, check=True, timeout=60)
 
 
 def worker(state: Path) -> psutil.Process:
     """The process that holds the models."""
-    for process in psutil.process_iter():
-        command = " ".join(process.cmdline())
+    # Read this way, processes that end meanwhile are passed over.
+    for process in psutil.process_iter(["cmdline"]):
+        command = " ".join(process.info["cmdline"] or ())
         if "model_service_worker" in command and str(state) in command:
             return process
     raise AssertionError("There is no worker.")
+
+
+def tiny_but(directory: Path, **changes: Any) -> Path:
+    """A copy of config/tiny.yaml in which these values are others; dicts change what they name alone."""
+
+    def changed(document: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+        return document | {
+            key: changed(document.get(key) or {}, value) if isinstance(value, dict) else value
+            for key, value in changes.items()
+        }
+
+    config = directory / "tiny.yaml"
+    config.write_text(yaml.safe_dump(changed(yaml.safe_load(TINY.read_text()), changes)))
+    return config
+
+
+def until(happened: Callable[[], bool], what: str, seconds: float = 90) -> None:
+    """Wait for something that has to happen, on a machine that may be busy with other things too."""
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        time.sleep(0.1)

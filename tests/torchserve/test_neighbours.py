@@ -9,7 +9,7 @@ import pytest
 import requests
 
 from neighbour import archive_echo
-from server import Server, start, stop
+from server import Server, running
 
 pytestmark = pytest.mark.server
 
@@ -31,10 +31,8 @@ def echo(server: Server, text: str) -> requests.Response:
 @pytest.fixture
 def server() -> Iterator[Server]:
     """A server of its own."""
-    server, outcome = start()
-    assert outcome.returncode == 0, outcome.stderr
-    yield server
-    stop(server)
+    with running() as server:
+        yield server
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import requests
 
-from server import PROJECT, free_ports
+from server import PROJECT, free_ports, tiny_but
 from specserve.operations.java import java_home
 
 pytestmark = pytest.mark.server
@@ -55,15 +55,19 @@ class Operator:
             time.sleep(0.2)
         raise AssertionError((self.directory / "console.log").read_text()[-3000:])
 
-    def complete(self) -> str:
+    def complete(self, version: str = "1.0", **extra: Any) -> str:
+        return str(self.answer(version, **extra).choices[0].text)
+
+    def answer(self, version: str, **extra: Any) -> Any:
         client = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{self.port}/predictions/qwen/1.0/v1",
+            base_url=f"http://127.0.0.1:{self.port}/predictions/qwen/{version}/v1",
             api_key=self.token("inference"),
             max_retries=0,
             timeout=60,
         )
-        answer = client.completions.create(model="tiny", prompt="The quick", max_tokens=8, temperature=0)
-        return answer.choices[0].text
+        return client.completions.create(
+            model="tiny", prompt="The quick", max_tokens=8, temperature=0, extra_body=extra or None
+        )
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +138,39 @@ def test_the_model_is_scaled_unregistered_and_registered_again(operator: Operato
     assert operator.manage("POST", "/models?url=qwen.mar&initial_workers=1&synchronous=true").ok
     operator.wait_until_ready()
     assert operator.complete() == text
+
+
+@pytest.fixture
+def canary(tmp_path: Path) -> Iterator[None]:
+    """Version 1.1 beside 1.0, without speculation, as the README has it; the store is as it was afterwards."""
+    store = PROJECT / "model_store"
+    config = tiny_but(tmp_path, handler={"speculation": {"mode": "off"}})
+    elder = (store / "qwen.mar").rename(store / "qwen-1.0.mar")
+    command = ["scripts/archive", "--config", str(config), "--version", "1.1"]
+    try:
+        subprocess.run(command, cwd=PROJECT, check=True, timeout=120)
+        yield
+    finally:
+        elder.rename(store / "qwen.mar")
+
+
+@pytest.mark.usefixtures("canary")
+def test_a_canary_serves_beside_its_elder_and_takes_its_place(operator: Operator) -> None:
+    text = operator.complete()
+    assert operator.manage("POST", "/models?url=qwen.mar&initial_workers=1&synchronous=true").ok
+    elder, canary = operator.answer("1.0"), operator.answer("1.1")
+    assert elder.choices[0].text == canary.choices[0].text == text
+    assert elder.speculation["drafted_tokens"] > 0
+    assert canary.speculation["drafted_tokens"] == 0
+    metrics = requests.get(f"http://127.0.0.1:{operator.port + 2}/metrics", timeout=10).text
+    assert all(f'specserve_slots{{model="qwen",version="{version}"' in metrics for version in ("1.0", "1.1"))
+    assert operator.manage("PUT", "/models/qwen/1.1/set-default").ok
+    assert operator.manage("DELETE", "/models/qwen/1.0").ok
+    assert operator.complete("1.1") == text
+    bare = requests.post(
+        f"http://127.0.0.1:{operator.port}/predictions/qwen",
+        json={"prompt": "The quick", "max_tokens": 8, "temperature": 0},
+        headers={"Authorization": f"Bearer {operator.token('inference')}"},
+        timeout=60,
+    )
+    assert bare.json()["choices"][0]["text"] == text

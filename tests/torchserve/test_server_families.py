@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from server import PROJECT, Server, start, stop
+from server import TINY, Server, running
 
 pytestmark = pytest.mark.server
 
@@ -24,11 +24,9 @@ def family(request: pytest.FixtureRequest) -> str:
 def server(family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with config/tiny.yaml as it is, but for the family."""
     config = tmp_path_factory.mktemp("config") / "tiny.yaml"
-    config.write_text((PROJECT / "config" / "tiny.yaml").read_text().replace("qwen2", family))
-    server, outcome = start(config=str(config))
-    assert outcome.returncode == 0, outcome.stderr
-    yield server
-    stop(server)
+    config.write_text(TINY.read_text().replace("qwen2", family))
+    with running(config=config) as server:
+        yield server
 
 
 def complete(server: Server, **changes: Any) -> Any:

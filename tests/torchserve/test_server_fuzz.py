@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import requests
 import schemathesis
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
@@ -22,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from bodies import anything, chats, completions
-from server import PROJECT, Server, start, stop, worker
+from server import Server, running, tiny_but, worker
 from specserve.serving.openapi import openapi
 
 pytestmark = pytest.mark.server
@@ -35,16 +34,10 @@ GOOD = {"prompt": "The quick brown fox", "max_tokens": 20, "temperature": 0}
 @pytest.fixture(scope="module")
 def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of its own, with a context so short that no answer is long; the same process must end as it began."""
-    document = yaml.safe_load((PROJECT / "config" / "tiny.yaml").read_text(encoding="utf-8"))
-    document["handler"]["context_length"] = 64
-    config = tmp_path_factory.mktemp("config") / "short.yaml"
-    config.write_text(yaml.safe_dump(document), encoding="utf-8")
-    server, outcome = start(config=str(config))
-    assert outcome.returncode == 0, outcome.stderr
-    before = worker(server.state).pid
-    yield server
-    assert worker(server.state).pid == before, "the worker was restarted"
-    stop(server)
+    with running(config=tiny_but(tmp_path_factory.mktemp("config"), handler={"context_length": 64})) as server:
+        before = worker(server.state).pid
+        yield server
+        assert worker(server.state).pid == before, "the worker was restarted"
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +69,13 @@ def check(answer: requests.Response) -> None:
 def test_a_completions_body_is_served_or_refused(fuzzed: Server, expected: str, body: object) -> None:
     check(fuzzed.post(data=json.dumps(body), headers={"Content-Type": "application/json"}))
     assert good_text(fuzzed) == expected
+
+
+@pytest.mark.long
+@settings(max_examples=20_000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(body=completions | chats | anything)
+def test_twenty_thousand_bodies_are_served_or_refused_by_one_worker(fuzzed: Server, body: object) -> None:
+    check(fuzzed.post(data=json.dumps(body), headers={"Content-Type": "application/json"}))
 
 
 @hundreds

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import requests
-import yaml
 
-from server import PROJECT, Server, start, stop
+from server import PROJECT, Server, running, tiny_but, until
 from specserve.observability.metrics import ALL
 
 pytestmark = pytest.mark.server
@@ -39,10 +37,7 @@ def value(server: Server, name: str, *labels: str) -> float:
 
 def wait_for(server: Server, name: str, least: float, *labels: str) -> None:
     """TorchServe reads what the worker says a moment later."""
-    until = time.monotonic() + 10
-    while value(server, name, *labels) < least:
-        assert time.monotonic() < until, f"{name} is {value(server, name, *labels)}, not {least}"
-        time.sleep(0.1)
+    until(lambda: value(server, name, *labels) >= least, f"{name} is {least}", 10)
 
 
 def test_prometheus_is_told_of_tokens_drafts_and_time(server: Server) -> None:
@@ -59,7 +54,8 @@ def test_prometheus_is_told_of_tokens_drafts_and_time(server: Server) -> None:
 
 def test_every_name_in_the_dashboard_is_one_of_ours() -> None:
     known = {metric.name for metric in ALL}
-    known |= {f"{metric.name}_bucket" for metric in ALL if metric.kind == "histogram"}
+    parts = ("bucket", "sum", "count")
+    known |= {f"{metric.name}_{part}" for metric in ALL if metric.kind == "histogram" for part in parts}
     queries = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
     named = {name for query in queries for name in re.findall(r"specserve_\w+", query)}
     assert named <= known
@@ -83,14 +79,9 @@ def test_v1_speculation_says_what_runs_and_what_it_costs(server: Server) -> None
 @pytest.fixture
 def traced(tmp_path: Path) -> Iterator[tuple[Server, Path]]:
     """A server that traces."""
-    document = yaml.safe_load((PROJECT / "config" / "tiny.yaml").read_text())
-    document["handler"]["trace"] = {"directory": str(tmp_path / "trace"), "text": True}
-    config = tmp_path / "traced.yaml"
-    config.write_text(yaml.safe_dump(document))
-    server, outcome = start(config=str(config))
-    assert outcome.returncode == 0, outcome.stderr
-    yield server, tmp_path / "trace" / "rounds.jsonl"
-    stop(server)
+    directory = tmp_path / "trace"
+    with running(config=tiny_but(tmp_path, handler={"trace": {"directory": str(directory), "text": True}})) as server:
+        yield server, directory / "rounds.jsonl"
 
 
 def test_a_trace_has_every_token_of_an_answer_and_who_drafted_it(traced: tuple[Server, Path]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from collections.abc import Iterator
+from itertools import combinations, product
 
 import pytest
 from hypothesis import given
@@ -36,15 +37,47 @@ def gain_of(drafts: list[tuple[Prospect, int]], rows: list[int], prices: Prices)
     return tokens - prices.rate * seconds
 
 
+def stopping_policies(one: Prospect, rows: list[int], prices: Prices) -> Iterator[tuple[float, float]]:
+    """Expected tokens and seconds of all ways to draft until the model is unsure, outcome by outcome.
+
+    A way is how many drafts are tried at most, and behind how many sure ones an unsure one is kept.
+    """
+    sure, unsure = max(0.95, one.hope), min(0.3, one.hope)
+    share = (one.hope - unsure) / (sure - unsure)
+    for most in range(1, one.room + 1):
+        for keeps in product((False, True), repeat=most):
+            tokens = seconds = 0.0
+            for run in range(most + 1):
+                chance = share**run * (1 - share if run < most else 1.0)
+                tried, kept = min(run + 1, most), run + (run < most and keeps[run])
+                stays = sum(one.reach * sure**depth for depth in range(1, run + 1))
+                tokens += chance * (stays + (one.reach * sure**run * unsure if kept > run else 0.0))
+                longer = rows.copy()
+                longer[one.place] += kept
+                drafting = one.arrears + prices.draft(one.pending) + (tried - 1) * prices.draft(1)
+                seconds += chance * (drafting + prices.target(longer) - prices.target(rows))
+            yield tokens, seconds
+
+
+def stopping_gain(one: Prospect, rows: list[int], prices: Prices) -> float:
+    """The best of them, in tokens beyond the worth of their time."""
+    return max(
+        (tokens - prices.rate * seconds for tokens, seconds in stopping_policies(one, rows, prices)), default=0.0
+    )
+
+
 @given(
     prospect=st.builds(
         Prospect, st.just(0), chances, chances, st.integers(1, 4), st.integers(0, MOST), st.floats(0, 2)
     ),
     prices=st.builds(prices_of, curves, curves, st.floats(0.01, 3)),
 )
-def test_one_sequence_drafts_exactly_where_some_number_of_drafts_pays(prospect: Prospect, prices: Prices) -> None:
+def test_one_sequence_drafts_exactly_where_some_number_of_drafts_pays_or_stopping_in_time(
+    prospect: Prospect, prices: Prices
+) -> None:
     steps = model_steps([prospect], [1], prices)
     best = max(gain_of([(prospect, gamma)], [1], prices) for gamma in range(prospect.room + 1))
+    best = max(best, stopping_gain(prospect, [1], prices))
     assert steps.gain == pytest.approx(best, abs=1e-9)
     assert bool(steps.chosen) == (best > 0)
 
@@ -57,12 +90,14 @@ def test_at_the_best_rate_there_is_no_round_gains_and_just_below_it_the_best_rou
     step = draft[1]
     rates = [sum(hope**i for i in range(gamma + 1)) / (gamma * step + target[gamma + 1]) for gamma in range(MOST + 1)]
     prospect = Prospect(0, 1.0, hope, 1, MOST)
+    for tokens, seconds in stopping_policies(prospect, [1], prices_of(target, draft, 1.0)):
+        rates.append((1 + tokens) / (target[1] + seconds))
     plain = 1 / target[1]
     if max(rates) > plain * 1.001:
         assert model_steps([prospect], [1], prices_of(target, draft, plain)).chosen
-    beyond = prices_of(target, draft, max(rates) * 1.001)
-    whole = model_steps([prospect], [1], beyond).gain + 1 - beyond.rate * target[1]
-    assert whole < 1e-9
+    for rate, pays in ((max(rates) * 0.999, True), (max(rates) * 1.001, False)):
+        prices = prices_of(target, draft, rate)
+        assert (model_steps([prospect], [1], prices).gain + 1 - rate * target[1] > 0) is pays
 
 
 @given(
@@ -74,7 +109,7 @@ def test_at_the_best_rate_there_is_no_round_gains_and_just_below_it_the_best_rou
 def test_of_several_sequences_those_draft_that_no_other_choice_beats(
     reaches: list[float], hope: float, room: int, prices: Prices
 ) -> None:
-    """Brute force over every subset and every common number of further steps."""
+    """Brute force over every subset and every common number of further steps, and one alone that stops in time."""
     prospects = [Prospect(place, reach, hope, 1, room) for place, reach in enumerate(reaches)]
     rows = [1] * len(reaches)
     best = max(
@@ -83,6 +118,7 @@ def test_of_several_sequences_those_draft_that_no_other_choice_beats(
         for chosen in combinations(prospects, count)
         for gamma in range(1, room + 1)
     )
+    best = max(best, *(stopping_gain(one, rows, prices) for one in prospects))
     assert model_steps(prospects, rows, prices).gain == pytest.approx(max(0.0, best), abs=1e-9)
 
 
@@ -126,3 +162,12 @@ def test_a_draft_whose_step_is_paid_for_is_kept_only_where_its_row_pays() -> Non
     prospect = Prospect(0, 0.9, 0.6, 1, MOST)
     assert worth_keeping(prospect, 0.2, [3], prices)
     assert not worth_keeping(prospect, 0.2, [4], prices)
+
+
+def test_a_text_of_middling_hope_is_drafted_since_the_model_says_when_to_stop() -> None:
+    """By its mean it would not pay: 1.53 tokens for three drafts whose time is worth 1.56."""
+    stairs = [0.0] + [1.0] + [1.58] * 3 + [3.0] * 40
+    prices = prices_of(stairs, [0.0, 0.2, *[0.4] * 38], 1.32)
+    prospect = Prospect(0, 1.0, 0.7, 1, 3)
+    assert gain_of([(prospect, 3)], [1], prices) < 0
+    assert model_steps([prospect], [1], prices).chosen

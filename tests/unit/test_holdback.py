@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from specserve.observability.holdback import Holdback
+from specserve.observability.holdback import Holdback, PlainRounds
 
 
 def filled(speedup: float, texts: int, seed: int, spread: float = 0.5) -> Holdback:
@@ -49,3 +49,56 @@ def test_the_configured_share_is_held_back(share: float) -> None:
     holdback = Holdback(share, seed=7)
     held = sum(holdback.chooses() for _ in range(20_000))
     assert abs(held - 20_000 * share) <= 5 * math.sqrt(20_000 * share * (1 - share))
+
+
+def rounds(speedup: float, count: int, seed: int, *, share: float = 0.1) -> PlainRounds:
+    """Rounds in which one text after the other is easy or hard to draft, `speedup` in the mean of all of them."""
+    found = PlainRounds(share, seed)
+    generator = np.random.default_rng(seed)
+    easy = 0.5
+    for place in range(count):
+        if place % 50 == 0:
+            easy = float(generator.uniform(0.3, 0.7))
+        if found.chooses():
+            found.learn(1, float(generator.normal(0.1, 0.005)), plain=True)
+        else:
+            # Twice `easy` is 1 in the mean, and so is what the tokens of a round scatter by.
+            tokens = 1 + int(generator.poisson(2 * easy * 2))
+            found.learn(tokens, float(generator.normal(0.3 / speedup, 0.01)), plain=False)
+    return found
+
+
+def test_few_plain_rounds_say_nothing() -> None:
+    assert rounds(1.5, 300, seed=1).speedup() is None
+    assert rounds(1.5, 3000, seed=1).speedup() is not None
+
+
+def test_the_interval_of_rounds_holds_the_truth_as_often_as_it_says_though_neighbours_are_alike() -> None:
+    """95 %: of 300 samples at most 28 may miss, which chance exceeds once in 1,000 runs."""
+    misses = 0
+    for seed in range(300):
+        speedup = rounds(1.5, 1500, seed).speedup()
+        assert speedup is not None
+        misses += not speedup.low <= 1.5 <= speedup.high
+    assert misses <= 28
+
+
+def test_intervals_that_take_rounds_for_strangers_are_rejected_by_that() -> None:
+    """The same samples with the spread of single rounds, divided by how many there were: far too narrow."""
+    misses = 0
+    for seed in range(300):
+        generator = np.random.default_rng(seed)
+        easy = np.repeat(generator.uniform(0.3, 0.7, 30), 50)
+        tokens = 1 + generator.poisson(4 * easy)
+        away = 1.96 * tokens.std() / math.sqrt(tokens.size)
+        misses += not abs(tokens.mean() - 3) <= away
+    assert misses > 28
+
+
+def test_rounds_say_more_than_texts() -> None:
+    """Of 6,000 rounds, 120 texts of 50, a tenth of either plain: the interval of the rounds is far narrower."""
+    few = filled(1.5, 30, seed=2).speedup()
+    many = rounds(1.5, 6000, seed=2).speedup()
+    assert few
+    assert many
+    assert math.log(many.high / many.low) < 0.3 * math.log(few.high / few.low)

@@ -6,9 +6,12 @@ from collections import defaultdict
 
 import pytest
 
-from specserve.observability.holdback import Holdback
-from specserve.observability.metrics import ALL, Emitter, Metrics, Sample
+from specserve.observability.holdback import Holdback, PlainRounds
+from specserve.observability.metrics import ALL, Emitter, Metrics, Now, Sample, Served
 from specserve.observability.records import End, Group, Origin, Round
+
+SERVED = Served("qwen", "1.1")
+NOW = Now(live=2, waiting=1, slots=8, draft_model=True)
 
 
 def origin(family: str = "code", group: Group = "auto", request: str = "r") -> Origin:
@@ -24,18 +27,18 @@ def an_end(whose: Origin | None = None, pace: float | None = 0.1) -> End:
 
 
 def taken(metrics: Metrics) -> defaultdict[tuple[str, ...], float]:
-    """Values by name and labels, the model's left out; it is the first of all."""
+    """Values by name and labels, those of all left out; they come first."""
     values: defaultdict[tuple[str, ...], float] = defaultdict(float)
-    for metric, (model, *labels), value in metrics.take(live=2, waiting=1, slots=8, draft_model=True):
-        assert model == "qwen"
-        assert len(labels) + 1 == len(metric.labels)
+    for metric, (model, version, *labels), value in metrics.take(NOW):
+        assert (model, version) == ("qwen", "1.1")
+        assert len(labels) + 2 == len(metric.labels)
         values[metric.name, *labels] += value
     return values
 
 
 @pytest.fixture
 def metrics() -> Metrics:
-    return Metrics("qwen", Holdback(0.1))
+    return Metrics(SERVED, Holdback(0.1), PlainRounds(0.1))
 
 
 def test_a_round_counts_its_drafts_by_drafter_and_place(metrics: Metrics) -> None:
@@ -113,7 +116,7 @@ def test_clients_cannot_make_labels_without_end(metrics: Metrics) -> None:
 
 def test_the_control_group_makes_a_figure() -> None:
     holdback = Holdback(0.1)
-    metrics = Metrics("qwen", holdback)
+    metrics = Metrics(SERVED, holdback, PlainRounds(0.1))
     for number in range(40):
         metrics.end(an_end(origin(group="holdback"), pace=0.2 + number / 1000))
         metrics.end(an_end(pace=0.1 + number / 1000))
@@ -131,7 +134,7 @@ def test_samples_go_out_now_and_then_and_when_the_work_ends(metrics: Metrics) ->
 
     def told(live: int) -> bool:
         sent.clear()
-        emitter.emit(live=live, waiting=0, slots=8, draft_model=True)
+        emitter.emit(NOW._replace(live=live))
         return bool(sent)
 
     assert told(live=1)

@@ -11,7 +11,7 @@ import pytest
 from specserve.errors import ConfigError
 from specserve.observability.records import End, Origin, Round
 from specserve.observability.trace import Trace
-from specserve.operations.report import main, page, summarise
+from specserve.operations.report import Piece, main, page, summarise, whole_characters
 
 WORDS = {1: b"def ", 2: b"sort", 3: b"(<b>", 4: b")", 5: b"\xff"}
 
@@ -50,7 +50,19 @@ def test_a_character_that_two_tokens_share_is_whole_again_when_they_are_joined(t
     writer.round(a_round("r1", ["model"], 1, [1, 2]))
     [line] = lines(tmp_path)
     assert "".join(line["text"]).encode(errors="surrogateescape").decode() == "é"
-    assert "\ufffd" in page(summarise([tmp_path / "rounds.jsonl"]))
+    assert "é" in page(summarise([tmp_path / "rounds.jsonl"]))
+
+
+def test_the_page_shows_such_a_character_with_the_token_that_completes_it() -> None:
+    first, second = ("é".encode()[place : place + 1].decode(errors="surrogateescape") for place in (0, 1))
+    written = [Piece("caf", "plain"), Piece(first, "accepted"), Piece(second, "bonus"), Piece(first, "recovered")]
+    assert whole_characters(written) == [
+        Piece("caf", "plain"),
+        Piece("", "accepted"),
+        Piece("é", "bonus"),
+        Piece("", "recovered"),
+        Piece("\ufffd", "recovered"),
+    ]
 
 
 def test_no_text_is_kept_unless_wanted(tmp_path: Path) -> None:

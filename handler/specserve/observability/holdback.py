@@ -1,4 +1,4 @@
-"""What speculation brings on live traffic: a share of the requests goes without it, to be compared with."""
+"""What speculation brings on live traffic: a share of the requests, and of rounds, goes without it, to compare with."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import NamedTuple
 _LEAST = 30
 # Student's t for 95 % and 29 degrees of freedom, the fewest that are shown; wider than need be for more.
 _T = 2.045
+# Rounds that follow each other are alike, so they are compared in blocks of so many plain ones, which are not: and as
+# many blocks as these say something (t for 9 degrees of freedom).
+_PLAIN_ROUNDS, _LEAST_BLOCKS, _T_BLOCKS = 8, 10, 2.262
 
 
 class Speedup(NamedTuple):
@@ -19,21 +22,43 @@ class Speedup(NamedTuple):
     low: float
     high: float
 
+    @classmethod
+    def around(cls, logarithm: float, away: float) -> Speedup:
+        """From the figure's logarithm, and how far either way the true one may lie."""
+        return cls(math.exp(logarithm), math.exp(logarithm - away), math.exp(logarithm + away))
 
-class Paces:
-    """Running mean and spread of the logarithm of seconds a token (Welford's recurrence)."""
+
+class Lot:
+    """Falls on a share of all, at random.
+
+    Args:
+        share: of them.
+        seed: of the choice.
+    """
+
+    def __init__(self, share: float, seed: int | None = None) -> None:
+        self._share = share
+        self._random = Random(seed)  # noqa: S311 - whom it hits is no secret
+
+    def chooses(self) -> bool:
+        """Whether the next one goes without speculation."""
+        return self._random.random() < self._share
+
+
+class Logarithms:
+    """Running mean and spread of the logarithm of what is added, seconds a token or ratios (Welford's recurrence)."""
 
     def __init__(self) -> None:
         self.count = 0
         self.mean = 0.0
         self._squares = 0.0
 
-    def add(self, pace: float) -> None:
-        """One text took so many seconds a token."""
+    def add(self, value: float) -> None:
+        """One more, greater than 0."""
         self.count += 1
-        away = math.log(pace) - self.mean
+        away = math.log(value) - self.mean
         self.mean += away / self.count
-        self._squares += away * (math.log(pace) - self.mean)
+        self._squares += away * (math.log(value) - self.mean)
 
     @property
     def error(self) -> float:
@@ -41,26 +66,17 @@ class Paces:
         return self._squares / (self.count - 1) / self.count if self.count > 1 else math.inf
 
 
-class Holdback:
-    """Chooses the control group, and compares.
+class Holdback(Lot):
+    """Chooses the control group among requests, and compares.
 
     Logarithms, since texts differ by factors: the figure is a ratio of geometric means. Both groups live in the same
     rounds, so a text without drafts is slowed by those with; the figure is what a client gets, not what a server could.
-
-    Args:
-        share: of the requests.
-        seed: of the choice.
     """
 
     def __init__(self, share: float, seed: int | None = None) -> None:
-        self._share = share
-        self._random = Random(seed)  # noqa: S311 - whom it hits is no secret
-        self._speculating = Paces()
-        self._plain = Paces()
-
-    def chooses(self) -> bool:
-        """Whether the next request goes without speculation."""
-        return self._random.random() < self._share
+        super().__init__(share, seed)
+        self._speculating = Logarithms()
+        self._plain = Logarithms()
 
     def learn(self, pace: float, *, plain: bool) -> None:
         """A text ended that took so many seconds a token."""
@@ -72,4 +88,40 @@ class Holdback:
             return None
         value = self._plain.mean - self._speculating.mean
         away = _T * math.sqrt(self._plain.error + self._speculating.error)
-        return Speedup(math.exp(value), math.exp(value - away), math.exp(value + away))
+        return Speedup.around(value, away)
+
+
+class PlainRounds(Lot):
+    """Chooses rounds that go without drafts, and compares them with the others.
+
+    A round is over for all of its texts at once and texts differ less from round to round than from each other, so
+    this says far more than texts that are held back, and what one text does to its neighbours is in it. The figure is
+    a ratio of tokens a second, in rounds that read no prompt.
+    """
+
+    def __init__(self, share: float, seed: int | None = None) -> None:
+        super().__init__(share, seed)
+        self._blocks = Logarithms()
+        self._begin_block()
+
+    def _begin_block(self) -> None:
+        self._plain_rounds = 0
+        # By whether the rounds were plain: tokens and seconds.
+        self._sums = {False: [0.0, 0.0], True: [0.0, 0.0]}
+
+    def learn(self, tokens: int, seconds: float, *, plain: bool) -> None:
+        """A round wrote so many tokens, of texts that all would have drafts if the controller wanted them."""
+        self._plain_rounds += plain
+        self._sums[plain][0] += tokens
+        self._sums[plain][1] += seconds
+        (drafted, drafting), (written, writing) = self._sums[False], self._sums[True]
+        if self._plain_rounds >= _PLAIN_ROUNDS and drafted:
+            self._blocks.add(drafted / drafting * writing / written)
+            self._begin_block()
+
+    def speedup(self) -> Speedup | None:
+        """What speculation brings while texts are written; None until there are enough blocks."""
+        if self._blocks.count < _LEAST_BLOCKS:
+            return None
+        value, away = self._blocks.mean, _T_BLOCKS * math.sqrt(self._blocks.error)
+        return Speedup.around(value, away)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
-from specserve.observability.holdback import Holdback
+from specserve.observability.holdback import Holdback, PlainRounds
 from specserve.observability.records import End, Origin, Round
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -26,6 +26,13 @@ class Metric(NamedTuple):
     labels: tuple[str, ...]
 
 
+class Served(NamedTuple):
+    """What a server is to TorchServe; the first labels of every metric, so that a canary is told from its elder."""
+
+    model: str
+    version: str
+
+
 class Sample(NamedTuple):
     """A value to add to a counter, to set a gauge to, or to sort into a histogram."""
 
@@ -34,46 +41,58 @@ class Sample(NamedTuple):
     value: float
 
 
-ROUNDS = Metric("counter", "specserve_rounds_total", ("model", "family", "drafter"))
-GAMMA = Metric("counter", "specserve_gamma", ("model", "family", "gamma"))
-DRAFTED = Metric("counter", "specserve_draft_tokens_total", ("model", "family", "drafter"))
-ACCEPTED = Metric("counter", "specserve_accepted_tokens_total", ("model", "family", "drafter", "position"))
-EMITTED = Metric("counter", "specserve_emitted_tokens_total", ("model", "family", "group"))
-PROMPT = Metric("counter", "specserve_prompt_tokens_total", ("model", "family"))
-CACHED = Metric("counter", "specserve_prefix_cached_tokens_total", ("model", "family"))
-TEXTS = Metric("counter", "specserve_texts_total", ("model", "family", "group", "reason"))
-DRAFTING = Metric("counter", "specserve_draft_seconds_total", ("model", "family"))
-VERIFYING = Metric("counter", "specserve_target_seconds_total", ("model", "family"))
-ELSEWHERE = Metric("counter", "specserve_other_seconds_total", ("model", "family"))
-PAUSED = Metric("counter", "specserve_speculation_paused_total", ("model", "family"))
-RESUMED = Metric("counter", "specserve_speculation_resumed_total", ("model", "family"))
-FIRST = Metric("histogram", "specserve_time_to_first_token_seconds", ("model", "family", "group"))
-PACE = Metric("histogram", "specserve_time_per_output_token_seconds", ("model", "family", "group"))
-WAIT = Metric("histogram", "specserve_wait_seconds", ("model", "family"))
-LIVE = Metric("gauge", "specserve_live_sequences", ("model",))
-WAITING = Metric("gauge", "specserve_waiting_sequences", ("model",))
-SLOTS = Metric("gauge", "specserve_slots", ("model",))
-DRAFT_MODEL = Metric("gauge", "specserve_draft_model_up", ("model",))
-SPEEDUP = Metric("gauge", "specserve_holdback_speedup", ("model", "bound"))
+ROUNDS = Metric("counter", "specserve_rounds_total", ("model", "version", "family", "drafter"))
+GAMMA = Metric("counter", "specserve_gamma", ("model", "version", "family", "gamma"))
+DRAFTED = Metric("counter", "specserve_draft_tokens_total", ("model", "version", "family", "drafter"))
+ACCEPTED = Metric("counter", "specserve_accepted_tokens_total", ("model", "version", "family", "drafter", "position"))
+EMITTED = Metric("counter", "specserve_emitted_tokens_total", ("model", "version", "family", "group"))
+PROMPT = Metric("counter", "specserve_prompt_tokens_total", ("model", "version", "family"))
+CACHED = Metric("counter", "specserve_prefix_cached_tokens_total", ("model", "version", "family"))
+TEXTS = Metric("counter", "specserve_texts_total", ("model", "version", "family", "group", "reason"))
+DRAFTING = Metric("counter", "specserve_draft_seconds_total", ("model", "version", "family"))
+VERIFYING = Metric("counter", "specserve_target_seconds_total", ("model", "version", "family"))
+ELSEWHERE = Metric("counter", "specserve_other_seconds_total", ("model", "version", "family"))
+PAUSED = Metric("counter", "specserve_speculation_paused_total", ("model", "version", "family"))
+RESUMED = Metric("counter", "specserve_speculation_resumed_total", ("model", "version", "family"))
+FIRST = Metric("histogram", "specserve_time_to_first_token_seconds", ("model", "version", "family", "group"))
+PACE = Metric("histogram", "specserve_time_per_output_token_seconds", ("model", "version", "family", "group"))
+WAIT = Metric("histogram", "specserve_wait_seconds", ("model", "version", "family"))
+LIVE = Metric("gauge", "specserve_live_sequences", ("model", "version"))
+WAITING = Metric("gauge", "specserve_waiting_sequences", ("model", "version"))
+SLOTS = Metric("gauge", "specserve_slots", ("model", "version"))
+DRAFT_MODEL = Metric("gauge", "specserve_draft_model_up", ("model", "version"))
+HELD_BACK = Metric("gauge", "specserve_holdback_speedup", ("model", "version", "bound"))
+PLAIN = Metric("gauge", "specserve_plain_rounds_speedup", ("model", "version", "bound"))
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+
+
+class Now(NamedTuple):
+    """How a server is at a moment: live and waiting texts, slots, and whether it has a draft model that works."""
+
+    live: int
+    waiting: int
+    slots: int
+    draft_model: bool
 
 
 class Metrics:
     """An observer that counts.
 
     Args:
-        model: the label of all.
+        served: the labels of all.
         holdback: told how fast texts were.
+        plain_rounds: asked what speculation brings, as `holdback` is.
     """
 
-    def __init__(self, model: str, holdback: Holdback) -> None:
-        self._model = model
+    def __init__(self, served: Served, holdback: Holdback, plain_rounds: PlainRounds) -> None:
+        self._served = served
         self._holdback = holdback
+        self._plain_rounds = plain_rounds
         self._families: set[str] = set()
         self._counts: defaultdict[tuple[Metric, tuple[str, ...]], float] = defaultdict(float)
         self._seen: list[Sample] = []
         # By text, how many of its last rounds had no drafts.
-        self._plain_rounds: dict[Origin, int] = {}
+        self._undrafted: dict[Origin, int] = {}
 
     def round(self, record: Round) -> None:
         """Count a round, its drafts and its time."""
@@ -93,23 +112,26 @@ class Metrics:
 
     def _count_pauses(self, record: Round, family: str) -> None:
         """Speculation is switched off for a text that goes without drafts for a while, and on with its next ones."""
-        plain = self._plain_rounds.get(record.origin, 0)
+        plain = self._undrafted.get(record.origin, 0)
         if record.drafts:
             if plain >= _PAUSE:
                 self._count(RESUMED, 1, family)
-            self._plain_rounds[record.origin] = 0
+            self._undrafted[record.origin] = 0
         else:
             if plain == _PAUSE - 1:
                 self._count(PAUSED, 1, family)
-            self._plain_rounds[record.origin] = plain + 1
+            self._undrafted[record.origin] = plain + 1
 
     def end(self, record: End) -> None:
         """Count a text, and how long its client waited."""
         family, group = self.family(record.origin.family), record.origin.group
-        self._plain_rounds.pop(record.origin, None)
+        self._undrafted.pop(record.origin, None)
         self._count(TEXTS, 1, family, group, record.reason)
         self._count(PROMPT, record.prompt_tokens, family)
         self._count(CACHED, record.cached_tokens, family)
+        # A counter that is there from the start shows its first increase.
+        self._count(PAUSED, 0, family)
+        self._count(RESUMED, 0, family)
         self._see(WAIT, record.waited, family)
         if record.first is not None:
             self._see(FIRST, record.first, family, group)
@@ -128,27 +150,24 @@ class Metrics:
             self._families.add(named)
         return named
 
-    def take(self, *, live: int, waiting: int, slots: int, draft_model: bool) -> Iterator[Sample]:
+    def take(self, now: Now) -> Iterator[Sample]:
         """All that is new since the last time."""
         counts, seen = self._counts, self._seen
         self._counts, self._seen = defaultdict(float), []
         for (metric, labels), value in counts.items():
             yield Sample(metric, labels, value)
         yield from seen
-        gauges = ((LIVE, live), (WAITING, waiting), (SLOTS, slots), (DRAFT_MODEL, int(draft_model)))
-        for gauge, number in gauges:
-            yield Sample(gauge, (self._model,), number)
-        speedup = self._holdback.speedup()
-        if speedup is not None:
-            for bound, value in speedup._asdict().items():
-                yield Sample(SPEEDUP, (self._model, bound), value)
+        for gauge, number in zip((LIVE, WAITING, SLOTS, DRAFT_MODEL), now, strict=True):
+            yield Sample(gauge, tuple(self._served), int(number))
+        for gauge, speedup in ((HELD_BACK, self._holdback.speedup()), (PLAIN, self._plain_rounds.speedup())):
+            for bound, value in speedup._asdict().items() if speedup else ():
+                yield Sample(gauge, (*self._served, bound), value)
 
     def _count(self, metric: Metric, value: float, *labels: str) -> None:
-        if value:
-            self._counts[metric, (self._model, *labels)] += value
+        self._counts[metric, (*self._served, *labels)] += value
 
     def _see(self, metric: Metric, value: float, *labels: str) -> None:
-        self._seen.append(Sample(metric, (self._model, *labels), value))
+        self._seen.append(Sample(metric, (*self._served, *labels), value))
 
 
 class Emitter:
@@ -170,11 +189,11 @@ class Emitter:
         self._every = every
         self._last = -every
 
-    def emit(self, *, live: int, waiting: int, slots: int, draft_model: bool) -> None:
+    def emit(self, now: Now) -> None:
         """Hand on what is new, if it is time, or if nothing will come for a while."""
-        now = self._clock()
-        if live and now < self._last + self._every:
+        moment = self._clock()
+        if now.live and moment < self._last + self._every:
             return
-        self._last = now
-        for sample in self._metrics.take(live=live, waiting=waiting, slots=slots, draft_model=draft_model):
+        self._last = moment
+        for sample in self._metrics.take(now):
             self._send(sample)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from codecs import getincrementaldecoder
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -154,17 +155,25 @@ def summarise(paths: Sequence[Path]) -> Report:
         raise ConfigError(
             f"{', '.join(map(str, paths))}: no round is recorded; set `trace` in the model's YAML and ask the server."
         )
-    shown = dict(list(texts.items())[-_MOST_TEXTS:])
+    shown = {name: whole_characters(written) for name, written in list(texts.items())[-_MOST_TEXTS:]}
     files = [path.name for path in paths]
     return Report(files, dict(sorted(families.items())), shown, over_time(rounds), min(times), max(times), skipped)
 
 
 def pieces(entry: dict[str, Any]) -> list[Piece]:
-    """What a round wrote: the drafts that stayed, and the token that the target added."""
+    """What a round wrote: the drafts that stayed, and the token that the target added; spelled as in the trace."""
     accepted, drafts = entry["accepted"], len(entry["drafts"])
     last = "plain" if not drafts else "bonus" if accepted == drafts else "recovered"
-    shown = [text.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="replace") for text in entry["text"]]
-    return [Piece(text, "accepted" if place < accepted else last) for place, text in enumerate(shown)]
+    return [Piece(text, "accepted" if place < accepted else last) for place, text in enumerate(entry["text"])]
+
+
+def whole_characters(written: list[Piece]) -> list[Piece]:
+    """A text's pieces to be read: a character that several tokens spell is part of the one that completes it."""
+    decoder = getincrementaldecoder("utf-8")(errors="replace")
+    shown = [Piece(decoder.decode(text.encode(errors="surrogateescape")), kind) for text, kind in written]
+    if cut := decoder.decode(b"", final=True):
+        shown.append(Piece(cut, written[-1].kind))
+    return shown
 
 
 def over_time(rounds: list[tuple[float, int]]) -> list[tuple[float, float]]:

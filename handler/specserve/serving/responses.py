@@ -220,6 +220,7 @@ class Speculator(TypedDict):
     sequences: dict[str, int]
     draft_model_up: bool
     holdback: dict[str, float] | None
+    plain_rounds: dict[str, float] | None
 
 
 class ErrorDetail(TypedDict):

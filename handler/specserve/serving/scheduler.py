@@ -12,6 +12,7 @@ from time import perf_counter
 
 from specserve.engine.base import Engine
 from specserve.errors import EngineError
+from specserve.observability.holdback import PlainRounds
 from specserve.observability.records import Observer
 from specserve.sequence import Account, Sequence
 from specserve.serving.generation import Generation
@@ -69,6 +70,7 @@ class Scheduler:
         max_wait_seconds: float = math.inf,
         clock: Callable[[], float] = perf_counter,
         observers: Many[Observer] = (),
+        plain_rounds: PlainRounds | None = None,
     ) -> None:
         self._target = target
         self._drafters = drafters
@@ -77,6 +79,7 @@ class Scheduler:
         self._max_wait_seconds = max_wait_seconds
         self._clock = clock
         self._watch = Watch(observers, clock)
+        self._plain_rounds = plain_rounds or PlainRounds(0.0)
         self._releases = 0
         self._slots = [Slot() for _ in range(target.n_slots)]
         self._waiting: deque[Generation] = deque()
@@ -127,7 +130,9 @@ class Scheduler:
     def _run(self, shares: dict[int, Times]) -> None:
         """The round, and by the identity of a sequence its share of the time."""
         started = self._clock()
-        plans = self._plan()
+        plain = self._plain_rounds.chooses()
+        plans = self._plan(plain=plain)
+        before = sum(plan.sequence.generated for plan in plans)
         prefilling = {id(plan.sequence) for plan in plans if plan.sequence.generated == 0}
         waiting = len(self._waiting) + sum(not live.sequence.generated for live in self._live)
         try:
@@ -140,7 +145,11 @@ class Scheduler:
             generation.read_new_tokens()
             if generation.done:
                 self._release(generation)
-        other = self._clock() - started - times.draft - times.target
+        seconds = self._clock() - started
+        if not prefilling and all(plan.sequence.speculation.adaptive for plan in plans):
+            tokens = sum(plan.sequence.generated for plan in plans) - before
+            self._plain_rounds.learn(tokens, seconds, plain=plain)
+        other = seconds - times.draft - times.target
         rows = sum(plan.rows + plan.gamma for plan in plans)
         for plan in plans:
             share = (plan.rows + plan.gamma) / rows
@@ -228,16 +237,19 @@ class Scheduler:
                 slot.last.cut_draft(0)
                 self._cut(slot.last)
 
-    def _plan(self) -> list[Plan]:
+    def _plan(self, *, plain: bool) -> list[Plan]:
         """All that decode, with their drafts, and beside them the oldest prompts as far as rows are left.
 
         The round that ends a prompt has no drafts, however little of it was left to feed: its first token comes
-        sooner.
+        sooner. In a plain round texts that adapt have none either.
         """
         decoding = [g.sequence for g in self._live if g.sequence.generated]
         # Every live sequence may want one row of logits, and those that decode one more a draft.
         most_drafts = (self._target.max_logits - len(self._live)) // max(1, len(decoding))
-        plans = [Plan(s, 1, min(s.speculation.gamma, s.remaining - 1, most_drafts)) for s in decoding]
+        plans = []
+        for sequence in decoding:
+            gamma = min(sequence.speculation.gamma, sequence.remaining - 1, most_drafts)
+            plans.append(Plan(sequence, 1, 0 if plain and sequence.speculation.adaptive else gamma))
         verified = sum(1 + plan.gamma for plan in plans)
         reads = len(decoding) < len(self._live)
         left = min(self._chunk(plans), self._target.max_rows - verified) if reads else 0

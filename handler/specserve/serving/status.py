@@ -19,9 +19,22 @@ _DIGITS = 4
 
 
 def speculator(
-    config: HandlerConfig, models: Models, scheduler: Scheduler, speedup: Speedup | None, max_wait_seconds: float
+    config: HandlerConfig,
+    models: Models,
+    scheduler: Scheduler,
+    comparisons: tuple[Speedup | None, Speedup | None],
+    max_wait_seconds: float,
 ) -> Speculator:
-    """The response; all of it is at hand, nothing is measured for it."""
+    """The response; all of it is at hand, nothing is measured for it.
+
+    Args:
+        config: of the server.
+        models: that it has loaded.
+        scheduler: what it does.
+        comparisons: with requests that are held back, and with rounds.
+        max_wait_seconds: what prompts may add to a round.
+    """
+    held_back, plain_rounds = (None if found is None else found._asdict() for found in comparisons)
     controller = models.drafters.controller
     limits = config.speculation
     return {
@@ -46,7 +59,8 @@ def speculator(
         },
         "sequences": {"live": scheduler.live, "waiting": scheduler.waiting, "slots": config.sequences},
         "draft_model_up": models.drafters.has_model,
-        "holdback": None if speedup is None else speedup._asdict(),
+        "holdback": held_back,
+        "plain_rounds": plain_rounds,
     }
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from specserve.config import HandlerConfig
 from specserve.errors import ConfigError
-from specserve.observability.holdback import Holdback
-from specserve.observability.metrics import Emitter, Metrics, Sample
+from specserve.observability.holdback import Holdback, PlainRounds
+from specserve.observability.metrics import Emitter, Metrics, Now, Sample, Served
 from specserve.observability.records import Observer
 from specserve.observability.trace import Trace
 from specserve.serving.loading import Models
@@ -24,29 +24,26 @@ class Telemetry:
     Args:
         config: of the server.
         models: that it has loaded.
-        model_name: by which its metrics are told from others'.
+        served: by which its metrics are told from others'.
         send: told of every sample of a metric.
 
     Raises:
         ConfigError: the trace cannot be written.
     """
 
-    def __init__(self, config: HandlerConfig, models: Models, model_name: str, send: Callable[[Sample], None]) -> None:
+    def __init__(self, config: HandlerConfig, models: Models, served: Served, send: Callable[[Sample], None]) -> None:
         self._config = config
         self._models = models
         self.holdback = Holdback(config.speculation.holdback)
-        metrics = Metrics(model_name, self.holdback)
+        self.plain_rounds = PlainRounds(config.speculation.holdback)
+        metrics = Metrics(served, self.holdback, self.plain_rounds)
         self._emitter = Emitter(metrics, send, time.monotonic, _EMITTED_EVERY_SECONDS)
         self.observers: list[Observer] = [metrics, *_traces(config, models)]
 
     def emit(self, scheduler: Scheduler) -> None:
         """Hand metrics on, if it is time."""
-        self._emitter.emit(
-            live=scheduler.live,
-            waiting=scheduler.waiting,
-            slots=self._config.sequences,
-            draft_model=self._models.drafters.has_model,
-        )
+        has_model = self._models.drafters.has_model
+        self._emitter.emit(Now(scheduler.live, scheduler.waiting, self._config.sequences, has_model))
 
 
 def _traces(config: HandlerConfig, models: Models) -> list[Observer]:

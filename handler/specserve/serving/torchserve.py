@@ -17,12 +17,13 @@ from ts.metrics.metric_type_enum import MetricTypes
 
 from specserve.config import HandlerConfig, parse_handler
 from specserve.errors import RequestError, SpecserveError
-from specserve.observability.metrics import ALL, Sample
+from specserve.observability.metrics import ALL, Sample, Served
 from specserve.serving.answers import Answer, ChatAnswer, CompletionAnswer, model_list, model_object
 from specserve.serving.loading import Models, load_models
 from specserve.serving.openai import Prompt, Tokenizer, to_generations
 from specserve.serving.openapi import openapi
 from specserve.serving.requests import ChatRequest, CompletionRequest
+from specserve.serving.responses import Speculator
 from specserve.serving.scheduler import Scheduler, longest_wait
 from specserve.serving.status import speculator
 from specserve.serving.telemetry import Telemetry
@@ -50,6 +51,7 @@ class Context(Protocol):
     """The part of TorchServe's context that is used here."""
 
     model_name: str
+    manifest: dict[str, Any]
     model_yaml_config: dict[str, Any]
     metrics: MetricsCache
     request_ids: dict[int, str]
@@ -102,13 +104,14 @@ class Handler:
         """
         try:
             config = parse_handler(context.model_yaml_config.get("handler"), "the archive's model YAML")
-            self.start(config, load_models(config), context.model_name, sender(context.metrics))
+            served = Served(context.model_name, context.manifest["model"]["modelVersion"])
+            self.start(config, load_models(config), served, sender(context.metrics))
         except SpecserveError as error:
             logger.error("specserve cannot load: %s", error)
             raise RuntimeError(str(error)) from error
 
     def start(
-        self, config: HandlerConfig, models: Models, model_name: str, send: Callable[[Sample], None] = _keep_to_oneself
+        self, config: HandlerConfig, models: Models, served: Served, send: Callable[[Sample], None] = _keep_to_oneself
     ) -> None:
         """Begin to serve with models that are loaded; `send` is told of every sample of a metric.
 
@@ -117,10 +120,10 @@ class Handler:
         """
         self._config = config
         self._models = models
-        self._model_ids = list(dict.fromkeys([config.model_id, model_name]))
+        self._model_ids = list(dict.fromkeys([config.model_id, served.model]))
         self._created = int(time.time())
         self._tokenizer = Tokenizer(models.vocabulary, config)
-        self._telemetry = Telemetry(config, models, model_name, send)
+        self._telemetry = Telemetry(config, models, served, send)
         self._max_wait_seconds = longest_wait(config.max_wait_ms, models.drafters.controller.target)
         self._scheduler = Scheduler(
             models.target,
@@ -129,6 +132,7 @@ class Handler:
             idle_tokens=config.idle_tokens,
             max_wait_seconds=self._max_wait_seconds,
             observers=self._telemetry.observers,
+            plain_rounds=self._telemetry.plain_rounds,
         )
         self._exchanges: dict[str, Exchange] = {}
 
@@ -178,10 +182,7 @@ class Handler:
         if route == "v1/models":
             return WholeAnswer(200, model_list(self._model_ids, self._created))
         if route == "v1/speculation":
-            speedup = self._telemetry.holdback.speedup()
-            return WholeAnswer(
-                200, speculator(self._config, self._models, self._scheduler, speedup, self._max_wait_seconds)
-            )
+            return WholeAnswer(200, self._speculator())
         if route == "v1/openapi.json":
             return WholeAnswer(200, openapi())
         if route.startswith("v1/models/"):
@@ -193,6 +194,10 @@ class Handler:
             status=404,
             code="unknown_url",
         )
+
+    def _speculator(self) -> Speculator:
+        comparisons = self._telemetry.holdback.speedup(), self._telemetry.plain_rounds.speedup()
+        return speculator(self._config, self._models, self._scheduler, comparisons, self._max_wait_seconds)
 
     def _complete(self, identity: str, row: dict[str, Any]) -> CompletionAnswer:
         request = parse_body(_body(row), CompletionRequest)

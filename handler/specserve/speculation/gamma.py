@@ -11,6 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+# What a draft of the model will say of itself is mostly one of two things: it is sure, or it is not. With these chances
+# of staying, in the proportion that makes a text's hope (benchmarks/simulate.py).
+_SURE, _UNSURE = 0.95, 0.3
+
 
 class Prospect(NamedTuple):
     """One sequence in the middle of a round's drafting.
@@ -55,8 +59,8 @@ class Steps(NamedTuple):
 def model_steps(prospects: Sequence[Prospect], rows: Sequence[int], prices: Prices) -> Steps:
     """Which sequences the draft model should take one token further, in view of all the steps that may follow.
 
-    Looks at every number of further steps for every number of sequences, the likeliest to be reached first. Nothing
-    is chosen if no such plan is worth its time.
+    Looks at every number of further steps for every number of sequences, the likeliest to be reached first, and for
+    one alone at stopping as soon as the model is unsure. Nothing is chosen if no such plan is worth its time.
 
     Args:
         prospects: the sequences that may go on.
@@ -69,7 +73,6 @@ def model_steps(prospects: Sequence[Prospect], rows: Sequence[int], prices: Pric
     shapes = [list(rows) for _ in range(deepest + 1)]
     width = [0] * (deepest + 1)
     pending, arrears = 0, 0.0
-    before = prices.target(rows)
     best = Steps((), 0.0)
     for count, index in enumerate(order, 1):
         place, stays, hope, lag, room, late = prospects[index]
@@ -83,14 +86,43 @@ def model_steps(prospects: Sequence[Prospect], rows: Sequence[int], prices: Pric
                 width[depth] += 1
             tokens[depth] += gained
             shapes[depth][place] += min(depth, room)
+        verifying = [prices.target(shape) for shape in shapes]
         drafting = arrears + prices.draft(pending)
         for depth in range(1, deepest + 1):
             if depth > 1:
                 drafting += prices.draft(width[depth])
-            gain = tokens[depth] - prices.rate * (drafting + prices.target(shapes[depth]) - before)
+            gain = tokens[depth] - prices.rate * (drafting + verifying[depth] - verifying[0])
             if gain > best.gain:
                 best = Steps(tuple(order[:count]), gain)
+        if count == 1:
+            gain = _stopping(prospects[index], verifying, prices)
+            if gain > best.gain:
+                best = Steps((index,), gain)
     return best
+
+
+def _stopping(prospect: Prospect, verifying: Sequence[float], prices: Prices) -> float:
+    """The tokens gained if one text goes on while the model is sure of its drafts, and as long as that pays.
+
+    A draft is paid for before it shows whether it is sure, but not the target's row for it: an unsure one is kept if it
+    is worth that row, and is the last. From the last step backwards (an optimal stopping problem).
+
+    Args:
+        prospect: the text.
+        verifying: seconds of the target's pass, by how many more drafts this text has in it.
+        prices: what drafting costs, and what a second is worth.
+    """
+    sure, unsure = max(_SURE, prospect.hope), min(_UNSURE, prospect.hope)
+    share = (prospect.hope - unsure) / (sure - unsure)
+    step = prices.draft(1)
+    value = 0.0
+    for depth in reversed(range(prospect.room)):
+        reach = prospect.reach * sure**depth
+        row = prices.rate * (verifying[depth + 1] - verifying[depth])
+        drafting = prices.rate * (step if depth else prospect.arrears + prices.draft(prospect.pending))
+        going_on = max(0.0, reach * sure - row + value)
+        value = max(0.0, share * going_on + (1 - share) * max(0.0, reach * unsure - row) - drafting)
+    return value
 
 
 def guess_length(

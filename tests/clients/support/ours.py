@@ -15,9 +15,9 @@ ANSWERS = Path(__file__).with_name("engine_answers.py")
 class Ours:
     """The project's own environment; each question is answered by a process of its own."""
 
-    def target(self, config: str) -> Path:
+    def target(self, config: Path) -> Path:
         """The file of the target model of a configuration."""
-        return Path(self._ask("target", config))
+        return Path(self._ask("target", str(config)))
 
     def write_tiny(self, path: Path, architecture: str) -> None:
         """Write a generated model."""

@@ -1,0 +1,177 @@
+"""Two servers behind config/nginx/specserve.conf, as OpenAI's client sees them. Needs nginx (Debian: nginx-light)."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import requests
+
+from server import PROJECT, Server, free_ports, running, stop, until
+
+NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
+pytestmark = [pytest.mark.server, pytest.mark.skipif(NGINX is None, reason="nginx is not installed")]
+
+KEY = "sk-of-a-test"
+LONG = "The quick brown fox jumps over the lazy dog. " * 6
+
+
+@dataclass(frozen=True)
+class Balancer:
+    """The balancer's port."""
+
+    port: int
+
+    def client(self, prefix: str = "", key: str = KEY) -> openai.OpenAI:
+        """OpenAI's own client, on OpenAI's own path."""
+        headers = {"x-prefix-key": prefix} if prefix else None
+        url = f"http://127.0.0.1:{self.port}/v1"
+        return openai.OpenAI(base_url=url, api_key=key, default_headers=headers, max_retries=0, timeout=60)
+
+    def cached(self, prefix: str) -> int:
+        """How many tokens of a long prompt the server that this prefix leads to had read before."""
+        answer = self.client(prefix).completions.create(model="qwen", prompt=LONG, max_tokens=2)
+        assert answer.usage is not None
+        details = answer.usage.prompt_tokens_details
+        return (details.cached_tokens or 0) if details else 0
+
+
+@contextmanager
+def balancing(first: int, second: int, directory: Path) -> Iterator[Balancer]:
+    """The configuration as it is, but for its ports: those of the two servers, and a free one."""
+    port = free_ports(1)
+    text = (PROJECT / "config" / "nginx" / "specserve.conf").read_text()
+    for old, new in (("8080", first), ("9080", second), ("8000", port)):
+        assert f"127.0.0.1:{old}" in text
+        text = text.replace(f"127.0.0.1:{old}", f"127.0.0.1:{new}")
+    (directory / "specserve.conf").write_text(text)
+    (directory / "keys.map").write_text(f'"Bearer {KEY}" 1;\n')
+    command = [str(NGINX), "-p", str(directory), "-c", str(directory / "specserve.conf"), "-g", "daemon off;"]
+    process = subprocess.Popen(command)
+    try:
+        until(lambda: _listens(port), "nginx answers", 10)
+        yield Balancer(port)
+    finally:
+        process.terminate()
+        process.wait(timeout=10)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[tuple[Server, Server]]:
+    with running("--no-auth") as first, running("--no-auth") as second:
+        yield first, second
+
+
+@pytest.fixture(scope="module")
+def balancer(servers: tuple[Server, Server], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Balancer]:
+    with balancing(servers[0].port, servers[1].port, tmp_path_factory.mktemp("nginx")) as balancer:
+        yield balancer
+
+
+def test_openais_plain_path_leads_to_a_server(balancer: Balancer) -> None:
+    client = balancer.client()
+    assert [model.id for model in client.models.list()][-1] == "qwen"
+    answer = client.chat.completions.create(model="qwen", messages=[{"role": "user", "content": "Hi"}], max_tokens=4)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 4
+
+
+def test_a_stream_comes_whole(balancer: Balancer) -> None:
+    asked: dict[str, Any] = {"model": "qwen", "prompt": "One", "max_tokens": 60, "temperature": 0}
+    completions = balancer.client().completions
+    streamed = "".join(chunk.choices[0].text for chunk in completions.create(**asked, stream=True))
+    assert streamed == completions.create(**asked).choices[0].text
+
+
+PIECES = [*(b'data: {"choices": [{"index": 0, "text": "%d"}]}' % number for number in range(5)), b"data: [DONE]"]
+
+
+class OnePieceAtATime(BaseHTTPRequestHandler):
+    """A server that sends each piece of a stream only after the one before has reached the client."""
+
+    protocol_version = "HTTP/1.1"
+    reached = threading.Semaphore(0)
+
+    def do_POST(self) -> None:
+        """All pieces, if each gets through."""
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for piece in PIECES:
+            self._send(piece + b"\n\n")
+            if not self.reached.acquire(timeout=10):
+                break
+        self._send(b"")
+
+    def _send(self, piece: bytes) -> None:
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+
+    def log_message(self, *_: object) -> None:
+        """Nothing is said of single requests."""
+
+
+def test_streams_pass_piece_by_piece(tmp_path: Path) -> None:
+    with HTTPServer(("127.0.0.1", 0), OnePieceAtATime) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            with balancing(server.server_port, server.server_port, tmp_path) as balancer:
+                url, headers = f"http://127.0.0.1:{balancer.port}/v1/completions", {"Authorization": f"Bearer {KEY}"}
+                came = []
+                with requests.post(url, json={}, headers=headers, stream=True, timeout=60) as answer:
+                    for line in filter(None, answer.iter_lines(chunk_size=1)):
+                        came.append(line)
+                        OnePieceAtATime.reached.release()
+                assert came == PIECES
+        finally:
+            server.shutdown()
+
+
+def test_a_wrong_key_is_openais_authentication_error(balancer: Balancer) -> None:
+    with pytest.raises(openai.AuthenticationError) as refusal:
+        balancer.client(key="sk-of-somebody").models.list()
+    assert refusal.value.code == "invalid_api_key"
+
+
+def test_a_body_that_is_too_large_is_refused_in_openais_shape(balancer: Balancer) -> None:
+    with pytest.raises(openai.APIStatusError) as refusal:
+        balancer.client().completions.create(model="qwen", prompt="x" * (1 << 20), max_tokens=1)
+    assert refusal.value.status_code == 413
+    assert refusal.value.code == "request_too_large"
+
+
+def test_what_belongs_together_meets_the_same_server_and_its_cache(balancer: Balancer) -> None:
+    keys = [f"conversation {number}" for number in range(8)]
+    # The first of a server reads the prompt; with eight keys both servers are met, but for one time in 128.
+    first = [balancer.cached(key) for key in keys]
+    assert first.count(0) <= 2
+    assert all(balancer.cached(key) > 100 for key in keys)
+
+
+def test_a_server_that_is_down_is_passed_over_and_two_are_one_error(
+    balancer: Balancer, servers: tuple[Server, Server]
+) -> None:
+    stop(servers[0])
+    for number in range(6):
+        balancer.client(f"after {number}").completions.create(model="qwen", prompt="Two", max_tokens=2)
+    stop(servers[1])
+    with pytest.raises(openai.InternalServerError) as failure:
+        balancer.client().completions.create(model="qwen", prompt="Two", max_tokens=2)
+    assert failure.value.status_code == 503
+    assert failure.value.code == "service_unavailable"

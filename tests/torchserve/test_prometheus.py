@@ -1,0 +1,114 @@
+"""A real Prometheus reads the server and answers every query of the dashboard (Debian: prometheus)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+import requests
+import yaml
+
+from server import PROJECT, Server, free_ports, running, tiny_but, until
+
+PROMETHEUS = shutil.which("prometheus")
+pytestmark = [pytest.mark.server, pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed")]
+
+DASHBOARD = json.loads((PROJECT / "config" / "grafana" / "specserve.json").read_text())
+QUERIES = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel["targets"]]
+
+
+@dataclass(frozen=True)
+class Prometheus:
+    """A Prometheus and its port."""
+
+    port: int
+
+    def ask(self, query: str) -> list[dict[str, object]]:
+        """The series that a query gives now, as Grafana would send it for a panel of some minutes."""
+        expression = query.replace("$__rate_interval", "30s").replace("$model", "qwen")
+        url = f"http://127.0.0.1:{self.port}/api/v1/query"
+        answer = requests.get(url, params={"query": expression}, timeout=10).json()
+        assert answer["status"] == "success", answer
+        return list(answer["data"]["result"])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that holds half of its requests back, so that few of them show what speculation brings."""
+    held_back = {"speculation": {"mode": "auto", "holdback": 0.5}}
+    with running(config=tiny_but(tmp_path_factory.mktemp("held_back"), handler=held_back)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """Reads the server every second, and has seen some work of it."""
+    directory = tmp_path_factory.mktemp("prometheus")
+    scrape = {"job_name": "specserve", "static_configs": [{"targets": [f"127.0.0.1:{server.port + 2}"]}]}
+    (directory / "prometheus.yml").write_text(
+        yaml.safe_dump({"global": {"scrape_interval": "1s"}, "scrape_configs": [scrape]})
+    )
+    port = free_ports(1)
+    command = [
+        str(PROMETHEUS),
+        f"--config.file={directory / 'prometheus.yml'}",
+        f"--storage.tsdb.path={directory / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+        "--log.level=error",
+    ]
+    process = subprocess.Popen(command)
+    try:
+        found = Prometheus(port)
+        _work(server, 1)
+        _wait_for(found, "specserve_slots")
+        # Each group has its 30 texts but for one time in 40,000.
+        _work(server, 150)
+        _wait_for(found, 'specserve_holdback_speedup{bound="low"}')
+        yield found
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def _work(server: Server, count: int) -> None:
+    """So many short answers, a few at a time."""
+
+    def ask(number: int) -> None:
+        body = {"prompt": f"Fox {number % 7}", "max_tokens": 16, "ignore_eos": True, "temperature": number % 2}
+        # The tiny pair never drafts by itself, since its draft is as slow as its target; every third request insists.
+        extra = {} if number % 3 else {"speculation": {"mode": "fixed", "gamma": 3}}
+        answer = server.post({**body, **extra, "metadata": {"prompt_family": "fox"}})
+        assert answer.ok, answer.text
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, range(count)))
+
+
+def _wait_for(prometheus: Prometheus, query: str) -> None:
+    def answered() -> bool:
+        # Before it listens, or is ready, its answer is none, or no JSON.
+        with contextlib.suppress(requests.RequestException):
+            return bool(prometheus.ask(query))
+        return False
+
+    until(answered, f"Prometheus knows {query}")
+
+
+@pytest.mark.parametrize(("title", "query"), QUERIES, ids=[f"{title}: {query[:40]}" for title, query in QUERIES])
+def test_every_query_of_the_dashboard_has_an_answer(prometheus: Prometheus, title: str, query: str) -> None:
+    assert prometheus.ask(query), f"The panel '{title}' would be empty."
+
+
+def test_a_query_for_what_is_not_there_has_none(prometheus: Prometheus) -> None:
+    assert not prometheus.ask("specserve_unheard_of")
+
+
+def test_the_control_group_is_told_from_the_others(prometheus: Prometheus) -> None:
+    groups = {str(series["metric"]) for series in prometheus.ask("sum by (group) (specserve_texts_total)")}
+    assert groups == {"{'group': 'auto'}", "{'group': 'holdback'}", "{'group': 'fixed'}"}

@@ -1,4 +1,4 @@
-"""llama-server, built from the llama.cpp sources that the binding carries, running, and stopped between its turns."""
+"""llama-server, built from the llama.cpp sources that the binding's source package carries."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import json
 import os
 import re
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tarfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from typing import Any
 import requests
 from rich.console import Console
 
+from peer import Peer
 from specserve.config import usable_cores
 from specserve.errors import EnvironmentFailure
 from specserve.operations import files
@@ -36,8 +34,9 @@ FLAGS = {
     "LLAMA_USE_PREBUILT_UI": "OFF",
     "LLAMA_OPENSSL": "OFF",
 }
+EXAMPLE = "example_server.py"
 ROOM = 1 << 30  # bytes a server takes beside its weights: caches, logits, and some to spare
-LOADED_WITHIN_SECONDS, ANSWERS_WITHIN_SECONDS = 300, 900
+ANSWERS_WITHIN_SECONDS = 900
 
 
 def build() -> Path:
@@ -54,8 +53,7 @@ def build() -> Path:
             cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
             if cmake is None:
                 raise EnvironmentFailure("cmake is not on PATH, and llama-server is built with it: pip install cmake.")
-            if not (home / "source").is_dir():
-                _fetch(requirement, home)
+            _fetch(requirement, home)
             with Console(stderr=True).status(f"building llama-server, ten minutes on two cores (log: {home}/log)"):
                 options = [f"-D{name}={value}" for name, value in FLAGS.items()]
                 _run(home, cmake, "-S", "source", "-B", "build", *options)
@@ -72,8 +70,23 @@ def _pinned() -> tuple[str, str]:
     return found[0], found[1]
 
 
+def python_example() -> Path:
+    """Return the server among the binding's examples; its source package is fetched the first time.
+
+    Raises:
+        EnvironmentFailure: the sources cannot be had.
+    """
+    requirement, version = _pinned()
+    home = models_directory().parent / f"llama-server-{version}"
+    with files.locked(home / ".lock", "llama-server is being built"):
+        _fetch(requirement, home)
+    return home / EXAMPLE
+
+
 def _fetch(requirement: str, home: Path) -> None:
-    """Put llama.cpp's sources, as the binding's source package carries them, into `home`/source."""
+    """Put llama.cpp's sources and the example, as the binding's source package carries them, into `home`, once."""
+    if (home / EXAMPLE).is_file():
+        return
     (home / "requirement.txt").write_text(requirement, encoding="utf-8")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps"]
     _run(home, *pip, "--no-binary", "llama-cpp-python", "--require-hashes", "-r", "requirement.txt", "-d", ".")
@@ -81,7 +94,9 @@ def _fetch(requirement: str, home: Path) -> None:
     unpacked = home / "unpacked"
     with tarfile.open(package) as archive:
         archive.extractall(unpacked, filter="data")
-    next(unpacked.glob("*/vendor/llama.cpp")).replace(home / "source")
+    if not (home / "source").is_dir():
+        next(unpacked.glob("*/vendor/llama.cpp")).replace(home / "source")
+    next(unpacked.glob("*/examples/server/server.py")).replace(home / EXAMPLE)
     shutil.rmtree(unpacked)
     package.unlink()
 
@@ -100,44 +115,11 @@ def events(response: requests.Response) -> Iterator[dict[str, Any]]:
             yield json.loads(line.removeprefix(b"data: "))
 
 
-class Server:
-    """One llama-server on a port of its own, at `url`."""
+class Server(Peer):
+    """One llama-server on a port of its own."""
 
     def __init__(self, binary: Path, options: list[str], log: Path, *, slots: int = 1) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        self._log = log
-        self.url = f"http://127.0.0.1:{port}"
-        with log.open("w", encoding="utf-8") as output:
-            self._process = subprocess.Popen(
-                [binary, "--port", port, "-np", str(slots), *options],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
-
-    @property
-    def pid(self) -> int:
-        """Its process."""
-        return self._process.pid
-
-    def wait(self) -> None:
-        """Wait until the models are loaded.
-
-        Raises:
-            EnvironmentFailure: the server ended, or takes too long.
-        """
-        until = time.monotonic() + LOADED_WITHIN_SECONDS
-        while self._process.poll() is None and time.monotonic() < until:
-            try:
-                if requests.get(f"{self.url}/health", timeout=5).ok:
-                    return
-            except requests.ConnectionError:
-                pass
-            time.sleep(0.1)
-        self.stop()
-        raise EnvironmentFailure(f"llama-server did not come up; see {self._log}.")
+        super().__init__(lambda port: [binary, "--port", str(port), "-np", str(slots), *options], log, ready="/health")
 
     def stream(self, prompt: list[int], max_tokens: int) -> Iterator[dict[str, Any]]:
         """The greedy answer to a prompt in an empty cache: events with `tokens`, the last one with `timings`."""
@@ -154,16 +136,3 @@ class Server:
             if not response.ok:
                 raise EnvironmentFailure(f"llama-server answered {response.status_code}; see {self._log}.")
             yield from events(response)
-
-    def pause(self) -> None:
-        """Stop the process where it is; it uses no core until it is resumed."""
-        self._process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Let the process go on."""
-        self._process.send_signal(signal.SIGCONT)
-
-    def stop(self) -> None:
-        """End the process, which has nothing to save; a second time is harmless."""
-        self._process.kill()
-        self._process.wait()

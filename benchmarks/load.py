@@ -31,8 +31,10 @@ from rich.console import Console
 from rich.table import Table
 
 from decode import read_tasks
-from llama_server import Server, build, events
+from llama_server import Server, build, events, python_example
 from machine import describe_machine
+from peer import Peer
+from python_server import batching, one_by_one
 from specserve.config import HandlerConfig, load_yaml, usable_cores
 from specserve.operations.archive import resolve
 from specserve.operations.places import DEFAULT_CONFIG, PROJECT
@@ -47,6 +49,7 @@ ANSWERED_WITHIN_SECONDS = 600
 NOTES = (
     "streams of up to 96 tokens by temperature 0; every prompt begins with a line of its own, so nothing is cached",
     "chunk gaps are between two events with text: llama-server sends a token an event, specserve a round's",
+    "llama-cpp-python's servers do not count a stream's tokens: their events are counted",
 )
 
 
@@ -111,6 +114,7 @@ def ask(endpoint: Endpoint, prompt: str, longest: int) -> Answer:
                     answer.pieces.append(perf_counter())
                 if event.get("usage"):
                     answer.tokens = event["usage"]["completion_tokens"]
+        answer.tokens = answer.tokens or len(answer.pieces)
     except (requests.RequestException, ValueError, KeyError) as error:
         answer.error = f"{type(error).__name__}: {error}"
     if not answer.error and not answer.pieces:
@@ -242,26 +246,38 @@ def held_by(pid: int) -> int:
     return int(psutil.Process(pid).memory_info().rss) >> 20
 
 
-def start_theirs(stack: ExitStack, config: Path) -> list[Endpoint]:
-    """llama-server with the same files and threads: plain, and with its drafts."""
+def start_theirs(stack: ExitStack, config: Path, *, python: bool = False) -> list[Endpoint]:
+    """Other servers with the same files and threads: llama-server plain and with its drafts, the binding's own two."""
     binary = build()
     document, _ = load_yaml(config)
     prepared = prepare(config)
     handler = HandlerConfig.model_validate(resolve(document, prepared)["handler"])
-    common = ["-m", str(prepared.target), "-t", str(handler.threads or usable_cores()), "--no-ui", "--cache-ram", "0"]
-    common += ["-c", str(SLOTS * handler.context_length)]
+    threads, context_length = handler.threads or usable_cores(), handler.context_length
+    common = ["-m", str(prepared.target), "-t", str(threads), "--no-ui", "--cache-ram", "0"]
+    common += ["-c", str(SLOTS * context_length)]
     modes = {"llama-server plain": common}
     if prepared.draft:
         drafts = ["--model-draft", str(prepared.draft), "--spec-type", "draft-simple", "--spec-draft-n-max", "3"]
         modes["llama-server draft 3"] = common + drafts
-    servers = {}
+    logs = binary.parent
+    peers: dict[str, Peer] = {}
     for number, (name, options) in enumerate(modes.items()):
-        servers[name] = Server(binary, options, binary.parent / f"load-{number}.log", slots=SLOTS)
-        stack.callback(servers[name].stop)
-    for server in servers.values():
-        server.wait()
+        peers[name] = Server(binary, options, logs / f"load-{number}.log", slots=SLOTS)
+        stack.callback(peers[name].stop)
+    if python:
+        size = {"threads": threads, "context_length": context_length}
+        peers["llama_cpp.server"] = one_by_one(prepared.target, logs / "one_by_one.log", **size)
+        stack.callback(peers["llama_cpp.server"].stop)
+        script, log = python_example(), logs / "batching.log"
+        peers["llama_cpp example"] = batching(script, prepared.target, log, slots=SLOTS, **size)
+        stack.callback(peers["llama_cpp example"].stop)
+    for peer in peers.values():
+        peer.wait()
     uncached = {"cache_prompt": False}
-    return [Endpoint(name, server.url, uncached, partial(held_by, server.pid)) for name, server in servers.items()]
+    return [
+        Endpoint(name, peer.url, uncached if isinstance(peer, Server) else {}, partial(held_by, peer.pid))
+        for name, peer in peers.items()
+    ]
 
 
 def main() -> None:
@@ -276,7 +292,8 @@ def main() -> None:
     )
     parser.add_argument("--turns", type=int, default=2, help="that every server has of each load")
     parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of an answer")
-    parser.add_argument("--ours", action="store_true", help="without llama-server")
+    parser.add_argument("--ours", action="store_true", help="without the other servers")
+    parser.add_argument("--python", action="store_true", help="llama-cpp-python's two servers as well")
     parser.add_argument("--results", type=Path, help="keep loads here, a line each, and take up those that are there")
     options = parser.parse_args()
     loads = {f"{clients} clients": partial(closed, clients=clients) for clients in options.clients}
@@ -284,7 +301,7 @@ def main() -> None:
     numbers = {f"{clients} clients": options.requests * clients for clients in options.clients}
     known = read_results(options.results)
     with ExitStack() as stack:
-        theirs = [] if options.ours else start_theirs(stack, options.config)
+        theirs = [] if options.ours else start_theirs(stack, options.config, python=options.python)
         ours = start_ours(stack, options.config, options.port)
         held = partial(memory, options.port)
         modes = [Endpoint(f"specserve {mode}", ours, {"speculation": {"mode": mode}}, held) for mode in ("auto", "off")]

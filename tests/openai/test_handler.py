@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 
@@ -16,6 +18,7 @@ def front_end() -> FrontEnd:
 
 
 BODY = {"prompt": "hello", "max_tokens": 12, "temperature": 0}
+USAGE = {"include_usage": True}
 
 
 def test_a_completion_is_openais_object_with_usage_and_the_account(front_end: FrontEnd) -> None:
@@ -51,8 +54,30 @@ def test_the_first_chunk_carries_the_first_text(front_end: FrontEnd) -> None:
     assert '"text": "' in front_end.chunks[stream][0]
 
 
+def test_a_clock_that_jumps_changes_no_text_and_no_time_taken(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = front_end.post(BODY)
+    front_end.run()
+    hours = cycle((3600.0, -7200.0, 86_400.0))
+    monkeypatch.setattr(time, "time", lambda: 1e9 + next(hours))
+    started = time.monotonic()
+    whole, stream = front_end.post(BODY), front_end.post({**BODY, "stream": True, "stream_options": USAGE})
+    front_end.run()
+    text = front_end.answer(before)["choices"][0]["text"]
+    answer, events = front_end.answer(whole), front_end.events(stream)
+    assert answer["choices"][0]["text"] == text
+    assert "".join(event["choices"][0]["text"] for event in events[:-1]) == text
+    assert abs(answer["created"] - 1e9) <= 86_400
+    assert len({event["created"] for event in events}) == 1
+    for account in (answer["speculation"], events[-1]["speculation"]):
+        taken = [seconds for name, seconds in account["seconds"].items() if name != "plain_estimate"]
+        assert min(taken) >= 0
+        assert sum(taken) < time.monotonic() - started
+
+
 def test_include_usage_adds_null_to_every_chunk_and_one_chunk_with_the_totals(front_end: FrontEnd) -> None:
-    stream = front_end.post({**BODY, "stream": True, "stream_options": {"include_usage": True}})
+    stream = front_end.post({**BODY, "stream": True, "stream_options": USAGE})
     front_end.run()
     *chunks, last = front_end.events(stream)
     assert all(chunk["usage"] is None for chunk in chunks)

@@ -21,7 +21,8 @@ from rich.table import Table
 
 from machine import describe_machine
 from specserve.config import load_yaml, usable_cores
-from specserve.engine.llama import LlamaEngine, LlamaModel
+from specserve.engine.llama import LlamaEngine
+from specserve.engine.llama_model import LlamaModel
 from specserve.operations.places import DEFAULT_CONFIG, models_directory
 from specserve.operations.prepare import prepare
 from specserve.speculation.measurement import measure

@@ -30,7 +30,8 @@ from machine import describe_machine
 from quiet import undisturbed
 from specserve.config import usable_cores
 from specserve.engine.base import Row
-from specserve.engine.llama import LlamaEngine, LlamaModel
+from specserve.engine.llama import LlamaEngine
+from specserve.engine.llama_model import LlamaModel
 from specserve.operations import files, places
 from specserve.operations.prepare import prepare
 

@@ -27,7 +27,8 @@ from rich.table import Table
 from machine import describe_machine
 from specserve.config import HandlerConfig, load_yaml, usable_cores
 from specserve.engine.base import Row
-from specserve.engine.llama import EngineSettings, LlamaEngine, LlamaModel, target_settings
+from specserve.engine.llama import EngineSettings, LlamaEngine, target_settings
+from specserve.engine.llama_model import LlamaModel
 from specserve.operations.archive import resolve
 from specserve.operations.places import DEFAULT_CONFIG
 from specserve.operations.prepare import prepare

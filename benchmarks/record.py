@@ -22,7 +22,8 @@ from rich.progress import track
 from decode import FAMILIES, Task, read_tasks
 from specserve.config import HandlerConfig, load_yaml, usable_cores
 from specserve.engine.base import FloatArray, Row
-from specserve.engine.llama import LlamaEngine, LlamaModel
+from specserve.engine.llama import LlamaEngine
+from specserve.engine.llama_model import LlamaModel
 from specserve.operations.archive import resolve
 from specserve.operations.places import DEFAULT_CONFIG
 from specserve.operations.prepare import prepare

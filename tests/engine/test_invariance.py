@@ -11,7 +11,8 @@ import pytest
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.fake import FakeEngine
 from specserve.engine.invariance import Invariance, probe
-from specserve.engine.llama import EngineSettings, LlamaEngine, LlamaModel
+from specserve.engine.llama import EngineSettings, LlamaEngine
+from specserve.engine.llama_model import LlamaModel
 from specserve.operations import quantise
 from specserve.operations.tiny import ARCHITECTURES, write_tiny
 from specserve.serving.loading import describe

@@ -12,7 +12,8 @@ import pytest
 from costs import proportional
 from pairs import TinyFiles
 from specserve.engine.base import Row
-from specserve.engine.llama import LlamaEngine, LlamaModel, check_same_vocabulary
+from specserve.engine.llama import LlamaEngine
+from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
 from specserve.errors import EngineError, ModelLoadError
 from specserve.operations.tiny import ARCHITECTURES
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams

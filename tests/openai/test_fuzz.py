@@ -14,7 +14,7 @@ from bodies import anything, chats, completions, nested
 from front_end import FrontEnd
 from specserve.config import HandlerConfig, ModelConfig
 from specserve.engine.grammar import GrammarCompiler
-from specserve.engine.llama import LlamaModel
+from specserve.engine.llama_model import LlamaModel
 from specserve.errors import RequestError
 from specserve.operations.tiny import write_tiny
 from specserve.serving.generation import Generation

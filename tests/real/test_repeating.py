@@ -16,7 +16,8 @@ from costs import proportional
 from specserve.config import load_yaml
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.invariance import Invariance, probe
-from specserve.engine.llama import LlamaEngine, LlamaModel
+from specserve.engine.llama import LlamaEngine
+from specserve.engine.llama_model import LlamaModel
 from specserve.operations.places import DEFAULT_CONFIG, PROJECT, models_directory
 from specserve.operations.prepare import prepare
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams

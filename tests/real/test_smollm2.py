@@ -10,7 +10,7 @@ import pytest
 from pairs import PLAIN, Pair, drafting
 from specserve.config import HandlerConfig, load_yaml
 from specserve.engine.base import Engine, FloatArray, Row
-from specserve.engine.llama import LlamaModel, check_same_vocabulary
+from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
 from specserve.errors import ModelLoadError
 from specserve.operations.archive import resolve
 from specserve.operations.places import CONFIG, DEFAULT_CONFIG

@@ -14,7 +14,8 @@ import yaml
 from costs import flat, proportional, stairs, table
 from specserve.config import load_yaml
 from specserve.engine.base import Row
-from specserve.engine.llama import LlamaEngine, LlamaModel
+from specserve.engine.llama import LlamaEngine
+from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ConfigError, ModelLoadError
 from specserve.operations import choose, places, prepare
 from specserve.operations.choose import Observed, fastest, seconds

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from specserve.engine.fake import FakeVocabulary
 from specserve.engine.gbnf import gbnf_to_lark
 from specserve.engine.grammar import Constraint, GrammarCompiler
-from specserve.engine.llama import LlamaModel
+from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ConstraintError, RequestError
 from specserve.operations.tiny import ARCHITECTURES, write_tiny
 

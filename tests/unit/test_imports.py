@@ -24,7 +24,11 @@ ALLOWED = {
 }
 MATHEMATICS = ("distribution", "rejection", "noise", "cost", "gamma", "acceptance", "guess", "lookup", "follow")
 PURE = tuple(f"speculation/{name}.py" for name in MATHEMATICS)
-OWNERS = {"llama_cpp": {"engine/llama.py"}, "llguidance": {"engine/grammar.py"}, "ts": {"serving/torchserve.py"}}
+OWNERS = {
+    "llama_cpp": {"engine/llama.py", "engine/llama_model.py"},
+    "llguidance": {"engine/grammar.py"},
+    "ts": {"serving/torchserve.py"},
+}
 
 
 def modules() -> list[Path]:

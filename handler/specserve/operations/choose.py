@@ -20,7 +20,8 @@ from rich.console import Console
 
 from specserve.config import processor
 from specserve.engine.base import Engine, FloatArray, Row, Vocabulary
-from specserve.engine.llama import EngineSettings, LlamaEngine, LlamaModel, check_same_vocabulary
+from specserve.engine.llama import EngineSettings, LlamaEngine
+from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
 from specserve.errors import EngineError, ModelLoadError
 from specserve.operations import command, files, places
 from specserve.speculation.cost import Cost, CostTable, edges, typical

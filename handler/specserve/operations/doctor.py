@@ -16,14 +16,8 @@ from rich.console import Console
 
 from specserve.config import HandlerConfig, load_yaml, processor, usable_cores
 from specserve.engine.invariance import probe
-from specserve.engine.llama import (
-    EngineSettings,
-    LlamaEngine,
-    LlamaModel,
-    build_description,
-    check_same_vocabulary,
-    has_tiny_blas,
-)
+from specserve.engine.llama import EngineSettings, LlamaEngine, has_tiny_blas
+from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
 from specserve.operations import command, files, places
 from specserve.operations.archive import add_config
 from specserve.operations.choose import CONTEXT, PROMPTS, Observed, fastest, loaded, one_slot, read_along, write

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from specserve.engine.llama import write_pure_q4_0
+from specserve.engine.llama_model import write_pure_q4_0
 
 
 def main(source: str, target: str) -> int:

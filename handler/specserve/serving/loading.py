@@ -10,15 +10,8 @@ from specserve.config import HandlerConfig, ModelConfig, usable_cores
 from specserve.engine.base import Engine
 from specserve.engine.grammar import GrammarCompiler
 from specserve.engine.invariance import Invariance, probe
-from specserve.engine.llama import (
-    EngineSettings,
-    LlamaEngine,
-    LlamaModel,
-    build_description,
-    check_same_vocabulary,
-    has_tiny_blas,
-    target_settings,
-)
+from specserve.engine.llama import EngineSettings, LlamaEngine, has_tiny_blas, target_settings
+from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
 from specserve.errors import EngineError, ModelLoadError
 from specserve.serving.chat import ChatTemplate
 from specserve.serving.costs import measured_cost

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import specserve
 from specserve.config import HandlerConfig, ModelConfig, processor, usable_cores
-from specserve.engine.llama import LlamaModel, build_description
+from specserve.engine.llama_model import LlamaModel, build_description
 from specserve.observability.holdback import Speedup
 from specserve.serving.loading import Models, describe
 from specserve.serving.responses import Speculator

@@ -32,9 +32,9 @@ _LOSS = 0.01
 _LOSS_STEPS = 4.0
 # What reading up has to bring, in units of its cost: more each time that a text is given up and taken up again, and
 # more where only the end of the text is read, since such drafts are worse.
-_DUE = 1.25
+_DUE = 1.75
 _AGAIN = 1.25
-_CUT = 2.0
+_CUT = 1.4
 
 
 class Lesson(NamedTuple):

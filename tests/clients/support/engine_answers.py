@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from specserve.engine.base import Row
-from specserve.engine.llama import LlamaEngine, LlamaModel
+from specserve.engine.llama import LlamaEngine
+from specserve.engine.llama_model import LlamaModel
 from specserve.operations import tiny
 from specserve.operations.prepare import prepare
 

@@ -56,13 +56,18 @@ def _first_machine(result: dict[str, Any]) -> str | None:
     return machine
 
 
+def _where(result: dict[str, Any]) -> str:
+    """The machine, to be put behind a title."""
+    return f" ({result['machine']['cpu']})"
+
+
 def cost_curves(result: dict[str, Any], out: Path) -> None:
     """What n rows cost, in passes of one row, for every file."""
     figure, axes = plt.subplots(figsize=(7, 4))
     for file in dict.fromkeys(row["file"] for row in result["rows"]):
         mine = [row for row in result["rows"] if row["file"] == file]
         axes.plot([row["rows"] for row in mine], [row["v"] for row in mine], marker="o", markersize=3, label=file)
-    axes.set(xlabel="rows of a pass", ylabel="v(n)", title="What a forward pass costs, one row = 1")
+    axes.set(xlabel="rows of a pass", ylabel="v(n)", title=f"What a forward pass costs, one row = 1{_where(result)}")
     axes.legend(fontsize="x-small")
     save(figure, out)
 
@@ -93,7 +98,8 @@ def by_gamma(result: dict[str, Any], out: Path) -> None:
         axes.plot(len(gammas), ratios["adaptive"], marker="*", markersize=11, color=line.get_color())
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(gammas) + 1), [*map(str, gammas), "adaptive"])
-    axes.set(xlabel="drafts a round", ylabel="speed, plain decoding = 1", title="Greedy, by how far is guessed")
+    title = f"Greedy, by how far is guessed{_where(result)}"
+    axes.set(xlabel="drafts a round", ylabel="speed, plain decoding = 1", title=title)
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     save(figure, out)
 
@@ -136,12 +142,13 @@ def draw(result: dict[str, Any], stem: str, out: Path) -> None:
     elif kind == "simulate":
         by_family(result, f"SIMULATION, {_first_machine(result)}: every policy on the same texts", out / f"{stem}.svg")
     elif kind == "decode":
-        by_family(result, f"{result['models']['target']}", out / f"{stem}.svg")
+        by_family(result, f"{result['models']['target']}{_where(result)}", out / f"{stem}.svg")
         if len({row["mode"] for row in result["rows"] if row["mode"].startswith("fixed ")}) > 2:
             acceptance(result, out / f"{stem}-acceptance.svg")
             by_gamma(result, out / f"{stem}-gamma.svg")
     elif kind == "against_llama_server":
-        by_family(result, "Same files, same machine: llama-server's settings and ours", out / f"{stem}.svg")
+        title = f"Same files, same machine: llama-server's settings and ours{_where(result)}"
+        by_family(result, title, out / f"{stem}.svg")
     elif kind == "load":
         under_load(result, out / f"{stem}.svg")
 

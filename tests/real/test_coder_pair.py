@@ -31,7 +31,8 @@ BESIDE_BYTES = 300_000_000
 @pytest.fixture(scope="module")
 def coder() -> Iterator[Server]:
     with running(config=DEFAULT_CONFIG) as server:
-        assert "accepted" in server.greeting
+        # Whether drafts pay is the machine's affair; that the greeting says so is not.
+        assert "of them accepted" in server.greeting or "nothing was drafted" in server.greeting
         yield server
 
 

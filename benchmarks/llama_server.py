@@ -45,8 +45,7 @@ def build() -> Path:
     Raises:
         EnvironmentFailure: the sources cannot be had, or do not compile.
     """
-    requirement, version = _pinned()
-    home = models_directory().parent / f"llama-server-{version}"
+    requirement, home = _pinned()
     binary = home / "build" / "bin" / "llama-server"
     with files.locked(home / ".lock", "llama-server is being built"):
         if not binary.is_file():
@@ -61,13 +60,13 @@ def build() -> Path:
     return binary
 
 
-def _pinned() -> tuple[str, str]:
-    """The lock file's requirement of llama-cpp-python with its hashes, and the version."""
+def _pinned() -> tuple[str, Path]:
+    """The lock file's requirement of llama-cpp-python with its hashes, and where that version's sources are kept."""
     lock = (PROJECT / "requirements.lock").read_text(encoding="utf-8")
     found = re.search(r"^llama-cpp-python==(\S+).*(?:\n .*)*", lock, re.MULTILINE)
     if found is None:
         raise EnvironmentFailure("requirements.lock does not name llama-cpp-python.")
-    return found[0], found[1]
+    return found[0], models_directory().parent / f"llama-server-{found[1]}"
 
 
 def python_example() -> Path:
@@ -76,8 +75,7 @@ def python_example() -> Path:
     Raises:
         EnvironmentFailure: the sources cannot be had.
     """
-    requirement, version = _pinned()
-    home = models_directory().parent / f"llama-server-{version}"
+    requirement, home = _pinned()
     with files.locked(home / ".lock", "llama-server is being built"):
         _fetch(requirement, home)
     return home / EXAMPLE

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from specserve.sequence import SamplingParams
-from specserve.speculation.distribution import FloatArray, draw, to_distribution
+from specserve.speculation.distribution import FloatArray, confidence, draw, favourite, to_distribution
 
 
 def logits(max_size: int = 400) -> st.SearchStrategy[FloatArray]:
@@ -82,6 +82,25 @@ def test_temperature_zero_is_certain_of_the_first_largest_logit() -> None:
 def test_top_k_one_is_greedy() -> None:
     row = np.array([1.0, 3.0, 3.0, 2.0])
     assert to_distribution(row, SamplingParams(top_k=1)).tolist() == [0, 1, 0, 0]
+
+
+def test_a_favourite_that_is_not_finite_is_an_error() -> None:
+    for row in (np.full(3, -np.inf), np.array([0.0, np.inf, 0.0]), np.array([0.0, np.nan, 0.0])):
+        with pytest.raises(FloatingPointError, match="not finite"):
+            favourite(row)
+
+
+@settings(max_examples=300, deadline=None)
+@given(logits())
+def test_confidence_is_the_favourites_probability_but_for_what_is_very_unlikely(row: FloatArray) -> None:
+    exactly = to_distribution(row, SamplingParams())[favourite(row)]
+    assert exactly <= confidence(row) + 1e-12 <= exactly * (1 + row.size * np.exp(-12)) + 2e-12
+
+
+def test_confidence_of_what_is_impossible_but_for_one_token_is_certainty() -> None:
+    row = np.full(1000, -np.inf, np.float32)
+    row[7] = 3
+    assert confidence(row) == 1
 
 
 def test_the_logits_are_left_alone() -> None:

@@ -29,7 +29,15 @@ from rules import (
 )
 from specserve.speculation.distribution import FloatArray, draw, race
 from specserve.speculation.noise import Noise, Purpose
-from specserve.speculation.rejection import RULES, Verdict, residual, verify_block, verify_coupled, verify_token
+from specserve.speculation.rejection import (
+    RULES,
+    Verdict,
+    residual,
+    verify_block,
+    verify_coupled,
+    verify_greedy,
+    verify_token,
+)
 
 FALSE_ALARM = 1e-4
 DRAWING_RULES = [verify_token, verify_block]
@@ -145,6 +153,15 @@ def test_greedy_drafts_stay_exactly_where_they_are_the_targets_choice(rule: Rule
     assert rule(p, np.eye(4)[[2, 0]], [2, 0], Noise(1, 0, 0, 0)) == Verdict(1, 1)
     assert rule(p, np.eye(4)[[2, 1]], [2, 1], Noise(1, 0, 0, 0)) == Verdict(2, 3)
     assert rule(p, [], [], Noise(1, 0, 0, 0)) == Verdict(0, 2)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.data())
+def test_the_greedy_rule_is_what_every_rule_comes_to_on_one_hot_rows(choices: list[int], data: st.DataObject) -> None:
+    gamma = len(choices) - 1
+    drafts = data.draw(st.lists(st.integers(0, 3), min_size=gamma, max_size=gamma))
+    p, q = np.eye(4)[choices], np.eye(4)[drafts]
+    verdict = verify_greedy(choices.__getitem__, drafts)
+    assert {rule.verify(p, q, drafts, Noise(1, 0, 0, 0)) for rule in RULES.values()} == {verdict}
 
 
 @pytest.mark.parametrize("rule", DRAWING_RULES)

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 from specserve.sequence import Sequence, Tally
 from specserve.speculation.acceptance import Calibration, Outlook
 from specserve.speculation.cost import Cost
+from specserve.speculation.distribution import is_greedy
 from specserve.speculation.gamma import Prices
 
 # What a draft of the model is worth before anything is known of a text.
@@ -173,7 +174,7 @@ class Controller:
         return self._outlooks[sequence]
 
     def _calibration(self, sequence: Sequence, source: str) -> Calibration:
-        key = (source, sequence.sampling.temperature > 0)
+        key = (source, not is_greedy(sequence.sampling))
         if key not in self._calibrations:
             self._calibrations[key] = Calibration(_PRIORS.get(source, _GUESS))
         return self._calibrations[key]

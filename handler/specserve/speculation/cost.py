@@ -115,7 +115,7 @@ class Cost:
         self._most = most
         self._speed = speed or Speed()
         self._separate = separate
-        self._known: dict[int, tuple[list[float], list[int]]] = {}
+        self._known: dict[int, tuple[list[Work], list[int]]] = {}
         self._shapes: dict[tuple[int, Many[int]], tuple[Work, ...]] = {}
 
     def seconds(self, rows: int, cells: int) -> float:
@@ -138,7 +138,7 @@ class Cost:
 
     def padded(self, rows: int, cells: int) -> int:
         """The number of rows, `rows` or more, whose pass is the cheapest."""
-        _, counts = self._prices(cells)
+        _, counts = self._priced(cells)
         return counts[rows] if 0 < rows < len(counts) else rows
 
     def observe(self, counts: Many[int], cells: int, seconds: float) -> None:
@@ -148,10 +148,12 @@ class Cost:
 
     def _work(self, rows: int, cells: int) -> Work:
         """What a pass of at least `rows` rows is made of."""
-        prices, _ = self._prices(cells)
-        last = len(prices) - 1
-        price = prices[rows] if rows <= last else prices[last] * rows / last
-        return _split(price, prices[1])
+        works, _ = self._priced(cells)
+        last = len(works) - 1
+        if rows <= last:
+            return works[rows]
+        one = works[1].reading
+        return _split((works[last].reading + works[last].computing) * rows / last, one)
 
     def _ways(self, counts: Many[int], cells: int) -> tuple[Work, ...]:
         """What the rows of several texts are made of, in each of the ways to run them."""
@@ -168,21 +170,21 @@ class Cost:
             self._shapes[key] = (whole, self._work(len(shape) * shape[-1], cells))
         return self._shapes[key]
 
-    def _prices(self, cells: int) -> tuple[list[float], list[int]]:
-        """By number of rows, from 0: seconds as measured, and the number that is run."""
+    def _priced(self, cells: int) -> tuple[list[Work], list[int]]:
+        """By number of rows, from 0: what a pass of at least so many is made of, and the number that is run."""
         bucket = cells // _GRAIN
         if bucket not in self._known:
             self._known[bucket] = self._envelope(bucket * _GRAIN)
         return self._known[bucket]
 
-    def _envelope(self, cells: int) -> tuple[list[float], list[int]]:
+    def _envelope(self, cells: int) -> tuple[list[Work], list[int]]:
         measured = [pair for pair in zip(self.table.rows, self.table.at(cells), strict=True) if pair[0] <= self._most]
         prices, counts = [0.0], [0]
         for rows in range(1, measured[-1][0] + 1):
             price, count = min((seconds, count) for count, seconds in measured if count >= rows)
             prices.append(price)
             counts.append(count)
-        return prices, counts
+        return [_split(price, prices[1]) for price in prices], counts
 
 
 def _split(price: float, one: float) -> Work:

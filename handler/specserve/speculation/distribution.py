@@ -15,6 +15,8 @@ _COLUMNS = 1024
 
 # Single precision cannot divide by much less, and nothing but a tie to six digits would see the difference.
 _GREEDY_BELOW = 1e-6
+# What lies further below the best logit weighs a few thousandths together, and is most of the vocabulary.
+_HARDLY = 12.0
 
 
 class Sampling(Protocol):
@@ -52,12 +54,10 @@ def to_distribution(logits: FloatArray, sampling: Sampling) -> FloatArray:
     Raises:
         FloatingPointError: the largest logit is not finite.
     """
-    favourite = int(np.argmax(logits))
-    if not np.isfinite(logits[favourite]):
-        raise FloatingPointError("The model gave logits that are not finite.")
-    if sampling.temperature < _GREEDY_BELOW:
-        return one_hot(favourite, logits.size, logits.dtype)
-    weights: FloatArray = np.subtract(logits, logits[favourite])
+    best = favourite(logits)
+    if is_greedy(sampling):
+        return one_hot(best, logits.size, logits.dtype)
+    weights: FloatArray = np.subtract(logits, logits[best])
     weights /= sampling.temperature
     np.exp(weights, out=weights)
     total = float(_column_sums(weights).sum())
@@ -71,11 +71,31 @@ def to_distribution(logits: FloatArray, sampling: Sampling) -> FloatArray:
     return probabilities
 
 
+def is_greedy(sampling: Sampling) -> bool:
+    """Whether a request's distributions are all one-hot rows."""
+    return sampling.temperature < _GREEDY_BELOW
+
+
+def favourite(logits: FloatArray) -> int:
+    """The token with the largest logit, the lowest id among equals; logits of shape (vocabulary,).
+
+    Raises:
+        FloatingPointError: that logit is not finite.
+    """
+    best = int(np.argmax(logits))
+    if not np.isfinite(logits[best]):
+        raise FloatingPointError("The model gave logits that are not finite.")
+    return best
+
+
 def confidence(logits: FloatArray) -> float:
-    """The probability of the most probable token at temperature 1; logits of shape (vocabulary,)."""
-    weights: FloatArray = np.subtract(logits, logits.max())
-    np.exp(weights, out=weights)
-    return 1 / float(_column_sums(weights).sum())
+    """About the probability of the most probable token at temperature 1, very unlikely ones left out of account.
+
+    Args:
+        logits: shape (vocabulary,), the largest of them finite.
+    """
+    best = logits.max()
+    return 1 / float(np.exp(logits[logits > best - _HARDLY] - best).sum())
 
 
 def one_hot(token: int, size: int, dtype: np.dtype[np.floating] | type[np.floating] = np.float32) -> FloatArray:

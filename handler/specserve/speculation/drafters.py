@@ -12,7 +12,7 @@ from specserve.engine.base import FloatArray
 from specserve.errors import ConstraintError, DraftError
 from specserve.sequence import Sequence
 from specserve.speculation.controller import Controller
-from specserve.speculation.distribution import confidence, one_hot, to_distribution
+from specserve.speculation.distribution import confidence, favourite, is_greedy, one_hot, to_distribution
 from specserve.speculation.gamma import Prices, Prospect, guess_length, model_steps, worth_keeping
 from specserve.speculation.guessers import Guesser
 from specserve.speculation.model import DraftModel, Text
@@ -233,16 +233,20 @@ class Drafters:
         sequence = wish.sequence
         try:
             shaped = shaped_behind(logits, sequence, proposal.tokens)
-            sure = confidence(shaped)
-            q = to_distribution(shaped, sequence.sampling)
+            best = favourite(shaped)
         except (FloatingPointError, ConstraintError):
             # This text's grammar, not the model: the target's row of the place will say what is to be done.
             return False
+        sure = confidence(shaped)
         chance = self.controller.chance(sequence, "model", sure)
         if sequence.speculation.adaptive:
             prospect, _ = self._prospect(wish, proposal, prices)
             if not worth_keeping(prospect, chance, rows, prices):
                 return False
-        sample = RULES[sequence.speculation.verification].sample
-        proposal.add(Draft(sample(q, len(proposal.tokens), wish.noise), q, "model", sure, chance))
+        if is_greedy(sequence.sampling):
+            token, q = best, one_hot(best, self._vocabulary)
+        else:
+            q = to_distribution(shaped, sequence.sampling)
+            token = RULES[sequence.speculation.verification].sample(q, len(proposal.tokens), wish.noise)
+        proposal.add(Draft(token, q, "model", sure, chance))
         return True

@@ -12,11 +12,11 @@ from specserve.engine.base import Engine, FloatArray, Row
 from specserve.errors import ConstraintError
 from specserve.sequence import Sequence
 from specserve.speculation.controller import Lesson
-from specserve.speculation.distribution import confidence, to_distribution
+from specserve.speculation.distribution import confidence, favourite, is_greedy, to_distribution
 from specserve.speculation.drafters import Drafters, Proposal, Wish
 from specserve.speculation.noise import Noise
 from specserve.speculation.passes import run_pass
-from specserve.speculation.rejection import RULES, Verdict
+from specserve.speculation.rejection import RULES, Verdict, verify_greedy
 from specserve.speculation.scores import score
 from specserve.speculation.shaping import shaped_behind
 
@@ -88,6 +88,10 @@ class TargetRows:
             self._known[place] = to_distribution(self._shaped_at(place), self._sequence.sampling)
         return self._known[place]
 
+    def favourite(self, place: int) -> int:
+        """The most probable token at `place`."""
+        return favourite(self._shaped_at(place))
+
     def confidence(self, place: int) -> float:
         """How sure the target is at `place`."""
         return confidence(self._shaped_at(place))
@@ -148,7 +152,7 @@ def run_round(
             if plan.decides:
                 decoding = sequence.generated > 0
                 p = TargetRows(mine[-1 - len(proposal.tokens) :], sequence, proposal.tokens)
-                verdict = RULES[sequence.speculation.verification].verify(p, proposal.q, proposal.tokens, wish.noise)
+                verdict = _verify(p, proposal, wish)
                 n_accepted = verdict.n_accepted
                 if sequence.speculation.gamma:
                     controller.learn(sequence, _lessons(sequence, p, proposal, verdict), p.confidence(n_accepted))
@@ -183,6 +187,14 @@ def _target_rows(plans: list[Plan], proposals: list[Proposal]) -> list[Row]:
     return rows
 
 
+def _verify(p: TargetRows, proposal: Proposal, wish: Wish) -> Verdict:
+    """Let the rule decide that the request has asked for."""
+    if is_greedy(wish.sequence.sampling):
+        return verify_greedy(p.favourite, proposal.tokens)
+    rule = RULES[wish.sequence.speculation.verification]
+    return rule.verify(p, proposal.q, proposal.tokens, wish.noise)
+
+
 def _score_prompt(sequence: Sequence, logits: FloatArray) -> None:
     """Score the tokens of the prompt that stand behind these rows."""
     behind = sequence.tokens[sequence.target_cached + 1 : sequence.prompt_length]
@@ -209,7 +221,7 @@ def _lessons(sequence: Sequence, p: TargetRows, proposal: Proposal, verdict: Ver
     The first place of a round is always reached, so it also shows what would have become of guesses not drafted.
     """
     n_accepted, next_token = verdict
-    exact = sequence.speculation.verification != "coupled" and sequence.sampling.temperature > 0
+    exact = sequence.speculation.verification != "coupled" and not is_greedy(sequence.sampling)
     first = proposal.tokens[0] if n_accepted else next_token
     lessons = []
     for token, source, sure in proposal.thoughts:

@@ -15,10 +15,12 @@ _MOST_ROWS = 32
 _CHUNK = 64
 # The far context is asked where the stairs' edges are: every row reads the same context, so what it adds is the rows'
 # number times one price, and that price is what all of them together say.
-_FAR_ROWS = (1, 4, 8, 16, 32)
-# Repetitions that differ by more than this share of themselves are asked again, so many times.
+_FAR_ROWS = (1, 4, 8, 16)
+# All are asked twice, and the narrow ones and those that differ by more than this share of themselves again, so many
+# times: three for all, and the far context for 32 rows, take half as long again and tell nothing more.
+_ALL = 2
 _SPREAD = 0.1
-_AGAIN = 3
+_AGAIN = 4
 
 
 def measure(engine: Engine, clock: Callable[[], float] = perf_counter) -> CostTable:
@@ -56,8 +58,7 @@ def _price_of_context(rows: tuple[int, ...], short: dict[int, float], long: dict
 def _times(engine: Engine, start: int, rows: tuple[int, ...], clock: Callable[[], float]) -> dict[int, float]:
     """Typical seconds by number of rows; the repetitions of all take turns, so that a slow moment meets each once."""
     seen: dict[int, list[float]] = {count: [] for count in rows}
-    timed(engine, start, rows[-1], clock)
-    for _ in range(3):
+    for _ in range(_ALL):
         for count in rows:
             seen[count].append(timed(engine, start, count, clock))
     for _ in range(_AGAIN):

@@ -361,6 +361,21 @@ def test_a_long_prompt_does_not_cost_its_neighbours_their_drafts() -> None:
     assert short.sequence.account.mean_acceptance_length > 3
 
 
+def test_a_prompt_that_is_read_beside_a_text_is_no_reason_to_verify_what_would_not_pay_alone() -> None:
+    """Every row costs alike: a draft costs what the token costs that it might spare, in a round of any length."""
+    bench = Bench()
+    guessed = SpeculationParams(4, adaptive=True, drafter="prediction")
+    truth = tuple(plain_greedy([1, 2, 3], 60))
+    sequence = Sequence([1, 2, 3], SamplingParams(temperature=0), guessed, max_tokens=60, prediction=truth)
+    bench.scheduler.submit(Generation(sequence, FakeVocabulary(VOCABULARY), []))
+    bench.scheduler.step()
+    long = bench.submit([n % 23 for n in range(120)])
+    while not long.sequence.generated:
+        bench.scheduler.step()
+    assert sequence.account.rounds > 10
+    assert sequence.account.drafted == 0
+
+
 class EverySecondRound(PlainRounds):
     """Plain rounds by turns, and what was said of them."""
 

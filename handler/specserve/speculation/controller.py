@@ -74,9 +74,11 @@ class Controller:
     def prices(self, sequences: Many[Sequence], rows: Many[int], cells: tuple[int, int], waiting: int = 0) -> Prices:
         """What passes cost in this round, and what a second of it is worth.
 
+        That is what decoding alone would make of it: prompts that are read in this round are no reason to spend more.
+
         Args:
             sequences: those that decode in this round.
-            rows: of the target's pass without drafts, text by text.
+            rows: of the target's pass without drafts, text by text of these.
             cells: how many tokens a row walks over, in the caches of target and draft.
             waiting: how many texts have not begun to be written; a second is worth as much to each of them.
         """

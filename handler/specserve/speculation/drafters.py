@@ -131,8 +131,9 @@ class Drafters:
         if not drafting:
             return proposals, 0.0
         held = self._model.cells if self._model else 0
-        sequences = [wishes[index].sequence for index in drafting]
-        prices = self.controller.prices(sequences, fed, (cells, held), waiting)
+        decoding = [index for index, wish in enumerate(wishes) if wish.sequence.generated]
+        sequences, plain = [wishes[index].sequence for index in decoding], [fed[index] for index in decoding]
+        prices = self.controller.prices(sequences, plain, (cells, held), waiting)
         rows = fed.copy()
         spent = 0.0
         for index in drafting:

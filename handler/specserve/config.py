@@ -159,6 +159,14 @@ def processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "CPU part"))}))
 
 
+class _TorchServeKeys(BaseModel):
+    """Keys of TorchServe's in a model YAML that commands of ours read; it checks the others itself."""
+
+    minWorkers: int = 1  # noqa: N815 - TorchServe's names
+    maxWorkers: int = 1  # noqa: N815
+    startupTimeout: int = 120  # noqa: N815
+
+
 def parse_handler(section: object, where: str) -> HandlerConfig:
     """Validate the `handler:` section; `where` names the file in the error's sentence.
 
@@ -170,9 +178,14 @@ def parse_handler(section: object, where: str) -> HandlerConfig:
     try:
         return HandlerConfig.model_validate(section)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in ("handler", *first["loc"]))
-        raise ConfigError(f"{where}: `{key}`: {first['msg']}.") from error
+        raise _explained(error, where, "handler") from error
+
+
+def _explained(error: ValidationError, where: str, *above: str) -> ConfigError:
+    """What pydantic says first, as a sentence that names the file and the key."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in (*above, *first["loc"]))
+    return ConfigError(f"{where}: `{key}`: {first['msg']}.")
 
 
 def load_yaml(path: Path) -> tuple[dict[str, Any], HandlerConfig]:
@@ -191,4 +204,8 @@ def load_yaml(path: Path) -> tuple[dict[str, Any], HandlerConfig]:
         raise ConfigError(f"{path}: is not valid YAML ({' '.join(str(error).split())}).") from error
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: is not a mapping of keys; see config/tiny.yaml for a short example.")
+    try:
+        _TorchServeKeys.model_validate(document, strict=True)
+    except ValidationError as error:
+        raise _explained(error, str(path)) from error
     return document, parse_handler(document.get("handler"), str(path))

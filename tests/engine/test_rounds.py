@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
 from itertools import count
+from time import perf_counter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,9 +20,11 @@ from constraints import Alternating
 from costs import flat, proportional
 from specserve.engine.fake import FakeEngine, FakeVocabulary
 from specserve.observability.holdback import PlainRounds
+from specserve.observability.records import End, Observer, Round
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams, Verification
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler, longest_wait
+from specserve.serving.watching import Watch
 from specserve.speculation import drafters
 from specserve.speculation.controller import Controller
 from specserve.speculation.cost import Cost, Speed
@@ -29,9 +32,10 @@ from specserve.speculation.distribution import FloatArray, draw, to_distribution
 from specserve.speculation.drafters import Draft, Drafters, Proposal
 from specserve.speculation.guess import Guess
 from specserve.speculation.guessers import GrammarDrafter, LookupDrafter, PredictionDrafter
-from specserve.speculation.model import DraftModel
+from specserve.speculation.model import DraftModel, worth_waiting
 from specserve.speculation.noise import Purpose
 from specserve.speculation.rejection import RULES, NoiseSource
+from specserve.speculation.round import Plan, Report, _burdens, run_round
 from specserve.speculation.shaping import shape_logits
 
 VOCABULARY = 24
@@ -376,6 +380,75 @@ def test_a_prompt_that_is_read_beside_a_text_is_no_reason_to_verify_what_would_n
     assert sequence.account.drafted == 0
 
 
+def decoding(*tokens: int) -> Sequence:
+    """A text that has been given its first token."""
+    sequence = Sequence([1, 2, 3], SamplingParams(temperature=0), SpeculationParams(4), max_tokens=50)
+    sequence.tokens += tokens
+    return sequence
+
+
+def test_a_round_is_borne_by_those_who_lengthen_it() -> None:
+    """Every row costs a second: two texts that decode, three drafts of one of them, and five rows of a prompt."""
+    reading = Sequence([1] * 20, SamplingParams(temperature=0), SpeculationParams(4), max_tokens=50)
+    plans = [Plan(decoding(7), 1, 4), Plan(decoding(7), 1, 4), Plan(reading, 5, 0)]
+    proposals = [Proposal(0), Proposal(1, seconds=0.5, reading_up=0.2), Proposal(2)]
+    for _ in range(3):
+        proposals[1].add(Draft(5, np.empty(0), "model", 0.9, 0.9))
+    burdens = _burdens(plans, proposals, proportional(), 0)
+    assert [burden.alone for burden in burdens] == pytest.approx([1, 1, 5])
+    assert [burden.drafts for burden in burdens] == pytest.approx([0, 3.3, 0])
+    assert [burden.whole for burden in burdens] == pytest.approx([1, 4.5, 5])
+
+
+def test_a_text_does_not_run_into_debt_for_its_neighbours_drafts() -> None:
+    bench = Bench(blend=1.0)
+    drafted = bench.submit([1, 2, 3], max_tokens=100, gamma=3)
+    beside = Sequence([4, 5], SamplingParams(temperature=0), SpeculationParams(16, adaptive=True), max_tokens=100)
+    bench.scheduler.submit(Generation(beside, FakeVocabulary(VOCABULARY), []))
+    while not drafted.done and beside.generated < 90:
+        bench.scheduler.step()
+    assert drafted.sequence.account.drafted > 20
+    controller = bench.scheduler._drafters.controller
+    assert beside.account.drafted == 0
+    assert controller._outlook(beside).debt == pytest.approx(0, abs=1e-9)
+
+
+def test_whoever_waits_for_a_slot_is_no_reason_for_short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short rounds help those whose prompts are read; who waits for others to end is helped by what ends them."""
+    bench = Bench()
+    told: list[tuple[int, int]] = []
+
+    def watched(*arguments: Any, waiting: int) -> Report:
+        told.append((waiting, sum(not plan.sequence.generated for plan in arguments[2])))
+        return run_round(*arguments, waiting=waiting)
+
+    monkeypatch.setattr("specserve.serving.scheduler.run_round", watched)
+    for first in range(2 * SLOTS):
+        bench.submit([first, 1, 2], max_tokens=20)
+    for _ in range(5):
+        bench.scheduler.step()
+    assert bench.scheduler.waiting == SLOTS
+    assert told[0] == (SLOTS, SLOTS)
+    assert told[-1] == (0, 0)
+
+
+def test_the_model_drafts_again_behind_a_guess_that_stood_behind_its_own_draft() -> None:
+    sequence = decoding(7)
+    sequence.draft_cached = len(sequence.tokens) + 2
+    assert not worth_waiting(sequence, sequence.draft_cached, sequence.draft_cached)
+
+
+def test_a_few_tokens_that_texts_share_are_read_again_where_a_copy_would_take_longer() -> None:
+    bench = Bench()
+    bench.submit([n % 7 for n in range(60)], max_tokens=40)
+    for _ in range(12):
+        bench.scheduler.step()
+    few = bench.submit([n % 7 for n in range(5)] + [9] * 20, max_tokens=5)
+    many = bench.submit([n % 7 for n in range(30)] + [9] * 20, max_tokens=5)
+    bench.run()
+    assert (few.sequence.reused, many.sequence.reused) == (0, 30)
+
+
 class EverySecondRound(PlainRounds):
     """Plain rounds by turns, and what was said of them."""
 
@@ -400,6 +473,33 @@ def adaptive_bench() -> tuple[Bench, EverySecondRound, Sequence]:
     sequence = Sequence([1, 2, 3], SamplingParams(temperature=0), SpeculationParams(4, adaptive=True), max_tokens=60)
     bench.scheduler.submit(Generation(sequence, FakeVocabulary(VOCABULARY), []))
     return bench, rounds, sequence
+
+
+class Everything(Observer):
+    """Keeps all rounds."""
+
+    def __init__(self) -> None:
+        self.rounds: list[Round] = []
+
+    def round(self, record: Round) -> None:
+        self.rounds.append(record)
+
+    def end(self, record: End) -> None:
+        assert record.reason == "length"
+
+
+def test_observers_are_told_of_all_time_that_a_text_took_reading_its_prompt_too() -> None:
+    bench, seen = Bench(prefill_rows=8), Everything()
+    bench.scheduler._watch = Watch([seen], perf_counter)
+    account = bench.submit([n % 23 for n in range(50)], sampling=SamplingParams(temperature=0)).sequence.account
+    bench.run()
+    reading, writing = (
+        [record.draft + record.target + record.other for record in seen.rounds if (record.place > 0) is decodes]
+        for decodes in (False, True)
+    )
+    assert len(reading) == 7
+    assert sum(reading) == pytest.approx(account.prefill_seconds)
+    assert sum(writing) == pytest.approx(account.decode_seconds)
 
 
 def test_a_plain_round_has_no_drafts_and_the_others_are_compared_with_it() -> None:

@@ -94,6 +94,10 @@ def test_the_answer_is_cut_where_the_context_ends() -> None:
     assert sequence_of(prompt=[1] * 60, max_tokens=None).max_tokens == 4
 
 
+def test_a_completion_is_short_where_its_length_is_not_said_or_null() -> None:
+    assert sequence_of(prompt="abc").max_tokens == sequence_of(prompt="abc", max_tokens=None).max_tokens == 16
+
+
 def test_a_prompt_that_fills_the_context_is_refused() -> None:
     error = refusal({"prompt": [1] * 64})
     assert (error.status, error.param, error.code) == (400, "prompt", "context_length_exceeded")
@@ -198,6 +202,14 @@ def test_a_wrong_or_unserved_value_is_refused_and_named(field: str, value: objec
 )
 def test_speculation_beyond_the_operators_limits_is_refused(options: dict[str, Any], param: str) -> None:
     assert refusal({"prompt": "a", "speculation": options}).param == param
+
+
+@pytest.mark.parametrize(("options", "drawn"), [(None, True), ({"mode": "auto"}, False), ({"mode": "off"}, False)])
+def test_only_a_request_that_leaves_it_to_chance_is_compared(options: dict[str, Any] | None, *, drawn: bool) -> None:
+    [[generation]] = groups_of({"prompt": "a", "speculation": options})
+    assert generation.origin.drawn is drawn
+    [[fixed]] = groups_of({"prompt": "a"}, CONFIG.model_copy(update={"speculation": SpeculationConfig(mode="fixed")}))
+    assert not fixed.origin.drawn
 
 
 def test_speculation_is_the_clients_choice_within_them() -> None:
@@ -455,7 +467,7 @@ def test_a_suffix_is_tokenised_once_for_all_prompts(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_response_of_many_megabytes_is_refused_before_it_is_made() -> None:
-    fields: dict[str, Any] = {"prompt": ["a"] * 128, "max_tokens": None, "logprobs": 5}
+    fields: dict[str, Any] = {"prompt": ["a"] * 128, "max_tokens": 4000, "logprobs": 5}
     wide = CONFIG.model_copy(update={"context_length": 4096})
     with pytest.raises(RequestError, match=r"may take \d+ MB") as caught:
         groups_of(fields, wide)

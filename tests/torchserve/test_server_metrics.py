@@ -81,7 +81,7 @@ def traced(tmp_path: Path) -> Iterator[tuple[Server, Path]]:
     """A server that traces."""
     directory = tmp_path / "trace"
     with running(config=tiny_but(tmp_path, handler={"trace": {"directory": str(directory), "text": True}})) as server:
-        yield server, directory / "rounds.jsonl"
+        yield server, directory / "qwen-1.0.jsonl"
 
 
 def test_a_trace_has_every_token_of_an_answer_and_who_drafted_it(traced: tuple[Server, Path]) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from costs import flat, proportional, stairs
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
-from specserve.speculation.controller import Controller, Lesson
+from specserve.speculation.controller import Burden, Controller, Lesson
 
 GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(temperature=1)
 
@@ -21,7 +21,7 @@ def test_a_second_is_worth_what_plain_decoding_makes_of_it_and_more_where_drafts
     assert controller.prices([one], [1], (0, 0)).rate == pytest.approx(1.0)
     assert controller.prices([one, other], [1, 1], (0, 0)).rate == pytest.approx(2 / 1.7)
     for _ in range(20):
-        controller.count_round(one, 4, 2.0, 1.0, 1.0)
+        controller.count_round(one, 4, Burden(1.0, 1.0))
     assert controller.prices([one], [1], (0, 0)).rate == pytest.approx(2.0)
 
 
@@ -93,6 +93,28 @@ def test_reading_up_again_has_to_promise_more_every_time() -> None:
     assert charges[2] > charges[0]
 
 
+def test_guesses_that_cost_nothing_are_read_up_as_a_matter_of_course() -> None:
+    """Lookup and model take turns: that is no text that was given up and is taken up again."""
+    controller = Controller(stairs(), proportional(0.01))
+    text = sequence()
+    prices = controller.prices([text], [1], (0, 0))
+    charged = controller.arrears(text, 10, prices)[1]
+    for _ in range(20):
+        assert controller.invest(text, 10, prices) == 0
+        assert controller.arrears(text, 10, prices)[1] == pytest.approx(charged, rel=0.01)
+
+
+def test_only_the_first_reading_of_a_text_is_no_loss() -> None:
+    controller = Controller(stairs(), proportional(0.01))
+    text = sequence()
+    prices = controller.prices([text], [1], (0, 0))
+    spared = []
+    for _ in range(2):
+        spared.append(controller.invest(text, 100, prices))
+        controller.invest(text, 1, prices)
+    assert spared == [pytest.approx(0.99), 0]
+
+
 def test_a_text_on_which_drafts_only_lose_is_left_alone_after_a_few_and_tried_again_at_a_bounded_cost() -> None:
     """Drafts that always fail although everything speaks for them: an adversary."""
     controller = Controller(stairs(), flat(0.2))
@@ -102,7 +124,7 @@ def test_a_text_on_which_drafts_only_lose_is_left_alone_after_a_few_and_tried_ag
         drafts = controller.may_draft(text)
         seconds = 2.3 if drafts else 1.0
         lost += seconds - 1.0
-        controller.count_round(text, 1, seconds, 1.0, 1.0)
+        controller.count_round(text, 1, Burden(1.0, seconds - 1.0))
         text.tokens.append(7)
     assert lost / 5000 < 0.011
     assert lost > 10

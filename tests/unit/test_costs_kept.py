@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,14 @@ def test_a_model_is_measured_once(model: Path) -> None:
     assert second.passes == 0
     [file] = kept(model)
     assert json.loads(file.read_text())["model"] == "model.gguf"
+
+
+def test_two_workers_that_start_together_do_not_measure_each_other(model: Path) -> None:
+    engines = [Counted() for _ in range(4)]
+    with ThreadPoolExecutor() as workers:
+        tables = list(workers.map(lambda engine: measured_cost(engine, model, threads=2, kernels="usual"), engines))
+    assert len(set(tables)) == 1
+    assert sorted(engine.passes > 0 for engine in engines) == [False, False, False, True]
 
 
 @pytest.mark.parametrize("change", ["threads", "kernels", "head", "tail", "slots"])

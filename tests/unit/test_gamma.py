@@ -122,6 +122,14 @@ def test_of_several_sequences_those_draft_that_no_other_choice_beats(
     assert model_steps(prospects, rows, prices).gain == pytest.approx(max(0.0, best), abs=1e-9)
 
 
+def test_a_text_that_may_have_no_more_drafts_neither_drafts_nor_makes_its_neighbours_dearer() -> None:
+    full, other = Prospect(0, 1.0, 0.99, pending=3, room=0, arrears=9.0), Prospect(1, 0.9, 0.9, pending=1, room=4)
+    prices = Prices(lambda rows: 1.0 + 0.01 * sum(rows), lambda rows: 0.1 * rows, rate=1.0)
+    steps = model_steps([full, other], [4, 1], prices)
+    assert steps.chosen == (1,)
+    assert steps.gain == pytest.approx(model_steps([other], [4, 1], prices).gain)
+
+
 @given(sure=st.lists(chances, max_size=MOST), reach=chances, target=curves, rate=st.floats(0.01, 3))
 def test_a_guess_is_taken_as_far_as_its_rows_pay(
     sure: list[float], reach: float, target: list[float], rate: float

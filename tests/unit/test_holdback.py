@@ -95,6 +95,17 @@ def test_intervals_that_take_rounds_for_strangers_are_rejected_by_that() -> None
     assert misses > 28
 
 
+def test_rounds_that_only_end_texts_are_no_trouble() -> None:
+    """The token that ends a text is none of it, so that answers of one token have rounds that wrote nothing."""
+    found = PlainRounds(0.1)
+    for _ in range(20):
+        found.learn(0, 0.1, plain=True)
+    for _ in range(15):
+        found.learn(3, 0.2, plain=False)
+        found.learn(1, 0.1, plain=True)
+    assert found.speedup() is None
+
+
 def test_rounds_say_more_than_texts() -> None:
     """Of 6,000 rounds, 120 texts of 50, a tenth of either plain: the interval of the rounds is far narrower."""
     few = filled(1.5, 30, seed=2).speedup()

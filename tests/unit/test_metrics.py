@@ -14,8 +14,10 @@ SERVED = Served("qwen", "1.1")
 NOW = Now(live=2, waiting=1, slots=8, draft_model=True)
 
 
-def origin(family: str = "code", group: Group = "auto", request: str = "r") -> Origin:
-    return Origin(request, 0, family, group)
+def origin(
+    family: str = "code", group: Group = "auto", request: str = "r", *, choice: int = 0, drawn: bool = True
+) -> Origin:
+    return Origin(request, choice, family, group, drawn)
 
 
 def a_round(drafts: list[str], accepted: int, whose: Origin | None = None) -> Round:
@@ -56,6 +58,15 @@ def test_a_round_counts_its_drafts_by_drafter_and_place(metrics: Metrics) -> Non
     assert values["specserve_gamma", "code", "3"] == values["specserve_gamma", "code", "0"] == 1
     assert values["specserve_draft_seconds_total", "code"] == pytest.approx(0.2)
     assert values["specserve_target_seconds_total", "code"] == pytest.approx(0.4)
+
+
+def test_reading_a_prompt_takes_time_and_is_no_decision_about_drafts(metrics: Metrics) -> None:
+    metrics.round(Round(origin(), 0, 0, [], 0, [], 0.0, 0.3, 0.01, 1))
+    metrics.round(Round(origin(), 0, 64, [], 0, [7], 0.0, 0.2, 0.01, 1))
+    values = taken(metrics)
+    assert values["specserve_target_seconds_total", "code"] == pytest.approx(0.5)
+    assert values["specserve_emitted_tokens_total", "code", "auto"] == 1
+    assert not [name for name, *_ in values if name in {"specserve_rounds_total", "specserve_gamma"}]
 
 
 def test_what_was_taken_is_not_counted_again(metrics: Metrics) -> None:
@@ -120,7 +131,9 @@ def test_the_control_group_makes_a_figure() -> None:
     for number in range(40):
         metrics.end(an_end(origin(group="holdback"), pace=0.2 + number / 1000))
         metrics.end(an_end(pace=0.1 + number / 1000))
-        metrics.end(an_end(origin(group="off"), pace=9.0))
+        metrics.end(an_end(origin(group="off", drawn=False), pace=9.0))
+        metrics.end(an_end(origin(drawn=False), pace=9.0))
+        metrics.end(an_end(origin(group="holdback", choice=1), pace=0.001))
     values = taken(metrics)
     low, value, high = (values["specserve_holdback_speedup", bound] for bound in ("low", "value", "high"))
     assert low < value < high

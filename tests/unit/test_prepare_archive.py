@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -14,7 +16,7 @@ import yaml
 
 from specserve.errors import ConfigError, ModelLoadError
 from specserve.operations import archive as archiving
-from specserve.operations import files, places, prepare
+from specserve.operations import command, files, places, prepare
 from specserve.operations.archive import archive
 from specserve.operations.tiny import write_tiny
 
@@ -141,6 +143,23 @@ def test_an_archive_is_replaced_and_leaves_nothing_beside_it(weights: Path, stor
     file = config(weights.parent, {"path": str(weights)})
     assert archive(file) == archive(file)
     assert [path.name for path in store.iterdir()] == ["qwen.mar"]
+
+
+@pytest.mark.parametrize("key", ["minWorkers", "maxWorkers", "startupTimeout"])
+def test_a_number_of_torchserves_that_is_none_is_a_sentence(weights: Path, key: str) -> None:
+    for value in ("2", None, "10m"):
+        with pytest.raises(ConfigError, match=f"`{key}`: Input should be a valid integer"):
+            archive(config(weights.parent, {"path": str(weights)}, **{key: value}))
+
+
+def test_what_the_system_refuses_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(_arguments: object) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/somewhere")
+
+    with pytest.raises(SystemExit) as ended:
+        command.run(refused)
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "specserve: /somewhere: Permission denied.\n"
 
 
 def test_the_archived_package_imports_without_the_project(weights: Path, store: Path, tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ import os
 import socket
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import yaml
 
 from specserve.errors import ConfigError, EnvironmentFailure, ModelLoadError
 from specserve.operations import java, places, process, server, stop, watch
@@ -116,15 +118,16 @@ def test_keys_are_read_from_torchserves_file(state: State) -> None:
     assert (state.key("inference"), state.key("management")) == ("abc", "def")
 
 
-def test_laying_out_removes_what_an_earlier_server_left(state: State, tmp_path: Path) -> None:
-    archived = tmp_path / "qwen.mar"
-    archived.write_bytes(b"new")
+def test_laying_out_replaces_what_an_earlier_server_left(state: State) -> None:
     state.model_log.write_text("specserve cannot load: of the last time\n", encoding="utf-8")
     state.key_file.write_text("{}", encoding="utf-8")
-    server.lay_out(state, archived, with_tokens=True)
+    state.model_store.mkdir()
+    (state.model_store / "qwen.mar").write_bytes(b"of the last time")
+    server.lay_out(state, {"minWorkers": 1, "handler": {"model_id": "new"}}, with_tokens=True)
     assert not state.model_log.exists()
     assert not state.key_file.exists()
-    assert (state.model_store / "qwen.mar").read_bytes() == b"new"
+    with zipfile.ZipFile(state.model_store / "qwen.mar") as archived:
+        assert yaml.safe_load(archived.read("model.yaml"))["handler"] == {"model_id": "new"}
     assert state.properties.exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ def an_end(request: str) -> End:
 
 
 def trace(directory: Path, *, share: float = 1.0, mebibytes: float = 1.0, text: bool = True) -> Trace:
-    return Trace(directory, share=share, mebibytes=mebibytes, text=WORDS.__getitem__ if text else None)
+    return Trace(
+        directory / "qwen-1.0.jsonl", share=share, mebibytes=mebibytes, text=WORDS.__getitem__ if text else None
+    )
 
 
 def lines(directory: Path) -> list[Any]:
-    return [json.loads(line) for line in (directory / "rounds.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (directory / "qwen-1.0.jsonl").read_text().splitlines()]
 
 
 def test_a_round_is_a_line(tmp_path: Path) -> None:
@@ -46,11 +49,11 @@ def test_a_round_is_a_line(tmp_path: Path) -> None:
 
 def test_a_character_that_two_tokens_share_is_whole_again_when_they_are_joined(tmp_path: Path) -> None:
     halves = {1: "é".encode()[:1], 2: "é".encode()[1:]}
-    writer = Trace(tmp_path, share=1.0, mebibytes=1.0, text=halves.__getitem__)
+    writer = Trace(tmp_path / "qwen-1.0.jsonl", share=1.0, mebibytes=1.0, text=halves.__getitem__)
     writer.round(a_round("r1", ["model"], 1, [1, 2]))
     [line] = lines(tmp_path)
     assert "".join(line["text"]).encode(errors="surrogateescape").decode() == "é"
-    assert "é" in page(summarise([tmp_path / "rounds.jsonl"]))
+    assert "é" in page(summarise([tmp_path / "qwen-1.0.jsonl"]))
 
 
 def test_the_page_shows_such_a_character_with_the_token_that_completes_it() -> None:
@@ -63,6 +66,16 @@ def test_the_page_shows_such_a_character_with_the_token_that_completes_it() -> N
         Piece("", "recovered"),
         Piece("\ufffd", "recovered"),
     ]
+
+
+def test_nobody_else_may_read_a_trace(tmp_path: Path) -> None:
+    writer = trace(tmp_path / "traces", mebibytes=0.01)
+    for _ in range(100):
+        writer.round(a_round("r1", [], 0, [1]))
+    files = list((tmp_path / "traces").iterdir())
+    assert len(files) > 1
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+    assert stat.S_IMODE((tmp_path / "traces").stat().st_mode) == 0o700
 
 
 def test_no_text_is_kept_unless_wanted(tmp_path: Path) -> None:
@@ -109,7 +122,7 @@ def test_the_page_shows_families_places_and_what_each_token_was(tmp_path: Path) 
     writer.round(a_round("r1", ["lookup", "model"], 0, [4]))
     writer.round(a_round("r1", [], 0, [5]))
     writer.end(an_end("r1"))
-    report = summarise([tmp_path / "rounds.jsonl"])
+    report = summarise([tmp_path / "qwen-1.0.jsonl"])
     family = report.families["code"]
     assert (family.texts, family.rounds, family.tokens) == (1, 3, 5)
     assert family.places == [(1, 0.5, 2), (2, 1.0, 1)]
@@ -123,7 +136,7 @@ def test_the_page_shows_families_places_and_what_each_token_was(tmp_path: Path) 
 def test_a_line_that_was_cut_is_left_out_and_said_so(tmp_path: Path) -> None:
     writer = trace(tmp_path)
     writer.round(a_round("r1", [], 0, [1]))
-    file = tmp_path / "rounds.jsonl"
+    file = tmp_path / "qwen-1.0.jsonl"
     file.write_text(file.read_text() + '{"event": "round", "re')
     report = summarise([file])
     assert report.skipped == 1
@@ -142,6 +155,6 @@ def test_traces_without_a_round_are_a_sentence(tmp_path: Path) -> None:
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace(tmp_path).round(a_round("r1", ["model"], 1, [1, 2]))
     out = tmp_path / "page.html"
-    assert main([str(tmp_path / "rounds.jsonl"), "-o", str(out)]) == 0
+    assert main([str(tmp_path / "qwen-1.0.jsonl"), "-o", str(out)]) == 0
     assert capsys.readouterr().out.strip() == str(out)
     assert out.read_text().startswith("<!doctype html>")

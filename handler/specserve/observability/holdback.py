@@ -115,7 +115,8 @@ class PlainRounds(Lot):
         self._sums[plain][0] += tokens
         self._sums[plain][1] += seconds
         (drafted, drafting), (written, writing) = self._sums[False], self._sums[True]
-        if self._plain_rounds >= _PLAIN_ROUNDS and drafted:
+        # Rounds that only end texts write nothing; a block is complete when both of its sides have written.
+        if self._plain_rounds >= _PLAIN_ROUNDS and drafted and written:
             self._blocks.add(drafted / drafting * writing / written)
             self._begin_block()
 

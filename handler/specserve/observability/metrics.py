@@ -100,18 +100,20 @@ class Metrics:
         self._undrafted: dict[Origin, int] = {}
 
     def round(self, record: Round) -> None:
-        """Count a round, its drafts and its time."""
+        """Count a round's time, and of one that decodes its drafts; reading a prompt is no decision about drafts."""
         family = self.family(record.origin.family)
+        for metric, seconds in ((DRAFTING, record.draft), (VERIFYING, record.target), (ELSEWHERE, record.other)):
+            self._count(metric, seconds, family)
+        self._count(EMITTED, len(record.tokens), family, record.origin.group)
+        if not record.place:
+            return
         drafts = record.drafts
         self._count(ROUNDS, 1, family, drafts[0] if drafts else "none")
         self._count(GAMMA, 1, family, str(len(drafts)))
-        self._count(EMITTED, len(record.tokens), family, record.origin.group)
         for place, drafter in enumerate(drafts):
             self._count(DRAFTED, 1, family, drafter)
             if place < record.accepted:
                 self._count(ACCEPTED, 1, family, drafter, str(place + 1))
-        for metric, seconds in ((DRAFTING, record.draft), (VERIFYING, record.target), (ELSEWHERE, record.other)):
-            self._count(metric, seconds, family)
         if record.origin.group == "auto":
             self._count_pauses(record, family)
 
@@ -142,7 +144,8 @@ class Metrics:
             self._see(FIRST, record.first, family, group)
         if record.pace is not None:
             self._see(PACE, record.pace, family, group)
-            if group in {"auto", "holdback"}:
+            # The lot falls once for a request, so the first of its texts stands for it.
+            if record.origin.drawn and record.origin.choice == 0:
                 self._holdback.learn(record.pace, plain=group == "holdback")
 
     def family(self, named: str) -> str:

@@ -17,12 +17,14 @@ class Origin:
         choice: which of the request's texts this is.
         family: the kind of prompt, in the client's own word.
         group: who decides on its drafts; `holdback` would be `auto`, but was chosen to be compared with.
+        drawn: whether it was left to chance which of these two it is; only such texts may be compared.
     """
 
     request: str = ""
     choice: int = 0
     family: str = ""
     group: Group = "auto"
+    drawn: bool = False
 
 
 class Round(NamedTuple):

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from zlib import crc32
@@ -24,6 +25,12 @@ class _Files(RotatingFileHandler):
 
     stopped = False
 
+    def _open(self) -> TextIOWrapper:
+        """Begin a file that nobody else may read: it may hold clients' texts."""
+        file = super()._open()
+        Path(self.baseFilename).chmod(0o600)
+        return file
+
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         """A line could not be written."""
         del record
@@ -36,7 +43,7 @@ class Trace:
     """An observer that writes.
 
     Args:
-        directory: where `rounds.jsonl` lies.
+        path: the file, which no other process may write; its directory is made where there is none.
         share: of the requests; all rounds of a request are written, or none.
         mebibytes: of all files together.
         text: spells tokens; None keeps what was written out of the trace.
@@ -47,15 +54,15 @@ class Trace:
 
     def __init__(
         self,
-        directory: Path,
+        path: Path,
         *,
         share: float,
         mebibytes: float,
         text: Callable[[int], bytes] | None,
     ) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         size = max(1, int(mebibytes * 2**20 / _FILES))
-        self._files = _Files(directory / "rounds.jsonl", maxBytes=size, backupCount=_FILES - 1, encoding="utf-8")
+        self._files = _Files(path, maxBytes=size, backupCount=_FILES - 1, encoding="utf-8")
         self._share = share
         self._text = text
 

@@ -20,6 +20,7 @@ from specserve.operations import command, files, places
 from specserve.operations.prepare import Prepared, prepare
 
 ENTRY_POINT = places.SOURCE_ROOT / "speculative_handler.py"
+NAME, VERSION = "qwen", "1.0"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _TORCH = '''"""Stands in for PyTorch, which TorchServe's worker imports for one isinstance check."""
 
@@ -29,7 +30,7 @@ class Tensor:
 '''
 
 
-def archive(config_file: Path, name: str = "qwen", version: str = "1.0") -> Path:
+def archive(config_file: Path, name: str = NAME, version: str = VERSION) -> Path:
     """Prepare the models and write `model_store/NAME.mar`; returns its path.
 
     Raises:
@@ -43,6 +44,17 @@ def archive(config_file: Path, name: str = "qwen", version: str = "1.0") -> Path
                 f"--{what} {text!r}: may hold letters, digits, dots, dashes and underscores only, "
                 "and begins with a letter or a digit."
             )
+    return pack(prepared_document(config_file), places.MODEL_STORE, name, version)
+
+
+def prepared_document(config_file: Path) -> dict[str, Any]:
+    """Prepare the models; returns the model YAML as an archive holds it.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+        EnvironmentFailure: a model cannot be had.
+        ModelLoadError: a model cannot be requantised.
+    """
     document, _ = load_yaml(config_file)
     if document.get("continuousBatching") is not True:
         raise ConfigError(f"{config_file}: `continuousBatching: true` is missing; the handler needs it.")
@@ -53,14 +65,28 @@ def archive(config_file: Path, name: str = "qwen", version: str = "1.0") -> Path
                 f"{config_file}: `{key}: {document[key]}` would hang: TorchServe's continuous batching serves a model "
                 "with one worker only; archive it again under a second name for a second one."
             )
-    resolved = resolve(document, prepare(config_file))
-    places.MODEL_STORE.mkdir(exist_ok=True)
+    return resolve(document, prepare(config_file))
+
+
+def pack(document: dict[str, Any], store: Path, name: str = NAME, version: str = VERSION) -> Path:
+    """Write `NAME.mar` into a model store; returns its path.
+
+    Args:
+        document: of `prepared_document`.
+        store: a directory.
+        name: the model's, in every URL.
+        version: its.
+
+    Raises:
+        EnvironmentFailure: it cannot be written.
+    """
+    store.mkdir(exist_ok=True)
     # Inside the model store, so that the finished archive takes its place in one step.
-    with tempfile.TemporaryDirectory(dir=places.MODEL_STORE, prefix=".building-") as directory:
+    with tempfile.TemporaryDirectory(dir=store, prefix=".building-") as directory:
         building = Path(directory)
-        stage(building, resolved)
+        stage(building, document)
         built = _run_archiver(building, name, version)
-        return built.replace(places.MODEL_STORE / built.name)
+        return built.replace(store / built.name)
 
 
 def resolve(document: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
@@ -131,8 +157,8 @@ def main(arguments: Sequence[str]) -> int:
     """Build one archive and say where it is."""
     parser = command.Parser(prog="archive", description=__doc__)
     add_config(parser)
-    parser.add_argument("--name", default="qwen", help="the model's name in every URL (default: qwen)")
-    parser.add_argument("--version", default="1.0", help="its version (default: 1.0)")
+    parser.add_argument("--name", default=NAME, help=f"the model's name in every URL (default: {NAME})")
+    parser.add_argument("--version", default=VERSION, help=f"its version (default: {VERSION})")
     options = parser.parse_args(arguments)
     command.say(str(archive(options.config, options.name, options.version)))
     return 0

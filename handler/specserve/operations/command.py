@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from specserve.errors import ConfigError, SpecserveError
+from specserve.errors import ConfigError, EnvironmentFailure, SpecserveError
 
 INTERRUPTED = 130
 
@@ -29,13 +29,22 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
+def _sentence(error: OSError) -> str:
+    """What the system refused, and where."""
+    what = error.strerror or str(error)
+    return f"{error.filename}: {what}." if error.filename else f"{what}."
+
+
 def run(main: Callable[[Sequence[str]], int]) -> NoReturn:
-    """Run a command and exit with its code; a failure of ours is one line on stderr, no traceback."""
+    """Run a command and exit with its code; a failure, ours or the system's, is one line on stderr."""
     try:
         code = main(sys.argv[1:])
     except SpecserveError as error:
         print(f"specserve: {error}", file=sys.stderr)
         code = error.exit_code
+    except OSError as error:
+        print(f"specserve: {_sentence(error)}", file=sys.stderr)
+        code = EnvironmentFailure.exit_code
     except KeyboardInterrupt:
         print("specserve: interrupted.", file=sys.stderr)
         code = INTERRUPTED

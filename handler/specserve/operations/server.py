@@ -7,13 +7,12 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from specserve.config import load_yaml
 from specserve.errors import EnvironmentFailure
 from specserve.operations import command, files
 from specserve.operations import process as processes
-from specserve.operations.archive import add_config, archive
+from specserve.operations.archive import add_config, pack, prepared_document
 from specserve.operations.greeting import base_url, greet, how_to_go_on
 from specserve.operations.state import State, properties, require_free
 from specserve.operations.watch import wait_until_ready
@@ -30,13 +29,12 @@ def serve(config_file: Path, state: State, *, detach: bool, with_tokens: bool) -
         EnvironmentFailure: a download, a port or TorchServe failed.
         ModelLoadError: the worker cannot load the model.
     """
-    document, _ = load_yaml(config_file)
     require_stopped(state)
-    archived = archive(config_file)
+    document = prepared_document(config_file)
     startup = document.get("startupTimeout", _TORCHSERVE_STARTUP_SECONDS) + _FRONT_END_SECONDS
     with files.locked(state.lock, f"another server starts on port {state.ports.inference}"):
         require_stopped(state)
-        lay_out(state, archived, with_tokens=with_tokens)
+        lay_out(state, document, with_tokens=with_tokens)
         process = processes.start(state)
     try:
         wait_until_ready(state, process, startup)
@@ -64,14 +62,14 @@ def require_stopped(state: State) -> None:
     require_free(state.ports)
 
 
-def lay_out(state: State, archived: Path, *, with_tokens: bool) -> None:
+def lay_out(state: State, document: dict[str, Any], *, with_tokens: bool) -> None:
     """Write what TorchServe starts from; what an earlier server on this port left is removed."""
     for old in (state.logs, state.model_store, state.temporary):
         shutil.rmtree(old, ignore_errors=True)
         old.mkdir(parents=True, mode=0o700)
     state.key_file.unlink(missing_ok=True)
-    # A copy, so that the next archive does not change what this server loads when a worker restarts.
-    shutil.copy(archived, state.model_store)
+    # An archive of its own: no other one changes what this server loads when a worker restarts.
+    pack(document, state.model_store)
     state.properties.write_text(properties(state, with_tokens=with_tokens), encoding="utf-8")
 
 

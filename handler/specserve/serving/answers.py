@@ -74,7 +74,6 @@ class Answer(ABC, Generic[AnyRequest]):
             "created": int(time.time()),
             "model": model,
         }
-        self._mode = "auto" if request.speculation is None else request.speculation.mode
         self._begun: set[int] = set()
         self._ended: set[int] = set()
 
@@ -171,7 +170,7 @@ class Answer(ABC, Generic[AnyRequest]):
         params = self.generations[0].sequence.speculation
         plain = account.plain_seconds
         return {
-            "mode": self._mode if params.gamma else "off",
+            "mode": "auto" if params.adaptive else "fixed" if params.gamma else "off",
             "verification": params.verification,
             "rounds": account.rounds,
             "drafted_tokens": account.drafted,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -35,10 +38,15 @@ def measured_cost(engine: Engine, model: Path, *, threads: int, kernels: str) ->
         EngineError: a pass failed.
     """
     place = cache_directory() / "costs" / f"{_key(model, threads, kernels, engine)}.json"
-    known = _read(place)
-    if known is not None:
-        logger.info("specserve: what passes of %s cost was measured before (%s)", model.name, place)
-        return known
+    if (known := _read(place)) is None:
+        with _alone(cache_directory() / "costs.lock"):
+            if (known := _read(place)) is None:
+                return _measured(engine, model, place)
+    logger.info("specserve: what passes of %s cost was measured before (%s)", model.name, place)
+    return known
+
+
+def _measured(engine: Engine, model: Path, place: Path) -> CostTable:
     logger.info("specserve: measuring what passes of %s cost on this machine, once", model.name)
     started = perf_counter()
     table = measure(engine)
@@ -46,6 +54,21 @@ def measured_cost(engine: Engine, model: Path, *, threads: int, kernels: str) ->
     logger.info("specserve: measured in %.0f s; milliseconds by rows: %s", perf_counter() - started, stairs)
     _write(place, table, model)
     return table
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """One process at a time: two workers that start together would measure each other."""
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = lock.open("w")
+    except OSError:
+        # Nothing can be kept here either, which `_write` says.
+        yield
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _key(model: Path, threads: int, kernels: str, engine: Engine) -> str:

@@ -157,6 +157,7 @@ def to_generations(
     group = _group(request, config, held_back=held_back)
     family = (request.metadata or {}).get("prompt_family", "")[:_LONGEST_FAMILY]
     speculation = _speculation(request, sampling, config, group)
+    drawn = _takes_part(request, config)
     grammar = _grammar(request, grammars)
     guess = "" if request.prediction is None else text_of(request.prediction.content)
     prediction = Tokenizer(vocabulary, config).prediction(guess)
@@ -181,7 +182,7 @@ def to_generations(
             for choice in range(request.candidates)
         ]
         first = len(result) * request.candidates
-        origins = [Origin(identity, first + number, family, group) for number in range(request.candidates)]
+        origins = [Origin(identity, first + number, family, group, drawn) for number in range(request.candidates)]
         result.append([Generation(s, vocabulary, stops, o) for s, o in zip(sequences, origins, strict=True)])
     _check_response(request, result)
     return result
@@ -252,9 +253,12 @@ def _group(request: GenerationRequest, config: HandlerConfig, *, held_back: bool
     """Who decides on the drafts of a request; one that asks for nothing of its own may be held back."""
     if request.speculation is not None and request.speculation.mode != "auto":
         return request.speculation.mode
-    if request.speculation is None and held_back and config.speculation.mode == "auto":
-        return "holdback"
-    return config.speculation.mode
+    return "holdback" if held_back and _takes_part(request, config) else config.speculation.mode
+
+
+def _takes_part(request: GenerationRequest, config: HandlerConfig) -> bool:
+    """Whether a request leaves it to the server, and the server to the controller, so that chance may hold it back."""
+    return request.speculation is None and config.speculation.mode == "auto"
 
 
 def _speculation(

@@ -13,6 +13,8 @@ MAX_STOPS = 16
 _MAX_BIASES = 1024
 MAX_CHOICES = 128
 _INT64 = 2**63
+# OpenAI's default on v1/completions.
+_SHORT_ANSWER = 16
 
 
 DISAGREEMENT = "fields_disagree"
@@ -199,7 +201,7 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_CHOICES)]
         | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True, max_length=MAX_CHOICES)]
     )
-    max_tokens: int | None = Field(default=16, ge=0)
+    max_tokens: int | None = Field(default=_SHORT_ANSWER, ge=0)
     echo: bool | None = False
     best_of: int | None = Field(default=None, ge=1, le=20)
     suffix: Text | None = None
@@ -227,6 +229,11 @@ class CompletionRequest(GenerationRequest):
     def candidates(self) -> int:
         """How many answers are written for a prompt, of which the best are given."""
         return self.choices if self.best_of is None else self.best_of
+
+    @property
+    def most_tokens(self) -> int | None:
+        """How long the answer may be; null is the default, as if it were left out."""
+        return _SHORT_ANSWER if self.max_tokens is None else self.max_tokens
 
     @property
     def scored(self) -> int | None:

@@ -29,6 +29,8 @@ _LEAST_CHUNK = 4
 # What prompts may make others wait, unless told: so many seconds, or passes of one row on a slow machine, where the
 # chunks that fit would be so small that every prompt takes much longer.
 _WAIT_SECONDS, _WAIT_PASSES = 0.25, 10
+# Separate caches are copied as a whole, which takes about as long as reading so many tokens.
+_WORTH_COPYING = 16
 # Chunks whose rows take as long as the cheapest, but for what a measurement cannot tell.
 _AS_GOOD = 1.03
 
@@ -134,9 +136,11 @@ class Scheduler:
         plans = self._plan(plain=plain)
         before = sum(plan.sequence.generated for plan in plans)
         prefilling = {id(plan.sequence) for plan in plans if plan.sequence.generated == 0}
-        waiting = len(self._waiting) + sum(not live.sequence.generated for live in self._live)
+        reading = sum(not live.sequence.generated for live in self._live)
+        # Whoever has to wait for a slot is helped by whatever ends texts sooner, not by short rounds.
+        waiting = reading + min(len(self._waiting), len(self._slots) - len(self._live))
         try:
-            times, failed = run_round(self._target, self._drafters, plans, self._clock, waiting=waiting)
+            times, parts, failed = run_round(self._target, self._drafters, plans, self._clock, waiting=waiting)
         except EngineError as error:
             self._fail([(plan.sequence, error) for plan in plans])
             return
@@ -150,9 +154,7 @@ class Scheduler:
             tokens = sum(plan.sequence.generated for plan in plans) - before
             self._plain_rounds.learn(tokens, seconds, plain=plain)
         other = seconds - times.draft - times.target
-        rows = sum(plan.rows + plan.gamma for plan in plans)
-        for plan in plans:
-            share = (plan.rows + plan.gamma) / rows
+        for plan, share in zip(plans, parts, strict=True):
             mine = Times(times.draft * share, times.target * share, other * share)
             shares[id(plan.sequence)] = mine
             _charge(plan.sequence.account, mine, prefill=id(plan.sequence) in prefilling)
@@ -183,6 +185,8 @@ class Scheduler:
         sequence = generation.sequence
         slot = self._slot_for(sequence, source, shared)
         sequence.slot = self._slots.index(slot)
+        if slot is not source and self._target.separate and shared < _WORTH_COPYING:
+            shared = 0
         sequence.target_cached = sequence.reused = shared
         if slot is source:
             if source.last:

@@ -38,7 +38,7 @@ class Telemetry:
         self.plain_rounds = PlainRounds(config.speculation.holdback)
         metrics = Metrics(served, self.holdback, self.plain_rounds)
         self._emitter = Emitter(metrics, send, time.monotonic, _EMITTED_EVERY_SECONDS)
-        self.observers: list[Observer] = [metrics, *_traces(config, models)]
+        self.observers: list[Observer] = [metrics, *_traces(config, models, served)]
 
     def emit(self, scheduler: Scheduler) -> None:
         """Hand metrics on, if it is time."""
@@ -46,14 +46,15 @@ class Telemetry:
         self._emitter.emit(Now(scheduler.live, scheduler.waiting, self._config.sequences, has_model))
 
 
-def _traces(config: HandlerConfig, models: Models) -> list[Observer]:
-    """The trace that the operator wants."""
+def _traces(config: HandlerConfig, models: Models, served: Served) -> list[Observer]:
+    """The trace that the operator wants, in a file of this version's own."""
     wanted = config.trace
     if wanted is None:
         return []
     text = models.vocabulary.piece if wanted.text else None
     try:
-        return [Trace(wanted.directory, share=wanted.share, mebibytes=wanted.mebibytes, text=text)]
+        path = wanted.directory / f"{served.model}-{served.version}.jsonl"
+        return [Trace(path, share=wanted.share, mebibytes=wanted.mebibytes, text=text)]
     except OSError as error:
         raise ConfigError(
             f"`handler.trace.directory`: {wanted.directory} cannot be written ({error.strerror})."

@@ -51,10 +51,9 @@ class Watch:
             now = self._clock()
             for text, place, context in before:
                 times = shares.get(id(text.sequence))
-                written = text.sequence.generated > place
-                if written:
+                if text.sequence.generated > place:
                     self._note_time(text, now)
-                if times is not None and (written or text.done):
+                if times is not None:
                     self._tell_round(text, place, context, times, len(before))
             self._tell_ends()
 

@@ -23,8 +23,10 @@ _FROM_TARGET = (0.05, 0.2, 0.46, 0.68, 0.83, 0.9, 0.95, 0.98, 0.99)
 _LOOKUP = (0.04, 0.12, 0.25, 0.42, 0.6, 0.75, 0.85, 0.92, 0.97)
 _GUESS = (0.07, 0.18, 0.38, 0.62, 0.82, 0.92, 0.965, 0.985, 0.995)
 _PRIORS = {"model": _MODEL, "target": _FROM_TARGET, "lookup": _LOOKUP}
-# Arrears of up to this many tokens come back every round; more are an investment.
+# Arrears of up to this many tokens come back every round, and up to so many may be guesses that cost nothing, which the
+# model has to read all the same; more are an investment.
 _ARREARS = 4
+_GUESSED = 24
 # How much longer a text is taken to be than it is, and what may be lost on it.
 _AHEAD = 48
 _TOKENS_A_ROUND = 3
@@ -48,6 +50,25 @@ class Lesson(NamedTuple):
     confidence: float
     label: float
     target_confidence: float | None
+
+
+class Burden(NamedTuple):
+    """What one text adds to a round, in seconds by the cost model.
+
+    Args:
+        alone: its part of decoding without any drafts, or of reading prompts.
+        drafts: what its drafts come to beyond that, in both models.
+        reading_up: what the draft model reads of it for all rounds to come.
+    """
+
+    alone: float
+    drafts: float = 0.0
+    reading_up: float = 0.0
+
+    @property
+    def whole(self) -> float:
+        """All of it."""
+        return self.alone + self.drafts + self.reading_up
 
 
 class Controller:
@@ -135,11 +156,11 @@ class Controller:
     def invest(self, sequence: Sequence, pending: int, prices: Prices) -> float:
         """Put down that the model reads this much of a text before it drafts; the seconds that are no round's loss."""
         outlook = self._outlook(sequence)
-        seconds = prices.draft(pending) - prices.draft(1) if pending > _ARREARS else 0.0
+        invests = pending > _GUESSED
         if not outlook.reading:
-            outlook.invested += pending > _ARREARS
-        outlook.reading = pending > _ARREARS
-        return seconds
+            outlook.invested += invests
+        outlook.reading = invests
+        return prices.draft(pending) - prices.draft(1) if invests and outlook.invested == 1 else 0.0
 
     def learn(self, sequence: Sequence, lessons: Many[Lesson], confidence: float) -> None:
         """Learn from the drafts of a round that were reached, and from how sure the target is behind them."""
@@ -158,17 +179,16 @@ class Controller:
                 by_target.learn(target_sure, label)
         outlook.expect(by_target.chance(confidence))
 
-    def count_round(self, sequence: Sequence, tokens: int, seconds: float, plain: float, share: float) -> None:
+    def count_round(self, sequence: Sequence, tokens: int, burden: Burden) -> None:
         """Keep the books of a round: what it wrote of this text, and what plain decoding would have written.
 
         Args:
             sequence: one that decoded.
             tokens: how many it was given.
-            seconds: what the round took, by the cost model.
-            plain: what it would have taken without any drafts.
-            share: the part of the round's time that is this sequence's.
+            burden: what it added to the round.
         """
-        self._outlook(sequence).count_round(tokens, seconds / plain, share * seconds, share * plain * tokens)
+        seconds = burden.alone + burden.drafts
+        self._outlook(sequence).count_round(tokens, seconds / burden.alone, seconds, burden.alone * tokens)
 
     def _outlook(self, sequence: Sequence) -> Outlook:
         if sequence not in self._outlooks:

@@ -56,10 +56,15 @@ class Thought(NamedTuple):
 class Proposal:
     """A sequence's drafts of one round, in the making: as they were drawn, and what is to become of them.
 
-    `place` is which of the round's texts it is.
+    Args:
+        place: which of the round's texts it is.
+        seconds: what the model's passes for it should have taken, its share of those that it had with others.
+        reading_up: the part of them that is read for all rounds to come.
     """
 
     place: int
+    seconds: float = 0.0
+    reading_up: float = 0.0
     drafts: list[Draft] = field(default_factory=list)
     thoughts: list[Thought] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -117,8 +122,8 @@ class Drafters:
         """Whether there is a draft model, and it works."""
         return self._model is not None
 
-    def propose(self, wishes: list[Wish], fed: list[int], cells: int, waiting: int = 0) -> tuple[list[Proposal], float]:
-        """At most `gamma` drafts for each wish, in order, and the seconds that the model's passes should have taken.
+    def propose(self, wishes: list[Wish], fed: list[int], cells: int, waiting: int = 0) -> list[Proposal]:
+        """At most `gamma` drafts for each wish, in order.
 
         Args:
             wishes: the sequences of the round.
@@ -129,21 +134,21 @@ class Drafters:
         proposals = [Proposal(place) for place in range(len(wishes))]
         drafting = [index for index, wish in enumerate(wishes) if wish.gamma > 0]
         if not drafting:
-            return proposals, 0.0
+            return proposals
         held = self._model.cells if self._model else 0
         decoding = [index for index, wish in enumerate(wishes) if wish.sequence.generated]
         sequences, plain = [wishes[index].sequence for index in decoding], [fed[index] for index in decoding]
         prices = self.controller.prices(sequences, plain, (cells, held), waiting)
         rows = fed.copy()
-        spent = 0.0
         for index in drafting:
             self._guess(wishes[index], proposals[index], rows, prices)
         while self._model and (chosen := self._choose(wishes, proposals, rows, prices)):
             texts = [Text(wishes[index].sequence, proposals[index].tokens) for index in chosen]
             pending = [self._model.pending(text) for text in texts]
-            spent += prices.draft(sum(pending))
-            for text, count in zip(texts, pending, strict=True):
-                spent -= self.controller.invest(text.sequence, count, prices)
+            a_row = prices.draft(sum(pending)) / max(1, sum(pending))
+            for index, text, count in zip(chosen, texts, pending, strict=True):
+                proposals[index].seconds += a_row * count
+                proposals[index].reading_up += min(a_row * count, self.controller.invest(text.sequence, count, prices))
             begun = self._clock()
             try:
                 logits = self._model.read(texts)
@@ -159,7 +164,7 @@ class Drafters:
                 rows[index] += 1
                 self._guess(wishes[index], proposals[index], rows, prices)
             self._model.took(self._clock() - begun)
-        return proposals, spent
+        return proposals
 
     def keep(self, sequence: Sequence, length: int) -> None:
         """The first `length` tokens of `sequence` are decided; whatever is held beyond is void."""

@@ -67,7 +67,8 @@ def model_steps(prospects: Sequence[Prospect], rows: Sequence[int], prices: Pric
         rows: how many rows of each text the target's pass has by now.
         prices: of both models' passes.
     """
-    order = sorted(range(len(prospects)), key=lambda i: -prospects[i].reach * prospects[i].hope)
+    able = [index for index, prospect in enumerate(prospects) if prospect.room > 0]
+    order = sorted(able, key=lambda i: -prospects[i].reach * prospects[i].hope)
     deepest = max((prospect.room for prospect in prospects), default=0)
     tokens = [0.0] * (deepest + 1)
     shapes = [list(rows) for _ in range(deepest + 1)]

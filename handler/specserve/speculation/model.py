@@ -26,7 +26,7 @@ class Text(NamedTuple):
 
 def worth_waiting(sequence: Sequence, cached: int, soon: int) -> bool:
     """Whether a good part of what must be read of a text is being read for another one that begins alike."""
-    return 4 * (soon - cached) > len(sequence.tokens) - cached
+    return soon > cached and 4 * (soon - cached) > len(sequence.tokens) - cached
 
 
 class DraftModel:

@@ -11,7 +11,8 @@ import numpy as np
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.errors import ConstraintError
 from specserve.sequence import Sequence
-from specserve.speculation.controller import Lesson
+from specserve.speculation.controller import Burden, Lesson
+from specserve.speculation.cost import Cost
 from specserve.speculation.distribution import confidence, favourite, is_greedy, to_distribution
 from specserve.speculation.drafters import Drafters, Proposal, Wish
 from specserve.speculation.noise import Noise
@@ -58,9 +59,10 @@ class Times(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a round took, and which sequences cannot go on, with the reason."""
+    """What a round took, which part of it each plan is to blame for, and which sequences cannot go on, and why."""
 
     times: Times
+    shares: list[float]
     failed: list[tuple[Sequence, Exception]]
 
 
@@ -130,19 +132,17 @@ def run_round(
     wishes = [Wish(plan.sequence, plan.gamma, _noise(plan.sequence)) for plan in plans]
     fed = [plan.rows for plan in plans]
     cells = target.reach([plan.sequence.slot for plan in plans])
-    proposals, spent = drafters.propose(wishes, fed, cells, waiting)
+    proposals = drafters.propose(wishes, fed, cells, waiting)
     drafted = clock()
     rows = _target_rows(plans, proposals)
     logits = run_pass(target, rows, controller.target)
     verified = clock()
     counts = [count + len(proposal.tokens) for count, proposal in zip(fed, proposals, strict=True)]
-    expected = controller.target.together(counts, cells)
-    plain = controller.target.together(fed, cells)
-    spent += expected
-    deciding = sum(plan.decides for plan in plans)
+    burdens = _burdens(plans, proposals, controller.target, cells)
+    whole = sum(burden.whole for burden in burdens)
     first = 0
     failed: list[tuple[Sequence, Exception]] = []
-    for plan, proposal, wish in zip(plans, proposals, wishes, strict=True):
+    for plan, proposal, wish, burden in zip(plans, proposals, wishes, burdens, strict=True):
         sequence = plan.sequence
         mine = logits[first : first + plan.rows - plan.first_logits + len(proposal.tokens)]
         first += len(mine)
@@ -160,8 +160,8 @@ def run_round(
                 target.cut(sequence.slot, sequence.target_cached)
                 drafters.keep(sequence, sequence.target_cached)
                 if decoding:
-                    controller.count_round(sequence, n_accepted + 1, spent, plain, 1 / deciding)
-                    sequence.account.plain_seconds += (n_accepted + 1) * plain / deciding
+                    controller.count_round(sequence, n_accepted + 1, burden)
+                    sequence.account.plain_seconds += (n_accepted + 1) * burden.alone
             else:
                 sequence.target_cached += plan.rows
         except (FloatingPointError, ConstraintError) as error:
@@ -169,7 +169,27 @@ def run_round(
     done = clock()
     # What is decided from the rows belongs to their price: a row more is a distribution more.
     controller.target.observe(counts, cells, done - drafted)
-    return Report(Times(drafted - started, verified - drafted, done - verified), failed)
+    times = Times(drafted - started, verified - drafted, done - verified)
+    return Report(times, [burden.whole / whole for burden in burdens], failed)
+
+
+def _burdens(plans: list[Plan], proposals: list[Proposal], cost: Cost, cells: int) -> list[Burden]:
+    """What each plan adds to the round: decoding is borne alike, drafts by whose they are, and the rest by prompts."""
+    decoding = [plan.rows for plan in plans if plan.sequence.generated]
+    fed = [plan.rows for plan in plans]
+    n_drafts = [len(proposal.tokens) for proposal in proposals]
+    plain, alone = cost.together(fed, cells), cost.together(decoding, cells)
+    verified = cost.together([rows + drafts for rows, drafts in zip(fed, n_drafts, strict=True)], cells)
+    a_draft = (verified - plain) / max(1, sum(n_drafts))
+    a_row = (plain - alone) / max(1, sum(fed) - sum(decoding))
+    return [
+        Burden(
+            alone / len(decoding) if plan.sequence.generated else plan.rows * a_row,
+            drafts * a_draft + proposal.seconds - proposal.reading_up,
+            proposal.reading_up,
+        )
+        for plan, proposal, drafts in zip(plans, proposals, n_drafts, strict=True)
+    ]
 
 
 def _noise(sequence: Sequence) -> Noise:

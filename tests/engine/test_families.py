@@ -158,7 +158,7 @@ def test_a_model_without_a_chat_template_has_none(files: TinyFiles) -> None:
 
 
 def test_an_answer_fills_the_context_to_its_last_token(pair: Pair) -> None:
-    fields: dict[str, Any] = {"max_tokens": None, "temperature": 0, **never_ending(pair)}
+    fields: dict[str, Any] = {"max_tokens": 10_000, "temperature": 0, **never_ending(pair)}
     plain = pair.answer(PROMPTS[0], **fields, speculation=PLAIN)
     assert len(plain.sequence.tokens) == pair.config.context_length
     assert plain.finish_reason == "length"
@@ -173,7 +173,7 @@ def test_a_draft_that_was_trained_for_shorter_texts_reads_only_the_end_of_longer
     monkeypatch.setattr(tiny, "CONTEXT", 128)
     short = TinyFiles(tmp_path).config(architecture, context_length=128)
     pair = Pair(config.model_copy(update={"draft": short.draft}))
-    fields: dict[str, Any] = {"max_tokens": None, "temperature": 0, **never_ending(pair)}
+    fields: dict[str, Any] = {"max_tokens": 10_000, "temperature": 0, **never_ending(pair)}
     plain = pair.answer(PROMPTS[0], **fields, speculation=PLAIN).sequence
     speculative = pair.answer(PROMPTS[0], **fields).sequence
     assert speculative.tokens == plain.tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
 from itertools import chain
 from pathlib import Path
@@ -24,15 +24,7 @@ from specserve.sequence import DrafterName, SamplingParams, Sequence, Speculatio
 from specserve.speculation.controller import Controller
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.guess import Guess
-from specserve.speculation.rejection import (
-    RULES,
-    Distributions,
-    NoiseSource,
-    Rule,
-    Verdict,
-    sample_coupled,
-    verify_coupled,
-)
+from specserve.speculation.rejection import Verdict, verify_greedy
 from specserve.speculation.round import Plan, run_round
 
 pytestmark = pytest.mark.real
@@ -124,14 +116,9 @@ class Replay:
 
 
 def speculative_text(loaded: Loaded, plain: Plain) -> list[int]:
-    """The same answer in rounds of several rows, up to the round in which it first differs.
-
-    Coupled verification needs no q, and greedy it is the argmax.
-    """
+    """The same answer in rounds of several rows, up to the round in which it first differs."""
     loaded.engine.cut(0, 0)
-    sequence = Sequence(
-        plain.prompt, SamplingParams(temperature=0), SpeculationParams(GAMMA, "coupled"), max_tokens=TOKENS
-    )
+    sequence = Sequence(plain.prompt, SamplingParams(temperature=0), SpeculationParams(GAMMA), max_tokens=TOKENS)
     sequence.slot = 0
     cost = proportional()
     drafters = Drafters(Controller(cost, None), Replay(plain), vocabulary=loaded.engine.width)
@@ -152,9 +139,9 @@ def gap_of(plain: Plain, text: list[int]) -> float | None:
     return None
 
 
-def accepts_every_draft(_p: Distributions, _q: Distributions, drafts: Tokens[int], _noise: NoiseSource) -> Verdict:
+def accepts_every_draft(favourite: Callable[[int], int], drafts: Tokens[int]) -> Verdict:
     """WRONG: the target's second choice is as good as its first."""
-    return Verdict(len(drafts) - 1, drafts[-1]) if drafts else verify_coupled(_p, _q, drafts, _noise)
+    return Verdict(len(drafts) - 1, drafts[-1]) if drafts else verify_greedy(favourite, drafts)
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +170,6 @@ def test_where_speculation_changes_a_greedy_text_the_two_tokens_were_nearly_equa
 def test_that_check_rejects_a_rule_that_takes_second_choices(
     published: Loaded, plain: list[Plain], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(RULES, "coupled", Rule(sample_coupled, accepts_every_draft))
+    monkeypatch.setattr("specserve.speculation.round.verify_greedy", accepts_every_draft)
     gaps = [gap for one in plain[:3] if (gap := gap_of(one, speculative_text(published, one))) is not None]
     assert max(gaps) > 2 * published.invariance.largest

@@ -145,6 +145,32 @@ def test_a_guess_is_taken_as_far_as_its_rows_pay(
     assert gain(length) == pytest.approx(max(gain(n) for n in range(len(sure) + 1)))
 
 
+rising = curves.map(lambda costs: [sum(costs[: rows + 1]) for rows in range(len(costs))])
+
+
+@given(
+    sure=st.lists(chances, max_size=MOST),
+    prospect=st.builds(Prospect, st.just(0), chances, chances, st.integers(1, 4), st.integers(0, MOST)),
+    target=rising,
+    draft=rising,
+    rate=st.floats(0.001, 0.5),
+)
+def test_a_guess_is_as_long_as_is_best_in_view_of_what_the_model_may_draft_behind_it(
+    sure: list[float], prospect: Prospect, target: list[float], draft: list[float], rate: float
+) -> None:
+    prices = prices_of(target, draft, rate)
+    gains = [model_steps([prospect], [1], prices).gain]
+    reach, tokens = prospect.reach, 0.0
+    for count, chance in enumerate(sure, 1):
+        reach *= chance
+        tokens += reach
+        behind = prospect._replace(reach=reach, pending=prospect.pending + count, room=max(0, prospect.room - count))
+        gain = tokens - rate * (prices.target([1 + count]) - prices.target([1]))
+        gains.append(gain + model_steps([behind], [1 + count], prices).gain)
+    length = guess_length(prospect, sure, [1], prices, model=True)
+    assert gains[length] == pytest.approx(max(gains), abs=1e-9)
+
+
 def test_rows_up_to_the_next_stair_are_filled_with_any_guess_since_they_cost_nothing() -> None:
     stairs = [0.0] + [1.0] + [1.7] * 3 + [3.4] * 40
     prices = prices_of(stairs, [9.0] * 40, 1.0)

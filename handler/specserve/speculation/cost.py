@@ -127,6 +127,8 @@ class Cost:
 
         Where texts take passes of equal rows, it may pay to give all of them as many rows as the one with the most.
         """
+        if len(counts) == 1:
+            return self.seconds(counts[0], cells)
         return min(map(self._speed.seconds, self._ways(counts, cells)))
 
     def exactly(self, rows: int, cells: int) -> float:

@@ -35,6 +35,7 @@ def test_a_completion_says_how_it_was_decoded(server: Server) -> None:
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.completion_tokens == 24
     account = answer.model_extra["speculation"]
+    assert account["mode"] == "fixed", "which the tiny pair's configuration makes of a request that says nothing"
     assert 0 < account["accepted_tokens"] < account["drafted_tokens"]
     assert account["rounds"] < 24
 

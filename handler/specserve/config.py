@@ -159,8 +159,10 @@ def processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "CPU part"))}))
 
 
-class _TorchServeKeys(BaseModel):
-    """Keys of TorchServe's in a model YAML that commands of ours read; it checks the others itself."""
+class TorchServeKeys(BaseModel):
+    """Keys of TorchServe that commands of ours read in a model YAML, with its defaults; it checks the others itself."""
+
+    model_config = ConfigDict(strict=True)
 
     minWorkers: int = 1  # noqa: N815 - TorchServe's names
     maxWorkers: int = 1  # noqa: N815
@@ -205,7 +207,7 @@ def load_yaml(path: Path) -> tuple[dict[str, Any], HandlerConfig]:
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: is not a mapping of keys; see config/tiny.yaml for a short example.")
     try:
-        _TorchServeKeys.model_validate(document, strict=True)
+        TorchServeKeys.model_validate(document)
     except ValidationError as error:
         raise _explained(error, str(path)) from error
     return document, parse_handler(document.get("handler"), str(path))

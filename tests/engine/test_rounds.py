@@ -394,7 +394,7 @@ def test_a_round_is_borne_by_those_who_lengthen_it() -> None:
     proposals = [Proposal(0), Proposal(1, seconds=0.5, reading_up=0.2), Proposal(2)]
     for _ in range(3):
         proposals[1].add(Draft(5, np.empty(0), "model", 0.9, 0.9))
-    burdens = _burdens(plans, proposals, proportional(), 0)
+    burdens = _burdens(plans, proposals, [1, 4, 5], proportional(), 0)
     assert [burden.alone for burden in burdens] == pytest.approx([1, 1, 5])
     assert [burden.drafts for burden in burdens] == pytest.approx([0, 3.3, 0])
     assert [burden.whole for burden in burdens] == pytest.approx([1, 4.5, 5])

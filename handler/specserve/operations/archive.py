@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from specserve.config import load_yaml
+from specserve.config import TorchServeKeys, load_yaml
 from specserve.errors import ConfigError, EnvironmentFailure
 from specserve.operations import command, files, places
 from specserve.operations.prepare import Prepared, prepare
@@ -58,11 +58,12 @@ def prepared_document(config_file: Path) -> dict[str, Any]:
     document, _ = load_yaml(config_file)
     if document.get("continuousBatching") is not True:
         raise ConfigError(f"{config_file}: `continuousBatching: true` is missing; the handler needs it.")
-    for key in ("minWorkers", "maxWorkers"):
+    keys = TorchServeKeys.model_validate(document)
+    for key, workers in (("minWorkers", keys.minWorkers), ("maxWorkers", keys.maxWorkers)):
         # An idle worker waits for a request with the queue locked, and the others stop in mid-answer meanwhile.
-        if document.get(key, 1) > 1:
+        if workers > 1:
             raise ConfigError(
-                f"{config_file}: `{key}: {document[key]}` would hang: TorchServe's continuous batching serves a model "
+                f"{config_file}: `{key}: {workers}` would hang: TorchServe's continuous batching serves a model "
                 "with one worker only; archive it again under a second name for a second one."
             )
     return resolve(document, prepare(config_file))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from specserve.config import TorchServeKeys
 from specserve.errors import EnvironmentFailure
 from specserve.operations import command, files
 from specserve.operations import process as processes
@@ -18,7 +19,6 @@ from specserve.operations.state import State, properties, require_free
 from specserve.operations.watch import wait_until_ready
 
 _FRONT_END_SECONDS = 30
-_TORCHSERVE_STARTUP_SECONDS = 120
 
 
 def serve(config_file: Path, state: State, *, detach: bool, with_tokens: bool) -> int:
@@ -31,7 +31,7 @@ def serve(config_file: Path, state: State, *, detach: bool, with_tokens: bool) -
     """
     require_stopped(state)
     document = prepared_document(config_file)
-    startup = document.get("startupTimeout", _TORCHSERVE_STARTUP_SECONDS) + _FRONT_END_SECONDS
+    startup = TorchServeKeys.model_validate(document).startupTimeout + _FRONT_END_SECONDS
     with files.locked(state.lock, f"another server starts on port {state.ports.inference}"):
         require_stopped(state)
         lay_out(state, document, with_tokens=with_tokens)

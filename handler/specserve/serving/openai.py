@@ -289,9 +289,9 @@ def _gamma(options: SpeculationOptions, group: Group, config: HandlerConfig) -> 
 
 
 def _verification(sampling: SamplingParams) -> Verification:
-    """Coupled where a seed asks for one text, else the rule that accepts most; all agree on greedy text."""
+    """Coupled where a seed asks for one text, else the rule that accepts most; on greedy text all are the same."""
     if sampling.temperature == 0:
-        return "token"  # reads the fewest rows
+        return "token"  # the plainest name for what `verify_greedy` does
     return "block" if sampling.seed is None else "coupled"
 
 

@@ -138,7 +138,7 @@ def run_round(
     logits = run_pass(target, rows, controller.target)
     verified = clock()
     counts = [count + len(proposal.tokens) for count, proposal in zip(fed, proposals, strict=True)]
-    burdens = _burdens(plans, proposals, controller.target, cells)
+    burdens = _burdens(plans, proposals, counts, controller.target, cells)
     whole = sum(burden.whole for burden in burdens)
     first = 0
     failed: list[tuple[Sequence, Exception]] = []
@@ -173,22 +173,28 @@ def run_round(
     return Report(times, [burden.whole / whole for burden in burdens], failed)
 
 
-def _burdens(plans: list[Plan], proposals: list[Proposal], cost: Cost, cells: int) -> list[Burden]:
-    """What each plan adds to the round: decoding is borne alike, drafts by whose they are, and the rest by prompts."""
+def _burdens(plans: list[Plan], proposals: list[Proposal], counts: list[int], cost: Cost, cells: int) -> list[Burden]:
+    """What each plan adds to the round: decoding is borne alike, drafts by whose they are, and the rest by prompts.
+
+    Args:
+        plans: of the round.
+        proposals: their drafts.
+        counts: their rows in the target's pass, drafts included.
+        cost: of that pass.
+        cells: how many tokens a row of it walks over.
+    """
     decoding = [plan.rows for plan in plans if plan.sequence.generated]
     fed = [plan.rows for plan in plans]
-    n_drafts = [len(proposal.tokens) for proposal in proposals]
     plain, alone = cost.together(fed, cells), cost.together(decoding, cells)
-    verified = cost.together([rows + drafts for rows, drafts in zip(fed, n_drafts, strict=True)], cells)
-    a_draft = (verified - plain) / max(1, sum(n_drafts))
+    a_draft = (cost.together(counts, cells) - plain) / max(1, sum(counts) - sum(fed))
     a_row = (plain - alone) / max(1, sum(fed) - sum(decoding))
     return [
         Burden(
             alone / len(decoding) if plan.sequence.generated else plan.rows * a_row,
-            drafts * a_draft + proposal.seconds - proposal.reading_up,
+            (count - plan.rows) * a_draft + proposal.seconds - proposal.reading_up,
             proposal.reading_up,
         )
-        for plan, proposal, drafts in zip(plans, proposals, n_drafts, strict=True)
+        for plan, proposal, count in zip(plans, proposals, counts, strict=True)
     ]
 
 

@@ -24,8 +24,10 @@ from typing import Any
 
 import requests
 
-from load import Endpoint, ask, percentile, prompts, start_ours
+from clients import Endpoint, ask, prompts
+from load import percentile
 from machine import describe_machine
+from servers import start_ours
 from specserve.config import load_yaml
 from specserve.operations.places import DEFAULT_CONFIG
 from specserve.operations.state import State
@@ -117,7 +119,7 @@ def main() -> None:
     options = parser.parse_args()
     taken: dict[str, list[float]] = {"alone": [], "beside, idle": [], "beside eight streams": []}
     with ExitStack() as stack:
-        ours = Endpoint("specserve", start_ours(stack, options.config, options.port))
+        ours = start_ours(stack, options.config, options.port)
         neighbours = Neighbours(State.of(options.port))
         neighbours.milliseconds(options.requests)
         for _ in range(options.turns):

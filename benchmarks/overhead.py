@@ -1,7 +1,8 @@
-"""What does TorchServe add to the engine's own time, a request and a call of the handler?
+"""What does TorchServe add to the engine's own time, a request and a call of the handler, and what is left of speed-ups?
 
 The response says how long the handler worked on a request; everything else of the client's wait is TorchServe,
 HTTP and the wait for the handler's turn. A call's share is that rest, spread over the calls that one stream takes.
+A speed-up is that of `auto` to `off` behind the first text, by the engine's account and by the client's clock.
 
     .venv/bin/python benchmarks/overhead.py [--config FILE] [--requests N]
 """
@@ -12,18 +13,22 @@ import argparse
 import json
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from statistics import quantiles
+from statistics import mean, quantiles
 from typing import Any
 
 import requests
 
-from load import start_ours
+from clients import Endpoint, ask
+from decode import Task, read_tasks
 from machine import describe_machine
+from servers import start_ours
 from specserve.config import load_yaml
 from specserve.operations.places import DEFAULT_CONFIG
 
 PROMPT = "def quicksort(items):\n"
+FAMILIES = ("code", "prose", "edit", "edit, predicted")
 
 
 def handler_seconds(answer: dict[str, Any]) -> float:
@@ -56,6 +61,25 @@ def one_call(session: requests.Session, url: str) -> float:
     return 1000 * (wall - handler_seconds(json.loads(last))) / len(chunks)
 
 
+def speed_ups(server: Endpoint, task: Task) -> tuple[float, float]:
+    """How much faster `auto` answers than `off`: by the engine's account, and by the client's clock.
+
+    Raises:
+        SystemExit: there was no answer.
+    """
+    sent: dict[str, Any] = {"prediction": {"type": "content", "content": task.prediction}} if task.prediction else {}
+    engine, client = [], []
+    for mode in ("off", "auto"):
+        endpoint = replace(server, extra={**sent, "speculation": {"mode": mode}})
+        answer = ask(endpoint, task.text, task.max_tokens)
+        if answer.error:
+            raise SystemExit(f"{task.name}: {answer.error}")
+        seconds = answer.account["seconds"]
+        engine.append((seconds["draft"] + seconds["target"] + seconds["other"]) / (answer.tokens - 1))
+        client.append(answer.pace)
+    return engine[0] / engine[1], client[0] / client[1]
+
+
 def row(what: str, milliseconds: list[float]) -> dict[str, Any]:
     """One row of the result."""
     low, middle, high = quantiles(milliseconds, n=4)
@@ -68,9 +92,11 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a model YAML")
     parser.add_argument("--port", type=int, default=9700, help="the first of five free ports")
     parser.add_argument("--requests", type=int, default=20, help="measurements of each kind")
+    parser.add_argument("--prompts", type=int, default=2, help="of each family whose speed-up is measured")
     options = parser.parse_args()
     with ExitStack() as stack:
-        url = f"{start_ours(stack, options.config, options.port)}/v1/completions"
+        server = start_ours(stack, options.config, options.port)
+        url = f"{server.url}/v1/completions"
         session = stack.enter_context(requests.Session())
         for measure in (one_request, one_call):
             measure(session, url)
@@ -79,11 +105,18 @@ def main() -> None:
             row("request", [one_request(session, url) for _ in counts]),
             row("call", [one_call(session, url) for _ in counts]),
         ]
+        kept = []
+        for family in FAMILIES:
+            found = [speed_ups(server, task) for task in read_tasks(family, options.prompts)]
+            engine, client = (round(mean(ratios), 3) for ratios in zip(*found, strict=True))
+            kept.append({"family": family, "engine": engine, "client": client})
     for entry in rows:
         print(f"{entry['what']:8} {entry['milliseconds']:6.2f} ms  {entry['spread']}")
+    for entry in kept:
+        print(f"{entry['family']:16} {entry['engine']:.3f} by the engine, {entry['client']:.3f} by the client")
     _, handler = load_yaml(options.config)
     result = {"benchmark": "overhead", "machine": describe_machine(), "models": {"target": handler.model_id}}
-    print(json.dumps({**result, "rows": rows, "notes": ["medians with quartiles; one client, loopback"]}))
+    print(json.dumps({**result, "rows": [*rows, *kept], "notes": ["medians with quartiles; one client, loopback"]}))
 
 
 if __name__ == "__main__":

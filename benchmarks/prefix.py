@@ -20,9 +20,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from clients import Endpoint, ask
 from decode import read_tasks
-from load import Endpoint, ask, start_ours, start_theirs
 from machine import describe_machine
+from servers import start_ours, start_theirs
 from specserve.config import load_yaml
 from specserve.operations.places import DEFAULT_CONFIG
 
@@ -69,7 +70,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         theirs = [Endpoint(server.name, server.url) for server in start_theirs(stack, options.config)]
-        servers = [Endpoint("specserve", start_ours(stack, options.config, options.port)), *theirs]
+        servers = [start_ours(stack, options.config, options.port), *theirs]
         trials = [[trial(server) for server in servers] for _ in range(options.trials)]
     for server, found in zip(servers, zip(*trials, strict=True), strict=True):
         seconds = {case: round(median(one[case] for one in found), 3) for case in found[0]}

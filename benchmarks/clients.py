@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import random
 import secrets
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import accumulate
 from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
@@ -103,36 +104,18 @@ def ask(endpoint: Endpoint, prompt: str, longest: int) -> Answer:
 
 def closed(endpoint: Endpoint, clients: int, number: int, longest: int) -> list[Answer]:
     """So many clients share so many requests, each asking again when it is answered."""
-    answers: list[Answer] = []
-    left = iter(prompts(number))
-
-    def client() -> None:
-        for prompt in left:
-            answers.append(ask(endpoint, prompt, longest))
-
-    _run_all([threading.Thread(target=client) for _ in range(clients)])
-    return answers
+    with ThreadPoolExecutor(clients) as pool:
+        return list(pool.map(lambda prompt: ask(endpoint, prompt, longest), prompts(number)))
 
 
 def opened(endpoint: Endpoint, rate: float, number: int, longest: int) -> list[Answer]:
     """Requests come at `rate` a second, at random, whether or not earlier ones are answered."""
-    answers: list[Answer] = []
     waits = random.Random(0)
+    moments = accumulate(waits.expovariate(rate) for _ in range(number))
 
-    def client(prompt: str, delay: float) -> None:
-        sleep(delay)
-        answers.append(ask(endpoint, prompt, longest))
+    def client(prompt: str, moment: float) -> Answer:
+        sleep(moment)
+        return ask(endpoint, prompt, longest)
 
-    threads, delay = [], 0.0
-    for prompt in prompts(number):
-        threads.append(threading.Thread(target=client, args=(prompt, delay)))
-        delay += waits.expovariate(rate)
-    _run_all(threads)
-    return answers
-
-
-def _run_all(threads: list[threading.Thread]) -> None:
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(number) as pool:
+        return list(pool.map(client, prompts(number), moments))

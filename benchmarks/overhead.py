@@ -1,4 +1,4 @@
-"""What does TorchServe add to the engine's own time, a request and a call of the handler, and what is left of speed-ups?
+"""What does TorchServe add to the engine's own time, a request and a call, and what does it leave of speed-ups?
 
 The response says how long the handler worked on a request; everything else of the client's wait is TorchServe,
 HTTP and the wait for the handler's turn. A call's share is that rest, spread over the calls that one stream takes.

@@ -1,4 +1,4 @@
-"""The servers that clients are sent to: this project's, through TorchServe, and others with the same files and threads."""
+"""The servers that clients are sent to: ours, through TorchServe, and others with the same files and threads."""
 
 from __future__ import annotations
 

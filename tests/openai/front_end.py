@@ -52,7 +52,7 @@ class FrontEnd:
             ),
         )
         models = replace(models, chat_template=ChatTemplate(TEMPLATE, bos="", eos=""))
-        self.handler.start(config, models, Served("qwen", "1.0"))
+        self.handler.start(config, lambda _config: models, Served("qwen", "1.0"))
         self.rows: dict[str, dict[str, Any]] = {}
         self.routes: dict[str, str | None] = {}
         self.chunks: dict[str, list[str]] = {}

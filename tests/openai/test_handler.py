@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from itertools import cycle
@@ -10,6 +11,8 @@ import pytest
 
 from front_end import SLOTS, FrontEnd
 from specserve.serving import torchserve
+from specserve.serving.generation import Generation
+from specserve.serving.scheduler import Scheduler
 
 
 @pytest.fixture
@@ -146,6 +149,43 @@ def test_a_client_that_leaves_frees_its_slot(front_end: FrontEnd) -> None:
     assert front_end.handler._scheduler.live <= 1
     front_end.run()
     assert front_end.status[after] == 200
+
+
+def test_rounds_go_on_between_calls_but_requests_come_and_go_between_rounds(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, wrong = threading.Event(), []
+    step = Scheduler.step
+
+    def slow_step(scheduler: Scheduler) -> None:
+        inside.set()
+        time.sleep(0.002)
+        step(scheduler)
+        inside.clear()
+
+    def between_rounds(name: str) -> None:
+        original = getattr(Scheduler, name)
+
+        def checked(scheduler: Scheduler, generation: Generation) -> None:
+            if inside.is_set():
+                wrong.append(name)
+            original(scheduler, generation)
+
+        monkeypatch.setattr(Scheduler, name, checked)
+
+    monkeypatch.setattr(Scheduler, "step", slow_step)
+    between_rounds("submit")
+    between_rounds("cancel")
+    front_end.post({**BODY, "max_tokens": 100, "ignore_eos": True})
+    front_end.turn()
+    assert inside.wait(10), "a round has begun, and nobody has called"
+    for _ in range(3):
+        leaving = front_end.post({**BODY, "max_tokens": 100, "stream": True})
+        front_end.turn()
+        front_end.turn()
+        front_end.leave(leaving)
+    front_end.run()
+    assert not wrong
 
 
 def test_a_client_that_leaves_a_long_whole_answer_is_noticed_and_the_others_read_one_answer(

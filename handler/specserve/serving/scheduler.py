@@ -93,6 +93,11 @@ class Scheduler:
         return bool(self._waiting or self._live)
 
     @property
+    def reading(self) -> bool:
+        """Whether any prompt is still to be read."""
+        return bool(self._waiting) or any(not generation.sequence.generated for generation in self._live)
+
+    @property
     def live(self) -> int:
         """Number of sequences in slots."""
         return len(self._live)

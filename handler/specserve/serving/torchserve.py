@@ -25,6 +25,7 @@ from specserve.serving.openapi import openapi
 from specserve.serving.requests import ChatRequest, CompletionRequest
 from specserve.serving.responses import Speculator
 from specserve.serving.scheduler import Scheduler, longest_wait
+from specserve.serving.slices import Slices, engine_thread
 from specserve.serving.status import speculator
 from specserve.serving.telemetry import Telemetry
 from specserve.serving.validation import AnyRequest, parse_body
@@ -105,20 +106,26 @@ class Handler:
         try:
             config = parse_handler(context.model_yaml_config.get("handler"), "the archive's model YAML")
             served = Served(context.model_name, context.manifest["model"]["modelVersion"])
-            self.start(config, load_models(config), served, sender(context.metrics))
+            self.start(config, load_models, served, sender(context.metrics))
         except SpecserveError as error:
             logger.error("specserve cannot load: %s", error)
             raise RuntimeError(str(error)) from error
 
     def start(
-        self, config: HandlerConfig, models: Models, served: Served, send: Callable[[Sample], None] = _keep_to_oneself
+        self,
+        config: HandlerConfig,
+        load: Callable[[HandlerConfig], Models],
+        served: Served,
+        send: Callable[[Sample], None] = _keep_to_oneself,
     ) -> None:
-        """Begin to serve with models that are loaded; `send` is told of every sample of a metric.
+        """Load the models, and begin to serve; `send` is told of every sample of a metric.
 
         Raises:
-            ConfigError: the trace cannot be written.
+            SpecserveError: a model cannot be loaded, or the trace cannot be written.
         """
         self._config = config
+        thread = engine_thread()
+        models = thread.submit(load, config).result()
         self._models = models
         self._model_ids = list(dict.fromkeys([config.model_id, served.model]))
         self._created = int(time.time())
@@ -134,22 +141,31 @@ class Handler:
             observers=self._telemetry.observers,
             plain_rounds=self._telemetry.plain_rounds,
         )
+        self._slices = Slices(self._scheduler, thread, config.time_slice_ms / 1000)
         self._exchanges: dict[str, Exchange] = {}
 
     def handle(self, data: list[dict[str, Any]], context: Context) -> list[str]:
-        """Take in new requests, forget vanished ones, decode for a time slice, and answer every row."""
+        """Take in new requests, forget vanished ones, and answer every row by what a slice of decoding has brought.
+
+        That slice was mostly begun in the call before; then new requests have a part in the next one.
+        """
         rows = dict(context.request_ids)
+        if set(rows.values()) != self._exchanges.keys():
+            self._slices.hurry()
+        was_ahead = self._slices.finish()
         self._forget_vanished(set(rows.values()))
         for index, identity in rows.items():
             if identity not in self._exchanges:
                 route = context.get_request_header(index, "url_path") or ""
                 self._exchanges[identity] = Exchange(self._open(identity, route, data[index]))
-        self._decode()
+        if not was_ahead:
+            self._slices.run()
         answers = [""] * len(data)
         context.stopping_criteria = [_nothing_special] * len(data)
         for index, identity in rows.items():
             answers[index] = self._answer(context, index, identity)
         self._telemetry.emit(self._scheduler)
+        self._slices.ahead()
         return answers
 
     def _forget_vanished(self, present: set[str]) -> None:
@@ -249,19 +265,6 @@ class Handler:
                 code="model_not_found",
             )
         return model
-
-    def _decode(self) -> None:
-        """Step at least once and until the time slice is used; TorchServe's turn between two calls is not free."""
-        until = time.monotonic() + self._config.time_slice_ms / 1000
-        while self._scheduler.busy:
-            try:
-                self._scheduler.step()
-            except Exception as error:
-                # A fault of ours must not reach TorchServe, which would fail the rows of everyone, waiting ones too.
-                logger.exception("specserve: a round failed")
-                self._scheduler.fail_all(error)
-            if time.monotonic() >= until:
-                return
 
     def _answer(self, context: Context, index: int, identity: str) -> str:
         """What this call says to one row: its whole answer, a chunk, the last chunk, or nothing yet."""

@@ -129,6 +129,20 @@ def plain_greedy(prompt: list[int], max_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_the_scheduler_says_whether_the_next_round_reads_of_a_prompt(lengths: list[int]) -> None:
+    bench = Bench()
+    for length in lengths:
+        bench.submit([1] * length, max_tokens=5)
+    while bench.scheduler.busy:
+        said = bench.scheduler.reading
+        before = [(generation, generation.sequence.target_cached) for generation in bench.submitted]
+        unread = [(generation, cached) for generation, cached in before if not generation.sequence.generated]
+        bench.scheduler.step()
+        assert said == any(generation.sequence.target_cached > cached for generation, cached in unread)
+
+
 prompts = st.lists(st.integers(0, VOCABULARY - 2), min_size=1, max_size=30)
 
 

@@ -76,6 +76,17 @@ class Server:
         """A plain GET with the token."""
         return requests.get(self.url + route, headers={"Authorization": f"Bearer {self.key}"}, timeout=60)
 
+    def manage(self, method: str, path: str) -> requests.Response:
+        """A call of TorchServe's management API."""
+        headers = {"Authorization": f"Bearer {self.token('management')}"}
+        return requests.request(method, f"http://127.0.0.1:{self.port + 1}{path}", headers=headers, timeout=120)
+
+    def metrics(self) -> dict[str, float]:
+        """Values by name and labels, as Prometheus reads them."""
+        text = requests.get(f"http://127.0.0.1:{self.port + 2}/metrics", timeout=10).text
+        lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("specserve_")]
+        return {name: float(value) for name, value in lines}
+
     def log(self) -> str:
         """What the worker has said."""
         return (self.state / "logs" / "model_log.log").read_text()

@@ -7,8 +7,7 @@ import json
 import signal
 import socket
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import psutil
@@ -16,12 +15,10 @@ import pytest
 import requests
 
 from server import Server, running, stop, tiny_but, until, worker
+from streams import GREEDY, LONG, begin_streams, read, sequences
 
 pytestmark = pytest.mark.server
 
-PROMPT = "The quick brown fox"
-GREEDY = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-LONG = {**GREEDY, "max_tokens": 480, "stream": True}
 # How long whatever broke may take to end, on a machine that is busy with other things too.
 PATIENCE_SECONDS = 90
 
@@ -43,40 +40,6 @@ def text(server: Server) -> str:
 def answers(server: Server) -> bool:
     """Whether a request is answered."""
     return server.post({**GREEDY, "max_tokens": 1}).status_code == 200
-
-
-def sequences(server: Server) -> tuple[int, int]:
-    """How many live, and how many wait."""
-    told = server.get("/v1/speculation").json()["sequences"]
-    return told["live"], told["waiting"]
-
-
-def read(server: Server, body: dict[str, Any]) -> tuple[list[str], str | None]:
-    """The pieces of a stream, and how it ended if not well."""
-    pieces: list[str] = []
-    try:
-        with server.post(body, stream=True) as response:
-            if response.status_code != 200:
-                return pieces, response.text
-            for line in response.iter_lines():
-                event = line.decode().removeprefix("data: ")
-                if event == "[DONE]":
-                    return pieces, None
-                if event.startswith("{"):
-                    found = json.loads(event)
-                    if "error" in found:
-                        return pieces, str(found["error"])
-                    pieces += [choice["text"] for choice in found["choices"]]
-    except requests.RequestException as error:
-        return pieces, str(error)
-    return pieces, "the stream stopped"
-
-
-def begin_streams(pool: ThreadPoolExecutor, server: Server, count: int) -> list[Future[tuple[list[str], str | None]]]:
-    """Streams that are being written."""
-    streams = [pool.submit(read, server, LONG) for _ in range(count)]
-    until(lambda: sequences(server)[0] == count, f"{count} live streams")
-    return streams
 
 
 def test_a_killed_worker_ends_its_streams_and_another_one_serves(server: Server, text: str) -> None:

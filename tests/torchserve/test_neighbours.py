@@ -16,12 +16,6 @@ pytestmark = pytest.mark.server
 LONG = {"prompt": "The quick brown fox", "max_tokens": 150, "temperature": 0, "ignore_eos": True}
 
 
-def manage(server: Server, method: str, path: str) -> requests.Response:
-    """A call of TorchServe's management API."""
-    headers = {"Authorization": f"Bearer {server.token('management')}"}
-    return requests.request(method, f"http://127.0.0.1:{server.port + 1}{path}", headers=headers, timeout=120)
-
-
 def echo(server: Server, text: str) -> requests.Response:
     headers = {"Authorization": f"Bearer {server.key}", "Content-Type": "text/plain"}
     url = f"http://127.0.0.1:{server.port}/predictions/echo"
@@ -39,10 +33,10 @@ def server() -> Iterator[Server]:
 def neighbour(server: Server) -> Iterator[None]:
     """Another model of this TorchServe, with a handler that has nothing of ours but what stands for torch here."""
     archive_echo(server.state / "model_store")
-    answer = manage(server, "POST", "/models?url=echo.mar&initial_workers=1&synchronous=true")
+    answer = server.manage("POST", "/models?url=echo.mar&initial_workers=1&synchronous=true")
     assert answer.ok, answer.text
     yield
-    assert manage(server, "DELETE", "/models/echo").ok
+    assert server.manage("DELETE", "/models/echo").ok
 
 
 @pytest.mark.usefixtures("neighbour")

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import requests
 
 from server import PROJECT, Server, running, tiny_but, until
 from specserve.observability.metrics import ALL
@@ -19,18 +18,11 @@ BODY = {"prompt": "The quick brown fox", "max_tokens": 40, "ignore_eos": True, "
 DASHBOARD = json.loads((PROJECT / "config" / "grafana" / "specserve.json").read_text())
 
 
-def metrics(server: Server) -> dict[str, float]:
-    """Values by name and labels, as Prometheus reads them."""
-    text = requests.get(f"http://127.0.0.1:{server.port + 2}/metrics", timeout=10).text
-    lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("specserve_")]
-    return {name: float(value) for name, value in lines}
-
-
 def value(server: Server, name: str, *labels: str) -> float:
     """The sum of all series of a name that have these labels."""
     return sum(
         number
-        for series, number in metrics(server).items()
+        for series, number in server.metrics().items()
         if series.split("{")[0] == name and all(label in series for label in labels)
     )
 

@@ -115,13 +115,25 @@ def test_only_the_first_reading_of_a_text_is_no_loss() -> None:
     assert spared == [pytest.approx(0.99), 0]
 
 
+def test_nothing_is_read_up_while_a_prompt_is_read_even_if_it_was_begun() -> None:
+    controller = Controller(stairs(), proportional(0.01))
+    text = sequence()
+    alone, beside = (controller.prices([text], [1], (0, 0), waiting) for waiting in (0, 1))
+    for _ in range(2):
+        assert controller.may_draft(text, 100, alone)
+        assert not controller.may_draft(text, 100, beside)
+        assert controller.may_draft(text, 2, beside)
+        controller.invest(text, 100, alone)
+
+
 def test_a_text_on_which_drafts_only_lose_is_left_alone_after_a_few_and_tried_again_at_a_bounded_cost() -> None:
     """Drafts that always fail although everything speaks for them: an adversary."""
     controller = Controller(stairs(), flat(0.2))
     text = sequence(max_tokens=10**6)
+    prices = controller.prices([text], [1], (0, 0))
     lost = 0.0
     for _ in range(5000):
-        drafts = controller.may_draft(text)
+        drafts = controller.may_draft(text, 1, prices)
         seconds = 2.3 if drafts else 1.0
         lost += seconds - 1.0
         controller.count_round(text, 1, Burden(1.0, seconds - 1.0))

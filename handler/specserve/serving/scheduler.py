@@ -94,8 +94,9 @@ class Scheduler:
 
     @property
     def reading(self) -> bool:
-        """Whether any prompt is still to be read."""
-        return bool(self._waiting) or any(not generation.sequence.generated for generation in self._live)
+        """Whether the next round reads of a prompt."""
+        joins = bool(self._waiting) and len(self._live) < len(self._slots)
+        return joins or any(not generation.sequence.generated for generation in self._live)
 
     @property
     def live(self) -> int:

@@ -142,11 +142,14 @@ class Controller:
         due = _DUE * _AGAIN ** self._outlook(sequence).invested * (_CUT if cut else 1.0)
         return 1, due * (prices.draft(pending) - prices.draft(1)) / rounds
 
-    def may_draft(self, sequence: Sequence) -> bool:
+    def may_draft(self, sequence: Sequence, pending: int, prices: Prices) -> bool:
         """Whether the model's drafts have not cost this text more than anyone would notice.
 
-        Reading up is no loss yet, the first time; it is one where the text has to be read up again.
+        Reading up is no loss yet, the first time; it is one where the text has to be read up again. It stops while
+        prompts are read: whoever is being answered would wait for both.
         """
+        if prices.waiting and pending > _GUESSED:
+            return False
         outlook = self._outlook(sequence)
         if outlook.reading:
             return True

@@ -232,7 +232,7 @@ class Drafters:
         drafted = sum(source == "model" for source in proposal.sources)
         room = max(0, min(room, self.controller.room(sequence, wish.gamma) - drafted))
         prospect = Prospect(proposal.place, proposal.reach, hope, rows, room, arrears)
-        return prospect, may and self.controller.may_draft(sequence)
+        return prospect, may and self.controller.may_draft(sequence, pending, prices)
 
     def _draw(self, logits: FloatArray, wish: Wish, proposal: Proposal, rows: list[int], prices: Prices) -> bool:
         """Draw a draft from a row of the model's logits; False where the request leaves it none, or it does not pay."""

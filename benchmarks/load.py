@@ -17,12 +17,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
+from time import monotonic, sleep
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from clients import Answer, Endpoint, ask, closed, opened, prompts
+from clients import Answer, Endpoint, Queued, ask, closed, opened, prompts
 from machine import describe_machine
 from servers import SLOTS, start_ours, start_theirs
 from specserve.config import load_yaml
@@ -30,6 +31,7 @@ from specserve.operations.places import DEFAULT_CONFIG
 
 CLIENTS = (1, 2, 4, 8, 16)
 LONGEST = 96
+TOLD_WITHIN_SECONDS = 10
 NOTES = (
     "streams of up to 96 tokens by temperature 0; every prompt begins with a line of its own, so nothing is cached",
     "chunk gaps are between two events with text: llama-server sends a token an event, specserve a round's",
@@ -50,11 +52,20 @@ class Taken:
     def add(self, endpoint: Endpoint, turn: Callable[[Endpoint], list[Answer]]) -> None:
         """One more turn."""
         before = endpoint.queued()
-        self.turns.append(turn(endpoint))
-        after = endpoint.queued()
+        answers = turn(endpoint)
+        self.turns.append(answers)
+        after = _told(endpoint, before.requests + sum(not answer.error for answer in answers))
         self.mebibytes.append(endpoint.memory())
         self.queued_seconds += after.seconds - before.seconds
         self.queued_requests += after.requests - before.requests
+
+
+def _told(endpoint: Endpoint, requests: float) -> Queued:
+    """A server's queue when it tells of so many requests, some moments after they were answered; if it counts them."""
+    until = monotonic() + TOLD_WITHIN_SECONDS
+    while (queued := endpoint.queued()).requests < requests and queued.requests and monotonic() < until:
+        sleep(0.1)
+    return queued
 
 
 def in_turns(
@@ -86,7 +97,7 @@ def summarise(load: str, endpoint: Endpoint, taken: Taken) -> dict[str, Any]:
         paces = [answer.pace for answer in good]
         gaps = [gap for answer in good for gap in answer.gaps]
         row["tokens_per_second"] = round(sum(answer.tokens for answer in good) / wall, 2)
-        row |= spread("first_text", firsts) | spread("a_token", paces) | spread("gap", gaps)
+        row |= spread("first_text", firsts) | spread("a_token", paces) | (spread("gap", gaps) if gaps else {})
         row |= rounds(good)
     if taken.queued_requests:
         row["queued_s"] = round(taken.queued_seconds / taken.queued_requests, 3)
@@ -103,7 +114,7 @@ def spread(what: str, values: list[float]) -> dict[str, float]:
 def rounds(answers: list[Answer]) -> dict[str, float]:
     """Drafts a round, and the share of the target's rows that became text; of servers that account for them."""
     accounts = [answer.account for answer in answers]
-    if not all(accounts):
+    if not all(account.get("rounds") for account in accounts):
         return {}
     made, drafted, accepted = (
         sum(account[key] for account in accounts) for key in ("rounds", "drafted_tokens", "accepted_tokens")

@@ -119,7 +119,7 @@ class HandlerConfig(_Section):
     idle_tokens: int = Field(
         default=16384, ge=0, description="Tokens of finished answers kept in the caches, for prompts that begin alike."
     )
-    time_slice_ms: float = Field(default=40.0, ge=0, description="A handle() call decodes at least this long.")
+    time_slice_ms: float = Field(default=40.0, ge=0, description="Decodes about so long between looks at requests.")
     speculation: SpeculationConfig = SpeculationConfig()
     trace: TraceConfig | None = None
 

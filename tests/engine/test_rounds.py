@@ -129,6 +129,17 @@ def plain_greedy(prompt: list[int], max_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def test_what_an_answer_has_waited_before_it_was_queued_is_counted() -> None:
+    bench = Bench()
+    sequence = Sequence([1, 2], SamplingParams(temperature=0), SpeculationParams(0), max_tokens=2)
+    generation = Generation(sequence, FakeVocabulary(VOCABULARY), [])
+    bench.scheduler.submit(generation, 100.0)
+    bench.scheduler.step()
+    record = generation.record(perf_counter())
+    assert record.waited == pytest.approx(100.0, abs=30)
+    assert record.first == pytest.approx(100.0, abs=30)
+
+
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6))
 @settings(max_examples=60, deadline=None)
 def test_the_scheduler_says_whether_the_next_round_reads_of_a_prompt(lengths: list[int]) -> None:

@@ -59,6 +59,8 @@ class FrontEnd:
         self.status: dict[str, int] = {}
         self.content_type: dict[str, str] = {}
         self.finished: set[str] = set()
+        self.settles = True
+        """Whether the slice that a call has begun ahead is over before the next one; what tests change is then seen."""
         self._count = 0
 
     def post(self, body: object, route: str | None = "v1/completions") -> str:
@@ -96,6 +98,9 @@ class FrontEnd:
             self.rows[identity] = {}
         for identity in self.finished & self.rows.keys():
             del self.rows[identity]
+        ahead = self.handler._slices._ahead
+        if ahead and self.settles:
+            ahead.result()
 
     def run(self) -> None:
         """Turns until no request is left."""

@@ -198,6 +198,6 @@ def test_a_fault_of_ours_in_a_round_is_a_500_for_its_answers_and_no_more(
     front_end.turn()
     with monkeypatch.context() as patch:
         patch.setattr(front_end.handler._scheduler, "_plan", lambda: 1 / 0)
-        front_end.turn()
+        front_end.run()
     assert front_end.status[live] == 500
     assert texts(answer_to(front_end, BODY))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from dataclasses import replace
@@ -11,8 +12,10 @@ import pytest
 
 from front_end import SLOTS, FrontEnd
 from specserve.serving import torchserve
-from specserve.serving.generation import Generation
+from specserve.serving.answers import Answer
 from specserve.serving.scheduler import Scheduler
+from specserve.serving.telemetry import Telemetry
+from specserve.serving.torchserve import Handler
 
 
 @pytest.fixture
@@ -151,41 +154,86 @@ def test_a_client_that_leaves_frees_its_slot(front_end: FrontEnd) -> None:
     assert front_end.status[after] == 200
 
 
-def test_rounds_go_on_between_calls_but_requests_come_and_go_between_rounds(
+def test_rounds_go_on_between_calls_but_everything_else_is_done_between_rounds(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inside, wrong = threading.Event(), []
+    begun, inside, wrong = threading.Event(), threading.Event(), []
     step = Scheduler.step
 
     def slow_step(scheduler: Scheduler) -> None:
+        begun.set()
         inside.set()
         time.sleep(0.002)
         step(scheduler)
         inside.clear()
 
-    def between_rounds(name: str) -> None:
-        original = getattr(Scheduler, name)
+    def between_rounds(owner: type, name: str) -> None:
+        original = getattr(owner, name)
 
-        def checked(scheduler: Scheduler, generation: Generation) -> None:
+        def checked(*given: object) -> object:
+            # A round that was begun too early is under way by then.
+            time.sleep(0.001)
             if inside.is_set():
                 wrong.append(name)
-            original(scheduler, generation)
+            return original(*given)
 
-        monkeypatch.setattr(Scheduler, name, checked)
+        monkeypatch.setattr(owner, name, checked)
 
     monkeypatch.setattr(Scheduler, "step", slow_step)
-    between_rounds("submit")
-    between_rounds("cancel")
+    for owner, name in (
+        (Scheduler, "submit"),
+        (Scheduler, "cancel"),
+        (Answer, "next_events"),
+        (Answer, "body"),
+        (Telemetry, "emit"),
+        (Handler, "_speculator"),
+    ):
+        between_rounds(owner, name)
+    front_end.settles = False
     front_end.post({**BODY, "max_tokens": 100, "ignore_eos": True})
     front_end.turn()
-    assert inside.wait(10), "a round has begun, and nobody has called"
+    front_end.turn()
+    assert begun.wait(10)
     for _ in range(3):
         leaving = front_end.post({**BODY, "max_tokens": 100, "stream": True})
+        front_end.post(None, "v1/speculation")
         front_end.turn()
         front_end.turn()
         front_end.leave(leaving)
     front_end.run()
     assert not wrong
+
+
+def test_a_new_request_does_not_wait_for_a_long_slice(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Scheduler.step
+
+    def slow_step(scheduler: Scheduler) -> None:
+        time.sleep(0.005)
+        step(scheduler)
+
+    monkeypatch.setattr(Scheduler, "step", slow_step)
+    long = front_end.post({**BODY, "max_tokens": 200, "ignore_eos": True, "speculation": {"mode": "off"}})
+    front_end.turn()
+    front_end.settles = False
+    # The slice that the next call begins ahead would last as long as the text.
+    front_end.handler._slices._seconds = math.inf
+    front_end.turn()
+    front_end.post(BODY)
+    front_end.turn()
+    assert long not in front_end.finished
+    front_end.run()
+
+
+def test_the_first_round_of_a_stream_beside_others_decides_on_its_status(front_end: FrontEnd) -> None:
+    front_end.post({**BODY, "max_tokens": 100, "ignore_eos": True})
+    front_end.turn()
+    front_end.turn()
+    failing = front_end.post({**BODY, "stream": True})
+    front_end.turn()
+    assert not front_end.chunks[failing], "nothing was tried yet"
+    front_end.target.fail_after = 0
+    front_end.run()
+    assert front_end.status[failing] == 500
 
 
 def test_a_client_that_leaves_a_long_whole_answer_is_noticed_and_the_others_read_one_answer(

@@ -119,10 +119,12 @@ def test_nothing_is_read_up_while_a_prompt_is_read_even_if_it_was_begun() -> Non
     controller = Controller(stairs(), proportional(0.01))
     text = sequence()
     alone, beside = (controller.prices([text], [1], (0, 0), waiting) for waiting in (0, 1))
+    charged = controller.arrears(text, 100, alone)[1]
     for _ in range(2):
         assert controller.may_draft(text, 100, alone)
         assert not controller.may_draft(text, 100, beside)
         assert controller.may_draft(text, 2, beside)
+        assert controller.arrears(text, 100, alone)[1] >= charged, "what is taken up again is weighed anew"
         controller.invest(text, 100, alone)
 
 

@@ -26,10 +26,11 @@ class _Files(RotatingFileHandler):
     stopped = False
 
     def _open(self) -> TextIOWrapper:
-        """Begin a file that nobody else may read: it may hold clients' texts."""
-        file = super()._open()
-        Path(self.baseFilename).chmod(0o600)
-        return file
+        """Begin a file that nobody else may read, from its first moment on: it may hold clients' texts."""
+        path = Path(self.baseFilename)
+        path.touch(mode=0o600)
+        path.chmod(0o600)
+        return super()._open()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         """A line could not be written."""

@@ -108,9 +108,9 @@ class Scheduler:
         """Number of sequences that have no slot yet."""
         return len(self._waiting)
 
-    def submit(self, generation: Generation) -> None:
-        """Queue an answer; it starts in the first step that has a free slot."""
-        self._watch.submitted(generation)
+    def submit(self, generation: Generation, waited: float = 0.0) -> None:
+        """Queue an answer that has `waited` for seconds before; it starts in the first step that has a free slot."""
+        self._watch.submitted(generation, waited)
         self._waiting.append(generation)
 
     def fail_all(self, reason: Exception) -> None:

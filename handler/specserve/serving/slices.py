@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def engine_thread() -> ThreadPoolExecutor:
-    """The one thread that loads engines and calls them.
+    """The one thread that loads engines and runs their passes.
 
     OpenMP keeps compute threads for every thread that calls it, and where those are more than the cores, they no longer
     wait awake: with a second such thread a step of 29 ms takes 36.
@@ -57,8 +57,8 @@ class Slices:
     def ahead(self) -> None:
         """Begin a slice and do not wait; TorchServe's turn, some milliseconds, would be lost otherwise.
 
-        Whoever comes in that time waits a round longer for its own first one. Rounds that read prompts are long, and
-        mostly more prompts follow: nothing is begun before those.
+        Whoever comes in that time waits a round longer for its own first one. A round that reads prompts is long, and
+        mostly more prompts follow it, so no slice is begun with one.
         """
         if self._scheduler.busy and not self._scheduler.reading:
             self._ahead = self._begin()

@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from ts.metrics.metric_type_enum import MetricTypes
@@ -86,8 +86,13 @@ class Exchange:
     """One live request, when it came, and whether its status has been sent."""
 
     answer: WholeAnswer | Answer[Any]
-    begun: float = field(default_factory=time.monotonic)
+    begun: float
     opened: bool = False
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether more is to come than is known."""
+        return isinstance(self.answer, Answer) and not self.answer.done
 
 
 def _keep_to_oneself(_sample: Sample) -> None:
@@ -149,21 +154,28 @@ class Handler:
 
         That slice was mostly begun in the call before; then new requests have a part in the next one.
         """
+        called = time.monotonic()
         rows = dict(context.request_ids)
-        if set(rows.values()) != self._exchanges.keys():
+        fresh = set(rows.values()) - self._exchanges.keys()
+        if fresh or len(rows) < len(self._exchanges):
             self._slices.hurry()
         was_ahead = self._slices.finish()
         self._forget_vanished(set(rows.values()))
         for index, identity in rows.items():
-            if identity not in self._exchanges:
+            if identity in fresh:
                 route = context.get_request_header(index, "url_path") or ""
-                self._exchanges[identity] = Exchange(self._open(identity, route, data[index]))
+                self._exchanges[identity] = self._open(identity, route, data[index], called)
         if not was_ahead:
             self._slices.run()
         answers = [""] * len(data)
         context.stopping_criteria = [_nothing_special] * len(data)
         for index, identity in rows.items():
-            answers[index] = self._answer(context, index, identity)
+            exchange = self._exchanges[identity]
+            if was_ahead and identity in fresh and exchange.unfinished:
+                # Nothing was tried yet: what its first round finds wrong with a request shall still be its status.
+                del context.request_ids[index]
+            else:
+                answers[index] = self._answer(context, index, exchange)
         self._telemetry.emit(self._scheduler)
         self._slices.ahead()
         return answers
@@ -179,16 +191,21 @@ class Handler:
         for generation in answer.generations:
             self._scheduler.cancel(generation)
 
-    def _open(self, identity: str, route: str, row: dict[str, Any]) -> WholeAnswer | Answer[Any]:
-        """Validate a new request and start it; whatever is wrong with it is answered to it alone."""
+    def _open(self, identity: str, route: str, row: dict[str, Any], called: float) -> Exchange:
+        """Validate a request that came at this moment, and start it; what is wrong with it is answered to it alone."""
         try:
-            return self._route(identity, route.strip("/"), row)
+            answer = self._route(identity, route.strip("/"), row)
         except RequestError as error:
-            return WholeAnswer.refusing(error)
+            answer = WholeAnswer.refusing(error)
         except Exception:
             logger.exception("specserve: request %s could not be read", identity)
             failure = RequestError("The server failed to read this request.", status=500, kind="server_error")
-            return WholeAnswer.refusing(failure)
+            answer = WholeAnswer.refusing(failure)
+        if isinstance(answer, Answer):
+            for generation in answer.generations:
+                if not generation.done:
+                    self._scheduler.submit(generation, time.monotonic() - called)
+        return Exchange(answer, called)
 
     def _route(self, identity: str, route: str, row: dict[str, Any]) -> WholeAnswer | Answer[Any]:
         if route in ("", "v1/completions"):
@@ -229,7 +246,7 @@ class Handler:
     def _start(
         self, kind: Callable[..., AnyAnswer], request: AnyRequest, prompts: list[Prompt], identity: str
     ) -> AnyAnswer:
-        """Submit what a valid request asks for."""
+        """What a valid request asks for, before the first round of it."""
         models = self._models
         model = self._known_model(request.model)
         candidates = to_generations(
@@ -241,7 +258,7 @@ class Handler:
             identity=identity,
             held_back=self._telemetry.holdback.chooses(),
         )
-        answer = kind(
+        return kind(
             request,
             prompts,
             candidates,
@@ -249,10 +266,6 @@ class Handler:
             identity=identity,
             model=model,
         )
-        for generation in answer.generations:
-            if not generation.done:
-                self._scheduler.submit(generation)
-        return answer
 
     def _known_model(self, model: str | None) -> str:
         if model is None:
@@ -266,9 +279,8 @@ class Handler:
             )
         return model
 
-    def _answer(self, context: Context, index: int, identity: str) -> str:
+    def _answer(self, context: Context, index: int, exchange: Exchange) -> str:
         """What this call says to one row: its whole answer, a chunk, the last chunk, or nothing yet."""
-        exchange = self._exchanges[identity]
         answer = exchange.answer
         if isinstance(answer, Answer) and answer.error:
             self._cancel(answer)

@@ -24,9 +24,9 @@ class Watch:
         self._in_round = False
         self._ended: list[Generation] = []
 
-    def submitted(self, generation: Generation) -> None:
-        """A text waits for a slot."""
-        generation.moments.submitted = self._clock()
+    def submitted(self, generation: Generation, waited: float) -> None:
+        """A text waits for a slot, and has waited for so many seconds before."""
+        generation.moments.submitted = self._clock() - waited
 
     def begun(self, generation: Generation) -> None:
         """A text has a slot."""

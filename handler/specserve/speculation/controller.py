@@ -148,9 +148,11 @@ class Controller:
         Reading up is no loss yet, the first time; it is one where the text has to be read up again. It stops while
         prompts are read: whoever is being answered would wait for both.
         """
-        if prices.waiting and pending > _GUESSED:
-            return False
         outlook = self._outlook(sequence)
+        if prices.waiting and pending > _GUESSED:
+            # Whether it is still worth it will be asked again.
+            outlook.reading = False
+            return False
         if outlook.reading:
             return True
         step = outlook.plain_seconds / max(1, sequence.generated - 1)

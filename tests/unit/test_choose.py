@@ -115,11 +115,11 @@ def configuration(directory: Path, **handler: Any) -> Path:
     return directory / "model.yaml"
 
 
-def observed(cheap: Literal["as published", "as pure Q4_0"]) -> Any:
-    """What `_observe` would have seen, were one form twice as fast as the other."""
+def observed(cheap: Literal["as published", "as pure Q4_0"], step: float = 0.01) -> Any:
+    """What `_observe` would have seen, were one form twice as fast as the other, with a step of so many seconds."""
 
     def observe(_target: Path, forms: dict[str, Path], _threads: int) -> tuple[Cost, dict[str, Observed]]:
-        return stairs(0.1), {form: Observed([CODE], flat(0.01 if form == cheap else 0.02)) for form in forms}
+        return stairs(0.1), {form: Observed([CODE], flat(step if form == cheap else 2 * step)) for form in forms}
 
     return observe
 
@@ -140,6 +140,14 @@ def test_the_faster_form_is_kept_and_said(
     assert capsys.readouterr().out == (
         f"The draft is {draft.name}: {fast:.1f} tokens/s with this target, {other} {slow:.1f}, without a draft 10.0.\n"
     )
+
+
+def test_a_draft_that_would_make_decoding_slower_is_said_to_stay_unused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(choose, "_observe", observed("as published", step=1.0))
+    prepare.prepare(configuration(tmp_path / "own"))
+    assert "Drafts that do not pay, as most here, are not made." in capsys.readouterr().out
 
 
 def test_tiny_models_are_measured_once_and_again_when_something_changes(

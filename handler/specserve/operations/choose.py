@@ -139,11 +139,13 @@ def _measured(target: Path, forms: Mapping[str, Path], threads: int, most: int) 
     chosen = max(speeds, key=speeds.__getitem__)
     plain = 1 / cost.seconds(1, _CELLS)
     others = "".join(f"{form} {speed.tokens_per_second:.1f}, " for form, speed in speeds.items() if form != chosen)
+    seldom = plain > speeds[chosen].tokens_per_second
     return {
         "chosen": chosen,
         "said": (
             f"The draft is {forms[chosen].name}: {speeds[chosen].tokens_per_second:.1f} tokens/s with this target, "
             f"{others}without a draft {plain:.1f}."
+            + (" Drafts that do not pay, as most here, are not made." if seldom else "")
         ),
         "without_a_draft": plain,
         "forms": {

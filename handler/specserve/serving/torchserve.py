@@ -156,11 +156,12 @@ class Handler:
         """
         called = time.monotonic()
         rows = dict(context.request_ids)
-        fresh = set(rows.values()) - self._exchanges.keys()
-        if fresh or len(rows) < len(self._exchanges):
+        present = set(rows.values())
+        fresh = present - self._exchanges.keys()
+        if present != self._exchanges.keys():
             self._slices.hurry()
         was_ahead = self._slices.finish()
-        self._forget_vanished(set(rows.values()))
+        self._forget_vanished(present)
         for index, identity in rows.items():
             if identity in fresh:
                 route = context.get_request_header(index, "url_path") or ""

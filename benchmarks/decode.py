@@ -25,11 +25,10 @@ from rich.table import Table
 
 from machine import describe_machine
 from quiet import ALLOWED, watched
-from specserve.config import HandlerConfig, load_yaml
+from specserve.config import HandlerConfig
 from specserve.engine.base import Engine
-from specserve.operations.archive import resolve
+from specserve.operations.archive import prepared_handler
 from specserve.operations.places import DEFAULT_CONFIG
-from specserve.operations.prepare import prepare
 from specserve.sequence import Account, SamplingParams, Sequence, SpeculationParams, Tally
 from specserve.serving.generation import Generation
 from specserve.serving.loading import Models, load_models, open_engines
@@ -246,8 +245,7 @@ def main() -> None:
     parser.add_argument("--temperatures", nargs="+", type=float, help="instead of 0 and 0.8")
     parser.add_argument("--results", type=Path, help="keep answers here, and take up those that are there")
     options = parser.parse_args()
-    document, _ = load_yaml(options.config)
-    config = HandlerConfig.model_validate(resolve(document, prepare(options.config))["handler"])
+    config = prepared_handler(options.config)
     models = load_models(config.model_copy(update={"sequences": 1}))
     results = Results(options.results)
     results.read()

@@ -25,13 +25,12 @@ from rich.console import Console
 from rich.table import Table
 
 from machine import describe_machine
-from specserve.config import HandlerConfig, load_yaml, usable_cores
+from specserve.config import usable_cores
 from specserve.engine.base import Row
 from specserve.engine.llama import EngineSettings, LlamaEngine, target_settings
 from specserve.engine.llama_model import LlamaModel
-from specserve.operations.archive import resolve
+from specserve.operations.archive import prepared_handler
 from specserve.operations.places import DEFAULT_CONFIG
-from specserve.operations.prepare import prepare
 
 _ROWS = (1, 4, 8, 16, 64)
 _REPETITIONS = 7
@@ -126,8 +125,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a model YAML")
     parser.add_argument("--context", nargs="+", type=int, default=[64, 768], help="tokens before the timed rows")
     options = parser.parse_args()
-    document, _ = load_yaml(options.config)
-    config = HandlerConfig.model_validate(resolve(document, prepare(options.config))["handler"])
+    config = prepared_handler(options.config)
     files = {"target": config.target.path, "draft": config.draft.path if config.draft else None}
     rows = []
     for context in options.context:

@@ -19,11 +19,9 @@ from rich.progress import track
 
 from decode import ADAPTIVE, FAMILIES, PLAIN, open_lanes, race, read_tasks
 from machine import describe_machine
-from specserve.config import HandlerConfig, load_yaml
 from specserve.engine.base import Engine, Row
-from specserve.operations.archive import resolve
+from specserve.operations.archive import prepared_handler
 from specserve.operations.places import DEFAULT_CONFIG
-from specserve.operations.prepare import prepare
 from specserve.serving.loading import load_models
 
 
@@ -44,8 +42,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a model YAML")
     parser.add_argument("--tokens", type=int, default=64, help="the longest answer compared (default: 64)")
     options = parser.parse_args()
-    document, _ = load_yaml(options.config)
-    config = HandlerConfig.model_validate(resolve(document, prepare(options.config))["handler"])
+    config = prepared_handler(options.config)
     models = load_models(config)
     lanes = open_lanes(models, config, [PLAIN, ADAPTIVE])
     tasks = [task for family in FAMILIES for task in read_tasks(family)]

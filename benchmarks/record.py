@@ -20,13 +20,12 @@ from rich.console import Console
 from rich.progress import track
 
 from decode import FAMILIES, Task, read_tasks
-from specserve.config import HandlerConfig, load_yaml, usable_cores
+from specserve.config import usable_cores
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
-from specserve.operations.archive import resolve
+from specserve.operations.archive import prepared_handler
 from specserve.operations.places import DEFAULT_CONFIG
-from specserve.operations.prepare import prepare
 from specserve.sequence import SamplingParams
 from specserve.speculation.distribution import confidence, race, to_distribution
 from specserve.speculation.measurement import read
@@ -97,8 +96,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a model YAML")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.8])
     options = parser.parse_args()
-    document, _ = load_yaml(options.config)
-    config = HandlerConfig.model_validate(resolve(document, prepare(options.config))["handler"])
+    config = prepared_handler(options.config)
     if config.draft is None or config.draft.path is None or config.target.path is None:
         raise SystemExit("There is no draft in this configuration to record.")
     models = [LlamaModel(path) for path in (config.target.path, config.draft.path)]

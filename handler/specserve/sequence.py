@@ -96,9 +96,10 @@ class Tally(NamedTuple):
 
 @dataclass
 class Account:
-    """What one sequence's rounds did and took; seconds are its share, by rows, of rounds it had with others.
+    """What one sequence's rounds did and took; seconds are its share of rounds it had with others.
 
-    `plain_seconds` is what the cost model says its tokens behind the first would have taken without drafts.
+    `plain_seconds` is what the cost model says its tokens behind the first would have taken without drafts, and
+    `last_step` what one token of the last round.
     """
 
     rounds: int = 0
@@ -111,6 +112,12 @@ class Account:
     plain_seconds: float = 0.0
     last_sources: list[str] = field(default_factory=list)
     last_accepted: int = 0
+    last_step: float = 0.0
+
+    def add_plain(self, tokens: int, step: float) -> None:
+        """Count what the tokens of a round would have taken without drafts, each so many seconds."""
+        self.last_step = step
+        self.plain_seconds += tokens * step
 
     def add_round(self, sources: list[str], accepted: int) -> None:
         """Count one round of decoding, with the drafter of each draft; the round that ends a prefill is not one."""
@@ -122,6 +129,7 @@ class Account:
 
     def take_back(self, accepted: int) -> None:
         """The last of the drafts that the last round accepted stood behind the end of the text."""
+        self.plain_seconds -= min(self.last_accepted, max(0, accepted)) * self.last_step
         stayed = self.last_sources[: self.last_accepted]
         self.last_accepted = max(0, self.last_accepted - max(0, accepted))
         for drafter in stayed[self.last_accepted :]:

@@ -10,10 +10,13 @@ import pytest
 from gguf import GGUFWriter
 
 from pairs import PLAIN, Pair, TinyFiles, drafting
-from specserve.config import ModelConfig
+from specserve.config import HandlerConfig, ModelConfig
+from specserve.engine.llama import LlamaEngine
+from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ModelLoadError, RequestError
 from specserve.operations import tiny
 from specserve.operations.tiny import ARCHITECTURES, END_OF_TEXT
+from specserve.serving import loading
 
 PROMPTS = ["The quick brown fox", "def accept(p, q):", "héllo 世界 🙂, once upon a time there was a"]
 GAMMAS = [1, 3, 7]
@@ -234,3 +237,23 @@ def test_a_draft_that_cannot_be_read_is_left_out_and_said_so(
     plain, speculative = (one.answer(PROMPTS[0], max_tokens=40, temperature=0) for one in (broken, Pair(whole)))
     assert plain.text == speculative.text
     assert "Serving goes on without the draft model" in caplog.text
+
+
+def test_a_draft_for_which_there_is_no_room_is_left_out_and_said_so(
+    files: TinyFiles, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = files.config("qwen2")
+    open_engine = loading._engine
+
+    def without_room(model: LlamaModel, config: HandlerConfig, *more: Any) -> LlamaEngine:
+        if whole.draft and model.path == whole.draft.path:
+            raise ModelLoadError(f"{model.path}: there is no memory for it.")
+        return open_engine(model, config, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "_engine", without_room)
+        alone = Pair(whole)
+    assert not alone.models.drafters.has_model
+    plain, speculative = (one.answer(PROMPTS[0], max_tokens=40, temperature=0) for one in (alone, Pair(whole)))
+    assert plain.text == speculative.text
+    assert "there is no memory for it. Serving goes on without the draft model" in caplog.text

@@ -20,7 +20,7 @@ from constraints import Alternating
 from costs import flat, proportional
 from specserve.engine.fake import FakeEngine, FakeVocabulary
 from specserve.observability.holdback import PlainRounds
-from specserve.observability.records import End, Observer, Round
+from specserve.observability.records import End, Observer, Origin, Round
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams, Verification
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler, longest_wait
@@ -32,7 +32,7 @@ from specserve.speculation.distribution import FloatArray, draw, to_distribution
 from specserve.speculation.drafters import Draft, Drafters, Proposal
 from specserve.speculation.guess import Guess
 from specserve.speculation.guessers import GrammarDrafter, LookupDrafter, PredictionDrafter
-from specserve.speculation.model import DraftModel, worth_waiting
+from specserve.speculation.model import DraftModel, Text, worth_waiting
 from specserve.speculation.noise import Purpose
 from specserve.speculation.rejection import RULES, NoiseSource
 from specserve.speculation.round import Plan, Report, _burdens, run_round
@@ -54,6 +54,7 @@ class Bench:
         draft_width: int = VOCABULARY,
         idle_tokens: int = 4096,
         max_wait_seconds: float = math.inf,
+        window: int = 4096,
         costs: tuple[Cost, Cost] | None = None,
     ) -> None:
         self.target = FakeEngine(vocabulary=VOCABULARY, n_slots=SLOTS)
@@ -61,7 +62,7 @@ class Bench:
         self.draft = FakeEngine(vocabulary=draft_width, n_slots=SLOTS, blend=blend)
         target_cost, draft_cost = costs or (proportional(), proportional())
         model = DraftModel(
-            self.draft, draft_cost, window=4096, max_rows=draft_rows, vocabulary=VOCABULARY, context_length=8192
+            self.draft, draft_cost, window=window, max_rows=draft_rows, vocabulary=VOCABULARY, context_length=8192
         )
         self.scheduler = Scheduler(
             self.target,
@@ -81,6 +82,7 @@ class Bench:
         stops: list[str] | None = None,
         sampling: SamplingParams | None = None,
         verification: Verification = "block",
+        request: str = "",
         **more: Any,
     ) -> Generation:
         sequence = Sequence(
@@ -90,7 +92,7 @@ class Bench:
             max_tokens=max_tokens,
             **more,
         )
-        generation = Generation(sequence, FakeVocabulary(VOCABULARY), stops or [])
+        generation = Generation(sequence, FakeVocabulary(VOCABULARY), stops or [], Origin(request))
         self.scheduler.submit(generation)
         self.submitted.append(generation)
         return generation
@@ -827,6 +829,58 @@ def test_a_prompt_that_shares_little_with_one_being_read_does_not_wait_for_it() 
     bench.submit([1, 2, *[6] * 20])
     bench.scheduler.step()
     assert bench.scheduler.live == 2
+
+
+def test_the_model_drafts_for_a_text_that_begins_as_one_of_which_it_has_read_the_end_only() -> None:
+    """Nothing can be copied from there, so nothing is waited for."""
+    bench = Bench(blend=0.0, window=32)
+    shared = [7] * 20
+    endless = SamplingParams(temperature=0, logit_bias=((VOCABULARY - 1, -math.inf),))
+    first = bench.submit([*shared, *[5] * 60], max_tokens=200, sampling=endless)
+    while not first.sequence.draft_start:
+        bench.scheduler.step()
+    second = bench.submit([*shared, *[6] * 10], max_tokens=20, sampling=endless)
+    while not second.done:
+        bench.scheduler.step()
+    assert not first.done
+    assert second.sequence.account.drafters["model"].drafted > 0
+
+
+@pytest.mark.parametrize("kind", [1, 3])
+def test_requests_get_slots_in_turn_so_that_many_answers_to_one_delay_no_other(kind: int) -> None:
+    """One asks for nine answers, another, or three others, for one each right behind it; there are three slots."""
+    bench = Bench()
+    many = [bench.submit([number], request="many", max_tokens=30 + number) for number in range(9)]
+    few = [bench.submit([10 + number], request=f"few {number}", max_tokens=30) for number in range(kind)]
+    bench.scheduler.step()
+    live = {generation.origin.request for generation in bench.scheduler._live}
+    assert live == ({"many", "few 0"} if kind == 1 else {"many", "few 0", "few 1"})
+    while not all(generation.done for generation in few):
+        bench.scheduler.step()
+    assert sum(generation.done for generation in many) < 6
+    bench.run()
+    assert all(generation.done for generation in many)
+
+
+def test_what_a_text_is_charged_for_is_what_the_draft_has_read_of_it() -> None:
+    engine = FakeEngine(vocabulary=VOCABULARY, n_slots=SLOTS)
+    model = DraftModel(engine, proportional(), window=64, max_rows=8, vocabulary=VOCABULARY, context_length=8192)
+    texts = [Text(Sequence([1] * count, SamplingParams(), SpeculationParams(3), max_tokens=9), []) for count in (3, 20)]
+    for slot, text in enumerate(texts):
+        text.sequence.slot = slot
+    assert model.read(texts).rows == [3, 5]
+    assert [model.read(texts[1:]).rows for _ in range(3)] == [[8], [7], [0]]
+
+
+def test_what_was_drafted_behind_the_end_of_a_text_would_not_have_taken_plain_decoding_time() -> None:
+    """Its estimate is of the tokens that the client gets behind the first, and of the one that ends the text."""
+    text = bytes(97 + token for token in plain_greedy([1, 2, 3], 20)).decode()
+    bench = Bench(blend=0.0)
+    stopped = bench.submit([1, 2, 3], gamma=12, max_tokens=20, stops=[text[6:9]])
+    bench.run()
+    account = stopped.sequence.account
+    assert 0 < len(answer(stopped)) < 13
+    assert account.plain_seconds == pytest.approx(len(answer(stopped)) * account.last_step)
 
 
 PENALISED = SamplingParams(temperature=0, frequency_penalty=1.0, logit_bias=((3, 4.0),))

@@ -475,6 +475,25 @@ def test_a_response_of_many_megabytes_is_refused_before_it_is_made() -> None:
     assert len(groups_of({**fields, "prompt": ["a"] * 4}, wide)) == 4
 
 
+def test_prompts_that_are_echoed_count_towards_the_response() -> None:
+    fields: dict[str, Any] = {"prompt": " " * 100_000, "echo": True, "max_tokens": 0}
+    vast = CONFIG.model_copy(update={"context_length": 200_000})
+    with pytest.raises(RequestError, match=r"128 times each, take \d+ MB") as caught:
+        groups_of({**fields, "prompt": "\N{GRINNING FACE}" * 12_000, "n": 128}, vast)
+    assert caught.value.param == "echo"
+    assert len(groups_of({**fields, "n": 8}, vast)[0]) == 8
+
+
+def test_too_many_token_ids_are_refused_before_they_are_spelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VOCABULARY, "piece", lambda _token: pytest.fail("was spelled"))
+    assert refusal({"prompt": [1] * 100_000}).code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(("named", "known"), [("code", "code"), ("My Secret!", "other"), ("x" * 33, "other"), ("", "")])
+def test_a_kind_of_prompt_is_a_short_plain_word_before_anyone_is_told_of_it(named: str, known: str) -> None:
+    assert generation_of({"prompt": "hello", "metadata": {"prompt_family": named}}).origin.family == known
+
+
 def test_an_answer_can_be_sent_back_as_it_came() -> None:
     answer: dict[str, Any] = {
         "role": "assistant",

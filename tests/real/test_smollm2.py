@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from pairs import PLAIN, Pair, drafting
-from specserve.config import HandlerConfig, load_yaml
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
 from specserve.errors import ModelLoadError
-from specserve.operations.archive import resolve
+from specserve.operations.archive import prepared_handler
 from specserve.operations.places import CONFIG, DEFAULT_CONFIG
 from specserve.operations.prepare import prepare
 from specserve.sequence import Sequence
@@ -31,8 +30,7 @@ Answers = dict[str, tuple[Sequence, Sequence]]
 
 @pytest.fixture(scope="module")
 def smollm2() -> Pair:
-    document, _ = load_yaml(SMOLLM2)
-    config = HandlerConfig.model_validate(resolve(document, prepare(SMOLLM2))["handler"])
+    config = prepared_handler(SMOLLM2)
     # One thread is steadier than one a core on a machine that does other things as well.
     return Pair(config.model_copy(update={"threads": 1, "sequences": 1, "context_length": 512}))
 

@@ -111,14 +111,18 @@ def stop(server: Server) -> None:
     subprocess.run(["scripts/stop", "--port", str(server.port)], cwd=PROJECT, check=True, timeout=60)
 
 
+def workers(files: str) -> list[psutil.Process]:
+    """The processes that hold models and work on files whose paths begin so."""
+    # Read this way, processes that end meanwhile are passed over.
+    commands = ((process, " ".join(process.info["cmdline"] or ())) for process in psutil.process_iter(["cmdline"]))
+    return [process for process, command in commands if "model_service_worker" in command and files in command]
+
+
 def worker(state: Path) -> psutil.Process:
     """The process that holds the models."""
-    # Read this way, processes that end meanwhile are passed over.
-    for process in psutil.process_iter(["cmdline"]):
-        command = " ".join(process.info["cmdline"] or ())
-        if "model_service_worker" in command and str(state) in command:
-            return process
-    raise AssertionError("There is no worker.")
+    found = workers(str(state))
+    assert found, "There is no worker."
+    return found[0]
 
 
 def tiny_but(directory: Path, **changes: Any) -> Path:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,13 +15,15 @@ import psutil
 import pytest
 import requests
 
-from server import Server, running, stop, tiny_but, until, worker
+from server import PROJECT, Server, running, stop, tiny_but, until, worker, workers
 from streams import GREEDY, LONG, begin_streams, read, sequences
 
 pytestmark = pytest.mark.server
 
 # How long whatever broke may take to end, on a machine that is busy with other things too.
 PATIENCE_SECONDS = 90
+# Longer than the load itself by far, and long enough for four starts: they come 1, 1, 2, 3 and 5 seconds after an end.
+DYING_SECONDS = 14
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +79,41 @@ def test_a_worker_that_hangs_is_replaced(server: Server, text: str) -> None:
     until(lambda: not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE, "the end of the hung worker")
     until(lambda: answers(server), "an answer of the next worker")
     assert server.post(GREEDY).json()["choices"][0]["text"] == text
+
+
+def test_a_worker_that_dies_again_and_again_while_it_loads_is_started_again(server: Server, text: str) -> None:
+    """Until its models are loaded at last: TorchServe tries for as long as `maxRetryTimeoutInSec` says."""
+    died = {worker(server.state).pid}
+    worker(server.state).kill()
+    end = time.monotonic() + DYING_SECONDS
+    while time.monotonic() < end:
+        with contextlib.suppress(AssertionError, psutil.NoSuchProcess):
+            started = worker(server.state)
+            started.kill()
+            died.add(started.pid)
+        time.sleep(0.1)
+    assert len(died) >= 4
+    until(lambda: answers(server), "an answer of the next worker")
+    assert server.post(GREEDY).json()["choices"][0]["text"] == text
+
+
+def test_a_worker_that_is_killed_while_it_loads_for_the_first_time_delays_the_start() -> None:
+    ours = str(PROJECT / ".specserve")
+    before = {process.pid for process in workers(ours)}
+    killed: list[int] = []
+
+    def kill_the_first() -> None:
+        until(lambda: any(process.pid not in before for process in workers(ours)), "a worker")
+        first = next(process for process in workers(ours) if process.pid not in before)
+        first.kill()
+        killed.append(first.pid)
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(kill_the_first)
+        with running() as server:
+            done.result()
+            assert worker(server.state).pid not in killed
+            assert answers(server)
 
 
 def test_clients_vanish_by_the_hundred(server: Server, text: str) -> None:

@@ -7,10 +7,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from server import PROJECT, Server, running, tiny_but, until
+from server import PROJECT, Server, running, tiny_but, until, worker
 from specserve.observability.metrics import ALL
+from streams import GREEDY
 
 pytestmark = pytest.mark.server
 
@@ -87,3 +89,18 @@ def test_a_trace_has_every_token_of_an_answer_and_who_drafted_it(traced: tuple[S
     assert len(rounds) == answer["speculation"]["rounds"] + 1
     assert sum(line["accepted"] for line in rounds) == answer["speculation"]["accepted_tokens"]
     assert [line["reason"] for line in lines if line["event"] == "end" and line["family"] == "fox"] == ["length"]
+
+
+def test_a_full_disk_ends_the_trace_and_no_answer(traced: tuple[Server, Path]) -> None:
+    server, file = traced
+    before = server.post(GREEDY).json()["choices"][0]["text"]
+    size = file.stat().st_size
+    assert size > 0
+    # From here on the kernel refuses the worker every byte more in a file, as it does where a disk is full.
+    worker(server.state).rlimit(psutil.RLIMIT_FSIZE, (size, size))
+    for _ in range(3):
+        answer = server.post(GREEDY)
+        assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, before)
+    assert file.stat().st_size == size
+    until(lambda: server.log().count("ends here") == 1, "one sentence in the log", 10)
+    assert "Traceback" not in server.log()

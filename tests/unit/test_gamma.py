@@ -141,7 +141,9 @@ def test_a_guess_is_taken_as_far_as_its_rows_pay(
             tokens += stays
         return tokens - rate * (target[1 + length] - target[1])
 
-    length = guess_length(Prospect(0, reach, 0.0, 0, MOST), sure, [1], prices_of(target, [9.0] * 40, rate), model=False)
+    length = guess_length(
+        Prospect(0, reach, 0.0, 0, MOST), sure, [1], prices_of(target, [9.0] * 40, rate), room=MOST, model=False
+    )
     assert gain(length) == pytest.approx(max(gain(n) for n in range(len(sure) + 1)))
 
 
@@ -164,24 +166,26 @@ def test_a_guess_is_as_long_as_is_best_in_view_of_what_the_model_may_draft_behin
     for count, chance in enumerate(sure, 1):
         reach *= chance
         tokens += reach
-        behind = prospect._replace(reach=reach, pending=prospect.pending + count, room=max(0, prospect.room - count))
+        behind = prospect._replace(reach=reach, pending=prospect.pending + count, room=min(prospect.room, MOST - count))
         gain = tokens - rate * (prices.target([1 + count]) - prices.target([1]))
         gains.append(gain + model_steps([behind], [1 + count], prices).gain)
-    length = guess_length(prospect, sure, [1], prices, model=True)
+    length = guess_length(prospect, sure, [1], prices, room=MOST, model=True)
     assert gains[length] == pytest.approx(max(gains), abs=1e-9)
 
 
 def test_rows_up_to_the_next_stair_are_filled_with_any_guess_since_they_cost_nothing() -> None:
     stairs = [0.0] + [1.0] + [1.7] * 3 + [3.4] * 40
     prices = prices_of(stairs, [9.0] * 40, 1.0)
-    assert guess_length(Prospect(0, 1.0, 0.0, 0, MOST), [0.9, 0.2, 0.01, 0.01], [1], prices, model=False) == 3
+    assert (
+        guess_length(Prospect(0, 1.0, 0.0, 0, MOST), [0.9, 0.2, 0.01, 0.01], [1], prices, room=MOST, model=False) == 3
+    )
 
 
 def test_a_weak_guess_gives_way_to_a_model_that_is_likelier_to_be_right() -> None:
     stairs = [0.0] + [1.0] + [1.7] * 3 + [3.4] * 40
     prices = prices_of(stairs, [0.1 + 0.01 * rows for rows in range(40)], 1.0)
-    assert guess_length(Prospect(0, 1.0, 0.95, 1, MOST), [0.3, 0.3, 0.3], [1], prices, model=True) == 0
-    assert guess_length(Prospect(0, 1.0, 0.95, 1, MOST), [0.99, 0.99, 0.99], [1], prices, model=True) == 3
+    assert guess_length(Prospect(0, 1.0, 0.95, 1, MOST), [0.3, 0.3, 0.3], [1], prices, room=MOST, model=True) == 0
+    assert guess_length(Prospect(0, 1.0, 0.95, 1, MOST), [0.99, 0.99, 0.99], [1], prices, room=MOST, model=True) == 3
 
 
 def test_nothing_is_drafted_where_every_row_costs_as_much_as_a_token_is_worth() -> None:

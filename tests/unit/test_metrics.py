@@ -8,7 +8,7 @@ import pytest
 
 from specserve.observability.holdback import Holdback, PlainRounds
 from specserve.observability.metrics import ALL, Emitter, Metrics, Now, Sample, Served
-from specserve.observability.records import End, Group, Origin, Round
+from specserve.observability.records import End, Group, Origin, Round, plain_family
 
 SERVED = Served("qwen", "1.1")
 NOW = Now(live=2, waiting=1, slots=8, draft_model=True)
@@ -116,7 +116,7 @@ def test_only_the_controller_pauses(metrics: Metrics, group: Group) -> None:
     [("code", "code"), ("", "none"), ("Code|x:1", "other"), ("a" * 33, "other"), ("naïve", "other"), ("a\nb", "other")],
 )
 def test_a_family_is_a_short_plain_word_or_another(metrics: Metrics, named: str, label: str) -> None:
-    assert metrics.family(named) == label
+    assert metrics.family(plain_family(named)) == label
 
 
 def test_clients_cannot_make_labels_without_end(metrics: Metrics) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from specserve.errors import ConfigError, ModelLoadError
+from specserve.errors import ConfigError, EnvironmentFailure, ModelLoadError
 from specserve.operations import archive as archiving
 from specserve.operations import command, files, places, prepare
 from specserve.operations.archive import archive
@@ -63,7 +63,7 @@ def config(directory: Path, target: dict[str, Any], **torchserve: Any) -> Path:
 
 def test_a_model_that_asks_for_nothing_is_used_as_it_is(weights: Path, models: Path) -> None:
     prepared = prepare.prepare(config(weights.parent, {"path": str(weights)}))
-    assert prepared == prepare.Prepared(weights, None)
+    assert prepared == prepare.Prepared(weights, None, weights)
     assert not list(models.glob("*.gguf"))
 
 
@@ -92,6 +92,17 @@ def test_requantising_is_done_again_when_the_source_is_another(weights: Path, mo
     write_tiny(fetched, "qwen2", "draft")
     assert prepare.requantise(files.checked(fetched, models)) == written
     assert written.stat().st_ino != before
+
+
+def test_a_note_that_cannot_be_written_is_what_is_said(
+    weights: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(files, "write_json", refuse)
+    with pytest.raises(EnvironmentFailure, match=r"\.json: cannot be written \(Permission denied\)"):
+        files.checked(weights, models)
 
 
 def test_files_of_one_name_from_two_directories_stay_apart(weights: Path, tmp_path: Path, models: Path) -> None:
@@ -137,6 +148,22 @@ def test_the_archive_holds_the_handler_the_package_and_the_model_yaml(weights: P
     }
     assert (manifest["modelName"], manifest["modelVersion"]) == ("mine", "2.0")
     assert (manifest["handler"], manifest["configFile"]) == ("speculative_handler.py", "model.yaml")
+
+
+def test_paths_count_from_the_configurations_directory_and_a_worker_knows_what_was_requantised(
+    weights: Path, models: Path
+) -> None:
+    target = {"path": str(weights), "requantise": "q4_0"}
+    file = config(weights.parent, target)
+    document = yaml.safe_load(file.read_text())
+    document["handler"]["trace"] = {"directory": "traces"}
+    file.write_text(yaml.safe_dump(document))
+    handler = archiving.prepared_handler(file)
+    assert handler.trace
+    assert handler.trace.directory == weights.parent / "traces"
+    assert handler.target.path
+    assert handler.target.path.parent == models
+    assert handler.target.requantise == "q4_0"
 
 
 def test_an_archive_is_replaced_and_leaves_nothing_beside_it(weights: Path, store: Path) -> None:

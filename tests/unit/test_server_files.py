@@ -85,8 +85,10 @@ def test_settings_are_the_projects_with_the_servers_own_after_them(state: State)
     assert settings["disable_token_authorization"] == "false"
 
 
-def test_no_auth_asks_for_no_token(state: State) -> None:
-    assert in_java(properties(state, with_tokens=False))["disable_token_authorization"] == "true"
+def test_no_auth_asks_for_no_token_and_lets_nobody_register_code(state: State) -> None:
+    settings = in_java(properties(state, with_tokens=False))
+    assert settings["disable_token_authorization"] == "true"
+    assert settings["enable_model_api"] == "false"
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""Counters, gauges and histograms for Prometheus, gathered here and handed on a few times a minute."""
+"""Counters, gauges and histograms for Prometheus, gathered here and handed on every few seconds."""
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
@@ -11,7 +10,6 @@ from specserve.observability.holdback import Holdback, PlainRounds
 from specserve.observability.records import End, Origin, Round
 
 Kind = Literal["counter", "gauge", "histogram"]
-_FAMILY = re.compile(r"[a-z0-9_-]{1,32}")
 # Families come from clients: so many have a label of their own, and the others share one.
 _MOST_FAMILIES = 20
 # A text that went without drafts for so many rounds is one where speculation was switched off.
@@ -149,9 +147,9 @@ class Metrics:
                 self._holdback.learn(record.pace, plain=group == "holdback")
 
     def family(self, named: str) -> str:
-        """The label for a kind of prompt, whatever clients call theirs."""
-        if not _FAMILY.fullmatch(named):
-            return "other" if named else "none"
+        """The label for a kind of prompt, however many clients name."""
+        if named in {"", "other"}:
+            return named or "none"
         if named not in self._families:
             if len(self._families) >= _MOST_FAMILIES:
                 return "other"

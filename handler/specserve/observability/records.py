@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 Group = Literal["auto", "fixed", "off", "holdback"]
+_FAMILY = re.compile(r"[a-z0-9_-]{1,32}")
+
+
+def plain_family(named: str) -> str:
+    """A client's word for a kind of prompt, fit for a label and a file: `other` where it is no short plain word."""
+    return named if not named or _FAMILY.fullmatch(named) else "other"
 
 
 @dataclass(frozen=True)
@@ -15,7 +22,7 @@ class Origin:
     Args:
         request: TorchServe's id of it.
         choice: which of the request's texts this is.
-        family: the kind of prompt, in the client's own word.
+        family: the kind of prompt, in the client's own word; empty where it names none.
         group: who decides on its drafts; `holdback` would be `auto`, but was chosen to be compared with.
         drawn: whether it was left to chance which of these two it is; only such texts may be compared.
     """

@@ -14,13 +14,12 @@ from typing import Any
 
 import yaml
 
-from specserve.config import TorchServeKeys, load_yaml
+from specserve.config import HandlerConfig, TorchServeKeys, load_yaml, parse_handler
 from specserve.errors import ConfigError, EnvironmentFailure
 from specserve.operations import command, files, places
 from specserve.operations.prepare import Prepared, prepare
 
 ENTRY_POINT = places.SOURCE_ROOT / "speculative_handler.py"
-NAME, VERSION = "qwen", "1.0"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _TORCH = '''"""Stands in for PyTorch, which TorchServe's worker imports for one isinstance check."""
 
@@ -30,7 +29,7 @@ class Tensor:
 '''
 
 
-def archive(config_file: Path, name: str = NAME, version: str = VERSION) -> Path:
+def archive(config_file: Path, name: str = places.NAME, version: str = places.VERSION) -> Path:
     """Prepare the models and write `model_store/NAME.mar`; returns its path.
 
     Raises:
@@ -66,10 +65,15 @@ def prepared_document(config_file: Path) -> dict[str, Any]:
                 f"{config_file}: `{key}: {workers}` would hang: TorchServe's continuous batching serves a model "
                 "with one worker only; archive it again under a second name for a second one."
             )
-    return resolve(document, prepare(config_file))
+    return resolve(document, prepare(config_file), config_file)
 
 
-def pack(document: dict[str, Any], store: Path, name: str = NAME, version: str = VERSION) -> Path:
+def prepared_handler(config_file: Path) -> HandlerConfig:
+    """Prepare the models; returns what a worker is configured with. It raises what `prepared_document` does."""
+    return parse_handler(prepared_document(config_file)["handler"], str(config_file))
+
+
+def pack(document: dict[str, Any], store: Path, name: str = places.NAME, version: str = places.VERSION) -> Path:
     """Write `NAME.mar` into a model store; returns its path.
 
     Args:
@@ -90,21 +94,23 @@ def pack(document: dict[str, Any], store: Path, name: str = NAME, version: str =
         return built.replace(store / built.name)
 
 
-def resolve(document: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
-    """Return the model YAML with the files to load in place of where to get them."""
+def resolve(document: dict[str, Any], prepared: Prepared, config_file: Path) -> dict[str, Any]:
+    """Return the model YAML with the files to load in place of where to get them, and no relative path."""
     handler = {key: value for key, value in document["handler"].items() if key != "models_directory"}
-    handler["target"] = _loaded(prepared.target)
+    handler["target"] = _loaded(prepared.target, handler["target"])
     if prepared.draft:
-        handler["draft"] = _loaded(prepared.draft)
+        handler["draft"] = _loaded(prepared.draft, handler["draft"])
     if handler.get("trace"):
         # A worker runs in a directory of TorchServe's.
-        directory = Path(handler["trace"]["directory"]).expanduser().absolute()
+        directory = (config_file.absolute().parent / Path(handler["trace"]["directory"]).expanduser()).resolve()
         handler["trace"] = {**handler["trace"], "directory": str(directory)}
     return {**document, "handler": handler}
 
 
-def _loaded(path: Path) -> dict[str, str]:
-    return {"path": str(path), "sha256": files.checked(path, places.models_directory()).sha256}
+def _loaded(path: Path, model: dict[str, Any]) -> dict[str, str]:
+    """The file, and whether it was requantised, which changes what is advised."""
+    found = {"path": str(path), "sha256": files.checked(path, places.models_directory()).sha256}
+    return found | ({"requantise": model["requantise"]} if model.get("requantise") else {})
 
 
 def stage(building: Path, document: dict[str, Any]) -> None:
@@ -158,8 +164,8 @@ def main(arguments: Sequence[str]) -> int:
     """Build one archive and say where it is."""
     parser = command.Parser(prog="archive", description=__doc__)
     add_config(parser)
-    parser.add_argument("--name", default=NAME, help=f"the model's name in every URL (default: {NAME})")
-    parser.add_argument("--version", default=VERSION, help=f"its version (default: {VERSION})")
+    parser.add_argument("--name", default=places.NAME, help=f"the model's name in every URL (default: {places.NAME})")
+    parser.add_argument("--version", default=places.VERSION, help=f"its version (default: {places.VERSION})")
     options = parser.parse_args(arguments)
     command.say(str(archive(options.config, options.name, options.version)))
     return 0

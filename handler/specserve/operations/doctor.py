@@ -6,21 +6,29 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext, redirect_stdout
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import psutil
 from rich.console import Console
 
-from specserve.config import HandlerConfig, load_yaml, processor, usable_cores
+from specserve.config import HandlerConfig, load_yaml, usable_cores
 from specserve.engine.invariance import probe
-from specserve.engine.llama import EngineSettings, LlamaEngine, has_tiny_blas
-from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
-from specserve.operations import command, files, places
+from specserve.engine.llama import EngineSettings, LlamaEngine
+from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
+from specserve.operations import command
 from specserve.operations.archive import add_config
-from specserve.operations.choose import CONTEXT, PROMPTS, Observed, fastest, loaded, one_slot, read_along, write
+from specserve.operations.choose import CONTEXT, PROMPTS, Observed, fastest, loaded, read_along, write
+from specserve.operations.findings import (
+    CELLS,
+    MOST_ROWS,
+    Finding,
+    build,
+    costs,
+    forms,
+    machine,
+    model_files,
+    thread_count,
+)
 from specserve.operations.prepare import Prepared, prepare
 from specserve.operations.selftest import (
     first_difference,
@@ -31,34 +39,12 @@ from specserve.operations.selftest import (
     worst_deviation,
 )
 from specserve.speculation.cost import Cost
-from specserve.speculation.measurement import measure, read, timed
+from specserve.speculation.measurement import measure
 
-_MOST_ROWS = 64
 _PLACES = 4
 _TRIALS = 5000
-_CELLS = 64
-_TURNS = 3
-# What makes vector instructions for 8-bit products, best first.
-_INSTRUCTIONS = ("amx_int8", "avx512_vnni", "avx_vnni", "avx512f", "avx2", "i8mm", "asimddp", "neon")
-# A difference that is no noise of measuring.
-_BETTER = 1.05
-
-
-@dataclass
-class Finding:
-    """One thing that was looked at.
-
-    Args:
-        topic: what.
-        sentence: what was found, and what to do if it is not well.
-        well: False where something should be done.
-        facts: the numbers behind it.
-    """
-
-    topic: str
-    sentence: str
-    well: bool = True
-    facts: dict[str, Any] = field(default_factory=dict)
+# Logits so far apart are not turned by the order in which a kernel sums.
+_NO_TIE = 1.0
 
 
 @dataclass(frozen=True)
@@ -83,60 +69,25 @@ def examine(config_file: Path, handler: HandlerConfig, prepared: Prepared) -> It
     yield build()
     yield model_files(prepared)
     with ExitStack() as stack:
-        model, target = stack.enter_context(loaded(prepared.target, threads, _MOST_ROWS))
+        model, target = stack.enter_context(loaded(prepared.target, threads, MOST_ROWS))
         yield invariance(target, handler, config_file)
-        target_cost = Cost(measure(target), most=_MOST_ROWS)
+        target_cost = Cost(measure(target), most=MOST_ROWS)
         if prepared.draft is None:
             yield costs(target_cost, None)
             yield thread_count(model, threads)
+            yield forms(target, prepared, config_file, threads)
             return
-        draft_model, draft = stack.enter_context(loaded(prepared.draft, threads, _MOST_ROWS, EngineSettings()))
+        draft_model, draft = stack.enter_context(loaded(prepared.draft, threads, MOST_ROWS, EngineSettings()))
         check_same_vocabulary(model, draft_model)
         yield Finding("pair", f"Target and draft have one vocabulary, of {model.size} tokens.")
-        pair = Pair(model, target, draft, (target_cost, Cost(measure(draft), most=_MOST_ROWS)))
+        pair = Pair(model, target, draft, (target_cost, Cost(measure(draft), most=MOST_ROWS)))
         yield costs(*pair.costs)
         yield thread_count(model, threads)
+        yield forms(target, prepared, config_file, threads)
         texts = answers(pair)
         yield greedy_texts(pair, texts)
         yield distributions(pair, texts)
         yield ceiling(pair, texts, handler)
-
-
-def machine(threads: int, prepared: Prepared) -> Finding:
-    """Cores, instructions and memory."""
-    described = processor()
-    flags = next((line.split(":", 1)[1].split() for line in described.splitlines() if line.startswith("flags")), [])
-    best = next((name for name in _INSTRUCTIONS if name in flags), "none known")
-    needed = sum(path.stat().st_size for path in (prepared.target, prepared.draft) if path)
-    free = psutil.virtual_memory().available
-    facts = {"cores": usable_cores(), "threads": threads, "instructions": best, "available_bytes": free}
-    found = f"{usable_cores()} cores may be used, {threads} threads compute, with {best}"
-    if threads > usable_cores():
-        return Finding(
-            "machine", f"{found}: set `threads` to {usable_cores()} or leave it out, or all will wait.", False, facts
-        )
-    if free < 1.5 * needed:
-        said = f"{files.megabytes(free)} of memory are free and the weights take {files.megabytes(needed)}"
-        return Finding("machine", f"{found}; {said}: free some, or choose smaller models.", False, facts)
-    return Finding("machine", f"{found}; {files.megabytes(free)} of memory are free.", facts=facts)
-
-
-def build() -> Finding:
-    """How llama.cpp was built."""
-    facts = {"llama.cpp": build_description()}
-    if has_tiny_blas():
-        said = "llama.cpp was built with tinyBLAS, which makes exact attention slower"
-        return Finding("build", f'{said}: build llama-cpp-python with CMAKE_ARGS="-DGGML_LLAMAFILE=OFF".', False, facts)
-    return Finding("build", "llama.cpp was built without tinyBLAS, as it should be.", facts=facts)
-
-
-def model_files(prepared: Prepared) -> Finding:
-    """What is loaded."""
-    roles = {"target": prepared.target, "draft": prepared.draft}
-    known = {role: files.checked(path, places.models_directory()) for role, path in roles.items() if path}
-    facts = {role: {"file": str(file.path), "sha256": file.sha256} for role, file in known.items()}
-    said = ", ".join(f"{role} {file.path.name} ({file.sha256[:12]})" for role, file in known.items())
-    return Finding("models", f"{said}.", facts=facts)
 
 
 def invariance(target: LlamaEngine, handler: HandlerConfig, config_file: Path) -> Finding:
@@ -150,42 +101,6 @@ def invariance(target: LlamaEngine, handler: HandlerConfig, config_file: Path) -
     if handler.target.requantise is None:
         said += f"; `requantise: q4_0` below `target:` in {config_file} prevents that, with a slightly coarser model"
     return Finding("repeating", f"{said}.", handler.target.requantise is None, facts)
-
-
-def costs(target: Cost, draft: Cost | None) -> Finding:
-    """What passes take."""
-    one = target.exactly(1, _CELLS)
-    curve = {rows: target.exactly(rows, _CELLS) / one for rows in target.table.rows}
-    facts: dict[str, Any] = {"target_ms": 1000 * one, "v": {rows: round(v, 2) for rows, v in curve.items()}}
-    shown = ", ".join(f"{rows}: {curve[rows]:.1f}" for rows in (4, 8, 16) if rows in curve)
-    said = f"A step of the target takes {1000 * one:.0f} ms; more rows at once cost, in steps: {shown}"
-    if draft is None:
-        return Finding("costs", f"{said}. There is no draft model.", facts=facts)
-    share = draft.exactly(1, _CELLS) / one
-    facts["draft_share"] = share
-    said += f". A step of the draft takes {share:.2f} of one of the target"
-    if share > 0.5:
-        return Finding("costs", f"{said}: choose a smaller draft, this one will hardly pay.", False, facts)
-    return Finding("costs", f"{said}.", facts=facts)
-
-
-def thread_count(model: LlamaModel, threads: int) -> Finding:
-    """Whether another number of threads is faster."""
-    tried = sorted({max(1, threads // 2), threads, usable_cores()})
-    took: dict[int, float] = {}
-    for count in tried:
-        one = one_slot(model, count, _MOST_ROWS)
-        read(one, [place % one.width for place in range(_CELLS)])
-        timed(one, _CELLS, 4)
-        took[count] = float(np.median([timed(one, _CELLS, 4) for _ in range(_TURNS)]))
-        one.close()
-    best = min(took, key=took.__getitem__)
-    shown = ", ".join(f"{count}: {1000 * seconds:.0f}" for count, seconds in took.items())
-    said = f"Four rows take, in milliseconds by threads, {shown}"
-    facts = {"milliseconds": {count: 1000 * seconds for count, seconds in took.items()}}
-    if took[threads] > _BETTER * took[best]:
-        return Finding("threads", f"{said}: set `threads: {best}`.", False, facts)
-    return Finding("threads", f"{said}; {threads} is right.", facts=facts)
 
 
 def answers(pair: Pair) -> list[tuple[list[int], list[int]]]:
@@ -209,9 +124,9 @@ def greedy_texts(pair: Pair, texts: list[tuple[list[int], list[int]]]) -> Findin
             "greedy", f"{len(texts)} of {len(texts)} greedy texts are the same with drafts and without.", facts=facts
         )
     said = f"{len(gaps)} of {len(texts)} greedy texts differ, where two logits are {max(gaps):.2g} apart at most"
-    return Finding(
-        "greedy", f"{said}: near-ties, which the number of rows decides (see repeating).", max(gaps) < 1, facts
-    )
+    if max(gaps) >= _NO_TIE:
+        return Finding("greedy", f"{said}, too far for rounding: please report this.", False, facts)
+    return Finding("greedy", f"{said}: near-ties, which the number of rows decides (see repeating).", facts=facts)
 
 
 def distributions(pair: Pair, texts: list[tuple[list[int], list[int]]]) -> Finding:
@@ -246,7 +161,7 @@ def ceiling(pair: Pair, texts: list[tuple[list[int], list[int]]], handler: Handl
     pair.draft.cut(0, 0)
     target, draft = pair.costs
     best = fastest(Observed(hits, draft), target, 15)
-    plain = 1 / target.seconds(1, _CELLS)
+    plain = 1 / target.seconds(1, CELLS)
     gain = best.tokens_per_second / plain
     facts = {"gamma": best.gamma, "tokens_per_second": best.tokens_per_second, "plain": plain}
     speeds = f"{best.tokens_per_second:.1f} tokens/s, plain {plain:.1f}"

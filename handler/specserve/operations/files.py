@@ -44,11 +44,17 @@ def checked(path: Path, notes: Path) -> ModelFile:
         note = _note(path, notes)
         known = read_json(note)
         digest = known.pop("sha256", None)
-        if known != facts or not isinstance(digest, str):
-            digest = _sha256(path)
-            write_json(note, {**facts, "sha256": digest})
+        if known == facts and isinstance(digest, str):
+            return ModelFile(path, digest)
+        digest = _sha256(path)
     except OSError as error:
         raise EnvironmentFailure(f"{path}: cannot be read ({error.strerror}).") from error
+    try:
+        write_json(note, {**facts, "sha256": digest})
+    except OSError as error:
+        raise EnvironmentFailure(
+            f"{note}: cannot be written ({error.strerror}); mend that, or point SPECSERVE_CACHE at another directory."
+        ) from error
     return ModelFile(path, digest)
 
 

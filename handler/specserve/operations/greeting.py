@@ -10,6 +10,7 @@ from typing import Any
 import requests
 
 from specserve.errors import EnvironmentFailure
+from specserve.operations import places
 from specserve.operations.command import say
 from specserve.operations.places import shown
 from specserve.operations.state import State
@@ -21,7 +22,7 @@ _TIMEOUT_SECONDS = 300
 
 def base_url(state: State) -> str:
     """Return the base URL for an OpenAI client."""
-    return f"http://127.0.0.1:{state.ports.inference}/predictions/qwen/1.0/v1"
+    return f"http://127.0.0.1:{state.ports.inference}/predictions/{places.NAME}/{places.VERSION}/v1"
 
 
 def greet(state: State) -> None:

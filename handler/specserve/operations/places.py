@@ -12,6 +12,8 @@ MODEL_STORE = PROJECT / "model_store"
 CONFIG = PROJECT / "config"
 DEFAULT_CONFIG = CONFIG / "qwen2.5-coder-0.5b-1.5b.yaml"
 STATE = PROJECT / ".specserve"
+# Of the model, in every URL, unless told otherwise.
+NAME, VERSION = "qwen", "1.0"
 
 
 def models_directory() -> Path:

@@ -25,10 +25,11 @@ TARGET_CHANGED = (
 
 @dataclass(frozen=True)
 class Prepared:
-    """The files that a worker loads."""
+    """The files that a worker loads, and the target as it was fetched."""
 
     target: Path
     draft: Path | None
+    published: Path
 
 
 def prepare(config_file: Path) -> Prepared:
@@ -40,19 +41,20 @@ def prepare(config_file: Path) -> Prepared:
         ModelLoadError: a file is not a GGUF that can be requantised, or the draft to be chosen does not fit.
     """
     _, handler = load_yaml(config_file)
-    target = _one(handler.target, config_file, handler.models_directory)
+    source = fetch(handler.target, config_file, handler.models_directory)
+    target = _as_wanted(handler.target, source)
     if handler.target.requantise:
         command.say(TARGET_CHANGED)
-    return Prepared(target, _draft(handler, config_file, target))
+    return Prepared(target, _draft(handler, config_file, target), source.path)
 
 
 def _draft(handler: HandlerConfig, config_file: Path, target: Path) -> Path | None:
     model = handler.draft
     if model is None:
         return None
-    if model.requantise != "best":
-        return _one(model, config_file, handler.models_directory)
     published = fetch(model, config_file, handler.models_directory)
+    if model.requantise != "best":
+        return _as_wanted(model, published)
     return best_draft(
         target,
         published.path,
@@ -62,8 +64,7 @@ def _draft(handler: HandlerConfig, config_file: Path, target: Path) -> Path | No
     )
 
 
-def _one(model: ModelConfig, config_file: Path, own_directory: Path | None) -> Path:
-    source = fetch(model, config_file, own_directory)
+def _as_wanted(model: ModelConfig, source: ModelFile) -> Path:
     return source.path if model.requantise is None else requantise(source)
 
 

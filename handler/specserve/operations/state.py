@@ -135,14 +135,13 @@ def properties(state: State, *, with_tokens: bool) -> str:
         "grpc_management_address": "127.0.0.1",
         "grpc_management_port": str(ports.grpc_management),
         "model_store": str(state.model_store),
-        "load_models": "qwen.mar",
+        "load_models": f"{places.NAME}.mar",
         "disable_token_authorization": str(not with_tokens).lower(),
+        # To register a model is to run its code: nobody may who needs no token for it.
+        "enable_model_api": str(with_tokens).lower(),
         # A server for development: its keys end with it, not after an hour.
         "token_expiration_min": str(_YEAR_MINUTES),
     }
-    metrics = places.CONFIG / "metrics.yaml"
-    if metrics.is_file():
-        own["metrics_config"] = str(metrics)
     lines = (f"{key}={escaped(value)}" for key, value in own.items())
     base = (places.CONFIG / "config.properties").read_text(encoding="utf-8")
     heading = f"# This server's own, written by scripts/serve --port {ports.inference}:"

@@ -12,6 +12,7 @@ import requests
 from rich.console import Console
 
 from specserve.errors import EnvironmentFailure, ModelLoadError
+from specserve.operations import places
 from specserve.operations.places import shown
 from specserve.operations.state import State
 
@@ -51,7 +52,7 @@ def is_ready(state: State) -> bool:
     """Ask TorchServe's management port whether a worker has the model loaded."""
     try:
         answer = session(state.key("management")).get(
-            f"http://127.0.0.1:{state.ports.management}/models/qwen", timeout=5
+            f"http://127.0.0.1:{state.ports.management}/models/{places.NAME}", timeout=5
         )
         models: Any = answer.json()
     except (requests.RequestException, ValueError):

@@ -51,7 +51,7 @@ class Models:
 def load_models(config: HandlerConfig) -> Models:
     """Load target and draft, refuse a pair that does not fit, and measure what a step of each takes.
 
-    A draft that cannot be read is left out.
+    A draft that cannot be read, or for which there is no memory, is left out.
 
     Raises:
         ModelLoadError: the target's file is missing or unusable, or the pair does not match.
@@ -79,11 +79,10 @@ def load_models(config: HandlerConfig) -> Models:
 
 
 def _draft_model(config: ModelConfig) -> LlamaModel | None:
-    """The draft model; a file that cannot be read costs speed, and no more: it is said, and texts are written."""
     try:
         return LlamaModel(_path(config))
     except ModelLoadError as error:
-        logger.error("specserve: %s Serving goes on without the draft model.", error)
+        _go_on_without(error)
         return None
 
 
@@ -93,7 +92,7 @@ def open_engines(
     """Caches for models that are loaded, and all that drafts for the target; models may be opened more than once.
 
     Raises:
-        ModelLoadError: there is no memory for the caches, or a pass failed.
+        ModelLoadError: there is no memory for the target's caches, or a pass of it failed.
     """
     attention = target_settings()
     target = _engine(target_model, config, _MAX_LOGITS, attention)
@@ -101,19 +100,12 @@ def open_engines(
     target_cost = _cost(target, target_model, config, attention, speed)
     draft, draft_cost = None, None
     if draft_model is not None:
-        # It reads a window of few tokens, over which flash attention is the faster one.
-        attention = EngineSettings()
-        engine = _engine(draft_model, config, max(_MAX_LOGITS // 2, config.sequences), attention)
-        draft_cost = _cost(engine, draft_model, config, attention, Beside(speed))
-        _report_cost(draft_cost.seconds(1, 0), target_cost.seconds(1, 0))
-        draft = DraftModel(
-            engine,
-            draft_cost,
-            window=config.speculation.window,
-            max_rows=config.prefill_rows,
-            vocabulary=target_model.size,
-            context_length=draft_model.trained_context,
-        )
+        try:
+            draft, draft_cost = _open_draft(draft_model, target_model, config, Beside(speed))
+        except ModelLoadError as error:
+            _go_on_without(error)
+        else:
+            _report_cost(draft_cost.seconds(1, 0), target_cost.seconds(1, 0))
     drafters = Drafters(
         Controller(target_cost, draft_cost),
         PredictionDrafter(),
@@ -123,6 +115,29 @@ def open_engines(
         vocabulary=target_model.size,
     )
     return target, drafters
+
+
+def _open_draft(
+    draft_model: LlamaModel, target_model: LlamaModel, config: HandlerConfig, speed: Beside
+) -> tuple[DraftModel, Cost]:
+    # It reads a window of few tokens, over which flash attention is the faster one.
+    attention = EngineSettings()
+    engine = _engine(draft_model, config, max(_MAX_LOGITS // 2, config.sequences), attention)
+    cost = _cost(engine, draft_model, config, attention, speed)
+    draft = DraftModel(
+        engine,
+        cost,
+        window=config.speculation.window,
+        max_rows=config.prefill_rows,
+        vocabulary=target_model.size,
+        context_length=draft_model.trained_context,
+    )
+    return draft, cost
+
+
+def _go_on_without(error: ModelLoadError) -> None:
+    """A draft that cannot be used costs speed, and no more: it is said, and texts are written."""
+    logger.error("specserve: %s Serving goes on without the draft model.", error)
 
 
 def _cost(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,7 +10,7 @@ from typing import Protocol
 from specserve.config import HandlerConfig
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
-from specserve.observability.records import Group, Origin
+from specserve.observability.records import Group, Origin, plain_family
 from specserve.sequence import Constraint, SamplingParams, Sequence, SpeculationParams, Verification
 from specserve.serving.generation import Generation
 from specserve.serving.requests import (
@@ -49,8 +50,6 @@ _BYTES_PER_TOKEN = 8
 # has to hold with those of its neighbours (max_response_size in config/config.properties).
 _SCORE_BYTES = 80
 _MAX_RESPONSE_BYTES = 16 * 2**20
-# Characters of a client's word for a kind of prompt.
-_LONGEST_FAMILY = 32
 
 
 @dataclass(frozen=True)
@@ -84,6 +83,8 @@ class Tokenizer:
             tokens = self._tokens(prompt, "prompt", special=True, begin=not suffix)
         else:
             tokens = prompt
+            if len(tokens) > self._most:
+                raise _too_long("prompt", self._most, str(len(tokens)))
             if any(not 0 <= token < vocabulary.size for token in tokens):
                 raise _invalid("prompt", f"Token ids must lie between 0 and {vocabulary.size - 1}.")
             text = b"".join(map(vocabulary.piece, tokens)).decode("utf-8", errors="replace")
@@ -94,7 +95,7 @@ class Tokenizer:
                     "suffix", "This model has no tokens for filling in the middle, so it cannot use a 'suffix'."
                 )
             tokens = between
-        return Prompt(self._not_empty(tokens), text)
+        return Prompt(self._not_empty(tokens, "prompt"), text)
 
     def chat(self, text: str) -> Prompt:
         """The prompt that a chat template wrote.
@@ -102,7 +103,7 @@ class Tokenizer:
         Raises:
             RequestError: 400; it is too long, or empty, and the model needs at least one token.
         """
-        return Prompt(self._not_empty(self._tokens(text, "messages", special=True)), text)
+        return Prompt(self._not_empty(self._tokens(text, "messages", special=True), "messages"), text)
 
     def prediction(self, text: str) -> list[int]:
         """The client's guess of an answer, as far as an answer can reach."""
@@ -119,13 +120,13 @@ class Tokenizer:
             length *= 2
         return self._vocabulary.encode(text, special=special, begin=begin)
 
-    def _not_empty(self, tokens: list[int]) -> list[int]:
+    def _not_empty(self, tokens: list[int], param: str) -> list[int]:
         """The tokens; in place of none, the one that begins a text."""
         if tokens:
             return tokens
         start = self._vocabulary.start_token()
         if start is None:
-            raise RequestError("The prompt is empty; this model needs at least one token.", param="prompt")
+            raise RequestError("The prompt is empty; this model needs at least one token.", param=param)
         return [start]
 
 
@@ -155,7 +156,7 @@ def to_generations(
     """
     sampling = _sampling(request, vocabulary)
     group = _group(request, config, held_back=held_back)
-    family = (request.metadata or {}).get("prompt_family", "")[:_LONGEST_FAMILY]
+    family = plain_family((request.metadata or {}).get("prompt_family", ""))
     speculation = _speculation(request, sampling, config, group)
     drawn = _takes_part(request, config)
     grammar = _grammar(request, grammars)
@@ -184,7 +185,9 @@ def to_generations(
         first = len(result) * request.candidates
         origins = [Origin(identity, first + number, family, group, drawn) for number in range(request.candidates)]
         result.append([Generation(s, vocabulary, stops, o) for s, o in zip(sequences, origins, strict=True)])
-    _check_response(request, result)
+    _check_scores(request, result)
+    if isinstance(request, CompletionRequest) and request.echo:
+        _check_echo(request, prompts)
     return result
 
 
@@ -198,7 +201,18 @@ def _answer_length(request: GenerationRequest, prompt: Prompt, config: HandlerCo
     return room if request.most_tokens is None else min(request.most_tokens, room)
 
 
-def _check_response(request: GenerationRequest, groups: list[list[Generation]]) -> None:
+def _check_echo(request: CompletionRequest, prompts: list[Prompt]) -> None:
+    """Refuse what would repeat prompts so often that TorchServe could not carry the response."""
+    size = request.choices * sum(len(json.dumps(prompt.text)) for prompt in prompts)
+    if size > _MAX_RESPONSE_BYTES:
+        raise _invalid(
+            "echo",
+            f"The prompts of this request, {request.choices} times each, take {size // 2**20} MB of the response, "
+            f"over {_MAX_RESPONSE_BYTES // 2**20}: ask for fewer answers, or leave out 'echo'.",
+        )
+
+
+def _check_scores(request: GenerationRequest, groups: list[list[Generation]]) -> None:
     """Refuse what would make a response of many megabytes, which TorchServe would not carry."""
     if request.scored is None:
         return

@@ -133,7 +133,7 @@ class GenerationRequest(_Body):
     prediction: Prediction | None = None
     speculation: SpeculationOptions | None = None
 
-    # Fields that OpenAI's clients send and that mean nothing here.
+    # Fields that OpenAI's clients send and that mean nothing here, but for metadata's `prompt_family`.
     user: str | None = None
     store: bool | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None

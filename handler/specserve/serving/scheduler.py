@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from operator import itemgetter
 from time import perf_counter
 
 from specserve.engine.base import Engine
@@ -167,24 +168,44 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give waiting answers a free slot each; one whose text is just being read for another waits for that."""
+        if len(self._live) == len(self._slots):
+            return
         held: list[int] | None = None
-        for generation in list(self._waiting):
+        for generation in self._in_turn():
             if len(self._live) == len(self._slots):
                 return
             sequence = generation.sequence
             if sequence.tokens == held:
                 continue
-            source, shared = self._longest_prefix(sequence)
-            if worth_waiting(sequence, shared, self._being_read(sequence)):
-                held = sequence.tokens
-                continue
-            self._waiting.remove(generation)
             try:
-                self._settle(generation, source, shared)
-            except EngineError as error:
-                logger.error("specserve: an answer cannot begin: %s", error)
+                if not self._begin(generation):
+                    held = sequence.tokens
+            except Exception as error:
+                # It would be among neither those that wait nor those that live, and nobody else would end it.
+                logger.exception("specserve: an answer cannot begin")
+                if generation in self._waiting:
+                    self._waiting.remove(generation)
                 generation.fail(error)
                 self._watch.ended(generation)
+
+    def _in_turn(self) -> list[Generation]:
+        """Who waits, in the order of admission: requests get slots in turn, so many answers to one delay no other."""
+        held = Counter(live.origin.request for live in self._live)
+        turns = []
+        for generation in self._waiting:
+            turns.append(held[generation.origin.request])
+            held[generation.origin.request] += 1
+        return [generation for _, generation in sorted(zip(turns, self._waiting, strict=True), key=itemgetter(0))]
+
+    def _begin(self, generation: Generation) -> bool:
+        """Give an answer a slot; False where it is better for it to wait for what is being read for another one."""
+        sequence = generation.sequence
+        source, shared = self._longest_prefix(sequence)
+        if worth_waiting(sequence, shared, self._being_read(sequence)):
+            return False
+        self._waiting.remove(generation)
+        self._settle(generation, source, shared)
+        return True
 
     def _settle(self, generation: Generation, source: Slot, shared: int) -> None:
         """Let an answer begin in a free slot, with the first `shared` tokens that `source` holds."""

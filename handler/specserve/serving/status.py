@@ -45,7 +45,7 @@ def speculator(
         "processor": next((line for line in processor().splitlines() if line.startswith("model name")), ""),
         "threads": config.threads or usable_cores(),
         "models": _models(config, models),
-        "batch_invariance": _invariance(models),
+        "batch_invariance": _invariance(config, models),
         "costs": _costs(controller),
         "controller": _learned(controller),
         "limits": {
@@ -88,10 +88,13 @@ def _model(file: ModelConfig, model: LlamaModel) -> dict[str, str | int | None]:
     }
 
 
-def _invariance(models: Models) -> dict[str, float | str | None]:
+def _invariance(config: HandlerConfig, models: Models) -> dict[str, float | str | None]:
     if models.invariance is None:
         return {"sentence": "not measured"}
-    return {**models.invariance._asdict(), "sentence": describe(models.invariance, requantised=False)}
+    return {
+        **models.invariance._asdict(),
+        "sentence": describe(models.invariance, requantised=config.target.requantise is not None),
+    }
 
 
 def _costs(controller: Controller) -> dict[str, dict[str, list[int] | list[float]]]:

@@ -14,7 +14,7 @@ _NOT_SERVED = frozenset({"tools", "tool_choice", "functions", "function_call", "
 _EXPECTED = {
     "prompt": f"must be a string of valid Unicode, a list of token ids, or a list of up to {MAX_CHOICES} of either",
     "stop": f"must be a string or a list of at most {MAX_STOPS} strings, none of them empty or over 1000 characters",
-    "messages": "must be a list of {role, content}, role being system, user or assistant and content text",
+    "messages": "must be a list of {role, content}, role being system, developer, user or assistant and content text",
 }
 
 AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)

@@ -145,19 +145,22 @@ class Drafters:
         while self._model and (chosen := self._choose(wishes, proposals, rows, prices)):
             texts = [Text(wishes[index].sequence, proposals[index].tokens) for index in chosen]
             pending = [self._model.pending(text) for text in texts]
-            a_row = prices.draft(sum(pending)) / max(1, sum(pending))
-            for index, text, count in zip(chosen, texts, pending, strict=True):
-                proposals[index].seconds += a_row * count
-                proposals[index].reading_up += min(a_row * count, self.controller.invest(text.sequence, count, prices))
             begun = self._clock()
             try:
-                logits = self._model.read(texts)
+                reading = self._model.read(texts)
             except DraftError as error:
                 logger.error("specserve: %s Decoding goes on without it.", error)
                 self._model = None
                 break
+            read = sum(reading.rows)
+            a_row = prices.draft(read) / read if read else 0.0
             for place, index in enumerate(chosen):
-                row = logits.get(place)
+                if reading.rows[place]:
+                    spent = a_row * reading.rows[place]
+                    invested = self.controller.invest(wishes[index].sequence, pending[place], prices)
+                    proposals[index].seconds += spent
+                    proposals[index].reading_up += min(spent, invested)
+                row = reading.logits.get(place)
                 if row is None or not self._draw(row, wishes[index], proposals[index], rows, prices):
                     proposals[index].ended = True
                     continue
@@ -184,7 +187,7 @@ class Drafters:
             chances = [self.controller.chance(sequence, guesser.name, one) for one in sure]
             prospect, model = self._prospect(wish, proposal, prices)
             if sequence.speculation.adaptive:
-                length = guess_length(prospect, chances, rows, prices, model=model)
+                length = guess_length(prospect, chances, rows, prices, room=room, model=model)
             else:
                 # So many drafts are wanted in any case; the model gives those that it is likelier to be right about.
                 least = self.controller.hope(sequence) if model else 0.0

@@ -127,7 +127,7 @@ def _stopping(prospect: Prospect, verifying: Sequence[float], prices: Prices) ->
 
 
 def guess_length(
-    prospect: Prospect, chances: Sequence[float], rows: Sequence[int], prices: Prices, *, model: bool
+    prospect: Prospect, chances: Sequence[float], rows: Sequence[int], prices: Prices, *, room: int, model: bool
 ) -> int:
     """How many tokens of a guess that cost nothing should be drafted, before the model drafts what may follow.
 
@@ -136,6 +136,7 @@ def guess_length(
         chances: of each guessed token, the probability that it stays where it is reached.
         rows: how many rows of each text the target's pass has by now.
         prices: of both models' passes.
+        room: how many drafts of any source the round may still have.
         model: whether the model may draft behind the guess, or in its place.
     """
     before = prices.target(rows)
@@ -147,8 +148,8 @@ def guess_length(
         longer = _with_more(rows, prospect.place, count)
         gain = gained - prices.rate * (prices.target(longer) - before)
         if model:
-            room = max(0, prospect.room - count)
-            behind = prospect._replace(reach=reach, pending=prospect.pending + count, room=room)
+            left = max(0, min(prospect.room, room - count))
+            behind = prospect._replace(reach=reach, pending=prospect.pending + count, room=left)
             gain += model_steps([behind], longer, prices).gain
         if gain > most:
             best, most = count, gain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,19 @@ from specserve.errors import DraftError, EngineError
 from specserve.sequence import Sequence
 from specserve.speculation.cost import Cost
 from specserve.speculation.passes import run_pass
+
+
+class Reading(NamedTuple):
+    """What a pass has brought, by the place of a text among those that were asked for.
+
+    Args:
+        logits: behind the last token of a text, shape (vocabulary of the target,); a text that is not read to its end
+            yet has none. Overwritten by the next pass.
+        rows: how many tokens of each text were read.
+    """
+
+    logits: dict[int, FloatArray]
+    rows: list[int]
 
 
 class Text(NamedTuple):
@@ -72,27 +86,27 @@ class DraftModel:
         begin = len(text) - self.pending(text)
         return max((*tokens[begin:], *text.drafts[max(0, begin - len(tokens)) :]), default=0) < self._engine.width
 
-    def read(self, texts: list[Text]) -> dict[int, FloatArray]:
+    def read(self, texts: list[Text]) -> Reading:
         """Read what is new of these texts in one pass.
 
-        Returns:
-            By the place of a text in `texts`, the logits behind its last token, shape (vocabulary of the target,);
-            a text that is not read to its end yet has none. Overwritten by the next pass.
-
         Raises:
-            DraftError: the pass failed.
+            DraftError: the pass failed, or what another slot has read could not be copied.
         """
-        rows, complete = self._unread(texts)
-        self._last = len(rows), self.cells
-        if not rows:
-            return {}
         try:
+            rows, complete = self._unread(texts)
+            self._last = len(rows), self.cells
+            if not rows:
+                return Reading({}, [0] * len(texts))
             logits = run_pass(self._engine, rows, self._cost)
         except EngineError as error:
             raise DraftError(f"The draft model failed: {error}") from error
         if not np.isfinite(logits.max(initial=0.0)):
             raise DraftError("The draft model failed: its logits are not finite.")
-        return {index: self._fitted(row) for index, row in zip(complete, logits, strict=True)}
+        by_slot = Counter(row.slot for row in rows)
+        return Reading(
+            {index: self._fitted(row) for index, row in zip(complete, logits, strict=True)},
+            [by_slot[text.sequence.slot] for text in texts],
+        )
 
     def took(self, seconds: float) -> None:
         """So long were the last pass and what was done with its logits; the cost of the next ones follows."""
@@ -136,6 +150,9 @@ class DraftModel:
                     continue
                 # The last token is always read: its logits are the first that are drafted from.
                 shared = other.common_prefix(sequence.tokens, min(other.draft_cached, len(sequence.tokens) - 1))
+                if shared <= other.draft_start:
+                    # It began to read behind what the two have in common.
+                    continue
                 now = min(shared, reading.get(slot, shared))
                 soon = max(soon, shared)
                 if now > max(most, other.draft_start):

@@ -161,7 +161,7 @@ def run_round(
                 drafters.keep(sequence, sequence.target_cached)
                 if decoding:
                     controller.count_round(sequence, n_accepted + 1, burden)
-                    sequence.account.plain_seconds += (n_accepted + 1) * burden.alone
+                    sequence.account.add_plain(n_accepted + 1, burden.alone)
             else:
                 sequence.target_cached += plan.rows
         except (FloatingPointError, ConstraintError) as error:

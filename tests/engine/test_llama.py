@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -199,3 +203,37 @@ def test_a_truncated_file_is_one_sentence(tmp_path: Path, architecture: str, tin
     file.write_bytes(tiny_file(architecture, "target").read_bytes()[:length])
     with pytest.raises(ModelLoadError, match="is it complete"):
         LlamaModel(file)
+
+
+LOAD = """
+import sys
+from pathlib import Path
+from specserve.engine.llama import LlamaEngine
+from specserve.engine.llama_model import LlamaModel
+from specserve.errors import SpecserveError
+try:
+    engine = LlamaEngine(
+        LlamaModel(Path(sys.argv[1])), n_slots=1, context_length=64, threads=1, max_rows=16, max_logits=4
+    )
+except SpecserveError as error:
+    sys.exit(f"a sentence: {error}")
+"""
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_file_whose_head_is_damaged_is_one_sentence_if_it_is_noticed(
+    tmp_path: Path, architecture: str, tiny_file: TinyFile, seed: int
+) -> None:
+    """Or llama.cpp ends the process, in a process of its own here; scripts/serve tells of that (test_server_files)."""
+    data = bytearray(tiny_file(architecture, "target").read_bytes())
+    end = data.index(b"token_embd.weight")
+    chance = random.Random(seed)
+    for _ in range(chance.choice([1, 3, 20])):
+        data[chance.randrange(4, end + 3000)] = chance.randrange(256)
+    file = tmp_path / "damaged.gguf"
+    file.write_bytes(data)
+    command = [sys.executable, "-c", LOAD, str(file)]
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert outcome.returncode in {0, 1, -signal.SIGABRT}
+    assert "Traceback" not in outcome.stderr
+    assert outcome.returncode != 1 or f"a sentence: {file}: " in outcome.stderr

@@ -47,15 +47,17 @@ class Balancer:
 
 
 @contextmanager
-def balancing(first: int, second: int, directory: Path) -> Iterator[Balancer]:
-    """The configuration as it is, but for its ports: those of the two servers, and a free one."""
+def balancing(first: int, second: int, directory: Path, most: int = 64) -> Iterator[Balancer]:
+    """The configuration as it is, but for its ports, those of the two servers and a free one, and what a key may do."""
     port = free_ports(1)
     text = (PROJECT / "config" / "nginx" / "specserve.conf").read_text()
+    assert "limit_conn keys 64;" in text
+    text = text.replace("limit_conn keys 64;", f"limit_conn keys {most};")
     for old, new in (("8080", first), ("9080", second), ("8000", port)):
         assert f"127.0.0.1:{old}" in text
         text = text.replace(f"127.0.0.1:{old}", f"127.0.0.1:{new}")
     (directory / "specserve.conf").write_text(text)
-    (directory / "keys.map").write_text(f'"Bearer {KEY}" 1;\n')
+    (directory / "keys.map").write_text(f'"~^Bearer {KEY}$" 1;\n')
     command = [str(NGINX), "-p", str(directory), "-c", str(directory / "specserve.conf"), "-g", "daemon off;"]
     process = subprocess.Popen(command)
     try:
@@ -143,9 +145,65 @@ def test_streams_pass_piece_by_piece(tmp_path: Path) -> None:
             server.shutdown()
 
 
-def test_a_wrong_key_is_openais_authentication_error(balancer: Balancer) -> None:
+class FullTwice(BaseHTTPRequestHandler):
+    """A server whose queue is full for the first two requests."""
+
+    protocol_version = "HTTP/1.1"
+    refused = 0
+
+    def do_POST(self) -> None:
+        """A refusal as TorchServe's, or an answer."""
+        self.rfile.read(int(self.headers["Content-Length"]))
+        full = FullTwice.refused < 2
+        FullTwice.refused += full
+        body = b'{"code": 503, "type": "ServiceUnavailableException"}' if full else b"{}"
+        self.send_response(503 if full else 200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing is said of single requests."""
+
+
+def test_full_queues_are_openais_error_and_the_next_request_is_tried_at_once(tmp_path: Path) -> None:
+    with HTTPServer(("127.0.0.1", 0), FullTwice) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            with balancing(server.server_port, server.server_port, tmp_path) as balancer:
+                url, headers = f"http://127.0.0.1:{balancer.port}/v1/completions", {"Authorization": f"Bearer {KEY}"}
+                answers = [requests.post(url, json={}, headers=headers, timeout=60) for _ in range(2)]
+        finally:
+            server.shutdown()
+    assert [answer.status_code for answer in answers] == [503, 200]
+    assert answers[0].json()["error"]["code"] == "service_unavailable"
+
+
+def test_a_key_has_so_many_requests_under_way(servers: tuple[Server, Server], tmp_path: Path) -> None:
+    with balancing(servers[0].port, servers[1].port, tmp_path, most=1) as balancer:
+        completions = balancer.client().completions
+        asked: dict[str, Any] = {"model": "qwen", "prompt": "One", "extra_body": {"ignore_eos": True}}
+        with completions.create(**asked, max_tokens=480, stream=True) as stream:
+            next(stream)
+            with pytest.raises(openai.RateLimitError) as refusal:
+                completions.create(**asked, max_tokens=1)
+        assert refusal.value.code == "rate_limit_exceeded"
+        until(lambda: _answers(balancer), "the next request is taken", 10)
+
+
+def _answers(balancer: Balancer) -> bool:
+    try:
+        balancer.client().models.list()
+    except openai.RateLimitError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("key", ["sk-of-somebody", KEY.upper(), KEY + "s"])
+def test_a_wrong_key_is_openais_authentication_error(balancer: Balancer, key: str) -> None:
     with pytest.raises(openai.AuthenticationError) as refusal:
-        balancer.client(key="sk-of-somebody").models.list()
+        balancer.client(key=key).models.list()
     assert refusal.value.code == "invalid_api_key"
 
 

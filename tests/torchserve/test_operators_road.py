@@ -156,24 +156,41 @@ def test_the_model_is_scaled_unregistered_and_registered_again(operator: Operato
     assert operator.complete() == text
 
 
+def test_the_key_of_the_api_makes_a_new_inference_key(operator: Operator) -> None:
+    url = f"http://127.0.0.1:{operator.port + 1}/token?type=inference"
+    old = operator.token("inference")
+    refused, given = (
+        requests.get(url, headers={"Authorization": f"Bearer {operator.token(kind)}"}, timeout=60)
+        for kind in ("management", "API")
+    )
+    assert (refused.status_code, given.status_code) == (400, 200)
+    assert operator.token("inference") != old
+    assert operator.complete()
+
+
 @pytest.fixture
 def canary(tmp_path: Path) -> Iterator[None]:
-    """Version 1.1 beside 1.0, without speculation, as the README has it; the store is as it was afterwards."""
+    """Version 1.1 in an archive of its own, without speculation, as the README has it; it is gone afterwards."""
     store = PROJECT / "model_store"
     config = tiny_but(tmp_path, handler={"speculation": {"mode": "off"}})
     elder = (store / "qwen.mar").rename(store / "qwen-1.0.mar")
     command = ["scripts/archive", "--config", str(config), "--version", "1.1"]
     try:
         subprocess.run(command, cwd=PROJECT, check=True, timeout=120)
-        yield
+        (store / "qwen.mar").rename(store / "qwen-1.1.mar")
     finally:
         elder.rename(store / "qwen.mar")
+    yield
+    (store / "qwen-1.1.mar").unlink()
 
 
 @pytest.mark.usefixtures("canary")
-def test_a_canary_serves_beside_its_elder_and_takes_its_place(operator: Operator) -> None:
+def test_a_canary_serves_beside_its_elder_goes_comes_again_and_takes_its_place(operator: Operator) -> None:
     text = operator.complete()
-    assert operator.manage("POST", "/models?url=qwen.mar&initial_workers=1&synchronous=true").ok
+    assert operator.manage("POST", "/models?url=qwen-1.1.mar&initial_workers=1&synchronous=true").ok
+    assert operator.manage("DELETE", "/models/qwen/1.1").ok
+    assert operator.complete() == text
+    assert operator.manage("POST", "/models?url=qwen-1.1.mar&initial_workers=1&synchronous=true").ok
     elder, canary = operator.answer("1.0"), operator.answer("1.1")
     assert elder.choices[0].text == canary.choices[0].text == text
     assert elder.speculation["drafted_tokens"] > 0

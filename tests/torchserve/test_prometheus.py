@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import requests
@@ -21,6 +23,7 @@ pytestmark = [pytest.mark.server, pytest.mark.skipif(PROMETHEUS is None, reason=
 
 DASHBOARD = json.loads((PROJECT / "config" / "grafana" / "specserve.json").read_text())
 QUERIES = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel["targets"]]
+[*_, SCALER] = yaml.safe_load_all((PROJECT / "config" / "kserve" / "inference-service.yaml").read_text())
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,9 @@ class Prometheus:
 
     port: int
 
-    def ask(self, query: str) -> list[dict[str, object]]:
+    def ask(self, query: str) -> list[dict[str, Any]]:
         """The series that a query gives now, as Grafana would send it for a panel of some minutes."""
-        expression = query.replace("$__rate_interval", "30s").replace("$model", "qwen")
+        expression = query.replace("$__rate_interval", "30s").replace("$model", "qwen").replace("$family", ".*")
         url = f"http://127.0.0.1:{self.port}/api/v1/query"
         answer = requests.get(url, params={"query": expression}, timeout=10).json()
         assert answer["status"] == "success", answer
@@ -110,7 +113,17 @@ def _wait_for(prometheus: Prometheus, query: str) -> None:
 
 @pytest.mark.parametrize(("title", "query"), QUERIES, ids=[f"{title}: {query[:40]}" for title, query in QUERIES])
 def test_every_query_of_the_dashboard_has_an_answer(prometheus: Prometheus, title: str, query: str) -> None:
-    assert prometheus.ask(query), f"The panel '{title}' would be empty."
+    series = prometheus.ask(query)
+    assert series, f"The panel '{title}' would be empty."
+    numbers = [float(number) for _, number in (one["value"] for one in series)]
+    assert any(map(math.isfinite, numbers)), f"The panel '{title}' would show no number."
+
+
+def test_the_scalers_query_has_an_answer(prometheus: Prometheus) -> None:
+    """The second after some work, in which no text is live any more."""
+    [trigger] = SCALER["spec"]["triggers"]
+    [series] = prometheus.ask(trigger["metadata"]["query"])
+    assert float(series["value"][1]) == 0
 
 
 def test_a_query_for_what_is_not_there_has_none(prometheus: Prometheus) -> None:

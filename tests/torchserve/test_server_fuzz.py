@@ -28,6 +28,8 @@ pytestmark = pytest.mark.server
 
 hundreds = settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 dozens = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+ANYTHING = st.tuples(st.just(COMPLETIONS), completions | anything) | st.tuples(st.just(CHATS), chats | anything)
 GOOD = {"prompt": "The quick brown fox", "max_tokens": 20, "temperature": 0}
 
 
@@ -73,17 +75,16 @@ def test_a_completions_body_is_served_or_refused(fuzzed: Server, expected: str, 
 
 @pytest.mark.long
 @settings(max_examples=20_000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(body=completions | chats | anything)
-def test_twenty_thousand_bodies_are_served_or_refused_by_one_worker(fuzzed: Server, body: object) -> None:
-    check(fuzzed.post(data=json.dumps(body), headers={"Content-Type": "application/json"}))
+@given(asked=ANYTHING)
+def test_twenty_thousand_bodies_are_served_or_refused_by_one_worker(fuzzed: Server, asked: tuple[str, object]) -> None:
+    route, body = asked
+    check(fuzzed.post(data=json.dumps(body), headers={"Content-Type": "application/json"}, route=route))
 
 
 @hundreds
 @given(body=chats | anything)
 def test_a_chat_body_is_served_or_refused(fuzzed: Server, body: object) -> None:
-    check(
-        fuzzed.post(data=json.dumps(body), headers={"Content-Type": "application/json"}, route="/v1/chat/completions")
-    )
+    check(fuzzed.post(data=json.dumps(body), headers={"Content-Type": "application/json"}, route=CHATS))
 
 
 @dozens

@@ -7,18 +7,19 @@ import math
 import numpy as np
 import pytest
 
+from specserve.observability import holdback
 from specserve.observability.holdback import Holdback, PlainRounds
 
 
 def filled(speedup: float, texts: int, seed: int, spread: float = 0.5) -> Holdback:
     """Texts whose paces differ by factors, those with speculation `speedup` times as fast in the middle."""
-    holdback = Holdback(0.5)
+    found = Holdback(0.5)
     generator = np.random.default_rng(seed)
     for pace in np.exp(generator.normal(math.log(0.1), spread, texts)):
-        holdback.learn(float(pace), plain=True)
+        found.learn(float(pace), plain=True)
     for pace in np.exp(generator.normal(math.log(0.1 / speedup), spread, texts)):
-        holdback.learn(float(pace), plain=False)
-    return holdback
+        found.learn(float(pace), plain=False)
+    return found
 
 
 def test_few_texts_say_nothing() -> None:
@@ -46,8 +47,8 @@ def test_more_texts_make_a_narrower_interval() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.5])
 def test_the_configured_share_is_held_back(share: float) -> None:
     """Of 20,000; five standard deviations either way, which chance exceeds once in a million runs."""
-    holdback = Holdback(share, seed=7)
-    held = sum(holdback.chooses() for _ in range(20_000))
+    lot = Holdback(share, seed=7)
+    held = sum(lot.chooses() for _ in range(20_000))
     assert abs(held - 20_000 * share) <= 5 * math.sqrt(20_000 * share * (1 - share))
 
 
@@ -83,16 +84,42 @@ def test_the_interval_of_rounds_holds_the_truth_as_often_as_it_says_though_neigh
     assert misses <= 28
 
 
-def test_intervals_that_take_rounds_for_strangers_are_rejected_by_that() -> None:
-    """The same samples with the spread of single rounds, divided by how many there were: far too narrow."""
+def test_intervals_that_take_rounds_for_strangers_are_rejected_by_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of one plain round each, whose neighbours are alike: far too narrow."""
+    monkeypatch.setattr(holdback, "_PLAIN_ROUNDS", 1)
     misses = 0
     for seed in range(300):
-        generator = np.random.default_rng(seed)
-        easy = np.repeat(generator.uniform(0.3, 0.7, 30), 50)
-        tokens = 1 + generator.poisson(4 * easy)
-        away = 1.96 * tokens.std() / math.sqrt(tokens.size)
-        misses += not abs(tokens.mean() - 3) <= away
+        speedup = rounds(1.5, 1500, seed).speedup()
+        assert speedup is not None
+        misses += not speedup.low <= 1.5 <= speedup.high
     assert misses > 28
+
+
+def test_what_is_long_ago_says_nothing_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speculation brought 3 times the speed, and then 1.5: texts and blocks are as many as are kept."""
+    monkeypatch.setattr(holdback, "_MOST_TEXTS", 8000)
+    monkeypatch.setattr(holdback, "_MOST_BLOCKS", 10)
+    found = filled(3.0, 4000, seed=1)
+    for plain, pace in ((True, 0.1), (False, 0.1 / 1.5)) * 4000:
+        found.learn(pace, plain=plain)
+    speedup = found.speedup()
+    assert speedup is not None
+    assert speedup.value == pytest.approx(1.5)
+    blocks = PlainRounds(0.1)
+    for tokens in (6, 3):
+        for _ in range(8 * 10):
+            blocks.learn(tokens, 0.2, plain=False)
+            blocks.learn(1, 0.1, plain=True)
+    speedup = blocks.speedup()
+    assert speedup is not None
+    assert (speedup.low, speedup.high) == pytest.approx((1.5, 1.5))
+
+
+def test_it_can_begin_anew() -> None:
+    for found in (filled(1.5, 40, seed=1), rounds(1.5, 3000, seed=1)):
+        assert found.speedup() is not None
+        found.forget()
+        assert found.speedup() is None
 
 
 def test_rounds_that_only_end_texts_are_no_trouble() -> None:

@@ -22,6 +22,7 @@ from specserve.operations.state import Ports, State, escaped, properties, requir
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+KSERVE = "config.properties", "kserve/config.properties"
 WORKER = "2026-11-21T05:41:48,756 [INFO ] W-9000-qwen_1.0-stdout MODEL_LOG - "
 
 
@@ -193,6 +194,23 @@ def test_why_a_model_could_not_be_loaded_is_found_in_the_workers_log(log: str, r
     assert watch.load_failure("\n".join(WORKER + line for line in log.splitlines())) == reason
 
 
+LIFE = """s_name_part0=/tmp/.ts.sock, s_name_part1=9000, pid=20212
+Listening on port: /tmp/.ts.sock.9000
+Successfully loaded /srv/metrics.yaml.
+[PID]20212
+Torch worker started.
+Python runtime: 3.11.7
+llama-vocab.cpp:2544: GGML_ASSERT(id != -1) failed
+[Inferior 1 (process 20212) detached]"""
+
+
+@pytest.mark.parametrize(("lives", "given_up"), [(1, False), (3, False), (4, True)])
+def test_a_worker_that_dies_again_and_again_without_a_word_of_ours_is_given_up(lives: int, *, given_up: bool) -> None:
+    reason = watch.load_failure("\n".join(WORKER + line for line in (LIFE.splitlines() * lives)))
+    assert bool(reason) is given_up
+    assert not reason or reason.endswith("its last words: llama-vocab.cpp:2544: GGML_ASSERT(id != -1) failed")
+
+
 def test_waiting_ends_with_the_workers_sentence(state: State) -> None:
     state.model_log.write_text(f"{WORKER}specserve cannot load: the draft is broken.\n", encoding="utf-8")
     with (
@@ -248,3 +266,14 @@ def test_a_java_of_17_or_later_is_taken_and_an_older_one_is_not(
     own.write_text("#!/bin/sh\necho 'java version \"1.8.0_292\"' >&2\n", encoding="utf-8")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     assert java.java_home() not in {None, str(tmp_path)}
+
+
+def test_kserves_settings_are_the_projects_but_for_who_may_reach_what() -> None:
+    ours, theirs = (in_java((places.CONFIG / place).read_text()) for place in KSERVE)
+    changed = {key: theirs.get(key) for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
+    assert changed == {
+        "inference_address": "http://0.0.0.0:8080",
+        "metrics_address": "http://0.0.0.0:8082",
+        "disable_token_authorization": "true",
+        "enable_model_api": "false",
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from random import Random
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ _T = 2.045
 # Rounds that follow each other are alike, so they are compared in blocks of so many plain ones, which are not: and as
 # many blocks as these say something (t for 9 degrees of freedom).
 _PLAIN_ROUNDS, _LEAST_BLOCKS, _T_BLOCKS = 8, 10, 2.262
+# What is older than so many texts, or blocks, says nothing of now; 2 % of the texts are 400 of the control group.
+_MOST_TEXTS, _MOST_BLOCKS = 20_000, 1_000
 
 
 class Speedup(NamedTuple):
@@ -46,24 +49,31 @@ class Lot:
 
 
 class Logarithms:
-    """Running mean and spread of the logarithm of what is added, seconds a token or ratios (Welford's recurrence)."""
+    """The logarithms of what was added, seconds a token or ratios: their mean, and how sure that is."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.mean = 0.0
+        self._sum = 0.0
         self._squares = 0.0
 
-    def add(self, value: float) -> None:
-        """One more, greater than 0."""
-        self.count += 1
-        away = math.log(value) - self.mean
-        self.mean += away / self.count
-        self._squares += away * (math.log(value) - self.mean)
+    def add(self, logarithm: float, times: int = 1) -> None:
+        """One more, or, -1 times, one fewer."""
+        self.count += times
+        self._sum += times * logarithm
+        self._squares += times * logarithm**2
+
+    @property
+    def mean(self) -> float:
+        """Of all that count."""
+        return self._sum / self.count if self.count else 0.0
 
     @property
     def error(self) -> float:
         """The mean's variance."""
-        return self._squares / (self.count - 1) / self.count if self.count > 1 else math.inf
+        if self.count < 2:
+            return math.inf
+        # What rounding leaves of equal values may lie below 0.
+        return max(0.0, self._squares - self.count * self.mean**2) / (self.count - 1) / self.count
 
 
 class Holdback(Lot):
@@ -75,12 +85,22 @@ class Holdback(Lot):
 
     def __init__(self, share: float, seed: int | None = None) -> None:
         super().__init__(share, seed)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: what was seen is not what is to be compared any more."""
         self._speculating = Logarithms()
         self._plain = Logarithms()
+        self._texts: deque[tuple[Logarithms, float]] = deque()
 
     def learn(self, pace: float, *, plain: bool) -> None:
         """A text ended that took so many seconds a token."""
-        (self._plain if plain else self._speculating).add(pace)
+        group, logarithm = self._plain if plain else self._speculating, math.log(pace)
+        group.add(logarithm)
+        self._texts.append((group, logarithm))
+        if len(self._texts) > _MOST_TEXTS:
+            oldest, logarithm = self._texts.popleft()
+            oldest.add(logarithm, -1)
 
     def speedup(self) -> Speedup | None:
         """What speculation brings; None until there are enough texts on both sides."""
@@ -101,7 +121,12 @@ class PlainRounds(Lot):
 
     def __init__(self, share: float, seed: int | None = None) -> None:
         super().__init__(share, seed)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: what was seen is not what is to be compared any more."""
         self._blocks = Logarithms()
+        self._kept: deque[float] = deque()
         self._begin_block()
 
     def _begin_block(self) -> None:
@@ -117,7 +142,10 @@ class PlainRounds(Lot):
         (drafted, drafting), (written, writing) = self._sums[False], self._sums[True]
         # Rounds that only end texts write nothing; a block is complete when both of its sides have written.
         if self._plain_rounds >= _PLAIN_ROUNDS and drafted and written:
-            self._blocks.add(drafted / drafting * writing / written)
+            self._kept.append(math.log(drafted / drafting * writing / written))
+            self._blocks.add(self._kept[-1])
+            if len(self._kept) > _MOST_BLOCKS:
+                self._blocks.add(self._kept.popleft(), -1)
             self._begin_block()
 
     def speedup(self) -> Speedup | None:

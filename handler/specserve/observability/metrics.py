@@ -70,12 +70,12 @@ ALL = tuple(value for value in list(globals().values()) if isinstance(value, Met
 
 
 class Now(NamedTuple):
-    """How a server is at a moment: live and waiting texts, slots, and whether it has a draft model that works."""
+    """How a server is at a moment: live and waiting texts, slots, and whether its draft model works, if it has one."""
 
     live: int
     waiting: int
     slots: int
-    draft_model: bool
+    draft_model: bool | None
 
 
 class Metrics:
@@ -164,7 +164,8 @@ class Metrics:
             yield Sample(metric, labels, value)
         yield from seen
         for gauge, number in zip((LIVE, WAITING, SLOTS, DRAFT_MODEL), now, strict=True):
-            yield Sample(gauge, tuple(self._served), int(number))
+            if number is not None:
+                yield Sample(gauge, tuple(self._served), int(number))
         for gauge, speedup in ((HELD_BACK, self._holdback.speedup()), (PLAIN, self._plain_rounds.speedup())):
             for bound, value in speedup._asdict().items() if speedup else ():
                 yield Sample(gauge, (*self._served, bound), value)

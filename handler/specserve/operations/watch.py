@@ -20,6 +20,11 @@ _POLL_SECONDS = 0.3
 _CANNOT_LOAD = "specserve cannot load: "
 # What TorchServe's worker writes when a handler fails in any other way; a traceback follows.
 _DIED = re.compile(r"Backend worker process died|Failed to load model|Load model \S+ cpu OOM")
+# What each worker says first. One that is killed while it loads is started again, and may come to its end then.
+_STARTED = "Torch worker started."
+_OF_THE_NEXT = ("s_name_part0=", "Listening on port:", "Successfully loaded ", "[PID]")
+_FAILED = re.compile(r"ASSERT|[Ee]rror|terminate|[Kk]illed")
+_MOST_DEATHS = 3
 _RAISED = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b.*")
 
 
@@ -77,10 +82,15 @@ def load_failure(log: str) -> str | None:
         if _CANNOT_LOAD in line:
             return line.partition(_CANNOT_LOAD)[2].strip()
     died = next((number for number, line in enumerate(lines) if _DIED.search(line)), None)
-    if died is None:
-        return None
-    raised = [line for line in lines[died:] if _RAISED.fullmatch(line)]
-    return f"the worker failed: {raised[-1]}" if raised else None
+    if died is not None and (raised := [line for line in lines[died:] if _RAISED.fullmatch(line)]):
+        return f"the worker failed: {raised[-1]}"
+    starts = [number for number, line in enumerate(lines) if line == _STARTED]
+    if len(starts) > _MOST_DEATHS:
+        words = [line for line in lines[starts[-2] : starts[-1]] if not line.startswith(_OF_THE_NEXT)]
+        # A debugger that is installed has the very last word, and says nothing by it.
+        last = next((line for line in reversed(words) if _FAILED.search(line)), words[-1])
+        return f"the worker died {_MOST_DEATHS} times while it loaded the model, its last words: {last}"
+    return None
 
 
 def _message(line: str) -> str:

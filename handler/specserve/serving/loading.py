@@ -67,9 +67,12 @@ def load_models(config: HandlerConfig) -> Models:
             'build it with CMAKE_ARGS="-DGGML_LLAMAFILE=OFF"'
         )
     target, drafters = open_engines(target_model, draft_model, config)
+    grammars = GrammarCompiler(target_model)
+    # Else all streams would wait for it when the first grammar comes.
+    grammars.prepare()
     return Models(
         vocabulary=target_model,
-        grammars=GrammarCompiler(target_model),
+        grammars=grammars,
         target=target,
         drafters=drafters,
         draft=draft_model,

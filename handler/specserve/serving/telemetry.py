@@ -34,6 +34,7 @@ class Telemetry:
     def __init__(self, config: HandlerConfig, models: Models, served: Served, send: Callable[[Sample], None]) -> None:
         self._config = config
         self._models = models
+        self._has_model = models.drafters.has_model
         self.holdback = Holdback(config.speculation.holdback)
         self.plain_rounds = PlainRounds(config.speculation.holdback)
         metrics = Metrics(served, self.holdback, self.plain_rounds)
@@ -42,8 +43,13 @@ class Telemetry:
 
     def emit(self, scheduler: Scheduler) -> None:
         """Hand metrics on, if it is time."""
-        has_model = self._models.drafters.has_model
-        self._emitter.emit(Now(scheduler.live, scheduler.waiting, self._config.sequences, has_model))
+        if self._has_model != self._models.drafters.has_model:
+            # What speculation has brought with the draft model is not what it brings without.
+            self._has_model = self._models.drafters.has_model
+            self.holdback.forget()
+            self.plain_rounds.forget()
+        draft_model = None if self._config.draft is None else self._has_model
+        self._emitter.emit(Now(scheduler.live, scheduler.waiting, self._config.sequences, draft_model))
 
 
 def _traces(config: HandlerConfig, models: Models, served: Served) -> list[Observer]:

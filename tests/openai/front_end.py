@@ -30,7 +30,7 @@ class FrontEnd:
 
     def __init__(self) -> None:
         self.target = FakeEngine(vocabulary=200, n_slots=SLOTS)
-        draft = FakeEngine(vocabulary=200, n_slots=SLOTS, blend=0.3)
+        self.draft = FakeEngine(vocabulary=200, n_slots=SLOTS, blend=0.3)
         self.handler = Handler()
         vocabulary: Any = FakeVocabulary(200)
         config = HandlerConfig(
@@ -42,7 +42,7 @@ class FrontEnd:
             time_slice_ms=0,
             speculation=SpeculationConfig(holdback=0),
         )
-        model = DraftModel(draft, flat(0.001), window=64, max_rows=32, vocabulary=200, context_length=4096)
+        model = DraftModel(self.draft, flat(0.001), window=64, max_rows=32, vocabulary=200, context_length=4096)
         models = Models(
             vocabulary,
             AlternatingGrammars(200),

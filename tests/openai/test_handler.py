@@ -329,3 +329,14 @@ def test_a_model_without_a_chat_template_says_so(front_end: FrontEnd) -> None:
     chat = front_end.post(CHAT, "v1/chat/completions")
     front_end.run()
     assert "no chat template" in front_end.answer(chat)["error"]["message"]
+
+
+def test_what_speculation_has_brought_is_forgotten_when_the_draft_model_fails(front_end: FrontEnd) -> None:
+    telemetry = front_end.handler._telemetry
+    for number in range(80):
+        telemetry.holdback.learn(0.1 + number % 3, plain=number % 2 == 0)
+    assert telemetry.holdback.speedup()
+    front_end.draft.fail_after = 0
+    front_end.post({**BODY, "speculation": {"mode": "fixed", "gamma": 3, "drafter": "model"}})
+    front_end.run()
+    assert telemetry.holdback.speedup() is None

@@ -45,6 +45,50 @@ def accepts_likely_drafts(p: Distributions, q: Distributions, drafts: Sequence[i
     return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
 
 
+def _wrong_block(
+    p: Distributions,
+    q: Distributions,
+    drafts: Sequence[int],
+    noise: NoiseSource,
+    *,
+    last_rule_everywhere: bool = False,
+    weighed: bool = True,
+) -> Verdict:
+    """Block verification, written anew with one of its parts wrong."""
+    gamma = len(drafts)
+    n_accepted, weight_there, weight = 0, 1.0, 1.0
+    for i, x in enumerate(drafts):
+        weight = min(1.0, weight * float(p[i][x] / q[i][x]))
+        if weight == 0:
+            break
+        ends = weight
+        if i + 1 < gamma and not last_rule_everywhere:
+            excess = float(np.maximum(weight * p[i + 1] - q[i + 1], 0).sum())
+            ends = excess / (excess + 1 - weight) if excess + 1 > weight else 1.0
+        if noise.uniform(Purpose.ACCEPT, i) < ends:
+            n_accepted, weight_there = i + 1, weight
+    if n_accepted == gamma:
+        return Verdict(gamma, draw(p[gamma], noise.uniform(Purpose.BONUS, gamma)))
+    uniform = noise.uniform(Purpose.RECOVER, n_accepted)
+    return Verdict(n_accepted, recover(p[n_accepted], q[n_accepted], uniform, weight_there if weighed else 1.0))
+
+
+def ends_a_block_anywhere_by_its_weight(
+    p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource
+) -> Verdict:
+    """WRONG: what holds for a block's last draft, that it stays with probability w, is taken to hold for all."""
+    return _wrong_block(p, q, drafts, noise, last_rule_everywhere=True)
+
+
+def recovers_from_a_block_as_from_a_token(
+    p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource
+) -> Verdict:
+    """WRONG: behind a block the residual is of p and q, not of w p and q."""
+    return _wrong_block(p, q, drafts, noise, weighed=False)
+
+
+# One draft is no block: only longer rounds show these.
+WRONG_BLOCK_RULES = [ends_a_block_anywhere_by_its_weight, recovers_from_a_block_as_from_a_token]
 WRONG_RULES = [recovers_from_p, shares_one_number, shares_the_drafts_numbers, accepts_likely_drafts]
 
 

@@ -392,7 +392,7 @@ def test_a_grammar_accepts_exactly_its_texts(
     ],
 )
 def test_a_grammar_that_cannot_be_used_is_a_sentence(grammar: str, reason: str, compiler: GrammarCompiler) -> None:
-    check_refusal(lambda: compiler.gbnf(grammar, param="grammar"), reason, "grammar")
+    check_refusal(lambda: compiler.gbnf(grammar), reason, "grammar")
 
 
 def check_refusal(compile_it: Callable[[], Constraint], reason: str, param: str) -> None:
@@ -463,7 +463,7 @@ def chain(length: int) -> dict[str, Any]:
 def test_a_schema_that_cannot_be_promised_is_a_sentence(
     schema: dict[str, Any], reason: str, compiler: GrammarCompiler
 ) -> None:
-    check_refusal(lambda: compiler.json_schema(schema, param="response_format"), reason, "response_format")
+    check_refusal(lambda: compiler.json_schema(schema), reason, "response_format")
 
 
 @pytest.mark.parametrize("schema", [nested(29), chain(240), {"const": json.loads("[" * 100 + "]" * 100)}])

@@ -18,6 +18,7 @@ from scipy import stats
 
 from enumeration import Rule, distance, expected_acceptance, law_by_rounds, law_of_text, random_table
 from rules import (
+    WRONG_BLOCK_RULES,
     WRONG_RULES,
     CoarseRace,
     KeyedByPosition,
@@ -93,7 +94,7 @@ def test_the_joint_law_over_several_rounds_is_the_targets_wherever_drafting_stop
         assert distance(law, law_of_text(p, vocabulary, length)) < 1e-12
 
 
-@pytest.mark.parametrize("wrong", WRONG_RULES)
+@pytest.mark.parametrize("wrong", [*WRONG_RULES, *WRONG_BLOCK_RULES])
 def test_enumeration_rejects_a_wrong_rule(wrong: Rule) -> None:
     rng = np.random.default_rng(7)
     tables = [(random_table(rng, 4, 3), random_table(rng, 4, 3)) for _ in range(3)]

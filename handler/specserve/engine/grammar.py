@@ -209,9 +209,9 @@ class GrammarCompiler:
 
     def json_object(self) -> Constraint:
         """Any JSON object."""
-        return self.json_schema({"type": "object"}, param="response_format")
+        return self.json_schema({"type": "object"})
 
-    def json_schema(self, schema: dict[str, Any], *, param: str = "response_format") -> Constraint:
+    def json_schema(self, schema: dict[str, Any]) -> Constraint:
         """JSON that is valid by a schema, its properties in the schema's order.
 
         Raises:
@@ -220,12 +220,12 @@ class GrammarCompiler:
         try:
             text = schema_text(schema)
         except UnusableSchema as error:
-            raise _refusal("JSON schema", error, param) from error
+            raise _refusal("JSON schema", error, "response_format") from error
         options = json.dumps({"whitespace_pattern": _WHITESPACE})
         text = f'{{"x-guidance": {options}, {text[1:]}' if text != "{}" else f'{{"x-guidance": {options}}}'
-        return self._compile(f"{_HEADER}start: %json {text}\n", "JSON schema", param, Layout())
+        return self._compile(f"{_HEADER}start: %json {text}\n", "JSON schema", "response_format", Layout())
 
-    def gbnf(self, grammar: str, *, param: str = "grammar") -> Constraint:
+    def gbnf(self, grammar: str) -> Constraint:
         """Texts by a grammar in llama.cpp's format.
 
         Raises:
@@ -234,8 +234,8 @@ class GrammarCompiler:
         try:
             lark = gbnf_to_lark(grammar)
         except UnusableGrammar as error:
-            raise _refusal("grammar", error, param) from error
-        return self._compile(_HEADER + lark, "grammar", param)
+            raise _refusal("grammar", error, "grammar") from error
+        return self._compile(_HEADER + lark, "grammar", "grammar")
 
     def _compile(self, lark: str, what: str, param: str, layout: Layout | None = None) -> Constraint:
         matcher = llguidance.LLMatcher(self._tokenizer, lark, log_level=0, limits=_LIMITS)

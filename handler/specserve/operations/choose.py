@@ -110,6 +110,7 @@ def best_draft(target: Path, published: Path, pure: Path, *, threads: int, max_g
     forms = {"as published": published, "as pure Q4_0": pure}
     most = min(max_gamma, _MOST_ROWS - 1)
     note = _note(target, published, models)
+    before = " (Measured before.)"
     with files.locked(note.with_suffix(".lock"), f"the form of {published.name} is being chosen"):
         facts = {
             "files": [[path.name, files.checked(path, models).sha256] for path in (target, *forms.values())],
@@ -121,9 +122,10 @@ def best_draft(target: Path, published: Path, pure: Path, *, threads: int, max_g
         }
         known = files.read_json(note)
         if known.get("facts") != facts or known.get("chosen") not in forms:
+            before = ""
             known = {"facts": facts, **_measured(target, forms, threads, most)}
             files.write_json(note, known)
-    command.say(known["said"])
+    command.say(f"{known['said']}{before}")
     return forms[known["chosen"]]
 
 

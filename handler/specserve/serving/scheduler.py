@@ -256,7 +256,11 @@ class Scheduler:
         return min(free, key=last_choice)
 
     def _forget_oldest(self) -> None:
-        """Keep what finished answers hold below the limit: a cache that is common to all is walked over as a whole."""
+        """Keep what finished answers hold below the limit.
+
+        The draft's cache is common to all slots and walked over as a whole: 7,000 idle tokens in it lengthen its step
+        by an eighth (0.5B, two cores). The target's are apart, and take no time.
+        """
         idle = sorted((slot for slot in self._slots if slot.live is None), key=lambda slot: slot.released)
         held = sum(slot.held for slot in idle)
         for slot in idle:

@@ -70,7 +70,7 @@ class Context(Protocol):
 
 @dataclass
 class WholeAnswer:
-    """An answer that is known at once: an error, or a light route."""
+    """An answer that is complete: an error, a light route, or what was written to its end."""
 
     status: int
     body: Mapping[str, Any]

@@ -97,9 +97,9 @@ def _step(surprise: float) -> float:
 class Cost:
     """Seconds of one model's forward pass, and how many rows it should have.
 
-    Only numbers of rows that were measured are ever run: a pass between two stairs is padded up to the cheapest one
-    above it, which may cost less than what was asked for (four rows are cheaper than three where the weights are
-    repacked for four).
+    Of one text only numbers of rows that were measured are run, up to `most`: a pass between two stairs is padded up to
+    the cheapest one above it, which may cost less than what was asked for (four rows are cheaper than three where the
+    weights are repacked for four). What several texts cost together is an estimate of what `run_pass` makes of them.
 
     Args:
         table: the measurement.

@@ -82,6 +82,27 @@ def test_a_clock_that_jumps_changes_no_text_and_no_time_taken(
         assert sum(taken) < time.monotonic() - started
 
 
+def test_requests_that_take_long_to_read_are_read_in_several_calls_while_streams_go_on(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchserve, "_OPENING_SECONDS", 0)
+    stream = front_end.post({**BODY, "stream": True, "max_tokens": 40})
+    front_end.turn()
+    others = [front_end.post({**BODY, "prompt": f"other {number}"}) for number in range(3)]
+    leaving = front_end.post(BODY)
+    read, pieces = [], []
+    for _ in range(4):
+        front_end.turn()
+        read.append(len(front_end.handler._exchanges))
+        pieces.append(len(front_end.text(stream)))
+        if len(read) == 2:
+            front_end.leave(leaving)
+    assert read == [2, 3, 4, 4]
+    assert pieces == sorted(set(pieces))
+    front_end.run()
+    assert all(front_end.status[other] == 200 for other in others)
+
+
 def test_include_usage_adds_null_to_every_chunk_and_one_chunk_with_the_totals(front_end: FrontEnd) -> None:
     stream = front_end.post({**BODY, "stream": True, "stream_options": USAGE})
     front_end.run()

@@ -27,7 +27,7 @@ PURE = tuple(f"speculation/{name}.py" for name in MATHEMATICS)
 OWNERS = {
     "llama_cpp": {"engine/llama.py", "engine/llama_model.py"},
     "llguidance": {"engine/grammar.py"},
-    "ts": {"serving/torchserve.py"},
+    "ts": {"serving/contract.py"},
 }
 
 

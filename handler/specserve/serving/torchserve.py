@@ -1,4 +1,4 @@
-"""The TorchServe handler under continuous batching: the only module that knows how TorchServe talks.
+"""The TorchServe handler under continuous batching: the only module, with `contract`, that knows how TorchServe talks.
 
 `handle` is called again and again while requests live. A row is named by its request id; its body is there the
 first time only. Every call says for every row whether its answer is whole, a chunk, or the last chunk.
@@ -11,14 +11,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
-
-from ts.metrics.metric_type_enum import MetricTypes
+from typing import Any, TypeVar
 
 from specserve.config import HandlerConfig, parse_handler
 from specserve.errors import RequestError, SpecserveError
-from specserve.observability.metrics import ALL, Sample, Served
+from specserve.observability.metrics import Sample, Served
 from specserve.serving.answers import Answer, ChatAnswer, CompletionAnswer, model_list, model_object
+from specserve.serving.contract import PHRASES, Context, last_chunk, more_to_come, nothing_special, sender
 from specserve.serving.loading import Models, load_models
 from specserve.serving.openai import Prompt, Tokenizer, to_generations
 from specserve.serving.openapi import openapi
@@ -35,37 +34,11 @@ logger = logging.getLogger(__name__)
 # So long the status of a whole answer stays open; most are complete by then.
 _SETTLED_AFTER_SECONDS = 2.0
 
+# Reading requests, compiling their grammars above all, may take so long a call beyond the first one of them; the others
+# are read in the next calls, so that streams go on between.
+_OPENING_SECONDS = 0.1
+
 AnyAnswer = TypeVar("AnyAnswer", bound=Answer[Any])
-StoppingCriterion = Callable[[object], bool | None]
-
-
-class MetricsCache(Protocol):
-    """The part of TorchServe's cache of metrics that is used here."""
-
-    def add_metric_to_cache(
-        self, metric_name: str, unit: str, dimension_names: list[str], metric_type: MetricTypes
-    ) -> Any:
-        """A metric with `add_or_update(value, dimension_values)`."""
-
-
-class Context(Protocol):
-    """The part of TorchServe's context that is used here."""
-
-    model_name: str
-    manifest: dict[str, Any]
-    model_yaml_config: dict[str, Any]
-    metrics: MetricsCache
-    request_ids: dict[int, str]
-    stopping_criteria: list[StoppingCriterion]
-
-    def get_request_header(self, idx: int, key: str) -> str | None:
-        """A header of the row's request; `url_path` is what follows the version in its URL."""
-
-    def set_response_status(self, code: int, phrase: str, idx: int) -> None:
-        """The HTTP status of the row's answer."""
-
-    def set_response_content_type(self, idx: int, value: str) -> None:
-        """The content type of the row's answer."""
 
 
 @dataclass
@@ -148,6 +121,8 @@ class Handler:
         )
         self._slices = Slices(self._scheduler, thread, config.time_slice_ms / 1000)
         self._exchanges: dict[str, Exchange] = {}
+        # When those came that are not read yet.
+        self._unread: dict[str, float] = {}
 
     def handle(self, data: list[dict[str, Any]], context: Context) -> list[str]:
         """Take in new requests, forget vanished ones, and answer every row by what a slice of decoding has brought.
@@ -157,29 +132,38 @@ class Handler:
         called = time.monotonic()
         rows = dict(context.request_ids)
         present = set(rows.values())
-        fresh = present - self._exchanges.keys()
         if present != self._exchanges.keys():
             self._slices.hurry()
         was_ahead = self._slices.finish()
         self._forget_vanished(present)
-        for index, identity in rows.items():
-            if identity in fresh:
-                route = context.get_request_header(index, "url_path") or ""
-                self._exchanges[identity] = self._open(identity, route, data[index], called)
+        self._unread = {identity: self._unread.get(identity, called) for identity in present - self._exchanges.keys()}
+        fresh = self._open_some(data, context)
         if not was_ahead:
             self._slices.run()
         answers = [""] * len(data)
-        context.stopping_criteria = [_nothing_special] * len(data)
+        context.stopping_criteria = [nothing_special] * len(data)
         for index, identity in rows.items():
-            exchange = self._exchanges[identity]
-            if was_ahead and identity in fresh and exchange.unfinished:
-                # Nothing was tried yet: what its first round finds wrong with a request shall still be its status.
+            exchange = self._exchanges.get(identity)
+            if exchange is None or (was_ahead and identity in fresh and exchange.unfinished):
+                # Nothing was read, and its body comes again; or nothing was tried, and what its first round finds
+                # wrong with a request shall still be its status.
                 del context.request_ids[index]
             else:
                 answers[index] = self._answer(context, index, exchange)
         self._telemetry.emit(self._scheduler)
         self._slices.ahead()
         return answers
+
+    def _open_some(self, data: list[dict[str, Any]], context: Context) -> set[str]:
+        """Read requests that have come, the first and as many more as there is time for; returns which."""
+        opened: set[str] = set()
+        begun = time.monotonic()
+        for index, identity in context.request_ids.items():
+            if identity in self._unread and (not opened or time.monotonic() < begun + _OPENING_SECONDS):
+                route = context.get_request_header(index, "url_path") or ""
+                self._exchanges[identity] = self._open(identity, route, data[index], self._unread.pop(identity))
+                opened.add(identity)
+        return opened
 
     def _forget_vanished(self, present: set[str]) -> None:
         """A request that is missing from the rows was cancelled by its client."""
@@ -294,9 +278,9 @@ class Handler:
                 return self._wait(context, index, exchange, answer)
             answer = WholeAnswer(200, answer.body())
         if exchange.opened:
-            context.stopping_criteria[index] = _last_chunk
+            context.stopping_criteria[index] = last_chunk
         else:
-            context.set_response_status(answer.status, _PHRASES[answer.status], index)
+            context.set_response_status(answer.status, PHRASES[answer.status], index)
             context.set_response_content_type(index, "application/json")
         return json.dumps(answer.body)
 
@@ -307,7 +291,7 @@ class Handler:
         """
         if exchange.opened or (answer.is_safe and time.monotonic() >= exchange.begun + _SETTLED_AFTER_SECONDS):
             self._open_with(context, index, exchange, "application/json")
-            context.stopping_criteria[index] = _more_to_come
+            context.stopping_criteria[index] = more_to_come
         else:
             # A row left out of the answer waits on, its status still open.
             del context.request_ids[index]
@@ -319,42 +303,18 @@ class Handler:
         last = exchange.opened and answer.done
         events = answer.next_events() if exchange.opened or not answer.done else ""
         self._open_with(context, index, exchange, "text/event-stream")
-        context.stopping_criteria[index] = _last_chunk if last else _more_to_come
+        context.stopping_criteria[index] = last_chunk if last else more_to_come
         return events
 
     def _open_with(self, context: Context, index: int, exchange: Exchange, content_type: str) -> None:
         """Send the status, once."""
         if not exchange.opened:
-            context.set_response_status(200, _PHRASES[200], index)
+            context.set_response_status(200, PHRASES[200], index)
             context.set_response_content_type(index, content_type)
             exchange.opened = True
-
-
-_PHRASES = {200: "OK", 400: "Bad Request", 404: "Not Found", 500: "Internal Server Error"}
-
-
-def sender(cache: MetricsCache) -> Callable[[Sample], None]:
-    """Hands samples to TorchServe, which tells Prometheus."""
-    known = {
-        metric: cache.add_metric_to_cache(metric.name, "count", list(metric.labels), MetricTypes(metric.kind))
-        for metric in ALL
-    }
-    return lambda sample: known[sample.metric].add_or_update(sample.value, list(sample.labels))
 
 
 def _body(row: dict[str, Any]) -> object:
     if "body" not in row and "data" not in row:
         raise RequestError("The request has no JSON body; send it with content-type application/json.")
     return row.get("body", row.get("data"))
-
-
-def _nothing_special(_answer: object) -> None:
-    """The answer is whole and ordinary."""
-
-
-def _more_to_come(_answer: object) -> bool:
-    return False
-
-
-def _last_chunk(_answer: object) -> bool:
-    return True

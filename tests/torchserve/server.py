@@ -139,6 +139,13 @@ def tiny_but(directory: Path, **changes: Any) -> Path:
     return config
 
 
+def seconds_until(happened: Callable[[], bool], what: str) -> float:
+    """How long something took that has to happen."""
+    begun = time.monotonic()
+    until(happened, what)
+    return time.monotonic() - begun
+
+
 def until(happened: Callable[[], bool], what: str, seconds: float = 90) -> None:
     """Wait for something that has to happen, on a machine that may be busy with other things too."""
     end = time.monotonic() + seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -13,6 +14,13 @@ from server import Server, until
 PROMPT = "The quick brown fox"
 GREEDY = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 LONG = {**GREEDY, "max_tokens": 480, "stream": True}
+
+
+def answers(server: Server) -> bool:
+    """Whether a request is answered; one that is handed to a worker that just died may be left hanging."""
+    with contextlib.suppress(requests.RequestException):
+        return server.post({**GREEDY, "max_tokens": 1}).status_code == 200
+    return False
 
 
 def sequences(server: Server) -> tuple[int, int]:

@@ -20,7 +20,7 @@ import pytest
 import requests
 
 from server import PROJECT, Server, running, seconds_until, stop, tiny_but, until, worker, workers
-from streams import GREEDY, LONG, begin_streams, read, sequences
+from streams import GREEDY, LONG, answers, begin_streams, read, sequences
 
 pytestmark = pytest.mark.server
 
@@ -42,13 +42,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def text(server: Server) -> str:
     """What the server says while all is well."""
     return str(server.post(GREEDY).json()["choices"][0]["text"])
-
-
-def answers(server: Server) -> bool:
-    """Whether a request is answered; one that is handed to a worker that just died may be left hanging."""
-    with contextlib.suppress(requests.RequestException):
-        return server.post({**GREEDY, "max_tokens": 1}).status_code == 200
-    return False
 
 
 def seen(what: str) -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import sys
 import threading
@@ -21,6 +20,7 @@ import pytest
 import requests
 
 from server import Server, running, tiny_but, until, worker
+from streams import answers
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
@@ -128,13 +128,6 @@ def server(tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
-def _answers(server: Server) -> bool:
-    """Whether a request is answered."""
-    with contextlib.suppress(requests.RequestException):
-        return server.post({"prompt": "x", "max_tokens": 1}).status_code == 200
-    return False
-
-
 @dataclass(frozen=True)
 class Held:
     """What a process holds: bytes of memory, and open files."""
@@ -161,7 +154,7 @@ def test_nothing_is_lost_but_what_a_killed_worker_held_and_memory_stays(
             time.sleep(SECONDS_BETWEEN_KILLS)
             killed = time.monotonic()
             worker(server.state).kill()
-            until(lambda: _answers(server), "an answer of the next worker", BACK_WITHIN_SECONDS)
+            until(lambda: answers(server), "an answer of the next worker", BACK_WITHIN_SECONDS)
             gaps.append((killed, time.monotonic()))
         time.sleep(CALM_SECONDS / 5)
         last = worker(server.state)

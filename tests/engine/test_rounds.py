@@ -32,7 +32,7 @@ from specserve.speculation.distribution import FloatArray, draw, to_distribution
 from specserve.speculation.drafters import Draft, Drafters, Proposal
 from specserve.speculation.guess import Guess
 from specserve.speculation.guessers import GrammarDrafter, LookupDrafter, PredictionDrafter
-from specserve.speculation.model import DraftModel, Text, worth_waiting
+from specserve.speculation.model import DraftModel, DraftText, worth_waiting
 from specserve.speculation.noise import Purpose
 from specserve.speculation.rejection import RULES, NoiseSource
 from specserve.speculation.round import Plan, Report, _burdens, run_round
@@ -865,7 +865,9 @@ def test_requests_get_slots_in_turn_so_that_many_answers_to_one_delay_no_other(k
 def test_what_a_text_is_charged_for_is_what_the_draft_has_read_of_it() -> None:
     engine = FakeEngine(vocabulary=VOCABULARY, n_slots=SLOTS)
     model = DraftModel(engine, proportional(), window=64, max_rows=8, vocabulary=VOCABULARY, context_length=8192)
-    texts = [Text(Sequence([1] * count, SamplingParams(), SpeculationParams(3), max_tokens=9), []) for count in (3, 20)]
+    texts = [
+        DraftText(Sequence([1] * count, SamplingParams(), SpeculationParams(3), max_tokens=9), []) for count in (3, 20)
+    ]
     for slot, text in enumerate(texts):
         text.sequence.slot = slot
     assert model.read(texts).rows == [3, 5]

@@ -30,7 +30,7 @@ from specserve.serving.responses import (
 )
 from specserve.serving.validation import AnyRequest
 
-JsonObject = dict[str, Any]
+Json = dict[str, Any]
 
 
 def sse(event: Mapping[str, object]) -> str:
@@ -68,7 +68,7 @@ class Answer(ABC, Generic[AnyRequest]):
         self._prompts = prompts
         self._candidates = candidates
         self._vocabulary = vocabulary
-        self._head: JsonObject = {
+        self._head: Json = {
             "id": f"{self.prefix}-{identity}",
             "object": self.chunk_object if self.streams else self.whole_object,
             "created": int(time.time()),
@@ -100,7 +100,7 @@ class Answer(ABC, Generic[AnyRequest]):
         """Whether nothing more will come."""
         return self.error is not None or all(generation.done for generation in self.generations)
 
-    def body(self) -> JsonObject:
+    def body(self) -> Json:
         """The whole response; the answer must be done."""
         best = [generation for group in self._candidates for generation in self._best(group)]
         choices = [self._whole(index, generation) for index, generation in enumerate(best)]

@@ -21,7 +21,7 @@ from specserve.serving.responses import (
     Speculator,
 )
 
-JsonObject = dict[str, Any]
+Json = dict[str, Any]
 
 _REQUESTS = (CompletionRequest, ChatRequest)
 _RESPONSES = (
@@ -31,7 +31,7 @@ _RESPONSES = (
 
 
 @cache
-def openapi() -> JsonObject:
+def openapi() -> Json:
     """The document, OpenAPI 3.1."""
     shapes: list[tuple[str, Literal["validation", "serialization"], TypeAdapter[Any]]] = [
         *((kind.__name__, "validation", TypeAdapter(kind)) for kind in _REQUESTS),
@@ -69,13 +69,13 @@ def openapi() -> JsonObject:
     }
 
 
-def _generation(summary: str, response: str) -> JsonObject:
+def _generation(summary: str, response: str) -> Json:
     answer = _json(response) | {"text/event-stream": {"schema": _event(f"{response}Chunk")}}
     kind = "CompletionRequest" if response == "Completion" else "ChatRequest"
     return {**_operation(summary, answer), "requestBody": {"required": True, "content": _json(kind)}}
 
 
-def _operation(summary: str, content: JsonObject) -> JsonObject:
+def _operation(summary: str, content: Json) -> Json:
     errors = {"anyOf": [_reference("ErrorResponse"), _reference("FrontEndError")]}
     refused = {
         "description": "Refused or failed: by the model's worker, or before it by TorchServe.",
@@ -84,16 +84,16 @@ def _operation(summary: str, content: JsonObject) -> JsonObject:
     return {"summary": summary, "responses": {"200": {"description": "OK", "content": content}, "default": refused}}
 
 
-def _event(chunk: str) -> JsonObject:
+def _event(chunk: str) -> Json:
     """One event of a stream: its data is a chunk, as text, or says that the stream is over."""
     written = {"type": "string", "contentMediaType": "application/json", "contentSchema": _reference(chunk)}
     data = {"anyOf": [{"const": "[DONE]"}, written]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
-def _json(schema: str) -> JsonObject:
+def _json(schema: str) -> Json:
     return {"application/json": {"schema": _reference(schema)}}
 
 
-def _reference(schema: str) -> JsonObject:
+def _reference(schema: str) -> Json:
     return {"$ref": f"#/components/schemas/{schema}"}

@@ -15,7 +15,7 @@ from specserve.speculation.controller import Controller
 from specserve.speculation.distribution import confidence, favourite, is_greedy, one_hot, to_distribution
 from specserve.speculation.gamma import Prices, Prospect, guess_length, model_steps, worth_keeping
 from specserve.speculation.guessers import Guesser
-from specserve.speculation.model import DraftModel, Text
+from specserve.speculation.model import DraftModel, DraftText
 from specserve.speculation.noise import Noise
 from specserve.speculation.rejection import RULES
 from specserve.speculation.shaping import shaped_behind
@@ -143,7 +143,7 @@ class Drafters:
         for index in drafting:
             self._guess(wishes[index], proposals[index], rows, prices)
         while self._model and (chosen := self._choose(wishes, proposals, rows, prices)):
-            texts = [Text(wishes[index].sequence, proposals[index].tokens) for index in chosen]
+            texts = [DraftText(wishes[index].sequence, proposals[index].tokens) for index in chosen]
             pending = [self._model.pending(text) for text in texts]
             begun = self._clock()
             try:
@@ -224,7 +224,7 @@ class Drafters:
         room = wish.gamma - len(proposal.tokens)
         if self._model is None or sequence.speculation.drafter not in {None, "model"}:
             return Prospect(proposal.place, proposal.reach, 0.0, 0, room), False
-        text = Text(sequence, proposal.tokens)
+        text = DraftText(sequence, proposal.tokens)
         pending = self._model.pending(text)
         may = self._model.knows(text)
         if not sequence.speculation.adaptive:

@@ -27,7 +27,7 @@ class Reading(NamedTuple):
     rows: list[int]
 
 
-class Text(NamedTuple):
+class DraftText(NamedTuple):
     """A sequence and the drafts behind it."""
 
     sequence: Sequence
@@ -76,17 +76,17 @@ class DraftModel:
         """How many tokens its cache holds."""
         return self._engine.reach(range(self._engine.n_slots))
 
-    def pending(self, text: Text) -> int:
+    def pending(self, text: DraftText) -> int:
         """How many tokens it would read before it says what follows."""
         return min(len(text) - text.sequence.draft_cached, self._window)
 
-    def knows(self, text: Text) -> bool:
+    def knows(self, text: DraftText) -> bool:
         """Whether it has heard of every token that it would have to read."""
         tokens = text.sequence.tokens
         begin = len(text) - self.pending(text)
         return max((*tokens[begin:], *text.drafts[max(0, begin - len(tokens)) :]), default=0) < self._engine.width
 
-    def read(self, texts: list[Text]) -> Reading:
+    def read(self, texts: list[DraftText]) -> Reading:
         """Read what is new of these texts in one pass.
 
         Raises:
@@ -114,7 +114,7 @@ class DraftModel:
         if rows:
             self._cost.observe([rows], cells, seconds)
 
-    def _unread(self, texts: list[Text]) -> tuple[list[Row], list[int]]:
+    def _unread(self, texts: list[DraftText]) -> tuple[list[Row], list[int]]:
         """Rows of what is new, and which texts are read to their end with them."""
         rows: list[Row] = []
         complete: list[int] = []
@@ -135,7 +135,7 @@ class DraftModel:
                 complete.append(index)
         return rows, complete
 
-    def _begin(self, text: Text, reading: dict[int, int]) -> bool:
+    def _begin(self, text: DraftText, reading: dict[int, int]) -> bool:
         """Settle from where a text is read; False if another slot is reading most of it in this very pass.
 
         Args:

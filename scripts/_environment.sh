@@ -17,12 +17,13 @@ _lock_file() {
     [[ "$1" == serve ]] && echo "$PROJECT/requirements.lock" || echo "$PROJECT/requirements-$1.lock"
 }
 
+_BUILD_TOOLS="$PROJECT/requirements-build.lock"
 # Without tinyBLAS a row has the same sums in any company, and attention need not be the slow one that has them too.
 _BUILD="-DGGML_LLAMAFILE=OFF"
 
 # What an installation of this kind is made from; it is done again when this changes.
 _fingerprint() {
-    cat "$(_lock_file "$1")" "$PROJECT/pyproject.toml" | { sha256sum 2>/dev/null || shasum -a 256; }
+    cat "$(_lock_file "$1")" "$_BUILD_TOOLS" "$PROJECT/pyproject.toml" | { sha256sum 2>/dev/null || shasum -a 256; }
     echo "$PROJECT $_BUILD"
 }
 
@@ -106,13 +107,19 @@ _install() {
     rm -f "$VENV"/.specserve-*
     "$PYTHON" -c 'import pip' 2>/dev/null || _logged "$python" -m venv --clear "$VENV"
     export CMAKE_ARGS="${CMAKE_ARGS:-} $_BUILD"
-    local pip=("$PYTHON" -m pip --disable-pip-version-check --no-input install)
     # The lock names every package; older versions of pip resolve the dependencies anew and stumble.
-    _logged "${pip[@]}" --no-deps --require-hashes -r "$(_lock_file "$kind")"
+    local pip=("$PYTHON" -m pip --disable-pip-version-check --no-input install --no-deps)
     if [[ "$kind" != clients ]]; then
-        _is_built_as_asked || _logged "${pip[@]}" --no-deps --require-hashes --force-reinstall --no-cache-dir \
+        # A build that pip isolates would fetch its tools as they come, whatever a lock says.
+        _logged "${pip[@]}" --require-hashes -r "$_BUILD_TOOLS"
+        export PATH="$VENV/bin:$PATH"
+        pip+=(--no-build-isolation)
+    fi
+    _logged "${pip[@]}" --require-hashes -r "$(_lock_file "$kind")"
+    if [[ "$kind" != clients ]]; then
+        _is_built_as_asked || _logged "${pip[@]}" --require-hashes --force-reinstall --no-cache-dir \
             -r <(awk '/^llama-cpp-python==/ { ours = 1 } ours { print } ours && !/\\$/ { exit }' "$(_lock_file "$kind")")
-        _logged "${pip[@]}" --no-deps --editable "$PROJECT"
+        _logged "${pip[@]}" --editable "$PROJECT"
     fi
     _fingerprint "$kind" >"$VENV/.specserve-$kind"
 }

@@ -32,13 +32,14 @@ class Queued(NamedTuple):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server, what is asked of it beside the prompt, the mebibytes it holds, and its queue where it counts that."""
+    """A server, what is asked of it beside the prompt, the mebibytes it holds, and its queue and key if it has any."""
 
     name: str
     url: str
     extra: dict[str, Any] = field(default_factory=dict)
     memory: Callable[[], int] = lambda: 0
     queued: Callable[[], Queued] = Queued
+    key: str | None = None
 
 
 @dataclass
@@ -84,8 +85,13 @@ def ask(endpoint: Endpoint, prompt: str, longest: int) -> Answer:
     }
     answer = Answer(perf_counter())
     try:
+        headers = {"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {}
         with requests.post(
-            f"{endpoint.url}/v1/completions", json=body | endpoint.extra, stream=True, timeout=ANSWERED_WITHIN_SECONDS
+            f"{endpoint.url}/v1/completions",
+            json=body | endpoint.extra,
+            headers=headers,
+            stream=True,
+            timeout=ANSWERED_WITHIN_SECONDS,
         ) as response:
             response.raise_for_status()
             for event in events(response):

@@ -22,8 +22,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import requests
-
 from clients import Endpoint, ask, prompts
 from load import percentile
 from machine import describe_machine
@@ -31,6 +29,7 @@ from servers import start_ours
 from specserve.config import load_yaml
 from specserve.operations.places import DEFAULT_CONFIG
 from specserve.operations.state import State
+from specserve.operations.watch import session
 
 ECHO = '''
 def handle(data, context):
@@ -58,18 +57,18 @@ class Neighbours:
     def __init__(self, state: State) -> None:
         self._inference = f"http://127.0.0.1:{state.ports.inference}"
         self._models = f"http://127.0.0.1:{state.ports.management}/models"
-        self._session = requests.Session()
+        self._manager, self._client = session(state.key("management")), session(state.key("inference"))
         archive_echo(state.model_store)
         self._register("echo")
 
     def _register(self, name: str) -> None:
-        answer = requests.post(f"{self._models}?url={name}.mar&initial_workers=1&synchronous=true", timeout=600)
+        answer = self._manager.post(f"{self._models}?url={name}.mar&initial_workers=1&synchronous=true", timeout=600)
         answer.raise_for_status()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Without this project's model."""
-        requests.delete(f"{self._models}/qwen/1.0", timeout=60).raise_for_status()
+        self._manager.delete(f"{self._models}/qwen/1.0", timeout=60).raise_for_status()
         try:
             yield
         finally:
@@ -80,7 +79,7 @@ class Neighbours:
         taken = []
         for count in range(number):
             begun = time.perf_counter()
-            answer = self._session.post(f"{self._inference}/predictions/echo", data=f"echo {count}", timeout=60)
+            answer = self._client.post(f"{self._inference}/predictions/echo", data=f"echo {count}", timeout=60)
             taken.append(1000 * (time.perf_counter() - begun))
             if answer.text != f"echo {count}":
                 raise SystemExit(f"The echo answered {answer.status_code}: {answer.text}")
@@ -119,7 +118,7 @@ def main() -> None:
     options = parser.parse_args()
     taken: dict[str, list[float]] = {"alone": [], "beside, idle": [], "beside eight streams": []}
     with ExitStack() as stack:
-        ours = start_ours(stack, options.config, options.port)
+        ours = start_ours(stack, options.config, options.port, with_tokens=True)
         neighbours = Neighbours(State.of(options.port))
         neighbours.milliseconds(options.requests)
         for _ in range(options.turns):

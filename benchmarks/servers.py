@@ -23,14 +23,15 @@ from specserve.operations.state import State
 SLOTS = 8
 
 
-def start_ours(stack: ExitStack, config: Path, port: int) -> Endpoint:
-    """This project's server, through TorchServe."""
+def start_ours(stack: ExitStack, config: Path, port: int, *, with_tokens: bool = False) -> Endpoint:
+    """This project's server, through TorchServe; with tokens, models can be registered there."""
     scripts, flags = PROJECT / "scripts", ["--port", str(port)]
-    serve: list[str | Path] = [scripts / "serve", "--config", config, *flags, "--detach", "--no-auth"]
-    subprocess.run(serve, check=True, stdout=subprocess.DEVNULL)
+    serve: list[str | Path] = [scripts / "serve", "--config", config, *flags, "--detach"]
+    subprocess.run([*serve, *([] if with_tokens else ["--no-auth"])], check=True, stdout=subprocess.DEVNULL)
     stack.callback(lambda: subprocess.run([scripts / "stop", *flags], check=True, stdout=subprocess.DEVNULL))
     url = f"http://127.0.0.1:{State.of(port).ports.inference}/predictions/qwen/1.0"
-    return Endpoint("specserve", url, memory=partial(memory, port), queued=partial(queued, port))
+    key = State.of(port).key("inference") if with_tokens else None
+    return Endpoint("specserve", url, key=key, memory=partial(memory, port), queued=partial(queued, port))
 
 
 def memory(port: int) -> int:

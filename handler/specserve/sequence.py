@@ -127,9 +127,9 @@ class Account:
         for place, drafter in enumerate(sources):
             self._tally(drafter, 1, int(place < accepted))
 
-    def take_back(self, accepted: int) -> None:
-        """The last of the drafts that the last round accepted stood behind the end of the text."""
-        self.plain_seconds -= min(self.last_accepted, max(0, accepted)) * self.last_step
+    def take_back(self, accepted: int, written: int) -> None:
+        """The text ended in the last round: so many of its drafts, and of its tokens, stood behind the end."""
+        self.plain_seconds -= min(self.last_accepted + 1, written) * self.last_step
         stayed = self.last_sources[: self.last_accepted]
         self.last_accepted = max(0, self.last_accepted - max(0, accepted))
         for drafter in stayed[self.last_accepted :]:
@@ -280,13 +280,14 @@ class Sequence:
         """How many leading tokens this text shares with another one, counted up to `most`."""
         return common_prefix(self.tokens, tokens, most)
 
-    def truncate(self, generated: int) -> None:
+    def truncate(self, generated: int, *, ended: bool) -> None:
         """Drop all but the first `generated` tokens behind the prompt; caches hold no more than what is left.
 
-        What a draft guessed right behind the end of the text does not count as accepted.
+        What a draft guessed right behind the end of the text does not count as accepted. Where a token `ended` the
+        text, it is dropped too, though plain decoding would have taken its time to write it.
         """
         dropped = self.generated - generated
-        self.account.take_back(dropped - 1)
+        self.account.take_back(dropped - 1, dropped - ended)
         del self.tokens[self.prompt_length + generated :]
         del self.scores[generated:]
         self.target_cached = min(self.target_cached, len(self.tokens))

@@ -875,14 +875,21 @@ def test_what_a_text_is_charged_for_is_what_the_draft_has_read_of_it() -> None:
 
 
 def test_what_was_drafted_behind_the_end_of_a_text_would_not_have_taken_plain_decoding_time() -> None:
-    """Its estimate is of the tokens that the client gets behind the first, and of the one that ends the text."""
+    """Its estimate is of the tokens that the client gets behind the first, and of one that ends the text."""
     text = bytes(97 + token for token in plain_greedy([1, 2, 3], 20)).decode()
     bench = Bench(blend=0.0)
-    stopped = bench.submit([1, 2, 3], gamma=12, max_tokens=20, stops=[text[6:9]])
+    for stops in ([text[6:9]], [text[5:7]], [text[9]]):
+        stopped = bench.submit([1, 2, 3], gamma=12, max_tokens=20, stops=stops)
+        bench.run()
+        account = stopped.sequence.account
+        assert 1 < len(answer(stopped)) < 13
+        assert account.plain_seconds == pytest.approx((len(answer(stopped)) - 1) * account.last_step)
+    prompt = next([a, b] for a in range(23) for b in range(23) if 2 <= len(plain_greedy([a, b], 50)) < 12)
+    ended = bench.submit(prompt, gamma=12, max_tokens=20)
     bench.run()
-    account = stopped.sequence.account
-    assert 0 < len(answer(stopped)) < 13
-    assert account.plain_seconds == pytest.approx(len(answer(stopped)) * account.last_step)
+    account = ended.sequence.account
+    assert ended.finish_reason == "stop"
+    assert account.plain_seconds == pytest.approx(len(answer(ended)) * account.last_step)
 
 
 PENALISED = SamplingParams(temperature=0, frequency_penalty=1.0, logit_bias=((3, 4.0),))

@@ -26,7 +26,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}as
 
 
 class FrontEnd:
-    """TorchServe's side: rows of live requests, bodies shown once, and every rule of its protocol checked."""
+    """TorchServe, with rows of live requests, their bodies until they are answered, and every rule of its protocol."""
 
     def __init__(self) -> None:
         self.target = FakeEngine(vocabulary=200, n_slots=SLOTS)

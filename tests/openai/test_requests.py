@@ -478,10 +478,15 @@ def test_a_response_of_many_megabytes_is_refused_before_it_is_made() -> None:
 def test_prompts_that_are_echoed_count_towards_the_response() -> None:
     fields: dict[str, Any] = {"prompt": " " * 100_000, "echo": True, "max_tokens": 0}
     vast = CONFIG.model_copy(update={"context_length": 200_000})
-    with pytest.raises(RequestError, match=r"128 times each, take \d+ MB") as caught:
+    with pytest.raises(RequestError, match=r"may take \d+ MB") as caught:
         groups_of({**fields, "prompt": "\N{GRINNING FACE}" * 12_000, "n": 128}, vast)
     assert caught.value.param == "echo"
     assert len(groups_of({**fields, "n": 8}, vast)[0]) == 8
+    together = {**fields, "prompt": " " * 60_000, "logprobs": 0}
+    assert len(groups_of({**together, "n": 3}, vast)[0]) == 3
+    with pytest.raises(RequestError) as caught:
+        groups_of({**together, "n": 4}, vast)
+    assert caught.value.param == "logprobs"
 
 
 def test_too_many_token_ids_are_refused_before_they_are_spelled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from server import PROJECT, Server, free_ports, running, stop, until
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
 pytestmark = [pytest.mark.server, pytest.mark.skipif(NGINX is None, reason="nginx is not installed")]
 
-KEY = "sk-of-a-test"
+KEY = "sk-of.a+test"
 LONG = "The quick brown fox jumps over the lazy dog. " * 6
 
 
@@ -57,7 +58,7 @@ def balancing(first: int, second: int, directory: Path, most: int = 64) -> Itera
         assert f"127.0.0.1:{old}" in text
         text = text.replace(f"127.0.0.1:{old}", f"127.0.0.1:{new}")
     (directory / "specserve.conf").write_text(text)
-    (directory / "keys.map").write_text(f'"~^Bearer {KEY}$" 1;\n')
+    (directory / "keys.map").write_text(f'"~^Bearer {re.escape(KEY)}$" 1;\n')
     command = [str(NGINX), "-p", str(directory), "-c", str(directory / "specserve.conf"), "-g", "daemon off;"]
     process = subprocess.Popen(command)
     try:
@@ -200,7 +201,7 @@ def _answers(balancer: Balancer) -> bool:
     return True
 
 
-@pytest.mark.parametrize("key", ["sk-of-somebody", KEY.upper(), KEY + "s"])
+@pytest.mark.parametrize("key", ["sk-of-somebody", KEY.upper(), KEY + "s", KEY.replace(".", "x")])
 def test_a_wrong_key_is_openais_authentication_error(balancer: Balancer, key: str) -> None:
     with pytest.raises(openai.AuthenticationError) as refusal:
         balancer.client(key=key).models.list()

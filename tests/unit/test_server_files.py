@@ -90,6 +90,7 @@ def test_no_auth_asks_for_no_token_and_lets_nobody_register_code(state: State) -
     settings = in_java(properties(state, with_tokens=False))
     assert settings["disable_token_authorization"] == "true"
     assert settings["enable_model_api"] == "false"
+    assert settings["allowed_urls"] == "nothing"
 
 
 @pytest.mark.parametrize(
@@ -276,4 +277,5 @@ def test_kserves_settings_are_the_projects_but_for_who_may_reach_what() -> None:
         "metrics_address": "http://0.0.0.0:8082",
         "disable_token_authorization": "true",
         "enable_model_api": "false",
+        "allowed_urls": "nothing",
     }

@@ -75,19 +75,19 @@ def examine(config_file: Path, handler: HandlerConfig, prepared: Prepared) -> It
         if prepared.draft is None:
             yield costs(target_cost, None)
             yield thread_count(model, threads)
-            yield forms(target, prepared, config_file, threads)
-            return
-        draft_model, draft = stack.enter_context(loaded(prepared.draft, threads, MOST_ROWS, EngineSettings()))
-        check_same_vocabulary(model, draft_model)
-        yield Finding("pair", f"Target and draft have one vocabulary, of {model.size} tokens.")
-        pair = Pair(model, target, draft, (target_cost, Cost(measure(draft), most=MOST_ROWS)))
-        yield costs(*pair.costs)
-        yield thread_count(model, threads)
-        yield forms(target, prepared, config_file, threads)
-        texts = answers(pair)
-        yield greedy_texts(pair, texts)
-        yield distributions(pair, texts)
-        yield ceiling(pair, texts, handler)
+        else:
+            draft_model, draft = stack.enter_context(loaded(prepared.draft, threads, MOST_ROWS, EngineSettings()))
+            check_same_vocabulary(model, draft_model)
+            yield Finding("pair", f"Target and draft have one vocabulary, of {model.size} tokens.")
+            pair = Pair(model, target, draft, (target_cost, Cost(measure(draft), most=MOST_ROWS)))
+            yield costs(*pair.costs)
+            yield thread_count(model, threads)
+            texts = answers(pair)
+            yield greedy_texts(pair, texts)
+            yield distributions(pair, texts)
+            yield ceiling(pair, texts, handler)
+    # Last, and when the pair is closed: with it there may be no memory for a third model.
+    yield forms(prepared, config_file, threads)
 
 
 def invariance(target: LlamaEngine, handler: HandlerConfig, config_file: Path) -> Finding:

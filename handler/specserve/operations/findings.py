@@ -117,19 +117,19 @@ def thread_count(model: LlamaModel, threads: int) -> Finding:
     return Finding("threads", f"{said}; {threads} is right.", facts=facts)
 
 
-def forms(target: LlamaEngine, prepared: Prepared, config_file: Path, threads: int) -> Finding:
+def forms(prepared: Prepared, config_file: Path, threads: int) -> Finding:
     """Whether the target is faster as published or as pure Q4_0; what is not there yet is made for it."""
     is_pure = prepared.target != prepared.published
     served, other = ("pure Q4_0", "published") if is_pure else ("published", "pure Q4_0")
     try:
         file = prepared.published if is_pure else requantise(_checked(prepared.published))
-        with loaded(file, threads, MOST_ROWS) as (_, engine):
-            took = dict(zip((served, other), steps([target, engine]), strict=True))
+        with loaded(prepared.target, threads, MOST_ROWS) as (_, one), loaded(file, threads, MOST_ROWS) as (_, two):
+            took = dict(zip((served, other), steps([one, two]), strict=True))
     except SpecserveError as error:
         return Finding("quantisation", f"The target's other form, {other}, could not be tried: {error}")
-    shown = ", ".join(f"{form} {1000 * one:.0f} and {1000 * four:.0f}" for form, (one, four) in took.items())
+    shown = ", ".join(f"{form} {1000 * row:.0f} and {1000 * four:.0f}" for form, (row, four) in took.items())
     said = f"One row and four take, in milliseconds by form of the target, {shown}"
-    facts = {form: {"row_ms": 1000 * one, "four_rows_ms": 1000 * four} for form, (one, four) in took.items()}
+    facts = {form: {"row_ms": 1000 * row, "four_rows_ms": 1000 * four} for form, (row, four) in took.items()}
     gain = took[served][0] / took[other][0]
     if gain <= _BETTER:
         return Finding("quantisation", f"{said}; {served} is right.", facts=facts)

@@ -15,6 +15,8 @@ import psutil
 from specserve.errors import ConfigError, EnvironmentFailure
 from specserve.operations import files, places
 
+# A pattern that no URL fits; the model store's own archives are named without one.
+_NOTHING = "nothing"
 _YEAR_MINUTES = 365 * 24 * 60
 # What a Unix socket's path may be long at most, on the strictest system, less TorchServe's own name for it.
 _SOCKET_DIRECTORY_BYTES = 103 - len("/.ts.sock.9999")
@@ -137,11 +139,12 @@ def properties(state: State, *, with_tokens: bool) -> str:
         "model_store": str(state.model_store),
         "load_models": f"{places.NAME}.mar",
         "disable_token_authorization": str(not with_tokens).lower(),
-        # To register a model is to run its code: nobody may who needs no token for it.
-        "enable_model_api": str(with_tokens).lower(),
         # A server for development: its keys end with it, not after an hour.
         "token_expiration_min": str(_YEAR_MINUTES),
     }
+    if not with_tokens:
+        # To register a model or a workflow is to run its code: nobody may who needs no token for it.
+        own |= {"enable_model_api": "false", "allowed_urls": _NOTHING}
     lines = (f"{key}={escaped(value)}" for key, value in own.items())
     base = (places.CONFIG / "config.properties").read_text(encoding="utf-8")
     heading = f"# This server's own, written by scripts/serve --port {ports.inference}:"

@@ -124,7 +124,7 @@ class Generation:
         self._text.finish()
         scores = self.sequence.scores[: len(self._spans) if scored is None else scored]
         self.mean_logprob = sum(score.logprob for score in scores) / len(scores) if scores else -math.inf
-        self.sequence.truncate(len(self._spans))
+        self.sequence.truncate(len(self._spans), ended=scored is not None)
 
     @property
     def has_text(self) -> bool:

@@ -185,9 +185,7 @@ def to_generations(
         first = len(result) * request.candidates
         origins = [Origin(identity, first + number, family, group, drawn) for number in range(request.candidates)]
         result.append([Generation(s, vocabulary, stops, o) for s, o in zip(sequences, origins, strict=True)])
-    _check_scores(request, result)
-    if isinstance(request, CompletionRequest) and request.echo:
-        _check_echo(request, prompts)
+    _check_response(request, prompts, result)
     return result
 
 
@@ -201,30 +199,23 @@ def _answer_length(request: GenerationRequest, prompt: Prompt, config: HandlerCo
     return room if request.most_tokens is None else min(request.most_tokens, room)
 
 
-def _check_echo(request: CompletionRequest, prompts: list[Prompt]) -> None:
-    """Refuse what would repeat prompts so often that TorchServe could not carry the response."""
-    size = request.choices * sum(len(json.dumps(prompt.text)) for prompt in prompts)
-    if size > _MAX_RESPONSE_BYTES:
-        raise _invalid(
-            "echo",
-            f"The prompts of this request, {request.choices} times each, take {size // 2**20} MB of the response, "
-            f"over {_MAX_RESPONSE_BYTES // 2**20}: ask for fewer answers, or leave out 'echo'.",
-        )
-
-
-def _check_scores(request: GenerationRequest, groups: list[list[Generation]]) -> None:
+def _check_response(request: GenerationRequest, prompts: list[Prompt], groups: list[list[Generation]]) -> None:
     """Refuse what would make a response of many megabytes, which TorchServe would not carry."""
-    if request.scored is None:
-        return
     places = sum(group[0].sequence.max_tokens for group in groups)
     if request.scores_prompt:
         places += sum(group[0].sequence.prompt_length for group in groups)
-    size = places * request.choices * (1 + request.scored) * _SCORE_BYTES
+    scores = 0 if request.scored is None else places * (1 + request.scored) * _SCORE_BYTES
+    echoes = 0
+    if isinstance(request, CompletionRequest) and request.echo:
+        # Scores name the tokens once more.
+        echoes = (1 + request.scores_prompt) * sum(len(json.dumps(prompt.text)) for prompt in prompts)
+    size = request.choices * (scores + echoes)
     if size > _MAX_RESPONSE_BYTES:
+        chat = isinstance(request, ChatRequest)
         raise _invalid(
-            "top_logprobs" if isinstance(request, ChatRequest) else "logprobs",
-            f"The log-probabilities of this request may take {size // 2**20} MB, over {_MAX_RESPONSE_BYTES // 2**20}: "
-            "ask for fewer answers, tokens or alternatives, or set 'max_tokens'.",
+            "top_logprobs" if chat else "logprobs" if scores > echoes else "echo",
+            f"The log-probabilities and echoed prompts of this request may take {size // 2**20} MB, over "
+            f"{_MAX_RESPONSE_BYTES // 2**20}: ask for fewer answers, tokens or alternatives, or set 'max_tokens'.",
         )
 
 

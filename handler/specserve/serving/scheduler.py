@@ -170,16 +170,16 @@ class Scheduler:
         """Give waiting answers a free slot each; one whose text is just being read for another waits for that."""
         if len(self._live) == len(self._slots):
             return
-        held: list[int] | None = None
+        held: list[list[int]] = []
         for generation in self._in_turn():
             if len(self._live) == len(self._slots):
                 return
-            sequence = generation.sequence
-            if sequence.tokens == held:
+            tokens = generation.sequence.tokens
+            if tokens in held:
                 continue
             try:
                 if not self._begin(generation):
-                    held = sequence.tokens
+                    held.append(tokens)
             except Exception as error:
                 # It would be among neither those that wait nor those that live, and nobody else would end it.
                 logger.exception("specserve: an answer cannot begin")

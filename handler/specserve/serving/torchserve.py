@@ -1,7 +1,7 @@
 """The TorchServe handler under continuous batching: the only module, with `contract`, that knows how TorchServe talks.
 
-`handle` is called again and again while requests live. A row is named by its request id; its body is there the
-first time only. Every call says for every row whether its answer is whole, a chunk, or the last chunk.
+`handle` is called again and again while requests live. A row is named by its request id; its body is there until
+something is said of the row. Every call says for every row whether its answer is whole, a chunk, or the last chunk.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ logger = logging.getLogger(__name__)
 # So long the status of a whole answer stays open; most are complete by then.
 _SETTLED_AFTER_SECONDS = 2.0
 
-# Reading requests, compiling their grammars above all, may take so long a call beyond the first one of them; the others
-# are read in the next calls, so that streams go on between.
+# After so long a call reads no further request: compiling a grammar may take half a second, and streams go on between.
 _OPENING_SECONDS = 0.1
 
 AnyAnswer = TypeVar("AnyAnswer", bound=Answer[Any])

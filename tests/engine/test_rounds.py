@@ -586,6 +586,20 @@ def test_a_wait_is_as_configured_or_else_ten_passes_on_a_slow_machine(
     assert longest_wait(milliseconds, proportional(1.0)) == seconds
 
 
+def test_a_prompt_may_make_a_pass_cheaper_by_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uneven texts take passes of their own, which one more text may fill; half an hour of load met it 31 times."""
+    bench = Bench(prefill_rows=8)
+    for gamma in (1, 7):
+        bench.submit([gamma] * 3, gamma=gamma, max_tokens=60)
+    while not all(generation.sequence.generated for generation in bench.submitted):
+        bench.scheduler.step()
+    cost = bench.scheduler._drafters.controller.target
+    monkeypatch.setattr(cost, "together", lambda counts, _cells: 0.1 / len(counts))
+    reading = bench.submit([9] * 30)
+    bench.scheduler.step()
+    assert reading.sequence.target_cached == 8
+
+
 def test_a_wait_is_a_quarter_of_a_second_unless_told_or_slow() -> None:
     assert longest_wait(None, proportional(0.01)) == 0.25
 

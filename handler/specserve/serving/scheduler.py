@@ -313,7 +313,8 @@ class Scheduler:
         before = cost.together(rows, cells)
         least = min(_LEAST_CHUNK, self._prefill_rows)
         chunks = range(least, self._prefill_rows + 1)
-        takes = {chunk: cost.together([*rows, chunk], cells) - before for chunk in chunks}
+        # By estimate a pass may be cheaper with a prompt beside; nobody waits less than not at all.
+        takes = {chunk: max(0.0, cost.together([*rows, chunk], cells) - before) for chunk in chunks}
         fitting = [chunk for chunk in chunks if takes[chunk] <= longest] or [least]
         waits = {chunk: (waiting * (before + takes[chunk]) + len(decoding) * takes[chunk]) / chunk for chunk in fitting}
         return max(chunk for chunk in fitting if waits[chunk] <= _AS_GOOD * min(waits.values()))

@@ -427,6 +427,15 @@ def test_a_round_is_borne_by_those_who_lengthen_it() -> None:
     assert [burden.whole for burden in burdens] == pytest.approx([1, 4.5, 5])
 
 
+def test_nobody_is_given_time_back_where_more_rows_are_cheaper_by_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = proportional()
+    monkeypatch.setattr(cost, "together", lambda counts, _cells: 10.0 - sum(counts))
+    reading = Sequence([1] * 20, SamplingParams(temperature=0), SpeculationParams(4), max_tokens=50)
+    plans = [Plan(decoding(7), 1, 4), Plan(decoding(7), 1, 4), Plan(reading, 5, 0)]
+    burdens = _burdens(plans, [Proposal(place) for place in range(3)], [1, 2, 5], cost, 0)
+    assert [burden.whole for burden in burdens] == pytest.approx([4, 4, 0])
+
+
 def test_a_text_does_not_run_into_debt_for_its_neighbours_drafts() -> None:
     bench = Bench(blend=1.0)
     drafted = bench.submit([1, 2, 3], max_tokens=100, gamma=3)

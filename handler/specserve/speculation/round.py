@@ -186,8 +186,9 @@ def _burdens(plans: list[Plan], proposals: list[Proposal], counts: list[int], co
     decoding = [plan.rows for plan in plans if plan.sequence.generated]
     fed = [plan.rows for plan in plans]
     plain, alone = cost.together(fed, cells), cost.together(decoding, cells)
-    a_draft = (cost.together(counts, cells) - plain) / max(1, sum(counts) - sum(fed))
-    a_row = (plain - alone) / max(1, sum(fed) - sum(decoding))
+    # By estimate more rows may be cheaper; nobody is given time for them.
+    a_draft = max(0.0, cost.together(counts, cells) - plain) / max(1, sum(counts) - sum(fed))
+    a_row = max(0.0, plain - alone) / max(1, sum(fed) - sum(decoding))
     return [
         Burden(
             alone / len(decoding) if plan.sequence.generated else plan.rows * a_row,

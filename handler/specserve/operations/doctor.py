@@ -185,7 +185,7 @@ def main(arguments: Sequence[str]) -> int:
     # What preparing says is for people.
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         prepared = prepare(options.config)
-    with console.status("looking; this takes two minutes") as status:
+    with console.status("looking; this takes a minute or two") as status:
         for finding in examine(options.config, handler, prepared):
             found.append(finding)
             status.update(f"{finding.topic} is done")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from costs import flat
+from costs import proportional
 from specserve.engine.llama_model import LlamaModel
 from specserve.operations import findings, places
 from specserve.operations.files import ModelFile, checked
@@ -83,7 +83,7 @@ def test_a_form_that_cannot_be_made_is_said_and_no_more(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("draft", "well"), [(0.003, True), (0.006, False)])
 def test_a_draft_that_takes_more_than_half_of_a_step_is_too_large(*, draft: float, well: bool) -> None:
-    found = costs(flat(0.01), flat(draft))
+    found = costs(proportional(0.01), proportional(draft))
     assert found.well is well
     assert ("choose a smaller draft" in found.sentence) is not well
     assert found.facts["draft_share"] == pytest.approx(draft / 0.01)

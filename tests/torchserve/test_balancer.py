@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -104,10 +105,31 @@ def test_a_stream_comes_whole(balancer: Balancer) -> None:
 PIECES = [*(b'data: {"choices": [{"index": 0, "text": "%d"}]}' % number for number in range(5)), b"data: [DONE]"]
 
 
-class OnePieceAtATime(BaseHTTPRequestHandler):
-    """A server that sends each piece of a stream only after the one before has reached the client."""
+class StandIn(BaseHTTPRequestHandler):
+    """A server in place of ours."""
 
     protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        """Nothing is said of single requests."""
+
+
+@contextmanager
+def balancing_before(handler: type[StandIn], directory: Path) -> Iterator[partial[requests.Response]]:
+    """A balancer whose two servers are one stand-in; gives what posts an empty completion to it."""
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            with balancing(server.server_port, server.server_port, directory) as balancer:
+                url, headers = f"http://127.0.0.1:{balancer.port}/v1/completions", {"Authorization": f"Bearer {KEY}"}
+                yield partial(requests.post, url, json={}, headers=headers, timeout=60)
+        finally:
+            server.shutdown()
+
+
+class OnePieceAtATime(StandIn):
+    """It sends each piece of a stream only after the one before has reached the client."""
+
     reached = threading.Semaphore(0)
 
     def do_POST(self) -> None:
@@ -126,30 +148,19 @@ class OnePieceAtATime(BaseHTTPRequestHandler):
     def _send(self, piece: bytes) -> None:
         self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
 
-    def log_message(self, *_: object) -> None:
-        """Nothing is said of single requests."""
-
 
 def test_streams_pass_piece_by_piece(tmp_path: Path) -> None:
-    with HTTPServer(("127.0.0.1", 0), OnePieceAtATime) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            with balancing(server.server_port, server.server_port, tmp_path) as balancer:
-                url, headers = f"http://127.0.0.1:{balancer.port}/v1/completions", {"Authorization": f"Bearer {KEY}"}
-                came = []
-                with requests.post(url, json={}, headers=headers, stream=True, timeout=60) as answer:
-                    for line in filter(None, answer.iter_lines(chunk_size=1)):
-                        came.append(line)
-                        OnePieceAtATime.reached.release()
-                assert came == PIECES
-        finally:
-            server.shutdown()
+    came = []
+    with balancing_before(OnePieceAtATime, tmp_path) as post, post(stream=True) as answer:
+        for line in filter(None, answer.iter_lines(chunk_size=1)):
+            came.append(line)
+            OnePieceAtATime.reached.release()
+    assert came == PIECES
 
 
-class FullTwice(BaseHTTPRequestHandler):
-    """A server whose queue is full for the first two requests."""
+class FullTwice(StandIn):
+    """Its queue is full for the first two requests."""
 
-    protocol_version = "HTTP/1.1"
     refused = 0
 
     def do_POST(self) -> None:
@@ -164,19 +175,10 @@ class FullTwice(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_: object) -> None:
-        """Nothing is said of single requests."""
-
 
 def test_full_queues_are_openais_error_and_the_next_request_is_tried_at_once(tmp_path: Path) -> None:
-    with HTTPServer(("127.0.0.1", 0), FullTwice) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            with balancing(server.server_port, server.server_port, tmp_path) as balancer:
-                url, headers = f"http://127.0.0.1:{balancer.port}/v1/completions", {"Authorization": f"Bearer {KEY}"}
-                answers = [requests.post(url, json={}, headers=headers, timeout=60) for _ in range(2)]
-        finally:
-            server.shutdown()
+    with balancing_before(FullTwice, tmp_path) as post:
+        answers = [post() for _ in range(2)]
     assert [answer.status_code for answer in answers] == [503, 200]
     assert answers[0].json()["error"]["code"] == "service_unavailable"
 

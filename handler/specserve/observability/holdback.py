@@ -76,6 +76,26 @@ class Logarithms:
         return max(0.0, self._squares - self.count * self.mean**2) / (self.count - 1) / self.count
 
 
+class Recent:
+    """Lets groups forget what is older than so many additions to any of them.
+
+    Args:
+        most: of them that count.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept: deque[tuple[Logarithms, float]] = deque()
+
+    def add(self, group: Logarithms, logarithm: float) -> None:
+        """One more in a group; the oldest of all is none any more."""
+        group.add(logarithm)
+        self._kept.append((group, logarithm))
+        if len(self._kept) > self._most:
+            oldest, gone = self._kept.popleft()
+            oldest.add(gone, -1)
+
+
 class Holdback(Lot):
     """Chooses the control group among requests, and compares.
 
@@ -91,16 +111,11 @@ class Holdback(Lot):
         """Begin anew: what was seen is not what is to be compared any more."""
         self._speculating = Logarithms()
         self._plain = Logarithms()
-        self._texts: deque[tuple[Logarithms, float]] = deque()
+        self._recent = Recent(_MOST_TEXTS)
 
     def learn(self, pace: float, *, plain: bool) -> None:
         """A text ended that took so many seconds a token."""
-        group, logarithm = self._plain if plain else self._speculating, math.log(pace)
-        group.add(logarithm)
-        self._texts.append((group, logarithm))
-        if len(self._texts) > _MOST_TEXTS:
-            oldest, logarithm = self._texts.popleft()
-            oldest.add(logarithm, -1)
+        self._recent.add(self._plain if plain else self._speculating, math.log(pace))
 
     def speedup(self) -> Speedup | None:
         """What speculation brings; None until there are enough texts on both sides."""
@@ -126,7 +141,7 @@ class PlainRounds(Lot):
     def forget(self) -> None:
         """Begin anew: what was seen is not what is to be compared any more."""
         self._blocks = Logarithms()
-        self._kept: deque[float] = deque()
+        self._recent = Recent(_MOST_BLOCKS)
         self._begin_block()
 
     def _begin_block(self) -> None:
@@ -142,10 +157,7 @@ class PlainRounds(Lot):
         (drafted, drafting), (written, writing) = self._sums[False], self._sums[True]
         # Rounds that only end texts write nothing; a block is complete when both of its sides have written.
         if self._plain_rounds >= _PLAIN_ROUNDS and drafted and written:
-            self._kept.append(math.log(drafted / drafting * writing / written))
-            self._blocks.add(self._kept[-1])
-            if len(self._kept) > _MOST_BLOCKS:
-                self._blocks.add(self._kept.popleft(), -1)
+            self._recent.add(self._blocks, math.log(drafted / drafting * writing / written))
             self._begin_block()
 
     def speedup(self) -> Speedup | None:

@@ -34,7 +34,7 @@ from llama_server import ROOM, Server, build
 from machine import describe_machine
 from quiet import ALLOWED, watched
 from specserve.config import usable_cores
-from specserve.operations.archive import prepared_handler
+from specserve.operations.archive import handler_of
 from specserve.operations.places import DEFAULT_CONFIG
 from specserve.operations.prepare import prepare
 from specserve.serving.loading import load_models
@@ -148,7 +148,8 @@ def main() -> None:
     # The servers are children that outlive a process which is ended without its `finally`.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     binary = build()
-    config, prepared = prepared_handler(options.config), prepare(options.config)
+    prepared = prepare(options.config)
+    config = handler_of(options.config, prepared)
     # One sequence, as llama-server's one slot; more would only take memory.
     config = config.model_copy(update={"sequences": 1})
     models = load_models(config)

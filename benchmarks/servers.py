@@ -15,7 +15,7 @@ from llama_server import Server, build, python_example
 from peer import Peer
 from python_server import batching, one_by_one
 from specserve.config import usable_cores
-from specserve.operations.archive import prepared_handler
+from specserve.operations.archive import handler_of
 from specserve.operations.places import PROJECT
 from specserve.operations.prepare import prepare
 from specserve.operations.state import State
@@ -56,7 +56,8 @@ def held_by(pid: int) -> int:
 def start_theirs(stack: ExitStack, config: Path, *, python: bool = False) -> list[Endpoint]:
     """Other servers with the same files and threads: llama-server plain and with its drafts, the binding's own two."""
     binary = build()
-    handler, prepared = prepared_handler(config), prepare(config)
+    prepared = prepare(config)
+    handler = handler_of(config, prepared)
     threads, context_length = handler.threads or usable_cores(), handler.context_length
     common = ["-m", str(prepared.target), "-t", str(threads), "--no-ui", "--cache-ram", "0"]
     common += ["-c", str(SLOTS * context_length)]

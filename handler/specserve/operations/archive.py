@@ -69,8 +69,19 @@ def prepared_document(config_file: Path) -> dict[str, Any]:
 
 
 def prepared_handler(config_file: Path) -> HandlerConfig:
-    """Prepare the models; returns what a worker is configured with. It raises what `prepared_document` does."""
-    return parse_handler(prepared_document(config_file)["handler"], str(config_file))
+    """Prepare the models; returns what a worker is configured with. It raises what `prepare` and `handler_of` do."""
+    return handler_of(config_file, prepare(config_file))
+
+
+def handler_of(config_file: Path, prepared: Prepared) -> HandlerConfig:
+    """What a worker is configured with, of models that are prepared.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+        EnvironmentFailure: a model cannot be read.
+    """
+    document, _ = load_yaml(config_file)
+    return parse_handler(resolve(document, prepared, config_file)["handler"], str(config_file))
 
 
 def pack(document: dict[str, Any], store: Path, name: str = places.NAME, version: str = places.VERSION) -> Path:

@@ -18,12 +18,13 @@ _lock_file() {
 }
 
 _BUILD_TOOLS="$PROJECT/requirements-build.lock"
-# Without tinyBLAS a row has the same sums in any company, and attention need not be the slow one that has them too.
-_BUILD="-DGGML_LLAMAFILE=OFF"
+# Without tinyBLAS a row has the same sums in any company also where llama.cpp's own kernels compute; images and
+# llama.cpp's tools are not served.
+_BUILD="-DGGML_LLAMAFILE=OFF -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF"
 
 # What an installation of this kind is made from; it is done again when this changes.
 _fingerprint() {
-    cat "$(_lock_file "$1")" "$_BUILD_TOOLS" "$PROJECT/pyproject.toml" | { sha256sum 2>/dev/null || shasum -a 256; }
+    cat "$(_lock_file "$1")" "$_BUILD_TOOLS" "$PROJECT/pyproject.toml" "$PROJECT"/handler/kernels/* | { sha256sum 2>/dev/null || shasum -a 256; }
     echo "$PROJECT $_BUILD"
 }
 

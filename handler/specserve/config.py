@@ -108,6 +108,11 @@ class HandlerConfig(_Section):
     models_directory: Path | None = Field(default=None, description="Searched for `file` before anything is fetched.")
     sequences: int = Field(default=8, ge=1, le=64, description="Sequences that decode at the same time.")
     context_length: int = Field(default=4096, ge=64, description="Tokens of prompt and answer, each sequence.")
+    kernels: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: specserve's own matrix products and attention where they are right and fast here; off: "
+        "llama.cpp's.",
+    )
     threads: int | None = Field(default=None, ge=1, description="Compute threads; default: the usable cores.")
     prefill_rows: int = Field(default=64, ge=4, le=512, description="The most rows of prompts in a round.")
     max_wait_ms: float | None = Field(

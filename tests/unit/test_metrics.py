@@ -11,7 +11,7 @@ from specserve.observability.metrics import ALL, Emitter, Metrics, Now, Sample, 
 from specserve.observability.records import End, Group, Origin, Round, plain_family
 
 SERVED = Served("qwen", "1.1")
-NOW = Now(live=2, waiting=1, slots=8, draft_model=True)
+NOW = Now(live=2, waiting=1, slots=8, own_kernels=True, draft_model=True)
 
 
 def origin(
@@ -94,6 +94,7 @@ def test_gauges_are_told_every_time(metrics: Metrics) -> None:
     assert values["specserve_waiting_sequences",] == 1
     assert values["specserve_slots",] == 8
     assert values["specserve_draft_model_up",] == 1
+    assert values["specserve_own_kernels",] == 1
 
 
 def test_a_text_that_goes_without_drafts_for_a_while_is_paused_once_and_resumed_once(metrics: Metrics) -> None:

@@ -78,15 +78,11 @@ class Engine(Protocol):
     def max_logits(self) -> int:
         """The most rows of one forward pass that may want logits."""
 
-    @property
-    def separate(self) -> bool:
-        """Whether every slot has a cache of its own; slots with different numbers of rows then take several passes."""
-
     def held(self, slot: int) -> int:
         """How many tokens a slot holds."""
 
     def reach(self, slots: Iterable[int]) -> int:
-        """How many tokens of the cache a row of these slots walks over, in a pass of just them."""
+        """How many tokens of the cache a row of these slots attends to or has to pass over."""
 
     @property
     def slot_length(self) -> int:

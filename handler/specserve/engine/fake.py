@@ -29,7 +29,6 @@ class FakeEngine:
         self.fail_after: int | None = None
         self.poison_after: int | None = None
         self.slot_length = 4096
-        self.separate = False
         self.width = vocabulary
         self._memory = memory
         self._blend = blend
@@ -40,8 +39,8 @@ class FakeEngine:
         return len(self.cache[slot])
 
     def reach(self, slots: Iterable[int]) -> int:
-        """The tokens of all slots, or of the longest of these where they are separate."""
-        return max(map(self.held, slots), default=0) if self.separate else sum(map(len, self.cache))
+        """The tokens of the longest of these slots."""
+        return max(map(self.held, slots), default=0)
 
     def logits(self, context: list[int]) -> FloatArray:
         """The logits that follow `context`, shape (vocabulary,)."""

@@ -1,58 +1,28 @@
-"""A context of one model: passes over rows, the caches behind them, and the kernels that are right for both."""
+"""A context of one model: passes over rows, and the cache behind them that all its sequences share."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
 
 import llama_cpp
 import numpy as np
 
+from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
-from specserve.engine.llama_model import LlamaModel, build_description
+from specserve.engine.llama_model import LlamaModel
 from specserve.errors import EngineError, ModelLoadError
 
-_TYPES = {"f16": 1, "bf16": 30}  # ggml.h, enum ggml_type; left out in parts
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """How keys and values are kept, and which kernels work on them; benchmarks/engine_settings.py compares them.
-
-    Slots that share one cache may have any numbers of rows in a pass, but a row's sums depend on where its text's
-    cells lie among the others', and without flash attention it walks over all of them; with separate caches it does
-    neither.
-
-    With flash attention, half precision for both takes other kernels for a lone row over more than 512 cells and for
-    64 rows and more, with other sums; of two formats, all rows take the same one, and it sums in float32.
-    """
-
-    type_k: Literal["f16", "bf16"] = "f16"
-    type_v: Literal["f16", "bf16"] = "bf16"
-    flash_attention: bool = True
-    separate: bool = False
-
-
-def target_settings() -> EngineSettings:
-    """The fastest attention for long texts whose sums for a row depend neither on other rows nor on other slots.
-
-    Matrix products are faster than flash attention and keep to one order of summing, but for tinyBLAS (llamafile),
-    which takes over from two rows on: then it has to be flash attention.
-    """
-    if has_tiny_blas():
-        return EngineSettings(separate=True)
-    return EngineSettings(type_v="f16", flash_attention=False, separate=True)
-
-
-def has_tiny_blas() -> bool:
-    """Whether llama.cpp was built with it; scripts/_environment.sh builds without."""
-    return "LLAMAFILE" in build_description()
+_F16, _BF16 = 1, 30  # ggml.h, enum ggml_type; left out in parts
 
 
 class LlamaEngine:
-    """A context of one model: the caches of `n_slots` sequences and batched forward passes.
+    """A context of one model: a cache for `n_slots` sequences, which share it, and batched forward passes.
+
+    With attention of our own (engine/kernels.py) a row's sums depend neither on where its
+    sequence's tokens lie in the cache nor on other rows, and it attends to its own sequence only. llama.cpp's passes
+    over the tokens of all, and keeps to one order of sums over them at least for values in bfloat16: with those of
+    keys, it has other kernels for a lone row over more than 512 tokens and for 64 rows and more.
 
     Raises:
         ModelLoadError: there is no memory for the context, or the model's cache cannot be cut back.
@@ -67,26 +37,24 @@ class LlamaEngine:
         threads: int,
         max_rows: int,
         max_logits: int,
-        settings: EngineSettings | None = None,
     ) -> None:
-        settings = settings or target_settings()
         self.n_slots = n_slots
         self.max_rows = max_rows
         self.max_logits = max_logits
         self.slot_length = min(context_length, model.trained_context)
         self.width = model.size
         params = llama_cpp.llama_context_default_params()
-        self.separate = settings.separate and n_slots > 1
+        self._own_attention = kernels.in_use().variant is not None
         # Rows that are only there to make a pass cheaper stay within a slot's length, too.
         params.n_ctx = n_slots * context_length
         params.n_seq_max = n_slots
         params.n_batch = params.n_ubatch = max_rows
         params.n_outputs_max = max_logits
         params.n_threads = params.n_threads_batch = threads
-        params.kv_unified = not self.separate
-        params.type_k = _TYPES[settings.type_k]
-        params.type_v = _TYPES[settings.type_v]
-        params.flash_attn_type = int(settings.flash_attention)
+        params.kv_unified = True
+        params.type_k = _F16
+        params.type_v = _F16 if self._own_attention else _BF16
+        params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         params.no_perf = True
         context = llama_cpp.llama_init_from_model(model.pointer, params)
         if context is None:
@@ -132,8 +100,8 @@ class LlamaEngine:
         return self._lengths[slot]
 
     def reach(self, slots: Iterable[int]) -> int:
-        """How many tokens a row walks over; what slots share counts for each."""
-        return max((self._lengths[slot] for slot in slots), default=0) if self.separate else sum(self._lengths)
+        """How many tokens a row passes over; what slots share counts for each."""
+        return max((self._lengths[slot] for slot in slots), default=0) if self._own_attention else sum(self._lengths)
 
     def forward(self, rows: list[Row]) -> FloatArray:
         """Run the model over `rows`; see `Engine.forward`."""
@@ -172,15 +140,12 @@ class LlamaEngine:
             self._lengths[slot] = length
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """Make a slot hold the first `length` tokens of another one's; in a common cache both share their place."""
+        """Make a slot hold the first `length` tokens of another one's; both share their place in the cache."""
         if length > self._lengths[source]:
             raise EngineError(f"Slot {source} holds {self._lengths[source]} tokens; {length} cannot be copied.")
         self.cut(destination, 0)
-        # Separate caches are copied as a whole or not at all.
-        end = -1 if self.separate else length
-        llama_cpp.llama_memory_seq_cp(self._memory, source, destination, 0, end)
-        self._lengths[destination] = self._lengths[source] if self.separate else length
-        self.cut(destination, length)
+        llama_cpp.llama_memory_seq_cp(self._memory, source, destination, 0, length)
+        self._lengths[destination] = length
 
     def _forget(self, slot: int, length: int) -> bool:
         """Take the tokens from `length` on out of the cache; False where this kind of cache cannot."""

@@ -26,7 +26,8 @@ _LOG_CALLBACK = llama_cpp.llama_log_callback(_keep_quiet)
 
 
 @lru_cache(maxsize=1)
-def _start_backend() -> None:
+def start_backend() -> None:
+    """Let llama.cpp begin, once, with its log reduced to errors."""
     llama_cpp.llama_log_set(_LOG_CALLBACK, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
 
@@ -40,7 +41,7 @@ class LlamaModel:
 
     def __init__(self, path: Path) -> None:
         _check_file(path)
-        _start_backend()
+        start_backend()
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0
         # Repacked weights are private copies: a mapping would keep every page a second time.

@@ -64,17 +64,19 @@ LIVE = _of_server("gauge", "specserve_live_sequences")
 WAITING = _of_server("gauge", "specserve_waiting_sequences")
 SLOTS = _of_server("gauge", "specserve_slots")
 DRAFT_MODEL = _of_server("gauge", "specserve_draft_model_up")
+OWN_KERNELS = _of_server("gauge", "specserve_own_kernels")
 HELD_BACK = _of_server("gauge", "specserve_holdback_speedup", "bound")
 PLAIN = _of_server("gauge", "specserve_plain_rounds_speedup", "bound")
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 
 
 class Now(NamedTuple):
-    """How a server is at a moment: live and waiting texts, slots, and whether its draft model works, if it has one."""
+    """How a server is at a moment: live and waiting sequences, slots, kernels, and whether its draft model works."""
 
     live: int
     waiting: int
     slots: int
+    own_kernels: bool
     draft_model: bool | None
 
 
@@ -163,7 +165,7 @@ class Metrics:
         for (metric, labels), value in counts.items():
             yield Sample(metric, labels, value)
         yield from seen
-        for gauge, number in zip((LIVE, WAITING, SLOTS, DRAFT_MODEL), now, strict=True):
+        for gauge, number in zip((LIVE, WAITING, SLOTS, OWN_KERNELS, DRAFT_MODEL), now, strict=True):
             if number is not None:
                 yield Sample(gauge, tuple(self._served), int(number))
         for gauge, speedup in ((HELD_BACK, self._holdback.speedup()), (PLAIN, self._plain_rounds.speedup())):

@@ -19,8 +19,9 @@ import numpy as np
 from rich.console import Console
 
 from specserve.config import processor
+from specserve.engine import kernels
 from specserve.engine.base import Engine, FloatArray, Row, Vocabulary
-from specserve.engine.llama import EngineSettings, LlamaEngine
+from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
 from specserve.errors import EngineError, ModelLoadError
 from specserve.operations import command, files, places
@@ -118,6 +119,7 @@ def best_draft(target: Path, published: Path, pure: Path, *, threads: int, max_g
             "threads": threads,
             "processor": processor(),
             "llama_cpp_python": version("llama-cpp-python"),
+            "kernels": kernels.identity(),
             "method": _METHOD,
         }
         known = files.read_json(note)
@@ -172,28 +174,25 @@ def _observe(target: Path, forms: Mapping[str, Path], threads: int) -> tuple[Cos
 
 
 def _observe_draft(path: Path, target: LlamaModel, texts: list[tuple[list[int], list[int]]], threads: int) -> Observed:
-    with loaded(path, threads, _DRAFT_ROWS, EngineSettings()) as (model, engine):
+    with loaded(path, threads, _DRAFT_ROWS) as (model, engine):
         check_same_vocabulary(target, model)
         return Observed([read_along(engine, *text, target.size) for text in texts], _cost(engine))
 
 
-def one_slot(model: LlamaModel, threads: int, max_logits: int, settings: EngineSettings | None = None) -> LlamaEngine:
+def one_slot(model: LlamaModel, threads: int, max_logits: int) -> LlamaEngine:
     """A context for one short text."""
     return LlamaEngine(
-        model, n_slots=1, context_length=CONTEXT, threads=threads, max_rows=_CHUNK, max_logits=max_logits,
-        settings=settings,
-    )  # fmt: skip
+        model, n_slots=1, context_length=CONTEXT, threads=threads, max_rows=_CHUNK, max_logits=max_logits
+    )
 
 
 @contextlib.contextmanager
-def loaded(
-    path: Path, threads: int, max_logits: int, settings: EngineSettings | None = None
-) -> Iterator[tuple[LlamaModel, LlamaEngine]]:
+def loaded(path: Path, threads: int, max_logits: int) -> Iterator[tuple[LlamaModel, LlamaEngine]]:
     """A model and a context of it, given back in the end; a pass that fails inside is the model's fault."""
     with contextlib.ExitStack() as stack:
         model = LlamaModel(path)
         stack.callback(model.close)
-        engine = one_slot(model, threads, max_logits, settings)
+        engine = one_slot(model, threads, max_logits)
         stack.callback(engine.close)
         try:
             yield model, engine

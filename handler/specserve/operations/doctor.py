@@ -7,13 +7,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from rich.console import Console
 
 from specserve.config import HandlerConfig, load_yaml, usable_cores
 from specserve.engine.invariance import probe
-from specserve.engine.llama import EngineSettings, LlamaEngine
+from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
 from specserve.operations import command
 from specserve.operations.archive import add_config
@@ -22,7 +21,7 @@ from specserve.operations.findings import (
     CELLS,
     MOST_ROWS,
     Finding,
-    build,
+    computing,
     costs,
     forms,
     machine,
@@ -57,7 +56,7 @@ class Pair:
     costs: tuple[Cost, Cost]
 
 
-def examine(config_file: Path, handler: HandlerConfig, prepared: Prepared) -> Iterator[Finding]:
+def examine(handler: HandlerConfig, prepared: Prepared) -> Iterator[Finding]:
     """All findings, the quick ones first.
 
     Raises:
@@ -66,17 +65,17 @@ def examine(config_file: Path, handler: HandlerConfig, prepared: Prepared) -> It
     """
     threads = handler.threads or usable_cores()
     yield machine(threads, prepared)
-    yield build()
+    yield computing(handler.kernels, threads)
     yield model_files(prepared)
     with ExitStack() as stack:
         model, target = stack.enter_context(loaded(prepared.target, threads, MOST_ROWS))
-        yield invariance(target, handler, config_file)
+        yield invariance(target)
         target_cost = Cost(measure(target), most=MOST_ROWS)
         if prepared.draft is None:
             yield costs(target_cost, None)
             yield thread_count(model, threads)
         else:
-            draft_model, draft = stack.enter_context(loaded(prepared.draft, threads, MOST_ROWS, EngineSettings()))
+            draft_model, draft = stack.enter_context(loaded(prepared.draft, threads, MOST_ROWS))
             check_same_vocabulary(model, draft_model)
             yield Finding("pair", f"Target and draft have one vocabulary, of {model.size} tokens.")
             pair = Pair(model, target, draft, (target_cost, Cost(measure(draft), most=MOST_ROWS)))
@@ -87,10 +86,10 @@ def examine(config_file: Path, handler: HandlerConfig, prepared: Prepared) -> It
             yield distributions(pair, texts)
             yield ceiling(pair, texts, handler)
     # Last, and when the pair is closed: with it there may be no memory for a third model.
-    yield forms(prepared, config_file, threads)
+    yield forms(prepared, threads)
 
 
-def invariance(target: LlamaEngine, handler: HandlerConfig, config_file: Path) -> Finding:
+def invariance(target: LlamaEngine) -> Finding:
     """Whether greedy and seeded texts repeat."""
     found = probe(target, CONTEXT)
     facts = found._asdict()
@@ -98,9 +97,7 @@ def invariance(target: LlamaEngine, handler: HandlerConfig, config_file: Path) -
         said = "The target gives the same logits for any number of rows: greedy and seeded texts repeat exactly."
         return Finding("repeating", said, facts=facts)
     said = f"The target's logits move by up to {found.largest:.2g} with the number of rows, so near-ties may turn"
-    if handler.target.requantise is None:
-        said += f"; `requantise: q4_0` below `target:` in {config_file} prevents that, with a slightly coarser model"
-    return Finding("repeating", f"{said}.", handler.target.requantise is None, facts)
+    return Finding("repeating", f"{said}.", facts=facts)
 
 
 def answers(pair: Pair) -> list[tuple[list[int], list[int]]]:
@@ -186,7 +183,7 @@ def main(arguments: Sequence[str]) -> int:
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         prepared = prepare(options.config)
     with console.status("looking; this takes a minute or two") as status:
-        for finding in examine(options.config, handler, prepared):
+        for finding in examine(handler, prepared):
             found.append(finding)
             status.update(f"{finding.topic} is done")
             if not options.json:

@@ -11,7 +11,8 @@ import numpy as np
 import psutil
 
 from specserve.config import processor, usable_cores
-from specserve.engine.llama import LlamaEngine, has_tiny_blas
+from specserve.engine import kernels
+from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description
 from specserve.errors import SpecserveError
 from specserve.operations import files, places
@@ -65,13 +66,18 @@ def machine(threads: int, prepared: Prepared) -> Finding:
     return Finding("machine", f"{found}; {files.megabytes(free)} of memory are free.", facts=facts)
 
 
-def build() -> Finding:
-    """How llama.cpp was built."""
-    facts = {"llama.cpp": build_description()}
-    if has_tiny_blas():
-        said = "llama.cpp was built with tinyBLAS, which makes exact attention slower"
-        return Finding("build", f'{said}: build llama-cpp-python with CMAKE_ARGS="-DGGML_LLAMAFILE=OFF".', False, facts)
-    return Finding("build", "llama.cpp was built without tinyBLAS, as it should be.", facts=facts)
+def computing(mode: kernels.Mode, threads: int) -> Finding:
+    """Which kernels compute, and what they bring."""
+    chosen = kernels.use(mode, threads=threads)
+    facts: dict[str, Any] = {"llama.cpp": build_description(), **chosen._asdict()}
+    if chosen.variant is None:
+        # `off` was the operator's choice, and the sentence says so.
+        return Finding("kernels", f"{chosen.sentence}.", mode == "off", facts)
+    facts["times_stock"] = gains = {name: round(kernels.speed(name, threads), 2) for name in chosen.formats}
+    shown = ", ".join(f"{name} {gain:.1f}" for name, gain in gains.items())
+    return Finding(
+        "kernels", f"{chosen.sentence}; products of 1, 4 and 8 rows, times llama.cpp's speed: {shown}.", facts=facts
+    )
 
 
 def model_files(prepared: Prepared) -> Finding:
@@ -117,7 +123,7 @@ def thread_count(model: LlamaModel, threads: int) -> Finding:
     return Finding("threads", f"{said}; {threads} is right.", facts=facts)
 
 
-def forms(prepared: Prepared, config_file: Path, threads: int) -> Finding:
+def forms(prepared: Prepared, threads: int) -> Finding:
     """Whether the target is faster as published or as pure Q4_0; what is not there yet is made for it."""
     is_pure = prepared.target != prepared.published
     served, other = ("pure Q4_0", "published") if is_pure else ("published", "pure Q4_0")
@@ -130,14 +136,7 @@ def forms(prepared: Prepared, config_file: Path, threads: int) -> Finding:
     shown = ", ".join(f"{form} {1000 * row:.0f} and {1000 * four:.0f}" for form, (row, four) in took.items())
     said = f"One row and four take, in milliseconds by form of the target, {shown}"
     facts = {form: {"row_ms": 1000 * row, "four_rows_ms": 1000 * four} for form, (row, four) in took.items()}
-    gain = took[served][0] / took[other][0]
-    if gain <= _BETTER:
-        return Finding("quantisation", f"{said}; {served} is right.", facts=facts)
-    if is_pure:
-        advice = f"remove `requantise:` below `target:` in {config_file}, the published file is finer and faster"
-        return Finding("quantisation", f"{said}: {advice}.", False, facts)
-    advice = f"`requantise: q4_0` below `target:` in {config_file} makes a step {gain:.1f} times as fast"
-    return Finding("quantisation", f"{said}; {advice}, with a slightly coarser model.", facts=facts)
+    return Finding("quantisation", f"{said}; pure Q4_0 is the coarser model (benchmarks/perplexity.py).", facts=facts)
 
 
 def steps(engines: Sequence[LlamaEngine]) -> list[tuple[float, float]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from specserve.config import HandlerConfig, ModelConfig, load_yaml, usable_cores
+from specserve.engine import kernels
 from specserve.errors import ModelLoadError
 from specserve.operations import command, files, places
 from specserve.operations.choose import best_draft
@@ -55,6 +56,7 @@ def _draft(handler: HandlerConfig, config_file: Path, target: Path) -> Path | No
     published = fetch(model, config_file, handler.models_directory)
     if model.requantise != "best":
         return _as_wanted(model, published)
+    kernels.use(handler.kernels, threads=handler.threads or usable_cores())
     return best_draft(
         target,
         published.path,

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specserve.config import HandlerConfig, ModelConfig, usable_cores
+from specserve.engine import kernels
 from specserve.engine.base import Engine
 from specserve.engine.grammar import GrammarCompiler
 from specserve.engine.invariance import Invariance, probe
-from specserve.engine.llama import EngineSettings, LlamaEngine, has_tiny_blas, target_settings
+from specserve.engine.kernels import Kernels
+from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
 from specserve.errors import EngineError, ModelLoadError
 from specserve.serving.chat import ChatTemplate
@@ -35,14 +37,16 @@ _PROBED_TOKENS = 96
 class Models:
     """A target that is ready, and what drafts for it.
 
-    `invariance` is the target's, None where it was not measured. The draft's would say nothing about a text: under
-    greedy and coupled verification every token is the target's own choice, whatever was drafted.
+    `kernels` says what computes. `invariance` is the target's, None where it was not measured; the draft's would say
+    nothing about a text: under greedy and coupled verification every token is the target's own choice, whatever was
+    drafted.
     """
 
     vocabulary: LlamaModel
     grammars: Grammars
     target: Engine
     drafters: Drafters
+    kernels: Kernels
     draft: LlamaModel | None = None
     chat_template: ChatTemplate | None = None
     invariance: Invariance | None = None
@@ -56,16 +60,13 @@ def load_models(config: HandlerConfig) -> Models:
     Raises:
         ModelLoadError: the target's file is missing or unusable, or the pair does not match.
     """
+    in_use = kernels.use(config.kernels, threads=_threads(config))
+    logger.info("specserve: %s", in_use.sentence)
     target_model = LlamaModel(_path(config.target))
     _check_context(target_model, config)
     draft_model = None if config.draft is None else _draft_model(config.draft)
     if draft_model is not None:
         check_same_vocabulary(target_model, draft_model)
-    if has_tiny_blas():
-        logger.warning(
-            "specserve: this build of llama.cpp has tinyBLAS, so texts repeat exactly only with a slower attention; "
-            'build it with CMAKE_ARGS="-DGGML_LLAMAFILE=OFF"'
-        )
     target, drafters = open_engines(target_model, draft_model, config)
     grammars = GrammarCompiler(target_model)
     # Else all streams would wait for it when the first grammar comes.
@@ -75,6 +76,7 @@ def load_models(config: HandlerConfig) -> Models:
         grammars=grammars,
         target=target,
         drafters=drafters,
+        kernels=in_use,
         draft=draft_model,
         chat_template=_chat_template(target_model),
         invariance=_measured_invariance(target, config),
@@ -97,10 +99,9 @@ def open_engines(
     Raises:
         ModelLoadError: there is no memory for the target's caches, or a pass of it failed.
     """
-    attention = target_settings()
-    target = _engine(target_model, config, _MAX_LOGITS, attention)
+    target = _engine(target_model, config, _MAX_LOGITS)
     speed = Speed()
-    target_cost = _cost(target, target_model, config, attention, speed)
+    target_cost = _cost(target, target_model, config, speed)
     draft, draft_cost = None, None
     if draft_model is not None:
         try:
@@ -123,10 +124,8 @@ def open_engines(
 def _open_draft(
     draft_model: LlamaModel, target_model: LlamaModel, config: HandlerConfig, speed: Beside
 ) -> tuple[DraftModel, Cost]:
-    # It reads a window of few tokens, over which flash attention is the faster one.
-    attention = EngineSettings()
-    engine = _engine(draft_model, config, max(_MAX_LOGITS // 2, config.sequences), attention)
-    cost = _cost(engine, draft_model, config, attention, speed)
+    engine = _engine(draft_model, config, max(_MAX_LOGITS // 2, config.sequences))
+    cost = _cost(engine, draft_model, config, speed)
     draft = DraftModel(
         engine,
         cost,
@@ -143,15 +142,13 @@ def _go_on_without(error: ModelLoadError) -> None:
     logger.error("specserve: %s Serving goes on without the draft model.", error)
 
 
-def _cost(
-    engine: Engine, model: LlamaModel, config: HandlerConfig, attention: EngineSettings, speed: Speed | Beside
-) -> Cost:
-    kernels = f"{attention} {build_description()}"
+def _cost(engine: Engine, model: LlamaModel, config: HandlerConfig, speed: Speed | Beside) -> Cost:
+    code = f"{kernels.identity()} {build_description()}"
     try:
-        table = measured_cost(engine, model.path, threads=_threads(config), kernels=kernels)
+        table = measured_cost(engine, model.path, threads=_threads(config), kernels=code)
     except EngineError as error:
         raise ModelLoadError(f"{model.path}: its passes cannot be timed: {error}") from error
-    return Cost(table, most=min(engine.max_rows, engine.max_logits), speed=speed, separate=engine.separate)
+    return Cost(table, most=min(engine.max_rows, engine.max_logits), speed=speed)
 
 
 def _threads(config: HandlerConfig) -> int:
@@ -179,7 +176,7 @@ def _check_context(model: LlamaModel, config: HandlerConfig) -> None:
         )
 
 
-def _engine(model: LlamaModel, config: HandlerConfig, max_logits: int, attention: EngineSettings) -> LlamaEngine:
+def _engine(model: LlamaModel, config: HandlerConfig, max_logits: int) -> LlamaEngine:
     return LlamaEngine(
         model,
         n_slots=config.sequences,
@@ -187,7 +184,6 @@ def _engine(model: LlamaModel, config: HandlerConfig, max_logits: int, attention
         threads=_threads(config),
         max_rows=config.prefill_rows + _MAX_LOGITS,
         max_logits=max(max_logits, config.sequences),
-        settings=attention,
     )
 
 
@@ -209,12 +205,12 @@ def _report_cost(draft: float, target: float) -> None:
 def _measured_invariance(target: Engine, config: HandlerConfig) -> Invariance:
     invariance = probe(target, min(config.context_length, _PROBED_TOKENS))
     level = logging.INFO if invariance.alone else logging.WARNING
-    logger.log(level, "specserve: %s", describe(invariance, requantised=config.target.requantise is not None))
+    logger.log(level, "specserve: %s", describe(invariance))
     return invariance
 
 
-def describe(invariance: Invariance, *, requantised: bool) -> str:
-    """What an operator may expect of texts that should repeat, in one sentence; `requantised` spares the advice."""
+def describe(invariance: Invariance) -> str:
+    """What an operator may expect of texts that should repeat, in one sentence."""
     if invariance.everywhere:
         return (
             "the target gave the same logits for all numbers of rows, chunks of a prompt, places in the cache and "
@@ -227,11 +223,10 @@ def describe(invariance: Invariance, *, requantised: bool) -> str:
         "the neighbours in a pass": invariance.neighbours,
     }
     named = ", ".join(f"{cause} (by up to {difference:.2g})" for cause, difference in causes.items() if difference)
-    advice = "" if invariance.alone or requantised else "; `requantise: q4_0` removes what comes from rows and chunks"
     exactly = (
         "repeat exactly alone in an empty cache; in company, or after other requests, they " if invariance.alone else ""
     )
     return (
         f"the target's logits differ with {named}: greedy and seeded texts {exactly}may differ between runs where two "
-        f"tokens are nearly equal{advice}"
+        "tokens are nearly equal"
     )

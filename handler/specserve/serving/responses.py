@@ -214,6 +214,7 @@ class Speculator(TypedDict):
     threads: int
     models: dict[str, dict[str, str | int | None]]
     batch_invariance: dict[str, float | str | None]
+    kernels: dict[str, str | int | tuple[str, ...] | None]
     costs: dict[str, dict[str, list[int] | list[float]]]
     controller: dict[str, list[float]]
     limits: dict[str, int | str]

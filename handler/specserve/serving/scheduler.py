@@ -30,8 +30,6 @@ _LEAST_CHUNK = 4
 # What prompts may make others wait, unless told: so many seconds, or passes of one row on a slow machine, where the
 # chunks that fit would be so small that every prompt takes much longer.
 _WAIT_SECONDS, _WAIT_PASSES = 0.25, 10
-# Separate caches are copied as a whole, which takes about as long as reading so many tokens.
-_WORTH_COPYING = 16
 # Chunks whose rows take as long as the cheapest, but for what a measurement cannot tell.
 _AS_GOOD = 1.03
 
@@ -212,8 +210,6 @@ class Scheduler:
         sequence = generation.sequence
         slot = self._slot_for(sequence, source, shared)
         sequence.slot = self._slots.index(slot)
-        if slot is not source and self._target.separate and shared < _WORTH_COPYING:
-            shared = 0
         sequence.target_cached = sequence.reused = shared
         if slot is source:
             if source.last:
@@ -239,27 +235,19 @@ class Scheduler:
         return max((other.common_prefix(sequence.tokens, most) for other in reading), default=0)
 
     def _slot_for(self, sequence: Sequence, source: Slot, shared: int) -> Slot:
-        """The free slot to write in: where the prompt begins, or an empty one; a slight likeness costs no cache.
-
-        Among empty ones the nearest to those that are live: neighbours share a pass.
-        """
+        """The free slot to write in: where the prompt begins, or an empty one; a slight likeness costs no cache."""
         free = [slot for slot in self._slots if slot.live is None]
         if source in free and shared * 2 >= min(source.held, len(sequence.tokens)) > 0:
             return source
-        live = [place for place, slot in enumerate(self._slots) if slot.live]
-
-        def last_choice(slot: Slot) -> tuple[bool, bool, int, int]:
-            place = self._slots.index(slot)
-            distance = min((abs(place - other) for other in live), default=0)
-            return slot.held > 0, shared > 0 and slot is source, slot.released if slot.held else 0, distance
-
-        return min(free, key=last_choice)
+        return min(
+            free, key=lambda slot: (slot.held > 0, shared > 0 and slot is source, slot.released if slot.held else 0)
+        )
 
     def _forget_oldest(self) -> None:
         """Keep what finished answers hold below the limit.
 
-        The draft's cache is common to all slots and walked over as a whole: 7,000 idle tokens in it lengthen its step
-        by an eighth (0.5B, two cores). The target's are apart, and take no time.
+        With llama.cpp's own attention rows pass over the whole cache: 7,000 idle tokens lengthen a step of the draft by
+        an eighth (0.5B, two cores).
         """
         idle = sorted((slot for slot in self._slots if slot.live is None), key=lambda slot: slot.released)
         held = sum(slot.held for slot in idle)

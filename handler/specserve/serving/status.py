@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import specserve
 from specserve.config import HandlerConfig, ModelConfig, processor, usable_cores
+from specserve.engine.kernels import calls
 from specserve.engine.llama_model import LlamaModel, build_description
 from specserve.observability.holdback import Speedup
 from specserve.serving.loading import Models, describe
@@ -45,7 +46,8 @@ def speculator(
         "processor": next((line for line in processor().splitlines() if line.startswith("model name")), ""),
         "threads": config.threads or usable_cores(),
         "models": _models(config, models),
-        "batch_invariance": _invariance(config, models),
+        "batch_invariance": _invariance(models),
+        "kernels": {**models.kernels._asdict(), **calls()._asdict()},
         "costs": _costs(controller),
         "controller": _learned(controller),
         "limits": {
@@ -88,13 +90,10 @@ def _model(file: ModelConfig, model: LlamaModel) -> dict[str, str | int | None]:
     }
 
 
-def _invariance(config: HandlerConfig, models: Models) -> dict[str, float | str | None]:
+def _invariance(models: Models) -> dict[str, float | str | None]:
     if models.invariance is None:
         return {"sentence": "not measured"}
-    return {
-        **models.invariance._asdict(),
-        "sentence": describe(models.invariance, requantised=config.target.requantise is not None),
-    }
+    return {**models.invariance._asdict(), "sentence": describe(models.invariance)}
 
 
 def _costs(controller: Controller) -> dict[str, dict[str, list[int] | list[float]]]:

@@ -49,7 +49,9 @@ class Telemetry:
             self.holdback.forget()
             self.plain_rounds.forget()
         draft_model = None if self._config.draft is None else self._has_model
-        self._emitter.emit(Now(scheduler.live, scheduler.waiting, self._config.sequences, draft_model))
+        own_kernels = self._models.kernels.variant is not None
+        slots = self._config.sequences
+        self._emitter.emit(Now(scheduler.live, scheduler.waiting, slots, own_kernels, draft_model))
 
 
 def _traces(config: HandlerConfig, models: Models, served: Served) -> list[Observer]:

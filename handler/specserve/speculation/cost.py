@@ -14,7 +14,6 @@ _STEP = 0.02
 _FURTHEST = 0.25
 # Costs are remembered by this many cells of context.
 _GRAIN = 64
-_SHAPES_KEPT = 4096
 
 
 @dataclass(frozen=True)
@@ -98,38 +97,28 @@ class Cost:
     """Seconds of one model's forward pass, and how many rows it should have.
 
     Of one text only numbers of rows that were measured are run, up to `most`: a pass between two stairs is padded up to
-    the cheapest one above it, which may cost less than what was asked for (four rows are cheaper than three where the
-    weights are repacked for four). What several texts cost together is an estimate of what `run_pass` makes of them.
+    the cheapest one above it, which may cost less than what was asked for (with llama.cpp's own kernels, which take
+    rows by fours, four rows are cheaper than three).
 
     Args:
         table: the measurement.
         most: the most rows of a pass that is padded.
         speed: of its passes of late.
-        separate: whether texts with different numbers of rows take several passes; see `passes`.
     """
 
-    def __init__(
-        self, table: CostTable, *, most: int, speed: Speed | Beside | None = None, separate: bool = False
-    ) -> None:
+    def __init__(self, table: CostTable, *, most: int, speed: Speed | Beside | None = None) -> None:
         self.table = table
         self._most = most
         self._speed = speed or Speed()
-        self._separate = separate
         self._known: dict[int, tuple[list[Work], list[int]]] = {}
-        self._shapes: dict[tuple[int, Many[int]], tuple[Work, ...]] = {}
 
     def seconds(self, rows: int, cells: int) -> float:
         """What a pass of at least `rows` rows takes, behind `cells` tokens in all slots; nothing for no rows."""
         return self._speed.seconds(self._work(rows, cells))
 
     def together(self, counts: Many[int], cells: int) -> float:
-        """What the rows of several texts take at best, so many of each; `cells` as in `seconds`.
-
-        Where texts take passes of equal rows, it may pay to give all of them as many rows as the one with the most.
-        """
-        if len(counts) == 1:
-            return self.seconds(counts[0], cells)
-        return min(map(self._speed.seconds, self._ways(counts, cells)))
+        """What the rows of several sequences take in one pass, so many of each; `cells` as in `seconds`."""
+        return self.seconds(sum(counts), cells)
 
     def exactly(self, rows: int, cells: int) -> float:
         """What a pass of just so many rows takes, cheaper or dearer than one of more."""
@@ -146,7 +135,7 @@ class Cost:
     def observe(self, counts: Many[int], cells: int, seconds: float) -> None:
         """Let the machine's speed follow what a live pass took; one that is wider than any measured says nothing."""
         if sum(counts) <= self.table.rows[-1]:
-            self._speed.follow(min(self._ways(counts, cells), key=self._speed.seconds), seconds)
+            self._speed.follow(self._work(sum(counts), cells), seconds)
 
     def _work(self, rows: int, cells: int) -> Work:
         """What a pass of at least `rows` rows is made of."""
@@ -156,21 +145,6 @@ class Cost:
             return works[rows]
         one = works[1].reading
         return _split((works[last].reading + works[last].computing) * rows / last, one)
-
-    def _ways(self, counts: Many[int], cells: int) -> tuple[Work, ...]:
-        """What the rows of several texts are made of, in each of the ways to run them."""
-        rows = sum(counts)
-        if not self._separate or len(counts) == 1 or rows == 0:
-            return (self._work(rows, cells),)
-        shape = tuple(sorted(count for count in counts if count))
-        key = (cells // _GRAIN, shape)
-        if key not in self._shapes:
-            if len(self._shapes) >= _SHAPES_KEPT:
-                self._shapes.clear()
-            apart = [self._work(size, cells) for size in passes(shape)]
-            whole = Work(sum(work.reading for work in apart), sum(work.computing for work in apart))
-            self._shapes[key] = (whole, self._work(len(shape) * shape[-1], cells))
-        return self._shapes[key]
 
     def _priced(self, cells: int) -> tuple[list[Work], list[int]]:
         """By number of rows, from 0: what a pass of at least so many is made of, and the number that is run."""
@@ -191,26 +165,6 @@ class Cost:
 
 def _split(price: float, one: float) -> Work:
     return Work(min(price, one), max(0.0, price - one))
-
-
-def passes(counts: Many[int]) -> list[int]:
-    """The passes that slots with caches of their own take for so many rows each: neighbours alike, as far as they go.
-
-    Args:
-        counts: by slot; a slot without rows parts those on its sides.
-
-    Returns:
-        Numbers of rows, in the order of the passes.
-    """
-    left = list(counts)
-    sizes = []
-    while any(left):
-        first = next(slot for slot, count in enumerate(left) if count)
-        behind = next((slot for slot in range(first, len(left)) if not left[slot]), len(left))
-        rows = min(left[first:behind])
-        left[first:behind] = [count - rows for count in left[first:behind]]
-        sizes.append(rows * (behind - first))
-    return sizes
 
 
 def edges(most: int) -> tuple[int, ...]:

@@ -1,0 +1,11 @@
+#include "simd_256.h"
+// (the vector operations have to come first)
+#include "product.h"
+#include "attention.h"
+
+const specserve::Kernels * specserve::avx2() {
+    static constexpr Kernels kernels = {
+        "avx2", kLanes, kMaxTile, panel_bytes, pack, quantise, multiply, attend, attention_scratch};
+    const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    return has ? &kernels : nullptr;
+}

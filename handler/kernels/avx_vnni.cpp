@@ -1,0 +1,12 @@
+#include "simd_256.h"
+// (the vector operations have to come first)
+#include "product.h"
+#include "attention.h"
+
+const specserve::Kernels * specserve::avx_vnni() {
+    static constexpr Kernels kernels = {
+        "avx_vnni", kLanes, kMaxTile, panel_bytes, pack, quantise, multiply, attend, attention_scratch};
+    const bool has = __builtin_cpu_supports("avxvnni") && __builtin_cpu_supports("avx2") &&
+                     __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    return has ? &kernels : nullptr;
+}

@@ -1,0 +1,89 @@
+// What this library asks of ggml beyond its public headers.
+//
+// These are declarations of things that live in libggml-base.so and libggml-cpu.so of the pinned llama-cpp-python
+// (0.3.36): the table of functions behind a buffer type, and the two abstract classes through which the CPU backend
+// asks a buffer type for kernels of its own. They are internals, so the Python side compares the version before it
+// loads this library, and the library checks its own results after it was loaded.
+
+#pragma once
+
+#include <ggml-backend.h>
+#include <ggml-cpu.h>
+#include <ggml.h>
+
+#include <vector>
+
+extern "C" {
+
+struct ggml_backend_buffer_type_i {
+    const char * (*get_name)(ggml_backend_buffer_type_t);
+    ggml_backend_buffer_t (*alloc_buffer)(ggml_backend_buffer_type_t, size_t size);
+    size_t (*get_alignment)(ggml_backend_buffer_type_t);
+    size_t (*get_max_size)(ggml_backend_buffer_type_t);
+    size_t (*get_alloc_size)(ggml_backend_buffer_type_t, const ggml_tensor *);
+    bool (*is_host)(ggml_backend_buffer_type_t);
+};
+
+struct ggml_backend_buffer_type {
+    ggml_backend_buffer_type_i iface;
+    ggml_backend_dev_t device;
+    void * context;
+};
+
+struct ggml_backend_buffer_i {
+    void (*free_buffer)(ggml_backend_buffer_t);
+    void * (*get_base)(ggml_backend_buffer_t);
+    ggml_status (*init_tensor)(ggml_backend_buffer_t, ggml_tensor *);
+    void (*memset_tensor)(ggml_backend_buffer_t, ggml_tensor *, uint8_t, size_t offset, size_t size);
+    void (*set_tensor)(ggml_backend_buffer_t, ggml_tensor *, const void *, size_t offset, size_t size);
+    void (*get_tensor)(ggml_backend_buffer_t, const ggml_tensor *, void *, size_t offset, size_t size);
+    void (*set_tensor_2d)(ggml_backend_buffer_t, ggml_tensor *, const void *, size_t, size_t, size_t, size_t, size_t);
+    void (*get_tensor_2d)(ggml_backend_buffer_t, const ggml_tensor *, void *, size_t, size_t, size_t, size_t, size_t);
+    bool (*cpy_tensor)(ggml_backend_buffer_t, const ggml_tensor *, ggml_tensor *);
+    void (*clear)(ggml_backend_buffer_t, uint8_t);
+    void (*reset)(ggml_backend_buffer_t);
+};
+
+struct ggml_backend_buffer {
+    ggml_backend_buffer_i iface;
+    ggml_backend_buffer_type_t buft;
+    void * context;
+    size_t size;
+    ggml_backend_buffer_usage usage;
+};
+
+ggml_backend_buffer_t ggml_backend_buffer_init(ggml_backend_buffer_type_t, ggml_backend_buffer_i, void * context,
+                                               size_t size);
+
+// One thread's share of one operation of a graph.
+struct ggml_compute_params {
+    int ith, nth;  // this thread, of how many
+    size_t wsize;  // bytes of scratch memory, shared by all threads
+    void * wdata;
+    ggml_threadpool * threadpool;
+    bool use_ref;
+};
+
+void ggml_barrier(ggml_threadpool *);
+}
+
+namespace ggml::cpu {
+
+class tensor_traits {
+  public:
+    virtual ~tensor_traits();
+    virtual bool work_size(int n_threads, const ggml_tensor * op, size_t & size) = 0;
+    virtual bool compute_forward(ggml_compute_params * params, ggml_tensor * op) = 0;
+};
+
+class extra_buffer_type {
+  public:
+    virtual ~extra_buffer_type();
+    virtual bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) = 0;
+    virtual tensor_traits * get_tensor_traits(const ggml_tensor * op) = 0;
+};
+
+}  // namespace ggml::cpu
+
+// The CPU backend's own list: what stands first is asked first, for every weight and for every operation.
+std::vector<ggml_backend_buffer_type_t> & ggml_backend_cpu_get_extra_buffer_types();

@@ -1,0 +1,142 @@
+// What Python calls (handler/specserve/engine/kernels.py), all of it with C linkage.
+
+#include "library.h"
+
+#include <cstring>
+
+namespace specserve {
+
+Library & library() {
+    static Library it;
+    return it;
+}
+
+int format_of(ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_Q4_0: return static_cast<int>(Format::q4_0);
+        case GGML_TYPE_Q8_0: return static_cast<int>(Format::q8_0);
+        case GGML_TYPE_Q4_K: return static_cast<int>(Format::q4_k);
+        case GGML_TYPE_Q6_K: return static_cast<int>(Format::q6_k);
+        default: return -1;
+    }
+}
+
+ggml_type type_of(Format format) {
+    constexpr ggml_type types[kFormats] = {GGML_TYPE_Q4_0, GGML_TYPE_Q8_0, GGML_TYPE_Q4_K, GGML_TYPE_Q6_K};
+    return types[static_cast<int>(format)];
+}
+
+namespace {
+
+const Kernels * variant_named(const char * name) {
+    for (const Kernels * kernels : {avx512_vnni(), avx_vnni(), avx2()}) {
+        if (kernels != nullptr && (*name == '\0' || std::strcmp(name, kernels->name) == 0)) {
+            return kernels;
+        }
+    }
+    return nullptr;
+}
+
+}  // namespace
+
+}  // namespace specserve
+
+using namespace specserve;
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// The llama-cpp-python whose internals this library knows.
+EXPORT const char * specserve_built_for() { return SPECSERVE_BUILT_FOR; }
+
+// Make a variant the one in use (the best one for ""); its name, null where this processor has none of that name.
+// Models that are loaded keep the variant that packed their weights.
+EXPORT const char * specserve_use(const char * variant) {
+    const Kernels * kernels = variant_named(variant);
+    if (kernels == nullptr) {
+        return nullptr;
+    }
+    library().kernels = kernels;
+    auto & types = ggml_backend_cpu_get_extra_buffer_types();
+    if (types.empty() || types.front() != buffer_type()) {
+        types.insert(types.begin(), buffer_type());
+    }
+    return kernels->name;
+}
+
+// Which formats of weights that are loaded from now on are taken, bit n for Format n; and, for all models, whether
+// attention is ours: with any format it is.
+EXPORT void specserve_take(unsigned formats) { library().formats = formats; }
+
+// How often a graph came to a product or to attention of ours, since the library was loaded.
+EXPORT int64_t specserve_products() { return library().products.load(); }
+EXPORT int64_t specserve_attentions() { return library().attentions.load(); }
+
+// See library.h; by the variant in use, and by the format's number.
+EXPORT double specserve_check_product(int format, int rows) {
+    return check_product(*library().kernels, static_cast<Format>(format), rows);
+}
+EXPORT double specserve_time_product(int ours, int format, int64_t k, int64_t columns, int rows, int threads,
+                                     int repeats) {
+    const unsigned before = library().formats;
+    library().formats = ours != 0 ? 1U << format : 0U;
+    const double seconds = time_product(ours != 0, static_cast<Format>(format), k, columns, rows, threads, repeats);
+    library().formats = before;
+    return seconds;
+}
+
+// ---- for tests: one kernel by itself ----
+
+EXPORT int specserve_lanes() { return library().kernels->lanes; }
+EXPORT int specserve_max_tile() { return library().kernels->max_tile; }
+
+EXPORT int64_t specserve_packed_bytes(int format, int64_t k, int64_t columns) {
+    const int64_t lanes = library().kernels->lanes;
+    return (columns + lanes - 1) / lanes * library().kernels->panel_bytes(static_cast<Format>(format), k);
+}
+
+// Panels [first, last) of a matrix in GGUF's layout.
+EXPORT void specserve_pack(int format, int64_t k, int64_t columns, const uint8_t * source, int64_t first, int64_t last,
+                           uint8_t * destination) {
+    library().kernels->pack({static_cast<Format>(format), k, columns, nullptr}, source, first, last, destination);
+}
+
+// One tile of `rows` rows by panels [first, last): out[row * columns + column].
+EXPORT void specserve_multiply(int format, int64_t k, int64_t columns, const uint8_t * packed, int rows,
+                               const float * x, int64_t first, int64_t last, float * out) {
+    const auto f = static_cast<Format>(format);
+    const Kernels & kernels = *library().kernels;
+    std::vector<int8_t> values(static_cast<size_t>(k * rows));
+    std::vector<float> scales(static_cast<size_t>(scale_words(f, k) * rows));
+    std::vector<int32_t> sums(static_cast<size_t>(sum_words(f, k) * rows));
+    const Tile tile = {values.data(), scales.data(), sums.data(), rows};
+    for (int row = 0; row < rows; row++) {
+        kernels.quantise(f, x + row * k, 0, k / block_length(f), tile, row);
+    }
+    for (int64_t panel = first; panel < last; panel++) {
+        kernels.multiply({f, k, columns, packed}, panel, tile, out, columns);
+    }
+}
+
+// Attention of `rows` rows and `heads` query heads over one key head of `cells` cells of `size` values, all contiguous:
+// queries and out [rows][heads][size] float, keys and values [cells][size] half, mask [rows][cells] half.
+EXPORT void specserve_attend(int64_t cells, int64_t size, int heads, float scale, int rows, const float * queries,
+                             const uint16_t * keys, const uint16_t * values, const uint16_t * mask, float * out) {
+    const Kernels & kernels = *library().kernels;
+    Attention a{};
+    a.cells = cells;
+    a.size = size;
+    a.heads = heads;
+    a.scale = scale;
+    a.queries = reinterpret_cast<const char *>(queries);
+    a.query_stride = static_cast<size_t>(size) * sizeof(float);
+    a.query_row_stride = a.query_stride * static_cast<size_t>(heads);
+    a.keys = reinterpret_cast<const char *>(keys);
+    a.values = reinterpret_cast<const char *>(values);
+    a.key_stride = a.value_stride = static_cast<size_t>(size) * sizeof(uint16_t);
+    a.out = reinterpret_cast<char *>(out);
+    a.out_stride = a.query_stride;
+    a.out_row_stride = a.query_row_stride;
+    a.mask_stride = cells;
+    std::vector<uint8_t> scratch(static_cast<size_t>(kernels.attention_scratch(cells, heads, size)));
+    kernels.attend(a, mask, rows, scratch.data());
+}

@@ -1,0 +1,34 @@
+// The state that the buffer type, the checks and the functions called from Python share.
+
+#pragma once
+
+#include <atomic>
+
+#include "ggml_internals.h"
+#include "kernels.h"
+
+namespace specserve {
+
+struct Library {
+    const Kernels * kernels = nullptr;  // the variant in use
+    unsigned formats = 0;               // bit n: weights of format n that are loaded from now on are taken
+    std::atomic<int64_t> products{0};   // calls of compute_forward, counted by thread 0
+    std::atomic<int64_t> attentions{0};
+};
+
+Library & library();
+
+// The format of a ggml type; -1 where there is none here.
+int format_of(ggml_type type);
+ggml_type type_of(Format format);
+
+ggml_backend_buffer_type_t buffer_type();
+
+// The largest difference from a product in double precision of dequantised weights and exact activations, over some
+// rows and columns of pseudorandom blocks, in parts of the root mean square of the products.
+double check_product(const Kernels &, Format, int rows);
+
+// Seconds of a product of `columns` (a multiple of 16) x `k` weights by `rows` rows, the fastest of some; by these kernels or by ggml's.
+double time_product(bool ours, Format, int64_t k, int64_t columns, int rows, int threads, int repeats);
+
+}  // namespace specserve

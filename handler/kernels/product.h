@@ -1,0 +1,399 @@
+// The kernels themselves, written once over the vector operations of a simd_*.h; each variant's .cpp includes one of
+// these and then this file, with compiler flags of its own. Everything is in an unnamed namespace: a function that two
+// variants shared by name would be merged by the linker, and an old processor would meet instructions it lacks.
+//
+// How a tile of rows is multiplied by a panel of columns:
+//
+//   for every block of 32 weights along k:
+//     unpack the block of all columns once: 8 registers, each with 4 weights of every column
+//     for every row of the tile:
+//       8 dot products of 4 bytes: the row's activations are the same for all columns, so they are broadcast
+//       convert the integer sum to float, multiply by the scales, add to the row's sums
+//
+// So weights are read and unpacked once for all rows of a tile, and a row's sums are added in the same order, that of
+// k, whatever the number of rows, the panel, and the thread: its result is the same bit for bit in any company.
+//
+// dpbusd multiplies unsigned by signed bytes. 4-bit weights are stored as w + 8 (q4_0), w + 32 (q6_k) or are unsigned
+// anyway (q4_k); what the shift adds is 8 (or 32) times the sum of the activations, and every integer sum begins with
+// minus that, from Tile::sums.
+
+#pragma once
+
+#include "kernels.h"
+
+// Loops over the rows of a tile and the registers of a block: only unrolled do their arrays stay in registers.
+#define UNROLL _Pragma("GCC unroll 16")
+
+namespace {
+
+using namespace specserve;
+
+constexpr int kVector = 4 * kLanes;  // bytes of a register
+// Few rows are limited by memory: weights are asked for, into the second-level cache, so many bytes before they are
+// needed. Two cores of an EPYC (Zen 4) read 26 to 32 GB/s so, and 15 to 24 with 8 KiB or into the first-level cache.
+constexpr int kAhead = 32 << 10;
+
+// ---- layout ----
+
+constexpr int64_t weight_bytes(Format format) {  // of a panel's block, without its scales
+    switch (format) {
+        case Format::q4_0: return 4 * kVector;
+        case Format::q8_0: return 8 * kVector;
+        case Format::q4_k: return 32 * kVector;
+        case Format::q6_k: return 48 * kVector;
+    }
+    return 0;
+}
+
+constexpr int64_t side_bytes(Format format) {  // scales of a panel's block
+    switch (format) {
+        case Format::q4_0:
+        case Format::q8_0: return 2 * kLanes;
+        case Format::q4_k: return 4 * kVector;      // d, dmin; scales and minima of 6 bits in 3 registers
+        case Format::q6_k: return 4 * kVector + 2 * kLanes;  // 16 scales of 8 bits, d
+    }
+    return 0;
+}
+
+constexpr int64_t source_bytes(Format format) {  // a block of one column, in a GGUF file
+    switch (format) {
+        case Format::q4_0: return 18;
+        case Format::q8_0: return 34;
+        case Format::q4_k: return 144;
+        case Format::q6_k: return 210;
+    }
+    return 0;
+}
+
+int64_t panel_bytes(Format format, int64_t k) {
+    return k / block_length(format) * (weight_bytes(format) + side_bytes(format));
+}
+
+// Bytes to 4-byte groups: group g of a column goes to lane `lane` of register g.
+inline void spread(const uint8_t * from, int groups, uint8_t * to, int lane) {
+    for (int g = 0; g < groups; g++) {
+        std::memcpy(to + g * kVector + 4 * lane, from + 4 * g, 4);
+    }
+}
+
+// q4_0: d (half), 16 bytes: weight j in the low nibble of byte j, weight 16 + j in the high one.
+// q8_0: d (half), 32 signed bytes.
+inline void pack_32(const uint8_t * block, int groups, uint8_t * weights, uint8_t * side, int lane) {
+    std::memcpy(side + 2 * lane, block, 2);
+    spread(block + 2, groups, weights, lane);
+}
+
+// q4_k: d, dmin (half), 12 bytes with 8 scales and 8 minima of 6 bits, 128 bytes: of each 32 bytes the low nibbles are
+// one sub-block of 32 weights, the high nibbles the next.
+inline void pack_q4_k(const uint8_t * block, uint8_t * weights, uint8_t * side, int lane) {
+    std::memcpy(side + 2 * lane, block, 2);
+    std::memcpy(side + 2 * (kLanes + lane), block + 2, 2);
+    const uint8_t * six = block + 4;
+    uint8_t scale[8];
+    uint8_t minimum[8];
+    for (int j = 0; j < 4; j++) {
+        scale[j] = six[j] & 63;
+        minimum[j] = six[j + 4] & 63;
+        scale[j + 4] = static_cast<uint8_t>((six[j + 8] & 0x0f) | ((six[j] >> 6) << 4));
+        minimum[j + 4] = static_cast<uint8_t>((six[j + 8] >> 4) | ((six[j + 4] >> 6) << 4));
+    }
+    // Three registers of 8-bit fields whose upper two bits together hold the fourth: scales 0-3, scales 4-7 (a
+    // sub-block after the other), minima 0-3 (two sub-blocks side by side); spread over them minima 4-7.
+    uint8_t * fields = side + kVector;
+    for (int j = 0; j < 4; j++) {
+        const int pair = (j / 2) * 2 * kLanes + 2 * lane + j % 2;  // where minimum j of this column lies
+        const uint8_t rest = minimum[j + 4];
+        fields[j * kLanes + lane] |= scale[j];
+        fields[kVector + j * kLanes + lane] |= scale[j + 4];
+        fields[2 * kVector + pair] |= minimum[j];
+        for (int part = 0; part < 3; part++) {
+            fields[part * kVector + pair] |= static_cast<uint8_t>(((rest >> (2 * part)) & 3) << 6);
+        }
+    }
+    spread(block + 16, 32, weights, lane);
+}
+
+// q6_k: 128 bytes of low nibbles, 64 bytes of upper 2 bits, 16 signed scales, d (half); each half of the block has 128
+// weights: 64 bytes of nibbles and 32 of upper bits.
+inline void pack_q6_k(const uint8_t * block, uint8_t * weights, uint8_t * side, int lane) {
+    for (int half = 0; half < 2; half++) {
+        uint8_t * to = weights + half * 24 * kVector;
+        spread(block + 64 * half, 16, to, lane);
+        spread(block + 128 + 32 * half, 8, to + 16 * kVector, lane);
+    }
+    for (int j = 0; j < 16; j++) {
+        side[j * kLanes + lane] = block[192 + j];
+    }
+    std::memcpy(side + 16 * kLanes + 2 * lane, block + 208, 2);
+}
+
+void pack(const Weights & w, const uint8_t * source, int64_t first, int64_t last, uint8_t * destination) {
+    const int64_t blocks = w.k / block_length(w.format);
+    const int64_t column_bytes = blocks * source_bytes(w.format);
+    const int64_t bytes = panel_bytes(w.format, w.k);
+    for (int64_t panel = first; panel < last; panel++) {
+        uint8_t * weights = destination + panel * bytes;
+        uint8_t * side = weights + blocks * weight_bytes(w.format);
+        std::memset(weights, 0, static_cast<size_t>(bytes));
+        for (int lane = 0; lane < kLanes && panel * kLanes + lane < w.columns; lane++) {
+            const uint8_t * block = source + (panel * kLanes + lane) * column_bytes;
+            for (int64_t b = 0; b < blocks; b++, block += source_bytes(w.format)) {
+                uint8_t * to = weights + b * weight_bytes(w.format);
+                uint8_t * scales = side + b * side_bytes(w.format);
+                switch (w.format) {
+                    case Format::q4_0: pack_32(block, 4, to, scales, lane); break;
+                    case Format::q8_0: pack_32(block, 8, to, scales, lane); break;
+                    case Format::q4_k: pack_q4_k(block, to, scales, lane); break;
+                    case Format::q6_k: pack_q6_k(block, to, scales, lane); break;
+                }
+            }
+        }
+    }
+}
+
+// ---- activations ----
+
+// A block's largest magnitude becomes 127. `sums` are what the format's kernel wants to begin or end with:
+// q4_0: -8 x the sum of 32; q8_0: -128 x that where bytes were made unsigned; q6_k: -32 x the sum of 16;
+// q4_k: the sums of 32 as they are, two in a word, to be multiplied by the minima.
+void quantise(Format format, const float * source, int64_t first, int64_t last, const Tile & tile, int row) {
+    const int length = block_length(format);
+    for (int64_t block = first; block < last; block++) {
+        const float * x = source + block * length;
+        const float largest = largest_magnitude(x, length);
+        tile.scales[block * tile.rows + row] = largest / 127.0F;
+        const float factor = largest > 0 ? 127.0F / largest : 0.0F;
+        for (int part = 0; part < length / 32; part++) {
+            const int64_t group = block * (length / 32) + part;  // of 32, along the whole row
+            int8_t * bytes = tile.values + (group * tile.rows + row) * 32;
+            round_32(x + 32 * part, factor, bytes);
+            int32_t sums[2];
+            sums_of_16(bytes, sums);
+            const int32_t sum = sums[0] + sums[1];
+            switch (format) {
+                case Format::q4_0: tile.sums[group * tile.rows + row] = -8 * sum; break;
+                case Format::q8_0: tile.sums[group * tile.rows + row] = -kByteBias * sum; break;
+                case Format::q4_k: {
+                    const auto half = static_cast<int16_t>(sum);
+                    auto * word = tile.sums + (block * tile.rows + row) * 4 + part / 2;
+                    std::memcpy(reinterpret_cast<char *>(word) + 2 * (part % 2), &half, 2);
+                    break;
+                }
+                case Format::q6_k:
+                    tile.sums[(2 * group) * tile.rows + row] = -32 * sums[0];
+                    tile.sums[(2 * group + 1) * tile.rows + row] = -32 * sums[1];
+                    break;
+            }
+        }
+    }
+}
+
+// ---- products ----
+
+template <int64_t bytes> inline void prefetch(const uint8_t * weights) {
+    for (int64_t i = 0; i < bytes; i += 64) {
+        _mm_prefetch(reinterpret_cast<const char *>(weights + kAhead + i), _MM_HINT_T1);
+    }
+}
+
+template <int rows> using Sums = Floats[rows];
+
+// q4_0 and q8_0: one scale a block of 32, for weights and for activations.
+template <Format format, int rows>
+inline void multiply_32(const uint8_t * weights, const uint8_t * side, int64_t k, const Tile & tile, Sums<rows> & out) {
+    constexpr bool nibbles = format == Format::q4_0;
+    const int8_t * values = tile.values;
+    const float * scales = tile.scales;
+    const int32_t * sums = tile.sums;
+    for (int64_t block = 0; block < k / 32; block++) {
+        prefetch<weight_bytes(format)>(weights);
+        Ints w[8];
+        UNROLL
+        for (int v = 0; v < 8; v++) {
+            if (nibbles) {
+                const Ints both = load(weights + (v % 4) * kVector);
+                w[v] = v < 4 ? low_nibbles(both) : high_nibbles(both);
+            } else {
+                w[v] = unsigned_bytes(load(weights + v * kVector));
+            }
+        }
+        const Floats d = halves(side);
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            const Ints sum = dot<8, nibbles ? 15 : 128>(all(sums[r]), w, values + 32 * r);
+            out[r] = fma(to_float(sum), mul(d, all(scales[r])), out[r]);
+        }
+        weights += weight_bytes(format);
+        side += side_bytes(format);
+        values += 32 * rows;
+        scales += rows;
+        sums += rows;
+    }
+}
+
+// q4_k: weight = d x scale x nibble - dmin x minimum, with a scale and a minimum a sub-block of 32.
+template <int rows>
+inline void multiply_q4_k(const uint8_t * weights, const uint8_t * side, int64_t k, const Tile & tile,
+                          Sums<rows> & out) {
+    const int8_t * values = tile.values;
+    const float * scales = tile.scales;
+    const int32_t * sums = tile.sums;
+    for (int64_t block = 0; block < k / 256; block++) {
+        const Floats d = halves(side);
+        const Ints a = load(side + kVector);
+        const Ints b = load(side + 2 * kVector);
+        const Ints c = load(side + 3 * kVector);
+        const Ints six_bits = all_bytes(0x3f);
+        alignas(kVector) uint8_t scale[2 * kVector];    // [8 sub-blocks][lane]
+        alignas(kVector) uint8_t minimum[2 * kVector];  // [4 pairs of sub-blocks][lane][2]
+        const auto keep = [](uint8_t * to, Ints x) { std::memcpy(to, &x, sizeof x); };
+        keep(scale, bits_and(a, six_bits));
+        keep(scale + kVector, bits_and(b, six_bits));
+        keep(minimum, bits_and(c, six_bits));
+        keep(minimum + kVector, bits_or(bits_and(shift_right<6>(a), all_bytes(0x03)),
+                                        bits_or(bits_and(shift_right<4>(b), all_bytes(0x0c)),
+                                                bits_and(shift_right<2>(c), all_bytes(0x30)))));
+        Floats sub[rows];
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            sub[r] = zero();
+        }
+        for (int j = 0; j < 8; j++) {
+            const uint8_t * pair = weights + (j / 2) * 8 * kVector;
+            if (j % 2 == 0) {
+                prefetch<8 * kVector>(pair);
+            }
+            Ints w[8];
+            UNROLL
+            for (int v = 0; v < 8; v++) {
+                const Ints both = load(pair + v * kVector);
+                w[v] = j % 2 == 0 ? low_nibbles(both) : high_nibbles(both);
+            }
+            const Floats s = mul(d, to_float(widen_unsigned(scale + j * kLanes)));
+            UNROLL
+            for (int r = 0; r < rows; r++) {
+                sub[r] = fma(to_float(dot<8, 15>(zero_ints(), w, values + 32 * r)), s, sub[r]);
+            }
+            values += 32 * rows;
+        }
+        const Floats dmin = halves(side + 2 * kLanes);
+        Ints m[4];
+        for (int p = 0; p < 4; p++) {
+            m[p] = widen_pairs(minimum + p * 2 * kLanes);
+        }
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            Ints sum = zero_ints();
+            for (int p = 0; p < 4; p++) {
+                sum = dot_pairs(sum, m[p], sums[4 * r + p]);
+            }
+            out[r] = fma(fnma(dmin, to_float(sum), sub[r]), all(scales[r]), out[r]);
+        }
+        weights += weight_bytes(Format::q4_k);
+        side += side_bytes(Format::q4_k);
+        scales += rows;
+        sums += 4 * rows;
+    }
+}
+
+// q6_k: weight = d x scale x (6 bits - 32), with a signed scale a sub-block of 16.
+template <int rows>
+inline void multiply_q6_k(const uint8_t * weights, const uint8_t * side, int64_t k, const Tile & tile,
+                          Sums<rows> & out) {
+    const int8_t * values = tile.values;
+    const float * scales = tile.scales;
+    const int32_t * sums = tile.sums;
+    for (int64_t block = 0; block < k / 256; block++) {
+        const Floats d = halves(side + 16 * kLanes);
+        Floats sub[rows];
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            sub[r] = zero();
+        }
+        for (int j = 0; j < 8; j++) {  // 32 weights: two sub-blocks
+            const uint8_t * low = weights + (j / 4) * 24 * kVector + (j % 2) * 8 * kVector;
+            const uint8_t * high = weights + (j / 4) * 24 * kVector + 16 * kVector;
+            if (j % 4 < 2) {
+                prefetch<8 * kVector>(low);
+            } else if (j % 4 == 2) {
+                prefetch<8 * kVector>(high);
+            }
+            Ints w[8];
+            UNROLL
+            for (int v = 0; v < 8; v++) {
+                const Ints both = load(low + v * kVector);
+                const Ints nibble = j % 4 < 2 ? low_nibbles(both) : high_nibbles(both);
+                const Ints bits = load(high + v * kVector);
+                const Ints upper = j % 4 == 0   ? shift_left<4>(bits)
+                                   : j % 4 == 1 ? shift_left<2>(bits)
+                                   : j % 4 == 2 ? bits
+                                                : shift_right<2>(bits);
+                w[v] = bits_or(nibble, bits_and(upper, all_bytes(0x30)));
+            }
+            for (int half = 0; half < 2; half++) {
+                const Floats s = mul(d, to_float(widen_signed(side + (2 * j + half) * kLanes)));
+                UNROLL
+                for (int r = 0; r < rows; r++) {
+                    const Ints start = all(sums[half * rows + r]);
+                    const Ints sum = dot<4, 63>(start, w + 4 * half, values + 32 * r + 16 * half);
+                    sub[r] = fma(to_float(sum), s, sub[r]);
+                }
+            }
+            values += 32 * rows;
+            sums += 2 * rows;
+        }
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            out[r] = fma(sub[r], all(scales[r]), out[r]);
+        }
+        weights += weight_bytes(Format::q6_k);
+        side += side_bytes(Format::q6_k);
+        scales += rows;
+    }
+}
+
+template <Format format, int rows>
+void multiply_tile(const Weights & w, int64_t panel, const Tile & tile, float * out, int64_t stride) {
+    const uint8_t * weights = w.data + panel * panel_bytes(format, w.k);
+    const uint8_t * side = weights + w.k / block_length(format) * weight_bytes(format);
+    Sums<rows> sums;
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+        sums[r] = zero();
+    }
+    if constexpr (format == Format::q4_k) {
+        multiply_q4_k<rows>(weights, side, w.k, tile, sums);
+    } else if constexpr (format == Format::q6_k) {
+        multiply_q6_k<rows>(weights, side, w.k, tile, sums);
+    } else {
+        multiply_32<format, rows>(weights, side, w.k, tile, sums);
+    }
+    const int64_t column = panel * kLanes;
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+        store(out + r * stride + column, sums[r], w.columns - column);
+    }
+}
+
+using TileFunction = void (*)(const Weights &, int64_t, const Tile &, float *, int64_t);
+
+// A function for every number of rows, so that loops over rows are unrolled and sums stay in registers.
+template <Format format, int rows = 1>
+constexpr TileFunction tile_function(int wanted) {
+    if constexpr (rows == kMaxTile) {
+        return multiply_tile<format, rows>;
+    } else {
+        return wanted == rows ? multiply_tile<format, rows> : tile_function<format, rows + 1>(wanted);
+    }
+}
+
+void multiply(const Weights & w, int64_t panel, const Tile & tile, float * out, int64_t stride) {
+    switch (w.format) {
+        case Format::q4_0: tile_function<Format::q4_0>(tile.rows)(w, panel, tile, out, stride); break;
+        case Format::q8_0: tile_function<Format::q8_0>(tile.rows)(w, panel, tile, out, stride); break;
+        case Format::q4_k: tile_function<Format::q4_k>(tile.rows)(w, panel, tile, out, stride); break;
+        case Format::q6_k: tile_function<Format::q6_k>(tile.rows)(w, panel, tile, out, stride); break;
+    }
+}
+
+}  // namespace

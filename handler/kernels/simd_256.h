@@ -1,0 +1,197 @@
+// 256 bits: 8 lanes of 32 bits, 16 registers; with AVX-VNNI where the compiler is told so, else with AVX2 alone.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int kLanes = 8;
+constexpr int kMaxTile = 4;
+
+using Ints = __m256i;
+using Floats = __m256;
+
+inline Ints load(const void * p) { return _mm256_loadu_si256(static_cast<const __m256i *>(p)); }
+inline Ints zero_ints() { return _mm256_setzero_si256(); }
+inline Ints all(int32_t x) { return _mm256_set1_epi32(x); }
+inline Ints low_nibbles(Ints x) { return _mm256_and_si256(x, _mm256_set1_epi8(0x0f)); }
+inline Ints high_nibbles(Ints x) { return low_nibbles(_mm256_srli_epi16(x, 4)); }
+inline Ints bits_and(Ints x, Ints y) { return _mm256_and_si256(x, y); }
+inline Ints bits_or(Ints x, Ints y) { return _mm256_or_si256(x, y); }
+template <int n> inline Ints shift_left(Ints x) { return _mm256_slli_epi16(x, n); }
+template <int n> inline Ints shift_right(Ints x) { return _mm256_srli_epi16(x, n); }
+inline Ints all_bytes(int x) { return _mm256_set1_epi8(static_cast<char>(x)); }
+
+inline Ints widen_unsigned(const void * p) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i *>(p)));
+}
+inline Ints widen_signed(const void * p) {
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i *>(p)));
+}
+inline Ints widen_pairs(const void * p) {
+    return _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i *>(p)));
+}
+
+inline Floats zero() { return _mm256_setzero_ps(); }
+inline Floats all(float x) { return _mm256_set1_ps(x); }
+inline Floats to_float(Ints x) { return _mm256_cvtepi32_ps(x); }
+inline Floats halves(const void * p) { return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i *>(p))); }
+inline Floats mul(Floats x, Floats y) { return _mm256_mul_ps(x, y); }
+inline Floats fma(Floats x, Floats y, Floats z) { return _mm256_fmadd_ps(x, y, z); }
+inline Floats fnma(Floats x, Floats y, Floats z) { return _mm256_fnmadd_ps(x, y, z); }
+inline void store(float * p, Floats x, int64_t count) {
+    if (count >= kLanes) {
+        _mm256_storeu_ps(p, x);
+    } else {
+        const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        _mm256_maskstore_ps(p, _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), lane), x);
+    }
+}
+
+inline Ints four_for_all(const int8_t * activations) {
+    int32_t four;
+    std::memcpy(&four, activations, 4);
+    return _mm256_set1_epi32(four);
+}
+
+#ifdef __AVXVNNI__
+
+constexpr int kByteBias = 128;
+inline Ints unsigned_bytes(Ints x) { return _mm256_xor_si256(x, _mm256_set1_epi8(-128)); }
+
+template <int vectors, int largest_weight>
+inline Ints dot(Ints start, const Ints * weights, const int8_t * activations) {
+    _Pragma("GCC unroll 16") for (int v = 0; v < vectors; v++) {
+        start = _mm256_dpbusd_avx_epi32(start, weights[v], four_for_all(activations + 4 * v));
+    }
+    return start;
+}
+
+inline Ints dot_pairs(Ints start, Ints x, int32_t pair) {
+    return _mm256_dpwssd_avx_epi32(start, x, _mm256_set1_epi32(pair));
+}
+
+#else
+
+// vpmaddubsw adds two products into 16 signed bits: weights of up to 63 fit, bytes only by their magnitude, with the
+// sign moved to the activation.
+constexpr int kByteBias = 0;
+inline Ints unsigned_bytes(Ints x) { return x; }
+
+// How many sums of two products, of weights up to `largest_weight` and activations up to 127, fit into 16 bits.
+constexpr int sums_that_fit(int largest_weight) { return 32767 / (2 * 127 * largest_weight); }
+
+template <int vectors, int largest_weight>
+inline Ints dot(Ints start, const Ints * weights, const int8_t * activations) {
+    constexpr bool is_signed = largest_weight == 128;
+    constexpr int fit = sums_that_fit(largest_weight);
+    constexpr int group = is_signed ? 1 : fit < vectors ? fit : vectors;
+    static_assert(group >= 1 && vectors % group == 0, "sums of 16 bits would overflow");
+    _Pragma("GCC unroll 16") for (int v = 0; v < vectors; v += group) {
+        Ints pairs = _mm256_setzero_si256();
+        _Pragma("GCC unroll 16") for (int i = v; i < v + group; i++) {
+            const Ints four = four_for_all(activations + 4 * i);
+            const Ints product = is_signed ? _mm256_maddubs_epi16(_mm256_abs_epi8(weights[i]),
+                                                                  _mm256_sign_epi8(four, weights[i]))
+                                           : _mm256_maddubs_epi16(weights[i], four);
+            pairs = i == v ? product : _mm256_add_epi16(pairs, product);
+        }
+        start = _mm256_add_epi32(start, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    return start;
+}
+
+inline Ints dot_pairs(Ints start, Ints x, int32_t pair) {
+    return _mm256_add_epi32(start, _mm256_madd_epi16(x, _mm256_set1_epi32(pair)));
+}
+
+#endif
+
+inline float largest_magnitude(const float * x, int count) {
+    const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+    __m256 largest = _mm256_setzero_ps();
+    for (int i = 0; i < count; i += 8) {
+        largest = _mm256_max_ps(largest, _mm256_and_ps(magnitude, _mm256_loadu_ps(x + i)));
+    }
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(largest), _mm256_extractf128_ps(largest, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+
+inline void round_32(const float * x, float factor, int8_t * bytes) {
+    const __m256 f = _mm256_set1_ps(factor);
+    __m256i rounded[4];
+    for (int i = 0; i < 4; i++) {
+        rounded[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 8 * i), f));
+    }
+    // Packing works within halves of 128 bits, so the groups of four bytes have to be put in order.
+    const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(rounded[0], rounded[1]),
+                                              _mm256_packs_epi32(rounded[2], rounded[3]));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(bytes), _mm256_permutevar8x32_epi32(packed, order));
+}
+
+inline void sums_of_16(const int8_t * bytes, int32_t sums[2]) {
+    for (int i = 0; i < 2; i++) {
+        const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i *>(bytes + 16 * i));
+        const __m128i four = _mm_madd_epi16(_mm_maddubs_epi16(_mm_set1_epi8(1), b), _mm_set1_epi16(1));
+        const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+        sums[i] = _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+    }
+}
+
+// ---- for attention ----
+
+constexpr int kHalves = 2 * kLanes;
+
+inline Floats load_floats(const float * p) { return _mm256_loadu_ps(p); }
+inline void store_floats(float * p, Floats x) { _mm256_storeu_ps(p, x); }
+inline Floats add(Floats x, Floats y) { return _mm256_add_ps(x, y); }
+inline Floats sub(Floats x, Floats y) { return _mm256_sub_ps(x, y); }
+inline Floats max(Floats x, Floats y) { return _mm256_max_ps(x, y); }
+inline float largest(Floats x) {
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+inline Ints to_int(Floats x) { return _mm256_cvtps_epi32(x); }
+inline Floats to_integral(Floats x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// The exponent is an integer from -126 on.
+inline Floats times_power_of_two(Floats x, Floats exponent) {
+    const Ints bits = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(exponent), _mm256_set1_epi32(127)), 23);
+    return _mm256_mul_ps(x, _mm256_castsi256_ps(bits));
+}
+inline Floats odd_or_zero(Floats x, float least) {
+    const Floats odd = _mm256_castsi256_ps(_mm256_or_si256(_mm256_castps_si256(x), _mm256_set1_epi32(1)));
+    return _mm256_and_ps(odd, _mm256_cmp_ps(x, _mm256_set1_ps(least), _CMP_GE_OQ));
+}
+inline Ints larger_half(Ints magnitudes, Ints halves) {
+    return _mm256_max_epu16(magnitudes, _mm256_and_si256(halves, _mm256_set1_epi16(0x7fff)));
+}
+
+inline Floats sums_of_lanes(const Floats (&x)[kLanes]) {
+    Floats four[2];
+    for (int i = 0; i < 2; i++) {
+        const Floats a = add(_mm256_unpacklo_ps(x[4 * i], x[4 * i + 1]), _mm256_unpackhi_ps(x[4 * i], x[4 * i + 1]));
+        const Floats b =
+            add(_mm256_unpacklo_ps(x[4 * i + 2], x[4 * i + 3]), _mm256_unpackhi_ps(x[4 * i + 2], x[4 * i + 3]));
+        const __m256d c = _mm256_castps_pd(a);
+        const __m256d d = _mm256_castps_pd(b);
+        four[i] = add(_mm256_castpd_ps(_mm256_unpacklo_pd(c, d)), _mm256_castpd_ps(_mm256_unpackhi_pd(c, d)));
+    }
+    return add(_mm256_permute2f128_ps(four[0], four[1], 0x20), _mm256_permute2f128_ps(four[0], four[1], 0x31));
+}
+
+inline int32_t * append_not_negative(const uint16_t * p, int32_t first, int32_t * indices) {
+    for (int i = 0; i < kHalves; i++) {
+        *indices = first + i;
+        indices += (p[i] >> 15) ^ 1;
+    }
+    return indices;
+}
+
+}  // namespace

@@ -29,7 +29,7 @@ from specserve.sequence import SamplingParams, Sequence, SpeculationParams
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler
 from specserve.speculation.controller import Controller
-from specserve.speculation.cost import Beside, Cost, CostTable, Speed, passes
+from specserve.speculation.cost import Beside, Cost, CostTable, Speed
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.guessers import LookupDrafter
 from specserve.speculation.model import DraftModel
@@ -118,18 +118,12 @@ class Tape:
         self._draft = draft
         self._lengths = [0] * n_slots
         self.n_slots = n_slots
-        self.separate = not draft and n_slots > 1
         self.width = width
 
     def forward(self, rows: list[Row]) -> FloatArray:
         """What was recorded behind each row; see `Engine.forward`."""
         counts = Counter(row.slot for row in rows)
-        cells = self.reach(counts)
-        if self.separate:
-            sizes = passes([counts[slot] for slot in range(self.n_slots)])
-            self._clock.now += sum(self._cost.exactly(size, cells) for size in sizes)
-        else:
-            self._clock.now += self._cost.exactly(len(rows), cells)
+        self._clock.now += self._cost.exactly(len(rows), self.reach(counts))
         for row in rows:
             self._lengths[row.slot] = row.position + 1
         return np.array([self._row(row) for row in rows if row.wants_logits], np.float32)
@@ -155,7 +149,7 @@ class Tape:
 
     def reach(self, slots: Iterable[int]) -> int:
         """How many tokens a row walks over."""
-        return max((self._lengths[slot] for slot in slots), default=0) if self.separate else sum(self._lengths)
+        return max((self._lengths[slot] for slot in slots), default=0)
 
     def cut(self, slot: int, length: int) -> None:
         """Forget what is behind."""
@@ -209,7 +203,7 @@ class Simulation:
         self._tables = target, draft
         speed = Speed()
         self._draft_cost = Cost(draft, most=64, speed=Beside(speed))
-        self._controller = Controller(Cost(target, most=64, speed=speed, separate=slots > 1), self._draft_cost)
+        self._controller = Controller(Cost(target, most=64, speed=speed), self._draft_cost)
         self._speculation = speculation
         self._window = window
         self._slots = slots

@@ -24,7 +24,7 @@ _BUILD="-DGGML_LLAMAFILE=OFF -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF"
 
 # What an installation of this kind is made from; it is done again when this changes.
 _fingerprint() {
-    cat "$(_lock_file "$1")" "$_BUILD_TOOLS" "$PROJECT/pyproject.toml" "$PROJECT"/handler/kernels/* | { sha256sum 2>/dev/null || shasum -a 256; }
+    cat "$(_lock_file "$1")" "$_BUILD_TOOLS" "$PROJECT/pyproject.toml" "$PROJECT"/handler/kernels/{*.h,*.cpp,CMakeLists.txt} | { sha256sum 2>/dev/null || shasum -a 256; }
     echo "$PROJECT $_BUILD"
 }
 

@@ -8,14 +8,14 @@
 // its own cell only, a maximum on no order, and the two sums are made exact, so that they do not depend on one either:
 //
 // - sum(p_i) is a sum of integers, the weights in units of 2^-30.
-// - sum(p_i v_i) is a sum of floats that all have the same exponent. It starts at 1.5 x 2^(E+2), where 2^E is at least
-//   the sum of all magnitudes, and so stays between 2^(E+2) and 2^(E+3): every addition rounds the product to a
-//   multiple of 2^(E-21), whatever was added before. Only a product exactly between two multiples would be rounded
-//   by what the sum is so far, and there is none: the last bit of every p_i is set, so a product's last bit is worth at
-//   most 2^(E-23), and it cannot be an odd multiple of 2^(E-22).
+// - sum(p_i v_i) is a sum of floats that all have the same exponent. It starts at 1.5 x 2^(E+1), where 2^E is more than
+//   the sum of all magnitudes, and so stays between 2^(E+1) and 2^(E+2): every addition rounds the product to a
+//   multiple of 2^(E-22), whatever was added before. Only a product exactly between two multiples would be rounded
+//   by what the sum is so far, and there is none: the last bit of every p_i is set, so a product's last bit is worth
+//   less than 2^(E-23), half such a multiple.
 //
-// So the sums cost one fused multiply-add a product, as they would anyway. Their error, 2^-22 of the largest value, is
-// a thousandth of that of the values themselves, which have half precision.
+// So the sums cost one fused multiply-add a product, as they would anyway. Their error, some 2^-22 of the largest value,
+// is a thousandth of that of the values themselves, which have half precision.
 
 #pragma once
 
@@ -27,6 +27,8 @@
 namespace {
 
 constexpr float kLeastWeight = 0x1p-30F;
+// Room for the rounding of 2^17 products and of the weights' own sum.
+constexpr float kRounding = 1.02F;
 
 
 // exp(x) for x <= 0; 0 below -87. Relative error 2e-7.
@@ -232,8 +234,8 @@ inline void attend_together(const Attention & a, int first_row, int rows, const 
             const int64_t units = weigh(scores + row * row_scores + head * room, count);
             totals[row][head] = static_cast<float>(units) * kLeastWeight;
             int exponent;
-            std::frexp(2 * bound * totals[row][head], &exponent);  // twice: the weights' sum is rounded, too
-            starts[row][head] = std::ldexp(1.5F, exponent + 2);
+            std::frexp(kRounding * bound * totals[row][head], &exponent);
+            starts[row][head] = std::ldexp(1.5F, exponent + 1);
             for (int64_t i = 0; i < a.size; i += kLanes) {
                 store_floats(sums + row * row_size + head * a.size + i, all(starts[row][head]));
             }

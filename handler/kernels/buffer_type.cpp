@@ -22,10 +22,15 @@ constexpr size_t kHugePage = size_t{1} << 21;
 constexpr int64_t kPiece = 64 << 10;           // bytes of weights a thread takes at a time: some microseconds of reading
 constexpr int64_t kPieceOfPrompt = 256 << 10;  // with several tiles, weights that stay in the second-level cache
 
-bool takes(const ggml_tensor * weights) {
+// Whether there are kernels for a weight; a matrix of one column counts, too.
+bool fits(const ggml_tensor * weights) {
     const int format = format_of(weights->type);
-    return format >= 0 && (library().formats >> format & 1) != 0 && ggml_n_dims(weights) == 2 &&
-           ggml_is_contiguous(weights) && weights->ne[0] % block_length(static_cast<Format>(format)) == 0;
+    return format >= 0 && ggml_n_dims(weights) <= 2 && ggml_is_contiguous(weights) && weights->ne[0] % block_length(static_cast<Format>(format)) == 0;
+}
+
+// Whether the loader is to give us this weight.
+bool takes(const ggml_tensor * weights) {
+    return fits(weights) && (library().formats >> format_of(weights->type) & 1) != 0;
 }
 
 // What a buffer of this type owns. Weights stay with the variant that packed them, whatever is used later.
@@ -347,7 +352,7 @@ ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_t size)
 }
 
 size_t packed_bytes(ggml_backend_buffer_type_t, const ggml_tensor * tensor) {
-    if (!takes(tensor)) {
+    if (!fits(tensor)) {
         return ggml_nbytes(tensor);
     }
     const Weights weights = described(tensor);

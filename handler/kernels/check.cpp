@@ -104,27 +104,21 @@ double check_product(const Kernels & kernels, Format format, int rows) {
     return largest / std::sqrt(squares / static_cast<double>(rows * columns));
 }
 
-double time_product(bool ours, Format format, int64_t k, int64_t columns, int rows, int threads, int repeats) {
-    // Quantising well takes longer than all else here, so some columns stand for all.
-    const std::vector<uint8_t> some = quantised(format, normal_numbers(static_cast<size_t>(k * 16), 1), k);
-    std::vector<uint8_t> blocks;
-    for (int64_t column = 0; column < columns; column += 16) {
-        blocks.insert(blocks.end(), some.begin(), some.end());
-    }
-    const std::vector<float> numbers = normal_numbers(static_cast<size_t>(k * rows), 2);
+double run_product(bool ours, Format format, int64_t k, int64_t columns, const uint8_t * source, int rows,
+                   const float * x, int threads, int repeats, float * out) {
     const Context weight_context = context();
     const Context context_of_rows = context();
     ggml_tensor * weights = ggml_new_tensor_2d(weight_context.get(), type_of(format), k, columns);
     const Buffer weight_buffer(ggml_backend_alloc_ctx_tensors_from_buft(
         weight_context.get(), ours ? buffer_type() : stock_buffer_type(format, k, columns)));
-    ggml_backend_tensor_set(weights, blocks.data(), 0, blocks.size());
-    ggml_tensor * x = ggml_new_tensor_2d(context_of_rows.get(), GGML_TYPE_F32, k, rows);
-    ggml_tensor * product = ggml_mul_mat(context_of_rows.get(), weights, x);
+    ggml_backend_tensor_set(weights, source, 0, ggml_nbytes(weights));
+    ggml_tensor * activations = ggml_new_tensor_2d(context_of_rows.get(), GGML_TYPE_F32, k, rows);
+    ggml_tensor * product = ggml_mul_mat(context_of_rows.get(), weights, activations);
     ggml_cgraph * graph = ggml_new_graph(context_of_rows.get());
     ggml_build_forward_expand(graph, product);
     const Buffer rows_buffer(
         ggml_backend_alloc_ctx_tensors_from_buft(context_of_rows.get(), ggml_backend_cpu_buffer_type()));
-    ggml_backend_tensor_set(x, numbers.data(), 0, numbers.size() * sizeof(float));
+    ggml_backend_tensor_set(activations, x, 0, ggml_nbytes(activations));
 
     const Backend backend(ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr));
     ggml_backend_cpu_set_n_threads(backend.get(), threads);
@@ -136,8 +130,22 @@ double time_product(bool ours, Format format, int64_t k, int64_t columns, int ro
         }
         seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
     }
+    if (out != nullptr) {
+        ggml_backend_tensor_get(product, out, 0, ggml_nbytes(product));
+    }
     // The first one warms up; the fastest is what neighbours on the machine disturbed least.
-    return *std::min_element(seconds.begin() + 1, seconds.end());
+    return repeats > 0 ? *std::min_element(seconds.begin() + 1, seconds.end()) : seconds[0];
+}
+
+double time_product(bool ours, Format format, int64_t k, int64_t columns, int rows, int threads, int repeats) {
+    // Quantising well takes longer than all else here, so some columns stand for all.
+    const std::vector<uint8_t> some = quantised(format, normal_numbers(static_cast<size_t>(k * 16), 1), k);
+    std::vector<uint8_t> blocks;
+    for (int64_t column = 0; column < columns; column += 16) {
+        blocks.insert(blocks.end(), some.begin(), some.end());
+    }
+    const std::vector<float> x = normal_numbers(static_cast<size_t>(k * rows), 2);
+    return run_product(ours, format, k, columns, blocks.data(), rows, x.data(), threads, repeats, nullptr);
 }
 
 }  // namespace specserve

@@ -77,45 +77,13 @@ EXPORT double specserve_check_product(int format, int rows) {
 }
 EXPORT double specserve_time_product(int ours, int format, int64_t k, int64_t columns, int rows, int threads,
                                      int repeats) {
-    const unsigned before = library().formats;
-    library().formats = ours != 0 ? 1U << format : 0U;
-    const double seconds = time_product(ours != 0, static_cast<Format>(format), k, columns, rows, threads, repeats);
-    library().formats = before;
-    return seconds;
+    return time_product(ours != 0, static_cast<Format>(format), k, columns, rows, threads, repeats);
 }
-
-// ---- for tests: one kernel by itself ----
-
-EXPORT int specserve_lanes() { return library().kernels->lanes; }
+EXPORT double specserve_run_product(int ours, int format, int64_t k, int64_t columns, const uint8_t * source, int rows,
+                                    const float * x, int threads, float * out) {
+    return run_product(ours != 0, static_cast<Format>(format), k, columns, source, rows, x, threads, 0, out);
+}
 EXPORT int specserve_max_tile() { return library().kernels->max_tile; }
-
-EXPORT int64_t specserve_packed_bytes(int format, int64_t k, int64_t columns) {
-    const int64_t lanes = library().kernels->lanes;
-    return (columns + lanes - 1) / lanes * library().kernels->panel_bytes(static_cast<Format>(format), k);
-}
-
-// Panels [first, last) of a matrix in GGUF's layout.
-EXPORT void specserve_pack(int format, int64_t k, int64_t columns, const uint8_t * source, int64_t first, int64_t last,
-                           uint8_t * destination) {
-    library().kernels->pack({static_cast<Format>(format), k, columns, nullptr}, source, first, last, destination);
-}
-
-// One tile of `rows` rows by panels [first, last): out[row * columns + column].
-EXPORT void specserve_multiply(int format, int64_t k, int64_t columns, const uint8_t * packed, int rows,
-                               const float * x, int64_t first, int64_t last, float * out) {
-    const auto f = static_cast<Format>(format);
-    const Kernels & kernels = *library().kernels;
-    std::vector<int8_t> values(static_cast<size_t>(k * rows));
-    std::vector<float> scales(static_cast<size_t>(scale_words(f, k) * rows));
-    std::vector<int32_t> sums(static_cast<size_t>(sum_words(f, k) * rows));
-    const Tile tile = {values.data(), scales.data(), sums.data(), rows};
-    for (int row = 0; row < rows; row++) {
-        kernels.quantise(f, x + row * k, 0, k / block_length(f), tile, row);
-    }
-    for (int64_t panel = first; panel < last; panel++) {
-        kernels.multiply({f, k, columns, packed}, panel, tile, out, columns);
-    }
-}
 
 // Attention of `rows` rows and `heads` query heads over one key head of `cells` cells of `size` values, all contiguous:
 // queries and out [rows][heads][size] float, keys and values [cells][size] half, mask [rows][cells] half.

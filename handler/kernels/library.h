@@ -28,7 +28,12 @@ ggml_backend_buffer_type_t buffer_type();
 // rows and columns of pseudorandom blocks, in parts of the root mean square of the products.
 double check_product(const Kernels &, Format, int rows);
 
-// Seconds of a product of `columns` (a multiple of 16) x `k` weights by `rows` rows, the fastest of some; by these kernels or by ggml's.
+// A product by way of a ggml graph, through the buffer type, by these kernels or by ggml's own: weights in GGUF's
+// layout, x [rows][k], out [rows][columns] (or null). Returns the seconds of the fastest of some repetitions.
+double run_product(bool ours, Format, int64_t k, int64_t columns, const uint8_t * source, int rows, const float * x,
+                   int threads, int repeats, float * out);
+
+// The same for pseudorandom numbers; `columns` is a multiple of 16.
 double time_product(bool ours, Format, int64_t k, int64_t columns, int rows, int threads, int repeats);
 
 }  // namespace specserve

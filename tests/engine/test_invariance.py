@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 
+from kernel_products import needs_kernels
+from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.fake import FakeEngine
 from specserve.engine.invariance import Invariance, probe
-from specserve.engine.llama import EngineSettings, LlamaEngine
+from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
-from specserve.operations import quantise
 from specserve.operations.tiny import ARCHITECTURES, write_tiny
 from specserve.serving.loading import describe
+from tiny_formats import FORMATS, quantise_as
 
 ROOM = 512
 NOISE = 0.25
@@ -146,20 +149,20 @@ def test_the_cache_is_left_empty_when_a_pass_fails() -> None:
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
-def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """One generated model in single precision and as pure Q4_0."""
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One generated model in single precision and quantised."""
     directory = tmp_path_factory.mktemp("tiny")
-    single, quantised = directory / "single.gguf", directory / "q4_0.gguf"
-    write_tiny(single, request.param, "target")
-    assert quantise.main(str(single), str(quantised)) == 0
-    return single, quantised
+    files = {name: directory / f"{name}.gguf" for name in ("single", *FORMATS)}
+    write_tiny(files["single"], request.param, "target")
+    for name in FORMATS:
+        quantise_as(files["single"], files[name], name)
+    return files
 
 
-def measure(path: Path, *, threads: int = 2, settings: EngineSettings | None = None) -> Invariance:
+def measure(path: Path, mode: Literal["auto", "off"], *, threads: int = 2) -> Invariance:
+    kernels.use(mode, threads=threads)
     model = LlamaModel(path)
-    engine = LlamaEngine(
-        model, n_slots=2, context_length=ROOM, threads=threads, max_rows=128, max_logits=64, settings=settings
-    )
+    engine = LlamaEngine(model, n_slots=2, context_length=ROOM, threads=threads, max_rows=128, max_logits=64)
     try:
         return probe(engine, ROOM)
     finally:
@@ -167,40 +170,27 @@ def measure(path: Path, *, threads: int = 2, settings: EngineSettings | None = N
         model.close()
 
 
+@needs_kernels
 @pytest.mark.parametrize("threads", [1, 2])
-def test_pure_q4_0_repeats_for_any_rows_chunks_and_neighbours(tiny: tuple[Path, Path], threads: int) -> None:
-    assert measure(tiny[1], threads=threads).everywhere
+@pytest.mark.parametrize("form", FORMATS)
+def test_with_our_kernels_texts_repeat_in_any_company(tiny: dict[str, Path], form: str, threads: int) -> None:
+    assert measure(tiny[form], "auto", threads=threads).everywhere
 
 
-def test_single_precision_repeats_too(tiny: tuple[Path, Path]) -> None:
-    assert measure(tiny[0]).everywhere
-
-
-def test_in_a_common_cache_texts_repeat_only_alone_and_the_probe_sees_it(tiny: tuple[Path, Path]) -> None:
-    invariance = measure(tiny[0], settings=EngineSettings(type_v="f16", flash_attention=False))
+def test_with_stock_kernels_pure_q4_0_repeats_alone_and_not_in_company_and_the_probe_sees_it(
+    tiny: dict[str, Path],
+) -> None:
+    """llama.cpp's attention adds the values up in the order in which they lie in the cache."""
+    invariance = measure(tiny["q4_0"], "off")
     assert invariance.alone
-    assert 0 < invariance.layout < 0.01
+    assert 0 <= invariance.layout < 1
 
 
-@pytest.mark.parametrize("file", [0, 1])
-def test_flash_attention_over_halves_does_not_repeat_and_the_probe_sees_it(tiny: tuple[Path, Path], file: int) -> None:
-    invariance = measure(tiny[file], settings=EngineSettings(type_v="f16"))
-    assert not invariance.alone
-    assert 0 < invariance.chunks < 1
-
-
-@pytest.mark.parametrize("file", [0, 1])
-def test_the_attention_for_builds_with_tiny_blas_repeats_too(tiny: tuple[Path, Path], file: int) -> None:
-    assert measure(tiny[file], settings=EngineSettings(separate=True)).everywhere
-
-
-def test_the_sentence_says_what_to_expect_and_what_to_do() -> None:
-    everywhere = describe(Invariance(0.0, 0.0, 0.0, None), requantised=False)
+def test_the_sentence_says_what_to_expect() -> None:
+    everywhere = describe(Invariance(0.0, 0.0, 0.0, None))
     assert "repeat exactly" in everywhere
-    rows = describe(Invariance(0.02, 0.0, 0.0, 0.0), requantised=False)
+    rows = describe(Invariance(0.02, 0.0, 0.0, 0.0))
     assert "the number of rows in a pass (by up to 0.02)" in rows
-    assert "`requantise: q4_0`" in rows
-    assert "requantise" not in describe(Invariance(0.02, 0.0, 0.0, 0.0), requantised=True)
-    crowd = describe(Invariance(0.0, 0.0, 0.3, 0.0), requantised=False)
+    crowd = describe(Invariance(0.0, 0.0, 0.3, 0.0))
     assert "the place in the cache (by up to 0.3)" in crowd
     assert "repeat exactly alone" in crowd

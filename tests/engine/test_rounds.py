@@ -58,7 +58,6 @@ class Bench:
         costs: tuple[Cost, Cost] | None = None,
     ) -> None:
         self.target = FakeEngine(vocabulary=VOCABULARY, n_slots=SLOTS)
-        self.target.separate = True
         self.draft = FakeEngine(vocabulary=draft_width, n_slots=SLOTS, blend=blend)
         target_cost, draft_cost = costs or (proportional(), proportional())
         model = DraftModel(
@@ -472,17 +471,6 @@ def test_the_model_drafts_again_behind_a_guess_that_stood_behind_its_own_draft()
     sequence = decoding(7)
     sequence.draft_cached = len(sequence.tokens) + 2
     assert not worth_waiting(sequence, sequence.draft_cached, sequence.draft_cached)
-
-
-def test_a_few_tokens_that_texts_share_are_read_again_where_a_copy_would_take_longer() -> None:
-    bench = Bench()
-    bench.submit([n % 7 for n in range(60)], max_tokens=40)
-    for _ in range(12):
-        bench.scheduler.step()
-    few = bench.submit([n % 7 for n in range(5)] + [9] * 20, max_tokens=5)
-    many = bench.submit([n % 7 for n in range(30)] + [9] * 20, max_tokens=5)
-    bench.run()
-    assert (few.sequence.reused, many.sequence.reused) == (0, 30)
 
 
 class EverySecondRound(PlainRounds):

@@ -12,6 +12,7 @@ from constraints import AlternatingGrammars
 from costs import flat
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
 from specserve.engine.fake import FakeEngine, FakeVocabulary
+from specserve.engine.kernels import Kernels
 from specserve.observability.metrics import Served
 from specserve.serving.chat import ChatTemplate
 from specserve.serving.loading import Models
@@ -50,6 +51,7 @@ class FrontEnd:
             Drafters(
                 Controller(flat(0.01), flat(0.001)), PredictionDrafter(), LookupDrafter(), model=model, vocabulary=200
             ),
+            Kernels(None, (), "a fake engine computes"),
         )
         models = replace(models, chat_template=ChatTemplate(TEMPLATE, bos="", eos=""))
         self.handler.start(config, lambda _config: models, Served("qwen", "1.0"))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.fake import FakeEngine
 from specserve.errors import EngineError
-from specserve.speculation.cost import Beside, Cost, CostTable, Speed, edges, passes, typical
+from specserve.speculation.cost import Beside, Cost, CostTable, Speed, edges, typical
 from specserve.speculation.measurement import measure
 from specserve.speculation.passes import run_pass
 
@@ -85,14 +85,14 @@ def test_a_pass_that_is_wider_than_any_measured_says_nothing_of_the_machine() ->
 
 
 def test_rows_of_several_texts_are_followed_as_they_are_run() -> None:
-    cost = Cost(TABLE, most=64, separate=True)
+    cost = Cost(TABLE, most=64)
     for _ in range(400):
         cost.observe([1, 4], 0, 1.5 * cost_as_measured([1, 4]))
     assert cost.together([1, 4], 0) == pytest.approx(1.5 * cost_as_measured([1, 4]), rel=0.05)
 
 
 def cost_as_measured(counts: list[int]) -> float:
-    return Cost(TABLE, most=64, separate=True).together(counts, 0)
+    return Cost(TABLE, most=64).together(counts, 0)
 
 
 def test_a_model_that_is_not_run_becomes_slower_and_faster_with_the_machine() -> None:
@@ -210,59 +210,21 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was() -> None:
     assert engine.cache == [[]]
 
 
-@pytest.mark.parametrize(
-    ("counts", "sizes"),
-    [
-        ([3], [3]),
-        ([1, 1, 1], [3]),
-        ([1, 4, 1], [3, 3]),
-        ([2, 4, 3], [6, 2, 1]),
-        ([1, 0, 1], [1, 1]),
-        ([0, 2, 2, 0, 5], [4, 5]),
-        ([0], []),
-    ],
-)
-def test_slots_with_caches_of_their_own_share_passes_as_far_as_neighbours_go_alike(
-    counts: list[int], sizes: list[int]
-) -> None:
-    assert passes(counts) == sizes
-
-
-def test_uneven_texts_take_several_passes_or_rows_that_make_them_even() -> None:
-    together = Cost(TABLE, most=64)
-    apart = Cost(TABLE, most=64, separate=True)
-    assert together.together([1, 4], 0) == together.seconds(5, 0)
-    assert apart.together([1, 4], 0) == min(apart.seconds(2, 0) + apart.seconds(3, 0), apart.seconds(8, 0))
-    assert apart.together([2, 2], 0) == apart.seconds(4, 0)
-    assert apart.together([7], 0) == apart.seconds(7, 0)
+def test_the_rows_of_several_sequences_share_one_pass() -> None:
+    cost = Cost(TABLE, most=64)
+    assert cost.together([1, 4], 0) == cost.seconds(5, 0)
+    assert cost.together([2, 2], 0) == cost.seconds(4, 0)
 
 
 def crowd(counts: dict[int, int]) -> list[Row]:
     return [Row(7, slot, place, wants_logits=True) for slot, count in counts.items() for place in range(count)]
 
 
-@pytest.mark.parametrize(
-    ("counts", "run"),
-    [
-        ({0: 1, 1: 1, 2: 1}, 4),  # a free neighbour makes four rows, which are cheaper than three
-        ({0: 1, 2: 1, 3: 1}, 4),  # the free slot between them makes one pass of two
-        ({1: 3}, 4),
-        ({0: 2, 1: 2}, 4),
-    ],
-)
-def test_a_pass_of_separate_slots_is_filled_up_and_every_row_has_its_own_logits(
+@pytest.mark.parametrize(("counts", "run"), [({0: 1, 2: 2}, 4), ({1: 3}, 4), ({0: 2, 1: 2}, 4), ({3: 1, 0: 2}, 4)])
+def test_a_pass_of_several_slots_is_filled_up_and_every_row_has_its_own_logits(
     counts: dict[int, int], run: int
 ) -> None:
     engine, plain = (FakeEngine(vocabulary=50, n_slots=5) for _ in range(2))
-    engine.separate = True
-    logits = run_pass(engine, crowd(counts), Cost(TABLE, most=64, separate=True))
+    logits = run_pass(engine, crowd(counts), Cost(TABLE, most=64))
     assert logits.tolist() == plain.forward(crowd(counts)).tolist()
     assert (len(engine.decoded), engine.cache) == (run, plain.cache)
-
-
-def test_slots_that_are_full_or_longer_than_the_texts_are_no_filling() -> None:
-    engine = FakeEngine(vocabulary=50, n_slots=4)
-    engine.separate = True
-    engine.cache[3] = [1] * 100
-    run_pass(engine, crowd({0: 1, 1: 1, 2: 1}), Cost(TABLE, most=64, separate=True))
-    assert len(engine.decoded) == 3

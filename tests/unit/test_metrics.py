@@ -73,7 +73,9 @@ def test_what_was_taken_is_not_counted_again(metrics: Metrics) -> None:
     metrics.round(a_round(["model"], 1))
     taken(metrics)
     assert all(
-        name.startswith(("specserve_live", "specserve_waiting", "specserve_slots", "specserve_draft_model"))
+        name.startswith(
+            ("specserve_live", "specserve_waiting", "specserve_slots", "specserve_own", "specserve_draft_model")
+        )
         for name, *_ in taken(metrics)
     )
 

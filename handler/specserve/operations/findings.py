@@ -136,6 +136,9 @@ def forms(prepared: Prepared, threads: int) -> Finding:
     shown = ", ".join(f"{form} {1000 * row:.0f} and {1000 * four:.0f}" for form, (row, four) in took.items())
     said = f"One row and four take, in milliseconds by form of the target, {shown}"
     facts = {form: {"row_ms": 1000 * row, "four_rows_ms": 1000 * four} for form, (row, four) in took.items()}
+    if is_pure and took[served][0] * _BETTER > took[other][0]:
+        advice = "remove `requantise:` below `target:`, the published file is the better model and no slower"
+        return Finding("quantisation", f"{said}: {advice}.", False, facts)
     return Finding("quantisation", f"{said}; pure Q4_0 is the coarser model (benchmarks/perplexity.py).", facts=facts)
 
 

@@ -1,0 +1,79 @@
+"""Products and attention by themselves, and what they are held against: exact arithmetic and llama.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from specserve.engine import kernels
+
+Floats = NDArray[np.float32]
+BLOCK = {"Q4_0": 32, "Q8_0": 32, "Q4_K": 256, "Q6_K": 256}
+
+needs_kernels = pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernels are for x86-64")
+
+
+def quantised(name: str, weights: Floats) -> NDArray[np.uint8]:
+    """Weights [columns][k] as a GGUF file has them, by llama.cpp's own quantisation."""
+    kernels.library()
+    kind = gguf.GGMLQuantizationType[name]
+    columns, k = weights.shape
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    out = np.zeros((columns, k // block * size), np.uint8)
+    quantise = ctypes.CDLL("libggml-base.so.0").ggml_quantize_chunk
+    pointer, count = ctypes.c_void_p, ctypes.c_int64
+    quantise.argtypes = [ctypes.c_int, pointer, pointer, count, count, count, pointer]
+    quantise(int(kind), weights.ctypes.data, out.ctypes.data, 0, columns, k, None)
+    return out
+
+
+def exact(name: str, blocks: NDArray[np.uint8], x: Floats) -> NDArray[np.float64]:
+    """The product of dequantised weights and unrounded activations in double precision, [rows][columns]."""
+    weights = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name]).astype(np.float64)
+    return x.astype(np.float64) @ weights.T
+
+
+def product(
+    name: str, blocks: NDArray[np.uint8], x: Floats, *, threads: int = 1, ours: bool = True, library: Any = None
+) -> Floats:
+    """The same by the variant in use, or by llama.cpp's own kernels, by way of a graph; [rows][columns]."""
+    rows, k = x.shape
+    x = np.ascontiguousarray(x, np.float32)
+    out = np.zeros((rows, len(blocks)), np.float32)
+    number = kernels.FORMATS.index(name)
+    sizes = k, len(blocks)
+    run = (library or kernels.library()).specserve_run_product
+    seconds = run(ours, number, *sizes, blocks.ctypes.data, rows, x.ctypes.data, threads, out.ctypes.data)
+    assert np.isfinite(seconds)
+    return out
+
+
+def attention(
+    queries: Floats, keys: NDArray[np.float16], values: NDArray[np.float16], visible: NDArray[np.bool_]
+) -> Floats:
+    """Attention of queries [rows][heads][size] to the visible [rows][cells] of keys and values [cells][size]."""
+    rows, heads, size = queries.shape
+    given = [np.ascontiguousarray(array) for array in (queries, keys, values)]
+    mask = np.ascontiguousarray(np.where(visible, np.float16(0), np.float16(-np.inf)))
+    out = np.full(queries.shape, np.nan, np.float32)
+    arrays = (array.ctypes.data for array in (*given, mask, out))
+    kernels.library().specserve_attend(len(keys), size, heads, size**-0.5, rows, *arrays)
+    return out
+
+
+def exact_attention(
+    queries: Floats, keys: NDArray[np.float16], values: NDArray[np.float16], visible: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """The same in double precision."""
+    q, k, v = (array.astype(np.float64) for array in (queries, keys, values))
+    scores = np.einsum("rhd,cd->rhc", q, k) * q.shape[-1] ** -0.5
+    scores = np.where(visible[:, None, :], scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    found: NDArray[np.float64] = np.einsum("rhc,cd->rhd", weights / weights.sum(axis=-1, keepdims=True), v)
+    return found

@@ -1,0 +1,492 @@
+"""Kernels of our own: right in every format, variant and shape, and the same for a row in any company."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import psutil
+import pytest
+from numpy.typing import NDArray
+
+from kernel_products import BLOCK, attention, exact, exact_attention, needs_kernels, product, quantised
+from specserve.config import processor
+from specserve.engine import kernels
+from specserve.engine.base import FloatArray, Row
+from specserve.engine.llama import LlamaEngine
+from specserve.engine.llama_model import LlamaModel
+from specserve.operations.tiny import write_tiny
+from tiny_formats import quantise_as
+
+pytestmark = needs_kernels
+
+SOURCES = Path(__file__).parents[2] / "handler" / "kernels"
+ROWS = (*range(1, 18), 32, 33)
+
+
+FLAGS = {"avx512_vnni": "avx512_vnni", "avx_vnni": "avx_vnni", "avx2": "avx2"}
+HERE = [name for name in kernels.VARIANTS if re.search(rf"\b{FLAGS[name]}\b", processor())]
+
+
+@pytest.fixture(params=HERE)
+def variant(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every variant that this processor has."""
+    assert kernels.use("auto", variant=request.param).variant == request.param
+    yield request.param
+    kernels.use("off")
+
+
+@pytest.fixture
+def best() -> Iterator[str]:
+    """The variant that is used here."""
+    chosen = kernels.use("auto", variant="").variant
+    assert chosen is not None
+    yield chosen
+    kernels.use("off")
+
+
+def numbers(seed: int, *shape: int) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def errors(got: FloatArray, wanted: NDArray[np.float64]) -> tuple[float, float]:
+    """Root mean square and largest, in units of the products' own root mean square."""
+    scale = np.sqrt(np.mean(wanted**2))
+    away = (got - wanted) / scale
+    return float(np.sqrt(np.mean(away**2))), float(np.abs(away).max())
+
+
+# ---- products ----
+
+
+@pytest.mark.usefixtures("variant")
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", kernels.FORMATS)
+def test_products_are_as_near_to_exact_ones_as_llama_cpps(name: str, threads: int) -> None:
+    """Both round activations to 8 bits, so errors are alike but for chance: of 23,000 products within 5 %."""
+    blocks, x = quantised(name, numbers(1, 71, 1024)), numbers(2, 330, 1024)
+    wanted = exact(name, blocks, x)
+    ours, stock = (errors(product(name, blocks, x, threads=threads, ours=own), wanted) for own in (True, False))
+    assert ours[0] <= 1.05 * stock[0]
+    assert ours[1] <= 1.3 * stock[1]
+
+
+@pytest.mark.usefixtures("variant")
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("name", kernels.FORMATS)
+def test_every_number_of_rows_is_right(name: str, rows: int) -> None:
+    blocks, x = quantised(name, numbers(3, 40, 512)), numbers(4, rows, 512)
+    assert max(errors(product(name, blocks, x), exact(name, blocks, x))) < 0.05
+
+
+@pytest.mark.usefixtures("variant")
+@pytest.mark.parametrize("columns", [1, 2, 7, 8, 9, 15, 16, 17, 33])
+@pytest.mark.parametrize("name", kernels.FORMATS)
+def test_columns_that_fill_no_panel_and_single_blocks_are_right(name: str, columns: int) -> None:
+    for k in (BLOCK[name], 3 * BLOCK[name]):
+        blocks, x = quantised(name, numbers(5, columns, k)), numbers(6, 5, k)
+        away = np.abs(product(name, blocks, x, threads=2) - exact(name, blocks, x)) / np.sqrt(k)
+        assert away.max() < 0.05
+
+
+@pytest.mark.usefixtures("variant")
+@pytest.mark.parametrize("name", kernels.FORMATS)
+def test_a_row_has_the_same_bits_whatever_rows_tiles_and_threads_it_shares(name: str) -> None:
+    blocks, x = quantised(name, numbers(7, 300, 768)), numbers(8, 80, 768)
+    alone = np.concatenate([product(name, blocks, x[row : row + 1]) for row in range(80)])
+    for rows in (*ROWS, 80):
+        for threads in (1, 2, 3):
+            assert np.array_equal(product(name, blocks, x[:rows], threads=threads), alone[:rows])
+    fewer = np.ascontiguousarray(blocks[17:])
+    assert np.array_equal(product(name, fewer, x[:5]), alone[:5, 17:])
+
+
+@pytest.mark.usefixtures("variant")
+@pytest.mark.parametrize("name", kernels.FORMATS)
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e30])
+def test_rows_of_any_size_are_right_beside_each_other(name: str, scale: float) -> None:
+    blocks, x = quantised(name, numbers(9, 24, 512)), numbers(10, 6, 512)
+    x[::2] *= np.float32(scale)
+    got, wanted = product(name, blocks, x), exact(name, blocks, x)
+    for row in range(6):
+        assert max(errors(got[row], wanted[row])) < 0.06
+
+
+@pytest.mark.usefixtures("variant")
+@pytest.mark.parametrize("name", kernels.FORMATS)
+@pytest.mark.parametrize("wild", [np.inf, -np.inf, np.nan, 3e38])
+def test_infinities_crash_nothing_and_stay_in_their_row(name: str, wild: float) -> None:
+    blocks, x = quantised(name, numbers(11, 24, 512)), numbers(12, 5, 512)
+    calm = product(name, blocks, x)
+    x[2, 100] = wild
+    got = product(name, blocks, x)
+    others = [0, 1, 3, 4]
+    assert np.array_equal(got[others], calm[others])
+
+
+@pytest.mark.usefixtures("variant")
+@pytest.mark.parametrize("name", kernels.FORMATS)
+def test_blocks_of_random_bytes_are_read_as_gguf_means_them(name: str) -> None:
+    """Every bit of a block is used, also those that quantising normal numbers seldom sets."""
+    blocks = quantised(name, numbers(13, 32, 512))
+    size = blocks.shape[1] * BLOCK[name] // 512
+    halves = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}[name]
+    noise = np.random.default_rng(14).integers(256, size=blocks.shape, dtype=np.uint8)
+    for start in range(0, blocks.shape[1], size):
+        for half in halves:
+            noise[:, start + half : start + half + 2] = blocks[:, start + half : start + half + 2]
+    x = numbers(15, 7, 512)
+    assert max(errors(product(name, noise, x), exact(name, noise, x))) < 0.05
+
+
+# ---- planted wrong kernels ----
+
+PLANTED = {
+    "a forgotten bias": ("tile.sums[group * tile.rows + row] = -8 * sum", "tile.sums[group * tile.rows + row] = 0"),
+    "swapped nibbles": ("w[v] = v < 4 ? low_nibbles(both)", "w[v] = v >= 4 ? low_nibbles(both)"),
+    "a tile's edge": ("r < rows; r++) {\n        store(", "r < rows - 1; r++) {\n        store("),
+    "the scale of the neighbour's row": ("mul(d, all(scales[r]))", "mul(d, all(scales[(r + 1) % rows]))"),
+    "a forgotten minimum": ("out[r] = fma(fnma(dmin, to_float(sum), sub[r])", "out[r] = fma(fma(dmin, zero(), sub[r])"),
+    "upper bits of another weight": ("j % 4 == 1 ? shift_left<2>(bits)", "j % 4 == 1 ? shift_left<4>(bits)"),
+}  # fmt: skip
+WRONG_FORMAT = {"a forgotten minimum": "Q4_K", "upper bits of another weight": "Q6_K"}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ctypes.CDLL]:
+    """Builds a library whose avx2 variant has one thing changed."""
+    directory = tmp_path_factory.mktemp("planted")
+    include = importlib.metadata.distribution("llama-cpp-python").locate_file("include")
+    common = ["g++", "-std=c++17", "-O1", "-fPIC", f"-I{include}", f"-I{SOURCES}", '-DSPECSERVE_BUILT_FOR=""']
+    (directory / "others.cpp").write_text(
+        '#include "kernels.h"\n'
+        "const specserve::Kernels * specserve::avx512_vnni() { return nullptr; }\n"
+        "const specserve::Kernels * specserve::avx_vnni() { return nullptr; }\n"
+    )
+    unchanged = [directory / "others.cpp", *(SOURCES / f"{name}.cpp" for name in ("library", "buffer_type", "check"))]
+    objects = []
+    for source in unchanged:
+        objects.append(str(directory / f"{source.stem}.o"))
+        subprocess.run([*common, "-c", str(source), "-o", objects[-1]], check=True)
+
+    def build(right: str, wrong: str, *options: str) -> ctypes.CDLL:
+        text = (SOURCES / "product.h").read_text()
+        assert text.count(right) == 1
+        place = directory / f"{abs(hash(right))}"
+        place.mkdir()
+        (place / "product.h").write_text(text.replace(right, wrong))
+        (place / "avx2.cpp").write_text((SOURCES / "avx2.cpp").read_text())
+        vector = ["-mavx2", "-mfma", "-mf16c", "-shared", str(place / "avx2.cpp"), *objects]
+        subprocess.run([*common, *options, f"-I{place}", *vector, "-o", str(place / "wrong.so")], check=True)
+        loaded = ctypes.CDLL(str(place / "wrong.so"))
+        kernels.declare(loaded)
+        assert loaded.specserve_use(b"avx2")
+        return loaded
+
+    return build
+
+
+@pytest.mark.skipif("avx512_vnni" not in HERE, reason="the instructions are those of AVX-512 VNNI in 256 bits")
+def test_the_avx_vnni_kernels_are_right_also_where_only_avx512_has_their_instructions(
+    compiled: Callable[..., ctypes.CDLL],
+) -> None:
+    """No machine at hand has AVX-VNNI; its two instructions are AVX-512's with another encoding."""
+    alike = [f"-D_mm256_{name}_avx_epi32=_mm256_{name}_epi32" for name in ("dpbusd", "dpwssd")]
+    library = compiled("// ---- layout ----", "", "-D__AVXVNNI__", "-mavx512vl", "-mavx512vnni", *alike)
+    kernels.library()
+    for name in kernels.FORMATS:
+        for rows in (1, 2, 3, 4, 5, 9):
+            blocks, x = quantised(name, numbers(3, 40, 512)), numbers(4, rows, 512)
+            assert max(errors(product(name, blocks, x, library=library), exact(name, blocks, x))) < 0.05
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_wrong_kernel_is_seen_by_the_check_at_load_and_by_these_tests(
+    fault: str, compiled: Callable[..., ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = WRONG_FORMAT.get(fault, "Q4_0")
+    kernels.library()
+    wrong = compiled(*PLANTED[fault])
+    blocks, x = quantised(name, numbers(3, 40, 512)), numbers(4, 3, 512)
+    assert max(errors(product(name, blocks, x, library=wrong), exact(name, blocks, x))) > 0.05
+    monkeypatch.setattr(kernels, "library", lambda: wrong)
+    monkeypatch.setattr(kernels, "speed", lambda *_: 2.0)
+    chosen = kernels.use("auto", variant="avx2")
+    assert name not in chosen.formats
+    assert f"{name} failed its check" in chosen.sentence
+    monkeypatch.undo()
+    kernels.use("off")
+
+
+# ---- attention ----
+
+
+class Scene(NamedTuple):
+    """Queries, keys, values, and which cells each row sees: its sequence's, up to its own."""
+
+    queries: NDArray[np.float32]
+    keys: NDArray[np.float16]
+    values: NDArray[np.float16]
+    visible: NDArray[np.bool_]
+
+    def rows(self, which: slice) -> Scene:
+        return self._replace(queries=self.queries[which], visible=self.visible[which])
+
+    def cells(self, order: NDArray[np.int64]) -> Scene:
+        return self._replace(keys=self.keys[order], values=self.values[order], visible=self.visible[:, order])
+
+
+def scene(seed: int, rows: int, cells: int, size: int) -> Scene:
+    random = np.random.default_rng(seed)
+    own = np.flatnonzero(random.random(cells) < 0.7)
+    seen = np.zeros((rows, cells), np.bool_)
+    for row in range(rows):
+        seen[row, own[: len(own) - (rows - 1 - row)]] = True
+    keys, values = (numbers(seed + n, cells, size).astype(np.float16) for n in (2, 3))
+    return Scene(2 * numbers(seed + 1, rows, 3, size), keys, values, seen)
+
+
+@pytest.mark.usefixtures("variant")
+@pytest.mark.parametrize("size", [16, 32, 48, 64, 80, 128, 256])
+@pytest.mark.parametrize(("rows", "cells"), [(1, 1), (1, 40), (2, 17), (4, 300), (4, 31)])
+def test_attention_is_right(size: int, rows: int, cells: int) -> None:
+    """Values of half precision are off by 5e-4; the largest of the sums' own errors that was seen is 9e-6."""
+    for seed in range(3):
+        these = scene(100 * seed, rows, cells + rows * 4, size)
+        assert np.abs(attention(*these) - exact_attention(*these)).max() < 5e-5
+
+
+@pytest.mark.usefixtures("variant")
+def test_attention_has_the_same_bits_wherever_cells_lie_and_whatever_rows_are_beside() -> None:
+    """Values of very different sizes, so that sums in another order would show: in float32 most of them do."""
+    changed = 0
+    for seed in range(40):
+        these = scene(1000 + seed, 4, 120, 64)
+        these.values[:] *= np.exp(3 * numbers(seed, 120, 1)).astype(np.float16)
+        together = attention(*these)
+        order = np.random.default_rng(seed).permutation(120)
+        assert np.array_equal(together, attention(*these.cells(order)))
+        for row in range(4):
+            one = slice(row, row + 1)
+            assert np.array_equal(together[one], attention(*these.rows(one)))
+        products = numbers(seed, 120) * these.values[:, 0]
+        changed += int(np.cumsum(products)[-1] != np.cumsum(products[order])[-1])
+    assert changed > 20
+
+
+@pytest.mark.usefixtures("variant")
+def test_rows_of_other_sequences_are_attended_to_apart() -> None:
+    these = scene(5, 4, 200, 64)
+    these.visible[:] = False
+    for row in range(4):
+        these.visible[row, row * 50 : row * 50 + 45 + row] = True
+    assert np.abs(attention(*these) - exact_attention(*these)).max() < 5e-5
+
+
+# ---- in llama.cpp ----
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    write_tiny(directory / "single.gguf", "qwen2", "target")
+    return quantise_as(directory / "single.gguf", directory / "q4_0.gguf", "q4_0")
+
+
+def open_engine(path: Path, *, threads: int = 1) -> tuple[LlamaModel, LlamaEngine]:
+    model = LlamaModel(path)
+    return model, LlamaEngine(model, n_slots=2, context_length=256, threads=threads, max_rows=64, max_logits=8)
+
+
+def logits(engine: LlamaEngine, slot: int = 0) -> FloatArray:
+    rows = [Row(token, slot, place, wants_logits=place == 19) for place, token in enumerate(range(40, 60))]
+    found = engine.forward(rows).copy()
+    engine.cut(slot, 0)
+    return found
+
+
+def test_a_pass_really_calls_them(tiny: Path, best: str) -> None:
+    assert best
+    _, engine = open_engine(tiny)
+    before = kernels.calls()
+    logits(engine)
+    after = kernels.calls()
+    # Two layers of seven products, and the head.
+    assert (after.products - before.products, after.attentions - before.attentions) == (15, 2)
+
+
+def test_with_off_nothing_of_ours_is_called(tiny: Path) -> None:
+    kernels.use("off")
+    _, engine = open_engine(tiny)
+    before = kernels.calls()
+    logits(engine)
+    assert kernels.calls() == before
+
+
+@pytest.mark.usefixtures("variant")
+def test_logits_are_those_of_llama_cpp_but_for_rounding(tiny: Path) -> None:
+    _, ours = open_engine(tiny, threads=2)
+    got = logits(ours)
+    kernels.use("off")
+    _, stock = open_engine(tiny, threads=2)
+    wanted = logits(stock)
+    assert 0 < np.abs(got - wanted).max() < 0.05 * np.abs(wanted).max()
+
+
+def test_models_of_several_variants_live_side_by_side(tiny: Path, variant: str) -> None:
+    _, one = open_engine(tiny)
+    before = logits(one)
+    kernels.use("auto", variant="avx2")
+    _, other = open_engine(tiny)
+    logits(other)
+    kernels.use("auto", variant=variant)
+    assert np.array_equal(logits(one), before)
+
+
+def test_a_model_can_be_loaded_and_closed_a_hundred_times_without_growing(tiny: Path, best: str) -> None:
+    assert best
+
+    def once() -> int:
+        model, engine = open_engine(tiny)
+        logits(engine)
+        engine.close()
+        model.close()
+        gc.collect()
+        return int(psutil.Process().memory_info().rss)
+
+    warm = [once() for _ in range(20)][-1]
+    assert [once() for _ in range(100)][-1] - warm < 4 * 2**20
+
+
+def test_two_processes_get_the_same_logits(tiny: Path, best: str) -> None:
+    assert best
+    _, engine = open_engine(tiny)
+    program = (
+        "import sys, pathlib; sys.path[:0] = sys.argv[2:]\n"
+        "from specserve.engine import kernels; from test_kernels import logits, open_engine\n"
+        "kernels.use('auto', variant='')\n"
+        "print(logits(open_engine(pathlib.Path(sys.argv[1]))[1]).tobytes().hex())"
+    )
+    paths = [str(Path(__file__).parent), str(SOURCES.parent)]
+    command = [sys.executable, "-c", program, str(tiny), *paths]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    texts = [process.communicate(timeout=120)[0].strip() for process in running]
+    assert texts == [logits(engine).tobytes().hex()] * 2
+
+
+# ---- the choice ----
+
+
+def test_the_check_at_load_covers_every_kernel_and_takes_under_half_a_second(best: str) -> None:
+    """The time is a promise of the design, measured in benchmarks; here only that all of them are asked."""
+    assert best
+    for name in kernels.FORMATS:
+        assert 0 < kernels.largest_error(name) < 0.03
+
+
+def test_a_format_that_is_slower_than_llama_cpps_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "speed", lambda name, _threads: 0.8 if name == "Q6_K" else 1.5)
+    chosen = kernels.use("auto")
+    assert chosen.formats == ("Q4_0", "Q8_0", "Q4_K")
+    assert "Q6_K is slower than llama.cpp's (0.80 times its speed)" in chosen.sentence
+    kernels.use("off")
+
+
+def test_a_moment_in_which_the_machine_was_busy_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = iter([0.01, 0.5, *[1.5] * 10])
+    monkeypatch.setattr(kernels, "speed", lambda *_: next(speeds))
+    assert kernels.use("auto").formats == kernels.FORMATS
+    kernels.use("off")
+
+
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_without_a_library_llama_cpps_kernels_serve_and_a_sentence_says_why(
+    mode: kernels.Mode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(kernels, "library_path", lambda: tmp_path / kernels.FILE)
+    kernels.library.cache_clear()
+    chosen = kernels.use(mode)
+    kernels.library.cache_clear()
+    assert chosen.variant is None
+    assert ("not built" if mode == "auto" else "`kernels: off`") in chosen.sentence
+    assert kernels.in_use() == chosen
+
+
+def test_another_llama_cpp_python_is_served_by_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "llama-cpp-python" else real(name))
+    kernels.library.cache_clear()
+    chosen = kernels.use("auto")
+    kernels.library.cache_clear()
+    assert chosen.variant is None
+    assert "9.9 is installed" in chosen.sentence
+
+
+def test_a_file_that_is_no_library_is_said_to_not_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / kernels.FILE).write_text("no library")
+    monkeypatch.setattr(kernels, "library_path", lambda: tmp_path / kernels.FILE)
+    kernels.library.cache_clear()
+    chosen = kernels.use("auto")
+    kernels.library.cache_clear()
+    assert chosen.variant is None
+    assert "does not fit" in chosen.sentence
+
+
+# ---- sanitizers ----
+
+_ALL_KERNELS = """
+import ctypes, sys
+import numpy as np
+sys.path[:0] = sys.argv[2:]
+from specserve.engine import kernels
+import pathlib
+kernels.library_path = lambda: pathlib.Path(sys.argv[1])
+from kernel_products import attention, product, quantised, BLOCK
+for variant in kernels.VARIANTS:
+    if kernels.use("auto", variant=variant).variant is None:
+        continue
+    random = np.random.default_rng(0)
+    for name in kernels.FORMATS:
+        for columns, k in ((1, BLOCK[name]), (35, 512)):
+            blocks = quantised(name, random.normal(size=(columns, k)).astype(np.float32))
+            for rows in (1, 2, 15, 16, 17, 33):
+                x = random.normal(size=(rows, k)).astype(np.float32)
+                x[0, :3] = np.inf, -np.inf, np.nan
+                product(name, blocks, x, threads=2)
+    for size in (16, 48, 128):
+        for rows, cells in ((1, 1), (4, 33), (3, 100)):
+            shape = (rows, 3, size), (cells, size), (cells, size)
+            q, k, v = (random.normal(size=one) for one in shape)
+            seen = random.random((rows, cells)) < 0.6
+            attention(q.astype(np.float32), k.astype(np.float16), v.astype(np.float16), seen)
+print("clean")
+"""
+
+
+def test_address_and_undefined_behaviour_sanitizers_find_nothing(tmp_path: Path) -> None:
+    build = tmp_path / "build"
+    options = ["-DSPECSERVE_SANITIZE=ON", f"-DPython_EXECUTABLE={sys.executable}", "-G", "Ninja"]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    for command in (["cmake", "-S", str(SOURCES), "-B", str(build), *options], ["cmake", "--build", str(build)]):
+        subprocess.run(command, check=True, env=environment, capture_output=True)
+    [library] = build.glob("*.so")
+    preload = subprocess.run(
+        ["g++", "-print-file-name=libasan.so"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    outcome = subprocess.run(
+        [sys.executable, "-c", _ALL_KERNELS, str(library), str(Path(__file__).parent), str(SOURCES.parent)],
+        env={**environment, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert outcome.stdout.strip().endswith("clean"), outcome.stderr[-2000:]

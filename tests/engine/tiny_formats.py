@@ -1,0 +1,20 @@
+"""Tiny models in the formats that files are published in."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import llama_cpp
+
+_KINDS = {"q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, "q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0}
+FORMATS = tuple(_KINDS)
+
+
+def quantise_as(source: Path, target: Path, name: str) -> Path:
+    """Write every tensor of a file in one format; returns the target."""
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = _KINDS[name]
+    params.pure = True
+    assert llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(target), params) == 0
+    return target

@@ -18,13 +18,13 @@ _lock_file() {
 }
 
 _BUILD_TOOLS="$PROJECT/requirements-build.lock"
-# Without tinyBLAS a row has the same sums in any company also where llama.cpp's own kernels compute; images and
-# llama.cpp's tools are not served.
-_BUILD="-DGGML_LLAMAFILE=OFF -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF"
+# Without tinyBLAS a row has the same sums in any company also where llama.cpp's own kernels compute. Images and
+# llama.cpp's tools are left out.
+_BUILD="-DGGML_LLAMAFILE=OFF -DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama_cpp_INCLUDE=$PROJECT/scripts/llama_cpp.cmake"
 
 # What an installation of this kind is made from; it is done again when this changes.
 _fingerprint() {
-    cat "$(_lock_file "$1")" "$_BUILD_TOOLS" "$PROJECT/pyproject.toml" "$PROJECT"/handler/kernels/{*.h,*.cpp,CMakeLists.txt} | { sha256sum 2>/dev/null || shasum -a 256; }
+    cat "$(_lock_file "$1")" "$_BUILD_TOOLS" "$PROJECT/pyproject.toml" "$PROJECT"/handler/kernels/* | { sha256sum 2>/dev/null || shasum -a 256; }
     echo "$PROJECT $_BUILD"
 }
 
@@ -59,7 +59,7 @@ _check_compiler() {
 }
 
 _check_machine() {
-    local gigabytes=3 length="building llama.cpp takes four to eight minutes on two cores" free_kilobytes
+    local gigabytes=3 length="building llama.cpp takes three minutes on two cores" free_kilobytes
     if [[ "$1" == clients ]]; then
         gigabytes=2 length="230 MB to download"
     else
@@ -120,6 +120,8 @@ _install() {
     if [[ "$kind" != clients ]]; then
         _is_built_as_asked || _logged "${pip[@]}" --require-hashes --force-reinstall --no-cache-dir \
             -r <(awk '/^llama-cpp-python==/ { ours = 1 } ours { print } ours && !/\\$/ { exit }' "$(_lock_file "$kind")")
+        # Built anew whatever its version: its sources are part of the fingerprint.
+        _logged "${pip[@]}" --force-reinstall --no-cache-dir "$PROJECT/handler/kernels"
         _logged "${pip[@]}" --editable "$PROJECT"
     fi
     _fingerprint "$kind" >"$VENV/.specserve-$kind"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from specserve.engine import kernels
 from specserve.errors import ConfigError, EnvironmentFailure, ModelLoadError
 from specserve.operations import archive as archiving
 from specserve.operations import command, files, places, prepare
@@ -202,6 +203,24 @@ def test_the_archived_package_imports_without_the_project(weights: Path, store: 
         check=True,
     )
     assert outcome.stdout.split() == [str(tmp_path / "worker" / "specserve" / "config.py"), "False"]
+
+
+def test_the_kernels_travel_in_the_archive(weights: Path, store: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(archive(config(weights.parent, {"path": str(weights)}))) as content:
+        content.extractall(tmp_path / "worker")
+    program = (
+        "from specserve.engine import kernels\n"
+        "print(kernels.library_path()); print(kernels.use('auto', variant='').variant is not None)"
+    )
+    outcome = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": str(tmp_path / "worker")},
+        cwd=store,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert outcome.stdout.split() == [str(tmp_path / "worker" / "specserve" / "engine" / kernels.FILE), "True"]
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,14 @@ class Unusable(Exception):
 
 
 def library_path() -> Path:
-    """Where the library is, if it was built: beside this module, also in an archive."""
-    return Path(__file__).with_name(FILE)
+    """Where the library is, if it was built: beside this module in an archive, else where it was installed."""
+    beside = Path(__file__).with_name(FILE)
+    if beside.exists():
+        return beside
+    try:
+        return Path(str(importlib.metadata.distribution("specserve-kernels").locate_file(f"specserve_kernels/{FILE}")))
+    except importlib.metadata.PackageNotFoundError:
+        return beside
 
 
 @lru_cache(maxsize=1)

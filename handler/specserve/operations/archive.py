@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from specserve.config import HandlerConfig, TorchServeKeys, load_yaml, parse_handler
+from specserve.engine import kernels
 from specserve.errors import ConfigError, EnvironmentFailure
 from specserve.operations import command, files, places
 from specserve.operations.prepare import Prepared, prepare
@@ -132,6 +133,8 @@ def stage(building: Path, document: dict[str, Any]) -> None:
         building / "extra" / "specserve",
         ignore=shutil.ignore_patterns("__pycache__", "operations"),
     )
+    if kernels.library_path().exists():
+        shutil.copy(kernels.library_path(), building / "extra" / "specserve" / "engine")
     # The model directory comes first on the worker's path, so this wins over an installed torch as well.
     (building / "extra" / "torch.py").write_text(_TORCH, encoding="utf-8")
 

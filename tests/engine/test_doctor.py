@@ -18,7 +18,10 @@ from specserve.operations.prepare import Prepared, requantise
 from specserve.operations.tiny import write_tiny
 
 PROJECT = Path(__file__).parents[2]
-TOPICS = "machine kernels models repeating pair costs threads greedy sampling gain quantisation".split()
+TOPICS = [
+    *("machine", "kernels", "models", "repeating", "pair", "costs"),
+    *("threads", "greedy", "sampling", "gain", "quantisation"),
+]
 
 
 def test_it_looks_at_everything() -> None:

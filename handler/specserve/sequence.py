@@ -280,6 +280,12 @@ class Sequence:
         """How many leading tokens this text shares with another one, counted up to `most`."""
         return common_prefix(self.tokens, tokens, most)
 
+    def forget_all_but_tokens(self) -> None:
+        """The answer is given; a slot goes on holding the sequence, for what the caches hold of its tokens."""
+        self.constraint = None
+        self.prediction = np.zeros(0, np.int32)
+        self.prompt_scores, self.scores = [], []
+
     def truncate(self, generated: int, *, ended: bool) -> None:
         """Drop all but the first `generated` tokens behind the prompt; caches hold no more than what is left.
 

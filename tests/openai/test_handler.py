@@ -10,7 +10,7 @@ from itertools import cycle
 
 import pytest
 
-from front_end import SLOTS, FrontEnd
+from front_end import SLOTS, FakeContext, FrontEnd
 from specserve.serving import torchserve
 from specserve.serving.answers import Answer
 from specserve.serving.scheduler import Scheduler
@@ -101,6 +101,22 @@ def test_requests_that_take_long_to_read_are_read_in_several_calls_while_streams
     assert pieces == sorted(set(pieces))
     front_end.run()
     assert all(front_end.status[other] == 200 for other in others)
+
+
+def test_a_slot_keeps_of_a_finished_answer_only_its_tokens(front_end: FrontEnd) -> None:
+    guess = {"type": "content", "content": "what may be"}
+    front_end.post({**BODY, "grammar": "root", "prediction": guess, "logprobs": 5, "echo": True})
+    leaving = front_end.post({**BODY, "grammar": "root", "logprobs": 5})
+    front_end.turn()
+    front_end.leave(leaving)
+    front_end.run()
+    front_end.handler.handle([], FakeContext(front_end, []))
+    slots = [slot.last for slot in front_end.handler._scheduler._slots if slot.last is not None]
+    assert slots
+    for slot in slots:
+        assert slot.constraint is None
+        assert len(slot.prediction) == len(slot.scores) == len(slot.prompt_scores) == 0
+        assert slot.tokens
 
 
 def test_include_usage_adds_null_to_every_chunk_and_one_chunk_with_the_totals(front_end: FrontEnd) -> None:

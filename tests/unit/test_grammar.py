@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import tracemalloc
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -198,6 +199,28 @@ def test_few_masks_are_kept_for_a_long_answer(compiler: GrammarCompiler, model: 
         assert constraint.allowed(written) is not None
         written.append(in_bytes(model, b"q")[0])
     assert len(constraint._masks) <= 64
+
+
+def test_whitespace_is_remembered_in_little_memory_however_deep_and_long_the_answer(
+    compiler: GrammarCompiler, model: LlamaModel
+) -> None:
+    """Arrays that only open: each token another depth, with whitespace of its own."""
+    constraint = compiler.json_schema({"type": "array"})
+    written = in_bytes(model, b"[ " * 500)
+    tracemalloc.start()
+    for length in range(0, len(written), 2):
+        constraint.forced(written[:length], 4)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 2_000_000
+
+
+def test_whitespace_far_behind_what_is_remembered_is_read_anew(compiler: GrammarCompiler, model: LlamaModel) -> None:
+    text = in_bytes(model, b"[ " * 40 + b"1,\t2 ,\t" * 20)
+    constraint = compiler.json_schema({"type": "array"})
+    for length in (len(text), 7, 100, len(text) - 3):
+        behind = constraint.forced(text[:length], 4)
+        assert behind == compiler.json_schema({"type": "array"}).forced(text[:length], 4)
 
 
 def test_behind_the_end_of_the_text_anything_may_follow(compiler: GrammarCompiler, model: LlamaModel) -> None:

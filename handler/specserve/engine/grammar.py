@@ -72,8 +72,9 @@ class Constraint:
         # Copies share llguidance's lexer: once one has spent its budget the others accept nothing, and do not say so.
         self._failures = failures
         self._consumed: list[int] = []
-        # Behind so many tokens each; only JSON is laid out.
-        self._layouts = [layout] if layout else []
+        # Only JSON is laid out. As for masks, few are kept: one more of them takes up to 30 kB.
+        self._layout = layout
+        self._layouts: dict[int, Layout] = {}
         self._masks: dict[int, bytes] = {}
 
     def allowed(self, written: Sequence[int]) -> BoolArray | None:
@@ -120,13 +121,13 @@ class Constraint:
 
     def fork(self) -> Constraint:
         """An independent constraint by the same grammar; what was compiled is shared."""
-        return Constraint(self._start, self._vocabulary, self._marks, next(iter(self._layouts), None), self._failures)
+        return Constraint(self._start, self._vocabulary, self._marks, self._layout, self._failures)
 
     def _only_text(self, limit: int) -> bytes:
         """What has to follow the consumed tokens, at most `limit` bytes of it."""
         # Forcing changes a matcher, and with it the masks.
         matcher = self._matcher.deep_copy()
-        layout = self._layouts[-1] if self._layouts else None
+        layout = self._layout_behind(len(self._consumed))
         text = b""
         while len(text) < limit:
             more = matcher.compute_ff_bytes() or (self._laid_out(matcher, layout) if layout else b"")
@@ -172,19 +173,30 @@ class Constraint:
         if shared < len(self._consumed):
             self._matcher.rollback(len(self._consumed) - shared)
             del self._consumed[shared:]
-            del self._layouts[shared + 1 :]
+            self._layouts = {place: layout for place, layout in self._layouts.items() if place <= shared}
             self._masks = {place: mask for place, mask in self._masks.items() if place <= shared}
         rest = tokens[shared:]
         if rest and self._marks.end_set.isdisjoint(rest):
             taken = self._matcher.try_consume_tokens(rest)
             self._consumed += rest[:taken]
-            for token in rest[:taken] if self._layouts else ():
-                self._layouts.append(self._layouts[-1].read(self._vocabulary.piece(token)))
             self._check()
+            self._layout_behind(len(self._consumed))
             if taken < len(rest) and self._had_allowed(shared + taken, rest[taken]):
                 self._failures.append("a token that it allowed is refused")
         self._check()
         return len(self._consumed) == len(tokens)
+
+    def _layout_behind(self, place: int) -> Layout | None:
+        """How the first `place` consumed tokens are laid out; read on from the nearest place that is kept."""
+        if self._layout is None:
+            return None
+        known = max(self._layouts, default=0)
+        layout = self._layouts.get(known, self._layout)
+        for token in self._consumed[known:place]:
+            known += 1
+            layout = self._layouts[known] = layout.read(self._vocabulary.piece(token))
+            self._layouts.pop(known - _MASKS_KEPT, None)
+        return layout
 
     def _had_allowed(self, place: int, token: int) -> bool:
         mask = self._masks.get(place)

@@ -323,6 +323,8 @@ class Scheduler:
         """Free a slot; its caches keep what was decided, for the next prompt that begins alike."""
         sequence = generation.sequence
         self._live.remove(generation)
+        # The slot holds on to the sequence for its tokens; a grammar's state may be megabytes.
+        sequence.constraint = None
         self._releases += 1
         self._slots[sequence.slot].live = None
         self._slots[sequence.slot].released = self._releases

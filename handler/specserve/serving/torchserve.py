@@ -170,6 +170,8 @@ class Handler:
             answer = self._exchanges.pop(identity).answer
             if isinstance(answer, Answer):
                 self._cancel(answer)
+                for generation in answer.generations:
+                    generation.sequence.forget_all_but_tokens()
 
     def _cancel(self, answer: Answer[Any]) -> None:
         for generation in answer.generations:

@@ -20,7 +20,7 @@ from specserve.engine.fake import FakeVocabulary
 from specserve.engine.gbnf import gbnf_to_lark
 from specserve.engine.grammar import Constraint, GrammarCompiler
 from specserve.engine.llama_model import LlamaModel
-from specserve.errors import ConstraintError, RequestError
+from specserve.errors import ConstraintError, MaskDeferred, RequestError
 from specserve.operations.tiny import ARCHITECTURES, write_tiny
 
 PERSON = {
@@ -532,6 +532,55 @@ def test_a_grammar_that_grows_too_hard_fails_for_good(compiler: GrammarCompiler,
             constraint.allowed(written)
 
 
+def test_an_ambiguous_grammar_is_given_up_before_its_masks_take_long(
+    compiler: GrammarCompiler, model: LlamaModel
+) -> None:
+    """42 bytes whose every text of n characters has more than 2 to the n readings: masks grow with the cube of n."""
+    constraint = compiler.gbnf('root ::= root root | root root root | "a"')
+    text = in_bytes(model, b"a" * 200)
+    with pytest.raises(ConstraintError, match="cannot be followed further"):
+        assert not [length for length in range(200) if constraint.allowed(text[:length]) is None]
+
+
+def test_all_answers_to_a_request_share_a_budget_and_other_requests_have_their_own(model: LlamaModel) -> None:
+    compiler = GrammarCompiler(model, seconds=1e-9)
+    constraint = compiler.gbnf(EXPRESSION)
+    beside = constraint.fork()
+    with pytest.raises(ConstraintError, match="takes too much time"):
+        constraint.allowed([])
+    with pytest.raises(ConstraintError, match="takes too much time"):
+        beside.allowed(in_bytes(model, b"x"))
+    other = compiler.gbnf(EXPRESSION)
+    compiler._seconds = 100
+    assert other._budget.spent == 0
+    assert allowed(compiler.gbnf(EXPRESSION), [])
+
+
+def test_a_round_that_has_spent_its_time_defers_masks_and_the_next_one_has_them(model: LlamaModel) -> None:
+    compiler = GrammarCompiler(model)
+    constraint = compiler.gbnf(EXPRESSION)
+    x = in_bytes(model, b"x")
+    before = allowed(constraint, [])
+    compiler.begin_round(0)
+    assert allowed(constraint, []) == before
+    assert not constraint.complete(x)
+    assert issubclass(MaskDeferred, ConstraintError)
+    for ask in (constraint.allowed, compiler.json_object().allowed, lambda text: constraint.forced(text, 4)):
+        with pytest.raises(MaskDeferred):
+            ask(x)
+    compiler.begin_round(10)
+    assert allowed(constraint, x) == allowed(compiler.gbnf(EXPRESSION), x)
+
+
+def test_a_mask_that_no_round_can_hold_ends_its_request(model: LlamaModel) -> None:
+    compiler = GrammarCompiler(model)
+    constraint = compiler.gbnf(EXPRESSION)
+    compiler.begin_round(1e-9)
+    with pytest.raises(ConstraintError, match="takes too much time") as error:
+        constraint.allowed([])
+    assert not isinstance(error.value, MaskDeferred)
+
+
 HARD = 'root ::= ([a-y ]{1,900} | [b-y ]{1,900} | ([ac-y ] [a-y ]{5,900}){1,90}) "z" [a-y]{900}'
 
 
@@ -555,6 +604,38 @@ def test_a_grammar_that_one_answer_has_exhausted_fails_for_all_that_share_it(com
         for prefix in (written[:3], []):
             with pytest.raises(ConstraintError):
                 other.allowed(prefix)
+
+
+def test_a_grammar_is_compiled_once_and_few_are_kept(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    plain = GrammarCompiler._compiled
+
+    def counting(compiler: GrammarCompiler, lark: str, *rest: Any) -> Any:
+        compiled.append(lark)
+        return plain(compiler, lark, *rest)
+
+    monkeypatch.setattr(GrammarCompiler, "_compiled", counting)
+    compiler = GrammarCompiler(model)
+    first, second = (compiler.json_schema(PERSON) for _ in range(2))
+    assert len(compiled) == 1
+    assert first._budget is not second._budget
+    assert walk(first, model, 1) == walk(second, model, 1)
+    for number in range(20):
+        compiler.gbnf(f'root ::= "{number}"')
+    assert len(compiler._kept) == 8
+    compiler.gbnf('root ::= "19"')
+    assert len(compiled) == 21
+    compiler.json_schema(PERSON)
+    assert len(compiled) == 22
+
+
+def test_a_grammar_that_one_request_has_exhausted_is_compiled_anew_for_the_next(
+    compiler: GrammarCompiler, model: LlamaModel
+) -> None:
+    constraint = compiler.gbnf(HARD)
+    with pytest.raises(ConstraintError):
+        until_it_fails(constraint, [])
+    assert compiler.gbnf(HARD).allowed(in_bytes(model, b"aaa")) is not None
 
 
 def threads() -> int:

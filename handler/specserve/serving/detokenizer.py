@@ -84,7 +84,7 @@ class TextStream:
 # As many tables as a few requests have stop strings; one of 1,000 characters takes 0.1 ms and 8 kB.
 @lru_cache(maxsize=64)
 def _prefix_table(stop: str) -> tuple[int, ...]:
-    """Of every beginning of `stop`, how long its longest proper suffix is that is a beginning too (Knuth-Morris-Pratt)."""
+    """Knuth-Morris-Pratt: of every beginning of `stop`, how long its longest proper suffix is that is one too."""
     table = [0]
     for character in stop[1:]:
         matched = table[-1]

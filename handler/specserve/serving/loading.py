@@ -67,7 +67,7 @@ def load_models(config: HandlerConfig) -> Models:
             'build it with CMAKE_ARGS="-DGGML_LLAMAFILE=OFF"'
         )
     target, drafters = open_engines(target_model, draft_model, config)
-    grammars = GrammarCompiler(target_model)
+    grammars = GrammarCompiler(target_model, config.grammar_seconds)
     # Else all streams would wait for it when the first grammar comes.
     grammars.prepare()
     return Models(

@@ -34,6 +34,9 @@ class Grammar(Constraint, Protocol):
 class Grammars(Protocol):
     """Makes constraints; whatever cannot be compiled is a RequestError that says why."""
 
+    def begin_round(self, seconds: float) -> None:
+        """From now on the masks of all sequences may take so long together; further ones are deferred."""
+
     def json_object(self) -> Grammar:
         """Any JSON object."""
 

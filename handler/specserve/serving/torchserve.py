@@ -115,6 +115,7 @@ class Handler:
             prefill_rows=config.prefill_rows,
             idle_tokens=config.idle_tokens,
             max_wait_seconds=self._max_wait_seconds,
+            begin_masks=models.grammars.begin_round,
             observers=self._telemetry.observers,
             plain_rounds=self._telemetry.plain_rounds,
         )

@@ -22,6 +22,7 @@ from specserve.serving.requests import (
     SpeculationOptions,
     text_of,
 )
+from specserve.serving.response_size import MAX_RESPONSE_BYTES, ResponseSize
 
 
 class Grammar(Constraint, Protocol):
@@ -49,10 +50,8 @@ class Grammars(Protocol):
 
 # What a token is spelled with, at most, on average over a whole text; tokenising takes more than linear time.
 _BYTES_PER_TOKEN = 8
-# Bytes of JSON that a token's log-probability takes, about; and what all of a response may take, which TorchServe
-# has to hold with those of its neighbours (max_response_size in config/config.properties).
+# Bytes of JSON that a token's log-probability takes, about: what is too large by this is refused before it is begun.
 _SCORE_BYTES = 80
-_MAX_RESPONSE_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -168,6 +167,9 @@ def to_generations(
     several = request.candidates > request.choices
     result: list[list[Generation]] = []
     stops = list(request.stop or [])
+    size = ResponseSize(
+        vocabulary, chat=isinstance(request, ChatRequest), choices=request.choices, begun=_echoes(request, prompts)
+    )
     for prompt in prompts:
         wanted = _answer_length(request, prompt, config)
         sequences = [
@@ -187,7 +189,7 @@ def to_generations(
         ]
         first = len(result) * request.candidates
         origins = [Origin(identity, first + number, family, group, drawn) for number in range(request.candidates)]
-        result.append([Generation(s, vocabulary, stops, o) for s, o in zip(sequences, origins, strict=True)])
+        result.append([Generation(s, vocabulary, stops, o, size) for s, o in zip(sequences, origins, strict=True)])
     _check_response(request, prompts, result)
     return result
 
@@ -202,23 +204,28 @@ def _answer_length(request: GenerationRequest, prompt: Prompt, config: HandlerCo
     return room if request.most_tokens is None else min(request.most_tokens, room)
 
 
+def _echoes(request: GenerationRequest, prompts: list[Prompt]) -> int:
+    """Bytes of JSON that the prompts take which all answers of a response repeat."""
+    if not (isinstance(request, CompletionRequest) and request.echo):
+        return 0
+    return request.choices * sum(len(json.dumps(prompt.text)) for prompt in prompts)
+
+
 def _check_response(request: GenerationRequest, prompts: list[Prompt], groups: list[list[Generation]]) -> None:
     """Refuse what would make a response of many megabytes, which TorchServe would not carry."""
     places = sum(group[0].sequence.max_tokens for group in groups)
     if request.scores_prompt:
         places += sum(group[0].sequence.prompt_length for group in groups)
     scores = 0 if request.scored is None else places * (1 + request.scored) * _SCORE_BYTES
-    echoes = 0
-    if isinstance(request, CompletionRequest) and request.echo:
-        # Scores name the tokens once more.
-        echoes = (1 + request.scores_prompt) * sum(len(json.dumps(prompt.text)) for prompt in prompts)
-    size = request.choices * (scores + echoes)
-    if size > _MAX_RESPONSE_BYTES:
+    # Scores name the tokens once more.
+    echoes = (1 + request.scores_prompt) * _echoes(request, prompts)
+    size = request.choices * scores + echoes
+    if size > MAX_RESPONSE_BYTES:
         chat = isinstance(request, ChatRequest)
         raise _invalid(
             "top_logprobs" if chat else "logprobs" if scores > echoes else "echo",
             f"The log-probabilities and echoed prompts of this request may take {size // 2**20} MB, over "
-            f"{_MAX_RESPONSE_BYTES // 2**20}: ask for fewer answers, tokens or alternatives, or set 'max_tokens'.",
+            f"{MAX_RESPONSE_BYTES // 2**20}: ask for fewer answers, tokens or alternatives, or set 'max_tokens'.",
         )
 
 

@@ -87,7 +87,7 @@ def schema_text(schema: dict[str, Any]) -> str:
     except ValueError:
         raise UnusableSchema("it holds a number that JSON cannot spell") from None
     if len(text) > MAX_TEXT:
-        raise UnusableSchema(f"it is longer than {MAX_TEXT} characters")
+        raise UnusableSchema(f"it is longer than {MAX_TEXT // 1024} KiB")
     return text
 
 

@@ -501,7 +501,7 @@ MANY = dict.fromkeys(map(str, range(5_000)), "x")
         ({"speculation": MANY}, "speculation.0"),
         ({"response_format": {"type": "json_object", **MANY}}, "response_format.0"),
         ({"logit_bias": MANY}, "logit_bias"),
-        ({"metadata": {name: 1 for name in MANY}}, "metadata"),
+        ({"metadata": dict.fromkeys(MANY, 1)}, "metadata"),
     ],
 )
 def test_of_many_wrong_fields_one_is_looked_at(fields: dict[str, Any], param: str) -> None:

@@ -36,7 +36,8 @@ class _Body(BaseModel):
         known = {field.alias or name for name, field in cls.model_fields.items()}
         unknown = next((name for name in body if name not in known), None) if isinstance(body, dict) else None
         if unknown is not None:
-            raise PydanticCustomError(UNKNOWN_FIELD, "unknown field", {"field": str(unknown)})
+            field = unknown.encode("utf-8", errors="replace").decode()
+            raise PydanticCustomError(UNKNOWN_FIELD, "unknown field", {"field": field})
         return body
 
 

@@ -11,6 +11,7 @@ from itertools import cycle
 import pytest
 
 from front_end import SLOTS, FakeContext, FrontEnd
+from specserve.engine.fake import FakeVocabulary
 from specserve.serving import torchserve
 from specserve.serving.answers import Answer
 from specserve.serving.scheduler import Scheduler
@@ -82,25 +83,34 @@ def test_a_clock_that_jumps_changes_no_text_and_no_time_taken(
         assert sum(taken) < time.monotonic() - started
 
 
-def test_requests_that_take_long_to_read_are_read_in_several_calls_while_streams_go_on(
-    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torchserve, "_OPENING_SECONDS", 0)
+def test_streams_go_on_while_a_request_takes_long_to_read(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text is tokenised for as long as the test likes; a second one waits behind it, and a third leaves."""
+    monkeypatch.setattr(torchserve, "_READING_SECONDS", 0.01)
     stream = front_end.post({**BODY, "stream": True, "max_tokens": 40})
     front_end.turn()
-    others = [front_end.post({**BODY, "prompt": f"other {number}"}) for number in range(3)]
-    leaving = front_end.post(BODY)
-    read, pieces = [], []
-    for _ in range(4):
+    may = threading.Event()
+    encode = FakeVocabulary.encode
+
+    def slow(vocabulary: FakeVocabulary, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
+        assert text != "slow" or may.wait(10)
+        return encode(vocabulary, text, special=special, begin=begin)
+
+    monkeypatch.setattr(FakeVocabulary, "encode", slow)
+    others = [front_end.post({**BODY, "prompt": text}) for text in ("slow", "quick")]
+    leaving = front_end.post({**BODY, "prompt": "leaving"})
+    models = front_end.post({}, "v1/models")
+    pieces = []
+    for _ in range(3):
         front_end.turn()
-        read.append(len(front_end.handler._exchanges))
         pieces.append(len(front_end.text(stream)))
-        if len(read) == 2:
-            front_end.leave(leaving)
-    assert read == [2, 3, 4, 4]
     assert pieces == sorted(set(pieces))
+    assert front_end.status[models] == 200
+    assert not any(front_end.chunks[other] for other in others)
+    front_end.leave(leaving)
+    may.set()
     front_end.run()
     assert all(front_end.status[other] == 200 for other in others)
+    assert not front_end.handler._readings
 
 
 def test_a_slot_keeps_of_a_finished_answer_only_its_tokens(front_end: FrontEnd) -> None:

@@ -443,19 +443,34 @@ class Counting(FakeVocabulary):
 
 
 @pytest.mark.parametrize("field", ["prompt", "suffix"])
-def test_a_text_that_cannot_fit_is_refused_before_all_of_it_is_tokenised(field: str) -> None:
-    """Tokenisers take a minute for a megabyte of the wrong kind, and everybody waits meanwhile."""
+def test_a_text_that_cannot_fit_is_refused_at_the_cost_of_its_length(field: str) -> None:
+    """Tokenising a megabyte of spaces or dashes takes seconds."""
     vocabulary = Counting(200)
     request = parse_body({"prompt": "a", field: "b" * 1_000_000}, CompletionRequest)
     with pytest.raises(RequestError) as caught:
         Tokenizer(vocabulary, CONFIG).completion(request)
     assert (caught.value.param, caught.value.code) == (field, "context_length_exceeded")
+    assert vocabulary.texts == []
+
+
+def test_a_text_that_might_fit_is_tokenised_in_part_before_all_of_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token of the vocabulary is long enough for all of it."""
+    vocabulary = Counting(200)
+    monkeypatch.setattr(vocabulary, "name", lambda token: b" " * (1 + 99_999 * (token == 7)))
+    request = parse_body({"prompt": "b" * 1_000_000}, CompletionRequest)
+    with pytest.raises(RequestError) as caught:
+        Tokenizer(vocabulary, CONFIG).completion(request)
+    assert caught.value.code == "context_length_exceeded"
     assert vocabulary.longest < 10_000
 
 
 def test_of_a_prediction_no_more_is_read_than_an_answer_can_reach() -> None:
     vocabulary = Counting(200)
-    assert len(Tokenizer(vocabulary, CONFIG).prediction("b" * 1_000_000)) == CONFIG.context_length
+    guess = {"type": "content", "content": "b" * 1_000_000}
+    request = parse_body({"prompt": "a", "prediction": guess}, CompletionRequest)
+    prompts = Tokenizer(vocabulary, CONFIG).completion(request)
+    [[generation]] = to_generations(request, prompts, vocabulary, AlternatingGrammars(200), CONFIG)
+    assert len(generation.sequence.prediction) == CONFIG.context_length
     assert vocabulary.longest < 10_000
 
 
@@ -514,8 +529,11 @@ def test_of_many_wrong_fields_one_is_looked_at(fields: dict[str, Any], param: st
 
 
 def test_too_many_token_ids_are_refused_before_they_are_spelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer(VOCABULARY, CONFIG)
     monkeypatch.setattr(VOCABULARY, "piece", lambda _token: pytest.fail("was spelled"))
-    assert refusal({"prompt": [1] * 100_000}).code == "context_length_exceeded"
+    with pytest.raises(RequestError) as caught:
+        tokenizer.completion(parse_body({"prompt": [1] * 100_000}, CompletionRequest))
+    assert caught.value.code == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(("named", "known"), [("code", "code"), ("My Secret!", "other"), ("x" * 33, "other"), ("", "")])

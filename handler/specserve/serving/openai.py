@@ -68,6 +68,9 @@ class Tokenizer:
     def __init__(self, vocabulary: Vocabulary, config: HandlerConfig) -> None:
         self._vocabulary = vocabulary
         self._most = config.context_length
+        longest = max(len(vocabulary.name(token)) for token in range(vocabulary.size))
+        # 512 KiB at 4,096 tokens of up to 128 bytes.
+        self._most_bytes = self._most * longest
 
     def completion(self, request: CompletionRequest) -> list[Prompt]:
         """The prompts of v1/completions; with a suffix, those that ask for what stands between.
@@ -107,19 +110,16 @@ class Tokenizer:
         """
         return Prompt(self._not_empty(self._tokens(text, "messages", special=True), "messages"), text)
 
-    def prediction(self, text: str) -> list[int]:
-        """The client's guess of an answer, as far as an answer can reach."""
-        return self._vocabulary.encode(text[: _BYTES_PER_TOKEN * self._most], begin=False)[: self._most] if text else []
-
     def _tokens(self, text: str, param: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        """The tokens of a text; of a long one its beginnings are tried first, each twice as long as the last."""
-        length = _BYTES_PER_TOKEN * self._most
-        while length < len(text):
-            least = len(self._vocabulary.encode(text[:length], special=special, begin=begin))
+        """The tokens of a text; one that cannot fit whatever it says is not tokenised, and a long one in part first."""
+        if len(text.encode()) > self._most_bytes:
+            raise _too_long(param, self._most, f"more than {self._most}")
+        beginning = text[: _BYTES_PER_TOKEN * self._most]
+        if len(beginning) < len(text):
+            least = len(self._vocabulary.encode(beginning, special=special, begin=begin))
             # Twice as much, since a text's beginning may be cut in the middle of a word.
             if least > 2 * self._most:
                 raise _too_long(param, self._most, f"more than {self._most}")
-            length *= 2
         return self._vocabulary.encode(text, special=special, begin=begin)
 
     def _not_empty(self, tokens: list[int], param: str) -> list[int]:
@@ -163,7 +163,7 @@ def to_generations(
     drawn = _takes_part(request, config)
     grammar = _grammar(request, grammars)
     guess = "" if request.prediction is None else text_of(request.prediction.content)
-    prediction = Tokenizer(vocabulary, config).prediction(guess)
+    prediction = _predicted(guess, vocabulary, config.context_length)
     several = request.candidates > request.choices
     result: list[list[Generation]] = []
     stops = list(request.stop or [])
@@ -192,6 +192,11 @@ def to_generations(
         result.append([Generation(s, vocabulary, stops, o, size) for s, o in zip(sequences, origins, strict=True)])
     _check_response(request, prompts, result)
     return result
+
+
+def _predicted(guess: str, vocabulary: Vocabulary, most: int) -> list[int]:
+    """The tokens of the client's guess of an answer, as far as an answer can reach."""
+    return vocabulary.encode(guess[: _BYTES_PER_TOKEN * most], begin=False)[:most] if guess else []
 
 
 def _answer_length(request: GenerationRequest, prompt: Prompt, config: HandlerConfig) -> int:

@@ -7,9 +7,11 @@ import threading
 import time
 from dataclasses import replace
 from itertools import cycle
+from typing import Any
 
 import pytest
 
+from constraints import Alternating, AlternatingGrammars
 from front_end import SLOTS, FakeContext, FrontEnd
 from specserve.engine.fake import FakeVocabulary
 from specserve.serving import torchserve
@@ -85,7 +87,7 @@ def test_a_clock_that_jumps_changes_no_text_and_no_time_taken(
 
 def test_streams_go_on_while_a_request_takes_long_to_read(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its text is tokenised for as long as the test likes; a second one waits behind it, and a third leaves."""
-    monkeypatch.setattr(torchserve, "_READING_SECONDS", 0.01)
+    monkeypatch.setattr(torchserve, "_READING_SECONDS", 0.01, raising=False)
     stream = front_end.post({**BODY, "stream": True, "max_tokens": 40})
     front_end.turn()
     may = threading.Event()
@@ -282,20 +284,49 @@ def test_the_first_round_of_a_stream_beside_others_decides_on_its_status(front_e
     assert front_end.status[failing] == 500
 
 
+@pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "json_object"}}])
 def test_a_client_that_leaves_a_long_whole_answer_is_noticed_and_the_others_read_one_answer(
-    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    """Empty chunks let TorchServe notice; they come only after a while, and never where a grammar may still refuse."""
+    """Empty chunks let TorchServe notice, and end its handing the body over in every call; they come after a while."""
     monkeypatch.setattr(torchserve, "_SETTLED_AFTER_SECONDS", 0.0)
-    whole = front_end.post({**BODY, "max_tokens": 50})
-    careful = front_end.post({**BODY, "max_tokens": 50, "response_format": {"type": "json_object"}})
+    whole = front_end.post({**BODY, "max_tokens": 50, **fields})
     front_end.turn()
     assert front_end.chunks[whole] == [""]
-    assert front_end.chunks[careful] == []
+    assert front_end.rows[whole] == {}
     front_end.run()
     assert (front_end.status[whole], front_end.content_type[whole]) == (200, "application/json")
-    assert front_end.answer(whole)["usage"]["completion_tokens"] == 50
-    assert len(front_end.chunks[careful]) == 1
+    assert front_end.answer(whole)["usage"]["completion_tokens"] <= 50
+    leaving = front_end.post({**BODY, "max_tokens": 200, "ignore_eos": not fields, **fields})
+    front_end.turn()
+    front_end.leave(leaving)
+    front_end.handler.handle([], FakeContext(front_end, []))
+    assert front_end.handler._scheduler.live == 0
+
+
+def test_a_long_body_is_handed_over_once(front_end: FrontEnd) -> None:
+    long = front_end.post({**BODY, "max_tokens": 50, "user": "x" * 100_000})
+    short = front_end.post({**BODY, "max_tokens": 50, "user": "x" * 1_000})
+    front_end.turn()
+    assert (front_end.chunks[long], front_end.chunks[short]) == ([""], [])
+    assert (front_end.rows[long], len(front_end.rows[short])) == ({}, 1)
+    front_end.run()
+    assert front_end.answer(long)["usage"]["completion_tokens"] > 0
+    refused = front_end.post({**BODY, "prompt": "x" * 100_000})
+    front_end.run()
+    assert front_end.status[refused] == 400
+
+
+def test_a_grammar_that_becomes_too_costly_behind_a_settled_status_is_an_error_object(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchserve, "_SETTLED_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(AlternatingGrammars, "gbnf", lambda _grammars, text: Alternating(200, fails_at=len(text)))
+    late = front_end.post({**BODY, "max_tokens": 60, "grammar": "r" * 40, "speculation": {"mode": "off"}})
+    front_end.turn()
+    assert front_end.chunks[late] == [""]
+    front_end.run()
+    assert (front_end.status[late], front_end.answer(late)["error"]["code"]) == (200, "grammar_too_costly")
 
 
 def test_a_short_whole_answer_keeps_its_status_open_to_the_end(front_end: FrontEnd) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,8 +33,10 @@ from specserve.serving.validation import AnyRequest, parse_body
 
 logger = logging.getLogger(__name__)
 
-# So long the status of a whole answer stays open; most are complete by then.
+# So long the status of a whole answer stays open; most are complete by then. Meanwhile TorchServe hands the body over
+# in every call, and reading a megabyte takes it up to 30 ms: a longer body (in bytes) leaves its status open for no time.
 _SETTLED_AFTER_SECONDS = 2.0
+_LONG_BODY = 64 * 1024
 
 # So long a call waits for requests to be read: most take a few milliseconds. Compiling a grammar may take half a second
 # and tokenising half a megabyte a whole one, and streams go on beside that.
@@ -60,10 +63,10 @@ class WholeAnswer:
 
 @dataclass
 class Exchange:
-    """One live request, when it came, and whether its status has been sent."""
+    """One live request, when its status will be sent at the latest, and whether it has been."""
 
     answer: WholeAnswer | Answer[Any]
-    begun: float
+    settles: float
     opened: bool = False
 
     @property
@@ -173,13 +176,15 @@ class Handler:
             self._readings[identity] = self._begin_reading(identity, route, data[index])
         until = time.monotonic() + (_READING_SECONDS if come or not self._scheduler.busy else 0.0)
         opened: set[str] = set()
-        for _, identity in unread:
+        for index, identity in unread:
             try:
                 answer = self._readings[identity].result(timeout=max(0.0, until - time.monotonic()))
             except TimeoutError:
                 continue
             del self._readings[identity]
-            self._exchanges[identity] = self._open(answer, self._unread.pop(identity))
+            came = self._unread.pop(identity)
+            self._start_generations(answer, came)
+            self._exchanges[identity] = Exchange(answer, came + _open_seconds(context, index))
             opened.add(identity)
         return opened
 
@@ -218,13 +223,11 @@ class Handler:
             failure = RequestError("The server failed to read this request.", status=500, kind="server_error")
             return WholeAnswer.refusing(failure)
 
-    def _open(self, answer: WholeAnswer | Answer[Any], called: float) -> Exchange:
+    def _start_generations(self, answer: WholeAnswer | Answer[Any], came: float) -> None:
         """Start what a request that came at this moment asks for."""
-        if isinstance(answer, Answer):
-            for generation in answer.generations:
-                if not generation.done:
-                    self._scheduler.submit(generation, time.monotonic() - called)
-        return Exchange(answer, called)
+        for generation in answer.generations if isinstance(answer, Answer) else ():
+            if not generation.done:
+                self._scheduler.submit(generation, time.monotonic() - came)
 
     def _route(self, identity: str, route: str, row: dict[str, Any], *, held_back: bool) -> WholeAnswer | Answer[Any]:
         if route in ("", "v1/completions"):
@@ -316,7 +319,7 @@ class Handler:
             if answer.streams:
                 return self._next_chunk(context, index, exchange, answer)
             if not answer.done:
-                return self._wait(context, index, exchange, answer)
+                return self._wait(context, index, exchange)
             answer = WholeAnswer(200, answer.body())
         if exchange.opened:
             context.stopping_criteria[index] = last_chunk
@@ -325,12 +328,13 @@ class Handler:
             context.set_response_content_type(index, "application/json")
         return json.dumps(answer.body)
 
-    def _wait(self, context: Context, index: int, exchange: Exchange, answer: Answer[Any]) -> str:
-        """Say nothing yet, and for a long answer not even that: empty chunks let TorchServe notice a client's leave.
+    def _wait(self, context: Context, index: int, exchange: Exchange) -> str:
+        """Say nothing yet, and after a while not even that: empty chunks let TorchServe notice a client's leave.
 
-        They settle the status, so it is left open as long as a grammar could still refuse the answer, and for a while.
+        They settle the status, so it is left open for as long as most answers take; what goes wrong later, be it the
+        model or a grammar that becomes too costly, is an error under that status.
         """
-        if exchange.opened or (answer.is_safe and time.monotonic() >= exchange.begun + _SETTLED_AFTER_SECONDS):
+        if exchange.opened or time.monotonic() >= exchange.settles:
             self._open_with(context, index, exchange, "application/json")
             context.stopping_criteria[index] = more_to_come
         else:
@@ -353,6 +357,14 @@ class Handler:
             context.set_response_status(200, PHRASES[200], index)
             context.set_response_content_type(index, content_type)
             exchange.opened = True
+
+
+def _open_seconds(context: Context, index: int) -> float:
+    """How long the status of a row's answer stays open."""
+    # As clients spell it; a body in chunks has none, and may be long.
+    spelled = (context.get_request_header(index, name) for name in ("content-length", "Content-Length"))
+    length = next((int(value) for value in spelled if value and value.isdecimal()), math.inf)
+    return _SETTLED_AFTER_SECONDS if length <= _LONG_BODY else 0.0
 
 
 def _body(row: dict[str, Any]) -> object:

@@ -446,20 +446,21 @@ def chain(length: int) -> dict[str, Any]:
     ("schema", "reason"),
     [
         ({"type": "strnig"}, "Invalid type"),
-        ({"type": "string", "minLenght": 3}, "'minLenght' is not supported"),
         ({"type": "string", "minLength": "a"}, "minLength"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
         ({"type": "string", "pattern": "("}, "regex"),
-        ({"type": "string", "format": "color"}, "format"),
+        ({"type": "string", "format": "regex"}, "the format 'regex' is not supported"),
         ({"type": "array", "uniqueItems": True}, "'uniqueItems' is not supported"),
         ({"not": {"type": "string"}}, "'not' is not supported"),
         ({"if": {}, "then": {}}, "'if' is not supported"),
         ({"type": "object", "propertyNames": {"pattern": "a"}}, "'propertyNames' is not supported"),
-        ({"properties": {"a": {"dependentRequired": {}}}}, "'dependentRequired' is not supported"),
+        ({"properties": {"a": {"dependentSchemas": {"b": {"not": {}}}}}}, "'dependentSchemas' is not supported"),
+        ({"dependencies": {"b": {"required": ["c"]}}}, "'dependencies' is not supported"),
+        ({"dependentRequired": {f"p{n}": ["q"] for n in range(9)}}, "'dependentRequired' is not supported"),
+        ({"type": "object", "minProperties": 2}, "'minProperties' is more than one beyond"),
         ({"$defs": {"unused": {"contains": {}}}}, "'contains' is not supported"),
-        ({"x-guidance": {"lenient": True}, "not": {}}, "'x-guidance' is not supported"),
+        ({"x-guidance": {"lenient": True}, "not": {}}, "'not' is not supported"),
         ({"oneOf": [{"minimum": 3}, {"maximum": 4}]}, "oneOf"),
-        ({"prefixItems": [{"const": 1}], "additionalItems": False}, "additionalItems"),
         ({"prefixItems": [{"const": 1}], "items": [{"const": 2}]}, "exclude each other"),
         ({"const": 2**53 + 1}, "beyond 2 to the 53rd"),
         ({"enum": [{"a": [2**60]}]}, "beyond 2 to the 53rd"),
@@ -473,11 +474,15 @@ def chain(length: int) -> dict[str, Any]:
         ({"$ref": "http://localhost/x.json"}, "leads to no subschema"),
         ({"$ref": "file:///etc/passwd"}, "leads to no subschema"),
         ({"$id": "http://localhost/", "$ref": "x.json"}, "leads to no subschema"),
-        ({"properties": {"a": {"$id": "http://localhost/x"}}}, "'.id' is not supported"),
+        (
+            {"items": {"$id": "http://localhost/x", "$ref": "#/items/$defs/a", "$defs": {"a": {}}}},
+            "leads to no subschema",
+        ),
+        ({"$ref": "#/default", "default": {"type": "null"}}, "leads to no subschema"),
         (nested(5_000), "too deeply nested|too deep"),
         (nested(61), "too deeply nested"),
-        (chain(1_500), "more than 500 subschemas"),
-        ({"enum": [f"s{i:06}" for i in range(100_000)]}, "longer than 64 KiB"),
+        (chain(4_500), "more than 4000 subschemas"),
+        ({"enum": [f"s{i:06}" for i in range(100_000)]}, "longer than 256 KiB"),
         ({"allOf": [{"multipleOf": p} for p in (65521, 65519)]}, "multipleOf"),
         ({"allOf": [{"type": "string", "pattern": f"a{i}"} for i in range(100)]}, "patterns"),
         ({"patternProperties": {f"^a{i}-": {} for i in range(400)}}, "patternProperties"),
@@ -490,7 +495,7 @@ def test_a_schema_that_cannot_be_promised_is_a_sentence(
     check_refusal(lambda: compiler.json_schema(schema), reason, "response_format")
 
 
-@pytest.mark.parametrize("schema", [nested(29), chain(240), {"const": json.loads("[" * 100 + "]" * 100)}])
+@pytest.mark.parametrize("schema", [nested(29), chain(1_900), {"const": json.loads("[" * 100 + "]" * 100)}])
 def test_the_deepest_schemas_that_are_taken_do_not_crash(schema: dict[str, Any], compiler: GrammarCompiler) -> None:
     assert compiler.json_schema(schema).allowed([]) is not None
 
@@ -506,6 +511,35 @@ def test_the_deepest_schemas_that_are_taken_do_not_crash(schema: dict[str, Any],
         ({"properties": {"title": {"const": 1}, "x-guidance": {}}, "required": ["title"]}, ['{"title":1}'], ["{}"]),
         ({"$ref": "#/$defs/a~1b%20c", "$defs": {"a/b c": {"type": "null"}}}, ["null"], ["1"]),
         ({"type": "string", "enum": ["</s>", "é"], "deprecated": True, "x-order": 3}, ['"</s>"', '"é"'], ['"e"']),
+        ({"type": "string", "minLenght": 3, "self": {"not": {}}, "_format": "x", "version": 1}, ['""'], ["3"]),
+        ({"x-guidance": {"lenient": True}, "type": "string"}, ['"a"'], ["3"]),
+        (
+            {"properties": {"a": {"$id": "http://localhost/x", "$schema": "x", "id": 3, "const": 1}}},
+            ['{"a":1}'],
+            ['{"a":2}'],
+        ),
+        ({"prefixItems": [{"const": 1}], "additionalItems": False}, ["[1, 2]"], ["[2]"]),
+        ({"items": {"const": 1}, "additionalItems": False, "type": "array"}, ["[1, 1]"], ["[2]"]),
+        ({"type": "array", "uniqueItems": False, "if": {"maxItems": 1}}, ["[1, 1]"], ["{}"]),
+        ({"type": "string", "format": "color"}, ['"red"'], ["1"]),
+        ({"type": "integer", "format": "regex"}, ["1"], ['"a"']),
+        ({"$id": "http://h/a.json", "$ref": "http://h/a.json#/$defs/n", "$defs": {"n": {"const": 1}}}, ["1"], ["2"]),
+        ({"$ref": "#n", "$defs": {"b": {"$anchor": "n", "const": 1}}}, ["1"], ["2"]),
+        ({"$ref": "#/kept here/n~1", "kept here": {"n/": {"const": 1}}}, ["1"], ["2"]),
+        ({"$ref": "#/n", "n": {"properties": {"a": {"$ref": "#/m"}}}, "m": {"const": 1}}, ['{"a":1}'], ['{"a":2}']),
+        (
+            {"type": "object", "properties": {"a": {}, "b": {}}, "dependencies": {"a": ["b"]}},
+            ["{}", '{"b":1}', '{"a":1,"b":2}', '{"c":1}'],
+            ['{"a":1}', '{"a":1,"c":1}'],
+        ),
+        (
+            {"dependentRequired": {"a": ["b"]}, "required": ["a"], "type": "object"},
+            ['{"b":1,"a":1}'],
+            ['{"a":1}', "{}"],
+        ),
+        # Spelled otherwise it would be the property "a" all the same, with a value that "a" may not have.
+        ({"type": "object", "properties": {"a": {"const": 1}}}, ['{"a":1}'], ['{"\\u0061":2}', '{"a":2}']),
+        ({"type": "object", "minProperties": 1}, ['{"a":1}'], ["{}"]),
     ],
 )
 def test_a_schema_means_the_same_whatever_draft_it_names(
@@ -646,7 +680,7 @@ def threads() -> int:
 def test_no_threads_are_started(compiler: GrammarCompiler, model: LlamaModel) -> None:
     before = threads()
     walk(compiler.json_schema(PERSON), model, 0)
-    assert threads() == before
+    assert threads() <= before
 
 
 def test_any_vocabulary_will_do() -> None:

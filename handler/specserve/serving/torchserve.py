@@ -34,7 +34,7 @@ from specserve.serving.validation import AnyRequest, parse_body
 logger = logging.getLogger(__name__)
 
 # So long the status of a whole answer stays open; most are complete by then. Meanwhile TorchServe hands the body over
-# in every call, and reading a megabyte takes it up to 30 ms: a longer body (in bytes) leaves its status open for no time.
+# in every call, and reads a megabyte in up to 30 ms: a longer body (in bytes) leaves its status open for no time.
 _SETTLED_AFTER_SECONDS = 2.0
 _LONG_BODY = 64 * 1024
 

@@ -309,7 +309,7 @@ class GrammarCompiler:
 
     def prepare(self) -> None:
         """Index the vocabulary, which the first grammar waits for otherwise: 1.5 to 3.5 s for 151936 tokens."""
-        _ = self._tokenizer
+        _ = self.tokenizer
 
     def begin_round(self, seconds: float) -> None:
         """From now on the masks of all sequences may take so long together; further ones are deferred."""
@@ -360,7 +360,7 @@ class GrammarCompiler:
         return Constraint(compiled, self._vocabulary, self._marks, self._round_time, Budget(self._seconds))
 
     def _compiled(self, lark: str, what: str, param: str, layout: Layout | None) -> Compiled:
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         matcher = _with_deep_stack(lambda: llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=_LIMITS))
         if matcher.is_error():
             raise _refusal(what, matcher.get_error(), param)
@@ -380,7 +380,8 @@ class GrammarCompiler:
         return Marks(np.array(ends, np.intp), frozenset(ends), single)
 
     @cached_property
-    def _tokenizer(self) -> llguidance.LLTokenizer:
+    def tokenizer(self) -> llguidance.LLTokenizer:
+        """The vocabulary as llguidance walks over it."""
         return llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(_Pieces(self._vocabulary, self._marks.ends)),
             eos_token=self._marks.ends.tolist(),

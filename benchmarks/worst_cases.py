@@ -231,7 +231,7 @@ class Measure:
         """The stream by itself, for five seconds."""
         begun, held = time.monotonic(), memory(self._port)
         time.sleep(5)
-        return self._row(name, limit, "", begun, held, 0)
+        return {"case": name, "limit": limit, "answer": "", **self._costs(begun, held), "kilobytes_out": 0}
 
     def case(self, one: Case) -> dict[str, Any]:
         """One request, to its answer or until its client leaves."""
@@ -245,26 +245,30 @@ class Measure:
                 headers={"Content-Type": "application/json"},
                 timeout=self._seconds,
             )
-        except requests.exceptions.Timeout:
+        except (requests.exceptions.Timeout, requests.exceptions.ConnectionError):
+            # The second where the body had begun to come.
             outcome = "left"
         else:
             outcome, size = str(response.status_code), len(response.content)
             if response.status_code == requests.codes.ok and "error" in response.json():
                 outcome += ", " + str(response.json()["error"]["code"])
-        return self._row(one.name, one.limit, outcome, begun, held, size)
+        costs = self._costs(begun, held)
+        return {
+            "case": one.name,
+            "limit": one.limit,
+            "answer": outcome,
+            **costs,
+            "kilobytes_out": round(size / 1000),
+        }
 
-    def _row(self, name: str, limit: str, outcome: str, begun: float, held: int, size: int) -> dict[str, Any]:
+    def _costs(self, begun: float, held: int) -> dict[str, Any]:
         ended = time.monotonic()
         # What an answer holds up may be seen a piece later.
         time.sleep(0.5)
         return {
-            "case": name,
-            "limit": limit,
-            "answer": outcome,
             "seconds": round(ended - begun, 2),
             "longest_pause": round(self._stream.longest_pause(begun, ended), 3),
             "mebibytes": memory(self._port) - held,
-            "kilobytes_out": round(size / 1000),
         }
 
 

@@ -505,6 +505,27 @@ def test_prompts_that_are_echoed_count_towards_the_response() -> None:
     assert caught.value.param == "logprobs"
 
 
+def test_an_operator_caps_the_length_and_the_number_of_answers() -> None:
+    capped = CONFIG.model_copy(update={"max_tokens": 20, "max_answers": 4})
+    for fields, param in (
+        ({"max_tokens": 21}, "max_tokens"),
+        ({"n": 5}, "n"),
+        ({"best_of": 5}, "best_of"),
+        ({"prompt": ["a", "b", "c"], "n": 2}, "n"),
+    ):
+        with pytest.raises(RequestError, match="at most") as caught:
+            groups_of({"prompt": "a", **fields}, capped)
+        assert (caught.value.param, caught.value.status) == (param, 400)
+    assert len(groups_of({"prompt": ["a", "b"], "n": 2, "max_tokens": 20}, capped)[1]) == 2
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    request = parse_body({**chat, "max_completion_tokens": 21}, ChatRequest)
+    with pytest.raises(RequestError) as caught:
+        generations_of(request, [Prompt([1], "a")], capped)
+    assert caught.value.param == "max_completion_tokens"
+    [[unlimited]] = generations_of(parse_body(chat, ChatRequest), [Prompt([1], "a")], capped)
+    assert unlimited.sequence.max_tokens == 20
+
+
 MANY = dict.fromkeys(map(str, range(5_000)), "x")
 
 

@@ -156,6 +156,7 @@ def to_generations(
     Raises:
         RequestError: 400; a prompt, a grammar or `speculation` does not fit.
     """
+    _check_caps(request, prompts, config)
     sampling = _sampling(request, vocabulary)
     group = _group(request, config, held_back=held_back)
     family = plain_family((request.metadata or {}).get("prompt_family", ""))
@@ -206,7 +207,21 @@ def _answer_length(request: GenerationRequest, prompt: Prompt, config: HandlerCo
     if room < (request.most_tokens != 0):
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
         raise _too_long(param, config.context_length, str(len(prompt.tokens)))
-    return room if request.most_tokens is None else min(request.most_tokens, room)
+    most = room if config.max_tokens is None else min(room, config.max_tokens)
+    return most if request.most_tokens is None else min(request.most_tokens, most)
+
+
+def _check_caps(request: GenerationRequest, prompts: list[Prompt], config: HandlerConfig) -> None:
+    """Refuse what is beyond the operator's caps."""
+    asked, cap = request.most_tokens, config.max_tokens
+    if asked is not None and cap is not None and asked > cap:
+        chat = isinstance(request, ChatRequest) and request.max_completion_tokens is not None
+        raise _invalid("max_completion_tokens" if chat else "max_tokens", f"An answer has at most {cap} tokens here.")
+    if len(prompts) * request.candidates > config.max_answers:
+        raise _invalid(
+            "n" if request.candidates == request.choices else "best_of",
+            f"A request may ask for at most {config.max_answers} answers in all on this server.",
+        )
 
 
 def _echoes(request: GenerationRequest, prompts: list[Prompt]) -> int:

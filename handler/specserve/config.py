@@ -124,6 +124,20 @@ class HandlerConfig(_Section):
     idle_tokens: int = Field(
         default=16384, ge=0, description="Tokens of finished answers kept in the caches, for prompts that begin alike."
     )
+    max_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="The longest answer that a request may ask for; default: what the context holds.",
+    )
+    max_answers: int = Field(
+        default=128, ge=1, le=128, description="Answers of a request: its prompts times `n`, or times `best_of`."
+    )
+    grammar_seconds: float = Field(
+        default=10.0,
+        gt=0,
+        description="What following the grammar of a request may take, in all its answers; then it is refused. A mask "
+        "of a real schema takes 0.1 to 1 ms (benchmarks/schemas.py).",
+    )
     time_slice_ms: float = Field(default=40.0, ge=0, description="Decodes about so long between looks at requests.")
     speculation: SpeculationConfig = SpeculationConfig()
     trace: TraceConfig | None = None

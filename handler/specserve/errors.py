@@ -39,6 +39,10 @@ class ConstraintError(SpecserveError):
     """A grammar has become too costly to follow; the sequence that has it cannot go on."""
 
 
+class MaskDeferred(ConstraintError):
+    """The round has no time left for another mask of a grammar; the sequence can go on in the next one."""
+
+
 class RequestError(SpecserveError):
     """A client's request cannot be answered; becomes OpenAI's error JSON and never reaches the engine."""
 

@@ -61,11 +61,16 @@ class SpeculationParams:
 class Constraint(Protocol):
     """A grammar that the answer must follow."""
 
+    @property
+    def mask_seconds(self) -> float:
+        """What `allowed` takes at present."""
+
     def allowed(self, written: Tokens[int]) -> NDArray[np.bool_] | None:
         """The tokens that may stand behind this beginning of the answer, shape (vocabulary,); None is all.
 
         Raises:
             ConstraintError: the grammar has become too costly to follow.
+            MaskDeferred: the round has no time left for it.
         """
 
     def complete(self, written: Tokens[int]) -> bool:
@@ -191,7 +196,8 @@ class Sequence:
     `target_cached` and `draft_cached` are how many leading tokens the caches hold. Everything else follows
     from these lengths: what must still be fed, and that a draft's cache lacks a token after full acceptance.
     The draft may have begun to read in the middle, at `draft_start`: what it holds are the tokens between the two.
-    `reused` is how much of the prompt the target's cache already held.
+    `reused` is how much of the prompt the target's cache already held, and `deferred` how many rounds in a row had no
+    time for the sequence's grammar.
 
     Args:
         max_tokens: the longest answer; 0 only reads the prompt.
@@ -228,6 +234,7 @@ class Sequence:
         self.prompt_scores: list[TokenScore] = []
         self.scores: list[TokenScore] = []
         self.rounds = 0
+        self.deferred = 0
         self.slot = -1
         self.target_cached = 0
         self.draft_start = 0
@@ -279,6 +286,12 @@ class Sequence:
     def common_prefix(self, tokens: list[int], most: int) -> int:
         """How many leading tokens this text shares with another one, counted up to `most`."""
         return common_prefix(self.tokens, tokens, most)
+
+    def forget_all_but_tokens(self) -> None:
+        """The answer is given; a slot goes on holding the sequence, for what the caches hold of its tokens."""
+        self.constraint = None
+        self.prediction = np.zeros(0, np.int32)
+        self.prompt_scores, self.scores = [], []
 
     def truncate(self, generated: int, *, ended: bool) -> None:
         """Drop all but the first `generated` tokens behind the prompt; caches hold no more than what is left.

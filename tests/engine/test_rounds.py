@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
 from itertools import count
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from constraints import Alternating
+from constraints import Alternating, Shared, Slow
 from costs import flat, proportional
 from specserve.engine.fake import FakeEngine, FakeVocabulary
 from specserve.observability.holdback import PlainRounds
@@ -54,6 +55,7 @@ class Bench:
         draft_width: int = VOCABULARY,
         idle_tokens: int = 4096,
         max_wait_seconds: float = math.inf,
+        begin_masks: Callable[[float], None] | None = None,
         window: int = 4096,
         costs: tuple[Cost, Cost] | None = None,
     ) -> None:
@@ -69,6 +71,7 @@ class Bench:
             prefill_rows=prefill_rows,
             idle_tokens=idle_tokens,
             max_wait_seconds=max_wait_seconds,
+            begin_masks=begin_masks,
         )
         self.submitted: list[Generation] = []
 
@@ -988,6 +991,60 @@ def test_a_grammar_that_becomes_too_costly_ends_its_answer_alone_and_the_draft_m
     later = bench.submit([5, 6], max_tokens=30)
     bench.run()
     assert later.sequence.account.accepted > 0
+
+
+@pytest.mark.parametrize("gamma", [0, 3])
+def test_masks_that_a_round_has_no_time_for_wait_and_change_no_text(gamma: int) -> None:
+    def answers(masks: int) -> tuple[list[list[int]], int]:
+        shared = Shared(masks)
+        bench = Bench(blend=0.6, begin_masks=shared.begin_round)
+        for seed in range(3):
+            constraint = Slow(VOCABULARY, shared)
+            sampling = SamplingParams(seed=seed)
+            bench.submit([1, 2, seed], gamma=gamma, sampling=sampling, verification="coupled", constraint=constraint)
+        bench.run()
+        return [answer(generation) for generation in bench.submitted], shared.deferred
+
+    undisturbed, deferred = answers(10**6)
+    assert deferred == 0
+    for masks in (1, 2, 5):
+        delayed, deferred = answers(masks)
+        assert delayed == undisturbed
+        assert deferred > 0 or masks > 1
+
+
+def test_a_sequence_whose_mask_has_waited_comes_first_in_the_next_round() -> None:
+    """Each round has time for one mask; in the order of slots the first would always have it."""
+    shared = Shared(1)
+    bench = Bench(begin_masks=shared.begin_round)
+    generations = [
+        bench.submit([1, 2, n], gamma=0, max_tokens=40, constraint=Slow(VOCABULARY, shared)) for n in range(3)
+    ]
+    for _ in range(40):
+        bench.scheduler.step()
+    assert min(len(answer(generation)) for generation in generations) >= 40 // 3 // 2
+
+
+def test_a_plain_sequence_never_waits_for_the_masks_of_others() -> None:
+    shared = Shared(1)
+    bench = Bench(begin_masks=shared.begin_round)
+    for n in range(2):
+        bench.submit([1, 2, n], gamma=0, max_tokens=40, constraint=Slow(VOCABULARY, shared))
+    plain = bench.submit([3, 4], gamma=0, max_tokens=20)
+    for _ in range(21):
+        bench.scheduler.step()
+    assert len(answer(plain)) == 20
+
+
+def test_as_many_drafts_are_made_as_their_masks_have_time_for() -> None:
+    def drafted(mask_seconds: float) -> int:
+        bench = Bench(blend=1.0, max_wait_seconds=0.2, costs=(flat(0.01), flat(0.001)))
+        constraint = Slow(VOCABULARY, Shared(10**6), mask_seconds=mask_seconds)
+        generation = bench.submit([1, 2], gamma=6, max_tokens=30, constraint=constraint)
+        bench.run()
+        return max(generation.sequence.account.gammas)
+
+    assert [drafted(seconds) for seconds in (0.0, 0.01, 0.025, 0.5)] == [6, 6, 3, 0]
 
 
 def test_a_draft_that_has_nothing_the_grammar_allows_is_no_failure_of_the_draft() -> None:

@@ -57,6 +57,7 @@ class FrontEnd:
         self.handler.start(config, lambda _config: models, Served("qwen", "1.0"))
         self.rows: dict[str, dict[str, Any]] = {}
         self.routes: dict[str, str | None] = {}
+        self.lengths: dict[str, int] = {}
         self.chunks: dict[str, list[str]] = {}
         self.status: dict[str, int] = {}
         self.content_type: dict[str, str] = {}
@@ -71,6 +72,7 @@ class FrontEnd:
         identity = f"r{self._count}"
         self.rows[identity] = {"body": body} if body is not None else {}
         self.routes[identity] = route
+        self.lengths[identity] = len(json.dumps(body)) if isinstance(body, dict) else 0
         self.chunks[identity] = []
         return identity
 
@@ -140,9 +142,10 @@ class FakeContext:
         self.status: dict[int, int] = {}
         self.types: dict[int, str] = {}
         self._routes = [front_end.routes[identity] for identity in order]
+        self._lengths = [str(front_end.lengths[identity]) for identity in order]
 
     def get_request_header(self, idx: int, key: str) -> str | None:
-        return self._routes[idx] if key == "url_path" else None
+        return {"url_path": self._routes[idx], "Content-Length": self._lengths[idx]}.get(key)
 
     def set_response_status(self, code: int, phrase: str, idx: int) -> None:
         assert phrase

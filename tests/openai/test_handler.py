@@ -7,10 +7,13 @@ import threading
 import time
 from dataclasses import replace
 from itertools import cycle
+from typing import Any
 
 import pytest
 
-from front_end import SLOTS, FrontEnd
+from constraints import Alternating, AlternatingGrammars
+from front_end import SLOTS, FakeContext, FrontEnd
+from specserve.engine.fake import FakeVocabulary
 from specserve.serving import torchserve
 from specserve.serving.answers import Answer
 from specserve.serving.scheduler import Scheduler
@@ -82,25 +85,50 @@ def test_a_clock_that_jumps_changes_no_text_and_no_time_taken(
         assert sum(taken) < time.monotonic() - started
 
 
-def test_requests_that_take_long_to_read_are_read_in_several_calls_while_streams_go_on(
-    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torchserve, "_OPENING_SECONDS", 0)
+def test_streams_go_on_while_a_request_takes_long_to_read(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text is tokenised for as long as the test likes; a second one waits behind it, and a third leaves."""
+    monkeypatch.setattr(torchserve, "_READING_SECONDS", 0.01, raising=False)
     stream = front_end.post({**BODY, "stream": True, "max_tokens": 40})
     front_end.turn()
-    others = [front_end.post({**BODY, "prompt": f"other {number}"}) for number in range(3)]
-    leaving = front_end.post(BODY)
-    read, pieces = [], []
-    for _ in range(4):
+    may = threading.Event()
+    encode = FakeVocabulary.encode
+
+    def slow(vocabulary: FakeVocabulary, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
+        assert text != "slow" or may.wait(10)
+        return encode(vocabulary, text, special=special, begin=begin)
+
+    monkeypatch.setattr(FakeVocabulary, "encode", slow)
+    others = [front_end.post({**BODY, "prompt": text}) for text in ("slow", "quick")]
+    leaving = front_end.post({**BODY, "prompt": "leaving"})
+    models = front_end.post({}, "v1/models")
+    pieces = []
+    for _ in range(3):
         front_end.turn()
-        read.append(len(front_end.handler._exchanges))
         pieces.append(len(front_end.text(stream)))
-        if len(read) == 2:
-            front_end.leave(leaving)
-    assert read == [2, 3, 4, 4]
     assert pieces == sorted(set(pieces))
+    assert front_end.status[models] == 200
+    assert not any(front_end.chunks[other] for other in others)
+    front_end.leave(leaving)
+    may.set()
     front_end.run()
     assert all(front_end.status[other] == 200 for other in others)
+    assert not front_end.handler._readings
+
+
+def test_a_slot_keeps_of_a_finished_answer_only_its_tokens(front_end: FrontEnd) -> None:
+    guess = {"type": "content", "content": "what may be"}
+    front_end.post({**BODY, "grammar": "root", "prediction": guess, "logprobs": 5, "echo": True})
+    leaving = front_end.post({**BODY, "grammar": "root", "logprobs": 5})
+    front_end.turn()
+    front_end.leave(leaving)
+    front_end.run()
+    front_end.handler.handle([], FakeContext(front_end, []))
+    slots = [slot.last for slot in front_end.handler._scheduler._slots if slot.last is not None]
+    assert slots
+    for slot in slots:
+        assert slot.constraint is None
+        assert len(slot.prediction) == len(slot.scores) == len(slot.prompt_scores) == 0
+        assert slot.tokens
 
 
 def test_include_usage_adds_null_to_every_chunk_and_one_chunk_with_the_totals(front_end: FrontEnd) -> None:
@@ -256,20 +284,49 @@ def test_the_first_round_of_a_stream_beside_others_decides_on_its_status(front_e
     assert front_end.status[failing] == 500
 
 
+@pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "json_object"}}])
 def test_a_client_that_leaves_a_long_whole_answer_is_noticed_and_the_others_read_one_answer(
-    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    """Empty chunks let TorchServe notice; they come only after a while, and never where a grammar may still refuse."""
+    """Empty chunks let TorchServe notice, and end its handing the body over in every call; they come after a while."""
     monkeypatch.setattr(torchserve, "_SETTLED_AFTER_SECONDS", 0.0)
-    whole = front_end.post({**BODY, "max_tokens": 50})
-    careful = front_end.post({**BODY, "max_tokens": 50, "response_format": {"type": "json_object"}})
+    whole = front_end.post({**BODY, "max_tokens": 50, **fields})
     front_end.turn()
     assert front_end.chunks[whole] == [""]
-    assert front_end.chunks[careful] == []
+    assert front_end.rows[whole] == {}
     front_end.run()
     assert (front_end.status[whole], front_end.content_type[whole]) == (200, "application/json")
-    assert front_end.answer(whole)["usage"]["completion_tokens"] == 50
-    assert len(front_end.chunks[careful]) == 1
+    assert front_end.answer(whole)["usage"]["completion_tokens"] <= 50
+    leaving = front_end.post({**BODY, "max_tokens": 200, "ignore_eos": not fields, **fields})
+    front_end.turn()
+    front_end.leave(leaving)
+    front_end.handler.handle([], FakeContext(front_end, []))
+    assert front_end.handler._scheduler.live == 0
+
+
+def test_a_long_body_is_handed_over_once(front_end: FrontEnd) -> None:
+    long = front_end.post({**BODY, "max_tokens": 50, "user": "x" * 100_000})
+    short = front_end.post({**BODY, "max_tokens": 50, "user": "x" * 1_000})
+    front_end.turn()
+    assert (front_end.chunks[long], front_end.chunks[short]) == ([""], [])
+    assert (front_end.rows[long], len(front_end.rows[short])) == ({}, 1)
+    front_end.run()
+    assert front_end.answer(long)["usage"]["completion_tokens"] > 0
+    refused = front_end.post({**BODY, "prompt": "x" * 100_000})
+    front_end.run()
+    assert front_end.status[refused] == 400
+
+
+def test_a_grammar_that_becomes_too_costly_behind_a_settled_status_is_an_error_object(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchserve, "_SETTLED_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(AlternatingGrammars, "gbnf", lambda _grammars, text: Alternating(200, fails_at=len(text)))
+    late = front_end.post({**BODY, "max_tokens": 60, "grammar": "r" * 40, "speculation": {"mode": "off"}})
+    front_end.turn()
+    assert front_end.chunks[late] == [""]
+    front_end.run()
+    assert (front_end.status[late], front_end.answer(late)["error"]["code"]) == (200, "grammar_too_costly")
 
 
 def test_a_short_whole_answer_keeps_its_status_open_to_the_end(front_end: FrontEnd) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from pydantic import ValidationError
 
 from constraints import AlternatingGrammars
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
@@ -442,19 +443,34 @@ class Counting(FakeVocabulary):
 
 
 @pytest.mark.parametrize("field", ["prompt", "suffix"])
-def test_a_text_that_cannot_fit_is_refused_before_all_of_it_is_tokenised(field: str) -> None:
-    """Tokenisers take a minute for a megabyte of the wrong kind, and everybody waits meanwhile."""
+def test_a_text_that_cannot_fit_is_refused_at_the_cost_of_its_length(field: str) -> None:
+    """Tokenising a megabyte of spaces or dashes takes seconds."""
     vocabulary = Counting(200)
     request = parse_body({"prompt": "a", field: "b" * 1_000_000}, CompletionRequest)
     with pytest.raises(RequestError) as caught:
         Tokenizer(vocabulary, CONFIG).completion(request)
     assert (caught.value.param, caught.value.code) == (field, "context_length_exceeded")
+    assert vocabulary.texts == []
+
+
+def test_a_text_that_might_fit_is_tokenised_in_part_before_all_of_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token of the vocabulary is long enough for all of it."""
+    vocabulary = Counting(200)
+    monkeypatch.setattr(vocabulary, "name", lambda token: b" " * (1 + 99_999 * (token == 7)))
+    request = parse_body({"prompt": "b" * 1_000_000}, CompletionRequest)
+    with pytest.raises(RequestError) as caught:
+        Tokenizer(vocabulary, CONFIG).completion(request)
+    assert caught.value.code == "context_length_exceeded"
     assert vocabulary.longest < 10_000
 
 
 def test_of_a_prediction_no_more_is_read_than_an_answer_can_reach() -> None:
     vocabulary = Counting(200)
-    assert len(Tokenizer(vocabulary, CONFIG).prediction("b" * 1_000_000)) == CONFIG.context_length
+    guess = {"type": "content", "content": "b" * 1_000_000}
+    request = parse_body({"prompt": "a", "prediction": guess}, CompletionRequest)
+    prompts = Tokenizer(vocabulary, CONFIG).completion(request)
+    [[generation]] = to_generations(request, prompts, vocabulary, AlternatingGrammars(200), CONFIG)
+    assert len(generation.sequence.prediction) == CONFIG.context_length
     assert vocabulary.longest < 10_000
 
 
@@ -479,19 +495,66 @@ def test_prompts_that_are_echoed_count_towards_the_response() -> None:
     fields: dict[str, Any] = {"prompt": " " * 100_000, "echo": True, "max_tokens": 0}
     vast = CONFIG.model_copy(update={"context_length": 200_000})
     with pytest.raises(RequestError, match=r"may take \d+ MB") as caught:
-        groups_of({**fields, "prompt": "\N{GRINNING FACE}" * 12_000, "n": 128}, vast)
+        groups_of({**fields, "prompt": "\N{GRINNING FACE}" * 6_000, "n": 128}, vast)
     assert caught.value.param == "echo"
     assert len(groups_of({**fields, "n": 8}, vast)[0]) == 8
-    together = {**fields, "prompt": " " * 60_000, "logprobs": 0}
+    together = {**fields, "prompt": " " * 30_000, "logprobs": 0}
     assert len(groups_of({**together, "n": 3}, vast)[0]) == 3
     with pytest.raises(RequestError) as caught:
         groups_of({**together, "n": 4}, vast)
     assert caught.value.param == "logprobs"
 
 
+def test_an_operator_caps_the_length_and_the_number_of_answers() -> None:
+    capped = CONFIG.model_copy(update={"max_tokens": 20, "max_answers": 4})
+    for fields, param in (
+        ({"max_tokens": 21}, "max_tokens"),
+        ({"n": 5}, "n"),
+        ({"best_of": 5}, "best_of"),
+        ({"prompt": ["a", "b", "c"], "n": 2}, "n"),
+    ):
+        with pytest.raises(RequestError, match="at most") as caught:
+            groups_of({"prompt": "a", **fields}, capped)
+        assert (caught.value.param, caught.value.status) == (param, 400)
+    assert len(groups_of({"prompt": ["a", "b"], "n": 2, "max_tokens": 20}, capped)[1]) == 2
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    request = parse_body({**chat, "max_completion_tokens": 21}, ChatRequest)
+    with pytest.raises(RequestError) as caught:
+        generations_of(request, [Prompt([1], "a")], capped)
+    assert caught.value.param == "max_completion_tokens"
+    [[unlimited]] = generations_of(parse_body(chat, ChatRequest), [Prompt([1], "a")], capped)
+    assert unlimited.sequence.max_tokens == 20
+
+
+MANY = dict.fromkeys(map(str, range(5_000)), "x")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [{"role": "user", "content": "a", **MANY}]}, "messages.0.0"),
+        ({"messages": [], **MANY}, "0"),
+        ({"speculation": MANY}, "speculation.0"),
+        ({"response_format": {"type": "json_object", **MANY}}, "response_format.0"),
+        ({"logit_bias": MANY}, "logit_bias"),
+        ({"metadata": dict.fromkeys(MANY, 1)}, "metadata"),
+    ],
+)
+def test_of_many_wrong_fields_one_is_looked_at(fields: dict[str, Any], param: str) -> None:
+    """A megabyte of them took 0.7 s to refuse, an error each."""
+    with pytest.raises(RequestError) as caught:
+        parse_body({"messages": [{"role": "user", "content": "a"}], **fields}, ChatRequest)
+    assert caught.value.param == param
+    assert isinstance(caught.value.__cause__, ValidationError)
+    assert caught.value.__cause__.error_count() <= 2
+
+
 def test_too_many_token_ids_are_refused_before_they_are_spelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer(VOCABULARY, CONFIG)
     monkeypatch.setattr(VOCABULARY, "piece", lambda _token: pytest.fail("was spelled"))
-    assert refusal({"prompt": [1] * 100_000}).code == "context_length_exceeded"
+    with pytest.raises(RequestError) as caught:
+        tokenizer.completion(parse_body({"prompt": [1] * 100_000}, CompletionRequest))
+    assert caught.value.code == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(("named", "known"), [("code", "code"), ("My Secret!", "other"), ("x" * 33, "other"), ("", "")])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specserve.errors import ConstraintError
+from specserve.errors import ConstraintError, MaskDeferred
 
 
 class Alternating:
@@ -18,6 +18,8 @@ class Alternating:
         self._even = np.arange(size) % 2 == 0
         self._length = length
         self._fails_at = fails_at
+
+    mask_seconds = 0.0
 
     def allowed(self, written: Sequence[int]) -> NDArray[np.bool_]:
         if self._fails_at is not None and len(written) >= self._fails_at:
@@ -38,11 +40,54 @@ class Alternating:
         return self
 
 
+class Shared:
+    """The time of a round for masks: so many of them, for all sequences together."""
+
+    def __init__(self, masks: int) -> None:
+        self._masks = masks
+        self.left = masks
+        self.deferred = 0
+
+    def begin_round(self, _seconds: float) -> None:
+        self.left = self._masks
+
+    def spend(self) -> None:
+        if self.left <= 0:
+            self.deferred += 1
+            raise MaskDeferred("The round has no time left.")
+        self.left -= 1
+
+
+class Slow(Alternating):
+    """An alternating grammar whose masks take a part of a round's time; known ones take none, as in grammar.py."""
+
+    def __init__(self, size: int, shared: Shared, *, mask_seconds: float = 0.0) -> None:
+        super().__init__(size)
+        self._shared = shared
+        self._known: set[tuple[int, ...]] = set()
+        self.mask_seconds = mask_seconds
+
+    def allowed(self, written: Sequence[int]) -> NDArray[np.bool_]:
+        if tuple(written) not in self._known:
+            self._shared.spend()
+            self._known.add(tuple(written))
+        return super().allowed(written)
+
+    def complete(self, written: Sequence[int]) -> bool:
+        try:
+            return super().complete(written)
+        except MaskDeferred:
+            return False
+
+
 class AlternatingGrammars:
     """Makes the same grammar of everything, over a vocabulary of `size`."""
 
     def __init__(self, size: int) -> None:
         self._size = size
+
+    def begin_round(self, seconds: float) -> None:
+        """Its masks take no time."""
 
     def json_object(self) -> Alternating:
         return Alternating(self._size)

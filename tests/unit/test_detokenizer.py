@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -75,3 +79,36 @@ def test_a_stop_across_pieces_is_never_shown() -> None:
 @pytest.mark.parametrize("stops", [["ab", "b"], ["b", "ab"]])
 def test_of_two_stops_in_one_piece_the_earlier_ends_the_text(stops: list[str]) -> None:
     assert "".join(released([b"xxab"], stops)[0]) == "xx"
+
+
+def lines_run(work: Callable[[], object]) -> int:
+    """How many lines of Python `work` runs: a measure of work that no machine changes."""
+    count = 0
+
+    def trace(_frame: FrameType, _event: str, _argument: object) -> Any:
+        nonlocal count
+        count += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_a_character_costs_the_same_however_much_of_a_stop_string_is_held_back() -> None:
+    """Of sixteen stop strings of 1,000 characters one holds everything back, and the others nearly nothing."""
+    stops = ["a" * 999 + "b", *("a" * length + "b" * (1000 - length) for length in range(1, 16))]
+    stream = TextStream(stops)
+
+    def push() -> None:
+        for _ in range(20):
+            stream.push(b"a")
+
+    first = lines_run(push)
+    for _ in range(45):
+        push()
+    assert lines_run(push) <= 2 * first

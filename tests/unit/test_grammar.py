@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import tracemalloc
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -19,7 +20,7 @@ from specserve.engine.fake import FakeVocabulary
 from specserve.engine.gbnf import gbnf_to_lark
 from specserve.engine.grammar import Constraint, GrammarCompiler
 from specserve.engine.llama_model import LlamaModel
-from specserve.errors import ConstraintError, RequestError
+from specserve.errors import ConstraintError, MaskDeferred, RequestError
 from specserve.operations.tiny import ARCHITECTURES, write_tiny
 
 PERSON = {
@@ -198,6 +199,28 @@ def test_few_masks_are_kept_for_a_long_answer(compiler: GrammarCompiler, model: 
         assert constraint.allowed(written) is not None
         written.append(in_bytes(model, b"q")[0])
     assert len(constraint._masks) <= 64
+
+
+def test_whitespace_is_remembered_in_little_memory_however_deep_and_long_the_answer(
+    compiler: GrammarCompiler, model: LlamaModel
+) -> None:
+    """Arrays that only open: each token another depth, with whitespace of its own."""
+    constraint = compiler.json_schema({"type": "array"})
+    written = in_bytes(model, b"[ " * 500)
+    tracemalloc.start()
+    for length in range(0, len(written), 2):
+        constraint.forced(written[:length], 4)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 2_000_000
+
+
+def test_whitespace_far_behind_what_is_remembered_is_read_anew(compiler: GrammarCompiler, model: LlamaModel) -> None:
+    text = in_bytes(model, b"[ " * 40 + b"1,\t2 ,\t" * 20)
+    constraint = compiler.json_schema({"type": "array"})
+    for length in (len(text), 7, 100, len(text) - 3):
+        behind = constraint.forced(text[:length], 4)
+        assert behind == compiler.json_schema({"type": "array"}).forced(text[:length], 4)
 
 
 def test_behind_the_end_of_the_text_anything_may_follow(compiler: GrammarCompiler, model: LlamaModel) -> None:
@@ -386,6 +409,7 @@ def test_a_grammar_accepts_exactly_its_texts(
         ('root ::= "a" <tool>', "line 1"),
         ('root ::= "x"{1000000}', "more than 2000 times"),
         ("root ::= " + "(" * 100_000, "longer than"),
+        ("root ::= " + chr(34) + "世" * 11_000 + chr(34), "longer than 32 KiB"),
         ("root ::= " + "(" * 5_000 + '"a"' + ")" * 5_000, "too deeply nested"),
         ("\n".join(f'r{i} ::= "a"' for i in range(600)) + '\nroot ::= "a"', "more than 500 rules"),
         ("root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(30)) + '\nr30 ::= "a"', "too big"),
@@ -422,20 +446,21 @@ def chain(length: int) -> dict[str, Any]:
     ("schema", "reason"),
     [
         ({"type": "strnig"}, "Invalid type"),
-        ({"type": "string", "minLenght": 3}, "'minLenght' is not supported"),
         ({"type": "string", "minLength": "a"}, "minLength"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
         ({"type": "string", "pattern": "("}, "regex"),
-        ({"type": "string", "format": "color"}, "format"),
+        ({"type": "string", "format": "regex"}, "the format 'regex' is not supported"),
         ({"type": "array", "uniqueItems": True}, "'uniqueItems' is not supported"),
         ({"not": {"type": "string"}}, "'not' is not supported"),
         ({"if": {}, "then": {}}, "'if' is not supported"),
         ({"type": "object", "propertyNames": {"pattern": "a"}}, "'propertyNames' is not supported"),
-        ({"properties": {"a": {"dependentRequired": {}}}}, "'dependentRequired' is not supported"),
+        ({"properties": {"a": {"dependentSchemas": {"b": {"not": {}}}}}}, "'dependentSchemas' is not supported"),
+        ({"dependencies": {"b": {"required": ["c"]}}}, "'dependencies' is not supported"),
+        ({"dependentRequired": {f"p{n}": ["q"] for n in range(9)}}, "'dependentRequired' is not supported"),
+        ({"type": "object", "minProperties": 2}, "'minProperties' is more than one beyond"),
         ({"$defs": {"unused": {"contains": {}}}}, "'contains' is not supported"),
-        ({"x-guidance": {"lenient": True}, "not": {}}, "'x-guidance' is not supported"),
+        ({"x-guidance": {"lenient": True}, "not": {}}, "'not' is not supported"),
         ({"oneOf": [{"minimum": 3}, {"maximum": 4}]}, "oneOf"),
-        ({"prefixItems": [{"const": 1}], "additionalItems": False}, "additionalItems"),
         ({"prefixItems": [{"const": 1}], "items": [{"const": 2}]}, "exclude each other"),
         ({"const": 2**53 + 1}, "beyond 2 to the 53rd"),
         ({"enum": [{"a": [2**60]}]}, "beyond 2 to the 53rd"),
@@ -449,11 +474,15 @@ def chain(length: int) -> dict[str, Any]:
         ({"$ref": "http://localhost/x.json"}, "leads to no subschema"),
         ({"$ref": "file:///etc/passwd"}, "leads to no subschema"),
         ({"$id": "http://localhost/", "$ref": "x.json"}, "leads to no subschema"),
-        ({"properties": {"a": {"$id": "http://localhost/x"}}}, "'.id' is not supported"),
+        (
+            {"items": {"$id": "http://localhost/x", "$ref": "#/items/$defs/a", "$defs": {"a": {}}}},
+            "leads to no subschema",
+        ),
+        ({"$ref": "#/default", "default": {"type": "null"}}, "leads to no subschema"),
         (nested(5_000), "too deeply nested|too deep"),
         (nested(61), "too deeply nested"),
-        (chain(1_500), "more than 500 subschemas"),
-        ({"enum": [f"s{i:06}" for i in range(100_000)]}, "longer than 65536"),
+        (chain(4_500), "more than 4000 subschemas"),
+        ({"enum": [f"s{i:06}" for i in range(100_000)]}, "longer than 256 KiB"),
         ({"allOf": [{"multipleOf": p} for p in (65521, 65519)]}, "multipleOf"),
         ({"allOf": [{"type": "string", "pattern": f"a{i}"} for i in range(100)]}, "patterns"),
         ({"patternProperties": {f"^a{i}-": {} for i in range(400)}}, "patternProperties"),
@@ -466,7 +495,7 @@ def test_a_schema_that_cannot_be_promised_is_a_sentence(
     check_refusal(lambda: compiler.json_schema(schema), reason, "response_format")
 
 
-@pytest.mark.parametrize("schema", [nested(29), chain(240), {"const": json.loads("[" * 100 + "]" * 100)}])
+@pytest.mark.parametrize("schema", [nested(29), chain(1_900), {"const": json.loads("[" * 100 + "]" * 100)}])
 def test_the_deepest_schemas_that_are_taken_do_not_crash(schema: dict[str, Any], compiler: GrammarCompiler) -> None:
     assert compiler.json_schema(schema).allowed([]) is not None
 
@@ -482,6 +511,35 @@ def test_the_deepest_schemas_that_are_taken_do_not_crash(schema: dict[str, Any],
         ({"properties": {"title": {"const": 1}, "x-guidance": {}}, "required": ["title"]}, ['{"title":1}'], ["{}"]),
         ({"$ref": "#/$defs/a~1b%20c", "$defs": {"a/b c": {"type": "null"}}}, ["null"], ["1"]),
         ({"type": "string", "enum": ["</s>", "é"], "deprecated": True, "x-order": 3}, ['"</s>"', '"é"'], ['"e"']),
+        ({"type": "string", "minLenght": 3, "self": {"not": {}}, "_format": "x", "version": 1}, ['""'], ["3"]),
+        ({"x-guidance": {"lenient": True}, "type": "string"}, ['"a"'], ["3"]),
+        (
+            {"properties": {"a": {"$id": "http://localhost/x", "$schema": "x", "id": 3, "const": 1}}},
+            ['{"a":1}'],
+            ['{"a":2}'],
+        ),
+        ({"prefixItems": [{"const": 1}], "additionalItems": False}, ["[1, 2]"], ["[2]"]),
+        ({"items": {"const": 1}, "additionalItems": False, "type": "array"}, ["[1, 1]"], ["[2]"]),
+        ({"type": "array", "uniqueItems": False, "if": {"maxItems": 1}}, ["[1, 1]"], ["{}"]),
+        ({"type": "string", "format": "color"}, ['"red"'], ["1"]),
+        ({"type": "integer", "format": "regex"}, ["1"], ['"a"']),
+        ({"$id": "http://h/a.json", "$ref": "http://h/a.json#/$defs/n", "$defs": {"n": {"const": 1}}}, ["1"], ["2"]),
+        ({"$ref": "#n", "$defs": {"b": {"$anchor": "n", "const": 1}}}, ["1"], ["2"]),
+        ({"$ref": "#/kept here/n~1", "kept here": {"n/": {"const": 1}}}, ["1"], ["2"]),
+        ({"$ref": "#/n", "n": {"properties": {"a": {"$ref": "#/m"}}}, "m": {"const": 1}}, ['{"a":1}'], ['{"a":2}']),
+        (
+            {"type": "object", "properties": {"a": {}, "b": {}}, "dependencies": {"a": ["b"]}},
+            ["{}", '{"b":1}', '{"a":1,"b":2}', '{"c":1}'],
+            ['{"a":1}', '{"a":1,"c":1}'],
+        ),
+        (
+            {"dependentRequired": {"a": ["b"]}, "required": ["a"], "type": "object"},
+            ['{"b":1,"a":1}'],
+            ['{"a":1}', "{}"],
+        ),
+        # Spelled otherwise it would be the property "a" all the same, with a value that "a" may not have.
+        ({"type": "object", "properties": {"a": {"const": 1}}}, ['{"a":1}'], ['{"\\u0061":2}', '{"a":2}']),
+        ({"type": "object", "minProperties": 1}, ['{"a":1}'], ["{}"]),
     ],
 )
 def test_a_schema_means_the_same_whatever_draft_it_names(
@@ -509,6 +567,55 @@ def test_a_grammar_that_grows_too_hard_fails_for_good(compiler: GrammarCompiler,
             constraint.allowed(written)
 
 
+def test_an_ambiguous_grammar_is_given_up_before_its_masks_take_long(
+    compiler: GrammarCompiler, model: LlamaModel
+) -> None:
+    """42 bytes whose every text of n characters has more than 2 to the n readings: masks grow with the cube of n."""
+    constraint = compiler.gbnf('root ::= root root | root root root | "a"')
+    text = in_bytes(model, b"a" * 200)
+    with pytest.raises(ConstraintError, match="cannot be followed further"):
+        assert not [length for length in range(200) if constraint.allowed(text[:length]) is None]
+
+
+def test_all_answers_to_a_request_share_a_budget_and_other_requests_have_their_own(model: LlamaModel) -> None:
+    compiler = GrammarCompiler(model, seconds=1e-9)
+    constraint = compiler.gbnf(EXPRESSION)
+    beside = constraint.fork()
+    with pytest.raises(ConstraintError, match="takes too much time"):
+        constraint.allowed([])
+    with pytest.raises(ConstraintError, match="takes too much time"):
+        beside.allowed(in_bytes(model, b"x"))
+    other = compiler.gbnf(EXPRESSION)
+    compiler._seconds = 100
+    assert other._budget.spent == 0
+    assert allowed(compiler.gbnf(EXPRESSION), [])
+
+
+def test_a_round_that_has_spent_its_time_defers_masks_and_the_next_one_has_them(model: LlamaModel) -> None:
+    compiler = GrammarCompiler(model)
+    constraint = compiler.gbnf(EXPRESSION)
+    x = in_bytes(model, b"x")
+    before = allowed(constraint, [])
+    compiler.begin_round(0)
+    assert allowed(constraint, []) == before
+    assert not constraint.complete(x)
+    assert issubclass(MaskDeferred, ConstraintError)
+    for ask in (constraint.allowed, compiler.json_object().allowed, lambda text: constraint.forced(text, 4)):
+        with pytest.raises(MaskDeferred):
+            ask(x)
+    compiler.begin_round(10)
+    assert allowed(constraint, x) == allowed(compiler.gbnf(EXPRESSION), x)
+
+
+def test_a_mask_that_no_round_can_hold_ends_its_request(model: LlamaModel) -> None:
+    compiler = GrammarCompiler(model)
+    constraint = compiler.gbnf(EXPRESSION)
+    compiler.begin_round(1e-9)
+    with pytest.raises(ConstraintError, match="takes too much time") as error:
+        constraint.allowed([])
+    assert not isinstance(error.value, MaskDeferred)
+
+
 HARD = 'root ::= ([a-y ]{1,900} | [b-y ]{1,900} | ([ac-y ] [a-y ]{5,900}){1,90}) "z" [a-y]{900}'
 
 
@@ -534,6 +641,38 @@ def test_a_grammar_that_one_answer_has_exhausted_fails_for_all_that_share_it(com
                 other.allowed(prefix)
 
 
+def test_a_grammar_is_compiled_once_and_few_are_kept(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    plain = GrammarCompiler._compiled
+
+    def counting(compiler: GrammarCompiler, lark: str, *rest: Any) -> Any:
+        compiled.append(lark)
+        return plain(compiler, lark, *rest)
+
+    monkeypatch.setattr(GrammarCompiler, "_compiled", counting)
+    compiler = GrammarCompiler(model)
+    first, second = (compiler.json_schema(PERSON) for _ in range(2))
+    assert len(compiled) == 1
+    assert first._budget is not second._budget
+    assert walk(first, model, 1) == walk(second, model, 1)
+    for number in range(20):
+        compiler.gbnf(f'root ::= "{number}"')
+    assert len(compiler._kept) == 8
+    compiler.gbnf('root ::= "19"')
+    assert len(compiled) == 21
+    compiler.json_schema(PERSON)
+    assert len(compiled) == 22
+
+
+def test_a_grammar_that_one_request_has_exhausted_is_compiled_anew_for_the_next(
+    compiler: GrammarCompiler, model: LlamaModel
+) -> None:
+    constraint = compiler.gbnf(HARD)
+    with pytest.raises(ConstraintError):
+        until_it_fails(constraint, [])
+    assert compiler.gbnf(HARD).allowed(in_bytes(model, b"aaa")) is not None
+
+
 def threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
@@ -541,7 +680,7 @@ def threads() -> int:
 def test_no_threads_are_started(compiler: GrammarCompiler, model: LlamaModel) -> None:
     before = threads()
     walk(compiler.json_schema(PERSON), model, 0)
-    assert threads() == before
+    assert threads() <= before
 
 
 def test_any_vocabulary_will_do() -> None:

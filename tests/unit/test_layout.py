@@ -85,3 +85,16 @@ def test_a_text_read_in_parts_is_the_same_text() -> None:
     for start in range(0, len(text), 7):
         parts = parts.read(text[start : start + 7])
     assert parts == Layout().read(text)
+
+
+def test_a_layout_stays_small_however_deep_the_brackets() -> None:
+    layout = Layout()
+    for depth in range(3000):
+        layout = layout.read(b"[" + b" " * (depth % 40))
+    assert len(layout.gaps) < 100
+
+
+def test_deep_brackets_are_laid_out_alike() -> None:
+    deep = Layout().read(b"[" * 50 + b"1, ")
+    assert deep.read(b"2,").before(ord("3")) == b" "
+    assert deep.read(b"2]").before(ord("]")) == b""

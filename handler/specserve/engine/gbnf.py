@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+# Bytes of UTF-8.
 MAX_TEXT = 32 * 1024
 MAX_DEPTH = 50
 MAX_RULES = 500
@@ -44,8 +45,8 @@ def gbnf_to_lark(text: str) -> str:
     Raises:
         UnusableGrammar: it is not GBNF, or too large.
     """
-    if len(text) > MAX_TEXT:
-        raise UnusableGrammar(f"it is longer than {MAX_TEXT} characters")
+    if len(text) > MAX_TEXT or len(text.encode()) > MAX_TEXT:
+        raise UnusableGrammar(f"it is longer than {MAX_TEXT // 1024} KiB")
     rules = _Reader(text).read()
     if "root" not in rules:
         raise UnusableGrammar("it has no rule 'root'")

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
+from time import thread_time
 from typing import Any, NamedTuple
 
 import llguidance
@@ -16,7 +22,7 @@ from specserve.engine.base import Vocabulary
 from specserve.engine.gbnf import UnusableGrammar, gbnf_to_lark
 from specserve.engine.layout import WHITESPACE, Layout
 from specserve.engine.schema import UnusableSchema, schema_text
-from specserve.errors import ConstraintError, RequestError
+from specserve.errors import ConstraintError, MaskDeferred, RequestError
 from specserve.sequence import common_prefix
 
 BoolArray = NDArray[np.bool_]
@@ -25,9 +31,12 @@ BoolArray = NDArray[np.bool_]
 _HEADER = '%llguidance {"no_forcing": true}\n'
 # Unbounded whitespace is where small models get lost.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-# Measured on 151936 tokens: the most that stays near 0.5 s for compiling, 0.1 s for a mask and 100 MB.
+# Without \\u, by which a property beside the named ones could be spelled like one of them and escape its schema.
+_ESCAPES = 'nrbtf\\"'
+# Measured on 151936 tokens: the most that stays near 0.5 s for compiling, 0.05 s for a mask and 100 MB. Of 500 real
+# schemas two have more than 300 items in a row, and none more than 500 (benchmarks/schemas.py).
 _LIMITS = llguidance.LLParserLimits(
-    max_items_in_row=2_000,
+    max_items_in_row=500,
     initial_lexer_fuel=500_000,
     step_lexer_fuel=100_000,
     step_max_items=20_000,
@@ -39,6 +48,14 @@ _LIMITS = llguidance.LLParserLimits(
 _MASKS_KEPT = 64
 # Bytes that a token has at most, of those that forced texts are made of.
 _LONGEST = 16
+# For 5,000 subschemas (schema.py), which take 6 kB each; what is not used costs nothing.
+_STACK_BYTES = 256 * 2**20
+# Grammars; one takes up to 100 MB, and 1 to 5 MB where it is an ordinary schema.
+_GRAMMARS_KEPT = 8
+# Masks whose time tells what the next one may take.
+_TIMED_MASKS = 8
+# Of a round's time for masks, what looking for one sequence's forced text may take.
+_FORCING_SHARE = 0.1
 
 
 class Marks(NamedTuple):
@@ -49,32 +66,73 @@ class Marks(NamedTuple):
     bytes: Mapping[int, int]
 
 
+class Compiled(NamedTuple):
+    """A grammar that answers may follow.
+
+    Args:
+        matcher: at the beginning of a text; only copies of it move.
+        layout: of an empty text, if it is to be JSON.
+        failures: of all copies, see `Constraint`.
+    """
+
+    matcher: llguidance.LLMatcher
+    layout: Layout | None
+    failures: list[str]
+
+
+@dataclass
+class RoundTime:
+    """Seconds of the engine's thread that the masks of all sequences have taken in this round, and may take."""
+
+    spent: float = 0.0
+    limit: float = math.inf
+
+
+@dataclass
+class Budget:
+    """Seconds of the engine's thread that one request's grammar has taken, in all its answers, and may take."""
+
+    seconds: float = math.inf
+    spent: float = 0.0
+
+
 class Constraint:
     """One answer's grammar: which tokens may follow those written so far.
 
     Every method is a function of `written` alone, the answer's tokens with drafted ones behind them: what is kept
     between calls only saves work, so drafts that are rejected need no undoing. Once following the grammar has become
     too much work for one answer, it is so for all that share it, for good.
+
+    Args:
+        compiled: the grammar.
+        vocabulary: of the target.
+        marks: of the vocabulary.
+        round_time: of all constraints.
+        budget: of the request.
     """
 
     def __init__(
-        self,
-        matcher: llguidance.LLMatcher,
-        vocabulary: Vocabulary,
-        marks: Marks,
-        layout: Layout | None,
-        failures: list[str],
+        self, compiled: Compiled, vocabulary: Vocabulary, marks: Marks, round_time: RoundTime, budget: Budget
     ) -> None:
-        self._start = matcher
-        self._matcher = matcher.deep_copy()
+        self._compiled = compiled
+        self._matcher = compiled.matcher.deep_copy()
         self._vocabulary = vocabulary
         self._marks = marks
         # Copies share llguidance's lexer: once one has spent its budget the others accept nothing, and do not say so.
-        self._failures = failures
+        self._failures = compiled.failures
         self._consumed: list[int] = []
-        # Behind so many tokens each; only JSON is laid out.
-        self._layouts = [layout] if layout else []
+        # Only JSON is laid out. As for masks, few are kept: one more of them takes up to 30 kB.
+        self._layout = compiled.layout
+        self._layouts: dict[int, Layout] = {}
         self._masks: dict[int, bytes] = {}
+        self._round_time = round_time
+        self._budget = budget
+        self._last_seconds: deque[float] = deque(maxlen=_TIMED_MASKS)
+
+    @property
+    def mask_seconds(self) -> float:
+        """What a mask takes at present: the most that one of the last few did."""
+        return max(self._last_seconds, default=0.0)
 
     def allowed(self, written: Sequence[int]) -> BoolArray | None:
         """The tokens that may follow, shape (vocabulary,).
@@ -85,6 +143,7 @@ class Constraint:
 
         Raises:
             ConstraintError: following the grammar takes more work than is allowed, or it leads nowhere from here.
+            MaskDeferred: the round has no time left for it.
         """
         packed = self._packed(written)
         if packed is None:
@@ -95,10 +154,15 @@ class Constraint:
     def complete(self, written: Sequence[int]) -> bool:
         """Whether nothing but the end of the text can follow; an answer can then end without another token.
 
+        Where the round has no time left to find out it is False, and the next token ends the text.
+
         Raises:
             ConstraintError: see `allowed`.
         """
-        mask = self.allowed(written)
+        try:
+            mask = self.allowed(written)
+        except MaskDeferred:
+            return False
         return mask is not None and bool(np.count_nonzero(mask) == np.count_nonzero(mask[self._marks.ends]))
 
     def forced(self, written: Sequence[int], limit: int) -> list[int]:
@@ -111,7 +175,8 @@ class Constraint:
         """
         if not self._follow(written):
             return []
-        forced = self._only_text(limit * _LONGEST)
+        with self._timed():
+            forced = self._only_text(limit * _LONGEST)
         tokens = self._vocabulary.encode(forced.decode("utf-8", errors="ignore"), begin=False)
         # The last token could go on into what is not forced.
         tokens = tokens[:-1][:limit]
@@ -120,15 +185,16 @@ class Constraint:
 
     def fork(self) -> Constraint:
         """An independent constraint by the same grammar; what was compiled is shared."""
-        return Constraint(self._start, self._vocabulary, self._marks, next(iter(self._layouts), None), self._failures)
+        return Constraint(self._compiled, self._vocabulary, self._marks, self._round_time, self._budget)
 
     def _only_text(self, limit: int) -> bytes:
         """What has to follow the consumed tokens, at most `limit` bytes of it."""
         # Forcing changes a matcher, and with it the masks.
         matcher = self._matcher.deep_copy()
-        layout = self._layouts[-1] if self._layouts else None
+        layout = self._layout_behind(len(self._consumed))
         text = b""
-        while len(text) < limit:
+        until = thread_time() + _FORCING_SHARE * self._round_time.limit
+        while len(text) < limit and thread_time() <= until:
             more = matcher.compute_ff_bytes() or (self._laid_out(matcher, layout) if layout else b"")
             more = more[: limit - len(text)]
             path = [self._marks.bytes[byte] for byte in more if byte in self._marks.bytes]
@@ -157,7 +223,10 @@ class Constraint:
             return known
         if not self._follow(written):
             return None
-        packed = self._matcher.compute_bitmask()
+        before = self._budget.spent
+        with self._timed():
+            packed = self._matcher.compute_bitmask()
+        self._last_seconds.append(self._budget.spent - before)
         # A failed matcher allows the end of the text, which would pass for an answer.
         self._check()
         self._masks[place] = packed
@@ -170,42 +239,81 @@ class Constraint:
         tokens = list(written)
         shared = common_prefix(self._consumed, tokens)
         if shared < len(self._consumed):
-            self._matcher.rollback(len(self._consumed) - shared)
+            with self._timed():
+                self._matcher.rollback(len(self._consumed) - shared)
             del self._consumed[shared:]
-            del self._layouts[shared + 1 :]
+            self._layouts = {place: layout for place, layout in self._layouts.items() if place <= shared}
             self._masks = {place: mask for place, mask in self._masks.items() if place <= shared}
         rest = tokens[shared:]
         if rest and self._marks.end_set.isdisjoint(rest):
-            taken = self._matcher.try_consume_tokens(rest)
+            with self._timed():
+                taken = self._matcher.try_consume_tokens(rest)
             self._consumed += rest[:taken]
-            for token in rest[:taken] if self._layouts else ():
-                self._layouts.append(self._layouts[-1].read(self._vocabulary.piece(token)))
             self._check()
+            self._layout_behind(len(self._consumed))
             if taken < len(rest) and self._had_allowed(shared + taken, rest[taken]):
                 self._failures.append("a token that it allowed is refused")
         self._check()
         return len(self._consumed) == len(tokens)
 
+    def _layout_behind(self, place: int) -> Layout | None:
+        """How the first `place` consumed tokens are laid out; read on from the nearest place that is kept."""
+        if self._layout is None:
+            return None
+        known = max(self._layouts, default=0)
+        layout = self._layouts.get(known, self._layout)
+        for token in self._consumed[known:place]:
+            known += 1
+            layout = self._layouts[known] = layout.read(self._vocabulary.piece(token))
+            self._layouts.pop(known - _MASKS_KEPT, None)
+        return layout
+
     def _had_allowed(self, place: int, token: int) -> bool:
         mask = self._masks.get(place)
         return mask is not None and bool(mask[token // 8] >> token % 8 & 1)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count work against the round's time and the request's budget; a round that has spent its time begins none."""
+        if self._round_time.spent >= self._round_time.limit:
+            raise MaskDeferred("The round has no time left for the answer's grammar.")
+        begun = thread_time()
+        yield
+        took = thread_time() - begun
+        self._round_time.spent += took
+        # What one round cannot hold would delay everyone.
+        self._budget.spent += took if took <= self._round_time.limit else math.inf
 
     def _check(self) -> None:
         if not self._failures and self._matcher.is_error():
             self._failures.append(_in_one_line(self._matcher.get_error()))
         if self._failures:
             raise ConstraintError(f"The answer's grammar cannot be followed further: {self._failures[0]}")
+        if self._budget.spent >= self._budget.seconds:
+            raise ConstraintError("The answer's grammar cannot be followed further: it takes too much time")
 
 
 class GrammarCompiler:
-    """Compiles what requests ask for against one vocabulary."""
+    """Compiles what requests ask for against one vocabulary.
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    Args:
+        vocabulary: of the target.
+        seconds: of the engine's thread that following one request's grammar may take.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, seconds: float = math.inf) -> None:
         self._vocabulary = vocabulary
+        self._seconds = seconds
+        self._round_time = RoundTime()
+        self._kept: OrderedDict[str, Compiled] = OrderedDict()
 
     def prepare(self) -> None:
         """Index the vocabulary, which the first grammar waits for otherwise: 1.5 to 3.5 s for 151936 tokens."""
-        _ = self._tokenizer
+        _ = self.tokenizer
+
+    def begin_round(self, seconds: float) -> None:
+        """From now on the masks of all sequences may take so long together; further ones are deferred."""
+        self._round_time.spent, self._round_time.limit = 0.0, seconds
 
     def json_object(self) -> Constraint:
         """Any JSON object."""
@@ -221,7 +329,7 @@ class GrammarCompiler:
             text = schema_text(schema)
         except UnusableSchema as error:
             raise _refusal("JSON schema", error, "response_format") from error
-        options = json.dumps({"whitespace_pattern": _WHITESPACE})
+        options = json.dumps({"whitespace_pattern": _WHITESPACE, "json_allowed_escapes": _ESCAPES})
         text = f'{{"x-guidance": {options}, {text[1:]}' if text != "{}" else f'{{"x-guidance": {options}}}'
         return self._compile(f"{_HEADER}start: %json {text}\n", "JSON schema", "response_format", Layout())
 
@@ -238,7 +346,22 @@ class GrammarCompiler:
         return self._compile(_HEADER + lark, "grammar", "grammar")
 
     def _compile(self, lark: str, what: str, param: str, layout: Layout | None = None) -> Constraint:
-        matcher = llguidance.LLMatcher(self._tokenizer, lark, log_level=0, limits=_LIMITS)
+        """A constraint by a grammar that was compiled before, or is now; each has a budget of its own.
+
+        What llguidance 1.9 cannot give each use is lexer states of its own: LLMatcher.deep_copy shares them. So a
+        grammar whose uses have spent them is compiled anew for the next request.
+        """
+        compiled = self._kept.pop(lark, None)
+        if compiled is None or compiled.failures:
+            compiled = self._compiled(lark, what, param, layout)
+        self._kept[lark] = compiled
+        if len(self._kept) > _GRAMMARS_KEPT:
+            self._kept.popitem(last=False)
+        return Constraint(compiled, self._vocabulary, self._marks, self._round_time, Budget(self._seconds))
+
+    def _compiled(self, lark: str, what: str, param: str, layout: Layout | None) -> Compiled:
+        tokenizer = self.tokenizer
+        matcher = _with_deep_stack(lambda: llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=_LIMITS))
         if matcher.is_error():
             raise _refusal(what, matcher.get_error(), param)
         if warnings := matcher.get_grammar_warnings():
@@ -247,7 +370,7 @@ class GrammarCompiler:
         trial.compute_bitmask()
         if trial.is_error():
             raise _refusal(what, trial.get_error(), param)
-        return Constraint(matcher, self._vocabulary, self._marks, layout, [])
+        return Compiled(matcher, layout, [])
 
     @cached_property
     def _marks(self) -> Marks:
@@ -257,7 +380,8 @@ class GrammarCompiler:
         return Marks(np.array(ends, np.intp), frozenset(ends), single)
 
     @cached_property
-    def _tokenizer(self) -> llguidance.LLTokenizer:
+    def tokenizer(self) -> llguidance.LLTokenizer:
+        """The vocabulary as llguidance walks over it."""
         return llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(_Pieces(self._vocabulary, self._marks.ends)),
             eos_token=self._marks.ends.tolist(),
@@ -280,6 +404,19 @@ class _Pieces:
     def __call__(self, _text: bytes) -> list[int]:
         """Without forcing nothing is ever tokenised."""
         return []
+
+
+def _with_deep_stack(compile_one: Callable[[], llguidance.LLMatcher]) -> llguidance.LLMatcher:
+    """Run it in a thread of its own: the compiler recurses once a subschema, and an overrun stack ends the process."""
+    found: list[llguidance.LLMatcher] = []
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        thread = threading.Thread(target=lambda: found.append(compile_one()), name="compiler")
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    return found[0]
 
 
 def _refusal(what: str, reason: object, param: str) -> RequestError:

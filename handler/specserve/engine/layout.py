@@ -14,6 +14,8 @@ _OPEN, _COMMA, _COLON, _CLOSE, _VALUE, _START = "open", "comma", "colon", "close
 _KINDS = {**dict.fromkeys(_CLOSING, _CLOSE), ord(","): _COMMA, ord(":"): _COLON}
 # Between two kinds of characters, and so many brackets deep.
 Place = tuple[str, str, int]
+# Brackets; deeper ones are laid out alike. Every depth is an entry of what is kept for a text.
+_DEEPEST = 32
 
 
 class Layout(NamedTuple):
@@ -66,7 +68,7 @@ class Layout(NamedTuple):
         return Layout(depth, last, b"", character == _QUOTE, escaped=False, gaps=gaps)
 
     def _place(self, kind: str) -> Place:
-        return self.last, kind, 0 if self.last == _COLON else self.depth
+        return self.last, kind, 0 if self.last == _COLON else min(self.depth, _DEEPEST)
 
     def _usual(self, kind: str) -> bytes | None:
         """The whitespace between what stands last and such a character: as last time, or as elsewhere in the text."""
@@ -75,7 +77,7 @@ class Layout(NamedTuple):
             return seen
         if kind in {_COMMA, _COLON}:
             return b""
-        opened = self.gaps.get((_OPEN, _VALUE, self.depth))
+        opened = self.gaps.get((_OPEN, _VALUE, min(self.depth, _DEEPEST)))
         if opened is not None and not opened.startswith(b"\n"):
             return self.gaps.get((_COLON, _VALUE, 0), b"") if self.last == _COMMA else opened
         return self._indent(self.depth - (kind == _CLOSE))

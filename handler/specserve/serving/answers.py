@@ -91,11 +91,6 @@ class Answer(ABC, Generic[AnyRequest]):
         return next((generation.error for generation in self.generations if generation.error), None)
 
     @property
-    def is_safe(self) -> bool:
-        """Whether only a failing model could still end it with an error; a grammar may become too costly to follow."""
-        return all(generation.sequence.constraint is None for generation in self.generations)
-
-    @property
     def done(self) -> bool:
         """Whether nothing more will come."""
         return self.error is not None or all(generation.done for generation in self.generations)

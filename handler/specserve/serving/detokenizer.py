@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from functools import lru_cache
 
 
 class TextStream:
@@ -13,7 +14,9 @@ class TextStream:
     """
 
     def __init__(self, stops: list[str]) -> None:
-        self._stops = stops
+        self._stops = [(stop, _prefix_table(stop)) for stop in stops]
+        # Of each stop string, how many of its first characters the text ends with.
+        self._matched = [0] * len(stops)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
         self._ready = ""
@@ -44,16 +47,33 @@ class TextStream:
     def _add(self, text: str) -> None:
         if self.stopped or not text:
             return
+        before = len(self._held)
         self._held += text
         self.length += len(text)
-        found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
-        if found:
-            self._release(min(found))
+        found = self._match(text)
+        if found is not None:
+            end, stop = found
+            self._release(before + end - len(stop))
             self._held = ""
             self.stopped = True
             return
-        keep = max((_unfinished(self._held, stop) for stop in self._stops), default=0)
-        self._release(len(self._held) - keep)
+        self._release(len(self._held) - max(self._matched, default=0))
+
+    def _match(self, text: str) -> tuple[int, str] | None:
+        """The first end of a stop string in `text`, and the longest stop string that ends there."""
+        for place, character in enumerate(text if self._stops else ""):
+            found = ""
+            for index, (stop, table) in enumerate(self._stops):
+                matched = self._matched[index]
+                while matched and stop[matched] != character:
+                    matched = table[matched - 1]
+                matched += stop[matched] == character
+                self._matched[index] = matched
+                if matched == len(stop):
+                    found = max(found, stop, key=len)
+            if found:
+                return place + 1, found
+        return None
 
     def _release(self, count: int) -> None:
         self._ready += self._held[:count]
@@ -61,9 +81,14 @@ class TextStream:
         self.released += count
 
 
-def _unfinished(text: str, stop: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+# As many tables as a few requests have stop strings; one of 1,000 characters takes 0.1 ms and 8 kB.
+@lru_cache(maxsize=64)
+def _prefix_table(stop: str) -> tuple[int, ...]:
+    """Knuth-Morris-Pratt: of every beginning of `stop`, how long its longest proper suffix is that is one too."""
+    table = [0]
+    for character in stop[1:]:
+        matched = table[-1]
+        while matched and stop[matched] != character:
+            matched = table[matched - 1]
+        table.append(matched + (stop[matched] == character))
+    return tuple(table)

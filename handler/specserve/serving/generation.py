@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 from specserve.engine.base import Vocabulary
 from specserve.errors import ConstraintError, RequestError
 from specserve.observability.records import End, Origin
-from specserve.sequence import Sequence, TokenScore
+from specserve.sequence import Sequence
 from specserve.serving.detokenizer import TextStream
-
-FinishReason = Literal["stop", "length"]
-
-
-class WrittenToken(NamedTuple):
-    """A scored token, and how many characters of the answer stand before it."""
-
-    score: TokenScore
-    offset: int
+from specserve.serving.logprobs import WrittenToken
+from specserve.serving.response_size import ResponseSize
+from specserve.serving.responses import FinishReason
 
 
 @dataclass
@@ -36,7 +29,12 @@ class Generation:
     """A sequence together with the text its client sees."""
 
     def __init__(
-        self, sequence: Sequence, vocabulary: Vocabulary, stops: list[str], origin: Origin | None = None
+        self,
+        sequence: Sequence,
+        vocabulary: Vocabulary,
+        stops: list[str],
+        origin: Origin | None = None,
+        size: ResponseSize | None = None,
     ) -> None:
         self.sequence = sequence
         self.origin = origin or Origin()
@@ -48,6 +46,8 @@ class Generation:
         self.mean_logprob = -math.inf
         self._vocabulary = vocabulary
         self._text = TextStream(stops)
+        self._size = size or ResponseSize(vocabulary, chat=False)
+        self._counted_prompt = 0
         self._spans: list[tuple[int, int]] = []
         self._given = 0
 
@@ -95,9 +95,18 @@ class Generation:
         if sequence.max_tokens == 0 and not sequence.target_pending:
             self._end("length")
         try:
+            self._count_prompt_scores()
             self._read()
         except ConstraintError as error:
             self.fail(error)
+        except RequestError as error:
+            self.error = error
+
+    def _count_prompt_scores(self) -> None:
+        """Count the scores of the prompt that have come."""
+        for score in self.sequence.prompt_scores[self._counted_prompt :]:
+            self._size.add_prompt_score(score)
+        self._counted_prompt = len(self.sequence.prompt_scores)
 
     def _read(self) -> None:
         sequence = self.sequence
@@ -107,7 +116,11 @@ class Generation:
                 self._end("stop", scored=len(self._spans) + 1)
                 return
             begin = self._text.length
-            self._text.push(self._vocabulary.piece(token))
+            piece = self._vocabulary.piece(token)
+            self._text.push(piece)
+            self._size.add_text(piece)
+            if self.sequence.top_logprobs is not None:
+                self._size.add_score(sequence.scores[len(self._spans)])
             self._spans.append((begin, self._text.length))
             if self._text.stopped or self._is_complete():
                 self._end("stop")

@@ -68,7 +68,7 @@ def load_models(config: HandlerConfig) -> Models:
     if draft_model is not None:
         check_same_vocabulary(target_model, draft_model)
     target, drafters = open_engines(target_model, draft_model, config)
-    grammars = GrammarCompiler(target_model)
+    grammars = GrammarCompiler(target_model, config.grammar_seconds)
     # Else all streams would wait for it when the first grammar comes.
     grammars.prepare()
     return Models(

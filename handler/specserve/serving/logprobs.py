@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from specserve.engine.base import Vocabulary
 from specserve.sequence import TokenScore
-from specserve.serving.generation import WrittenToken
 from specserve.serving.responses import ChatLogprobs, CompletionLogprobs, TopLogprob
+
+
+class WrittenToken(NamedTuple):
+    """A scored token, and how many characters of the answer stand before it."""
+
+    score: TokenScore
+    offset: int
 
 
 def completion_logprobs(
@@ -16,7 +23,7 @@ def completion_logprobs(
 ) -> CompletionLogprobs:
     """The form of v1/completions; `shift` characters stand before the offsets' origin."""
     return {
-        "tokens": [_spelling(score.token, vocabulary) for score, _ in tokens],
+        "tokens": [spelling(score.token, vocabulary) for score, _ in tokens],
         "token_logprobs": [score.logprob for score, _ in tokens],
         "top_logprobs": [_best(score, vocabulary) for score, _ in tokens] if top else None,
         "text_offset": [shift + offset for _, offset in tokens],
@@ -30,7 +37,7 @@ def prompt_logprobs(
     offsets = _offsets(text, tokens, vocabulary)
     behind = completion_logprobs(list(map(WrittenToken, scores, offsets[1:])), vocabulary, top=top)
     return {
-        "tokens": [_spelling(tokens[0], vocabulary), *behind["tokens"]],
+        "tokens": [spelling(tokens[0], vocabulary), *behind["tokens"]],
         "token_logprobs": [None, *behind["token_logprobs"]],
         "top_logprobs": None if behind["top_logprobs"] is None else [None, *behind["top_logprobs"]],
         "text_offset": [offsets[0], *behind["text_offset"]],
@@ -53,8 +60,8 @@ def chat_logprobs(tokens: Sequence[WrittenToken], vocabulary: Vocabulary) -> Cha
     return {
         "content": [
             {
-                **_entry(score.token, score.logprob, vocabulary),
-                "top_logprobs": [_entry(token, logprob, vocabulary) for token, logprob in score.top],
+                **entry(score.token, score.logprob, vocabulary),
+                "top_logprobs": [entry(token, logprob, vocabulary) for token, logprob in score.top],
             }
             for score, _ in tokens
         ],
@@ -66,16 +73,17 @@ def _best(score: TokenScore, vocabulary: Vocabulary) -> dict[str, float]:
     """The most probable tokens and the one that stands there; of two that read alike, the more probable one."""
     best: dict[str, float] = {}
     for token, logprob in [*score.top, (score.token, score.logprob)]:
-        best.setdefault(_spelling(token, vocabulary), logprob)
+        best.setdefault(spelling(token, vocabulary), logprob)
     return best
 
 
-def _entry(token: int, logprob: float, vocabulary: Vocabulary) -> TopLogprob:
+def entry(token: int, logprob: float, vocabulary: Vocabulary) -> TopLogprob:
+    """A token with its log-probability, in the form of v1/chat/completions."""
     name = vocabulary.name(token)
     return {"token": name.decode("utf-8", errors="replace"), "logprob": logprob, "bytes": list(name)}
 
 
-def _spelling(token: int, vocabulary: Vocabulary) -> str:
+def spelling(token: int, vocabulary: Vocabulary) -> str:
     """A token as text; a part of a character is spelled in bytes, as OpenAI does it."""
     name = vocabulary.name(token)
     try:

@@ -22,6 +22,7 @@ from specserve.serving.requests import (
     SpeculationOptions,
     text_of,
 )
+from specserve.serving.response_size import MAX_RESPONSE_BYTES, ResponseSize
 
 
 class Grammar(Constraint, Protocol):
@@ -33,6 +34,9 @@ class Grammar(Constraint, Protocol):
 
 class Grammars(Protocol):
     """Makes constraints; whatever cannot be compiled is a RequestError that says why."""
+
+    def begin_round(self, seconds: float) -> None:
+        """From now on the masks of all sequences may take so long together; further ones are deferred."""
 
     def json_object(self) -> Grammar:
         """Any JSON object."""
@@ -46,10 +50,8 @@ class Grammars(Protocol):
 
 # What a token is spelled with, at most, on average over a whole text; tokenising takes more than linear time.
 _BYTES_PER_TOKEN = 8
-# Bytes of JSON that a token's log-probability takes, about; and what all of a response may take, which TorchServe
-# has to hold with those of its neighbours (max_response_size in config/config.properties).
+# Bytes of JSON that a token's log-probability takes, about: what is too large by this is refused before it is begun.
 _SCORE_BYTES = 80
-_MAX_RESPONSE_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,9 @@ class Tokenizer:
     def __init__(self, vocabulary: Vocabulary, config: HandlerConfig) -> None:
         self._vocabulary = vocabulary
         self._most = config.context_length
+        longest = max(len(vocabulary.name(token)) for token in range(vocabulary.size))
+        # 512 KiB at 4,096 tokens of up to 128 bytes.
+        self._most_bytes = self._most * longest
 
     def completion(self, request: CompletionRequest) -> list[Prompt]:
         """The prompts of v1/completions; with a suffix, those that ask for what stands between.
@@ -105,19 +110,16 @@ class Tokenizer:
         """
         return Prompt(self._not_empty(self._tokens(text, "messages", special=True), "messages"), text)
 
-    def prediction(self, text: str) -> list[int]:
-        """The client's guess of an answer, as far as an answer can reach."""
-        return self._vocabulary.encode(text[: _BYTES_PER_TOKEN * self._most], begin=False)[: self._most] if text else []
-
     def _tokens(self, text: str, param: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        """The tokens of a text; of a long one its beginnings are tried first, each twice as long as the last."""
-        length = _BYTES_PER_TOKEN * self._most
-        while length < len(text):
-            least = len(self._vocabulary.encode(text[:length], special=special, begin=begin))
+        """The tokens of a text; one that cannot fit whatever it says is not tokenised, and a long one in part first."""
+        if len(text.encode()) > self._most_bytes:
+            raise _too_long(param, self._most, f"more than {self._most}")
+        beginning = text[: _BYTES_PER_TOKEN * self._most]
+        if len(beginning) < len(text):
+            least = len(self._vocabulary.encode(beginning, special=special, begin=begin))
             # Twice as much, since a text's beginning may be cut in the middle of a word.
             if least > 2 * self._most:
                 raise _too_long(param, self._most, f"more than {self._most}")
-            length *= 2
         return self._vocabulary.encode(text, special=special, begin=begin)
 
     def _not_empty(self, tokens: list[int], param: str) -> list[int]:
@@ -154,6 +156,7 @@ def to_generations(
     Raises:
         RequestError: 400; a prompt, a grammar or `speculation` does not fit.
     """
+    _check_caps(request, prompts, config)
     sampling = _sampling(request, vocabulary)
     group = _group(request, config, held_back=held_back)
     family = plain_family((request.metadata or {}).get("prompt_family", ""))
@@ -161,10 +164,13 @@ def to_generations(
     drawn = _takes_part(request, config)
     grammar = _grammar(request, grammars)
     guess = "" if request.prediction is None else text_of(request.prediction.content)
-    prediction = Tokenizer(vocabulary, config).prediction(guess)
+    prediction = _predicted(guess, vocabulary, config.context_length)
     several = request.candidates > request.choices
     result: list[list[Generation]] = []
     stops = list(request.stop or [])
+    size = ResponseSize(
+        vocabulary, chat=isinstance(request, ChatRequest), choices=request.choices, begun=_echoes(request, prompts)
+    )
     for prompt in prompts:
         wanted = _answer_length(request, prompt, config)
         sequences = [
@@ -184,9 +190,14 @@ def to_generations(
         ]
         first = len(result) * request.candidates
         origins = [Origin(identity, first + number, family, group, drawn) for number in range(request.candidates)]
-        result.append([Generation(s, vocabulary, stops, o) for s, o in zip(sequences, origins, strict=True)])
+        result.append([Generation(s, vocabulary, stops, o, size) for s, o in zip(sequences, origins, strict=True)])
     _check_response(request, prompts, result)
     return result
+
+
+def _predicted(guess: str, vocabulary: Vocabulary, most: int) -> list[int]:
+    """The tokens of the client's guess of an answer, as far as an answer can reach."""
+    return vocabulary.encode(guess[: _BYTES_PER_TOKEN * most], begin=False)[:most] if guess else []
 
 
 def _answer_length(request: GenerationRequest, prompt: Prompt, config: HandlerConfig) -> int:
@@ -196,7 +207,28 @@ def _answer_length(request: GenerationRequest, prompt: Prompt, config: HandlerCo
     if room < (request.most_tokens != 0):
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
         raise _too_long(param, config.context_length, str(len(prompt.tokens)))
-    return room if request.most_tokens is None else min(request.most_tokens, room)
+    most = room if config.max_tokens is None else min(room, config.max_tokens)
+    return most if request.most_tokens is None else min(request.most_tokens, most)
+
+
+def _check_caps(request: GenerationRequest, prompts: list[Prompt], config: HandlerConfig) -> None:
+    """Refuse what is beyond the operator's caps."""
+    asked, cap = request.most_tokens, config.max_tokens
+    if asked is not None and cap is not None and asked > cap:
+        chat = isinstance(request, ChatRequest) and request.max_completion_tokens is not None
+        raise _invalid("max_completion_tokens" if chat else "max_tokens", f"An answer has at most {cap} tokens here.")
+    if len(prompts) * request.candidates > config.max_answers:
+        raise _invalid(
+            "n" if request.candidates == request.choices else "best_of",
+            f"A request may ask for at most {config.max_answers} answers in all on this server.",
+        )
+
+
+def _echoes(request: GenerationRequest, prompts: list[Prompt]) -> int:
+    """Bytes of JSON that the prompts take which all answers of a response repeat."""
+    if not (isinstance(request, CompletionRequest) and request.echo):
+        return 0
+    return request.choices * sum(len(json.dumps(prompt.text)) for prompt in prompts)
 
 
 def _check_response(request: GenerationRequest, prompts: list[Prompt], groups: list[list[Generation]]) -> None:
@@ -205,17 +237,15 @@ def _check_response(request: GenerationRequest, prompts: list[Prompt], groups: l
     if request.scores_prompt:
         places += sum(group[0].sequence.prompt_length for group in groups)
     scores = 0 if request.scored is None else places * (1 + request.scored) * _SCORE_BYTES
-    echoes = 0
-    if isinstance(request, CompletionRequest) and request.echo:
-        # Scores name the tokens once more.
-        echoes = (1 + request.scores_prompt) * sum(len(json.dumps(prompt.text)) for prompt in prompts)
-    size = request.choices * (scores + echoes)
-    if size > _MAX_RESPONSE_BYTES:
+    # Scores name the tokens once more.
+    echoes = (1 + request.scores_prompt) * _echoes(request, prompts)
+    size = request.choices * scores + echoes
+    if size > MAX_RESPONSE_BYTES:
         chat = isinstance(request, ChatRequest)
         raise _invalid(
             "top_logprobs" if chat else "logprobs" if scores > echoes else "echo",
             f"The log-probabilities and echoed prompts of this request may take {size // 2**20} MB, over "
-            f"{_MAX_RESPONSE_BYTES // 2**20}: ask for fewer answers, tokens or alternatives, or set 'max_tokens'.",
+            f"{MAX_RESPONSE_BYTES // 2**20}: ask for fewer answers, tokens or alternatives, or set 'max_tokens'.",
         )
 
 

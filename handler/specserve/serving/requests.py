@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from specserve.sequence import Verification
@@ -18,6 +18,7 @@ _SHORT_ANSWER = 16
 
 
 DISAGREEMENT = "fields_disagree"
+UNKNOWN_FIELD = "unknown_field"
 
 
 def _disagreement(param: str, sentence: str) -> PydanticCustomError:
@@ -27,6 +28,17 @@ def _disagreement(param: str, sentence: str) -> PydanticCustomError:
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_unknown_field(cls, body: Any) -> Any:
+        """One error for all of them, since pydantic would write a million for a million."""
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next((name for name in body if name not in known), None) if isinstance(body, dict) else None
+        if unknown is not None:
+            field = unknown.encode("utf-8", errors="replace").decode()
+            raise PydanticCustomError(UNKNOWN_FIELD, "unknown field", {"field": field})
+        return body
 
 
 class StreamOptions(_Body):
@@ -43,6 +55,17 @@ class SpeculationOptions(_Body):
     gamma: int | None = Field(default=None, ge=1, le=32)
     drafter: Literal["auto", "model", "lookup", "prediction", "grammar"] = "auto"
     verification: Verification | None = None
+
+
+def _at_most(count: int) -> BeforeValidator:
+    """Refuses a larger mapping before its values are looked at, since each wrong one would be an error."""
+
+    def check(mapping: Any) -> Any:
+        if isinstance(mapping, dict) and len(mapping) > count:
+            raise PydanticCustomError("too_long", "{sentence}", {"sentence": f"may have at most {count} entries"})
+        return mapping
+
+    return BeforeValidator(check)
 
 
 def _is_unicode(text: str) -> str:
@@ -119,7 +142,7 @@ class GenerationRequest(_Body):
     top_k: int | None = Field(default=None, ge=0, le=_INT64 - 1)
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-_INT64, le=_INT64 - 1)
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=_MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=_MAX_BIASES), _at_most(_MAX_BIASES)] | None = None
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
@@ -136,7 +159,7 @@ class GenerationRequest(_Body):
     # Fields that OpenAI's clients send and that mean nothing here, but for metadata's `prompt_family`.
     user: str | None = None
     store: bool | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16), _at_most(16)] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

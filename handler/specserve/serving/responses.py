@@ -6,7 +6,7 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from specserve.serving.generation import FinishReason
+FinishReason = Literal["stop", "length"]
 
 
 class CompletionLogprobs(TypedDict):

@@ -69,6 +69,7 @@ class Scheduler:
         prefill_rows: int,
         idle_tokens: int,
         max_wait_seconds: float = math.inf,
+        begin_masks: Callable[[float], None] | None = None,
         clock: Callable[[], float] = perf_counter,
         observers: Many[Observer] = (),
         plain_rounds: PlainRounds | None = None,
@@ -78,6 +79,7 @@ class Scheduler:
         self._prefill_rows = prefill_rows
         self._idle_tokens = idle_tokens
         self._max_wait_seconds = max_wait_seconds
+        self._begin_masks = begin_masks
         self._clock = clock
         self._watch = Watch(observers, clock)
         self._plain_rounds = plain_rounds or PlainRounds(0.0)
@@ -139,6 +141,9 @@ class Scheduler:
         started = self._clock()
         plain = self._plain_rounds.chooses()
         plans = self._plan(plain=plain)
+        if self._begin_masks is not None:
+            # Grammars may make others wait for as long as prompts may.
+            self._begin_masks(self._max_wait_seconds)
         before = sum(plan.sequence.generated for plan in plans)
         prefilling = {id(plan.sequence) for plan in plans if plan.sequence.generated == 0}
         reading = sum(not live.sequence.generated for live in self._live)
@@ -270,8 +275,10 @@ class Scheduler:
         # Every live sequence may want one row of logits, and those that decode one more a draft.
         most_drafts = (self._target.max_logits - len(self._live)) // max(1, len(decoding))
         plans = []
+        constrained = sum(sequence.constraint is not None for sequence in decoding)
         for sequence in decoding:
             gamma = min(sequence.speculation.gamma, sequence.remaining - 1, most_drafts)
+            gamma = self._masked(sequence, gamma, constrained)
             plans.append(Plan(sequence, 1, 0 if plain and sequence.speculation.adaptive else gamma))
         verified = sum(1 + plan.gamma for plan in plans)
         reads = len(decoding) < len(self._live)
@@ -285,6 +292,15 @@ class Scheduler:
                 left -= rows
                 logits_left -= rows if sequence.scores_prompt else 1
         return sorted(plans, key=lambda plan: plan.sequence.slot)
+
+    def _masked(self, sequence: Sequence, gamma: int, constrained: int) -> int:
+        """So many of `gamma` drafts that masks for all of them fit into the sequence's part of half the round's time.
+
+        The other half is for those whose masks take longer than they last did.
+        """
+        seconds = 0.0 if sequence.constraint is None else sequence.constraint.mask_seconds
+        part = self._max_wait_seconds / 2 / max(1, constrained)
+        return gamma if (gamma + 1) * seconds <= part else max(0, int(part / seconds) - 1)
 
     def _chunk(self, decoding: list[Plan]) -> int:
         """How many rows of prompts a round should have: those for which all together wait the least a row.
@@ -311,6 +327,8 @@ class Scheduler:
         """Free a slot; its caches keep what was decided, for the next prompt that begins alike."""
         sequence = generation.sequence
         self._live.remove(generation)
+        # The slot holds on to the sequence for its tokens; a grammar's state may be megabytes.
+        sequence.constraint = None
         self._releases += 1
         self._slots[sequence.slot].live = None
         self._slots[sequence.slot].released = self._releases

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -31,11 +33,17 @@ from specserve.serving.validation import AnyRequest, parse_body
 
 logger = logging.getLogger(__name__)
 
-# So long the status of a whole answer stays open; most are complete by then.
+# So long the status of a whole answer stays open; most are complete by then. Meanwhile TorchServe hands the body over
+# in every call, and reads a megabyte in up to 30 ms: a longer body (in bytes) leaves its status open for no time.
 _SETTLED_AFTER_SECONDS = 2.0
+_LONG_BODY = 64 * 1024
 
-# After so long a call reads no further request: compiling a grammar may take half a second, and streams go on between.
-_OPENING_SECONDS = 0.1
+# So long a call waits for requests to be read: most take a few milliseconds. Compiling a grammar may take half a second
+# and tokenising half a megabyte a whole one, and streams go on beside that.
+_READING_SECONDS = 0.1
+
+# The routes that ask for an answer of the model.
+_GENERATING = frozenset({"", "v1/completions", "v1/chat/completions"})
 
 AnyAnswer = TypeVar("AnyAnswer", bound=Answer[Any])
 
@@ -55,10 +63,10 @@ class WholeAnswer:
 
 @dataclass
 class Exchange:
-    """One live request, when it came, and whether its status has been sent."""
+    """One live request, when its status will be sent at the latest, and whether it has been."""
 
     answer: WholeAnswer | Answer[Any]
-    begun: float
+    settles: float
     opened: bool = False
 
     @property
@@ -115,13 +123,16 @@ class Handler:
             prefill_rows=config.prefill_rows,
             idle_tokens=config.idle_tokens,
             max_wait_seconds=self._max_wait_seconds,
+            begin_masks=models.grammars.begin_round,
             observers=self._telemetry.observers,
             plain_rounds=self._telemetry.plain_rounds,
         )
         self._slices = Slices(self._scheduler, thread, config.time_slice_ms / 1000)
         self._exchanges: dict[str, Exchange] = {}
-        # When those came that are not read yet.
+        # When those came that are not read yet, and what becomes of them.
         self._unread: dict[str, float] = {}
+        self._reader = ThreadPoolExecutor(1, "reader")
+        self._readings: dict[str, Future[WholeAnswer | Answer[Any]]] = {}
 
     def handle(self, data: list[dict[str, Any]], context: Context) -> list[str]:
         """Take in new requests, forget vanished ones, and answer every row by what a slice of decoding has brought.
@@ -136,7 +147,7 @@ class Handler:
         was_ahead = self._slices.finish()
         self._forget_vanished(present)
         self._unread = {identity: self._unread.get(identity, called) for identity in present - self._exchanges.keys()}
-        fresh = self._open_some(data, context)
+        fresh = self._read_some(data, context)
         if not was_ahead:
             self._slices.run()
         answers = [""] * len(data)
@@ -153,49 +164,76 @@ class Handler:
         self._slices.ahead()
         return answers
 
-    def _open_some(self, data: list[dict[str, Any]], context: Context) -> set[str]:
-        """Read requests that have come, the first and as many more as there is time for; returns which."""
+    def _read_some(self, data: list[dict[str, Any]], context: Context) -> set[str]:
+        """Read requests that have come, in a thread of its own, and open those that are read; returns which.
+
+        Whatever a request is made of, its reading makes streams wait for no longer than a call waits for it.
+        """
+        unread = [(index, identity) for index, identity in context.request_ids.items() if identity in self._unread]
+        come = [(index, identity) for index, identity in unread if identity not in self._readings]
+        for index, identity in come:
+            route = (context.get_request_header(index, "url_path") or "").strip("/")
+            self._readings[identity] = self._begin_reading(identity, route, data[index])
+        until = time.monotonic() + (_READING_SECONDS if come or not self._scheduler.busy else 0.0)
         opened: set[str] = set()
-        begun = time.monotonic()
-        for index, identity in context.request_ids.items():
-            if identity in self._unread and (not opened or time.monotonic() < begun + _OPENING_SECONDS):
-                route = context.get_request_header(index, "url_path") or ""
-                self._exchanges[identity] = self._open(identity, route, data[index], self._unread.pop(identity))
-                opened.add(identity)
+        for index, identity in unread:
+            try:
+                answer = self._readings[identity].result(timeout=max(0.0, until - time.monotonic()))
+            except TimeoutError:
+                continue
+            del self._readings[identity]
+            came = self._unread.pop(identity)
+            self._start_generations(answer, came)
+            self._exchanges[identity] = Exchange(answer, came + _open_seconds(context, index))
+            opened.add(identity)
         return opened
+
+    def _begin_reading(self, identity: str, route: str, row: dict[str, Any]) -> Future[WholeAnswer | Answer[Any]]:
+        """What is asked of a model is read aside; what is asked of the scheduler can be asked only here."""
+        held_back = self._telemetry.holdback.chooses()
+        if route in _GENERATING:
+            return self._reader.submit(self._read, identity, route, row, held_back=held_back)
+        answered: Future[WholeAnswer | Answer[Any]] = Future()
+        answered.set_result(self._read(identity, route, row, held_back=held_back))
+        return answered
 
     def _forget_vanished(self, present: set[str]) -> None:
         """A request that is missing from the rows was cancelled by its client."""
+        for identity in self._readings.keys() - present:
+            self._readings.pop(identity).cancel()
         for identity in self._exchanges.keys() - present:
             answer = self._exchanges.pop(identity).answer
             if isinstance(answer, Answer):
                 self._cancel(answer)
+                for generation in answer.generations:
+                    generation.sequence.forget_all_but_tokens()
 
     def _cancel(self, answer: Answer[Any]) -> None:
         for generation in answer.generations:
             self._scheduler.cancel(generation)
 
-    def _open(self, identity: str, route: str, row: dict[str, Any], called: float) -> Exchange:
-        """Validate a request that came at this moment, and start it; what is wrong with it is answered to it alone."""
+    def _read(self, identity: str, route: str, row: dict[str, Any], *, held_back: bool) -> WholeAnswer | Answer[Any]:
+        """Validate a request; what is wrong with it is answered to it alone."""
         try:
-            answer = self._route(identity, route.strip("/"), row)
+            return self._route(identity, route, row, held_back=held_back)
         except RequestError as error:
-            answer = WholeAnswer.refusing(error)
+            return WholeAnswer.refusing(error)
         except Exception:
             logger.exception("specserve: request %s could not be read", identity)
             failure = RequestError("The server failed to read this request.", status=500, kind="server_error")
-            answer = WholeAnswer.refusing(failure)
-        if isinstance(answer, Answer):
-            for generation in answer.generations:
-                if not generation.done:
-                    self._scheduler.submit(generation, time.monotonic() - called)
-        return Exchange(answer, called)
+            return WholeAnswer.refusing(failure)
 
-    def _route(self, identity: str, route: str, row: dict[str, Any]) -> WholeAnswer | Answer[Any]:
+    def _start_generations(self, answer: WholeAnswer | Answer[Any], came: float) -> None:
+        """Start what a request that came at this moment asks for."""
+        for generation in answer.generations if isinstance(answer, Answer) else ():
+            if not generation.done:
+                self._scheduler.submit(generation, time.monotonic() - came)
+
+    def _route(self, identity: str, route: str, row: dict[str, Any], *, held_back: bool) -> WholeAnswer | Answer[Any]:
         if route in ("", "v1/completions"):
-            return self._complete(identity, row)
+            return self._complete(identity, row, held_back=held_back)
         if route == "v1/chat/completions":
-            return self._chat(identity, row)
+            return self._chat(identity, row, held_back=held_back)
         if route == "v1/models":
             return WholeAnswer(200, model_list(self._model_ids, self._created))
         if route == "v1/speculation":
@@ -216,19 +254,26 @@ class Handler:
         comparisons = self._telemetry.holdback.speedup(), self._telemetry.plain_rounds.speedup()
         return speculator(self._config, self._models, self._scheduler, comparisons, self._max_wait_seconds)
 
-    def _complete(self, identity: str, row: dict[str, Any]) -> CompletionAnswer:
+    def _complete(self, identity: str, row: dict[str, Any], *, held_back: bool) -> CompletionAnswer:
         request = parse_body(_body(row), CompletionRequest)
-        return self._start(CompletionAnswer, request, self._tokenizer.completion(request), identity)
+        prompts = self._tokenizer.completion(request)
+        return self._start(CompletionAnswer, request, prompts, identity, held_back=held_back)
 
-    def _chat(self, identity: str, row: dict[str, Any]) -> ChatAnswer:
+    def _chat(self, identity: str, row: dict[str, Any], *, held_back: bool) -> ChatAnswer:
         request = parse_body(_body(row), ChatRequest)
         if self._models.chat_template is None:
             raise RequestError("This model has no chat template; use v1/completions.", code="unsupported_value")
         text = self._models.chat_template.render([message.for_template() for message in request.messages])
-        return self._start(ChatAnswer, request, [self._tokenizer.chat(text)], identity)
+        return self._start(ChatAnswer, request, [self._tokenizer.chat(text)], identity, held_back=held_back)
 
     def _start(
-        self, kind: Callable[..., AnyAnswer], request: AnyRequest, prompts: list[Prompt], identity: str
+        self,
+        kind: Callable[..., AnyAnswer],
+        request: AnyRequest,
+        prompts: list[Prompt],
+        identity: str,
+        *,
+        held_back: bool,
     ) -> AnyAnswer:
         """What a valid request asks for, before the first round of it."""
         models = self._models
@@ -240,7 +285,7 @@ class Handler:
             models.grammars,
             self._config,
             identity=identity,
-            held_back=self._telemetry.holdback.chooses(),
+            held_back=held_back,
         )
         return kind(
             request,
@@ -274,7 +319,7 @@ class Handler:
             if answer.streams:
                 return self._next_chunk(context, index, exchange, answer)
             if not answer.done:
-                return self._wait(context, index, exchange, answer)
+                return self._wait(context, index, exchange)
             answer = WholeAnswer(200, answer.body())
         if exchange.opened:
             context.stopping_criteria[index] = last_chunk
@@ -283,12 +328,13 @@ class Handler:
             context.set_response_content_type(index, "application/json")
         return json.dumps(answer.body)
 
-    def _wait(self, context: Context, index: int, exchange: Exchange, answer: Answer[Any]) -> str:
-        """Say nothing yet, and for a long answer not even that: empty chunks let TorchServe notice a client's leave.
+    def _wait(self, context: Context, index: int, exchange: Exchange) -> str:
+        """Say nothing yet, and after a while not even that: empty chunks let TorchServe notice a client's leave.
 
-        They settle the status, so it is left open as long as a grammar could still refuse the answer, and for a while.
+        They settle the status, so it is left open for as long as most answers take; what goes wrong later, be it the
+        model or a grammar that becomes too costly, is an error under that status.
         """
-        if exchange.opened or (answer.is_safe and time.monotonic() >= exchange.begun + _SETTLED_AFTER_SECONDS):
+        if exchange.opened or time.monotonic() >= exchange.settles:
             self._open_with(context, index, exchange, "application/json")
             context.stopping_criteria[index] = more_to_come
         else:
@@ -311,6 +357,14 @@ class Handler:
             context.set_response_status(200, PHRASES[200], index)
             context.set_response_content_type(index, content_type)
             exchange.opened = True
+
+
+def _open_seconds(context: Context, index: int) -> float:
+    """How long the status of a row's answer stays open."""
+    # As clients spell it; a body in chunks has none, and may be long.
+    spelled = (context.get_request_header(index, name) for name in ("content-length", "Content-Length"))
+    length = next((int(value) for value in spelled if value and value.isdecimal()), math.inf)
+    return _SETTLED_AFTER_SECONDS if length <= _LONG_BODY else 0.0
 
 
 def _body(row: dict[str, Any]) -> object:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from specserve.errors import RequestError
-from specserve.serving.requests import DISAGREEMENT, MAX_CHOICES, MAX_STOPS, GenerationRequest
+from specserve.serving.requests import DISAGREEMENT, MAX_CHOICES, MAX_STOPS, UNKNOWN_FIELD, GenerationRequest
 
 _NOT_SERVED = frozenset({"tools", "tool_choice", "functions", "function_call", "modalities", "audio"})
 _EXPECTED = {
@@ -33,10 +33,6 @@ def parse_body(body: object, kind: type[AnyRequest]) -> AnyRequest:
             raise RequestError(f"The request's body is not valid JSON: {error}.") from error
     if not isinstance(body, dict):
         raise RequestError("The request's body must be a JSON object; send it with content-type application/json.")
-    # Looked up here, since pydantic would write an error for each of a million unknown fields.
-    unknown = next((str(field) for field in body if field not in kind.model_fields), None)
-    if unknown is not None:
-        raise RequestError(f"Unknown field: '{unknown}'.", param=unknown, code="unknown_parameter")
     try:
         return kind.model_validate(body)
     except ValidationError as error:
@@ -49,12 +45,13 @@ def _explain(error: Any) -> RequestError:
         param, sentence = error["ctx"]["param"], error["ctx"]["sentence"]
         return RequestError(f"Invalid request: {sentence}.", param=param, code="invalid_value")
     # pydantic names the kinds it tried as well, as in "list[TextPart]".
-    field, *inside = (str(part) for part in error["loc"] if str(part).isidentifier() or isinstance(part, int))
+    place = [str(part) for part in error["loc"] if str(part).isidentifier() or isinstance(part, int)]
+    field, *inside = [*place, error["ctx"]["field"]] if error["type"] == UNKNOWN_FIELD else place
     if field == "response_format":
         inside = inside[1:]  # pydantic names the form before its field
     nested = ("speculation", "stream_options", "messages", "response_format", "prediction")
     param = ".".join([field, *inside[:2]]) if field in nested else field
-    if error["type"] == "extra_forbidden":
+    if error["type"] == UNKNOWN_FIELD:
         return RequestError(f"Unknown field: '{param}'.", param=param, code="unknown_parameter")
     if error["type"] == "missing":
         return RequestError(f"The field '{param}' is missing.", param=param, code="missing_required_parameter")

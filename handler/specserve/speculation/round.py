@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import accumulate
 from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
 
 from specserve.engine.base import Engine, FloatArray, Row
-from specserve.errors import ConstraintError
+from specserve.errors import ConstraintError, MaskDeferred
 from specserve.sequence import Sequence
 from specserve.speculation.controller import Burden, Lesson
 from specserve.speculation.cost import Cost
@@ -140,12 +141,10 @@ def run_round(
     counts = [count + len(proposal.tokens) for count, proposal in zip(fed, proposals, strict=True)]
     burdens = _burdens(plans, proposals, counts, controller.target, cells)
     whole = sum(burden.whole for burden in burdens)
-    first = 0
     failed: list[tuple[Sequence, Exception]] = []
-    for plan, proposal, wish, burden in zip(plans, proposals, wishes, burdens, strict=True):
+    for place, mine in _in_turn(plans, proposals, logits):
+        plan, proposal, wish, burden = plans[place], proposals[place], wishes[place], burdens[place]
         sequence = plan.sequence
-        mine = logits[first : first + plan.rows - plan.first_logits + len(proposal.tokens)]
-        first += len(mine)
         try:
             if plan.scores_prompt:
                 _score_prompt(sequence, mine[: plan.rows])
@@ -164,6 +163,10 @@ def run_round(
                     sequence.account.add_plain(n_accepted + 1, burden.alone)
             else:
                 sequence.target_cached += plan.rows
+        except MaskDeferred:
+            _defer(sequence, plan.rows)
+            target.cut(sequence.slot, sequence.target_cached)
+            drafters.keep(sequence, sequence.target_cached)
         except (FloatingPointError, ConstraintError) as error:
             failed.append((sequence, error))
     done = clock()
@@ -197,6 +200,20 @@ def _burdens(plans: list[Plan], proposals: list[Proposal], counts: list[int], co
         )
         for plan, proposal, count in zip(plans, proposals, counts, strict=True)
     ]
+
+
+def _in_turn(plans: list[Plan], proposals: list[Proposal], logits: FloatArray) -> Iterator[tuple[int, FloatArray]]:
+    """The places of the plans with their rows of logits, those first that were deferred most often in a row."""
+    counts = [plan.rows - plan.first_logits + len(p.tokens) for plan, p in zip(plans, proposals, strict=True)]
+    firsts = [0, *accumulate(counts)]
+    for place in sorted(range(len(plans)), key=lambda place: -plans[place].sequence.deferred):
+        yield place, logits[firsts[place] : firsts[place + 1]]
+
+
+def _defer(sequence: Sequence, rows: int) -> None:
+    """Nothing was decided: the last row is fed again in the next round, with other drafts or the same."""
+    sequence.deferred += 1
+    sequence.target_cached += rows - 1
 
 
 def _noise(sequence: Sequence) -> Noise:
@@ -235,6 +252,7 @@ def _write(sequence: Sequence, p: TargetRows, proposal: Proposal, verdict: Verdi
     if sequence.generated:  # the round that ends a prefill is none of speculation's
         sequence.account.add_round(proposal.sources, n_accepted)
     sequence.rounds += 1
+    sequence.deferred = 0
     decided = [*proposal.tokens[:n_accepted], next_token]
     if sequence.top_logprobs is not None:
         sequence.scores += [score(p.logits[place], token, sequence.top_logprobs) for place, token in enumerate(decided)]

@@ -1,0 +1,88 @@
+"""The size of a response is bounded by the bytes that it really takes, whatever its tokens are spelled like."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from front_end import FrontEnd
+from specserve.engine.fake import FakeVocabulary
+from specserve.sequence import TokenScore
+from specserve.serving.logprobs import WrittenToken, chat_logprobs, completion_logprobs
+from specserve.serving.response_size import MAX_RESPONSE_BYTES, ResponseSize
+
+# The largest tokens of a vocabulary: 128 spaces, a character of four bytes, half of one, and a plain letter.
+PIECES = [b" " * 128, "🙂".encode(), b"\xf0\x9f", b"a", b'"\\\n' * 20]
+
+
+class Wide(FakeVocabulary):
+    """A vocabulary whose every token takes much room in JSON."""
+
+    def piece(self, token: int) -> bytes:
+        return b"" if self.ends_text(token) else PIECES[0]
+
+    def name(self, token: int) -> bytes:
+        return self.piece(token)
+
+
+class Spelled(FakeVocabulary):
+    """A vocabulary of these pieces in turn."""
+
+    def piece(self, token: int) -> bytes:
+        return PIECES[token % len(PIECES)]
+
+    def name(self, token: int) -> bytes:
+        return self.piece(token)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("top", [0, 5, 20])
+def test_what_is_counted_is_never_less_than_what_is_written_nor_twice_as_much(top: int, *, chat: bool) -> None:
+    vocabulary = Spelled(200)
+    scores = [TokenScore(n, -12.345678901234567 * n, [(n + i, -1.0 / 3 - i) for i in range(top)]) for n in range(60)]
+    tokens = [WrittenToken(score, 128 * place) for place, score in enumerate(scores)]
+    text = b"".join(vocabulary.piece(score.token) for score in scores).decode("utf-8", errors="replace")
+    logprobs: Any = (
+        chat_logprobs(tokens, vocabulary) if chat else completion_logprobs(tokens, vocabulary, top=top, shift=0)
+    )
+    size = ResponseSize(vocabulary, chat=chat)
+    for score in scores:
+        size.add_text(vocabulary.piece(score.token))
+        size.add_score(score)
+    written = len(json.dumps({"text": text, "logprobs": logprobs}))
+    assert written - 100 <= size.bytes
+    # Alternatives that read alike are told once on v1/completions; of other texts little is counted that is not there.
+    if chat or not top:
+        assert size.bytes <= 2 * written
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_that_grows_beyond_its_bound_ends_with_an_error(
+    monkeypatch: pytest.MonkeyPatch, *, stream: bool
+) -> None:
+    front_end = FrontEnd()
+    wide: Any = Wide(200)
+    monkeypatch.setattr(type(front_end.handler._models.vocabulary), "piece", wide.piece)
+    monkeypatch.setattr(type(front_end.handler._models.vocabulary), "name", wide.name)
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"messages": messages, "n": 8, "max_tokens": 200, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
+    large = front_end.post({**body, "stream": stream}, "v1/chat/completions")
+    small = front_end.post({**body, "n": 1, "max_tokens": 4}, "v1/chat/completions")
+    front_end.run()
+    assert front_end.status[small] == 200
+    if stream:
+        assert front_end.events(large)[-1]["error"]["code"] == "response_too_large"
+        assert len(front_end.text(large)) < 2 * MAX_RESPONSE_BYTES
+    else:
+        assert len(front_end.text(large)) <= MAX_RESPONSE_BYTES
+        assert json.loads(front_end.text(large))["error"]["code"] == "response_too_large"
+
+
+def test_prompt_scores_count_once_for_every_answer_that_shows_them() -> None:
+    score = TokenScore(0, -1.0, [])
+    one, three = (ResponseSize(FakeVocabulary(200), chat=False, choices=n) for n in (1, 3))
+    one.add_prompt_score(score)
+    three.add_prompt_score(score)
+    assert three.bytes == 3 * one.bytes > 0

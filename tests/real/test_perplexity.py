@@ -31,6 +31,6 @@ def test_our_kernels_predict_text_as_well_as_llama_cpp_does() -> None:
     for family in FAMILIES:
         ratio, error = ours[family].ratio_to(stock[family])
         noise = error * np.sqrt(WINDOW - 1)
-        print(f"{family}: ratio {ratio:.4f}, standard error {error:.4f}, noise {noise:.3f}")  # shown where it fails
-        assert abs(ratio - 1) <= TOLERANCE + CERTAINTY * error
-        assert noise <= MOST_NOISE[family]
+        found = f"{family}: ratio {ratio:.4f}, standard error {error:.4f}, noise {noise:.3f}"
+        assert abs(ratio - 1) <= TOLERANCE + CERTAINTY * error, found
+        assert noise <= MOST_NOISE[family], found

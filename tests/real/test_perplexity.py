@@ -12,16 +12,21 @@ pytestmark = pytest.mark.real
 
 WINDOW = 256
 # Of a token's log-likelihood: the root mean square of the differences between two right kernels.
-MOST_NOISE = {"code": 0.1, "prose": 0.25}
+MOST_NOISE = {"code": 0.1, "prose": 0.2}
 
 
 def test_our_kernels_predict_text_as_well_as_llama_cpp_does() -> None:
     """The ratio of perplexities is within 0.2 % of 1 and three standard errors, on one window a family.
 
-    Rounding alone (of activations to 8 bits, of llama.cpp's values to BF16) moves a token's log-likelihood by 0.05 on
-    code and 0.13 on prose in the root mean square, so 256 tokens leave standard errors of 0.4 and 0.9 %: 0.2 % cannot
+    Rounding alone (of activations to 8 bits, of llama.cpp's values to BF16) moves a token's log-likelihood by 0.06 on
+    code and 0.14 on prose in the root mean square, so 256 tokens leave standard errors of 0.4 and 0.9 %: 0.2 % cannot
     be seen without them. A wrong kernel that only made the noise larger would hide behind its own standard error, so
     the noise is bounded, too.
+
+    A wrong kernel was planted by hand: with activations cut off instead of rounded (`_mm512_cvttps_epi32` in place of
+    `_mm512_cvtps_epi32` in round_32 of simd_avx512_vnni.h) the check at load still passes (an error of 0.042, 0.05
+    allowed), and this test fails: noise of 0.15 on code, on prose a ratio of 1.070 where 1.048 is allowed and noise of
+    0.25. Attention whose scale is 5 % too large does pass here (0.08 and 0.16): that takes the kernels' own tests.
     """
     [published, *_] = forms_of_the_target()
     stock = score(published, "off", window=WINDOW, most=1)

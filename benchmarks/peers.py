@@ -4,7 +4,7 @@ llama.cpp's own kernels and ours, ik_llama.cpp and OpenVINO GenAI, each a proces
 turns. The peers are built below .cache/peers/ in virtual environments of their own; the first run takes a quarter of an
 hour on two cores, `--install` does nothing else. One that cannot be run is named, with the reason.
 
-    .venv/bin/python benchmarks/peers.py [--models FILE.gguf ...] [--passes N] [--install]
+    .venv/bin/python benchmarks/peers.py [--models FILE.gguf ...] [--turns N] [--install]
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ ROWS = (1, 2, 4, 8, 12, 16)
 CONTEXT = 64
 PREFILL = 512
 PREFILL_PASSES = 2
+# Passes of a turn, of which the first one, that finds cold caches and sleeping threads, does not count.
+TURN = 3
 # Seconds before a turn: the threads of whoever was before still spin for some milliseconds.
 _SETTLE = 0.02
 # Of its build, since GGUF files need none of the rest: no attention for quantised caches, no examples and tests.
@@ -214,19 +216,23 @@ class Measured:
     tokens: dict[str, int] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
-    def ask(self, name: str, worker: Worker, key: int, wanted: Pass) -> None:
+    def ask(self, name: str, worker: Worker, wanted: Pass) -> None:
         """One turn of a worker."""
         sleep(_SETTLE)
-        answer = worker.run(wanted)
-        if "error" in answer:
-            self.refused[name] = answer["error"]
-            return
-        self.seconds.setdefault((name, key), []).extend(answer["seconds"])
-        if wanted.context == 0:
+        prefill = wanted.context == 0
+        for number in range(1 if prefill else TURN):
+            answer = worker.run(wanted)
+            if "error" in answer:
+                self.refused[name] = answer["error"]
+                return
+            if prefill or number:
+                key = name, -wanted.rows if prefill else wanted.rows
+                self.seconds.setdefault(key, []).extend(answer["seconds"])
+        if prefill:
             self.tokens[name] = answer["token"]
 
 
-def measure_file(path: Path, commands: dict[str, Command], passes: int, missing: dict[str, str]) -> Measured:
+def measure_file(path: Path, commands: dict[str, Command], turns: int, missing: dict[str, str]) -> Measured:
     """Let all peers take turns on one file."""
     tokenizer = LlamaModel(path)
     tokens = tokenizer.encode(read_text("code"))[:PREFILL]
@@ -235,11 +241,11 @@ def measure_file(path: Path, commands: dict[str, Command], passes: int, missing:
     with started(commands, Setting(str(path), usable_cores(), tokens), missing) as workers:
         for _ in range(PREFILL_PASSES):
             for name, worker in workers.items():
-                measured.ask(name, worker, -PREFILL, Pass(0, PREFILL, 1))
-        for _ in range(passes):
+                measured.ask(name, worker, Pass(0, PREFILL, 1))
+        for _ in range(turns):
             for rows in ROWS:
                 for name, worker in workers.items():
-                    measured.ask(name, worker, rows, Pass(CONTEXT, rows, rows))
+                    measured.ask(name, worker, Pass(CONTEXT, rows, rows))
     return measured
 
 
@@ -268,7 +274,7 @@ def main() -> None:
     """Measure all files with all peers and print a table for each and one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", type=Path, help="default: the target as published and as pure Q4_0")
-    parser.add_argument("--passes", type=int, default=7, help="of each number of rows; the median counts (default 7)")
+    parser.add_argument("--turns", type=int, default=5, help=f"of {TURN} passes for each number of rows (default 5)")
     parser.add_argument("--install", action="store_true", help="only build what is missing")
     options = parser.parse_args()
     commands: dict[str, Command] = {}
@@ -282,7 +288,7 @@ def main() -> None:
     notes = [f"passes of a few rows come after {CONTEXT} tokens and all give logits", f"{IK}, {OPENVINO}"]
     if not options.install:
         for path in options.models or forms_of_the_target():
-            measured, others = watched(partial(measure_file, path, commands, options.passes, missing))
+            measured, others = watched(partial(measure_file, path, commands, options.turns, missing))
             rows += report(path, measured)
             notes += [f"{path.name}: {name}: {reason}" for name, reason in measured.refused.items()]
             notes.append(f"{path.name}: the token after the prefill, by peer: {measured.tokens}")

@@ -43,7 +43,8 @@ OPENVINO = "openvino-genai==2026.4.1.0"
 ROWS = (1, 2, 4, 8, 12, 16)
 CONTEXT = 64
 PREFILL = 512
-PREFILL_PASSES = 2
+# Each takes as long as a hundred passes of one row.
+PREFILL_PASSES = 3
 # Passes of a turn, of which the first one, that finds cold caches and sleeping threads, does not count.
 TURN = 3
 # Seconds before a turn: the threads of whoever was before still spin for some milliseconds.
@@ -239,10 +240,10 @@ def measure_file(path: Path, commands: dict[str, Command], turns: int, missing: 
     tokenizer.close()
     measured = Measured()
     with started(commands, Setting(str(path), usable_cores(), tokens), missing) as workers:
-        for _ in range(PREFILL_PASSES):
-            for name, worker in workers.items():
-                measured.ask(name, worker, Pass(0, PREFILL, 1))
-        for _ in range(turns):
+        for turn in range(turns):
+            if turn < PREFILL_PASSES:
+                for name, worker in workers.items():
+                    measured.ask(name, worker, Pass(0, PREFILL, 1))
             for rows in ROWS:
                 for name, worker in workers.items():
                     measured.ask(name, worker, Pass(CONTEXT, rows, rows))

@@ -62,12 +62,17 @@ def _where(result: dict[str, Any]) -> str:
 
 
 def cost_curves(result: dict[str, Any], out: Path) -> None:
-    """What n rows cost, in passes of one row, for every file."""
+    """What n rows cost, in milliseconds, for every file: dashed under llama.cpp's kernels, drawn through under ours."""
     figure, axes = plt.subplots(figsize=(7, 4))
-    for file in dict.fromkeys(row["file"] for row in result["rows"]):
-        mine = [row for row in result["rows"] if row["file"] == file]
-        axes.plot([row["rows"] for row in mine], [row["v"] for row in mine], marker="o", markersize=3, label=file)
-    axes.set(xlabel="rows of a pass", ylabel="v(n)", title=f"What a forward pass costs, one row = 1{_where(result)}")
+    rows = [row for row in result["rows"] if not row.get("prefill")]
+    colours = {file: f"C{number}" for number, file in enumerate(dict.fromkeys(row["file"] for row in rows))}
+    # (results before 0.2 are of llama.cpp's kernels only)
+    for file, kernels in dict.fromkeys((row["file"], row.get("kernels", "stock")) for row in rows):
+        mine = [row for row in rows if (row["file"], row.get("kernels", "stock")) == (file, kernels)]
+        line = "--" if kernels == "stock" else "-"
+        style: dict[str, Any] = {"linestyle": line, "color": colours[file], "marker": "o", "markersize": 3}
+        axes.plot([row["rows"] for row in mine], [row["ms"] for row in mine], label=f"{file}, {kernels}", **style)
+    axes.set(xlabel="rows of a pass", ylabel="ms", ylim=(0, None), title=f"What a forward pass costs{_where(result)}")
     axes.legend(fontsize="x-small")
     save(figure, out)
 

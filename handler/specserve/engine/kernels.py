@@ -96,6 +96,7 @@ def declare(loaded: ctypes.CDLL) -> None:
     loaded.specserve_products.restype = loaded.specserve_attentions.restype = ctypes.c_int64
     loaded.specserve_check_product.restype = loaded.specserve_time_product.restype = ctypes.c_double
     loaded.specserve_check_product.argtypes = [ctypes.c_int, ctypes.c_int]
+    loaded.specserve_read_bandwidth.restype = loaded.specserve_dot_peak.restype = ctypes.c_double
     two, sizes = [ctypes.c_int, ctypes.c_int], [ctypes.c_int64, ctypes.c_int64]
     loaded.specserve_time_product.argtypes = [*two, *sizes, ctypes.c_int, *two]
     loaded.specserve_run_product.restype = ctypes.c_double
@@ -183,6 +184,30 @@ def speed(name: str, threads: int) -> float:
         return sum(float(time_product(ours, *sizes, rows, threads, _TIMES)) for rows in _TIMED_ROWS)
 
     return seconds(ours=False) / seconds(ours=True)
+
+
+class Roof(NamedTuple):
+    """What the machine could do at most, for kernels of the variant in use.
+
+    Args:
+        bytes_per_second: read from memory.
+        products_per_second: of a weight and an activation, both of 8 bits, by dot-product instructions alone.
+    """
+
+    bytes_per_second: float
+    products_per_second: float
+
+
+def roof(threads: int) -> Roof:
+    """Measure both, each in a fraction of a second; after a `use` that put a variant of ours in use.
+
+    Raises:
+        Unusable: there is no library, or llama.cpp's own kernels are in use.
+    """
+    loaded = library()
+    if in_use().variant is None:
+        raise Unusable(in_use().sentence)
+    return Roof(loaded.specserve_read_bandwidth(threads), loaded.specserve_dot_peak(threads))
 
 
 def identity() -> str:

@@ -1,0 +1,196 @@
+"""How well does each form of the target predict text, under llama.cpp's kernels and under ours?
+
+A coarser form of the weights is a worse model, and kernels that are wrong would make it worse still: perplexity shows
+both. Two right kernels over one file differ by how they round activations, attention and its cache (llama.cpp's values
+are BF16 here, ours F16): the ratio should be within 0.2 % of 1, as far as its standard error lets one say so.
+The texts are frozen (benchmarks/texts/), so that figures compare with earlier ones.
+
+    .venv/bin/python benchmarks/perplexity.py [--quick] [--models FILE.gguf ...] [--variant NAME]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from machine import describe_machine
+from specserve.config import load_yaml, usable_cores
+from specserve.engine import kernels
+from specserve.engine.base import Engine, FloatArray, Row
+from specserve.engine.llama import LlamaEngine
+from specserve.engine.llama_model import LlamaModel
+from specserve.operations.fetch import fetch
+from specserve.operations.places import DEFAULT_CONFIG
+from specserve.operations.prepare import requantise
+
+TEXTS = Path(__file__).parent / "texts"
+FAMILIES = ("code", "prose")
+# Tokens: each window is predicted from an empty context, but for its first token.
+WINDOW = 512
+# Rows of a pass: their logits are 80 MB, and 160 MB in float64.
+_CHUNK = 128
+# Share by which the perplexities of two right kernels may differ beyond CERTAINTY standard errors.
+TOLERANCE = 0.002
+# Standard errors: chance exceeds three in 0.3 % of all texts.
+CERTAINTY = 3
+
+
+class Score(NamedTuple):
+    """The negative log-likelihoods (natural logarithm) of some tokens."""
+
+    nlls: FloatArray
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of their mean."""
+        return float(np.exp(self.nlls.mean()))
+
+    def ratio_to(self, other: Score) -> tuple[float, float]:
+        """The ratio of this perplexity to another one of the same tokens, and the standard error of its logarithm.
+
+        Rounding moves the likelihood of every token a little, up or down: two right kernels differ by about one
+        standard error.
+        """
+        differences = self.nlls - other.nlls
+        return float(np.exp(differences.mean())), float(differences.std() / np.sqrt(len(differences)))
+
+
+def read_text(family: str) -> str:
+    """The frozen text of a family."""
+    return (TEXTS / f"{family}.txt").read_text(encoding="utf-8")
+
+
+def _negative_log_likelihoods(logits: FloatArray, tokens: list[int]) -> FloatArray:
+    exact = logits.astype(np.float64)
+    exact -= exact.max(axis=1, keepdims=True)
+    log_sums = np.log(np.exp(exact).sum(axis=1))
+    found: FloatArray = log_sums - exact[np.arange(len(tokens)), tokens]
+    return found
+
+
+def score_window(engine: Engine, tokens: list[int]) -> FloatArray:
+    """The negative log-likelihoods of all tokens of a window but the first."""
+    engine.cut(0, 0)
+    parts = []
+    for start in range(0, len(tokens) - 1, _CHUNK):
+        inputs = tokens[start : min(start + _CHUNK, len(tokens) - 1)]
+        logits = engine.forward([Row(token, 0, at, wants_logits=True) for at, token in enumerate(inputs, start)])
+        parts.append(_negative_log_likelihoods(logits, tokens[start + 1 : start + 1 + len(inputs)]))
+    return np.concatenate(parts)
+
+
+def use_all_formats(variant: str | None = None) -> kernels.Kernels:
+    """Use a variant of our kernels (default: the processor's best) with every format, also one that seems slow here.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    for name in [variant] if variant else kernels.VARIANTS:
+        chosen = kernels.use("auto", variant=name)
+        if chosen.variant:
+            return chosen
+    raise SystemExit(kernels.in_use().sentence)
+
+
+def score(
+    path: Path, mode: kernels.Mode, *, window: int = WINDOW, most: int | None = None, variant: str | None = None
+) -> dict[str, Score]:
+    """Score the first `most` windows of every family (default: all of them, the last one shorter).
+
+    Raises:
+        SystemExit: our kernels are wanted and cannot be used.
+    """
+    if mode == "off":
+        kernels.use("off")
+    else:
+        use_all_formats(variant)
+    model = LlamaModel(path)
+    engine = LlamaEngine(
+        model, n_slots=1, context_length=window, threads=usable_cores(), max_rows=_CHUNK, max_logits=_CHUNK
+    )
+    scores = {}
+    for family in FAMILIES:
+        tokens = model.encode(read_text(family))
+        starts = list(range(0, len(tokens) - 1, window))[:most]
+        parts = [score_window(engine, tokens[start : start + window]) for start in starts]
+        scores[family] = Score(np.concatenate(parts))
+    engine.close()
+    model.close()
+    return scores
+
+
+def forms_of_the_target() -> list[Path]:
+    """The default configuration's target as it was published, and pure Q4_0 made from it."""
+    _, config = load_yaml(DEFAULT_CONFIG)
+    published = fetch(config.target, DEFAULT_CONFIG, config.models_directory)
+    return [published.path, requantise(published)]
+
+
+def compare(path: Path, *, most: int | None, variant: str | None) -> list[dict[str, Any]]:
+    """Rows of the result for one file."""
+    stock = score(path, "off", most=most)
+    ours = score(path, "auto", most=most, variant=variant)
+    rows = []
+    for family in FAMILIES:
+        ratio, error = ours[family].ratio_to(stock[family])
+        rows.append(
+            {
+                "file": path.name,
+                "family": family,
+                "tokens": len(ours[family].nlls),
+                "stock": round(stock[family].perplexity, 4),
+                "ours": round(ours[family].perplexity, 4),
+                "ratio": round(ratio, 4),
+                "standard_error": round(error, 4),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Score all files and print a table and one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one window a family")
+    parser.add_argument("--models", nargs="+", type=Path, help="default: the target as published and as pure Q4_0")
+    parser.add_argument("--variant", choices=kernels.VARIANTS, help="of our kernels; default: the best one")
+    options = parser.parse_args()
+    files = options.models or forms_of_the_target()
+    most = 1 if options.quick else None
+    rows = [row for path in files for row in compare(path, most=most, variant=options.variant)]
+    table = Table(title=f"perplexity in windows of {WINDOW} tokens, llama.cpp's kernels and ours")
+    for column in rows[0]:
+        table.add_column(column.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console(width=200).print(table)
+    differ = [row for row in rows if abs(row["ratio"] - 1) > TOLERANCE]
+    surely = [row for row in differ if abs(row["ratio"] - 1) > TOLERANCE + CERTAINTY * row["standard_error"]]
+    verdict = (
+        f"{len(differ)} of {len(rows)} ratios differ from 1 by more than {TOLERANCE:.1%}, "
+        f"{len(surely)} of them by {CERTAINTY} standard errors more"
+    )
+    print(verdict)
+    sums = {family: hashlib.sha256(read_text(family).encode()).hexdigest() for family in FAMILIES}
+    print(
+        json.dumps(
+            {
+                "benchmark": "perplexity",
+                "machine": describe_machine(),
+                "models": {},
+                "rows": rows,
+                "texts_sha256": sums,
+                "notes": [f"windows of {WINDOW} tokens", kernels.in_use().sentence, verdict],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

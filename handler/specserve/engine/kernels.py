@@ -78,9 +78,9 @@ def library() -> ctypes.CDLL:
         for name in ("libggml-base.so.0", "libggml.so.0", "libggml-cpu.so.0"):
             ctypes.CDLL(name, os.RTLD_GLOBAL | os.RTLD_NOLOAD | os.RTLD_NOW)
         loaded = ctypes.CDLL(str(path), os.RTLD_NOW)
-    except OSError as error:
-        raise Unusable(f"{path.name} does not fit the installed llama-cpp-python ({error})") from error
-    declare(loaded)
+        declare(loaded)
+    except (OSError, AttributeError) as error:
+        raise Unusable(f"{path.name} does not fit this specserve or the installed llama-cpp-python ({error})") from error
     built_for, installed = loaded.specserve_built_for().decode(), importlib.metadata.version("llama-cpp-python")
     if built_for != installed:
         raise Unusable(f"they were built for llama-cpp-python {built_for}, and {installed} is installed")

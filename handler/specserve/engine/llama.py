@@ -13,16 +13,15 @@ from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import EngineError, ModelLoadError
 
-_F16, _BF16 = 1, 30  # ggml.h, enum ggml_type; left out in parts
+_F16 = 1  # ggml.h, enum ggml_type; the binding leaves it out
 
 
 class LlamaEngine:
     """A context of one model: a cache for `n_slots` sequences, which share it, and batched forward passes.
 
-    With attention of our own (engine/kernels.py) a row's sums depend neither on where its
-    sequence's tokens lie in the cache nor on other rows, and it attends to its own sequence only. llama.cpp's passes
-    over the tokens of all, and keeps to one order of sums over them at least for values in bfloat16: with those of
-    keys, it has other kernels for a lone row over more than 512 tokens and for 64 rows and more.
+    With attention of our own (engine/kernels.py) a row's sums depend neither on where its sequence's tokens lie in the
+    cache nor on other rows, and it attends to its own sequence only. llama.cpp's passes over the tokens of all, and
+    adds them up in the order in which they lie there.
 
     Raises:
         ModelLoadError: there is no memory for the context, or the model's cache cannot be cut back.
@@ -52,8 +51,7 @@ class LlamaEngine:
         params.n_outputs_max = max_logits
         params.n_threads = params.n_threads_batch = threads
         params.kv_unified = True
-        params.type_k = _F16
-        params.type_v = _F16 if self._own_attention else _BF16
+        params.type_k = params.type_v = _F16
         params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         params.no_perf = True
         context = llama_cpp.llama_init_from_model(model.pointer, params)

@@ -222,7 +222,10 @@ class Measured:
         sleep(_SETTLE)
         prefill = wanted.context == 0
         for number in range(1 if prefill else TURN):
-            answer = worker.run(wanted)
+            try:
+                answer = worker.run(wanted)
+            except Missing as reason:
+                answer = {"error": str(reason)}
             if "error" in answer:
                 self.refused[name] = answer["error"]
                 return

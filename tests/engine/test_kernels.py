@@ -441,6 +441,16 @@ def test_a_file_that_is_no_library_is_said_to_not_fit(monkeypatch: pytest.Monkey
     assert "does not fit" in chosen.sentence
 
 
+def test_a_library_that_lacks_a_function_is_said_to_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels.library_path().exists()
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_arguments: object())
+    kernels.library.cache_clear()
+    chosen = kernels.use("auto")
+    kernels.library.cache_clear()
+    assert chosen.variant is None
+    assert "does not fit" in chosen.sentence
+
+
 # ---- sanitizers ----
 
 _ALL_KERNELS = """

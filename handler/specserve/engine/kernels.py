@@ -80,7 +80,7 @@ def library() -> ctypes.CDLL:
         loaded = ctypes.CDLL(str(path), os.RTLD_NOW)
         declare(loaded)
     except (OSError, AttributeError) as error:
-        raise Unusable(f"{path.name} does not fit this specserve or the installed llama-cpp-python ({error})") from error
+        raise Unusable(f"{path.name} does not fit specserve or llama-cpp-python ({error})") from error
     built_for, installed = loaded.specserve_built_for().decode(), importlib.metadata.version("llama-cpp-python")
     if built_for != installed:
         raise Unusable(f"they were built for llama-cpp-python {built_for}, and {installed} is installed")

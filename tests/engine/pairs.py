@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
+from specserve.engine.kernels import Mode
 from specserve.operations import quantise
 from specserve.operations.tiny import write_tiny
 from specserve.sequence import Sequence
@@ -19,6 +21,8 @@ from specserve.serving.scheduler import Scheduler
 from specserve.serving.validation import parse_body
 
 PLAIN = {"mode": "off"}
+# llama.cpp's own kernels have to pass the same tests: SPECSERVE_TEST_KERNELS=off scripts/test tests/engine
+KERNELS: Mode = "off" if os.environ.get("SPECSERVE_TEST_KERNELS") == "off" else "auto"
 
 
 def drafting(gamma: int) -> dict[str, Any]:
@@ -45,6 +49,7 @@ class TinyFiles:
         """A worker's configuration for a target of one architecture and a draft of the same, or of another."""
         return HandlerConfig(
             model_id="tiny",
+            kernels=KERNELS,
             target=ModelConfig(path=self.path(target, "target")),
             draft=ModelConfig(path=self.path(draft or target, "draft")),
             sequences=3,

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from pairs import PLAIN, Pair, TinyFiles, drafting
+from pairs import KERNELS, PLAIN, Pair, TinyFiles, drafting
 from specserve.operations.tiny import ARCHITECTURES
 from specserve.serving.generation import Generation
+
+pytestmark = pytest.mark.skipif(KERNELS == "off", reason="in a crowd only our attention gives the same texts")
 
 BEGINNINGS = ["The quick brown fox", "The quick brown dog jumps", "def accept(p, q):", "once upon a time " * 6]
 MODES = [PLAIN, drafting(1), drafting(3), drafting(7), {"mode": "auto"}, {"mode": "fixed", "drafter": "lookup"}]

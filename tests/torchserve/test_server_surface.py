@@ -184,9 +184,9 @@ def test_an_answer_is_sent_back_in_the_next_turn_as_clients_do(server: Server) -
 
 
 def test_a_response_of_megabytes_arrives(server: Server) -> None:
-    """TorchServe's own limit is 6.5 MB, and it ends the worker that goes beyond."""
-    answer = chat(server, n=18, max_tokens=400, logprobs=True, top_logprobs=20, extra_body={"ignore_eos": True})
-    assert len(answer.model_dump_json()) > 7_000_000
+    """Near the most that ours may have, 8 MiB by its upper bound; TorchServe ends the worker that goes beyond its own."""
+    answer = chat(server, n=12, max_tokens=400, logprobs=True, top_logprobs=20, extra_body={"ignore_eos": True})
+    assert len(answer.model_dump_json()) > 4_000_000
 
 
 def test_a_grammar_that_is_too_costly_is_a_400_and_touches_nobody_else(server: Server) -> None:

@@ -172,7 +172,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ctypes.C
         "const specserve::Kernels * specserve::avx512_vnni() { return nullptr; }\n"
         "const specserve::Kernels * specserve::avx_vnni() { return nullptr; }\n"
     )
-    unchanged = [directory / "others.cpp", *(SOURCES / f"{name}.cpp" for name in ("library", "buffer_type", "check", "roof"))]
+    unchanged = [
+        directory / "others.cpp",
+        *(SOURCES / f"{name}.cpp" for name in ("library", "buffer_type", "check", "roof")),
+    ]
     objects = []
     for source in unchanged:
         objects.append(str(directory / f"{source.stem}.o"))

@@ -184,7 +184,7 @@ def test_an_answer_is_sent_back_in_the_next_turn_as_clients_do(server: Server) -
 
 
 def test_a_response_of_megabytes_arrives(server: Server) -> None:
-    """Near the most that ours may have, 8 MiB by its upper bound; TorchServe ends the worker that goes beyond its own."""
+    """Near the most that ours may have; TorchServe ends the worker that goes beyond its own limit."""
     answer = chat(server, n=12, max_tokens=400, logprobs=True, top_logprobs=20, extra_body={"ignore_eos": True})
     assert len(answer.model_dump_json()) > 4_000_000
 

@@ -169,9 +169,6 @@ inline Floats odd_or_zero(Floats x, float least) {
     const Floats odd = _mm256_castsi256_ps(_mm256_or_si256(_mm256_castps_si256(x), _mm256_set1_epi32(1)));
     return _mm256_and_ps(odd, _mm256_cmp_ps(x, _mm256_set1_ps(least), _CMP_GE_OQ));
 }
-inline Ints larger_half(Ints magnitudes, Ints halves) {
-    return _mm256_max_epu16(magnitudes, _mm256_and_si256(halves, _mm256_set1_epi16(0x7fff)));
-}
 
 inline Floats sums_of_lanes(const Floats (&x)[kLanes]) {
     Floats four[2];

@@ -116,10 +116,6 @@ inline Floats odd_or_zero(Floats x, float least) {
     const Floats odd = _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(x), _mm512_set1_epi32(1)));
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(least), _CMP_GE_OQ), odd);
 }
-// The larger magnitude of two registers of half precision numbers, as bits without signs.
-inline Ints larger_half(Ints magnitudes, Ints halves) {
-    return _mm512_max_epu16(magnitudes, _mm512_and_si512(halves, _mm512_set1_epi16(0x7fff)));
-}
 
 // Lane c of the result is the sum of the lanes of x[c], added in the same order for every c.
 inline Floats sums_of_lanes(const Floats (&x)[kLanes]) {

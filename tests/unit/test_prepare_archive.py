@@ -190,37 +190,31 @@ def test_what_the_system_refuses_is_one_line(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == "specserve: /somewhere: Permission denied.\n"
 
 
-def test_the_archived_package_imports_without_the_project(weights: Path, store: Path, tmp_path: Path) -> None:
+def said_in_a_worker(program: str, weights: Path, store: Path, worker: Path) -> list[str]:
+    """The words that a program prints which has the archive's package, unpacked into `worker`, first on its path."""
     with zipfile.ZipFile(archive(config(weights.parent, {"path": str(weights)}))) as content:
-        content.extractall(tmp_path / "worker")
-    program = "import specserve.config, torch; print(specserve.config.__file__, isinstance(1, torch.Tensor))"
+        content.extractall(worker)
+    command = [sys.executable, "-c", program]
     outcome = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"PYTHONPATH": str(tmp_path / "worker")},
-        cwd=store,
-        capture_output=True,
-        text=True,
-        check=True,
+        command, env={"PYTHONPATH": str(worker)}, cwd=store, capture_output=True, text=True, check=True
     )
-    assert outcome.stdout.split() == [str(tmp_path / "worker" / "specserve" / "config.py"), "False"]
+    return outcome.stdout.split()
+
+
+def test_the_archived_package_imports_without_the_project(weights: Path, store: Path, tmp_path: Path) -> None:
+    program = "import specserve.config, torch; print(specserve.config.__file__, isinstance(1, torch.Tensor))"
+    worker = tmp_path / "worker"
+    assert said_in_a_worker(program, weights, store, worker) == [str(worker / "specserve" / "config.py"), "False"]
 
 
 def test_the_kernels_travel_in_the_archive(weights: Path, store: Path, tmp_path: Path) -> None:
-    with zipfile.ZipFile(archive(config(weights.parent, {"path": str(weights)}))) as content:
-        content.extractall(tmp_path / "worker")
     program = (
         "from specserve.engine import kernels\n"
         "print(kernels.library_path()); print(kernels.use('auto', variant='').variant is not None)"
     )
-    outcome = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"PYTHONPATH": str(tmp_path / "worker")},
-        cwd=store,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert outcome.stdout.split() == [str(tmp_path / "worker" / "specserve" / "engine" / kernels.FILE), "True"]
+    worker = tmp_path / "worker"
+    library = worker / "specserve" / "engine" / kernels.FILE
+    assert said_in_a_worker(program, weights, store, worker) == [str(library), "True"]
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,10 @@ from llama_server import ROOM, Server, build
 from machine import describe_machine
 from quiet import ALLOWED, watched
 from specserve.config import usable_cores
-from specserve.operations.archive import handler_of
-from specserve.operations.places import DEFAULT_CONFIG
-from specserve.operations.prepare import prepare
 from specserve.serving.loading import load_models
+from specserve.tools.archive import handler_of
+from specserve.tools.paths import DEFAULT_CONFIG
+from specserve.tools.prepare import prepare
 
 FAMILIES = ("code", "json", "prose", "chat", "summarise", "edit")
 QUICK_PROMPTS = 2

@@ -32,8 +32,8 @@ from specserve.config import usable_cores
 from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
-from specserve.operations import files, places
-from specserve.operations.prepare import prepare
+from specserve.tools import files, paths
+from specserve.tools.prepare import prepare
 
 SILENT = ("attn_output", "ffn_down")  # whose output is what a block adds to the stream
 BYTES_OF_Q4_0, WEIGHTS_OF_Q4_0 = 18, 32
@@ -92,7 +92,7 @@ def _block(source: GGUFReader, layer: int) -> list[ReaderTensor]:
 
 def make(source: Path) -> tuple[Path, Plan]:
     """Write the file into the models directory unless it is there; returns its path and what is in it."""
-    models = places.models_directory()
+    models = paths.models_directory()
     path = models / f"{source.stem}.cost-matched-3b.gguf"
     note = path.with_name(f".{path.name}.json")
     reader = GGUFReader(source)
@@ -205,7 +205,7 @@ def compare(source: Path, matched: Path) -> list[dict[str, Any]]:
 def main() -> None:
     """Make the file, compare it with its source, and print one JSON object."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    source = prepare(places.DEFAULT_CONFIG).target
+    source = prepare(paths.DEFAULT_CONFIG).target
     with Console(stderr=True).status("writing and comparing"):
         matched, planned = make(source)
         rows = compare(source, matched)

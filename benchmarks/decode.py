@@ -27,13 +27,13 @@ from machine import describe_machine
 from quiet import ALLOWED, watched
 from specserve.config import HandlerConfig
 from specserve.engine.base import Engine
-from specserve.operations.archive import prepared_handler
-from specserve.operations.places import DEFAULT_CONFIG
 from specserve.sequence import Account, SamplingParams, Sequence, SpeculationParams, Tally
 from specserve.serving.generation import Generation
 from specserve.serving.loading import Models, load_models, open_engines
 from specserve.serving.scheduler import Scheduler
 from specserve.speculation.drafters import Drafters
+from specserve.tools.archive import prepared_handler
+from specserve.tools.paths import DEFAULT_CONFIG
 
 PROMPTS = Path(__file__).parent / "prompts"
 # Families by name: the file of prompts, and which of its fields goes with the prompt.

@@ -20,9 +20,9 @@ from rich.progress import track
 from decode import ADAPTIVE, FAMILIES, PLAIN, open_lanes, race, read_tasks
 from machine import describe_machine
 from specserve.engine.base import Engine, Row
-from specserve.operations.archive import prepared_handler
-from specserve.operations.places import DEFAULT_CONFIG
 from specserve.serving.loading import load_models
+from specserve.tools.archive import prepared_handler
+from specserve.tools.paths import DEFAULT_CONFIG
 
 
 def gap_where_they_part(target: Engine, prompt: list[int], plain: list[int], other: list[int]) -> float | None:

@@ -19,8 +19,8 @@ from rich.console import Console
 from peer import Peer
 from specserve.config import usable_cores
 from specserve.errors import EnvironmentFailure
-from specserve.operations import files
-from specserve.operations.places import PROJECT, models_directory
+from specserve.tools import files
+from specserve.tools.paths import PROJECT, models_directory
 
 # What llama-cpp-python's own build sets, the server added; everything else is llama.cpp's default in both.
 FLAGS = {

@@ -27,7 +27,7 @@ from clients import Answer, Endpoint, Queued, ask, closed, opened, prompts
 from machine import describe_machine
 from servers import SLOTS, start_ours, start_theirs
 from specserve.config import load_yaml
-from specserve.operations.places import DEFAULT_CONFIG
+from specserve.tools.paths import DEFAULT_CONFIG
 
 CLIENTS = (1, 2, 4, 8, 16)
 LONGEST = 96

@@ -27,9 +27,9 @@ from load import percentile
 from machine import describe_machine
 from servers import start_ours
 from specserve.config import load_yaml
-from specserve.operations.places import DEFAULT_CONFIG
-from specserve.operations.state import State
-from specserve.operations.watch import session
+from specserve.tools.paths import DEFAULT_CONFIG
+from specserve.tools.state import State
+from specserve.tools.wait_ready import session
 
 ECHO = '''
 def handle(data, context):

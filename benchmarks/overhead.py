@@ -26,7 +26,7 @@ from decode import Task, read_tasks
 from machine import describe_machine
 from servers import start_ours
 from specserve.config import load_yaml
-from specserve.operations.places import DEFAULT_CONFIG
+from specserve.tools.paths import DEFAULT_CONFIG
 
 PROMPT = "def quicksort(items):\n"
 FAMILIES = ("code", "prose", "edit", "edit, predicted")

@@ -34,7 +34,7 @@ from perplexity import forms_of_the_target, read_text
 from quiet import ALLOWED, watched
 from specserve.config import usable_cores
 from specserve.engine.llama_model import LlamaModel
-from specserve.operations.places import PROJECT
+from specserve.tools.paths import PROJECT
 
 HERE = benchmarks_directory()
 CACHE = PROJECT / ".cache" / "peers"

@@ -25,7 +25,7 @@ from decode import read_tasks
 from machine import describe_machine
 from servers import start_ours, start_theirs
 from specserve.config import load_yaml
-from specserve.operations.places import DEFAULT_CONFIG
+from specserve.tools.paths import DEFAULT_CONFIG
 
 # Texts of about 500 tokens each.
 TEXTS = 3

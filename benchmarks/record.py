@@ -24,12 +24,12 @@ from specserve.config import usable_cores
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
-from specserve.operations.archive import prepared_handler
-from specserve.operations.places import DEFAULT_CONFIG
+from specserve.sampling.distribution import confidence, race, to_distribution
+from specserve.sampling.noise import Noise
 from specserve.sequence import SamplingParams
-from specserve.speculation.distribution import confidence, race, to_distribution
 from specserve.speculation.measurement import read
-from specserve.speculation.noise import Noise
+from specserve.tools.archive import prepared_handler
+from specserve.tools.paths import DEFAULT_CONFIG
 
 # Without a schema or a prediction a text of theirs is one of another family again.
 RECORDED = [family for family, (file, extra) in FAMILIES.items() if extra is None and file != "long"]

@@ -26,16 +26,16 @@ from jsonschema.validators import validator_for
 
 from machine import describe_machine
 from specserve.config import HandlerConfig
-from specserve.engine.grammar import GrammarCompiler
 from specserve.errors import RequestError
-from specserve.operations.archive import prepared_handler
-from specserve.operations.places import DEFAULT_CONFIG
+from specserve.grammar.constraint import GrammarCompiler
 from specserve.serving.generation import Generation
 from specserve.serving.loading import Models, load_models
-from specserve.serving.openai import Tokenizer, to_generations
-from specserve.serving.requests import CompletionRequest
+from specserve.serving.openai.parse import Tokenizer, to_generations
+from specserve.serving.openai.schema import CompletionRequest
+from specserve.serving.openai.validation import parse_body
 from specserve.serving.scheduler import Scheduler, longest_wait
-from specserve.serving.validation import parse_body
+from specserve.tools.archive import prepared_handler
+from specserve.tools.paths import DEFAULT_CONFIG
 
 PROMPT = "A short document in JSON:\n"
 

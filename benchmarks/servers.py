@@ -15,10 +15,10 @@ from llama_server import Server, build, python_example
 from peer import Peer
 from python_server import batching, one_by_one
 from specserve.config import usable_cores
-from specserve.operations.archive import handler_of
-from specserve.operations.places import PROJECT
-from specserve.operations.prepare import prepare
-from specserve.operations.state import State
+from specserve.tools.archive import handler_of
+from specserve.tools.paths import PROJECT
+from specserve.tools.prepare import prepare
+from specserve.tools.state import State
 
 SLOTS = 8
 

@@ -23,16 +23,16 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from fake_engine import FakeVocabulary
 from specserve.engine.base import FloatArray, Row
-from specserve.engine.fake import FakeVocabulary
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler
 from specserve.speculation.controller import Controller
 from specserve.speculation.cost import Beside, Cost, CostTable, Speed
+from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.guessers import LookupDrafter
-from specserve.speculation.model import DraftModel
+from specserve.speculation.proposers import LookupDrafter
 
 RECORDINGS = Path(__file__).parent / "recordings" / "coder-0.5b-1.5b.jsonl"
 FIXED = (1, 2, 3, 4, 7, 15)

@@ -26,8 +26,8 @@ import requests
 from clients import Endpoint
 from machine import describe_machine
 from servers import memory, start_ours
-from specserve.operations.places import DEFAULT_CONFIG
-from specserve.operations.state import State
+from specserve.tools.paths import DEFAULT_CONFIG
+from specserve.tools.state import State
 
 Body = dict[str, Any]
 

@@ -10,15 +10,15 @@ from typing import Any
 
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
 from specserve.engine.kernels import Mode
-from specserve.operations import quantise
-from specserve.operations.tiny import write_tiny
 from specserve.sequence import Sequence
 from specserve.serving.generation import Generation
 from specserve.serving.loading import load_models
-from specserve.serving.openai import Tokenizer, to_generations
-from specserve.serving.requests import CompletionRequest
+from specserve.serving.openai.parse import Tokenizer, to_generations
+from specserve.serving.openai.schema import CompletionRequest
+from specserve.serving.openai.validation import parse_body
 from specserve.serving.scheduler import Scheduler
-from specserve.serving.validation import parse_body
+from specserve.tools import quantise
+from tiny_models import write_tiny
 
 PLAIN = {"mode": "off"}
 # llama.cpp's own kernels have to pass the same tests: SPECSERVE_TEST_KERNELS=off scripts/test tests/engine

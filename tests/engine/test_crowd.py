@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pairs import KERNELS, PLAIN, Pair, TinyFiles, drafting
-from specserve.operations.tiny import ARCHITECTURES
 from specserve.serving.generation import Generation
+from tiny_models import ARCHITECTURES
 
 pytestmark = pytest.mark.skipif(KERNELS == "off", reason="in a crowd only our attention gives the same texts")
 

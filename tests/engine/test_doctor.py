@@ -11,11 +11,11 @@ import pytest
 
 from costs import proportional
 from specserve.engine.llama_model import LlamaModel
-from specserve.operations import findings, places
-from specserve.operations.files import ModelFile, checked
-from specserve.operations.findings import costs, forms, thread_count
-from specserve.operations.prepare import Prepared, requantise
-from specserve.operations.tiny import write_tiny
+from specserve.tools import findings, paths
+from specserve.tools.files import ModelFile, checked
+from specserve.tools.findings import costs, forms, thread_count
+from specserve.tools.prepare import Prepared, requantise
+from tiny_models import write_tiny
 
 PROJECT = Path(__file__).parents[2]
 TOPICS = [
@@ -41,7 +41,7 @@ def test_it_looks_at_everything() -> None:
 @pytest.fixture
 def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A target as it was fetched."""
-    monkeypatch.setattr(places, "models_directory", lambda: tmp_path)
+    monkeypatch.setattr(paths, "models_directory", lambda: tmp_path)
     file = tmp_path / "published.gguf"
     write_tiny(file, "qwen2", "target")
     return file
@@ -66,7 +66,7 @@ def test_the_published_file_is_never_advised_against(monkeypatch: pytest.MonkeyP
 def test_a_requantised_file_that_is_no_faster_should_not_be_served(
     monkeypatch: pytest.MonkeyPatch, published: Path
 ) -> None:
-    pure = requantise(checked(published, places.models_directory()))
+    pure = requantise(checked(published, paths.models_directory()))
     for took in ((0.03, 0.02), (0.03, 0.03)):
         well, said = compared(monkeypatch, pure, published, took)
         assert not well

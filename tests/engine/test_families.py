@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from gguf import GGUFWriter
 
+import tiny_models as tiny
 from pairs import PLAIN, Pair, TinyFiles, drafting
 from specserve.config import HandlerConfig, ModelConfig
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ModelLoadError, RequestError
-from specserve.operations import tiny
-from specserve.operations.tiny import ARCHITECTURES, END_OF_TEXT
 from specserve.serving import loading
+from tiny_models import ARCHITECTURES, END_OF_TEXT
 
 PROMPTS = ["The quick brown fox", "def accept(p, q):", "héllo 世界 🙂, once upon a time there was a"]
 GAMMAS = [1, 3, 7]

@@ -9,16 +9,16 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from fake_engine import FakeEngine
 from kernel_products import needs_kernels
 from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
-from specserve.engine.fake import FakeEngine
 from specserve.engine.invariance import Invariance, probe
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
-from specserve.operations.tiny import ARCHITECTURES, write_tiny
 from specserve.serving.loading import describe
 from tiny_formats import FORMATS, quantise_as
+from tiny_models import ARCHITECTURES, write_tiny
 
 ROOM = 512
 NOISE = 0.25

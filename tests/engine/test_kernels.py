@@ -24,8 +24,8 @@ from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
-from specserve.operations.tiny import write_tiny
 from tiny_formats import quantise_as
+from tiny_models import write_tiny
 
 pytestmark = needs_kernels
 

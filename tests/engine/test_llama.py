@@ -19,13 +19,13 @@ from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
 from specserve.errors import EngineError, ModelLoadError
-from specserve.operations.tiny import ARCHITECTURES
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler
 from specserve.speculation.controller import Controller
+from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.model import DraftModel
+from tiny_models import ARCHITECTURES
 
 SLOTS = 3
 CONTEXT = 256

@@ -19,9 +19,12 @@ from scipy import stats
 
 from constraints import Alternating, Shared, Slow
 from costs import flat, proportional
-from specserve.engine.fake import FakeEngine, FakeVocabulary
-from specserve.observability.holdback import PlainRounds
+from fake_engine import FakeEngine, FakeVocabulary
+from specserve.observability.control_group import PlainRounds
 from specserve.observability.records import End, Observer, Origin, Round
+from specserve.sampling.distribution import FloatArray, draw, to_distribution
+from specserve.sampling.logits import shape_logits
+from specserve.sampling.noise import Purpose
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams, Verification
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler, longest_wait
@@ -29,15 +32,12 @@ from specserve.serving.watching import Watch
 from specserve.speculation import drafters
 from specserve.speculation.controller import Controller
 from specserve.speculation.cost import Cost, Speed
-from specserve.speculation.distribution import FloatArray, draw, to_distribution
+from specserve.speculation.draft_model import DraftModel, DraftText, worth_waiting
 from specserve.speculation.drafters import Draft, Drafters, Proposal
 from specserve.speculation.guess import Guess
-from specserve.speculation.guessers import GrammarDrafter, LookupDrafter, PredictionDrafter
-from specserve.speculation.model import DraftModel, DraftText, worth_waiting
-from specserve.speculation.noise import Purpose
+from specserve.speculation.proposers import GrammarDrafter, LookupDrafter, PredictionDrafter
 from specserve.speculation.rejection import RULES, NoiseSource
 from specserve.speculation.round import Plan, Report, _burdens, run_round
-from specserve.speculation.shaping import shape_logits
 
 VOCABULARY = 24
 SLOTS = 3

@@ -10,17 +10,17 @@ from typing import Any
 
 from constraints import AlternatingGrammars
 from costs import flat
+from fake_engine import FakeEngine, FakeVocabulary
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
-from specserve.engine.fake import FakeEngine, FakeVocabulary
 from specserve.engine.kernels import Kernels
 from specserve.observability.metrics import Served
-from specserve.serving.chat import ChatTemplate
 from specserve.serving.loading import Models
+from specserve.serving.openai.template import ChatTemplate
 from specserve.serving.torchserve import Handler
 from specserve.speculation.controller import Controller
+from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.guessers import LookupDrafter, PredictionDrafter
-from specserve.speculation.model import DraftModel
+from specserve.speculation.proposers import LookupDrafter, PredictionDrafter
 
 SLOTS = 4
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from bodies import anything, chats, completions, nested
 from front_end import FrontEnd
 from specserve.config import HandlerConfig, ModelConfig
-from specserve.engine.grammar import GrammarCompiler
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import RequestError
-from specserve.operations.tiny import write_tiny
+from specserve.grammar.constraint import GrammarCompiler
 from specserve.serving.generation import Generation
-from specserve.serving.openai import Prompt, Tokenizer, to_generations
-from specserve.serving.requests import ChatRequest, CompletionRequest
-from specserve.serving.validation import parse_body
+from specserve.serving.openai.parse import Prompt, Tokenizer, to_generations
+from specserve.serving.openai.schema import ChatRequest, CompletionRequest
+from specserve.serving.openai.validation import parse_body
+from tiny_models import write_tiny
 
 CONFIG = HandlerConfig(
     model_id="tiny",

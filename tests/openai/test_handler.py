@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from constraints import Alternating, AlternatingGrammars
+from fake_engine import FakeVocabulary
 from front_end import SLOTS, FakeContext, FrontEnd
-from specserve.engine.fake import FakeVocabulary
 from specserve.serving import torchserve
-from specserve.serving.answers import Answer
+from specserve.serving.openai.response import Answer
 from specserve.serving.scheduler import Scheduler
 from specserve.serving.telemetry import Telemetry
 from specserve.serving.torchserve import Handler

@@ -9,13 +9,13 @@ import pytest
 from pydantic import ValidationError
 
 from constraints import AlternatingGrammars
+from fake_engine import FakeVocabulary
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
-from specserve.engine.fake import FakeVocabulary
 from specserve.errors import RequestError
 from specserve.serving.generation import Generation
-from specserve.serving.openai import Prompt, Tokenizer, to_generations
-from specserve.serving.requests import ChatRequest, CompletionRequest, GenerationRequest
-from specserve.serving.validation import parse_body
+from specserve.serving.openai.parse import Prompt, Tokenizer, to_generations
+from specserve.serving.openai.schema import ChatRequest, CompletionRequest, GenerationRequest
+from specserve.serving.openai.validation import parse_body
 
 VOCABULARY = FakeVocabulary(200)
 CONFIG = HandlerConfig(

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from fake_engine import FakeVocabulary
 from front_end import FrontEnd
-from specserve.engine.fake import FakeVocabulary
 from specserve.sequence import TokenScore
-from specserve.serving.logprobs import WrittenToken, chat_logprobs, completion_logprobs
-from specserve.serving.response_size import MAX_RESPONSE_BYTES, ResponseSize
+from specserve.serving.openai.logprobs import WrittenToken, chat_logprobs, completion_logprobs
+from specserve.serving.openai.response_size import MAX_RESPONSE_BYTES, ResponseSize
 
 # The largest tokens of a vocabulary: 128 spaces, a character of four bytes, half of one, and a plain letter.
 PIECES = [b" " * 128, "🙂".encode(), b"\xf0\x9f", b"a", b'"\\\n' * 20]

@@ -19,14 +19,14 @@ from specserve.engine.base import FloatArray, Row
 from specserve.engine.invariance import Invariance, probe
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
-from specserve.operations.places import DEFAULT_CONFIG, PROJECT, models_directory
-from specserve.operations.prepare import prepare
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams
 from specserve.speculation.controller import Controller
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.guess import Guess
 from specserve.speculation.rejection import Verdict, verify_greedy
 from specserve.speculation.round import Plan, run_round
+from specserve.tools.paths import DEFAULT_CONFIG, PROJECT, models_directory
+from specserve.tools.prepare import prepare
 
 pytestmark = pytest.mark.real
 

@@ -11,10 +11,10 @@ from pairs import PLAIN, Pair, drafting
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
 from specserve.errors import ModelLoadError
-from specserve.operations.archive import prepared_handler
-from specserve.operations.places import CONFIG, DEFAULT_CONFIG
-from specserve.operations.prepare import prepare
 from specserve.sequence import Sequence
+from specserve.tools.archive import prepared_handler
+from specserve.tools.paths import CONFIG, DEFAULT_CONFIG
+from specserve.tools.prepare import prepare
 
 pytestmark = pytest.mark.real
 

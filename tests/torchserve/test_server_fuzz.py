@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
 
 from bodies import anything, chats, completions
 from server import Server, running, tiny_but, worker
-from specserve.serving.openapi import openapi
+from specserve.serving.openai.openapi import openapi
 
 pytestmark = pytest.mark.server
 

@@ -9,8 +9,8 @@ from functools import cache
 
 import numpy as np
 
-from specserve.speculation.distribution import FloatArray
-from specserve.speculation.noise import Purpose
+from specserve.sampling.distribution import FloatArray
+from specserve.sampling.noise import Purpose
 from specserve.speculation.rejection import Distributions, NoiseSource, Verdict
 
 Rule = Callable[[Distributions, Distributions, Sequence[int], NoiseSource], Verdict]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specserve.speculation.distribution import draw
-from specserve.speculation.noise import Noise, Purpose
+from specserve.sampling.distribution import draw
+from specserve.sampling.noise import Noise, Purpose
 from specserve.speculation.rejection import Distributions, NoiseSource, Verdict, recover
 
 

@@ -17,10 +17,10 @@ from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ConfigError, ModelLoadError
-from specserve.operations import choose, places, prepare
-from specserve.operations.choose import Observed, fastest, seconds
-from specserve.operations.tiny import write_tiny
 from specserve.speculation.cost import Cost
+from specserve.tools import choose, paths, prepare
+from specserve.tools.choose import Observed, fastest, seconds
+from tiny_models import write_tiny
 
 ONE = Cost(table(lambda rows: 1.0 * rows), most=32)
 PROSE = [True, False, False, True, True, False, False, True, False, False]
@@ -31,7 +31,7 @@ CODE = [True, True, True, False, True, True, True, True, True, True]
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The models directory, empty."""
     monkeypatch.setenv("SPECSERVE_CACHE", str(tmp_path / "cache"))
-    return places.models_directory()
+    return paths.models_directory()
 
 
 def step_by_step(hits: list[bool], gamma: int, draft: list[float], target: list[float]) -> float:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fake_engine import FakeEngine
 from specserve.engine.base import FloatArray, Row
-from specserve.engine.fake import FakeEngine
 from specserve.errors import EngineError
 from specserve.speculation.cost import Beside, Cost, CostTable, Speed, edges, typical
 from specserve.speculation.measurement import measure

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fake_engine import FakeEngine
 from specserve.engine.base import FloatArray, Row
-from specserve.engine.fake import FakeEngine
 from specserve.serving.costs import measured_cost
 
 

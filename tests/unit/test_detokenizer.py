@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.serving.detokenizer import TextStream
+from specserve.serving.openai.stream import TextStream
 
 
 def released(pieces: list[bytes], stops: list[str]) -> tuple[list[str], bool]:

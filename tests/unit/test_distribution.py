@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from specserve.sampling.distribution import FloatArray, confidence, draw, favourite, to_distribution
 from specserve.sequence import SamplingParams
-from specserve.speculation.distribution import FloatArray, confidence, draw, favourite, to_distribution
 
 
 def logits(max_size: int = 400) -> st.SearchStrategy[FloatArray]:

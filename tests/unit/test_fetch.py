@@ -16,9 +16,9 @@ import pytest
 
 from specserve.config import ModelConfig
 from specserve.errors import ConfigError, EnvironmentFailure
-from specserve.operations import fetch as fetching
-from specserve.operations import files, sources
-from specserve.operations.fetch import fetch
+from specserve.tools import fetch as fetching
+from specserve.tools import files, sources
+from specserve.tools.fetch import fetch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -298,7 +298,7 @@ def test_two_processes_fetch_a_file_once(models: Path, config: Path, monkeypatch
 
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "specserve.operations.fetch", *arguments]
+    command = [sys.executable, "-m", "specserve.tools.fetch", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.speculation.follow import _AHEAD, _LONGEST, _NEAREST, _TRUSTED, Follower
+from specserve.speculation.prediction import _AHEAD, _LONGEST, _NEAREST, _TRUSTED, Follower
 
 PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts" / "edit.yaml"
 VOCABULARY: dict[str, int] = {}

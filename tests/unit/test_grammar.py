@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.engine.fake import FakeVocabulary
-from specserve.engine.gbnf import gbnf_to_lark
-from specserve.engine.grammar import Constraint, GrammarCompiler
+from fake_engine import FakeVocabulary
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ConstraintError, MaskDeferred, RequestError
-from specserve.operations.tiny import ARCHITECTURES, write_tiny
+from specserve.grammar.constraint import Constraint, GrammarCompiler
+from specserve.grammar.gbnf import gbnf_to_lark
+from tiny_models import ARCHITECTURES, write_tiny
 
 PERSON = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from specserve.observability import holdback
-from specserve.observability.holdback import Holdback, PlainRounds
+from specserve.observability import control_group as holdback
+from specserve.observability.control_group import Holdback, PlainRounds
 
 
 def filled(speedup: float, texts: int, seed: int, spread: float = 0.5) -> Holdback:

@@ -16,18 +16,26 @@ ALLOWED = {
     "errors": set(),
     "config": {"errors"},
     "sequence": {"errors"},
-    "observability": {"errors"},
     "engine": {"errors", "sequence", "config"},
-    "speculation": {"errors", "sequence", "config", "engine.base"},
-    "serving": {"errors", "sequence", "config", "observability", "engine", "speculation"},
-    "operations": {"errors", "sequence", "config", "engine", "speculation"},
+    "sampling": {"errors", "sequence"},
+    "grammar": {"errors", "sequence", "engine.base"},
+    "speculation": {"errors", "sequence", "config", "engine.base", "sampling"},
+    "observability": {"errors", "config", "sequence", "engine", "speculation"},
+    "serving": {"errors", "sequence", "config", "observability", "engine", "grammar", "sampling", "speculation"},
+    "tools": {"errors", "sequence", "config", "engine", "sampling", "speculation"},
 }
-MATHEMATICS = ("distribution", "rejection", "noise", "cost", "gamma", "acceptance", "guess", "lookup", "follow")
-PURE = tuple(f"speculation/{name}.py" for name in MATHEMATICS)
+PURE = tuple(
+    f"{name}.py"
+    for name in (
+        *("sampling/distribution", "sampling/noise"),
+        *("speculation/rejection", "speculation/cost", "speculation/gamma", "speculation/acceptance"),
+        *("speculation/guess", "speculation/lookup", "speculation/prediction"),
+    )
+)
 OWNERS = {
     "llama_cpp": {"engine/llama.py", "engine/llama_model.py"},
-    "llguidance": {"engine/grammar.py"},
-    "ts": {"serving/contract.py"},
+    "llguidance": {"grammar/constraint.py"},
+    "ts": {"serving/torchserve_types.py"},
 }
 
 

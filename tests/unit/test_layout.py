@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from specserve.engine.layout import WHITESPACE, Layout
+from specserve.grammar.layout import WHITESPACE, Layout
 
 VALUE = {
     "name": 'a "quoted, [odd]: {name} \\',

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from specserve.observability.holdback import Holdback, PlainRounds
+from specserve.observability.control_group import Holdback, PlainRounds
 from specserve.observability.metrics import ALL, Emitter, Metrics, Now, Sample, Served
 from specserve.observability.records import End, Group, Origin, Round, plain_family
 

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 from scipy import stats
 
-from specserve.speculation.noise import Noise, Purpose
+from specserve.sampling.noise import Noise, Purpose
 
 
 def test_the_same_key_gives_the_same_number() -> None:

@@ -16,10 +16,10 @@ import yaml
 
 from specserve.engine import kernels
 from specserve.errors import ConfigError, EnvironmentFailure, ModelLoadError
-from specserve.operations import archive as archiving
-from specserve.operations import command, files, places, prepare
-from specserve.operations.archive import archive
-from specserve.operations.tiny import write_tiny
+from specserve.tools import archive as archiving
+from specserve.tools import cli, files, paths, prepare
+from specserve.tools.archive import archive
+from tiny_models import write_tiny
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The models directory, empty."""
     monkeypatch.setenv("SPECSERVE_CACHE", str(tmp_path / "cache"))
-    return places.models_directory()
+    return paths.models_directory()
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def weights(tmp_path: Path) -> Path:
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The model store, and an entry point in the place of the handler's."""
-    monkeypatch.setattr(places, "MODEL_STORE", tmp_path / "model_store")
+    monkeypatch.setattr(paths, "MODEL_STORE", tmp_path / "model_store")
     entry_point = tmp_path / "speculative_handler.py"
     entry_point.write_text('"""Nothing yet."""\n', encoding="utf-8")
     monkeypatch.setattr(archiving, "ENTRY_POINT", entry_point)
@@ -136,7 +136,7 @@ def test_the_archive_holds_the_handler_the_package_and_the_model_yaml(weights: P
         manifest = json.loads(content.read("MAR-INF/MANIFEST.json"))["model"]
     assert {"speculative_handler.py", "torch.py", "model.yaml", "specserve/config.py"} < set(names)
     assert "specserve/engine/llama.py" in names
-    assert not [name for name in names if "operations" in name or "__pycache__" in name or "gguf" in name]
+    assert not [name for name in names if "tools" in name or "__pycache__" in name or "gguf" in name]
     assert document == {
         "batchSize": 12,
         "continuousBatching": True,
@@ -185,7 +185,7 @@ def test_what_the_system_refuses_is_one_line(capsys: pytest.CaptureFixture[str])
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/somewhere")
 
     with pytest.raises(SystemExit) as ended:
-        command.run(refused)
+        cli.run(refused)
     assert ended.value.code == 1
     assert capsys.readouterr().err == "specserve: /somewhere: Permission denied.\n"
 
@@ -236,9 +236,7 @@ def test_a_second_worker_is_refused_since_torchserve_would_hang(weights: Path, k
         archive(config(weights.parent, {"path": str(weights)}, **{key: 2}))
 
 
-MODEL_YAMLS = [
-    path for path in sorted(places.CONFIG.glob("*.yaml")) if "\nhandler:" in path.read_text(encoding="utf-8")
-]
+MODEL_YAMLS = [path for path in sorted(paths.CONFIG.glob("*.yaml")) if "\nhandler:" in path.read_text(encoding="utf-8")]
 
 
 def test_there_are_four_model_configurations() -> None:

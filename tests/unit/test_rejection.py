@@ -28,8 +28,8 @@ from rules import (
     shares_one_number,
     shares_the_drafts_numbers,
 )
-from specserve.speculation.distribution import FloatArray, draw, race
-from specserve.speculation.noise import Noise, Purpose
+from specserve.sampling.distribution import FloatArray, draw, race
+from specserve.sampling.noise import Noise, Purpose
 from specserve.speculation.rejection import (
     RULES,
     Verdict,

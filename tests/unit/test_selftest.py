@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from specserve.operations import selftest
-from specserve.operations.selftest import chance, deviation, is_wrong, lumped
-from specserve.speculation.distribution import FloatArray, draw
-from specserve.speculation.noise import Purpose
+from specserve.sampling.distribution import FloatArray, draw
+from specserve.sampling.noise import Purpose
 from specserve.speculation.rejection import RULES, Distributions, NoiseSource, Rule, Verdict, sample_alone
+from specserve.tools import selftest
+from specserve.tools.selftest import chance, deviation, is_wrong, lumped
 
 TRIALS = 4000
 Verify = Callable[[Distributions, Distributions, Sequence[int], NoiseSource], Verdict]

@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from specserve.errors import ConfigError, EnvironmentFailure, ModelLoadError
-from specserve.operations import java, places, process, server, stop, watch
-from specserve.operations.greeting import how_to_go_on, summary
-from specserve.operations.state import Ports, State, escaped, properties, require_free
+from specserve.tools import java, paths, process, server, stop, wait_ready
+from specserve.tools.greeting import how_to_go_on, summary
+from specserve.tools.state import Ports, State, escaped, properties, require_free
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ WORKER = "2026-11-21T05:41:48,756 [INFO ] W-9000-qwen_1.0-stdout MODEL_LOG - "
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> State:
     """The state of a server that does not run."""
-    monkeypatch.setattr(places, "STATE", tmp_path)
+    monkeypatch.setattr(paths, "STATE", tmp_path)
     own = State.of(18080)
     own.logs.mkdir(parents=True)
     return own
@@ -55,7 +55,7 @@ def test_a_server_takes_five_ports_and_a_directory(state: State) -> None:
     assert [ports.inference, ports.management, ports.metrics, ports.grpc_inference, ports.grpc_management] == [
         18080, 18081, 18082, 18083, 18084,
     ]  # fmt: skip
-    assert state.directory == places.STATE / "18080"
+    assert state.directory == paths.STATE / "18080"
 
 
 @pytest.mark.parametrize("port", [0, 80, 65532, 70000])
@@ -192,7 +192,7 @@ def test_a_second_server_on_the_same_port_is_refused(state: State) -> None:
     ],
 )
 def test_why_a_model_could_not_be_loaded_is_found_in_the_workers_log(log: str, reason: str | None) -> None:
-    assert watch.load_failure("\n".join(WORKER + line for line in log.splitlines())) == reason
+    assert wait_ready.load_failure("\n".join(WORKER + line for line in log.splitlines())) == reason
 
 
 LIFE = """s_name_part0=/tmp/.ts.sock, s_name_part1=9000, pid=20212
@@ -207,7 +207,7 @@ llama-vocab.cpp:2544: GGML_ASSERT(id != -1) failed
 
 @pytest.mark.parametrize(("lives", "given_up"), [(1, False), (3, False), (4, True)])
 def test_a_worker_that_dies_again_and_again_without_a_word_of_ours_is_given_up(lives: int, *, given_up: bool) -> None:
-    reason = watch.load_failure("\n".join(WORKER + line for line in (LIFE.splitlines() * lives)))
+    reason = wait_ready.load_failure("\n".join(WORKER + line for line in (LIFE.splitlines() * lives)))
     assert bool(reason) is given_up
     assert not reason or reason.endswith("its last words: llama-vocab.cpp:2544: GGML_ASSERT(id != -1) failed")
 
@@ -218,7 +218,7 @@ def test_waiting_ends_with_the_workers_sentence(state: State) -> None:
         sleeper("anything") as started,
         pytest.raises(ModelLoadError, match=r"^the draft is broken\. \(The worker's log: .*model_log\.log\)$"),
     ):
-        watch.wait_until_ready(state, started, 60)
+        wait_ready.wait_until_ready(state, started, 60)
 
 
 def test_waiting_ends_when_torchserve_does(state: State) -> None:
@@ -226,12 +226,12 @@ def test_waiting_ends_when_torchserve_does(state: State) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
         with pytest.raises(EnvironmentFailure, match="TorchServe ended while starting: Invalid configuration"):
-            watch.wait_until_ready(state, ended, 60)
+            wait_ready.wait_until_ready(state, ended, 60)
 
 
 def test_waiting_ends_with_the_time(state: State) -> None:
     with sleeper("anything") as started, pytest.raises(EnvironmentFailure, match="was not ready after 0 seconds"):
-        watch.wait_until_ready(state, started, 0)
+        wait_ready.wait_until_ready(state, started, 0)
 
 
 def test_the_first_completion_shows_what_speculation_did() -> None:
@@ -270,7 +270,7 @@ def test_a_java_of_17_or_later_is_taken_and_an_older_one_is_not(
 
 
 def test_kserves_settings_are_the_projects_but_for_who_may_reach_what() -> None:
-    ours, theirs = (in_java((places.CONFIG / place).read_text()) for place in KSERVE)
+    ours, theirs = (in_java((paths.CONFIG / place).read_text()) for place in KSERVE)
     changed = {key: theirs.get(key) for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
     assert changed == {
         "inference_address": "http://0.0.0.0:8080",

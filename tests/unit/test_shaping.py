@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specserve.sampling.distribution import FloatArray, to_distribution
+from specserve.sampling.logits import shape_logits, shaped_behind
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
-from specserve.speculation.distribution import FloatArray, to_distribution
-from specserve.speculation.shaping import shape_logits, shaped_behind
 
 VOCABULARY = 8
 tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=12)

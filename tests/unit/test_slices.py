@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specserve.serving.slices import Slices, engine_thread
+from specserve.serving.engine_loop import Slices, engine_thread
 
 
 class Rounds:

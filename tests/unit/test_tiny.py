@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from specserve.errors import ConfigError
-from specserve.operations.tiny import ARCHITECTURES, ROLES, write_tiny
+from tiny_models import ARCHITECTURES, ROLES, write_tiny
 
 if TYPE_CHECKING:
     from pathlib import Path

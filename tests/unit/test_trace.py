@@ -12,7 +12,7 @@ import pytest
 from specserve.errors import ConfigError
 from specserve.observability.records import End, Origin, Round
 from specserve.observability.trace import Trace
-from specserve.operations.report import Piece, main, page, summarise, whole_characters
+from specserve.tools.report import Piece, main, page, summarise, whole_characters
 
 WORDS = {1: b"def ", 2: b"sort", 3: b"(<b>", 4: b")", 5: b"\xff"}
 

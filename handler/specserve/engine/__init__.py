@@ -1,1 +1,1 @@
-"""Inference engines: what is asked of one, llama.cpp, and a fake for tests."""
+"""Inference engines: what is asked of one, llama.cpp."""

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
-from specserve.observability.holdback import Holdback, PlainRounds
+from specserve.observability.control_group import Holdback, PlainRounds
 from specserve.observability.records import End, Origin, Round
 
 Kind = Literal["counter", "gauge", "histogram"]

@@ -9,10 +9,10 @@ from specserve.engine.base import Vocabulary
 from specserve.errors import ConstraintError, RequestError
 from specserve.observability.records import End, Origin
 from specserve.sequence import Sequence
-from specserve.serving.detokenizer import TextStream
-from specserve.serving.logprobs import WrittenToken
-from specserve.serving.response_size import ResponseSize
-from specserve.serving.responses import FinishReason
+from specserve.serving.openai.logprobs import WrittenToken
+from specserve.serving.openai.response_schema import FinishReason
+from specserve.serving.openai.response_size import ResponseSize
+from specserve.serving.openai.stream import TextStream
 
 
 @dataclass

@@ -9,20 +9,20 @@ from pathlib import Path
 from specserve.config import HandlerConfig, ModelConfig, usable_cores
 from specserve.engine import kernels
 from specserve.engine.base import Engine
-from specserve.engine.grammar import GrammarCompiler
 from specserve.engine.invariance import Invariance, probe
 from specserve.engine.kernels import Kernels
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
 from specserve.errors import EngineError, ModelLoadError
-from specserve.serving.chat import ChatTemplate
+from specserve.grammar.constraint import GrammarCompiler
 from specserve.serving.costs import measured_cost
-from specserve.serving.openai import Grammars
+from specserve.serving.openai.parse import Grammars
+from specserve.serving.openai.template import ChatTemplate
 from specserve.speculation.controller import Controller
 from specserve.speculation.cost import Beside, Cost, Speed
+from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.guessers import GrammarDrafter, LookupDrafter, PredictionDrafter
-from specserve.speculation.model import DraftModel
+from specserve.speculation.proposers import GrammarDrafter, LookupDrafter, PredictionDrafter
 
 logger = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ from time import perf_counter
 
 from specserve.engine.base import Engine
 from specserve.errors import EngineError
-from specserve.observability.holdback import PlainRounds
+from specserve.observability.control_group import PlainRounds
 from specserve.observability.records import Observer
 from specserve.sequence import Account, Sequence
 from specserve.serving.generation import Generation
 from specserve.serving.watching import Watch
 from specserve.speculation.cost import Cost
+from specserve.speculation.draft_model import worth_waiting
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.model import worth_waiting
 from specserve.speculation.round import Plan, Times, run_round
 
 logger = logging.getLogger(__name__)

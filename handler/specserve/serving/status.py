@@ -8,9 +8,9 @@ import specserve
 from specserve.config import HandlerConfig, ModelConfig, processor, usable_cores
 from specserve.engine.kernels import calls
 from specserve.engine.llama_model import LlamaModel, build_description
-from specserve.observability.holdback import Speedup
+from specserve.observability.control_group import Speedup
 from specserve.serving.loading import Models, describe
-from specserve.serving.responses import Speculator
+from specserve.serving.openai.response_schema import Speculator
 from specserve.serving.scheduler import Scheduler
 from specserve.speculation.controller import Controller
 from specserve.speculation.cost import Cost

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from specserve.config import HandlerConfig
 from specserve.errors import ConfigError
-from specserve.observability.holdback import Holdback, PlainRounds
+from specserve.observability.control_group import Holdback, PlainRounds
 from specserve.observability.metrics import Emitter, Metrics, Now, Sample, Served
 from specserve.observability.records import Observer
 from specserve.observability.trace import Trace

@@ -18,18 +18,18 @@ from typing import Any, TypeVar
 from specserve.config import HandlerConfig, parse_handler
 from specserve.errors import RequestError, SpecserveError
 from specserve.observability.metrics import Sample, Served
-from specserve.serving.answers import Answer, ChatAnswer, CompletionAnswer, model_list, model_object
-from specserve.serving.contract import PHRASES, Context, last_chunk, more_to_come, nothing_special, sender
+from specserve.serving.engine_loop import Slices, engine_thread
 from specserve.serving.loading import Models, load_models
-from specserve.serving.openai import Prompt, Tokenizer, to_generations
-from specserve.serving.openapi import openapi
-from specserve.serving.requests import ChatRequest, CompletionRequest
-from specserve.serving.responses import Speculator
+from specserve.serving.openai.openapi import openapi
+from specserve.serving.openai.parse import Prompt, Tokenizer, to_generations
+from specserve.serving.openai.response import Answer, ChatAnswer, CompletionAnswer, model_list, model_object
+from specserve.serving.openai.response_schema import Speculator
+from specserve.serving.openai.schema import ChatRequest, CompletionRequest
+from specserve.serving.openai.validation import AnyRequest, parse_body
 from specserve.serving.scheduler import Scheduler, longest_wait
-from specserve.serving.slices import Slices, engine_thread
 from specserve.serving.status import speculator
 from specserve.serving.telemetry import Telemetry
-from specserve.serving.validation import AnyRequest, parse_body
+from specserve.serving.torchserve_types import PHRASES, Context, last_chunk, more_to_come, nothing_special, sender
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from specserve.sampling.distribution import is_greedy
 from specserve.sequence import Sequence, Tally
 from specserve.speculation.acceptance import Calibration, Outlook
 from specserve.speculation.cost import Cost
-from specserve.speculation.distribution import is_greedy
 from specserve.speculation.gamma import Prices
 
 # What a draft of the model is worth before anything is known of a text.

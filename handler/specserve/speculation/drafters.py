@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 from specserve.engine.base import FloatArray
 from specserve.errors import ConstraintError, DraftError
+from specserve.sampling.distribution import confidence, favourite, is_greedy, one_hot, to_distribution
+from specserve.sampling.logits import shaped_behind
+from specserve.sampling.noise import Noise
 from specserve.sequence import Sequence
 from specserve.speculation.controller import Controller
-from specserve.speculation.distribution import confidence, favourite, is_greedy, one_hot, to_distribution
+from specserve.speculation.draft_model import DraftModel, DraftText
 from specserve.speculation.gamma import Prices, Prospect, guess_length, model_steps, worth_keeping
-from specserve.speculation.guessers import Guesser
-from specserve.speculation.model import DraftModel, DraftText
-from specserve.speculation.noise import Noise
+from specserve.speculation.proposers import Guesser
 from specserve.speculation.rejection import RULES
-from specserve.speculation.shaping import shaped_behind
 
 logger = logging.getLogger(__name__)
 

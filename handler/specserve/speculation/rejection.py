@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from specserve.speculation.distribution import FloatArray, draw, race
-from specserve.speculation.noise import Purpose
+from specserve.sampling.distribution import FloatArray, draw, race
+from specserve.sampling.noise import Purpose
 
 
 class NoiseSource(Protocol):

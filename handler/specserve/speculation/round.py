@@ -11,16 +11,16 @@ import numpy as np
 
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.errors import ConstraintError, MaskDeferred
+from specserve.sampling.distribution import confidence, favourite, is_greedy, to_distribution
+from specserve.sampling.logits import shaped_behind
+from specserve.sampling.noise import Noise
+from specserve.sampling.scores import score
 from specserve.sequence import Sequence
 from specserve.speculation.controller import Burden, Lesson
 from specserve.speculation.cost import Cost
-from specserve.speculation.distribution import confidence, favourite, is_greedy, to_distribution
 from specserve.speculation.drafters import Drafters, Proposal, Wish
-from specserve.speculation.noise import Noise
 from specserve.speculation.passes import run_pass
 from specserve.speculation.rejection import RULES, Verdict, verify_greedy
-from specserve.speculation.scores import score
-from specserve.speculation.shaping import shaped_behind
 
 
 class Plan(NamedTuple):

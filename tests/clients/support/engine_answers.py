@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+import tiny_models as tiny
 from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
-from specserve.operations import tiny
-from specserve.operations.prepare import prepare
+from specserve.tools.prepare import prepare
 
 
 def target(config: str) -> str:

@@ -1,0 +1,1 @@
+"""Grammars that answers must follow: schemas and GBNF, compiled by llguidance."""

@@ -1,0 +1,1 @@
+"""From a row of logits to a distribution and a token: penalties, cuts, noise."""

@@ -1,0 +1,1 @@
+"""OpenAI's HTTP surface: requests, responses, streams, chat templates."""

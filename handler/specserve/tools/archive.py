@@ -1,0 +1,189 @@
+"""`scripts/archive`: a .mar that holds the handler, the package and the model YAML; weights stay outside."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from specserve.config import HandlerConfig, TorchServeKeys, load_yaml, parse_handler
+from specserve.engine import kernels
+from specserve.errors import ConfigError, EnvironmentFailure
+from specserve.tools import cli, files, paths
+from specserve.tools.prepare import Prepared, prepare
+
+ENTRY_POINT = paths.SOURCE_ROOT / "speculative_handler.py"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_TORCH = '''"""Stands in for PyTorch, which TorchServe's worker imports for one isinstance check."""
+
+
+class Tensor:
+    """No object is one."""
+'''
+
+
+def archive(config_file: Path, name: str = paths.NAME, version: str = paths.VERSION) -> Path:
+    """Prepare the models and write `model_store/NAME.mar`; returns its path.
+
+    Raises:
+        ConfigError: the configuration, the name or the version is wrong.
+        EnvironmentFailure: a model cannot be had, or the archive cannot be written.
+        ModelLoadError: a model cannot be requantised.
+    """
+    for what, text in (("name", name), ("version", version)):
+        if not _NAME.fullmatch(text):
+            raise ConfigError(
+                f"--{what} {text!r}: may hold letters, digits, dots, dashes and underscores only, "
+                "and begins with a letter or a digit."
+            )
+    return pack(prepared_document(config_file), paths.MODEL_STORE, name, version)
+
+
+def prepared_document(config_file: Path) -> dict[str, Any]:
+    """Prepare the models; returns the model YAML as an archive holds it.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+        EnvironmentFailure: a model cannot be had.
+        ModelLoadError: a model cannot be requantised.
+    """
+    document, _ = load_yaml(config_file)
+    if document.get("continuousBatching") is not True:
+        raise ConfigError(f"{config_file}: `continuousBatching: true` is missing; the handler needs it.")
+    keys = TorchServeKeys.model_validate(document)
+    for key, workers in (("minWorkers", keys.minWorkers), ("maxWorkers", keys.maxWorkers)):
+        # An idle worker waits for a request with the queue locked, and the others stop in mid-answer meanwhile.
+        if workers > 1:
+            raise ConfigError(
+                f"{config_file}: `{key}: {workers}` would hang: TorchServe's continuous batching serves a model "
+                "with one worker only; archive it again under a second name for a second one."
+            )
+    return resolve(document, prepare(config_file), config_file)
+
+
+def prepared_handler(config_file: Path) -> HandlerConfig:
+    """Prepare the models; returns what a worker is configured with. It raises what `prepare` and `handler_of` do."""
+    return handler_of(config_file, prepare(config_file))
+
+
+def handler_of(config_file: Path, prepared: Prepared) -> HandlerConfig:
+    """What a worker is configured with, of models that are prepared.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+        EnvironmentFailure: a model cannot be read.
+    """
+    document, _ = load_yaml(config_file)
+    return parse_handler(resolve(document, prepared, config_file)["handler"], str(config_file))
+
+
+def pack(document: dict[str, Any], store: Path, name: str = paths.NAME, version: str = paths.VERSION) -> Path:
+    """Write `NAME.mar` into a model store; returns its path.
+
+    Args:
+        document: of `prepared_document`.
+        store: a directory.
+        name: the model's, in every URL.
+        version: its.
+
+    Raises:
+        EnvironmentFailure: it cannot be written.
+    """
+    store.mkdir(exist_ok=True)
+    # Inside the model store, so that the finished archive takes its place in one step.
+    with tempfile.TemporaryDirectory(dir=store, prefix=".building-") as directory:
+        building = Path(directory)
+        stage(building, document)
+        built = _run_archiver(building, name, version)
+        return built.replace(store / built.name)
+
+
+def resolve(document: dict[str, Any], prepared: Prepared, config_file: Path) -> dict[str, Any]:
+    """Return the model YAML with the files to load in place of where to get them, and no relative path."""
+    handler = {key: value for key, value in document["handler"].items() if key != "models_directory"}
+    handler["target"] = _loaded(prepared.target, handler["target"])
+    if prepared.draft:
+        handler["draft"] = _loaded(prepared.draft, handler["draft"])
+    if handler.get("trace"):
+        # A worker runs in a directory of TorchServe's.
+        directory = (config_file.absolute().parent / Path(handler["trace"]["directory"]).expanduser()).resolve()
+        handler["trace"] = {**handler["trace"], "directory": str(directory)}
+    return {**document, "handler": handler}
+
+
+def _loaded(path: Path, model: dict[str, Any]) -> dict[str, str]:
+    """The file, and whether it was requantised, which changes what is advised."""
+    found = {"path": str(path), "sha256": files.checked(path, paths.models_directory()).sha256}
+    return found | ({"requantise": model["requantise"]} if model.get("requantise") else {})
+
+
+def stage(building: Path, document: dict[str, Any]) -> None:
+    """Lay out below `building` what the archiver packs: `model.yaml`, and the extra files in `extra/`."""
+    (building / "model.yaml").write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+    shutil.copytree(
+        paths.SOURCE_ROOT / "specserve",
+        building / "extra" / "specserve",
+        ignore=shutil.ignore_patterns("__pycache__", "tools"),
+    )
+    if kernels.library_path().exists():
+        shutil.copy(kernels.library_path(), building / "extra" / "specserve" / "engine")
+    # The model directory comes first on the worker's path, so this wins over an installed torch as well.
+    (building / "extra" / "torch.py").write_text(_TORCH, encoding="utf-8")
+
+
+def _run_archiver(building: Path, name: str, version: str) -> Path:
+    # The archiver deletes TMPDIR/NAME, so it gets a TMPDIR of its own. It reads commas and brackets in
+    # paths its own way, so it is given short relative ones.
+    temporary = building / "tmp"
+    temporary.mkdir()
+    shutil.copy(ENTRY_POINT, building)
+    options = ["--handler", ENTRY_POINT.name, "--config-file", "model.yaml", "--extra-files", "extra"]
+    archiver = [sys.executable, "-m", "model_archiver.model_packaging", "--export-path", "."]
+    outcome = subprocess.run(
+        [*archiver, "--model-name", name, "--version", version, *options],
+        cwd=building,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    built = building / f"{name}.mar"
+    if outcome.returncode or not built.is_file():
+        said = (outcome.stderr.strip() or "no word why").splitlines()[-1]
+        raise EnvironmentFailure(f"torch-model-archiver could not write {name}.mar ({said}).")
+    return built
+
+
+def add_config(parser: cli.Parser) -> None:
+    """Give a command the option --config."""
+    shown = paths.DEFAULT_CONFIG.relative_to(paths.PROJECT)
+    parser.add_argument(
+        "--config",
+        type=Path,
+        default=paths.DEFAULT_CONFIG,
+        metavar="FILE",
+        help=f"a model YAML (default: {shown})",
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Build one archive and say where it is."""
+    parser = cli.Parser(prog="archive", description=__doc__)
+    add_config(parser)
+    parser.add_argument("--name", default=paths.NAME, help=f"the model's name in every URL (default: {paths.NAME})")
+    parser.add_argument("--version", default=paths.VERSION, help=f"its version (default: {paths.VERSION})")
+    options = parser.parse_args(arguments)
+    cli.say(str(archive(options.config, options.name, options.version)))
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,266 @@
+"""Tiny GGUF models that tokenise, generate and disagree as real ones do, for tests that need no language.
+
+python tests/support/tiny_models.py {qwen2|llama|gpt2} {target|draft|other} FILE.gguf
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import tempfile
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from gguf import GGUFWriter, LlamaFileType, TokenType
+from numpy.typing import NDArray
+
+from specserve.errors import ConfigError
+
+ARCHITECTURES = ("qwen2", "llama", "gpt2")
+ROLES = ("target", "draft", "other")
+LAYERS, WIDTH, HEADS, FEED_FORWARD, CONTEXT, MERGES = 2, 64, 4, 128, 2048, 160
+# Measured, not derived: 2 to 3 bits a token, and a draft that agrees on nearly three tokens of four.
+SHARPNESS, DRIFT = 4.0, 0.075
+NEVER, OPENING, END = -6.0, -1.0, 2.8
+END_OF_TEXT = {"qwen2": "<|im_end|>", "llama": "</s>", "gpt2": "<|endoftext|>"}
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ZEPHYR = (
+    "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}{{ eos_token }}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+CORPUS = """\
+A small model proposes the next few tokens and a large model checks all of them in one pass. Where the two
+agree the text moves on by several tokens at the price of one; where they differ the large model's own choice
+is taken, so the text is the one that the large model would have written alone. "What's the weather?" he said;
+I don't know, they've gone, we'll see. Café, naïve, déjà vu, 世界, 世间, 🙂🙃🙂🙁🙂.
+
+def accept(self, target: list[float], draft: list[int], count: int = 2048) -> list[int]:
+    for index, token in enumerate(draft):
+        if target[index].argmax() != token:
+            return self.tokens[:index]
+
+{"name": "get_weather", "arguments": {"city": "Paris", "days": 3, "units": ["metric", null, true, false]}}
+"""
+# GPT-2 names the bytes that print after themselves and the others by the characters from 256 on.
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+HIDDEN = [byte for byte in range(256) if byte not in PRINTABLE]
+BYTE_NAMES = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + n) for n, byte in enumerate(HIDDEN)}
+SPECIALS = ["endoftext", "im_start", "im_end", "fim_prefix", "fim_middle", "fim_suffix"]
+# llama.cpp's own pre-tokenisers, with Python's nearest classes for \p{L} and \p{N}.
+WORDS = {
+    "qwen2": r"'(?:[sdmt]|ll|ve|re)|[^\r\n\w]?[^\W\d_]+|\d| ?(?:[^\s\w]|_)+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "llama": r" *[^ \n]+",
+    "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+",
+}
+Array = NDArray[np.float32]
+Merges = list[tuple[str, str]]
+
+
+class _Token(NamedTuple):
+    """A token's name, its kind and its bytes; without bytes the models hardly ever generate it."""
+
+    name: str
+    kind: TokenType = TokenType.CONTROL
+    text: bytes = b""
+
+
+def write_tiny(path: Path, architecture: str, role: str) -> None:
+    """Write one model: a `target`, its `draft`, or an `other` whose vocabulary fits neither."""
+    if architecture not in ARCHITECTURES or role not in ROLES:
+        raise ConfigError(f"No tiny model is a {architecture} {role}: choose of {ARCHITECTURES}, {ROLES}.")
+    corpus = CORPUS.swapcase() if role == "other" else CORPUS
+    merges = _learn(corpus, architecture)
+    bytewise = architecture != "llama"
+    tokens = _byte_pairs(merges, architecture) if bytewise else _sentence_pieces(corpus, merges)
+    weights = _weights(architecture, tokens, DRIFT if role == "draft" else 0.0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tiny-") as room:
+        partial = Path(room) / path.name
+        writer = GGUFWriter(partial, architecture)
+        _describe_shape(writer, architecture)
+        _describe_tokeniser(writer, architecture, tokens, merges)
+        for name, values in weights.items():
+            writer.add_tensor(name, values)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        partial.replace(path)
+
+
+def _learn(corpus: str, architecture: str) -> Merges:
+    """Byte-pair encoding: the pairs of symbols to merge, most frequent first."""
+    words: list[str] = re.findall(WORDS[architecture], corpus)
+    if architecture == "llama":
+        words = [word.replace(" ", "▁") for word in words]
+    else:
+        words = ["".join(BYTE_NAMES[byte] for byte in word.encode()) for word in words]
+    counts = Counter(tuple(word) for word in words)
+    merges: Merges = []
+    while len(merges) < MERGES:
+        pairs: Counter[tuple[str, str]] = Counter()
+        for word, count in counts.items():
+            for pair in pairwise(word):
+                pairs[pair] += count
+        merges.append(max(pairs, key=lambda pair: (pairs[pair], pair)))
+        counts = Counter({_merge(word, merges[-1]): count for word, count in counts.items()})
+    return merges
+
+
+def _merge(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
+    """The word with every occurrence of the pair joined, from the left."""
+    joined: list[str] = []
+    index = 0
+    while index < len(word):
+        width = 2 if word[index : index + 2] == pair else 1
+        joined.append("".join(word[index : index + width]))
+        index += width
+    return tuple(joined)
+
+
+def _byte_pairs(merges: Merges, architecture: str) -> list[_Token]:
+    """GPT-2's vocabulary: every byte under a printable name, the merges, the special tokens."""
+    byte_of = {name: byte for byte, name in BYTE_NAMES.items()}
+    names = [*byte_of, *map("".join, merges)]
+    tokens = [_Token(name, TokenType.NORMAL, bytes(byte_of[letter] for letter in name)) for name in names]
+    specials = SPECIALS if architecture == "qwen2" else SPECIALS[:1]
+    return tokens + [_Token(f"<|{name}|>") for name in specials]
+
+
+def _sentence_pieces(corpus: str, merges: Merges) -> list[_Token]:
+    """Llama's vocabulary: special tokens, a fallback for every byte, the merges, the characters."""
+    tokens = [_Token("<unk>", TokenType.UNKNOWN), _Token("<s>"), _Token("</s>")]
+    for byte in range(256):
+        # Printable ASCII has pieces of its own; only a line feed and parts of characters need their bytes.
+        text = bytes([byte]) if byte == ord("\n") or byte >= 0x80 else b""
+        tokens.append(_Token(f"<0x{byte:02X}>", TokenType.BYTE, text))
+    characters = sorted({"▁", *map(chr, range(0x21, 0x7F)), *"".join(corpus.split())})
+    pieces = [*map("".join, merges), *characters]
+    return tokens + [_Token(piece, TokenType.NORMAL, piece.replace("▁", " ").encode()) for piece in pieces]
+
+
+def _describe_shape(writer: GGUFWriter, architecture: str) -> None:
+    """Write the metadata of the layers."""
+    writer.add_name(f"specserve tiny {architecture}")
+    writer.add_file_type(LlamaFileType.ALL_F32)
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(WIDTH)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(FEED_FORWARD)
+    writer.add_head_count(HEADS)
+    if architecture == "gpt2":
+        writer.add_layer_norm_eps(1e-5)
+    else:
+        writer.add_head_count_kv(HEADS // 2)
+        writer.add_layer_norm_rms_eps(1e-5)
+
+
+def _describe_tokeniser(writer: GGUFWriter, architecture: str, tokens: list[_Token], merges: Merges) -> None:
+    """Write the vocabulary, the special tokens and, for the two that chat, the template."""
+    id_of = {token.name: index for index, token in enumerate(tokens)}
+    writer.add_token_list([token.name for token in tokens])
+    writer.add_token_types([token.kind for token in tokens])
+    writer.add_eos_token_id(id_of[END_OF_TEXT[architecture]])
+    writer.add_add_bos_token(architecture == "llama")
+    if architecture == "llama":
+        writer.add_tokenizer_model("llama")
+        writer.add_token_scores([-float(index) for index in id_of.values()])
+        # Llama's own files put a space before the text, which would not come back exactly.
+        writer.add_add_space_prefix(False)
+        writer.add_unk_token_id(id_of["<unk>"])
+        writer.add_bos_token_id(id_of["<s>"])
+        writer.add_chat_template(ZEPHYR)
+        return
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2" if architecture == "qwen2" else "gpt-2")
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_bos_token_id(id_of["<|endoftext|>"])
+    if architecture == "qwen2":
+        writer.add_pad_token_id(id_of["<|endoftext|>"])
+        writer.add_eot_token_id(id_of["<|im_end|>"])
+        for key, name in {"pre": "prefix", "suf": "suffix", "mid": "middle"}.items():
+            writer.add_uint32(f"tokenizer.ggml.fim_{key}_token_id", id_of[f"<|fim_{name}|>"])
+        writer.add_chat_template(CHATML)
+
+
+def _printable(text: bytes) -> bool:
+    """Whether these bytes are whole characters that a person can read."""
+    try:
+        return text.decode().replace("\n", " ").isprintable()
+    except UnicodeDecodeError:
+        return False
+
+
+def _preference(token: _Token) -> tuple[float, bool, bool]:
+    """How readily a token is generated, whether it opens a character, whether it can close one."""
+    if token.text and _printable(token.text):
+        return 0.0, False, False
+    if token.text and _printable(token.text + b"\x80"):
+        return OPENING, True, False
+    return NEVER, False, len(token.text) == 1 and 0x80 <= token.text[0] < 0xC0
+
+
+def _weights(architecture: str, tokens: list[_Token], drift: float) -> dict[str, Array]:
+    """The tensors: a random map from the tokens so far to the next, which a draft has a little wrong."""
+    seed = ARCHITECTURES.index(architecture)
+    shared, noise = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 1])
+
+    def normal(*shape: int, scale: float) -> Array:
+        common, own = shared.standard_normal(shape), noise.standard_normal(shape)
+        return (scale * (math.sqrt(1 - drift**2) * common + drift * own)).astype(np.float32)
+
+    embedding = normal(len(tokens), WIDTH, scale=1.0)
+    output = normal(len(tokens), WIDTH, scale=SHARPNESS / math.sqrt(WIDTH))
+    # Two features bypass the layers: a constant, which carries the readiness, and "a character is open".
+    for index, token in enumerate(tokens):
+        readiness, opens, closes = _preference(token)
+        embedding[index, :2] = 3.0, 5.0 * opens
+        output[index, :2] = readiness, 8.0 * closes
+    # The end is always possible and seldom likely, so its logit varies less than a word's.
+    end = next(index for index, token in enumerate(tokens) if token.name == END_OF_TEXT[architecture])
+    output[end] *= 0.3
+    output[end, 0] = END
+    tensors = {"token_embd.weight": embedding, "output.weight": output}
+    for norm in ("output_norm", *(f"blk.{n}.{part}_norm" for n in range(LAYERS) for part in ("attn", "ffn"))):
+        tensors[f"{norm}.weight"] = np.ones(WIDTH, np.float32)
+        if architecture == "gpt2":
+            tensors[f"{norm}.bias"] = np.zeros(WIDTH, np.float32)
+    shapes = {"attn_output": (WIDTH, WIDTH, 0.7), "ffn_up": (FEED_FORWARD, WIDTH, 1.0)}
+    shapes["ffn_down"] = (WIDTH, FEED_FORWARD, 1.0)
+    if architecture == "gpt2":
+        positions = normal(CONTEXT, WIDTH, scale=0.3)
+        positions[:, :2] = 0.0
+        tensors["position_embd.weight"] = positions
+        shapes["attn_qkv"] = (3 * WIDTH, WIDTH, 1.5)
+    else:
+        shapes |= {"attn_q": (WIDTH, WIDTH, 1.5), "ffn_gate": (FEED_FORWARD, WIDTH, 1.0)}
+        shapes |= {"attn_k": (WIDTH // 2, WIDTH, 1.5), "attn_v": (WIDTH // 2, WIDTH, 1.5)}
+    for block in (f"blk.{layer}" for layer in range(LAYERS)):
+        for name, (rows, columns, gain) in shapes.items():
+            weight, bias = normal(rows, columns, scale=gain / math.sqrt(columns)), normal(rows, scale=0.1)
+            if name in ("attn_output", "ffn_down"):
+                weight[:2], bias[:2] = 0.0, 0.0
+            tensors[f"{block}.{name}.weight"] = weight
+            if architecture == "gpt2" or (architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v")):
+                tensors[f"{block}.{name}.bias"] = bias
+    return tensors
+
+
+def main() -> None:
+    """Write the model that the command line asks for."""
+    architecture, role, path = sys.argv[1:]
+    try:
+        write_tiny(Path(path), architecture, role)
+    except ConfigError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -106,7 +106,7 @@ class Lane:
     def run(self, first: int, rows: int, logits: int) -> float:
         """Seconds of a pass of `rows` rows from position `first` on, of which the last give `logits` logits."""
         kernels.library().specserve_take(self._taken)
-        self._engine.cut(0, first)
+        self._engine.truncate(0, first)
         # Any tokens do, but for those of a few bytes, which come first.
         batch = [Row(1000 + at, 0, at, wants_logits=at >= first + rows - logits) for at in range(first, first + rows)]
         started = perf_counter()
@@ -190,11 +190,11 @@ def show(path: Path, rows: list[dict[str, Any]]) -> None:
         of_roof = [f"{own['times_roof']:.2f}", f"{own['best_times_roof']:.2f}"]
         if own["prefill"]:
             roof = f"{own['roof_ms'] / own['rows']:.2f}"
-            cells = [f"{theirs['ms_per_row']:.2f}", f"{own['ms_per_row']:.2f}", ratio, "", "", roof, *of_roof]
-            table.add_row(f"prefill of {PREFILL}, a row", *cells)
+            kv_len = [f"{theirs['ms_per_row']:.2f}", f"{own['ms_per_row']:.2f}", ratio, "", "", roof, *of_roof]
+            table.add_row(f"prefill of {PREFILL}, a row", *kv_len)
         else:
-            cells = [f"{theirs['ms']:.1f}", f"{own['ms']:.1f}", ratio, f"{theirs['v']:.2f}", f"{own['v']:.2f}"]
-            table.add_row(str(own["rows"]), *cells, f"{own['roof_ms']:.1f}", *of_roof)
+            kv_len = [f"{theirs['ms']:.1f}", f"{own['ms']:.1f}", ratio, f"{theirs['v']:.2f}", f"{own['v']:.2f}"]
+            table.add_row(str(own["rows"]), *kv_len, f"{own['roof_ms']:.1f}", *of_roof)
     Console(width=200).print(table)
 
 

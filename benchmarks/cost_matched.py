@@ -157,7 +157,7 @@ def engine(model: LlamaModel) -> LlamaEngine:
 
 def greedy(target: LlamaEngine, prompt: list[int]) -> list[int]:
     """The most likely continuation of a prompt, in an empty cache."""
-    target.cut(0, 0)
+    target.truncate(0, 0)
     last = len(prompt) - 1
     rows = [Row(token, 0, place, wants_logits=place == last) for place, token in enumerate(prompt)]
     tokens: list[int] = []
@@ -174,7 +174,7 @@ def milliseconds(target: LlamaEngine, rows: int) -> float:
     begun = perf_counter()
     target.forward([Row(0, 0, start + row, wants_logits=True) for row in range(rows)])
     taken = 1000 * (perf_counter() - begun)
-    target.cut(0, start)
+    target.truncate(0, start)
     return taken
 
 
@@ -190,7 +190,7 @@ def compare(source: Path, matched: Path) -> list[dict[str, Any]]:
     prompts = (model.encode(task.text, special=True)[:PROMPT_TOKENS] for task in read_tasks("code", 2))
     texts = [[greedy(one, prompt) for one in engines] for prompt in prompts]
     for one in engines:
-        one.cut(0, 0)
+        one.truncate(0, 0)
         one.forward([Row(0, 0, place, wants_logits=False) for place in range(PROMPT_TOKENS)])
     rows: list[dict[str, Any]] = [{"prompts": len(texts), "same_text": sum(a == b for a, b in texts)}]
     for count in (1, 4):

@@ -30,7 +30,7 @@ def gap_where_they_part(target: Engine, prompt: list[int], plain: list[int], oth
     place = next((i for i, pair in enumerate(zip(plain, other, strict=False)) if pair[0] != pair[1]), None)
     if place is None:
         return None
-    target.cut(0, 0)
+    target.truncate(0, 0)
     for position, token in enumerate(prompt + plain[:place]):
         [logits] = target.forward([Row(token, 0, position, wants_logits=True)])
     return float(logits[plain[place]] - logits[other[place]])

@@ -40,9 +40,9 @@ def load(setting: Setting) -> Callable[[Pass], Outcome]:
             Row(token, 0, at, wants_logits=at >= end - wanted.logits) for at, token in enumerate(setting.tokens[:end])
         ]
         if len(held) < wanted.context:
-            engine.cut(0, 0)
+            engine.truncate(0, 0)
             engine.forward([row._replace(wants_logits=False) for row in rows[: wanted.context]])
-        engine.cut(0, wanted.context)
+        engine.truncate(0, wanted.context)
         held[:] = setting.tokens[:end]
         started = perf_counter()
         logits = engine.forward(rows[wanted.context :])

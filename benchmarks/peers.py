@@ -261,15 +261,15 @@ def report(path: Path, measured: Measured) -> list[dict[str, Any]]:
         table.add_column(column, justify="right")
     rows = []
     for key in (*ROWS, -PREFILL):
-        cells = []
+        kv_len = []
         for name in names:
             seconds = measured.seconds.get((name, key))
             milliseconds = 1000 * median(seconds) / (PREFILL if key < 0 else 1) if seconds else None
-            cells.append(f"{milliseconds:.1f}" if milliseconds else "-")
+            kv_len.append(f"{milliseconds:.1f}" if milliseconds else "-")
             count = abs(key)
             entry = {"file": path.name, "peer": name, "rows": count, "prefill": key < 0}
             rows.append(entry | {"ms": round(milliseconds, 2) if milliseconds else None, "passes": len(seconds or ())})
-        table.add_row(f"prefill of {PREFILL}" if key < 0 else str(key), *cells)
+        table.add_row(f"prefill of {PREFILL}" if key < 0 else str(key), *kv_len)
     Console(width=160).print(table)
     return rows
 

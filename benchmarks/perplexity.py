@@ -77,7 +77,7 @@ def _negative_log_likelihoods(logits: FloatArray, tokens: list[int]) -> FloatArr
 
 def score_window(engine: Engine, tokens: list[int]) -> FloatArray:
     """The negative log-likelihoods of all tokens of a window but the first."""
-    engine.cut(0, 0)
+    engine.truncate(0, 0)
     parts = []
     for start in range(0, len(tokens) - 1, _CHUNK):
         inputs = tokens[start : min(start + _CHUNK, len(tokens) - 1)]

@@ -52,7 +52,7 @@ def record(
     prompt = model.encode(task.text, special=True)
     answer: list[int] = []
     sure = []
-    target.cut(0, 0)
+    target.truncate(0, 0)
     read(target, prompt[:-1])
     while len(answer) < task.max_tokens and not (answer and model.ends_text(answer[-1])):
         tokens = [*prompt, *answer]
@@ -76,7 +76,7 @@ def follow(
     draft: LlamaEngine, prompt: list[int], answer: list[int], width: int, sampling: SamplingParams
 ) -> tuple[list[bool], list[float]]:
     """What the draft says along an answer, among `width` tokens: by place, whether it hits, and how sure it is."""
-    draft.cut(0, 0)
+    draft.truncate(0, 0)
     read(draft, prompt[:-1])
     hit, sure = [], []
     text = [*prompt, *answer]

@@ -123,7 +123,7 @@ class Tape:
     def forward(self, rows: list[Row]) -> FloatArray:
         """What was recorded behind each row; see `Engine.forward`."""
         counts = Counter(row.slot for row in rows)
-        self._clock.now += self._cost.exactly(len(rows), self.reach(counts))
+        self._clock.now += self._cost.exactly(len(rows), self.kv_len(counts))
         for row in rows:
             self._lengths[row.slot] = row.position + 1
         return np.array([self._row(row) for row in rows if row.wants_logits], np.float32)
@@ -137,21 +137,21 @@ class Tape:
         place = min(max(0, place), len(recording.answer) - 1)
         right = recording.hit[place] if self._draft else True
         sure = recording.draft_sure[place] if self._draft else recording.sure[place]
-        favourite = text.names[recording.answer[place]] if right else 0
+        argmax = text.names[recording.answer[place]] if right else 0
         sure = min(1 - 1e-6, max(sure, 1.5 / self.width))
         row = [float(np.log((1 - sure) / (self.width - 1)))] * self.width
-        row[favourite] = float(np.log(sure))
+        row[argmax] = float(np.log(sure))
         return row
 
-    def held(self, slot: int) -> int:
+    def cached_len(self, slot: int) -> int:
         """How many tokens a slot holds."""
         return self._lengths[slot]
 
-    def reach(self, slots: Iterable[int]) -> int:
+    def kv_len(self, slots: Iterable[int]) -> int:
         """How many tokens a row walks over."""
         return max((self._lengths[slot] for slot in slots), default=0)
 
-    def cut(self, slot: int, length: int) -> None:
+    def truncate(self, slot: int, length: int) -> None:
         """Forget what is behind."""
         self._lengths[slot] = min(self._lengths[slot], length)
 
@@ -252,15 +252,15 @@ def oracle(recording: Recording, target: Cost, draft: Cost, most: int = 16) -> f
     Dynamic programming over the places of the answer, from its end; the draft's arrears are free.
     """
     count = len(recording.answer)
-    cells = len(recording.prompt) + count // 2
-    step = draft.seconds(1, cells)
+    kv_len = len(recording.prompt) + count // 2
+    step = draft.seconds(1, kv_len)
     best = [0.0] * (count + 1)
     for place in range(count - 1, 0, -1):
         stay = 0
-        options = [target.seconds(1, cells) + best[place + 1]]
+        options = [target.seconds(1, kv_len) + best[place + 1]]
         for gamma in range(1, min(most, count - place - 1) + 1):
             stay += int(stay == gamma - 1 and recording.hit[place + gamma - 1])
-            options.append(gamma * step + target.seconds(gamma + 1, cells) + best[place + stay + 1])
+            options.append(gamma * step + target.seconds(gamma + 1, kv_len) + best[place + stay + 1])
         best[place] = min(options)
     return best[1]
 

@@ -274,14 +274,14 @@ class Measure:
 
 def show(row: dict[str, Any]) -> None:
     """One line of the table."""
-    cells = [
+    kv_len = [
         row["answer"],
         f"{row['seconds']:.1f}",
         f"{row['longest_pause']:.2f}",
         row["mebibytes"],
         row["kilobytes_out"],
     ]
-    print(f"| {row['case']} | {row['limit']} | " + " | ".join(map(str, cells)) + " |", flush=True)
+    print(f"| {row['case']} | {row['limit']} | " + " | ".join(map(str, kv_len)) + " |", flush=True)
 
 
 def main() -> None:

@@ -268,11 +268,11 @@ class Sequence:
         return len(self.tokens) - self.target_cached
 
     @property
-    def draft_held(self) -> int:
+    def draft_cached_len(self) -> int:
         """How many tokens the draft's cache holds."""
         return self.draft_cached - self.draft_start
 
-    def cut_draft(self, length: int) -> None:
+    def truncate_draft(self, length: int) -> None:
         """The draft's cache holds nothing behind the first `length` tokens."""
         self.draft_cached = min(self.draft_cached, length)
         if self.draft_cached <= self.draft_start:
@@ -281,7 +281,7 @@ class Sequence:
     def inherit_draft(self, other: Sequence, length: int) -> None:
         """The draft's cache holds what another text left there, of which the first `length` tokens are this one's."""
         self.draft_start, self.draft_cached = other.draft_start, other.draft_cached
-        self.cut_draft(length)
+        self.truncate_draft(length)
 
     def common_prefix(self, tokens: list[int], most: int) -> int:
         """How many leading tokens this text shares with another one, counted up to `most`."""
@@ -304,4 +304,4 @@ class Sequence:
         del self.tokens[self.prompt_length + generated :]
         del self.scores[generated:]
         self.target_cached = min(self.target_cached, len(self.tokens))
-        self.cut_draft(len(self.tokens))
+        self.truncate_draft(len(self.tokens))

@@ -25,7 +25,7 @@ def _no_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One that decodes one sequence at a time, so that its numbers are the same whatever was asked before or beside.
 
-    Where several share the cache, it adds up a text's cells in an order that depends on the others.
+    Where several share the cache, it adds up a text's kv_len in an order that depends on the others.
     """
     with running(config=tiny_but(tmp_path_factory.mktemp("config"), handler={"sequences": 1})) as server:
         yield server

@@ -57,7 +57,7 @@ def product(
 def attention(
     queries: Floats, keys: NDArray[np.float16], values: NDArray[np.float16], visible: NDArray[np.bool_]
 ) -> Floats:
-    """Attention of queries [rows][heads][size] to the visible [rows][cells] of keys and values [cells][size]."""
+    """Attention of queries [rows][heads][size] to the visible [rows][kv_len] of keys and values [kv_len][size]."""
     rows, heads, size = queries.shape
     given = [np.ascontiguousarray(array) for array in (queries, keys, values)]
     mask = np.ascontiguousarray(np.where(visible, np.float16(0), np.float16(-np.inf)))

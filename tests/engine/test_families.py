@@ -180,7 +180,7 @@ def test_a_draft_that_was_trained_for_shorter_texts_reads_only_the_end_of_longer
     plain = pair.answer(PROMPTS[0], **fields, speculation=PLAIN).sequence
     speculative = pair.answer(PROMPTS[0], **fields).sequence
     assert speculative.tokens == plain.tokens
-    assert speculative.draft_held <= 128
+    assert speculative.draft_cached_len <= 128
     assert speculative.account.drafted > 128 * 2, "it begins again near the end of the text"
 
 

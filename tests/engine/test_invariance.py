@@ -1,4 +1,4 @@
-"""The probe finds what makes logits depend on rows, chunks, cells or neighbours, and says so in a sentence."""
+"""The probe finds what makes logits depend on rows, chunks, kv_len or neighbours, and says so in a sentence."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Fault = Callable[["Planted", list[Row], Row], bool]
 class Planted(FakeEngine):
     """An engine whose logits are wrong by a little wherever `fault` says so of a pass and a row of it.
 
-    It keeps cells as a shared cache does: the first free ones are written first.
+    It keeps kv_len as a shared cache does: the first free ones are written first.
     """
 
     def __init__(self, fault: Fault, *, n_slots: int = 2) -> None:
@@ -47,8 +47,8 @@ class Planted(FakeEngine):
         wrong = [self._fault(self, rows, row) for row in rows if row.wants_logits]
         return super().forward(rows) + NOISE * np.array(wrong, np.float32)[:, None]
 
-    def cut(self, slot: int, length: int) -> None:
-        super().cut(slot, length)
+    def truncate(self, slot: int, length: int) -> None:
+        super().truncate(slot, length)
         self.layout = [None if cell and cell[0] == slot and cell[1] >= length else cell for cell in self.layout]
 
 

@@ -234,7 +234,7 @@ def test_a_wrong_kernel_is_seen_by_the_check_at_load_and_by_these_tests(
 
 
 class Scene(NamedTuple):
-    """Queries, keys, values, and which cells each row sees: its sequence's, up to its own."""
+    """Queries, keys, values, and which kv_len each row sees: its sequence's, up to its own."""
 
     queries: NDArray[np.float32]
     keys: NDArray[np.float16]
@@ -244,27 +244,27 @@ class Scene(NamedTuple):
     def rows(self, which: slice) -> Scene:
         return self._replace(queries=self.queries[which], visible=self.visible[which])
 
-    def cells(self, order: NDArray[np.int64]) -> Scene:
+    def kv_len(self, order: NDArray[np.int64]) -> Scene:
         return self._replace(keys=self.keys[order], values=self.values[order], visible=self.visible[:, order])
 
 
-def scene(seed: int, rows: int, cells: int, size: int) -> Scene:
+def scene(seed: int, rows: int, kv_len: int, size: int) -> Scene:
     random = np.random.default_rng(seed)
-    own = np.flatnonzero(random.random(cells) < 0.7)
-    seen = np.zeros((rows, cells), np.bool_)
+    own = np.flatnonzero(random.random(kv_len) < 0.7)
+    seen = np.zeros((rows, kv_len), np.bool_)
     for row in range(rows):
         seen[row, own[: len(own) - (rows - 1 - row)]] = True
-    keys, values = (numbers(seed + n, cells, size).astype(np.float16) for n in (2, 3))
+    keys, values = (numbers(seed + n, kv_len, size).astype(np.float16) for n in (2, 3))
     return Scene(2 * numbers(seed + 1, rows, 3, size), keys, values, seen)
 
 
 @pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("size", [16, 32, 48, 64, 80, 128, 256])
-@pytest.mark.parametrize(("rows", "cells"), [(1, 1), (1, 40), (2, 17), (4, 300), (4, 31)])
-def test_attention_is_right(size: int, rows: int, cells: int) -> None:
+@pytest.mark.parametrize(("rows", "kv_len"), [(1, 1), (1, 40), (2, 17), (4, 300), (4, 31)])
+def test_attention_is_right(size: int, rows: int, kv_len: int) -> None:
     """Values of half precision are off by 5e-4; the largest of the sums' own errors that was seen is 9e-6."""
     for seed in range(3):
-        these = scene(100 * seed, rows, cells + rows * 4, size)
+        these = scene(100 * seed, rows, kv_len + rows * 4, size)
         assert np.abs(attention(*these) - exact_attention(*these)).max() < 5e-5
 
 
@@ -277,7 +277,7 @@ def test_attention_has_the_same_bits_wherever_cells_lie_and_whatever_rows_are_be
         these.values[:] *= np.exp(3 * numbers(seed, 120, 1)).astype(np.float16)
         together = attention(*these)
         order = np.random.default_rng(seed).permutation(120)
-        assert np.array_equal(together, attention(*these.cells(order)))
+        assert np.array_equal(together, attention(*these.kv_len(order)))
         for row in range(4):
             one = slice(row, row + 1)
             assert np.array_equal(together[one], attention(*these.rows(one)))
@@ -313,7 +313,7 @@ def open_engine(path: Path, *, threads: int = 1) -> tuple[LlamaModel, LlamaEngin
 def logits(engine: LlamaEngine, slot: int = 0) -> FloatArray:
     rows = [Row(token, slot, place, wants_logits=place == 19) for place, token in enumerate(range(40, 60))]
     found = engine.forward(rows).copy()
-    engine.cut(slot, 0)
+    engine.truncate(slot, 0)
     return found
 
 
@@ -476,10 +476,10 @@ for variant in kernels.VARIANTS:
                 x[0, :3] = np.inf, -np.inf, np.nan
                 product(name, blocks, x, threads=2)
     for size in (16, 48, 128):
-        for rows, cells in ((1, 1), (4, 33), (3, 100)):
-            shape = (rows, 3, size), (cells, size), (cells, size)
+        for rows, kv_len in ((1, 1), (4, 33), (3, 100)):
+            shape = (rows, 3, size), (kv_len, size), (kv_len, size)
             q, k, v = (random.normal(size=one) for one in shape)
-            seen = random.random((rows, cells)) < 0.6
+            seen = random.random((rows, kv_len)) < 0.6
             attention(q.astype(np.float32), k.astype(np.float16), v.astype(np.float16), seen)
 print("clean")
 """

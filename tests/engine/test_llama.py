@@ -77,7 +77,7 @@ def rows(tokens: list[int], *, slot: int = 0, start: int = 0, wants: str = "last
 
 def greedy_text(engine: LlamaEngine, model: LlamaModel, prompt: list[int], count: int) -> list[int]:
     """Plain greedy decoding, one row a step."""
-    engine.cut(0, 0)
+    engine.truncate(0, 0)
     tokens = list(prompt)
     logits = engine.forward(rows(prompt))
     while True:
@@ -120,11 +120,11 @@ def test_greedy_speculative_text_is_greedy_plain_text(architecture: str, tiny_fi
 
 
 def test_in_a_crowd_every_token_is_the_targets_choice_or_a_near_tie(architecture: str, tiny_file: TinyFile) -> None:
-    """The cells of a shared cache are added up in another order than alone, which may turn a near-tie."""
+    """The kv_len of a shared cache are added up in another order than alone, which may turn a near-tie."""
     model = LlamaModel(tiny_file(architecture, "target"))
     alone = engine_for(model, max_logits=64)
     for sequence in speculate(architecture, tiny_file, [3, 3, 3], together=True):
-        alone.cut(0, 0)
+        alone.truncate(0, 0)
         for position, token in enumerate(sequence.tokens[:-1]):
             [logits] = alone.forward(rows([token], start=position))
             if position + 1 >= sequence.prompt_length:
@@ -136,16 +136,16 @@ def test_rows_of_several_slots_in_one_pass_give_what_each_gives_alone(engine: Ll
     alone = []
     for text in texts:
         alone.append(engine.forward(rows(text)).copy())
-        engine.cut(0, 0)
+        engine.truncate(0, 0)
     together = engine.forward([row for slot, text in enumerate(texts) for row in rows(text, slot=slot)])
     np.testing.assert_allclose(together, np.concatenate(alone), atol=1e-4)
 
 
 def test_a_cut_cache_continues_as_if_the_rest_had_never_been_there(engine: LlamaEngine) -> None:
     expected = engine.forward(rows([5, 6, 7, 8])).copy()
-    engine.cut(0, 2)
+    engine.truncate(0, 2)
     engine.forward(rows([50, 51, 52], start=2))
-    engine.cut(0, 2)
+    engine.truncate(0, 2)
     np.testing.assert_allclose(engine.forward(rows([7, 8], start=2)), expected, atol=1e-4)
 
 
@@ -166,7 +166,7 @@ def test_more_rows_or_logits_than_there_is_room_for_are_refused(engine: LlamaEng
 
 def test_a_token_outside_the_vocabulary_fails_and_leaves_the_cache_as_it_was(engine: LlamaEngine) -> None:
     expected = engine.forward(rows([5, 6, 7])).copy()
-    engine.cut(0, 2)
+    engine.truncate(0, 2)
     with pytest.raises(EngineError, match="llama_decode"):
         engine.forward(rows([7, 10**6], start=2))
     np.testing.assert_allclose(engine.forward(rows([7], start=2)), expected, atol=1e-4)
@@ -176,7 +176,7 @@ def test_all_slots_can_be_filled_to_the_last_token(engine: LlamaEngine) -> None:
     for slot in range(SLOTS):
         for start in range(0, CONTEXT, 64):
             engine.forward(rows([5] * 64, slot=slot, start=start))
-    engine.cut(1, 100)
+    engine.truncate(1, 100)
     assert engine.forward(rows([5], slot=1, start=100)).shape[0] == 1
 
 

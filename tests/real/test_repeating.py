@@ -89,7 +89,7 @@ class Plain(NamedTuple):
 
 
 def plain_text(loaded: Loaded, prompt: list[int]) -> Plain:
-    loaded.engine.cut(0, 0)
+    loaded.engine.truncate(0, 0)
     last = len(prompt) - 1
     plain = Plain(prompt, [], [])
     rows = [Row(token, 0, place, place == last) for place, token in enumerate(prompt)]
@@ -119,7 +119,7 @@ class Replay:
 
 def speculative_text(loaded: Loaded, plain: Plain) -> list[int]:
     """The same answer in rounds of several rows, up to the round in which it first differs."""
-    loaded.engine.cut(0, 0)
+    loaded.engine.truncate(0, 0)
     sequence = Sequence(plain.prompt, SamplingParams(temperature=0), SpeculationParams(GAMMA), max_tokens=TOKENS)
     sequence.slot = 0
     cost = proportional()
@@ -141,9 +141,9 @@ def gap_of(plain: Plain, text: list[int]) -> float | None:
     return None
 
 
-def accepts_every_draft(favourite: Callable[[int], int], drafts: Tokens[int]) -> Verdict:
+def accepts_every_draft(argmax: Callable[[int], int], drafts: Tokens[int]) -> Verdict:
     """WRONG: the target's second choice is as good as its first."""
-    return Verdict(len(drafts) - 1, drafts[-1]) if drafts else verify_greedy(favourite, drafts)
+    return Verdict(len(drafts) - 1, drafts[-1]) if drafts else verify_greedy(argmax, drafts)
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ def greedy(smollm2: Pair) -> Answers:
 
 def logits_of(engine: Engine, tokens: list[int], *, rows: int) -> FloatArray:
     """The logits behind every token of a text that is fed so many rows a pass."""
-    engine.cut(0, 0)
+    engine.truncate(0, 0)
     passes = []
     for start in range(0, len(tokens), rows):
         fed = enumerate(tokens[start : start + rows], start)

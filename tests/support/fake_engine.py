@@ -34,13 +34,13 @@ class FakeEngine:
         self._blend = blend
         self._sharpness = sharpness
 
-    def held(self, slot: int) -> int:
+    def cached_len(self, slot: int) -> int:
         """How many tokens a slot holds."""
         return len(self.cache[slot])
 
-    def reach(self, slots: Iterable[int]) -> int:
+    def kv_len(self, slots: Iterable[int]) -> int:
         """The tokens of the longest of these slots."""
-        return max(map(self.held, slots), default=0)
+        return max(map(self.cached_len, slots), default=0)
 
     def logits(self, context: list[int]) -> FloatArray:
         """The logits that follow `context`, shape (vocabulary,)."""
@@ -80,7 +80,7 @@ class FakeEngine:
         setattr(self, fault, None if left in {None, 0} else left - 1)
         return bool(left == 0)
 
-    def cut(self, slot: int, length: int) -> None:
+    def truncate(self, slot: int, length: int) -> None:
         """Keep the first `length` tokens of a slot's cache."""
         del self.cache[slot][length:]
 

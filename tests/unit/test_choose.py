@@ -211,7 +211,7 @@ def test_hits_are_the_drafts_own_choices(tmp_path: Path) -> None:
     assert 1 < len(answer) <= 40
     assert choose.read_along(writer, prompt, answer, target.size) == [True] * len(answer)
     hits = choose.read_along(reader, prompt, answer, target.size)
-    reader.cut(0, 0)
+    reader.truncate(0, 0)
     text = [*prompt, *answer]
     rows = [Row(token, 0, place, wants_logits=True) for place, token in enumerate(text)]
     choices = [int(np.argmax(reader.forward([row])[0])) for row in rows]

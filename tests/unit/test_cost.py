@@ -34,11 +34,11 @@ def test_rows_that_the_engine_cannot_run_are_not_padded_to() -> None:
     assert Cost(TABLE, most=4).padded(5, 0) == 5
 
 
-@given(cells=st.integers(0, 5000))
-def test_the_context_raises_costs_on_the_line_through_both_measurements(cells: int) -> None:
-    grain = cells // 64 * 64
+@given(kv_len=st.integers(0, 5000))
+def test_the_context_raises_costs_on_the_line_through_both_measurements(kv_len: int) -> None:
+    grain = kv_len // 64 * 64
     expected = 1 + max(0, grain - 100) / 200
-    assert Cost(TABLE, most=64).seconds(1, cells) == pytest.approx(expected)
+    assert Cost(TABLE, most=64).seconds(1, kv_len) == pytest.approx(expected)
 
 
 def test_a_longer_context_that_was_measured_to_be_cheaper_is_taken_for_noise() -> None:
@@ -139,13 +139,13 @@ class Machine(FakeEngine):
     def forward(self, rows: list[Row]) -> FloatArray:
         self.passes += 1
         noise = 1 + self._random.uniform(-self._noise, self._noise)
-        self.now += noise * true_cost(len(rows), self.reach([0])) + (20.0 if self.passes % 7 == 0 else 0.0)
+        self.now += noise * true_cost(len(rows), self.kv_len([0])) + (20.0 if self.passes % 7 == 0 else 0.0)
         return super().forward(rows)
 
 
-def true_cost(rows: int, cells: int) -> float:
+def true_cost(rows: int, kv_len: int) -> float:
     """Four rows are one stair, and every row reads the context."""
-    return -(-rows // 4) + rows * cells / 4000
+    return -(-rows // 4) + rows * kv_len / 4000
 
 
 def test_a_staircase_is_measured_although_the_machine_is_held_up_now_and_then() -> None:
@@ -153,9 +153,9 @@ def test_a_staircase_is_measured_although_the_machine_is_held_up_now_and_then() 
     table = measure(machine, clock=lambda: machine.now)
     cost = Cost(table, most=64)
     for rows in (1, 4, 8, 16, 32):
-        for cells in (64, 320, 1024):
-            assert cost.seconds(rows, cells) == pytest.approx(true_cost(rows, cells), rel=0.02)
-    assert machine.held(0) == 0
+        for kv_len in (64, 320, 1024):
+            assert cost.seconds(rows, kv_len) == pytest.approx(true_cost(rows, kv_len), rel=0.02)
+    assert machine.cached_len(0) == 0
 
 
 def test_what_the_context_adds_is_told_from_noise_that_is_larger() -> None:

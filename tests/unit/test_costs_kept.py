@@ -72,7 +72,7 @@ def test_it_is_measured_again_where_anything_has_changed_that_costs_depend_on(mo
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"rows": [1], "cells": [1], "seconds": [[1], [1]]}', '{"rows": 1}']
+    "content", ["", "{", "[]", '{"rows": [1], "kv_len": [1], "seconds": [[1], [1]]}', '{"rows": 1}']
 )
 def test_a_file_that_cannot_be_read_is_measured_again_and_said(
     model: Path, content: str, caplog: pytest.LogCaptureFixture

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from specserve.sampling.distribution import FloatArray, confidence, draw, favourite, to_distribution
+from specserve.sampling.distribution import FloatArray, argmax, confidence, draw, to_distribution
 from specserve.sequence import SamplingParams
 
 
@@ -87,13 +87,13 @@ def test_top_k_one_is_greedy() -> None:
 def test_a_favourite_that_is_not_finite_is_an_error() -> None:
     for row in (np.full(3, -np.inf), np.array([0.0, np.inf, 0.0]), np.array([0.0, np.nan, 0.0])):
         with pytest.raises(FloatingPointError, match="not finite"):
-            favourite(row)
+            argmax(row)
 
 
 @settings(max_examples=300, deadline=None)
 @given(logits())
 def test_confidence_is_the_favourites_probability_but_for_what_is_very_unlikely(row: FloatArray) -> None:
-    exactly = to_distribution(row, SamplingParams())[favourite(row)]
+    exactly = to_distribution(row, SamplingParams())[argmax(row)]
     assert exactly <= confidence(row) + 1e-12 <= exactly * (1 + row.size * np.exp(-12)) + 2e-12
 
 

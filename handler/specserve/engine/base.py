@@ -78,10 +78,10 @@ class Engine(Protocol):
     def max_logits(self) -> int:
         """The most rows of one forward pass that may want logits."""
 
-    def held(self, slot: int) -> int:
+    def cached_len(self, slot: int) -> int:
         """How many tokens a slot holds."""
 
-    def reach(self, slots: Iterable[int]) -> int:
+    def kv_len(self, slots: Iterable[int]) -> int:
         """How many tokens of the cache a row of these slots attends to or has to pass over."""
 
     @property
@@ -98,7 +98,7 @@ class Engine(Protocol):
             EngineError: the pass failed; the caches of the rows' slots are as before the call.
         """
 
-    def cut(self, slot: int, length: int) -> None:
+    def truncate(self, slot: int, length: int) -> None:
         """Keep the first `length` tokens of a slot's cache."""
 
     def copy(self, source: int, destination: int, length: int) -> None:

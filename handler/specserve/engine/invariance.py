@@ -15,7 +15,7 @@ from specserve.engine.base import Engine, FloatArray, Row
 # Kernels take rows by fours and what is left over one by one: these leave 2, 3, 0 and 1, the odd chunk 3.
 _COUNTS = (2, 3, 4, 5)
 _STEPS = max(_COUNTS)
-# Attention takes another path for a lone row once the cache counts more than 256 cells ...
+# Attention takes another path for a lone row once the cache counts more than 256 kv_len ...
 _TOKENS = 264 + _STEPS
 # ... and for 64 rows and more.
 _WIDE = 65
@@ -27,7 +27,7 @@ class Invariance(NamedTuple):
     """The largest absolute difference of a logit when one thing alone is changed; 0.0 is equality of every bit.
 
     `rows`: how many rows of the text share a pass. `chunks`: how its prompt was cut into passes. `layout`: where its
-    cells lie in the cache, and what was written there before; sums in another order seldom show in a quantised file,
+    kv_len lie in the cache, and what was written there before; sums in another order seldom show in a quantised file,
     so 0.0 is no proof there. `neighbours`: rows of other texts in the pass; None where a pass has no room for any.
     """
 
@@ -66,7 +66,7 @@ def probe(engine: Engine, room: int) -> Invariance:
         return _Probe(engine, room).run()
     finally:
         for slot in range(min(2, engine.n_slots)):
-            engine.cut(slot, 0)
+            engine.truncate(slot, 0)
 
 
 class _Probe:
@@ -86,7 +86,7 @@ class _Probe:
         late = max(self._opening, self._end - 2 * _CHUNK)
         self._read(self._opening, turn, _WIDE)
         wide = self._chunk(turn, _WIDE)
-        self._engine.cut(0, late)
+        self._engine.truncate(0, late)
         self._read(late, self._end, _CHUNK)
         steps = self._steps(_STEPS)
         odd = self._chunk(max(late, self._end + 1 - 2 * _ODD_CHUNK), _ODD_CHUNK)
@@ -100,14 +100,14 @@ class _Probe:
 
     def _rows(self, count: int, steps: FloatArray) -> float:
         """The first steps, all in one pass."""
-        self._engine.cut(0, self._end)
+        self._engine.truncate(0, self._end)
         wanted = min(count, self._engine.max_logits)
         logits = self._pass(_rows_of(self._text, self._end, count), wanted)
         return _difference(logits, steps[count - wanted : count])
 
     def _chunk(self, start: int, chunk: int) -> FloatArray:
         """Logits of the first step, as the last row of a chunk that begins at `start`, or of several."""
-        self._engine.cut(0, start)
+        self._engine.truncate(0, start)
         behind = self._end + 1
         last = behind - min(chunk, self._engine.max_rows, behind - start)
         self._read(start, last, chunk)
@@ -115,19 +115,19 @@ class _Probe:
 
     def _rejections(self, steps: FloatArray) -> float:
         """The first steps again, behind drafts that were written there and cut."""
-        self._engine.cut(0, self._end)
+        self._engine.truncate(0, self._end)
         self._pass(_rows_of(self._text[::-1], self._end, min(3, self._engine.max_rows)))
-        self._engine.cut(0, self._end)
+        self._engine.truncate(0, self._end)
         return _difference(self._steps(2), steps[:2])
 
     def _interleaved(self, start: int, opening: FloatArray, steps: FloatArray) -> float:
-        """The opening in another slot, and the prompt's end on both sides of it, the later part in cells it gave up."""
-        self._engine.cut(0, start)
-        self._engine.cut(1, 0)
+        """The opening in another slot, and the prompt's end on both sides of it, the later part in kv_len it gave up."""
+        self._engine.truncate(0, start)
+        self._engine.truncate(1, 0)
         elsewhere = _difference(self._read_opening(1), opening)
         middle = min(start + _CHUNK, self._end)
         self._read(start, middle, _CHUNK)
-        self._engine.cut(1, 0)
+        self._engine.truncate(1, 0)
         self._read(middle, self._end, _CHUNK)
         return _largest([elsewhere, _difference(self._steps(4), steps[:4])])
 
@@ -142,8 +142,8 @@ class _Probe:
         own[half - 1] = own[half - 1]._replace(wants_logits=True)
         passes = []
         for rows in (own, own[:half] + other, other + own[:half]):
-            self._engine.cut(0, self._end)
-            self._engine.cut(1, 0)
+            self._engine.truncate(0, self._end)
+            self._engine.truncate(1, 0)
             passes.append(self._engine.forward(rows).copy())
         return _largest([_difference(crowd, passes[0]) for crowd in passes[1:]])
 

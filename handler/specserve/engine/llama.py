@@ -91,13 +91,13 @@ class LlamaEngine:
             raise ModelLoadError(
                 f"{model.path}: this kind of model cannot take tokens back, so drafts cannot be verified with it."
             )
-        self.cut(0, 0)
+        self.truncate(0, 0)
 
-    def held(self, slot: int) -> int:
+    def cached_len(self, slot: int) -> int:
         """How many tokens a slot holds."""
         return self._lengths[slot]
 
-    def reach(self, slots: Iterable[int]) -> int:
+    def kv_len(self, slots: Iterable[int]) -> int:
         """How many tokens a row passes over; what slots share counts for each."""
         return max((self._lengths[slot] for slot in slots), default=0) if self._own_attention else sum(self._lengths)
 
@@ -131,7 +131,7 @@ class LlamaEngine:
         logits = llama_cpp.llama_get_logits(self._context)
         return np.ctypeslib.as_array(logits, shape=(wanted, self.width))
 
-    def cut(self, slot: int, length: int) -> None:
+    def truncate(self, slot: int, length: int) -> None:
         """Keep the first `length` tokens of a slot's cache."""
         if length < self._lengths[slot]:
             self._forget(slot, length)
@@ -141,7 +141,7 @@ class LlamaEngine:
         """Make a slot hold the first `length` tokens of another one's; both share their place in the cache."""
         if length > self._lengths[source]:
             raise EngineError(f"Slot {source} holds {self._lengths[source]} tokens; {length} cannot be copied.")
-        self.cut(destination, 0)
+        self.truncate(destination, 0)
         llama_cpp.llama_memory_seq_cp(self._memory, source, destination, 0, length)
         self._lengths[destination] = length
 

@@ -54,7 +54,7 @@ def to_distribution(logits: FloatArray, sampling: Sampling) -> FloatArray:
     Raises:
         FloatingPointError: the largest logit is not finite.
     """
-    best = favourite(logits)
+    best = argmax(logits)
     if is_greedy(sampling):
         return one_hot(best, logits.size, logits.dtype)
     weights: FloatArray = np.subtract(logits, logits[best])
@@ -76,7 +76,7 @@ def is_greedy(sampling: Sampling) -> bool:
     return sampling.temperature < _GREEDY_BELOW
 
 
-def favourite(logits: FloatArray) -> int:
+def argmax(logits: FloatArray) -> int:
     """The token with the largest logit, the lowest id among equals; logits of shape (vocabulary,).
 
     Raises:

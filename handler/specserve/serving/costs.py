@@ -100,7 +100,7 @@ def _read(place: Path) -> CostTable | None:
     """A table that was kept; None where there is none, or none that can be read."""
     try:
         kept = json.loads(place.read_text(encoding="utf-8"))
-        near, far = kept["cells"]
+        near, far = kept["kv_len"]
         short, long = (tuple(map(float, seconds)) for seconds in kept["seconds"])
         return CostTable(tuple(map(int, kept["rows"])), (int(near), int(far)), (short, long))
     except FileNotFoundError:

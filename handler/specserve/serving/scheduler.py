@@ -43,7 +43,7 @@ class Slot:
     released: int = 0
 
     @property
-    def held(self) -> int:
+    def cached_len(self) -> int:
         """How many tokens of `last` the target's cache holds."""
         return self.last.target_cached if self.last else 0
 
@@ -242,10 +242,15 @@ class Scheduler:
     def _slot_for(self, sequence: Sequence, source: Slot, shared: int) -> Slot:
         """The free slot to write in: where the prompt begins, or an empty one; a slight likeness costs no cache."""
         free = [slot for slot in self._slots if slot.live is None]
-        if source in free and shared * 2 >= min(source.held, len(sequence.tokens)) > 0:
+        if source in free and shared * 2 >= min(source.cached_len, len(sequence.tokens)) > 0:
             return source
         return min(
-            free, key=lambda slot: (slot.held > 0, shared > 0 and slot is source, slot.released if slot.held else 0)
+            free,
+            key=lambda slot: (
+                slot.cached_len > 0,
+                shared > 0 and slot is source,
+                slot.released if slot.cached_len else 0,
+            ),
         )
 
     def _forget_oldest(self) -> None:
@@ -255,14 +260,14 @@ class Scheduler:
         an eighth (0.5B, two cores).
         """
         idle = sorted((slot for slot in self._slots if slot.live is None), key=lambda slot: slot.released)
-        held = sum(slot.held for slot in idle)
+        held = sum(slot.cached_len for slot in idle)
         for slot in idle:
             if held <= self._idle_tokens:
                 return
-            held -= slot.held
+            held -= slot.cached_len
             if slot.last:
                 slot.last.target_cached = 0
-                slot.last.cut_draft(0)
+                slot.last.truncate_draft(0)
                 self._cut(slot.last)
 
     def _plan(self, *, plain: bool) -> list[Plan]:
@@ -309,16 +314,16 @@ class Scheduler:
         decode, no more than let nobody wait too long beyond their own round; of equals, the most.
         """
         cost = self._drafters.controller.target
-        cells = self._target.reach([generation.sequence.slot for generation in self._live])
+        kv_len = self._target.kv_len([generation.sequence.slot for generation in self._live])
         # What the controller will choose is not known yet; mostly it is little where many are.
         rows = [1 if plan.sequence.speculation.adaptive else 1 + plan.gamma for plan in decoding]
         waiting = len(self._waiting) + len(self._live) - len(decoding)
         longest = self._max_wait_seconds if decoding else math.inf
-        before = cost.together(rows, cells)
+        before = cost.together(rows, kv_len)
         least = min(_LEAST_CHUNK, self._prefill_rows)
         chunks = range(least, self._prefill_rows + 1)
         # By estimate a pass may be cheaper with a prompt beside; nobody waits less than not at all.
-        takes = {chunk: max(0.0, cost.together([*rows, chunk], cells) - before) for chunk in chunks}
+        takes = {chunk: max(0.0, cost.together([*rows, chunk], kv_len) - before) for chunk in chunks}
         fitting = [chunk for chunk in chunks if takes[chunk] <= longest] or [least]
         waits = {chunk: (waiting * (before + takes[chunk]) + len(decoding) * takes[chunk]) / chunk for chunk in fitting}
         return max(chunk for chunk in fitting if waits[chunk] <= _AS_GOOD * min(waits.values()))
@@ -338,7 +343,7 @@ class Scheduler:
 
     def _cut(self, sequence: Sequence) -> None:
         """Make both caches hold what the sequence says they hold."""
-        self._target.cut(sequence.slot, sequence.target_cached)
+        self._target.truncate(sequence.slot, sequence.target_cached)
         self._drafters.keep(sequence, sequence.draft_cached)
 
     def _fail(self, failures: list[tuple[Sequence, Exception]]) -> None:
@@ -350,7 +355,7 @@ class Scheduler:
                 logger.error("specserve: an answer cannot go on: %s", reason)
                 generation.fail(reason)
                 generation.sequence.target_cached = 0
-                generation.sequence.cut_draft(0)
+                generation.sequence.truncate_draft(0)
                 self._release(generation)
 
 

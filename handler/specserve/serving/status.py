@@ -105,7 +105,7 @@ def _table(cost: Cost) -> dict[str, list[int] | list[float]]:
     near, far = cost.table.seconds
     return {
         "rows": list(cost.table.rows),
-        "cells": list(cost.table.cells),
+        "kv_len": list(cost.table.kv_len),
         "milliseconds_near": [round(1000 * seconds, _DIGITS) for seconds in near],
         "milliseconds_far": [round(1000 * seconds, _DIGITS) for seconds in far],
         "milliseconds_now": [round(1000 * cost.exactly(rows, 0), _DIGITS) for rows in cost.table.rows],

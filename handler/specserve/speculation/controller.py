@@ -92,7 +92,7 @@ class Controller:
         """By source, and whether texts are sampled: how often drafts stay, by how sure the source is, least first."""
         return {key: calibration.chances for key, calibration in self._calibrations.items()}
 
-    def prices(self, sequences: Many[Sequence], rows: Many[int], cells: tuple[int, int], waiting: int = 0) -> Prices:
+    def prices(self, sequences: Many[Sequence], rows: Many[int], kv_len: tuple[int, int], waiting: int = 0) -> Prices:
         """What passes cost in this round, and what a second of it is worth.
 
         That is what decoding alone would make of it: prompts that are read in this round are no reason to spend more.
@@ -100,15 +100,15 @@ class Controller:
         Args:
             sequences: those that decode in this round.
             rows: of the target's pass without drafts, text by text of these.
-            cells: how many tokens a row walks over, in the caches of target and draft.
+            kv_len: how many tokens a row walks over, in the caches of target and draft.
             waiting: how many texts have not begun to be written; a second is worth as much to each of them.
         """
-        plain = self.target.together(rows, cells[0])
+        plain = self.target.together(rows, kv_len[0])
         rate = (sum(self._outlook(sequence).speedup for sequence in sequences) + waiting) / plain
         draft = self.draft
         return Prices(
-            target=partial(self.target.together, cells=cells[0]),
-            draft=(lambda count: draft.seconds(count, cells[1])) if draft else (lambda _count: 0.0),
+            target=partial(self.target.together, kv_len=kv_len[0]),
+            draft=(lambda count: draft.seconds(count, kv_len[1])) if draft else (lambda _count: 0.0),
             rate=rate,
             waiting=waiting > 0,
         )

@@ -12,7 +12,7 @@ import numpy as np
 # One pass moves what is expected of it by at most this share: a pass that the machine held up says little.
 _STEP = 0.02
 _FURTHEST = 0.25
-# Costs are remembered by this many cells of context.
+# Costs are remembered by this many kv_len of context.
 _GRAIN = 64
 
 
@@ -22,18 +22,18 @@ class CostTable:
 
     Args:
         rows: the numbers of rows that were tried, ascending, 1 first.
-        cells: two lengths of the context that the rows stood behind, ascending.
+        kv_len: two lengths of the context that the rows stood behind, ascending.
         seconds: by length of context, then by number of rows.
     """
 
     rows: tuple[int, ...]
-    cells: tuple[int, int]
+    kv_len: tuple[int, int]
     seconds: tuple[tuple[float, ...], tuple[float, ...]]
 
-    def at(self, cells: int) -> list[float]:
-        """Seconds for each measured number of rows behind `cells` tokens, on the line through both measurements."""
-        (near, far), (short, long) = self.cells, self.seconds
-        share = max(0.0, (cells - near) / (far - near))
+    def at(self, kv_len: int) -> list[float]:
+        """Seconds for each measured number of rows behind `kv_len` tokens, on the line through both measurements."""
+        (near, far), (short, long) = self.kv_len, self.seconds
+        share = max(0.0, (kv_len - near) / (far - near))
         # Attention never gets cheaper with the context; a line that falls is noise.
         return [low + share * max(0.0, high - low) for low, high in zip(short, long, strict=True)]
 
@@ -112,49 +112,49 @@ class Cost:
         self._speed = speed or Speed()
         self._known: dict[int, tuple[list[Work], list[int]]] = {}
 
-    def seconds(self, rows: int, cells: int) -> float:
-        """What a pass of at least `rows` rows takes, behind `cells` tokens in all slots; nothing for no rows."""
-        return self._speed.seconds(self._work(rows, cells))
+    def seconds(self, rows: int, kv_len: int) -> float:
+        """What a pass of at least `rows` rows takes, behind `kv_len` tokens in all slots; nothing for no rows."""
+        return self._speed.seconds(self._work(rows, kv_len))
 
-    def together(self, counts: Many[int], cells: int) -> float:
-        """What the rows of several sequences take in one pass, so many of each; `cells` as in `seconds`."""
-        return self.seconds(sum(counts), cells)
+    def together(self, counts: Many[int], kv_len: int) -> float:
+        """What the rows of several sequences take in one pass, so many of each; `kv_len` as in `seconds`."""
+        return self.seconds(sum(counts), kv_len)
 
-    def exactly(self, rows: int, cells: int) -> float:
+    def exactly(self, rows: int, kv_len: int) -> float:
         """What a pass of just so many rows takes, cheaper or dearer than one of more."""
-        measured = self.table.at(cells)
+        measured = self.table.at(kv_len)
         beyond = max(1.0, rows / self.table.rows[-1])
         price = beyond * float(np.interp(rows, self.table.rows, measured))
         return self._speed.seconds(_split(price, measured[0]))
 
-    def padded(self, rows: int, cells: int) -> int:
+    def padded(self, rows: int, kv_len: int) -> int:
         """The number of rows, `rows` or more, whose pass is the cheapest."""
-        _, counts = self._priced(cells)
+        _, counts = self._priced(kv_len)
         return counts[rows] if 0 < rows < len(counts) else rows
 
-    def observe(self, counts: Many[int], cells: int, seconds: float) -> None:
+    def observe(self, counts: Many[int], kv_len: int, seconds: float) -> None:
         """Let the machine's speed follow what a live pass took; one that is wider than any measured says nothing."""
         if sum(counts) <= self.table.rows[-1]:
-            self._speed.follow(self._work(sum(counts), cells), seconds)
+            self._speed.follow(self._work(sum(counts), kv_len), seconds)
 
-    def _work(self, rows: int, cells: int) -> Work:
+    def _work(self, rows: int, kv_len: int) -> Work:
         """What a pass of at least `rows` rows is made of."""
-        works, _ = self._priced(cells)
+        works, _ = self._priced(kv_len)
         last = len(works) - 1
         if rows <= last:
             return works[rows]
         one = works[1].reading
         return _split((works[last].reading + works[last].computing) * rows / last, one)
 
-    def _priced(self, cells: int) -> tuple[list[Work], list[int]]:
+    def _priced(self, kv_len: int) -> tuple[list[Work], list[int]]:
         """By number of rows, from 0: what a pass of at least so many is made of, and the number that is run."""
-        bucket = cells // _GRAIN
+        bucket = kv_len // _GRAIN
         if bucket not in self._known:
             self._known[bucket] = self._envelope(bucket * _GRAIN)
         return self._known[bucket]
 
-    def _envelope(self, cells: int) -> tuple[list[Work], list[int]]:
-        measured = [pair for pair in zip(self.table.rows, self.table.at(cells), strict=True) if pair[0] <= self._most]
+    def _envelope(self, kv_len: int) -> tuple[list[Work], list[int]]:
+        measured = [pair for pair in zip(self.table.rows, self.table.at(kv_len), strict=True) if pair[0] <= self._most]
         prices, counts = [0.0], [0]
         for rows in range(1, measured[-1][0] + 1):
             price, count = min((seconds, count) for count, seconds in measured if count >= rows)

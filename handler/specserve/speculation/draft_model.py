@@ -72,9 +72,9 @@ class DraftModel:
         self._last = 0, 0
 
     @property
-    def cells(self) -> int:
+    def kv_len(self) -> int:
         """How many tokens its cache holds."""
-        return self._engine.reach(range(self._engine.n_slots))
+        return self._engine.kv_len(range(self._engine.n_slots))
 
     def pending(self, text: DraftText) -> int:
         """How many tokens it would read before it says what follows."""
@@ -94,7 +94,7 @@ class DraftModel:
         """
         try:
             rows, complete = self._unread(texts)
-            self._last = len(rows), self.cells
+            self._last = len(rows), self.kv_len
             if not rows:
                 return Reading({}, [0] * len(texts))
             logits = run_pass(self._engine, rows, self._cost)
@@ -110,9 +110,9 @@ class DraftModel:
 
     def took(self, seconds: float) -> None:
         """So long were the last pass and what was done with its logits; the cost of the next ones follows."""
-        rows, cells = self._last
+        rows, kv_len = self._last
         if rows:
-            self._cost.observe([rows], cells, seconds)
+            self._cost.observe([rows], kv_len, seconds)
 
     def _unread(self, texts: list[DraftText]) -> tuple[list[Row], list[int]]:
         """Rows of what is new, and which texts are read to their end with them."""
@@ -164,7 +164,7 @@ class DraftModel:
                 self._engine.copy(source, sequence.slot, most - other.draft_start)
                 sequence.draft_start, sequence.draft_cached = other.draft_start, most
         if len(text) - sequence.draft_cached > self._window or len(text) - sequence.draft_start > self._context_length:
-            self._engine.cut(sequence.slot, 0)
+            self._engine.truncate(sequence.slot, 0)
             sequence.draft_start = sequence.draft_cached = max(0, len(text) - self._window)
         return True
 
@@ -175,6 +175,6 @@ class DraftModel:
 
     def keep(self, sequence: Sequence, length: int) -> None:
         """The first `length` tokens are decided; cut the cache back to them."""
-        sequence.cut_draft(length)
-        self._engine.cut(sequence.slot, sequence.draft_held)
+        sequence.truncate_draft(length)
+        self._engine.truncate(sequence.slot, sequence.draft_cached_len)
         self._readers[sequence.slot] = sequence

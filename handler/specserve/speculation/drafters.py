@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from specserve.engine.base import FloatArray
 from specserve.errors import ConstraintError, DraftError
-from specserve.sampling.distribution import confidence, favourite, is_greedy, one_hot, to_distribution
+from specserve.sampling.distribution import argmax, confidence, is_greedy, one_hot, to_distribution
 from specserve.sampling.logits import shaped_behind
 from specserve.sampling.noise import Noise
 from specserve.sequence import Sequence
@@ -122,23 +122,23 @@ class Drafters:
         """Whether there is a draft model, and it works."""
         return self._model is not None
 
-    def propose(self, wishes: list[Wish], fed: list[int], cells: int, waiting: int = 0) -> list[Proposal]:
+    def propose(self, wishes: list[Wish], fed: list[int], kv_len: int, waiting: int = 0) -> list[Proposal]:
         """At most `gamma` drafts for each wish, in order.
 
         Args:
             wishes: the sequences of the round.
             fed: the rows of the target's pass without drafts, by wish.
-            cells: how many tokens a row of that pass walks over.
+            kv_len: how many tokens a row of that pass walks over.
             waiting: how many texts have not begun to be written.
         """
         proposals = [Proposal(place) for place in range(len(wishes))]
         drafting = [index for index, wish in enumerate(wishes) if wish.gamma > 0]
         if not drafting:
             return proposals
-        held = self._model.cells if self._model else 0
+        held = self._model.kv_len if self._model else 0
         decoding = [index for index, wish in enumerate(wishes) if wish.sequence.generated]
         sequences, plain = [wishes[index].sequence for index in decoding], [fed[index] for index in decoding]
-        prices = self.controller.prices(sequences, plain, (cells, held), waiting)
+        prices = self.controller.prices(sequences, plain, (kv_len, held), waiting)
         rows = fed.copy()
         for index in drafting:
             self._guess(wishes[index], proposals[index], rows, prices)
@@ -242,7 +242,7 @@ class Drafters:
         sequence = wish.sequence
         try:
             shaped = shaped_behind(logits, sequence, proposal.tokens)
-            best = favourite(shaped)
+            best = argmax(shaped)
         except (FloatingPointError, ConstraintError):
             # This text's grammar, not the model: the target's row of the place will say what is to be done.
             return False

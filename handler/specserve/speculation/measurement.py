@@ -42,7 +42,7 @@ def measure(engine: Engine, clock: Callable[[], float] = perf_counter) -> CostTa
     read(engine, filler, near)
     asked = tuple(count for count in _FAR_ROWS if count in rows)
     long = _times(engine, far, asked, clock)
-    engine.cut(0, 0)
+    engine.truncate(0, 0)
     price = _price_of_context(asked, short, long)
     seconds = tuple(short[count] for count in rows)
     return CostTable(rows, (near, far), (seconds, tuple(short[count] + price * count for count in rows)))
@@ -79,7 +79,7 @@ def timed(engine: Engine, start: int, count: int, clock: Callable[[], float] = p
     began = clock()
     engine.forward(rows)
     seconds = clock() - began
-    engine.cut(0, start)
+    engine.truncate(0, start)
     return seconds
 
 

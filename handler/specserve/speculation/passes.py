@@ -27,10 +27,10 @@ def run_pass(engine: Engine, rows: list[Row], cost: Cost) -> FloatArray:
     most = min(engine.max_rows, engine.max_logits) if wants else engine.max_rows
     last = rows[-1]
     end = last.position + 1
-    padded = min(cost.padded(len(rows), engine.reach({row.slot for row in rows})), most)
+    padded = min(cost.padded(len(rows), engine.kv_len({row.slot for row in rows})), most)
     extra = min(padded - len(rows), engine.slot_length - end)
     if extra <= 0:
         return engine.forward(rows)
     logits = engine.forward(rows + [Row(last.token, last.slot, end + n, wants) for n in range(extra)])
-    engine.cut(last.slot, end)
+    engine.truncate(last.slot, end)
     return logits[: len(rows)] if wants else logits

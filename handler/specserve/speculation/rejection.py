@@ -107,18 +107,18 @@ def verify_coupled(p: Distributions, _q: Distributions, drafts: Sequence[int], n
     return Verdict(gamma, race(p[gamma], partial(noise.exponentials, gamma)))
 
 
-def verify_greedy(favourite: Callable[[int], int], drafts: Sequence[int]) -> Verdict:
+def verify_greedy(argmax: Callable[[int], int], drafts: Sequence[int]) -> Verdict:
     """Greedy verification: what every rule comes to where all distributions are one-hot, without a row of either.
 
     Args:
-        favourite: the target's most probable token by place; places behind a rejection are never asked for.
+        argmax: the target's most probable token by place; places behind a rejection are never asked for.
         drafts: gamma tokens.
     """
     for i, x in enumerate(drafts):
-        token = favourite(i)
+        token = argmax(i)
         if token != x:
             return Verdict(i, token)
-    return Verdict(len(drafts), favourite(len(drafts)))
+    return Verdict(len(drafts), argmax(len(drafts)))
 
 
 def sample_alone(q: FloatArray, place: int, noise: NoiseSource) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.errors import ConstraintError, MaskDeferred
-from specserve.sampling.distribution import confidence, favourite, is_greedy, to_distribution
+from specserve.sampling.distribution import argmax, confidence, is_greedy, to_distribution
 from specserve.sampling.logits import shaped_behind
 from specserve.sampling.noise import Noise
 from specserve.sampling.scores import score
@@ -91,9 +91,9 @@ class TargetRows:
             self._known[place] = to_distribution(self._shaped_at(place), self._sequence.sampling)
         return self._known[place]
 
-    def favourite(self, place: int) -> int:
+    def argmax(self, place: int) -> int:
         """The most probable token at `place`."""
-        return favourite(self._shaped_at(place))
+        return argmax(self._shaped_at(place))
 
     def confidence(self, place: int) -> float:
         """How sure the target is at `place`."""
@@ -132,14 +132,14 @@ def run_round(
     controller = drafters.controller
     wishes = [Wish(plan.sequence, plan.gamma, _noise(plan.sequence)) for plan in plans]
     fed = [plan.rows for plan in plans]
-    cells = target.reach([plan.sequence.slot for plan in plans])
-    proposals = drafters.propose(wishes, fed, cells, waiting)
+    kv_len = target.kv_len([plan.sequence.slot for plan in plans])
+    proposals = drafters.propose(wishes, fed, kv_len, waiting)
     drafted = clock()
     rows = _target_rows(plans, proposals)
     logits = run_pass(target, rows, controller.target)
     verified = clock()
     counts = [count + len(proposal.tokens) for count, proposal in zip(fed, proposals, strict=True)]
-    burdens = _burdens(plans, proposals, counts, controller.target, cells)
+    burdens = _burdens(plans, proposals, counts, controller.target, kv_len)
     whole = sum(burden.whole for burden in burdens)
     failed: list[tuple[Sequence, Exception]] = []
     for place, mine in _in_turn(plans, proposals, logits):
@@ -156,7 +156,7 @@ def run_round(
                 if sequence.speculation.gamma:
                     controller.learn(sequence, _lessons(sequence, p, proposal, verdict), p.confidence(n_accepted))
                 _write(sequence, p, proposal, verdict)
-                target.cut(sequence.slot, sequence.target_cached)
+                target.truncate(sequence.slot, sequence.target_cached)
                 drafters.keep(sequence, sequence.target_cached)
                 if decoding:
                     controller.count_round(sequence, n_accepted + 1, burden)
@@ -165,18 +165,18 @@ def run_round(
                 sequence.target_cached += plan.rows
         except MaskDeferred:
             _defer(sequence, plan.rows)
-            target.cut(sequence.slot, sequence.target_cached)
+            target.truncate(sequence.slot, sequence.target_cached)
             drafters.keep(sequence, sequence.target_cached)
         except (FloatingPointError, ConstraintError) as error:
             failed.append((sequence, error))
     done = clock()
     # What is decided from the rows belongs to their price: a row more is a distribution more.
-    controller.target.observe(counts, cells, done - drafted)
+    controller.target.observe(counts, kv_len, done - drafted)
     times = Times(drafted - started, verified - drafted, done - verified)
     return Report(times, [burden.whole / whole for burden in burdens], failed)
 
 
-def _burdens(plans: list[Plan], proposals: list[Proposal], counts: list[int], cost: Cost, cells: int) -> list[Burden]:
+def _burdens(plans: list[Plan], proposals: list[Proposal], counts: list[int], cost: Cost, kv_len: int) -> list[Burden]:
     """What each plan adds to the round: decoding is borne alike, drafts by whose they are, and the rest by prompts.
 
     Args:
@@ -184,13 +184,13 @@ def _burdens(plans: list[Plan], proposals: list[Proposal], counts: list[int], co
         proposals: their drafts.
         counts: their rows in the target's pass, drafts included.
         cost: of that pass.
-        cells: how many tokens a row of it walks over.
+        kv_len: how many tokens a row of it walks over.
     """
     decoding = [plan.rows for plan in plans if plan.sequence.generated]
     fed = [plan.rows for plan in plans]
-    plain, alone = cost.together(fed, cells), cost.together(decoding, cells)
+    plain, alone = cost.together(fed, kv_len), cost.together(decoding, kv_len)
     # By estimate more rows may be cheaper; nobody is given time for them.
-    a_draft = max(0.0, cost.together(counts, cells) - plain) / max(1, sum(counts) - sum(fed))
+    a_draft = max(0.0, cost.together(counts, kv_len) - plain) / max(1, sum(counts) - sum(fed))
     a_row = max(0.0, plain - alone) / max(1, sum(fed) - sum(decoding))
     return [
         Burden(
@@ -234,7 +234,7 @@ def _target_rows(plans: list[Plan], proposals: list[Proposal]) -> list[Row]:
 def _verify(p: TargetRows, proposal: Proposal, wish: Wish) -> Verdict:
     """Let the rule decide that the request has asked for."""
     if is_greedy(wish.sequence.sampling):
-        return verify_greedy(p.favourite, proposal.tokens)
+        return verify_greedy(p.argmax, proposal.tokens)
     rule = RULES[wish.sequence.speculation.verification]
     return rule.verify(p, proposal.q, proposal.tokens, wish.noise)
 

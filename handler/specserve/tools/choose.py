@@ -203,7 +203,7 @@ def loaded(path: Path, threads: int, max_logits: int) -> Iterator[tuple[LlamaMod
 def _cost(engine: Engine) -> Cost:
     """What passes cost behind a text of the usual length; rougher than what a server measures, and sooner."""
     counts = edges(min(engine.max_rows, engine.max_logits))
-    engine.cut(0, 0)
+    engine.truncate(0, 0)
     read(engine, [place % engine.width for place in range(_CELLS)])
     timed(engine, _CELLS, counts[-1])
     # The repetitions of all numbers of rows take turns, so that a slow moment meets each once.
@@ -215,7 +215,7 @@ def _cost(engine: Engine) -> Cost:
 def write(engine: Engine, vocabulary: Vocabulary, prompt: list[int]) -> list[int]:
     """The target's own greedy answer, to its end or a few dozen tokens long."""
     text = list(prompt)
-    engine.cut(0, 0)
+    engine.truncate(0, 0)
     read(engine, prompt[:-1])
     while len(text) < len(prompt) + _TOKENS:
         [logits] = engine.forward([Row(text[-1], 0, len(text) - 1, wants_logits=True)])
@@ -235,7 +235,7 @@ def logits_along(engine: Engine, prompt: list[int], answer: list[int]) -> Iterat
     """The logits before each token of an answer; a row is overwritten when others are asked for."""
     text = [*prompt, *answer]
     step = min(engine.max_rows, engine.max_logits)
-    engine.cut(0, 0)
+    engine.truncate(0, 0)
     read(engine, prompt[:-1])
     for first in range(len(prompt) - 1, len(text) - 1, step):
         positions = range(first, min(first + step, len(text) - 1))

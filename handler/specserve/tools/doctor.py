@@ -104,7 +104,7 @@ def answers(pair: Pair) -> list[tuple[list[int], list[int]]]:
     """Prompts, and what the target writes behind them one token at a time."""
     prompts = [pair.vocabulary.encode(prompt) for prompt in PROMPTS]
     texts = [(prompt, write(pair.target, pair.vocabulary, prompt)) for prompt in prompts]
-    pair.target.cut(0, 0)
+    pair.target.truncate(0, 0)
     return texts
 
 
@@ -155,7 +155,7 @@ def distributions(pair: Pair, texts: list[tuple[list[int], list[int]]]) -> Findi
 def ceiling(pair: Pair, texts: list[tuple[list[int], list[int]]], handler: HandlerConfig) -> Finding:
     """The number of drafts that pays best on a few texts, and whether the configuration allows it."""
     hits = [read_along(pair.draft, prompt, answer, pair.vocabulary.size) for prompt, answer in texts]
-    pair.draft.cut(0, 0)
+    pair.draft.truncate(0, 0)
     target, draft = pair.costs
     best = fastest(Observed(hits, draft), target, 15)
     plain = 1 / target.seconds(1, CELLS)

@@ -145,12 +145,12 @@ def forms(prepared: Prepared, threads: int) -> Finding:
 def steps(engines: Sequence[LlamaEngine]) -> list[tuple[float, float]]:
     """Seconds of passes of one row and of four, by engine, which take turns; medians."""
     for engine in engines:
-        engine.cut(0, 0)
+        engine.truncate(0, 0)
         read(engine, [place % engine.width for place in range(CELLS)])
         timed(engine, CELLS, 4)
     turns = [[(timed(engine, CELLS, 1), timed(engine, CELLS, 4)) for engine in engines] for _ in range(_TURNS)]
     for engine in engines:
-        engine.cut(0, 0)
+        engine.truncate(0, 0)
     return [(float(one), float(four)) for one, four in np.median(turns, axis=0)]
 
 

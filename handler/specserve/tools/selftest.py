@@ -60,7 +60,7 @@ def greedy_with_drafts(
         gamma = min(GAMMA, text.remaining - 1) if text.generated else 0
         run_round(target, drafters, [Plan(text, rows, gamma)])
     for engine in (target, draft):
-        engine.cut(0, 0)
+        engine.truncate(0, 0)
     return text.answer
 
 
@@ -71,7 +71,7 @@ def first_difference(engine: Engine, prompt: list[int], plain: list[int], drafte
         return None
     *_, logits = logits_along(engine, prompt, plain[: place + 1])
     gap = abs(float(logits[plain[place]]) - float(logits[drafted[place]]))
-    engine.cut(0, 0)
+    engine.truncate(0, 0)
     return Difference(place, gap)
 
 
@@ -82,7 +82,7 @@ def rows_along(engine: Engine, prompt: list[int], answer: list[int], width: int)
         row = to_distribution(logits[:width], SamplingParams(temperature=1))
         # Models of one family pad differently.
         rows.append(np.pad(row, (0, width - row.size)))
-    engine.cut(0, 0)
+    engine.truncate(0, 0)
     return rows
 
 

@@ -41,7 +41,7 @@ def score(model: str, texts: list[list[int]]) -> list[list[tuple[float, bool]]]:
     engine = LlamaEngine(loaded, n_slots=1, context_length=longest, threads=1, max_rows=longest, max_logits=longest)
     scores = []
     for tokens in texts:
-        engine.cut(0, 0)
+        engine.truncate(0, 0)
         rows = [Row(token, 0, position, wants_logits=True) for position, token in enumerate(tokens)]
         logits = engine.forward(rows)[:-1].astype(np.float64)
         top = logits.max(axis=1)

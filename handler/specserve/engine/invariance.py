@@ -121,7 +121,7 @@ class _Probe:
         return _difference(self._steps(2), steps[:2])
 
     def _interleaved(self, start: int, opening: FloatArray, steps: FloatArray) -> float:
-        """The opening in another slot, and the prompt's end on both sides of it, the later part in kv_len it gave up."""
+        """The opening in another slot, and the prompt's end on both sides of it, the later part in cells it gave up."""
         self._engine.truncate(0, start)
         self._engine.truncate(1, 0)
         elsewhere = _difference(self._read_opening(1), opening)

@@ -27,7 +27,7 @@ from specserve.engine.llama_model import LlamaModel
 from specserve.sampling.distribution import confidence, race, to_distribution
 from specserve.sampling.noise import Noise
 from specserve.sequence import SamplingParams
-from specserve.speculation.measurement import read
+from specserve.speculation.passes import read
 from specserve.tools.archive import prepared_handler
 from specserve.tools.paths import DEFAULT_CONFIG
 

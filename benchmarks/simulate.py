@@ -29,10 +29,10 @@ from specserve.sequence import SamplingParams, Sequence, SpeculationParams
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler
 from specserve.speculation.controller import Controller
-from specserve.speculation.cost import Beside, Cost, CostTable, Speed
+from specserve.speculation.cost import Cost, CostTable
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.proposers import LookupDrafter
+from specserve.speculation.lookup import LookupProposer
 
 RECORDINGS = Path(__file__).parent / "recordings" / "coder-0.5b-1.5b.jsonl"
 FIXED = (1, 2, 3, 4, 7, 15)
@@ -201,9 +201,9 @@ class Simulation:
     ) -> None:
         self._clock = Clock()
         self._tables = target, draft
-        speed = Speed()
-        self._draft_cost = Cost(draft, most=64, speed=Beside(speed))
-        self._controller = Controller(Cost(target, most=64, speed=speed), self._draft_cost)
+        target_cost = Cost(target, most=64)
+        self._draft_cost = Cost(draft, most=64, target=target_cost)
+        self._controller = Controller(target_cost, self._draft_cost)
         self._speculation = speculation
         self._window = window
         self._slots = slots
@@ -227,7 +227,7 @@ class Simulation:
         )
         scheduler = Scheduler(
             target,
-            Drafters(self._controller, LookupDrafter(), model=model, vocabulary=width, clock=self._clock),
+            Drafters(self._controller, LookupProposer(), model=model, vocabulary=width, clock=self._clock),
             prefill_rows=64,
             idle_tokens=0,
             max_wait_seconds=self._max_wait_seconds,

@@ -20,7 +20,8 @@ from specserve.serving.torchserve import Handler
 from specserve.speculation.controller import Controller
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.proposers import LookupDrafter, PredictionDrafter
+from specserve.speculation.lookup import LookupProposer
+from specserve.speculation.prediction import PredictionProposer
 
 SLOTS = 4
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
@@ -49,7 +50,7 @@ class FrontEnd:
             AlternatingGrammars(200),
             self.target,
             Drafters(
-                Controller(flat(0.01), flat(0.001)), PredictionDrafter(), LookupDrafter(), model=model, vocabulary=200
+                Controller(flat(0.01), flat(0.001)), PredictionProposer(), LookupProposer(), model=model, vocabulary=200
             ),
             Kernels(None, (), "a fake engine computes"),
         )

@@ -22,7 +22,7 @@ from specserve.engine.llama_model import LlamaModel
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams
 from specserve.speculation.controller import Controller
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.guess import Guess
+from specserve.speculation.lookup import FreeTokens
 from specserve.speculation.rejection import Verdict, verify_greedy
 from specserve.speculation.round import Plan, run_round
 from specserve.tools.paths import DEFAULT_CONFIG, PROJECT, models_directory
@@ -111,10 +111,10 @@ class Replay:
         for place in range(WRONG_EVERY, TOKENS, WRONG_EVERY):
             self._drafts[place] = int(np.argsort(plain.logits[place])[-2])
 
-    def guess(self, sequence: Sequence, drafts: list[int], most: int) -> Guess:
+    def propose(self, sequence: Sequence, drafts: list[int], most: int) -> FreeTokens:
         place = sequence.generated + len(drafts)
         tokens = self._drafts[place : place + most]
-        return Guess(tokens, [0.9] * len(tokens))
+        return FreeTokens(tokens, [0.9] * len(tokens))
 
 
 def speculative_text(loaded: Loaded, plain: Plain) -> list[int]:

@@ -28,8 +28,7 @@ PURE = tuple(
     f"{name}.py"
     for name in (
         *("sampling/distribution", "sampling/noise"),
-        *("speculation/rejection", "speculation/cost", "speculation/gamma", "speculation/acceptance"),
-        *("speculation/guess", "speculation/lookup", "speculation/prediction"),
+        *("speculation/rejection", "speculation/cost", "speculation/acceptance"),
     )
 )
 OWNERS = {

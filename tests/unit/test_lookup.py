@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.speculation.guess import TrackRecord
-from specserve.speculation.lookup import _LONGEST, _SHORTEST, Lookup
+from specserve.speculation.lookup import _LONGEST, _SHORTEST, HitRates, Lookup
 
 
 def lookup_of(text: Sequence[int]) -> Lookup:
@@ -54,7 +53,7 @@ def fibonacci(length: int) -> list[int]:
 def test_it_guesses_what_followed_the_newest_occurrence_of_the_longest_end(
     text: list[int], drafts: list[int], most: int
 ) -> None:
-    guess = lookup_of(text).guess(drafts, most)
+    guess = lookup_of(text).propose(drafts, most)
     assert guess.tokens == expected(text, drafts, most)
     assert len(guess.confidence) == len(guess.tokens)
     assert all(0 < confidence < 1 for confidence in guess.confidence)
@@ -78,37 +77,37 @@ def test_a_guess_depends_on_the_decided_text_alone(text: list[int], drafts: list
     lookup = Lookup()
     for start in range(0, len(text), chunk):
         lookup.extend(text[start : start + chunk])
-        lookup.guess(drafts, chunk)
-    assert lookup.guess(drafts, 20) == lookup_of(text).guess(drafts, 20)
+        lookup.propose(drafts, chunk)
+    assert lookup.propose(drafts, 20) == lookup_of(text).propose(drafts, 20)
 
 
 def test_among_occurrences_of_the_same_length_the_newest_is_continued() -> None:
-    assert lookup_of([1, 2, 3, 8, 1, 2, 4, 9, 1, 2]).guess([], 2).tokens == [4, 9]
+    assert lookup_of([1, 2, 3, 8, 1, 2, 4, 9, 1, 2]).propose([], 2).tokens == [4, 9]
 
 
 def test_a_longer_end_goes_before_a_newer_one() -> None:
-    assert lookup_of([7, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2]).guess([], 2).tokens == [3, 8]
+    assert lookup_of([7, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2]).propose([], 2).tokens == [3, 8]
 
 
 def test_ends_are_told_apart_by_their_last_32_tokens() -> None:
     context = list(range(100, 100 + _LONGEST))
-    assert lookup_of([7, *context, 1, 8, *context, 2, 7, *context]).guess([], 1).tokens == [2]
-    assert lookup_of([7, *context[1:], 1, 8, *context[1:], 2, 7, *context[1:]]).guess([], 1).tokens == [1]
+    assert lookup_of([7, *context, 1, 8, *context, 2, 7, *context]).propose([], 1).tokens == [2]
+    assert lookup_of([7, *context[1:], 1, 8, *context[1:], 2, 7, *context[1:]]).propose([], 1).tokens == [1]
 
 
 def test_periodic_text_is_continued_without_end() -> None:
-    assert lookup_of([1, 2] * 3).guess([], 100).tokens == [1, 2] * 50
-    assert lookup_of([5, 1, 2, 3]).guess([1, 2, 3], 9).tokens == [1, 2, 3] * 3
+    assert lookup_of([1, 2] * 3).propose([], 100).tokens == [1, 2] * 50
+    assert lookup_of([5, 1, 2, 3]).propose([1, 2, 3], 9).tokens == [1, 2, 3] * 3
 
 
 @pytest.mark.parametrize("text", [[], [1], [1, 1], [1, 2, 1], [1, 2, 3, 4]])
 def test_an_end_that_never_occurred_gives_no_guess(text: list[int]) -> None:
-    assert lookup_of(text).guess([], 8) == ([], [])
+    assert lookup_of(text).propose([], 8) == ([], [])
 
 
 @pytest.mark.parametrize("most", [0, -1])
 def test_no_guess_is_made_where_none_is_wanted(most: int) -> None:
-    assert lookup_of([1, 2, 1, 2]).guess([], most) == ([], [])
+    assert lookup_of([1, 2, 1, 2]).propose([], most) == ([], [])
 
 
 # Confidence
@@ -116,21 +115,21 @@ def test_no_guess_is_made_where_none_is_wanted(most: int) -> None:
 
 def test_a_longer_match_is_trusted_more() -> None:
     text = list(range(50))
-    by_length = [lookup_of([*text, *text[10 : 10 + n]]).guess([], 1).confidence[0] for n in (2, 4, 8, 16, 32)]
+    by_length = [lookup_of([*text, *text[10 : 10 + n]]).propose([], 1).confidence[0] for n in (2, 4, 8, 16, 32)]
     assert by_length == sorted(by_length)
     assert by_length[0] < 0.5
     assert by_length[-1] > 0.9
 
 
 def test_a_guess_is_trusted_more_from_token_to_token() -> None:
-    confidence = lookup_of([*range(50), 10, 11]).guess([], 30).confidence
+    confidence = lookup_of([*range(50), 10, 11]).propose([], 30).confidence
     assert confidence == sorted(confidence)
 
 
 def test_a_context_that_was_always_followed_alike_is_trusted_more_and_one_that_was_not_less() -> None:
-    once = lookup_of([1, 2, 3, 7, 8, 9, 1, 2]).guess([], 1).confidence[0]
-    repeated = lookup_of([1, 2, 3, 7, 1, 2, 3, 9, 1, 2]).guess([], 1).confidence[0]
-    split = lookup_of([1, 2, 4, 7, 8, 1, 2, 3, 9, 1, 2]).guess([], 1).confidence[0]
+    once = lookup_of([1, 2, 3, 7, 8, 9, 1, 2]).propose([], 1).confidence[0]
+    repeated = lookup_of([1, 2, 3, 7, 1, 2, 3, 9, 1, 2]).propose([], 1).confidence[0]
+    split = lookup_of([1, 2, 4, 7, 8, 1, 2, 3, 9, 1, 2]).propose([], 1).confidence[0]
     assert split < once < repeated
 
 
@@ -139,14 +138,14 @@ def test_trust_adapts_to_what_came_true_in_this_text() -> None:
     copied, scrambled = lookup_of(page * 2), Lookup()
     for seed in range(6):
         scrambled.extend(token for pair in random.Random(seed).sample(pairs, len(pairs)) for token in pair)
-    assert copied.guess([], 1).confidence[0] > 0.99
-    assert scrambled.guess([3, 14], 1).confidence[0] < 0.15
-    assert lookup_of([3, 14, 5, 3, 14]).guess([], 1).confidence[0] > 0.4
+    assert copied.propose([], 1).confidence[0] > 0.99
+    assert scrambled.propose([3, 14], 1).confidence[0] < 0.15
+    assert lookup_of([3, 14, 5, 3, 14]).propose([], 1).confidence[0] > 0.4
 
 
 @pytest.mark.parametrize("always", [True, False])
 def test_a_record_is_never_certain(always: bool) -> None:
-    record = TrackRecord({("kind", 0): 0.5})
+    record = HitRates({("kind", 0): 0.5})
     for _ in range(10_000):
         record.add(("kind", 0), right=always)
     assert 0 < record.confidence(("kind", 0)) < 1
@@ -154,7 +153,7 @@ def test_a_record_is_never_certain(always: bool) -> None:
 
 
 def test_a_record_follows_a_change_and_keeps_kinds_apart() -> None:
-    record = TrackRecord({("kind", 0): 0.5, ("other", 0): 0.5})
+    record = HitRates({("kind", 0): 0.5, ("other", 0): 0.5})
     for right in [True] * 200 + [False] * 50:
         record.add(("kind", 0), right=right)
     assert record.confidence(("kind", 0)) < 0.3

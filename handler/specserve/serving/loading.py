@@ -19,10 +19,11 @@ from specserve.serving.costs import measured_cost
 from specserve.serving.openai.parse import Grammars
 from specserve.serving.openai.template import ChatTemplate
 from specserve.speculation.controller import Controller
-from specserve.speculation.cost import Beside, Cost, Speed
+from specserve.speculation.cost import Cost
 from specserve.speculation.draft_model import DraftModel
-from specserve.speculation.drafters import Drafters
-from specserve.speculation.proposers import GrammarDrafter, LookupDrafter, PredictionDrafter
+from specserve.speculation.drafters import Drafters, GrammarProposer
+from specserve.speculation.lookup import LookupProposer
+from specserve.speculation.prediction import PredictionProposer
 
 logger = logging.getLogger(__name__)
 
@@ -100,21 +101,20 @@ def open_engines(
         ModelLoadError: there is no memory for the target's caches, or a pass of it failed.
     """
     target = _engine(target_model, config, _MAX_LOGITS)
-    speed = Speed()
-    target_cost = _cost(target, target_model, config, speed)
+    target_cost = _cost(target, target_model, config)
     draft, draft_cost = None, None
     if draft_model is not None:
         try:
-            draft, draft_cost = _open_draft(draft_model, target_model, config, Beside(speed))
+            draft, draft_cost = _open_draft(draft_model, target_model, config, target_cost)
         except ModelLoadError as error:
             _go_on_without(error)
         else:
             _report_cost(draft_cost.seconds(1, 0), target_cost.seconds(1, 0))
     drafters = Drafters(
         Controller(target_cost, draft_cost),
-        PredictionDrafter(),
-        GrammarDrafter(),
-        LookupDrafter(),
+        PredictionProposer(),
+        GrammarProposer(),
+        LookupProposer(),
         model=draft,
         vocabulary=target_model.size,
     )
@@ -122,10 +122,10 @@ def open_engines(
 
 
 def _open_draft(
-    draft_model: LlamaModel, target_model: LlamaModel, config: HandlerConfig, speed: Beside
+    draft_model: LlamaModel, target_model: LlamaModel, config: HandlerConfig, target_cost: Cost
 ) -> tuple[DraftModel, Cost]:
     engine = _engine(draft_model, config, max(_MAX_LOGITS // 2, config.sequences))
-    cost = _cost(engine, draft_model, config, speed)
+    cost = _cost(engine, draft_model, config, target_cost)
     draft = DraftModel(
         engine,
         cost,
@@ -142,13 +142,13 @@ def _go_on_without(error: ModelLoadError) -> None:
     logger.error("specserve: %s Serving goes on without the draft model.", error)
 
 
-def _cost(engine: Engine, model: LlamaModel, config: HandlerConfig, speed: Speed | Beside) -> Cost:
+def _cost(engine: Engine, model: LlamaModel, config: HandlerConfig, target: Cost | None = None) -> Cost:
     code = f"{kernels.identity()} {build_description()}"
     try:
         table = measured_cost(engine, model.path, threads=_threads(config), kernels=code)
     except EngineError as error:
         raise ModelLoadError(f"{model.path}: its passes cannot be timed: {error}") from error
-    return Cost(table, most=min(engine.max_rows, engine.max_logits), speed=speed)
+    return Cost(table, most=min(engine.max_rows, engine.max_logits), target=target)
 
 
 def _threads(config: HandlerConfig) -> int:

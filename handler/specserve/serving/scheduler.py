@@ -319,11 +319,11 @@ class Scheduler:
         rows = [1 if plan.sequence.speculation.adaptive else 1 + plan.gamma for plan in decoding]
         waiting = len(self._waiting) + len(self._live) - len(decoding)
         longest = self._max_wait_seconds if decoding else math.inf
-        before = cost.together(rows, kv_len)
+        before = cost.seconds(sum(rows), kv_len)
         least = min(_LEAST_CHUNK, self._prefill_rows)
         chunks = range(least, self._prefill_rows + 1)
         # By estimate a pass may be cheaper with a prompt beside; nobody waits less than not at all.
-        takes = {chunk: max(0.0, cost.together([*rows, chunk], kv_len) - before) for chunk in chunks}
+        takes = {chunk: max(0.0, cost.seconds(sum(rows) + chunk, kv_len) - before) for chunk in chunks}
         fitting = [chunk for chunk in chunks if takes[chunk] <= longest] or [least]
         waits = {chunk: (waiting * (before + takes[chunk]) + len(decoding) * takes[chunk]) / chunk for chunk in fitting}
         return max(chunk for chunk in fitting if waits[chunk] <= _AS_GOOD * min(waits.values()))
@@ -344,7 +344,7 @@ class Scheduler:
     def _cut(self, sequence: Sequence) -> None:
         """Make both caches hold what the sequence says they hold."""
         self._target.truncate(sequence.slot, sequence.target_cached)
-        self._drafters.keep(sequence, sequence.draft_cached)
+        self._drafters.truncate(sequence, sequence.draft_cached)
 
     def _fail(self, failures: list[tuple[Sequence, Exception]]) -> None:
         """End answers with an error; their caches are void."""

@@ -1,60 +1,66 @@
-"""How likely drafts are to stay: learned from those that were reached, for all texts together and for each alone."""
+"""How likely draft tokens are to be accepted, learned online from those that were verified.
+
+A source (the draft model, lookup, ...) states its confidence in each token it proposes. One calibration a source maps
+confidence to acceptance over all sequences; one log-odds offset a source and sequence says how this sequence differs.
+Only positions that the verification reached teach anything: what follows a rejection was never compared.
+"""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Sequence
-from typing import ClassVar
 
-# Log-odds of confidence that part the bins of a calibration: about .12, .27, .5, .73, .88, .95, .982, .9975.
+# Log-odds of confidence that separate a calibration's bins: about .12, .27, .5, .73, .88, .95, .982, .9975.
 _EDGES = (-2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 6.0)
-_LEAST, _MOST = 0.005, 0.995
+# Positions that a bin remembers, and positions that its prior counts as. Both are flat optima (benchmarks/simulate.py).
+_MEMORY, _PRIOR_WEIGHT = 400.0, 8.0
+# Share of a sequence's acceptance estimate that the latest position does not replace: about the last seven count.
+_FADE, _PRIOR_POSITIONS = 0.85, 2.0
+_LONG_FADE, _LONG_PRIOR, _LONG_PRIOR_POSITIONS = 0.98, 0.65, 6.0
+# Learning rate of an offset at its first position, and the least; it falls as 1 / (1 + positions / 6).
+_RATE, _LEAST_RATE, _RATE_POSITIONS = 0.5, 0.1, 6
+_LARGEST_OFFSET = 2.5
 
 
 def log_odds(probability: float) -> float:
-    """The logit, of a probability kept away from 0 and 1."""
-    kept = min(_MOST, max(_LEAST, probability))
+    """The logit of a probability, which is kept within [0.005, 0.995]."""
+    kept = min(0.995, max(0.005, probability))
     return math.log(kept / (1 - kept))
 
 
 def sigmoid(odds: float) -> float:
-    """The probability of these log-odds."""
+    """The probability with these log-odds."""
     return 1 / (1 + math.exp(-odds))
 
 
 class Calibration:
-    """From how sure a source is to how often it was right, over all texts, the latest weighing most.
+    """Acceptance probability by confidence of one source, over all sequences; recent positions weigh most.
 
     Args:
-        prior: what is believed of each bin before anything was seen, lowest confidence first.
-        weight: how many places that belief weighs.
+        prior: acceptance probability of each bin before anything was verified, lowest confidence first.
     """
 
-    BINS = len(_EDGES) + 1
-    _MEMORY = 400.0
+    def __init__(self, prior: Sequence[float]) -> None:
+        self._accepted = [_PRIOR_WEIGHT * probability for probability in prior]
+        self._seen = [_PRIOR_WEIGHT] * (len(_EDGES) + 1)
 
-    def __init__(self, prior: Sequence[float], *, weight: float = 8.0) -> None:
-        self._right = [weight * chance for chance in prior]
-        self._seen = [weight] * self.BINS
-
-    def chance(self, confidence: float) -> float:
-        """The probability that what is guessed with this confidence stays where it is reached."""
-        place = _bin(confidence)
-        return self._right[place] / self._seen[place]
+    def probability(self, confidence: float) -> float:
+        """The probability that a token proposed with this confidence is accepted once verification reaches it."""
+        index = _bin(confidence)
+        return self._accepted[index] / self._seen[index]
 
     @property
-    def chances(self) -> list[float]:
+    def probabilities(self) -> list[float]:
         """The same for every bin, lowest confidence first."""
-        return [right / seen for right, seen in zip(self._right, self._seen, strict=True)]
+        return [accepted / seen for accepted, seen in zip(self._accepted, self._seen, strict=True)]
 
     def learn(self, confidence: float, label: float) -> None:
-        """Count one place that was reached; `label` is 1 or 0, or the probability that the draft stayed."""
-        place = _bin(confidence)
-        fade = 1 - 1 / self._MEMORY if self._seen[place] > self._MEMORY else 1.0
-        self._right[place] = fade * self._right[place] + label
-        self._seen[place] = fade * self._seen[place] + 1
+        """Count one verified position; `label` is 1 or 0, or the probability with which the token was accepted."""
+        index = _bin(confidence)
+        fade = 1 - 1 / _MEMORY if self._seen[index] > _MEMORY else 1.0
+        self._accepted[index] = fade * self._accepted[index] + label
+        self._seen[index] = fade * self._seen[index] + 1
 
 
 def _bin(confidence: float) -> int:
@@ -62,76 +68,49 @@ def _bin(confidence: float) -> int:
     return bisect_right(_EDGES, math.log(kept / (1 - kept)))
 
 
-class Outlook:
-    """What one text has shown of its drafts so far.
+class SequenceAcceptance:
+    """What one sequence has shown of its drafts.
 
     Args:
-        hope: the chance of a draft of the model before anything is known of the text.
+        prior: the acceptance probability of the draft model's next token before anything is known.
     """
 
-    # The last seven places or so say most about the next one; measured on recordings (benchmarks/simulate.py).
-    _FADE = 0.85
-    _STEADY_FADE = 0.98
-    _PRIOR = 2.0
-    # An investment wants more evidence than a draft: so many places of a text that is somewhat hard.
-    _STEADY_PRIOR, _STEADY_HOPE = 6.0, 0.65
-    _RATE, _LEAST_RATE, _SLOWER = 0.5, 0.1, 6
-    _FURTHEST = 2.5
-    # A text is taken not to repeat itself until it does: what lookup would have guessed shows without being drafted.
-    _DOUBTS: ClassVar[dict[str, float]] = {"lookup": -1.0}
+    def __init__(self, prior: float) -> None:
+        # A sequence is taken not to repeat itself until it does: lookup's proposals are judged also when not drafted.
+        self._offsets = {"lookup": -1.0}
+        self._positions: dict[str, int] = {}
+        self._expected, self._weight = _PRIOR_POSITIONS * prior, _PRIOR_POSITIONS
+        self._long_expected, self._long_weight = _LONG_PRIOR_POSITIONS * _LONG_PRIOR, _LONG_PRIOR_POSITIONS
 
-    def __init__(self, hope: float) -> None:
-        self._right, self._seen = self._PRIOR * hope, self._PRIOR
-        self._steady_right, self._steady_seen = self._STEADY_PRIOR * self._STEADY_HOPE, self._STEADY_PRIOR
-        self._offsets = dict(self._DOUBTS)
-        self._lessons: Counter[str] = Counter()
-        self._tokens = 0.0
-        self._plain_tokens = 0.0
-        self.debt = 0.0
-        self.invested = 0
-        self.reading = False
-        self.plain_seconds = 0.0
-
-    @property
-    def hope(self) -> float:
-        """The chance of a draft of the model at a place of which nothing is known yet.
-
-        How sure the target was of late says more about it than how many of the last drafts stayed.
-        """
-        return self.chance("target", self._right / self._seen)
-
-    @property
-    def steady_hope(self) -> float:
-        """The same over a longer stretch of the text, or the present one if that is lower."""
-        return min(self.hope, self.chance("target", self._steady_right / self._steady_seen))
-
-    def chance(self, source: str, pooled: float) -> float:
-        """The chance of a draft, from what all texts say of its source and from how this one differs."""
+    def probability(self, source: str, pooled: float) -> float:
+        """The acceptance probability, from that of all sequences and this one's offset."""
         return sigmoid(log_odds(pooled) + self._offsets.get(source, 0.0))
 
-    def learn(self, source: str, pooled: float, label: float) -> None:
-        """A draft was reached: a step towards the offset that explains this text's labels (online logistic)."""
-        surprise = label - self.chance(source, pooled)
-        rate = max(self._LEAST_RATE, self._RATE / (1 + self._lessons[source] / self._SLOWER))
-        self._lessons[source] += 1
-        offset = self._offsets.get(source, 0.0) + rate * surprise
-        self._offsets[source] = min(self._FURTHEST, max(-self._FURTHEST, offset))
+    @property
+    def next_token(self) -> float:
+        """The acceptance probability of a token that the draft model has not drafted yet.
 
-    def expect(self, pooled: float) -> None:
-        """So sure was the target of a place: that often drafts of the model stay at such places, in all texts."""
-        self._right = self._FADE * self._right + pooled
-        self._seen = self._FADE * self._seen + 1
-        self._steady_right = self._STEADY_FADE * self._steady_right + pooled
-        self._steady_seen = self._STEADY_FADE * self._steady_seen + 1
+        The target's confidence in recent positions predicts it better than how many recent drafts were accepted, and
+        it is known without drafting.
+        """
+        return self.probability("target", self._expected / self._weight)
 
     @property
-    def speedup(self) -> float:
-        """Tokens of late, in units of what plain decoding brings in the same time; 1 at least, since that is free."""
-        return max(1.0, self._tokens / self._plain_tokens) if self._plain_tokens else 1.0
+    def long_run(self) -> float:
+        """The same over about fifty positions, if that is lower: what a long catch-up is judged by."""
+        return min(self.next_token, self.probability("target", self._long_expected / self._long_weight))
 
-    def count_round(self, tokens: int, plain_tokens: float, seconds: float, plain_seconds: float) -> None:
-        """A round wrote `tokens` where plain decoding would have written `plain_tokens`; both by the cost model."""
-        self._tokens = self._FADE * self._tokens + tokens
-        self._plain_tokens = self._FADE * self._plain_tokens + plain_tokens
-        self.debt += seconds - plain_seconds
-        self.plain_seconds += plain_seconds
+    def learn(self, source: str, pooled: float, label: float) -> None:
+        """One step of online logistic regression towards the offset that explains this sequence's labels."""
+        seen = self._positions.get(source, 0)
+        self._positions[source] = seen + 1
+        rate = max(_LEAST_RATE, _RATE / (1 + seen / _RATE_POSITIONS))
+        offset = self._offsets.get(source, 0.0) + rate * (label - self.probability(source, pooled))
+        self._offsets[source] = min(_LARGEST_OFFSET, max(-_LARGEST_OFFSET, offset))
+
+    def expect(self, pooled: float) -> None:
+        """The target was so confident at a position that the draft model would be accepted with this probability."""
+        self._expected = _FADE * self._expected + pooled
+        self._weight = _FADE * self._weight + 1
+        self._long_expected = _LONG_FADE * self._long_expected + pooled
+        self._long_weight = _LONG_FADE * self._long_weight + 1

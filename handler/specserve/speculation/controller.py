@@ -1,49 +1,49 @@
-"""Decides, round by round, what is drafted: the costs of this machine, and what texts have shown of their drafts."""
+"""How many tokens to draft: expected accepted tokens against what their time is worth, decided anew in every round.
+
+A draft token is accepted only if all before it are, so drafting n tokens gains sum_i prod_{j<=i} p_j tokens (Leviathan
+et al. 2023, arXiv 2211.17192, section 3.3, with a measured verify cost and a probability for each token). Time is worth
+the tokens a second that decoding yields anyway. The largest gain over all n is taken, whatever shape the costs have.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
-from functools import partial
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from specserve.sampling.distribution import is_greedy
-from specserve.sequence import Sequence, Tally
-from specserve.speculation.acceptance import Calibration, Outlook
+from specserve.sequence import Sequence
+from specserve.speculation.acceptance import Calibration, SequenceAcceptance
 from specserve.speculation.cost import Cost
-from specserve.speculation.gamma import Prices
 
-# What a draft of the model is worth before anything is known of a text.
-_HOPE = 0.75
-# By how sure a source is, least first: how often the draft was right, as measured with a pair of one family
-# (benchmarks/simulate.py). What lookup says of itself is too high for most texts at first; the others are taken at
-# their word.
-_MODEL = (0.11, 0.3, 0.47, 0.7, 0.88, 0.95, 0.975, 0.99, 0.995)
-_FROM_TARGET = (0.05, 0.2, 0.46, 0.68, 0.83, 0.9, 0.95, 0.98, 0.99)
-_LOOKUP = (0.04, 0.12, 0.25, 0.42, 0.6, 0.75, 0.85, 0.92, 0.97)
-_GUESS = (0.07, 0.18, 0.38, 0.62, 0.82, 0.92, 0.965, 0.985, 0.995)
-_PRIORS = {"model": _MODEL, "target": _FROM_TARGET, "lookup": _LOOKUP}
-# Arrears of up to this many tokens come back every round, and up to so many may be guesses that cost nothing, which the
-# model has to read all the same; more are an investment.
-_ARREARS = 4
-_GUESSED = 24
-# How much longer a text is taken to be than it is, and what may be lost on it.
-_AHEAD = 48
-_TOKENS_A_ROUND = 3
-_FIRST_DRAFTS = 3
-_LOSS = 0.01
-_LOSS_STEPS = 4.0
-# What reading up has to bring, in units of its cost: more each time that a text is given up and taken up again, and
-# more where only the end of the text is read, since such drafts are worse.
-_DUE = 1.75
-_AGAIN = 1.25
-_CUT = 1.4
+# Acceptance probability by confidence, lowest bin first, before anything was verified: measured with a 1.5B and a 0.5B
+# of one family (benchmarks/record.py). "target" is that of the draft model by the *target's* confidence.
+_PRIORS = {
+    "model": (0.11, 0.3, 0.47, 0.7, 0.88, 0.95, 0.975, 0.99, 0.995),
+    "target": (0.05, 0.2, 0.46, 0.68, 0.83, 0.9, 0.95, 0.98, 0.99),
+    "lookup": (0.04, 0.12, 0.25, 0.42, 0.6, 0.75, 0.85, 0.92, 0.97),
+}
+# Other sources mean what they say.
+_CALIBRATED = (0.07, 0.18, 0.38, 0.62, 0.82, 0.92, 0.965, 0.985, 0.995)
+# Acceptance probability of the draft model on a sequence that has shown nothing yet.
+_FIRST_ACCEPTANCE = 0.75
+# Tokens of catch-up that are part of an ordinary round: the bonus token, and accepted tokens of other sources.
+SHORT_CATCH_UP = 4
+# A longer catch-up has to promise this many times its cost, over as many tokens as are generated and so many more.
+_CATCH_UP_GAIN, _HORIZON, _TOKENS_PER_ROUND = 1.75, 48, 3
+# What drafts may cost a sequence, net of what they brought: a share of its plain decoding time, and so many steps.
+_LOSS_SHARE, _LOSS_STEPS = 0.01, 4.0
+# Share of a sequence's measured speedup that the latest round does not replace.
+_FADE = 0.85
 
 
 class Lesson(NamedTuple):
-    """A token that was drafted and reached: its source, how sure that was, and the probability that it stayed.
+    """A proposed token that verification reached: its source and confidence, and how probably it was accepted.
 
-    `target_confidence` is how sure the target was of the place; None for a token that was thought of, but not drafted.
+    `target_confidence` is the target's at that position; None for a token that was proposed but not drafted.
     """
 
     source: str
@@ -52,29 +52,141 @@ class Lesson(NamedTuple):
     target_confidence: float | None
 
 
-class Burden(NamedTuple):
-    """What one text adds to a round, in seconds by the cost model.
+class RoundCosts(NamedTuple):
+    """Seconds of passes in this round by their number of rows, and how many tokens a second of it is worth.
 
-    Args:
-        alone: its part of decoding without any drafts, or of reading prompts.
-        drafts: what its drafts come to beyond that, in both models.
-        reading_up: what the draft model reads of it for all rounds to come.
+    `waiting` says whether any sequence waits for its first token.
     """
 
-    alone: float
-    drafts: float = 0.0
-    reading_up: float = 0.0
+    target: Callable[[int], float]
+    draft: Callable[[int], float]
+    rate: float
+    waiting: bool = False
+
+
+class Candidate(NamedTuple):
+    """A sequence that the draft model may draft for.
+
+    Args:
+        prefix: the probability that all its drafts so far are accepted.
+        acceptance: that of its next draft token, before it is drafted.
+        pending: tokens that the draft model reads before it drafts the next one.
+        room: how many more tokens it may have.
+        catch_up: seconds of reading beyond that, as far as this round has to pay for it.
+    """
+
+    prefix: float
+    acceptance: float
+    pending: int
+    room: int
+    catch_up: float = 0.0
+
+
+def best_length(tokens: Many[float], seconds: Many[float], rate: float) -> tuple[int, float]:
+    """The number of further draft tokens with the largest gain, and that gain in tokens; 0 and 0.0 if none pays.
+
+    Args:
+        tokens: expected accepted tokens of 1, 2, ... further drafts.
+        seconds: what these drafts cost together.
+        rate: tokens a second that time is worth.
+    """
+    gains = [0.0, *(gained - rate * cost for gained, cost in zip(tokens, seconds, strict=True))]
+    best = max(range(len(gains)), key=gains.__getitem__)
+    return best, gains[best]
+
+
+def model_steps(candidates: Many[Candidate], rows: int, costs: RoundCosts) -> tuple[list[int], float]:
+    """Which sequences the draft model should draft one more token for, and the expected gain of going on.
+
+    Compares every number of further steps for every number of sequences, those likeliest to gain first, since
+    sequences share the passes of both models.
+
+    Args:
+        candidates: all that may go on.
+        rows: of the target's pass by now.
+        costs: of this round.
+
+    Returns:
+        Indices into `candidates`, and the gain in tokens; none and 0.0 where nothing pays.
+    """
+    able = [index for index, candidate in enumerate(candidates) if candidate.room > 0]
+    order = sorted(able, key=lambda i: -candidates[i].prefix * candidates[i].acceptance)
+    depth = max((candidates[index].room for index in able), default=0)
+    tokens, more, width = [0.0] * depth, [0] * depth, [0] * depth
+    base, pending, catch_up = costs.target(rows), 0, 0.0
+    best: tuple[list[int], float] = [], 0.0
+    for count, index in enumerate(order, 1):
+        prefix, acceptance, unread, room, late = candidates[index]
+        pending += unread
+        catch_up += late
+        gained = 0.0
+        for n in range(depth):
+            if n < room:
+                prefix *= acceptance
+                gained += prefix
+                width[n] += 1
+            tokens[n] += gained
+            more[n] += min(n + 1, room)
+        drafting = accumulate(costs.draft(width[n]) if n else catch_up + costs.draft(pending) for n in range(depth))
+        seconds = [steps + costs.target(rows + extra) - base for steps, extra in zip(drafting, more, strict=True)]
+        _, gain = best_length(tokens, seconds, costs.rate)
+        if gain > best[1]:
+            best = order[:count], gain
+    return best
+
+
+def proposal_length(candidate: Candidate, probabilities: Many[float], rows: int, costs: RoundCosts) -> int:
+    """How many tokens of a proposal that cost nothing to draft; none where as many of the model's own gain more.
+
+    Args:
+        candidate: the sequence without the proposal; its room is 0 where the model may not draft.
+        probabilities: acceptance probability of each proposed token.
+        rows: of the target's pass by now.
+        costs: of this round.
+    """
+    prefixes = list(accumulate(probabilities, mul, initial=candidate.prefix))[1:]
+    seconds = [costs.target(rows + n) - costs.target(rows) for n in range(1, len(prefixes) + 1)]
+    length, gain = best_length(list(accumulate(prefixes)), seconds, costs.rate)
+    instead = candidate._replace(room=min(candidate.room, len(prefixes)))
+    return length if gain > model_steps([instead], rows, costs)[1] else 0
+
+
+def worth_drawing(candidate: Candidate, probability: float, rows: int, costs: RoundCosts) -> bool:
+    """Whether a token that the draft model has computed should be drawn, now that its acceptance probability is known.
+
+    Asked before the token is drawn: one that was drawn stays in the round, so the length is a stopping time.
+    """
+    prefix = candidate.prefix * probability
+    gain = prefix - costs.rate * (costs.target(rows + 1) - costs.target(rows))
+    after = Candidate(prefix, candidate.acceptance, 1, candidate.room - 1)
+    return gain > 0 or gain + model_steps([after], rows + 1, costs)[1] > 0
+
+
+class _SequenceState:
+    """What the controller knows of one sequence: acceptance, recent speedup, and what its drafts cost so far."""
+
+    def __init__(self) -> None:
+        self.acceptance = SequenceAcceptance(_FIRST_ACCEPTANCE)
+        self.loss_seconds = 0.0
+        self.plain_seconds = 0.0
+        self._tokens = 0.0
+        self._plain_tokens = 0.0
 
     @property
-    def whole(self) -> float:
-        """All of it."""
-        return self.alone + self.drafts + self.reading_up
+    def speedup(self) -> float:
+        """Recent tokens in units of what plain decoding yields in the same time; at least 1, since that is free."""
+        return max(1.0, self._tokens / self._plain_tokens) if self._plain_tokens else 1.0
+
+    def count_round(self, tokens: int, plain_step: float, draft_seconds: float) -> None:
+        """A round gave `tokens`; without drafts it would have taken `plain_step` for one."""
+        self._tokens = _FADE * self._tokens + tokens
+        self._plain_tokens = _FADE * self._plain_tokens + 1 + draft_seconds / plain_step
+        self.loss_seconds += draft_seconds - (tokens - 1) * plain_step
+        self.plain_seconds += tokens * plain_step
 
 
 class Controller:
-    """The costs of both models, and the estimates of what drafts are worth.
-
-    Everything it decides is a function of what it was told before; it holds no clock.
+    """The costs of both models, and what sequences have shown of their drafts; a function of its inputs, no clock.
 
     Args:
         target: the cost of the target's passes.
@@ -85,123 +197,104 @@ class Controller:
         self.target = target
         self.draft = draft
         self._calibrations: dict[tuple[str, bool], Calibration] = {}
-        self._outlooks: WeakKeyDictionary[Sequence, Outlook] = WeakKeyDictionary()
+        self._states: WeakKeyDictionary[Sequence, _SequenceState] = WeakKeyDictionary()
 
     @property
     def learned(self) -> dict[tuple[str, bool], list[float]]:
-        """By source, and whether texts are sampled: how often drafts stay, by how sure the source is, least first."""
-        return {key: calibration.chances for key, calibration in self._calibrations.items()}
+        """By source, and whether it is sampled: acceptance probability by confidence, lowest bin first."""
+        return {key: calibration.probabilities for key, calibration in self._calibrations.items()}
 
-    def prices(self, sequences: Many[Sequence], rows: Many[int], kv_len: tuple[int, int], waiting: int = 0) -> Prices:
-        """What passes cost in this round, and what a second of it is worth.
-
-        That is what decoding alone would make of it: prompts that are read in this round are no reason to spend more.
+    def costs(self, decoding: Many[Sequence], target_kv_len: int, draft_kv_len: int, waiting: int = 0) -> RoundCosts:
+        """What passes cost in this round, and what its time is worth.
 
         Args:
-            sequences: those that decode in this round.
-            rows: of the target's pass without drafts, text by text of these.
-            kv_len: how many tokens a row walks over, in the caches of target and draft.
-            waiting: how many texts have not begun to be written; a second is worth as much to each of them.
+            decoding: the sequences that decode in this round.
+            target_kv_len: tokens of the target's cache that a row attends to.
+            draft_kv_len: the same of the draft model's.
+            waiting: how many sequences wait for their first token; time is worth as much to each of them.
         """
-        plain = self.target.together(rows, kv_len[0])
-        rate = (sum(self._outlook(sequence).speedup for sequence in sequences) + waiting) / plain
+        plain = self.target.seconds(max(1, len(decoding)), target_kv_len)
         draft = self.draft
-        return Prices(
-            target=partial(self.target.together, kv_len=kv_len[0]),
-            draft=(lambda count: draft.seconds(count, kv_len[1])) if draft else (lambda _count: 0.0),
-            rate=rate,
+        return RoundCosts(
+            target=lambda rows: self.target.seconds(rows, target_kv_len),
+            draft=(lambda rows: draft.seconds(rows, draft_kv_len)) if draft else (lambda _rows: 0.0),
+            rate=(sum(self._state(sequence).speedup for sequence in decoding) + waiting) / plain,
             waiting=waiting > 0,
         )
 
-    def hope(self, sequence: Sequence, pending: int = 0) -> float:
-        """The chance of a draft of the model of which nothing is known yet, with so much to read before it."""
-        outlook = self._outlook(sequence)
-        return outlook.hope if pending <= _ARREARS or outlook.reading else outlook.steady_hope
+    def acceptance(self, sequence: Sequence, source: str, confidence: float) -> float:
+        """The acceptance probability of a token whose source has this confidence in it."""
+        pooled = self._calibration(sequence, source).probability(confidence)
+        return self._state(sequence).acceptance.probability(source, pooled)
 
-    def chance(self, sequence: Sequence, source: str, confidence: float) -> float:
-        """The chance of a draft whose source is this sure of it."""
-        pooled = self._calibration(sequence, source).chance(confidence)
-        return self._outlook(sequence).chance(source, pooled)
+    def next_acceptance(self, sequence: Sequence) -> float:
+        """That of the draft model's next token, before it is drafted."""
+        return self._state(sequence).acceptance.next_token
 
-    def room(self, sequence: Sequence, room: int) -> int:
-        """How many of `room` drafts the model may add: few on a text that has not shown yet that they stay."""
-        stayed = sequence.account.drafters.get("model", Tally()).accepted
-        return min(room, _FIRST_DRAFTS + stayed)
+    def candidate(
+        self, sequence: Sequence, prefix: float, pending: int, room: int, costs: RoundCosts
+    ) -> Candidate | None:
+        """A sequence in adaptive mode as the draft model may go on with it; None where it may not.
 
-    def arrears(self, sequence: Sequence, pending: int, prices: Prices) -> tuple[int, float]:
-        """What the model has to read before it drafts: rows of its next pass, and seconds beside it.
+        It may not after its drafts lost too much. A long catch-up is made once for all rounds that follow: each of
+        those to come is charged its share, with a margin. None is made while prompts are read: sequences that decode
+        would wait for both.
 
-        A long arrear is read once, for all rounds to come; each of those that are likely is charged its share. Where
-        others are about to join, what pays now may not pay among them: then this round is charged all of it.
+        Args:
+            sequence: in adaptive mode.
+            prefix: the probability that all its drafts so far are accepted.
+            pending: tokens that the draft model has to read before it drafts.
+            room: how many more tokens it may have.
+            costs: of this round.
         """
-        if pending <= _ARREARS or self._outlook(sequence).reading:
-            return min(pending, _ARREARS), 0.0
-        ahead = 0 if prices.waiting else min(sequence.remaining, _AHEAD + sequence.generated)
-        rounds = max(1.0, ahead / _TOKENS_A_ROUND)
-        cut = pending < len(sequence.tokens) - sequence.draft_cached
-        due = _DUE * _AGAIN ** self._outlook(sequence).invested * (_CUT if cut else 1.0)
-        return 1, due * (prices.draft(pending) - prices.draft(1)) / rounds
-
-    def may_draft(self, sequence: Sequence, pending: int, prices: Prices) -> bool:
-        """Whether the model's drafts have not cost this text more than anyone would notice.
-
-        Reading up is no loss yet, the first time; it is one where the text has to be read up again. It stops while
-        prompts are read: whoever is being answered would wait for both.
-        """
-        outlook = self._outlook(sequence)
-        if prices.waiting and pending > _GUESSED:
-            # Whether it is still worth it will be asked again.
-            outlook.reading = False
-            return False
-        if outlook.reading:
-            return True
-        step = outlook.plain_seconds / max(1, sequence.generated - 1)
-        return outlook.debt <= _LOSS * outlook.plain_seconds + _LOSS_STEPS * step
-
-    def invest(self, sequence: Sequence, pending: int, prices: Prices) -> float:
-        """Put down that the model reads this much of a text before it drafts; the seconds that are no round's loss."""
-        outlook = self._outlook(sequence)
-        invests = pending > _GUESSED
-        if not outlook.reading:
-            outlook.invested += invests
-        outlook.reading = invests
-        return prices.draft(pending) - prices.draft(1) if invests and outlook.invested == 1 else 0.0
+        state = self._state(sequence)
+        step = state.plain_seconds / max(1, sequence.generated - 1)
+        if state.loss_seconds > _LOSS_SHARE * state.plain_seconds + _LOSS_STEPS * step:
+            return None
+        acceptance = state.acceptance.next_token
+        if pending <= SHORT_CATCH_UP:
+            return Candidate(prefix, acceptance, pending, room)
+        if costs.waiting:
+            return None
+        rounds = max(1.0, min(sequence.remaining, _HORIZON + sequence.generated) / _TOKENS_PER_ROUND)
+        catch_up = _CATCH_UP_GAIN * (costs.draft(pending) - costs.draft(1)) / rounds
+        return Candidate(prefix, state.acceptance.long_run, 1, room, catch_up)
 
     def learn(self, sequence: Sequence, lessons: Many[Lesson], confidence: float) -> None:
-        """Learn from the drafts of a round that were reached, and from how sure the target is behind them."""
-        outlook = self._outlook(sequence)
+        """Learn from the tokens that verification reached, and from the target's confidence after the accepted ones."""
+        own = self._state(sequence).acceptance
         by_target = self._calibration(sequence, "target")
         for source, sure, label, target_sure in lessons:
             calibration = self._calibration(sequence, source)
-            outlook.learn(source, calibration.chance(sure), label)
+            own.learn(source, calibration.probability(sure), label)
             calibration.learn(sure, label)
             if target_sure is None:
                 continue
-            pooled = by_target.chance(target_sure)
-            outlook.expect(pooled)
+            pooled = by_target.probability(target_sure)
+            own.expect(pooled)
             if source == "model":
-                outlook.learn("target", pooled, label)
+                own.learn("target", pooled, label)
                 by_target.learn(target_sure, label)
-        outlook.expect(by_target.chance(confidence))
+        own.expect(by_target.probability(confidence))
 
-    def count_round(self, sequence: Sequence, tokens: int, burden: Burden) -> None:
-        """Keep the books of a round: what it wrote of this text, and what plain decoding would have written.
+    def count_round(self, sequence: Sequence, tokens: int, plain_step: float, draft_seconds: float) -> None:
+        """Account for a decoding round of a sequence.
 
         Args:
             sequence: one that decoded.
             tokens: how many it was given.
-            burden: what it added to the round.
+            plain_step: its share of the round without any drafts, in seconds.
+            draft_seconds: what its drafts added in both models, a long catch-up left out.
         """
-        seconds = burden.alone + burden.drafts
-        self._outlook(sequence).count_round(tokens, seconds / burden.alone, seconds, burden.alone * tokens)
+        self._state(sequence).count_round(tokens, plain_step, draft_seconds)
 
-    def _outlook(self, sequence: Sequence) -> Outlook:
-        if sequence not in self._outlooks:
-            self._outlooks[sequence] = Outlook(_HOPE)
-        return self._outlooks[sequence]
+    def _state(self, sequence: Sequence) -> _SequenceState:
+        if sequence not in self._states:
+            self._states[sequence] = _SequenceState()
+        return self._states[sequence]
 
     def _calibration(self, sequence: Sequence, source: str) -> Calibration:
         key = (source, not is_greedy(sequence.sampling))
         if key not in self._calibrations:
-            self._calibrations[key] = Calibration(_PRIORS.get(source, _GUESS))
+            self._calibrations[key] = Calibration(_PRIORS.get(source, _CALIBRATED))
         return self._calibrations[key]

@@ -1,18 +1,16 @@
-"""What a forward pass costs on this machine: a staircase over its rows, measured once, that rises with the context."""
+"""What a forward pass costs on this machine: a table over its rows, measured once, times a factor that live passes set."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-# One pass moves what is expected of it by at most this share: a pass that the machine held up says little.
-_STEP = 0.02
-_FURTHEST = 0.25
-# Costs are remembered by this many kv_len of context.
+# A live pass moves the factor by at most this share, as far as it differs by this much or more: a pass that the
+# machine held up says little.
+_STEP, _FULL_STEP_AT = 0.02, 0.25
+# Tokens of the KV cache that one entry of the cache of costs stands for.
 _GRAIN = 64
 
 
@@ -21,9 +19,9 @@ class CostTable:
     """Seconds of forward passes, as measured.
 
     Args:
-        rows: the numbers of rows that were tried, ascending, 1 first.
-        kv_len: two lengths of the context that the rows stood behind, ascending.
-        seconds: by length of context, then by number of rows.
+        rows: the numbers of rows that were timed, ascending, 1 first.
+        kv_len: the two KV cache lengths that they were timed after, ascending.
+        seconds: by KV cache length, then by number of rows.
     """
 
     rows: tuple[int, ...]
@@ -31,146 +29,76 @@ class CostTable:
     seconds: tuple[tuple[float, ...], tuple[float, ...]]
 
     def at(self, kv_len: int) -> list[float]:
-        """Seconds for each measured number of rows behind `kv_len` tokens, on the line through both measurements."""
+        """Seconds for each number of rows in `rows` after `kv_len` tokens, on the line through both measurements."""
         (near, far), (short, long) = self.kv_len, self.seconds
         share = max(0.0, (kv_len - near) / (far - near))
-        # Attention never gets cheaper with the context; a line that falls is noise.
+        # Attention never gets cheaper with the context: a line that falls is noise.
         return [low + share * max(0.0, high - low) for low, high in zip(short, long, strict=True)]
-
-
-class Work(NamedTuple):
-    """Seconds of a pass, as measured: what one row takes, which is mostly reading the weights, and what others add."""
-
-    reading: float
-    computing: float
-
-
-@dataclass
-class Speed:
-    """How long passes take of late, in units of what was measured.
-
-    Memory and cores are shared with strangers, each to its own degree, so the stairs become steeper and flatter.
-    """
-
-    reading: float = 1.0
-    computing: float = 1.0
-
-    def seconds(self, work: Work) -> float:
-        """What work takes now."""
-        return self.reading * work.reading + self.computing * work.computing
-
-    def follow(self, work: Work, seconds: float) -> None:
-        """Some work took so long; each factor answers for its share, and one held-up pass moves them like any other."""
-        expected = self.seconds(work)
-        share = self.computing * work.computing / expected
-        surprise = math.log(seconds / expected)
-        step = _step(surprise) / (share**2 + (1 - share) ** 2)
-        self.reading *= math.exp(step * (1 - share))
-        self.computing *= math.exp(step * share)
-
-
-@dataclass
-class Beside:
-    """The same of a second model: as the machine is, which the first one's passes tell, times a factor of its own.
-
-    So a model that is not run becomes slower and faster with the machine. The factor is for what was different when
-    the two were measured, one after the other, and for what a pass costs beside its engine.
-    """
-
-    machine: Speed
-    factor: float = 1.0
-
-    def seconds(self, work: Work) -> float:
-        """What work takes now."""
-        return self.factor * self.machine.seconds(work)
-
-    def follow(self, work: Work, seconds: float) -> None:
-        """Some work took so long."""
-        self.factor *= math.exp(_step(math.log(seconds / self.seconds(work))))
-
-
-def _step(surprise: float) -> float:
-    return _STEP * min(1.0, max(-1.0, surprise / _FURTHEST))
 
 
 class Cost:
     """Seconds of one model's forward pass, and how many rows it should have.
 
-    Of one text only numbers of rows that were measured are run, up to `most`: a pass between two stairs is padded up to
-    the cheapest one above it, which may cost less than what was asked for (with llama.cpp's own kernels, which take
-    rows by fours, four rows are cheaper than three).
+    A pass is padded to the number of rows, `rows` or more, that costs the least: with some of llama.cpp's kernels four
+    rows cost less than three.
 
     Args:
         table: the measurement.
         most: the most rows of a pass that is padded.
-        speed: of its passes of late.
+        target: for a draft model, the target's cost: the machine becomes slower and faster for both, and the passes of
+            the target show it also while no drafts are made.
     """
 
-    def __init__(self, table: CostTable, *, most: int, speed: Speed | Beside | None = None) -> None:
+    def __init__(self, table: CostTable, *, most: int, target: Cost | None = None) -> None:
         self.table = table
         self._most = most
-        self._speed = speed or Speed()
-        self._known: dict[int, tuple[list[Work], list[int]]] = {}
+        self._target = target
+        self._factor = 1.0
+        self._envelopes: dict[int, tuple[list[float], list[int]]] = {}
+
+    @property
+    def factor(self) -> float:
+        """How long passes take now, in units of the measurement."""
+        return self._factor * (self._target.factor if self._target else 1.0)
 
     def seconds(self, rows: int, kv_len: int) -> float:
-        """What a pass of at least `rows` rows takes, behind `kv_len` tokens in all slots; nothing for no rows."""
-        return self._speed.seconds(self._work(rows, kv_len))
-
-    def together(self, counts: Many[int], kv_len: int) -> float:
-        """What the rows of several sequences take in one pass, so many of each; `kv_len` as in `seconds`."""
-        return self.seconds(sum(counts), kv_len)
+        """What a pass of at least `rows` rows takes with `kv_len` tokens in the KV cache; nothing for no rows."""
+        seconds, _ = self._envelope(kv_len)
+        last = len(seconds) - 1
+        return self.factor * (seconds[rows] if rows <= last else seconds[last] * rows / last)
 
     def exactly(self, rows: int, kv_len: int) -> float:
-        """What a pass of just so many rows takes, cheaper or dearer than one of more."""
-        measured = self.table.at(kv_len)
+        """What a pass of just `rows` rows takes, whether or not one of more rows is cheaper."""
         beyond = max(1.0, rows / self.table.rows[-1])
-        price = beyond * float(np.interp(rows, self.table.rows, measured))
-        return self._speed.seconds(_split(price, measured[0]))
+        return self.factor * beyond * float(np.interp(rows, self.table.rows, self.table.at(kv_len)))
 
     def padded(self, rows: int, kv_len: int) -> int:
         """The number of rows, `rows` or more, whose pass is the cheapest."""
-        _, counts = self._priced(kv_len)
+        _, counts = self._envelope(kv_len)
         return counts[rows] if 0 < rows < len(counts) else rows
 
-    def observe(self, counts: Many[int], kv_len: int, seconds: float) -> None:
-        """Let the machine's speed follow what a live pass took; one that is wider than any measured says nothing."""
-        if sum(counts) <= self.table.rows[-1]:
-            self._speed.follow(self._work(sum(counts), kv_len), seconds)
+    def observe(self, rows: int, kv_len: int, seconds: float) -> None:
+        """Let the factor follow what a live pass took; one wider than any measured is ignored."""
+        if 0 < rows <= self.table.rows[-1]:
+            surprise = math.log(seconds / self.seconds(rows, kv_len))
+            self._factor *= math.exp(_STEP * min(1.0, max(-1.0, surprise / _FULL_STEP_AT)))
 
-    def _work(self, rows: int, kv_len: int) -> Work:
-        """What a pass of at least `rows` rows is made of."""
-        works, _ = self._priced(kv_len)
-        last = len(works) - 1
-        if rows <= last:
-            return works[rows]
-        one = works[1].reading
-        return _split((works[last].reading + works[last].computing) * rows / last, one)
-
-    def _priced(self, kv_len: int) -> tuple[list[Work], list[int]]:
-        """By number of rows, from 0: what a pass of at least so many is made of, and the number that is run."""
-        bucket = kv_len // _GRAIN
-        if bucket not in self._known:
-            self._known[bucket] = self._envelope(bucket * _GRAIN)
-        return self._known[bucket]
-
-    def _envelope(self, kv_len: int) -> tuple[list[Work], list[int]]:
-        measured = [pair for pair in zip(self.table.rows, self.table.at(kv_len), strict=True) if pair[0] <= self._most]
-        prices, counts = [0.0], [0]
-        for rows in range(1, measured[-1][0] + 1):
-            price, count = min((seconds, count) for count, seconds in measured if count >= rows)
-            prices.append(price)
-            counts.append(count)
-        return [_split(price, prices[1]) for price in prices], counts
+    def _envelope(self, kv_len: int) -> tuple[list[float], list[int]]:
+        """By number of rows, from 0: seconds of the cheapest pass of at least so many, and its number of rows."""
+        entry = kv_len // _GRAIN
+        if entry not in self._envelopes:
+            measured = list(zip(self.table.rows, self.table.at(entry * _GRAIN), strict=True))
+            measured = [(count, cost) for count, cost in measured if count <= self._most]
+            cheapest = [(0.0, 0)]
+            for rows in range(1, measured[-1][0] + 1):
+                cheapest.append(min((cost, count) for count, cost in measured if count >= rows))
+            self._envelopes[entry] = [cost for cost, _ in cheapest], [count for _, count in cheapest]
+        return self._envelopes[entry]
 
 
-def _split(price: float, one: float) -> Work:
-    return Work(min(price, one), max(0.0, price - one))
-
-
-def edges(most: int) -> tuple[int, ...]:
-    """The numbers of rows worth measuring up to `most`: every one of the first block, then a stair's edges."""
-    tried = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
-    return tuple(rows for rows in tried if rows <= most)
+def row_counts(most: int) -> tuple[int, ...]:
+    """The numbers of rows worth measuring up to `most`: all of the first few, then the ends of kernels' tiles."""
+    return tuple(rows for rows in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32) if rows <= most)
 
 
 def typical(seconds: list[float]) -> float:

@@ -112,7 +112,7 @@ class DraftModel:
         """So long were the last pass and what was done with its logits; the cost of the next ones follows."""
         rows, kv_len = self._last
         if rows:
-            self._cost.observe([rows], kv_len, seconds)
+            self._cost.observe(rows, kv_len, seconds)
 
     def _unread(self, texts: list[DraftText]) -> tuple[list[Row], list[int]]:
         """Rows of what is new, and which texts are read to their end with them."""
@@ -173,7 +173,7 @@ class DraftModel:
         missing = self._vocabulary - logits.size
         return np.pad(logits, (0, missing), constant_values=-np.inf) if missing > 0 else logits[: self._vocabulary]
 
-    def keep(self, sequence: Sequence, length: int) -> None:
+    def truncate(self, sequence: Sequence, length: int) -> None:
         """The first `length` tokens are decided; cut the cache back to them."""
         sequence.truncate_draft(length)
         self._engine.truncate(sequence.slot, sequence.draft_cached_len)

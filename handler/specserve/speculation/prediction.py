@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Tokens
 from itertools import pairwise
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
+from weakref import WeakKeyDictionary
 
-from specserve.speculation.guess import Guess, Kind, TrackRecord
+from specserve.sequence import DrafterName, Sequence
+from specserve.speculation.lookup import FreeTokens, HitRates, Kind
 
 # So many tokens alike are no accident: from there the next search starts, and until there it goes on.
 _TRUSTED = 4
@@ -60,7 +63,7 @@ class Follower:
     def __init__(self, prediction: Iterable[int]) -> None:
         self._prediction = [int(token) for token in prediction]
         self._answer: list[int] = []
-        self._record = TrackRecord(_PRIORS)
+        self._record = HitRates(_PRIORS)
         self._standing = _Standing()
         # Behind which places the prediction has a pair of tokens, in order; and a token that occurs only once.
         self._pairs: dict[tuple[int, int], list[int]] = {}
@@ -82,7 +85,7 @@ class Follower:
             self._answer.append(token)
             self._standing = self._step(self._standing, self._answer)
 
-    def guess(self, drafts: Sequence[int], most: int) -> Guess:
+    def propose(self, drafts: Tokens[int], most: int) -> FreeTokens:
         """What the prediction says behind the answer and these drafts.
 
         Args:
@@ -99,7 +102,7 @@ class Follower:
         for _ in tokens:
             confidence.append(self._record.confidence(standing.kind))
             standing = _Standing(standing.place + 1, min(standing.run + 1, _LONGEST), standing.trusted)
-        return Guess(tokens, confidence)
+        return FreeTokens(tokens, confidence)
 
     def _step(self, standing: _Standing, written: list[int]) -> _Standing:
         """Where an answer stands whose last token is new."""
@@ -135,3 +138,22 @@ class Follower:
         """How many tokens before a place of the prediction are those written last, counted up to _LONGEST."""
         most = min(behind, len(written), _LONGEST)
         return next((n for n in range(most) if self._prediction[behind - 1 - n] != written[-1 - n]), most)
+
+
+class PredictionProposer:
+    """Proposes what the client predicted, from where the answer stands in it."""
+
+    name: ClassVar[DrafterName] = "prediction"
+
+    def __init__(self) -> None:
+        self._followers: WeakKeyDictionary[Sequence, Follower] = WeakKeyDictionary()
+
+    def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
+        """The prediction's next tokens; see `drafters.Proposer`."""
+        if not sequence.prediction.size:
+            return FreeTokens([], [])
+        if sequence not in self._followers:
+            self._followers[sequence] = Follower(sequence.prediction.tolist())
+        follower = self._followers[sequence]
+        follower.extend(sequence.tokens[sequence.prompt_length + len(follower) :])
+        return follower.propose(drafts, limit)

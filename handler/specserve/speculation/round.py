@@ -16,9 +16,9 @@ from specserve.sampling.logits import shaped_behind
 from specserve.sampling.noise import Noise
 from specserve.sampling.scores import score
 from specserve.sequence import Sequence
-from specserve.speculation.controller import Burden, Lesson
+from specserve.speculation.controller import Lesson
 from specserve.speculation.cost import Cost
-from specserve.speculation.drafters import Drafters, Proposal, Wish
+from specserve.speculation.drafters import Drafters, Proposal
 from specserve.speculation.passes import run_pass
 from specserve.speculation.rejection import RULES, Verdict, verify_greedy
 
@@ -60,7 +60,7 @@ class Times(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a round took, which part of it each plan is to blame for, and which sequences cannot go on, and why."""
+    """What a round took, each plan's share of it, and which sequences cannot go on, and why."""
 
     times: Times
     shares: list[float]
@@ -130,75 +130,74 @@ def run_round(
     """
     started = clock()
     controller = drafters.controller
-    wishes = [Wish(plan.sequence, plan.gamma, _noise(plan.sequence)) for plan in plans]
-    fed = [plan.rows for plan in plans]
+    proposals = [Proposal(plan.sequence, plan.gamma, _noise(plan.sequence)) for plan in plans]
     kv_len = target.kv_len([plan.sequence.slot for plan in plans])
-    proposals = drafters.propose(wishes, fed, kv_len, waiting)
+    drafters.propose(proposals, sum(plan.rows for plan in plans), kv_len, waiting)
     drafted = clock()
-    rows = _target_rows(plans, proposals)
-    logits = run_pass(target, rows, controller.target)
+    logits = run_pass(target, _target_rows(plans, proposals), controller.target)
     verified = clock()
-    counts = [count + len(proposal.tokens) for count, proposal in zip(fed, proposals, strict=True)]
-    burdens = _burdens(plans, proposals, counts, controller.target, kv_len)
-    whole = sum(burden.whole for burden in burdens)
+    seconds = _seconds(plans, proposals, controller.target, kv_len)
     failed: list[tuple[Sequence, Exception]] = []
-    for place, mine in _in_turn(plans, proposals, logits):
-        plan, proposal, wish, burden = plans[place], proposals[place], wishes[place], burdens[place]
+    for index, own_logits in _in_turn(plans, proposals, logits):
+        plan, proposal = plans[index], proposals[index]
         sequence = plan.sequence
         try:
             if plan.scores_prompt:
-                _score_prompt(sequence, mine[: plan.rows])
+                _score_prompt(sequence, own_logits[: plan.rows])
             if plan.decides:
                 decoding = sequence.generated > 0
-                p = TargetRows(mine[-1 - len(proposal.tokens) :], sequence, proposal.tokens)
-                verdict = _verify(p, proposal, wish)
+                p = TargetRows(own_logits[-1 - len(proposal.tokens) :], sequence, proposal.tokens)
+                verdict = _verify(p, proposal)
                 n_accepted = verdict.n_accepted
                 if sequence.speculation.gamma:
                     controller.learn(sequence, _lessons(sequence, p, proposal, verdict), p.confidence(n_accepted))
                 _write(sequence, p, proposal, verdict)
                 target.truncate(sequence.slot, sequence.target_cached)
-                drafters.keep(sequence, sequence.target_cached)
+                drafters.truncate(sequence, sequence.target_cached)
                 if decoding:
-                    controller.count_round(sequence, n_accepted + 1, burden)
-                    sequence.account.add_plain(n_accepted + 1, burden.alone)
+                    drafts = seconds[index].drafts - proposal.prefill_seconds
+                    controller.count_round(sequence, n_accepted + 1, seconds[index].plain, drafts)
+                    sequence.account.add_plain(n_accepted + 1, seconds[index].plain)
             else:
                 sequence.target_cached += plan.rows
         except MaskDeferred:
             _defer(sequence, plan.rows)
             target.truncate(sequence.slot, sequence.target_cached)
-            drafters.keep(sequence, sequence.target_cached)
+            drafters.truncate(sequence, sequence.target_cached)
         except (FloatingPointError, ConstraintError) as error:
             failed.append((sequence, error))
     done = clock()
-    # What is decided from the rows belongs to their price: a row more is a distribution more.
-    controller.target.observe(counts, kv_len, done - drafted)
+    # Computing distributions and verifying take time for every row, so they belong to the cost of a pass.
+    rows = sum(plan.rows + len(proposal.tokens) for plan, proposal in zip(plans, proposals, strict=True))
+    controller.target.observe(rows, kv_len, done - drafted)
     times = Times(drafted - started, verified - drafted, done - verified)
-    return Report(times, [burden.whole / whole for burden in burdens], failed)
+    total = sum(map(sum, seconds))
+    return Report(times, [sum(share) / total for share in seconds], failed)
 
 
-def _burdens(plans: list[Plan], proposals: list[Proposal], counts: list[int], cost: Cost, kv_len: int) -> list[Burden]:
-    """What each plan adds to the round: decoding is borne alike, drafts by whose they are, and the rest by prompts.
+class Seconds(NamedTuple):
+    """What one plan adds to a round by the cost model: without its drafts, and its drafts in both models."""
 
-    Args:
-        plans: of the round.
-        proposals: their drafts.
-        counts: their rows in the target's pass, drafts included.
-        cost: of that pass.
-        kv_len: how many tokens a row of it walks over.
-    """
-    decoding = [plan.rows for plan in plans if plan.sequence.generated]
-    fed = [plan.rows for plan in plans]
-    plain, alone = cost.together(fed, kv_len), cost.together(decoding, kv_len)
-    # By estimate more rows may be cheaper; nobody is given time for them.
-    a_draft = max(0.0, cost.together(counts, kv_len) - plain) / max(1, sum(counts) - sum(fed))
-    a_row = max(0.0, plain - alone) / max(1, sum(fed) - sum(decoding))
+    plain: float
+    drafts: float
+
+
+def _seconds(plans: list[Plan], proposals: list[Proposal], cost: Cost, kv_len: int) -> list[Seconds]:
+    """Decoding is shared equally by those that decode, prompts and drafts are charged by their rows."""
+    decoding = sum(plan.sequence.generated > 0 for plan in plans)
+    fed = sum(plan.rows for plan in plans)
+    drafts = sum(len(proposal.tokens) for proposal in proposals)
+    decode = cost.seconds(decoding, kv_len)
+    plain = cost.seconds(fed, kv_len)
+    # Where more rows are cheaper by estimate, they are charged nothing.
+    draft_row = max(0.0, cost.seconds(fed + drafts, kv_len) - plain) / max(1, drafts)
+    prompt_row = max(0.0, plain - decode) / max(1, fed - decoding)
     return [
-        Burden(
-            alone / len(decoding) if plan.sequence.generated else plan.rows * a_row,
-            (count - plan.rows) * a_draft + proposal.seconds - proposal.reading_up,
-            proposal.reading_up,
+        Seconds(
+            decode / decoding if plan.sequence.generated else plan.rows * prompt_row,
+            len(proposal.tokens) * draft_row + proposal.seconds,
         )
-        for plan, proposal, count in zip(plans, proposals, counts, strict=True)
+        for plan, proposal in zip(plans, proposals, strict=True)
     ]
 
 
@@ -231,12 +230,12 @@ def _target_rows(plans: list[Plan], proposals: list[Proposal]) -> list[Row]:
     return rows
 
 
-def _verify(p: TargetRows, proposal: Proposal, wish: Wish) -> Verdict:
+def _verify(p: TargetRows, proposal: Proposal) -> Verdict:
     """Let the rule decide that the request has asked for."""
-    if is_greedy(wish.sequence.sampling):
+    sequence = proposal.sequence
+    if is_greedy(sequence.sampling):
         return verify_greedy(p.argmax, proposal.tokens)
-    rule = RULES[wish.sequence.speculation.verification]
-    return rule.verify(p, proposal.q, proposal.tokens, wish.noise)
+    return RULES[sequence.speculation.verification].verify(p, proposal.q, proposal.tokens, proposal.noise)
 
 
 def _score_prompt(sequence: Sequence, logits: FloatArray) -> None:
@@ -269,7 +268,7 @@ def _lessons(sequence: Sequence, p: TargetRows, proposal: Proposal, verdict: Ver
     exact = sequence.speculation.verification != "coupled" and not is_greedy(sequence.sampling)
     first = proposal.tokens[0] if n_accepted else next_token
     lessons = []
-    for token, source, sure in proposal.thoughts:
+    for token, source, sure in proposal.undrafted:
         label = float(p[0][token]) if exact else float(token == first)
         lessons.append(Lesson(source, sure, label, None))
     for place, draft in enumerate(proposal.drafts[: n_accepted + 1]):

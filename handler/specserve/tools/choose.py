@@ -24,8 +24,8 @@ from specserve.engine.base import Engine, FloatArray, Row, Vocabulary
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
 from specserve.errors import EngineError, ModelLoadError
-from specserve.speculation.cost import Cost, CostTable, edges, typical
-from specserve.speculation.measurement import read, timed
+from specserve.speculation.cost import Cost, CostTable, row_counts, typical
+from specserve.speculation.passes import read, timed
 from specserve.tools import cli, files, paths
 
 PROMPTS = (
@@ -202,7 +202,7 @@ def loaded(path: Path, threads: int, max_logits: int) -> Iterator[tuple[LlamaMod
 
 def _cost(engine: Engine) -> Cost:
     """What passes cost behind a text of the usual length; rougher than what a server measures, and sooner."""
-    counts = edges(min(engine.max_rows, engine.max_logits))
+    counts = row_counts(min(engine.max_rows, engine.max_logits))
     engine.truncate(0, 0)
     read(engine, [place % engine.width for place in range(_CELLS)])
     timed(engine, _CELLS, counts[-1])

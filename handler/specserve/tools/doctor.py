@@ -15,7 +15,7 @@ from specserve.engine.invariance import probe
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
 from specserve.speculation.cost import Cost
-from specserve.speculation.measurement import measure
+from specserve.speculation.passes import measure
 from specserve.tools import cli
 from specserve.tools.archive import add_config
 from specserve.tools.choose import CONTEXT, PROMPTS, Observed, fastest, loaded, read_along, write

@@ -16,7 +16,7 @@ from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description
 from specserve.errors import SpecserveError
 from specserve.speculation.cost import Cost
-from specserve.speculation.measurement import read, timed
+from specserve.speculation.passes import read, timed
 from specserve.tools import files, paths
 from specserve.tools.choose import loaded, one_slot
 from specserve.tools.prepare import Prepared, requantise

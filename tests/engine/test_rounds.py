@@ -23,7 +23,7 @@ from fake_engine import FakeEngine, FakeVocabulary
 from specserve.observability.control_group import PlainRounds
 from specserve.observability.records import End, Observer, Origin, Round
 from specserve.sampling.distribution import FloatArray, draw, to_distribution
-from specserve.sampling.logits import shape_logits
+from specserve.sampling.logits import penalise
 from specserve.sampling.noise import Noise, Purpose
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams, Verification
 from specserve.serving.generation import Generation
@@ -617,7 +617,7 @@ def law_of_three_tokens(sampling: SamplingParams, constraint: Alternating | None
     target = FakeEngine(vocabulary=6, n_slots=1)
 
     def law_behind(text: tuple[int, ...]) -> FloatArray:
-        logits = shape_logits(target.logits([1, 2, *text]), sampling, [1, 2], text)
+        logits = penalise(target.logits([1, 2, *text]), sampling, [1, 2], text)
         if constraint is not None:
             logits = np.where(constraint.allowed(text), logits, -np.inf)
         return to_distribution(logits, sampling)

@@ -1,4 +1,4 @@
-"""A follower keeps its place in a predicted text while the answer departs from it and comes back."""
+"""A aligner keeps its place in a predicted text while the answer departs from it and comes back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.speculation.prediction import _AHEAD, _LONGEST, _NEAREST, _TRUSTED, Follower
+from specserve.speculation.prediction import _AHEAD, _LONGEST, _NEAREST, _TRUSTED, Aligner
 
 PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts" / "edit.yaml"
 VOCABULARY: dict[str, int] = {}
@@ -30,19 +30,19 @@ TEXTS = {prompt["name"]: str(prompt["prediction"]) for prompt in yaml.safe_load(
 PREDICTIONS = {name: tokens_of(text) for name, text in TEXTS.items()}
 
 
-def follower_behind(prediction: list[int], answer: list[int]) -> Follower:
-    """A follower that has taken up the beginning of an answer."""
-    follower = Follower(prediction)
-    follower.extend(answer)
-    return follower
+def aligner_after(prediction: list[int], answer: list[int]) -> Aligner:
+    """A aligner that has taken up the beginning of an answer."""
+    aligner = Aligner(prediction)
+    aligner.extend(answer)
+    return aligner
 
 
 def share_followed(prediction: list[int], answer: list[int]) -> float:
-    """The share of an answer's tokens that a follower guessed, token by token."""
-    follower, right = Follower(prediction), 0
+    """The share of an answer's tokens that a aligner guessed, token by token."""
+    aligner, right = Aligner(prediction), 0
     for token in answer:
-        right += follower.propose([], 1).tokens == [token]
-        follower.extend([token])
+        right += aligner.propose([], 1).tokens == [token]
+        aligner.extend([token])
     return right / len(answer)
 
 
@@ -101,49 +101,49 @@ def test_a_name_changed_everywhere_costs_few_guesses(name: str) -> None:
 
 
 def test_it_starts_at_the_beginning() -> None:
-    assert Follower([1, 2, 3]).propose([], 2).tokens == [1, 2]
+    assert Aligner([1, 2, 3]).propose([], 2).tokens == [1, 2]
 
 
 def test_it_starts_at_the_beginning_though_the_first_tokens_differ() -> None:
-    assert follower_behind([1, 2, 3, 4, 5], [9, 8, 7, 1, 2]).propose([], 8).tokens == [3, 4, 5]
+    assert aligner_after([1, 2, 3, 4, 5], [9, 8, 7, 1, 2]).propose([], 8).tokens == [3, 4, 5]
 
 
 def test_among_places_that_agree_as_far_the_nearest_is_taken() -> None:
     text = [1, 2, 50, *range(60, 70), 80, 81, 82, 83, *range(70, 76), 1, 2, 51, *range(90, 99), 1, 2, 52]
-    assert follower_behind(text, [80, 81, 82, 83, 7, 1, 2]).propose([], 1).tokens == [51]
+    assert aligner_after(text, [80, 81, 82, 83, 7, 1, 2]).propose([], 1).tokens == [51]
 
 
 def test_among_the_nearest_the_one_ahead_is_taken() -> None:
     text = [1, 2, 50, *range(60, 68), 80, 81, 82, 83, *range(70, 81), 1, 2, 51]
-    assert follower_behind(text, [80, 81, 82, 83, 7, 1, 2]).propose([], 1).tokens == [51]
+    assert aligner_after(text, [80, 81, 82, 83, 7, 1, 2]).propose([], 1).tokens == [51]
 
 
 def test_a_longer_agreement_goes_before_nearer_places() -> None:
     text = [*range(60, 70), *[4, 5, 0, 5, 1, 0, 1, 2, 50] * 5, *range(70, 90), 4, 5, 1, 2, 51]
-    assert follower_behind(text, [*range(60, 70), 4, 5, 1, 2]).propose([], 1).tokens == [51]
+    assert aligner_after(text, [*range(60, 70), 4, 5, 1, 2]).propose([], 1).tokens == [51]
 
 
 def test_from_a_place_that_many_tokens_speak_for_the_next_one_is_looked_for() -> None:
     text = [1, 2, 3, 4, 5, *range(60, 70), 7, 8, 50, *range(70, 99), 1, 2, 3, 4, 6, *range(100, 110), 7, 8, 51]
-    assert follower_behind(text, [1, 2, 3, 4, 6, 9, 7, 8]).propose([], 1).tokens == [51]
+    assert aligner_after(text, [1, 2, 3, 4, 6, 9, 7, 8]).propose([], 1).tokens == [51]
 
 
 def test_a_single_common_token_does_not_lead_away_for_good() -> None:
     comma = 0
     text = [*range(60, 70), *(token for word in range(10, 30) for token in (word, comma))]
     answer = [*range(60, 70), 5, comma, 6, comma, 7, comma, 10, comma]
-    assert follower_behind(text, answer).propose([], 3).tokens == [11, comma, 12]
+    assert aligner_after(text, answer).propose([], 3).tokens == [11, comma, 12]
 
 
 def test_a_token_that_occurs_once_is_enough_however_far_away() -> None:
     text = [*range(60, 70), *[1, 2] * 200, 77, 78]
-    assert follower_behind(text, [*range(60, 70), 77]).propose([], 1).tokens == [78]
+    assert aligner_after(text, [*range(60, 70), 77]).propose([], 1).tokens == [78]
 
 
 def test_behind_its_end_a_prediction_says_nothing_until_the_answer_comes_back() -> None:
-    assert follower_behind([1, 2, 3], [1, 2, 3]).propose([], 4) == ([], [])
-    assert follower_behind([1, 2, 3], [1, 2, 3, 9, 9, 9, 1, 2]).propose([], 4).tokens == [3]
-    assert Follower([]).propose([1, 2], 4) == ([], [])
+    assert aligner_after([1, 2, 3], [1, 2, 3]).propose([], 4) == ([], [])
+    assert aligner_after([1, 2, 3], [1, 2, 3, 9, 9, 9, 1, 2]).propose([], 4).tokens == [3]
+    assert Aligner([]).propose([1, 2], 4) == ([], [])
 
 
 def reference(prediction: list[int], answer: list[int]) -> int:
@@ -171,10 +171,10 @@ def reference(prediction: list[int], answer: list[int]) -> int:
 
 @settings(max_examples=400, deadline=None)
 @given(st.integers(1, 6).flatmap(lambda n: st.tuples(*[st.lists(st.integers(1, n), max_size=_NEAREST)] * 4)))
-def test_it_stands_where_a_comparison_of_all_places_says(parts: tuple[list[int], ...]) -> None:
+def test_the_alignment_is_what_a_comparison_of_all_positions_gives(parts: tuple[list[int], ...]) -> None:
     one, two, three, four = parts
     prediction, answer = (one + two)[:_NEAREST], one + three + two + four
-    assert follower_behind(prediction, answer)._standing.place == reference(prediction, answer)
+    assert aligner_after(prediction, answer)._alignment.position == reference(prediction, answer)
 
 
 @settings(max_examples=300, deadline=None)
@@ -182,11 +182,11 @@ def test_it_stands_where_a_comparison_of_all_places_says(parts: tuple[list[int],
 def test_drafts_are_followed_as_decided_tokens_are_but_not_taken_up(
     prediction: list[int], answer: list[int], drafts: list[int], most: int
 ) -> None:
-    follower = follower_behind(prediction, answer)
-    before = follower.propose([], most)
-    guess = follower.propose(drafts, most)
-    assert follower.propose([], most) == before
-    assert guess.tokens == follower_behind(prediction, answer + drafts).propose([], most).tokens
+    aligner = aligner_after(prediction, answer)
+    before = aligner.propose([], most)
+    guess = aligner.propose(drafts, most)
+    assert aligner.propose([], most) == before
+    assert guess.tokens == aligner_after(prediction, answer + drafts).propose([], most).tokens
     assert len(guess.tokens) == len(guess.confidence) <= max(most, 0)
     assert all(0 < confidence < 1 for confidence in guess.confidence)
 
@@ -196,24 +196,24 @@ def test_drafts_are_followed_as_decided_tokens_are_but_not_taken_up(
 
 def test_a_longer_run_is_trusted_more() -> None:
     text = list(range(100))
-    by_run = [follower_behind(text, [500, *text[50 : 50 + n]]).propose([], 1).confidence[0] for n in range(40)]
+    by_run = [aligner_after(text, [500, *text[50 : 50 + n]]).propose([], 1).confidence[0] for n in range(40)]
     assert by_run[1:] == sorted(by_run[1:])
     assert by_run[0] < 0.5
     assert by_run[-1] > 0.95
 
 
 def test_a_guess_is_trusted_more_from_token_to_token() -> None:
-    confidence = follower_behind(list(range(100)), [500, 50]).propose([], 40).confidence
+    confidence = aligner_after(list(range(100)), [500, 50]).propose([], 40).confidence
     assert confidence == sorted(confidence)
 
 
 def test_a_prediction_that_does_not_come_true_is_trusted_less_and_less() -> None:
     prediction = PREDICTIONS["edit-py-rename-arg"]
     other = random.Random(1).sample(prediction, len(prediction))
-    fresh = follower_behind(prediction, prediction[100:102]).propose([], 1).confidence[0]
-    assert follower_behind(prediction, [*other, *prediction[100:102]]).propose([], 1).confidence[0] < fresh - 0.2
-    assert follower_behind(prediction, [-1] * 50).propose([], 1).tokens == [prediction[50]]
-    assert follower_behind(prediction, [-1] * 50).propose([], 1).confidence[0] < 0.05
+    fresh = aligner_after(prediction, prediction[100:102]).propose([], 1).confidence[0]
+    assert aligner_after(prediction, [*other, *prediction[100:102]]).propose([], 1).confidence[0] < fresh - 0.2
+    assert aligner_after(prediction, [-1] * 50).propose([], 1).tokens == [prediction[50]]
+    assert aligner_after(prediction, [-1] * 50).propose([], 1).confidence[0] < 0.05
 
 
 # Cost
@@ -231,20 +231,20 @@ class CountingList(list[int]):
 
 def test_while_the_answer_follows_nothing_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     text = random.Random(1).choices(range(5), k=2000)
-    follower = follower_behind(text, text[:_TRUSTED])
-    monkeypatch.delattr(Follower, "_candidates")
-    follower.extend(text[_TRUSTED:-1])
-    assert follower.propose([], 2).tokens == text[-1:]
+    aligner = aligner_after(text, text[:_TRUSTED])
+    monkeypatch.delattr(Aligner, "_candidates")
+    aligner.extend(text[_TRUSTED:-1])
+    assert aligner.propose([], 2).tokens == text[-1:]
 
 
 @pytest.mark.parametrize("length", [1000, 50_000])
 @pytest.mark.parametrize("period", [1, 2, 50])
 def test_the_work_for_a_token_is_bounded_however_long_the_prediction(length: int, period: int) -> None:
-    follower = Follower([i % period for i in range(length)])
-    counted = follower._prediction = CountingList(follower._prediction)
+    aligner = Aligner([i % period for i in range(length)])
+    counted = aligner._prediction = CountingList(aligner._prediction)
     most = 0
     for token in random.Random(1).choices(range(min(period, 3) + 1), k=300):
         before = counted.reads
-        follower.extend([token])
+        aligner.extend([token])
         most = max(most, counted.reads - before)
     assert most <= (2 * _NEAREST + 1) * (_LONGEST + 1) + 4

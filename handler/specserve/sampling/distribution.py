@@ -15,8 +15,8 @@ _COLUMNS = 1024
 
 # Single precision cannot divide by much less, and nothing but a tie to six digits would see the difference.
 _GREEDY_BELOW = 1e-6
-# What lies further below the best logit weighs a few thousandths together, and is most of the vocabulary.
-_HARDLY = 12.0
+# Logits further below the largest hold a few thousandths of the probability together, and most of the vocabulary.
+_NEGLIGIBLE = 12.0
 
 
 class Sampling(Protocol):
@@ -89,13 +89,13 @@ def argmax(logits: FloatArray) -> int:
 
 
 def confidence(logits: FloatArray) -> float:
-    """About the probability of the most probable token at temperature 1, very unlikely ones left out of account.
+    """The probability of the most probable token at temperature 1, very improbable tokens neglected.
 
     Args:
         logits: shape (vocabulary,), the largest of them finite.
     """
     best = logits.max()
-    return 1 / float(np.exp(logits[logits > best - _HARDLY] - best).sum())
+    return 1 / float(np.exp(logits[logits > best - _NEGLIGIBLE] - best).sum())
 
 
 def one_hot(token: int, size: int, dtype: np.dtype[np.floating] | type[np.floating] = np.float32) -> FloatArray:
@@ -112,22 +112,22 @@ def draw(weights: FloatArray, uniform: float) -> int:
         weights: shape (vocabulary,), none negative, some positive; they need not sum to 1.
         uniform: in [0, 1).
     """
-    # Two levels, columns and then their tokens, spare a cumulative sum over the whole vocabulary.
+    # Two levels, columns and then their tokens, avoid a cumulative sum over the whole vocabulary.
     sums = _column_sums(weights)
     column, rest = _locate(sums, uniform * float(sums.sum()))
     return _token(weights, column, _locate(_column(weights, column), rest)[0])
 
 
 def race(weights: FloatArray, exponentials: Callable[[int, int], FloatArray]) -> int:
-    """The token that comes first in a race with these rates: an exact draw, by noise that belongs to tokens.
+    """The token that wins an exponential race with these rates: an exact draw, with noise that is keyed by token.
 
-    Two similar distributions that race with the same noise mostly agree: that couples a draft to its target
+    Two similar distributions with the same noise mostly give the same token: that couples a draft to its target
     (Daliri et al., arXiv 2408.07978; an exponential over a rate is a Gumbel number plus a log-probability).
-    First the columns of tokens race, then the tokens of the winner, which is the same law at a hundredth of the noise.
+    Columns of tokens race first, then the tokens of the winning column: the same law, a hundredth of the noise.
 
     Args:
         weights: shape (vocabulary,), none negative, some positive; they need not sum to 1.
-        exponentials: gives the noise of a race by its number and its count of runners: race 0 is the columns'.
+        exponentials: gives the noise of a race by its number and its size: race 0 is the columns'.
     """
     sums = _column_sums(weights)
     column = _first(sums, exponentials(0, sums.size))
@@ -147,14 +147,14 @@ def _column(weights: FloatArray, column: int) -> FloatArray:
     return (weights[whole:] if column == _COLUMNS else weights[column:whole:_COLUMNS]).astype(np.float64)
 
 
-def _token(weights: FloatArray, column: int, place: int) -> int:
-    """The token at a place of a column."""
+def _token(weights: FloatArray, column: int, index: int) -> int:
+    """The token at an index of a column."""
     whole = weights.size - weights.size % _COLUMNS
-    return whole + place if column == _COLUMNS else column + _COLUMNS * place
+    return whole + index if column == _COLUMNS else column + _COLUMNS * index
 
 
 def _column_sums(weights: FloatArray) -> FloatArray:
-    """The sums of every _COLUMNS-th weight, and behind them that of the incomplete last row; float64.
+    """The sums of every _COLUMNS-th weight, and last that of the incomplete last row; float64.
 
     Adding row to row is many times faster than adding along rows. In single precision it rounds a column of a
     150,000-token row by at most 1e-5 of itself, no more than the logits were rounded.

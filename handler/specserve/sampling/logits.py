@@ -1,7 +1,7 @@
-"""What a request does to a row of logits before it becomes a distribution: biases, and penalties for what was written.
+"""Logit biases, penalties and grammar masks, and log-probabilities of a row of logits.
 
-Every row is shaped from the text alone, drafted tokens included, so there is no state to roll back when drafts are
-rejected; and the target's row and the draft's row are shaped alike.
+Every row is a function of the tokens before it, draft tokens included, so there is no state to roll back when drafts
+are rejected; the target's row and the draft model's row are treated alike.
 """
 
 from __future__ import annotations
@@ -11,57 +11,78 @@ from collections.abc import Sequence as Tokens
 import numpy as np
 
 from specserve.sampling.distribution import FloatArray
-from specserve.sequence import SamplingParams, Sequence
+from specserve.sequence import SamplingParams, Sequence, TokenScore
 
 
-def shape_logits(logits: FloatArray, shaping: SamplingParams, prompt: Tokens[int], written: Tokens[int]) -> FloatArray:
-    """The logits as the request wants them.
+def penalise(logits: FloatArray, sampling: SamplingParams, prompt: Tokens[int], output: Tokens[int]) -> FloatArray:
+    """The logits after biases and penalties.
 
     First `logit_bias` is added to its tokens. Then `repetition_penalty` divides the positive logits of tokens of
-    prompt and answer and multiplies the negative ones. Then `frequency_penalty` is taken from a token's logit for
-    every time it stands in the answer, and `presence_penalty` once if it does.
+    prompt and output and multiplies the negative ones. Then `frequency_penalty` is subtracted for
+    every occurrence of a token in the output, and `presence_penalty` once if it occurs.
 
     Args:
         logits: shape (vocabulary,); not changed.
-        shaping: the request's settings.
-        prompt: the tokens before the answer, counted by the repetition penalty only.
-        written: the tokens of the answer up to this place, drafted ones included.
+        sampling: the request's settings.
+        prompt: counted by the repetition penalty only.
+        output: the tokens generated up to this position, draft tokens included.
     """
     shaped = logits.copy()
-    for token, bias in shaping.logit_bias:
+    for token, bias in sampling.logit_bias:
         shaped[token] += bias
-    if shaping.repetition_penalty != 1:
-        seen = np.unique(np.array([*prompt, *written], np.intp))
+    if sampling.repetition_penalty != 1:
+        seen = np.unique(np.array([*prompt, *output], np.intp))
         among = shaped[seen]
-        shaped[seen] = np.where(among > 0, among / shaping.repetition_penalty, among * shaping.repetition_penalty)
-    if written:
-        tokens, counts = np.unique(written, return_counts=True)
-        shaped[tokens] -= (counts * shaping.frequency_penalty + shaping.presence_penalty).astype(shaped.dtype)
+        shaped[seen] = np.where(among > 0, among / sampling.repetition_penalty, among * sampling.repetition_penalty)
+    if output:
+        tokens, counts = np.unique(output, return_counts=True)
+        shaped[tokens] -= (counts * sampling.frequency_penalty + sampling.presence_penalty).astype(shaped.dtype)
     return shaped
 
 
-def shaped_behind(logits: FloatArray, sequence: Sequence, drafts: Tokens[int]) -> FloatArray:
-    """What becomes the distribution of the token behind a sequence and these drafts of it: p's, or q's of a draft.
+def process_logits(logits: FloatArray, sequence: Sequence, drafts: Tokens[int]) -> FloatArray:
+    """The logits of the token after a sequence and these drafts of it: what p, or q of a draft token, is made of.
 
-    A grammar comes last, so that nothing can make a token possible that it forbids.
+    The grammar comes last, so that nothing can make a token possible that it forbids.
 
     Args:
         logits: shape (vocabulary,); not changed.
-        sequence: the decided text, and the request's settings.
-        drafts: what stands between the decided text and this place.
+        sequence: the decided tokens, and the request's settings.
+        drafts: draft tokens between those and this position.
 
     Returns:
-        The logits themselves where the request asks for nothing.
+        The logits themselves where the request changes nothing.
 
     Raises:
         ConstraintError: the request's grammar has become too costly to follow.
     """
     sampling, constraint = sequence.sampling, sequence.constraint
-    written = [*sequence.answer, *drafts] if sampling.shapes_logits or constraint is not None else []
+    output = [*sequence.answer, *drafts] if sampling.shapes_logits or constraint is not None else []
     if sampling.shapes_logits:
-        logits = shape_logits(logits, sampling, sequence.prompt, written)
+        logits = penalise(logits, sampling, sequence.prompt, output)
     if constraint is not None:
-        allowed = constraint.allowed(written)
+        allowed = constraint.allowed(output)
         if allowed is not None:
             logits = np.where(allowed, logits, -np.inf)
     return logits
+
+
+def score(logits: FloatArray, token: int, top: int) -> TokenScore:
+    """A token's log-probability by the target alone: temperature 1, before biases, penalties, grammars and truncation.
+
+    Args:
+        logits: the target's row for the token's position, shape (vocabulary,).
+        token: the one that was generated there.
+        top: how many of the most probable tokens to name, the most probable first.
+
+    Raises:
+        FloatingPointError: the logits are not finite.
+    """
+    peak = float(logits.max())
+    if not np.isfinite(peak):
+        raise FloatingPointError("The model gave logits that are not finite.")
+    total = peak + float(np.log(np.exp(logits - peak).sum(dtype=np.float64)))
+    top = min(top, logits.size)
+    best = np.argpartition(-logits, top - 1)[:top] if top else np.empty(0, np.intp)
+    logprobs = [(int(other), float(logits[other]) - total) for other in best]
+    return TokenScore(token, float(logits[token]) - total, sorted(logprobs, key=lambda pair: (-pair[1], pair[0])))

@@ -26,11 +26,11 @@ class Noise:
     """The random numbers of one round of one sequence.
 
     `uniform` is keyed by (seed, choice, round, purpose, index): by the round and not by the position in the text,
-    because after a rejection a position is visited again and must not see its old numbers. `exponentials` is keyed
+    because after a rejection a position is sampled again and must not see its old numbers. `exponentials` is keyed
     by (seed, choice, position): coupled verification shares them, on purpose, between draft, target and rounds.
 
     Args:
-        position: how many tokens of the answer are decided; place `index` of the round lies that far behind it.
+        position: how many tokens of the output are decided; `index` counts from there.
     """
 
     def __init__(self, seed: int, choice: int, round_number: int, position: int) -> None:
@@ -44,7 +44,7 @@ class Noise:
         return (bits >> 11) * 2.0**-53
 
     def exponentials(self, index: int, part: int, count: int) -> NDArray[np.float64]:
-        """Standard exponential numbers for the `part`-th race at place `index`, shape (count,), float64.
+        """Standard exponential numbers for the `part`-th race at `index`, shape (count,), float64.
 
         Single precision would give zeros, and over a wide vocabulary a zero wins whatever its token's probability.
         """

@@ -1,4 +1,4 @@
-"""What a forward pass costs on this machine: a table over its rows, measured once, times a factor that live passes set."""
+"""What a forward pass costs on this machine: a measured table over its rows, times a factor that live passes set."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ class Cost:
         if entry not in self._envelopes:
             measured = list(zip(self.table.rows, self.table.at(entry * _GRAIN), strict=True))
             measured = [(count, cost) for count, cost in measured if count <= self._most]
-            cheapest = [(0.0, 0)]
-            for rows in range(1, measured[-1][0] + 1):
-                cheapest.append(min((cost, count) for count, cost in measured if count >= rows))
+            most = measured[-1][0]
+            cheapest = [min((cost, count) for count, cost in measured if count >= rows) for rows in range(1, most + 1)]
+            cheapest.insert(0, (0.0, 0))
             self._envelopes[entry] = [cost for cost, _ in cheapest], [count for _, count in cheapest]
         return self._envelopes[entry]
 

@@ -1,4 +1,4 @@
-"""The draft model: what it has read of each text, and what it says comes next."""
+"""The draft model: its KV cache of each sequence, and its logits of the next token."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from specserve.speculation.passes import run_pass
 
 
 class Reading(NamedTuple):
-    """What a pass has brought, by the place of a text among those that were asked for.
+    """The result of a pass, by index of the sequences that were asked for.
 
     Args:
-        logits: behind the last token of a text, shape (vocabulary of the target,); a text that is not read to its end
-            yet has none. Overwritten by the next pass.
-        rows: how many tokens of each text were read.
+        logits: after the last token of a sequence, shape (vocabulary of the target,); none for a sequence that has
+            not caught up yet. Overwritten by the next pass.
+        rows: how many tokens of each sequence were read.
     """
 
     logits: dict[int, FloatArray]
@@ -28,35 +28,35 @@ class Reading(NamedTuple):
 
 
 class DraftText(NamedTuple):
-    """A sequence and the drafts behind it."""
+    """A sequence and the draft tokens after it."""
 
     sequence: Sequence
     drafts: list[int]
 
     def __len__(self) -> int:
-        """Number of tokens, drafts included."""
+        """Number of tokens, draft tokens included."""
         return len(self.sequence.tokens) + len(self.drafts)
 
 
 def worth_waiting(sequence: Sequence, cached: int, soon: int) -> bool:
-    """Whether a good part of what must be read of a text is being read for another one that begins alike."""
+    """Whether a quarter or more of what must be prefilled is being prefilled for another sequence with this prefix."""
     return soon > cached and 4 * (soon - cached) > len(sequence.tokens) - cached
 
 
 class DraftModel:
-    """A small model that reads along.
+    """A small model that drafts tokens.
 
-    It need not read all of a text: what it drafts is verified, so it begins `window` tokens before the end wherever
-    it lags behind further than that, with positions of its own. At most `max_rows` tokens are read in a pass, the
-    shortest arrears first; a text that begins as another slot's does is not read again.
+    It need not read a whole sequence, since its drafts are verified: where it lags by more than `window` tokens it
+    begins anew that far before the end, with positions of its own. At most `max_rows` tokens are read in a pass, the
+    shortest catch-up first; a prefix that another slot holds is copied.
 
     Args:
         engine: the model.
         cost: of its passes.
-        window: the longest arrears that are read.
-        max_rows: at least two for every slot, so that whoever has caught up is never held up.
+        window: the longest catch-up, in tokens.
+        max_rows: at least two for every slot, so that a sequence that has caught up is never delayed.
         vocabulary: the width of the target's rows.
-        context_length: how long a text the small model was trained to read.
+        context_length: that the small model was trained for, in tokens.
     """
 
     def __init__(
@@ -73,24 +73,24 @@ class DraftModel:
 
     @property
     def kv_len(self) -> int:
-        """How many tokens its cache holds."""
+        """How many tokens of its KV cache a row attends to."""
         return self._engine.kv_len(range(self._engine.n_slots))
 
     def pending(self, text: DraftText) -> int:
-        """How many tokens it would read before it says what follows."""
+        """How many tokens it reads before it can draft the next one."""
         return min(len(text) - text.sequence.draft_cached, self._window)
 
     def knows(self, text: DraftText) -> bool:
-        """Whether it has heard of every token that it would have to read."""
+        """Whether its vocabulary has every token that it would have to read."""
         tokens = text.sequence.tokens
         begin = len(text) - self.pending(text)
         return max((*tokens[begin:], *text.drafts[max(0, begin - len(tokens)) :]), default=0) < self._engine.width
 
     def read(self, texts: list[DraftText]) -> Reading:
-        """Read what is new of these texts in one pass.
+        """Catch up with these sequences in one pass.
 
         Raises:
-            DraftError: the pass failed, or what another slot has read could not be copied.
+            DraftError: the pass failed, or the cache of another slot could not be copied.
         """
         try:
             rows, complete = self._unread(texts)
@@ -109,13 +109,13 @@ class DraftModel:
         )
 
     def took(self, seconds: float) -> None:
-        """So long were the last pass and what was done with its logits; the cost of the next ones follows."""
+        """Tell the cost model what the last pass, and drafting from its logits, took."""
         rows, kv_len = self._last
         if rows:
             self._cost.observe(rows, kv_len, seconds)
 
     def _unread(self, texts: list[DraftText]) -> tuple[list[Row], list[int]]:
-        """Rows of what is new, and which texts are read to their end with them."""
+        """The rows to read, and the indices of the sequences that have caught up with them."""
         rows: list[Row] = []
         complete: list[int] = []
         reading: dict[int, int] = {}
@@ -128,19 +128,19 @@ class DraftModel:
             first = sequence.draft_cached
             end = min(len(text), first + self._max_rows - len(rows))
             tokens = [*sequence.tokens[first:], *text.drafts[max(0, first - len(sequence.tokens)) :]]
-            for token, place in zip(tokens, range(first, end), strict=False):
-                rows.append(Row(token, sequence.slot, place - sequence.draft_start, place == len(text) - 1))
+            for token, position in zip(tokens, range(first, end), strict=False):
+                rows.append(Row(token, sequence.slot, position - sequence.draft_start, position == len(text) - 1))
             sequence.draft_cached = end
             if end == len(text):
                 complete.append(index)
         return rows, complete
 
     def _begin(self, text: DraftText, reading: dict[int, int]) -> bool:
-        """Settle from where a text is read; False if another slot is reading most of it in this very pass.
+        """Set where a sequence is read from; False if another slot is prefilling most of it in this pass.
 
         Args:
-            text: what is to be read.
-            reading: by slot, what was read before this pass.
+            text: to be read.
+            reading: by slot, what was cached before this pass.
         """
         sequence = text.sequence
         if len(text) - sequence.draft_cached > 2:
@@ -148,10 +148,10 @@ class DraftModel:
             for slot, other in self._readers.items():
                 if slot == sequence.slot:
                     continue
-                # The last token is always read: its logits are the first that are drafted from.
+                # The last token is always read: its logits are those that are drafted from.
                 shared = other.common_prefix(sequence.tokens, min(other.draft_cached, len(sequence.tokens) - 1))
                 if shared <= other.draft_start:
-                    # It began to read behind what the two have in common.
+                    # Its cache begins after the common prefix.
                     continue
                 now = min(shared, reading.get(slot, shared))
                 soon = max(soon, shared)
@@ -169,12 +169,12 @@ class DraftModel:
         return True
 
     def _fitted(self, logits: FloatArray) -> FloatArray:
-        """A row as wide as the target's: models of one family pad differently."""
+        """A row as wide as the target's: models of one family pad their vocabularies differently."""
         missing = self._vocabulary - logits.size
         return np.pad(logits, (0, missing), constant_values=-np.inf) if missing > 0 else logits[: self._vocabulary]
 
     def truncate(self, sequence: Sequence, length: int) -> None:
-        """The first `length` tokens are decided; cut the cache back to them."""
+        """Only the first `length` tokens are decided: truncate the cache to them."""
         sequence.truncate_draft(length)
         self._engine.truncate(sequence.slot, sequence.draft_cached_len)
         self._readers[sequence.slot] = sequence

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple, Protocol
 from specserve.engine.base import FloatArray
 from specserve.errors import ConstraintError, DraftError
 from specserve.sampling.distribution import argmax, confidence, is_greedy, one_hot, to_distribution
-from specserve.sampling.logits import shaped_behind
+from specserve.sampling.logits import process_logits
 from specserve.sampling.noise import Noise
 from specserve.sequence import DrafterName, Sequence
 from specserve.speculation.controller import (
@@ -251,7 +251,7 @@ class Drafters:
         """Draw a draft from a row of the model's logits; False where the grammar leaves none, or it does not pay."""
         sequence = proposal.sequence
         try:
-            shaped = shaped_behind(logits, sequence, proposal.tokens)
+            shaped = process_logits(logits, sequence, proposal.tokens)
             best = argmax(shaped)
         except (FloatingPointError, ConstraintError):
             # The request's grammar, not the model: the target's row of this position says what is to be done.

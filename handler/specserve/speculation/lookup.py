@@ -1,7 +1,7 @@
-"""How a text may go on, because what it ends with stood in it before: prompt lookup.
+"""Prompt lookup: a sequence may continue as it did after the last occurrence of its present suffix.
 
-A suffix automaton (Blumer et al. 1985) knows every run of tokens of the text. Runs that end at the same places share
-one of its states; it grows by at most two states, and on average by constant work, for every token.
+A suffix automaton (Blumer et al. 1985) holds every run of tokens of the sequence. Runs that end at the same positions
+share a state; it grows by at most two states, and on average by constant work, for every token.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from specserve.sequence import DrafterName, Sequence
 
 Kind = tuple[str, int]
 
-# On code, prose, JSON and edits a prior of six guesses and a memory of about thirty of a kind had nearly the least
-# log-loss, and the least is flat. Forgetting serves texts that change their ways where the answer begins.
+# Proposals that a prior counts as, and the share of the counts that remains after each: on code, prose, JSON and edits
+# these had nearly the least log-loss, and the optimum is flat. Forgetting serves sequences that change with the output.
 _PRIOR_WEIGHT = 6.0
 _MEMORY = 0.97
 
 
 class FreeTokens(NamedTuple):
-    """Tokens that may come next, and for each the probability that it is right if all before it are."""
+    """Tokens that cost no forward pass to propose, and the probability of each if all before it are right."""
 
     tokens: list[int]
     confidence: list[float]
 
 
 class HitRates:
-    """How often guesses came true in one text, by kind, the recent ones above all.
+    """How often proposals of each kind were right in one sequence; recent ones weigh most.
 
     Args:
-        priors: every kind there is, and how often such guesses come true in general, in (0, 1).
+        priors: every kind there is, and how often such proposals are right in general, in (0, 1).
     """
 
     def __init__(self, priors: Mapping[Kind, float]) -> None:
@@ -41,23 +41,24 @@ class HitRates:
         self._made = dict.fromkeys(priors, 0.0)
 
     def add(self, kind: Kind, *, right: bool) -> None:
-        """Count a guess that a decided token has settled."""
+        """Count a proposal that a decided token has confirmed or refuted."""
         self._right[kind] = _MEMORY * self._right[kind] + right
         self._made[kind] = _MEMORY * self._made[kind] + 1
 
     def confidence(self, kind: Kind) -> float:
-        """The probability that a guess of this kind is right; never 0 or 1, since what is forgotten is bounded."""
+        """The probability that a proposal of this kind is right; never 0 or 1."""
         return (self._right[kind] + _PRIOR_WEIGHT * self._priors[kind]) / (self._made[kind] + _PRIOR_WEIGHT)
 
 
-# What stood behind a single token came again in 7 % (prose) to 30 % (code) of cases, behind two about twice as often.
+# Shortest matching suffix, in tokens: what followed one token followed it again in 7 % (prose) to 30 % (code) of
+# cases, what followed two about twice as often.
 _SHORTEST = 2
-# Longer ends are told apart no further. It bounds the work for a token of periodic text, where ends of every length
-# have occurred, and among places that agree this far the newest is as good as the one that agrees for longer.
+# Longer suffixes are not distinguished. That bounds the work for periodic sequences, where suffixes of every length
+# have occurred, and among matches of this length the newest is as good as a longer one.
 _LONGEST = 32
 
-# How often the newest follower came again, by what is known of the context: it was followed by several tokens, it
-# occurred once, or it was always followed by this one; and by its length: 2 to 3, 4 to 7, 8 to 15, 16 to 31, 32.
+# How often the newest continuation was right: where several tokens followed the suffix, where it occurred once, and
+# where the same token always followed; by the suffix's length, 2 to 3, 4 to 7, 8 to 15, 16 to 31, 32 tokens.
 _RATES = {
     "split": (0.25, 0.25, 0.25, 0.25, 0.25),
     "once": (0.45, 0.68, 0.82, 0.91, 0.96),
@@ -70,19 +71,19 @@ _PRIORS = {
 }
 
 
-class _Place(NamedTuple):
-    """The longest end of a text that occurs in the automaton's: its state there, and its length."""
+class _Match(NamedTuple):
+    """The longest suffix that occurs in the automaton: its state, and its length."""
 
     state: int
     length: int
 
 
 class _Automaton:
-    """Every run of tokens of a growing text; state 0 is that of the empty run.
+    """Every run of tokens of a growing sequence; state 0 is the empty run.
 
-    Of a state: `followers` leads to the state of its runs with one more token; `parent` is that of their longest end
-    which also occurs elsewhere, and `length` is the longest run's own. `newest` is where its runs last ended, and
-    `seen` how often they occurred: both are kept for states with a run of up to _LONGEST tokens.
+    Of a state: `followers` leads to its runs with one more token; `parent` is the state of their longest suffix that
+    also occurs elsewhere, and `length` is that of the longest run. `newest` is where its runs last ended, and `seen`
+    how often they occurred: both are kept for states with a run of up to _LONGEST tokens.
     """
 
     def __init__(self) -> None:
@@ -94,31 +95,31 @@ class _Automaton:
         self._whole = 0
         self.size = 0
 
-    def step(self, place: _Place, token: int) -> _Place:
-        """The place of the longest end, at most _LONGEST tokens, of what stands at `place` with this token behind."""
-        state, length = place
+    def step(self, match: _Match, token: int) -> _Match:
+        """The match of the longest suffix, at most _LONGEST tokens, after one more token."""
+        state, length = match
         while state and token not in self.followers[state]:
             state = self._parent[state]
             length = self._length[state]
         following = self.followers[state].get(token)
         if following is None:
-            return _Place(0, 0)
+            return _Match(0, 0)
         length = min(length + 1, _LONGEST)
-        return _Place(self._holder(following, length), length)
+        return _Match(self._holder(following, length), length)
 
-    def append(self, token: int, end: _Place) -> _Place:
-        """Let the text grow.
+    def append(self, token: int, end: _Match) -> _Match:
+        """Append a token.
 
         Args:
-            token: what comes.
-            end: the place that `step` gave for the text's new end.
+            token: the next one.
+            end: what `step` gave for it.
 
         Returns:
-            The same end's place in the automaton of the longer text.
+            The same suffix in the automaton of the longer sequence.
         """
         self.size += 1
         self._grow(token)
-        end = _Place(self._holder(end.state, end.length), end.length)
+        end = _Match(self._holder(end.state, end.length), end.length)
         state = end.state
         while state:
             self.newest[state] = self.size
@@ -127,13 +128,13 @@ class _Automaton:
         return end
 
     def _holder(self, state: int, length: int) -> int:
-        """Of a state and its parents the one that has the run of this length."""
+        """Of a state and its ancestors the one that has the run of this length."""
         while state and self._length[self._parent[state]] >= length:
             state = self._parent[state]
         return state
 
     def _grow(self, token: int) -> None:
-        """One step of the construction: a state for the whole text, and where its longest known end branches off."""
+        """One step of the construction: a state for the whole sequence, and where its known suffix branches off."""
         before = self._whole
         self._whole = self._add({}, length=self.size, parent=0, seen=1)
         while before >= 0 and token not in self.followers[before]:
@@ -143,7 +144,7 @@ class _Automaton:
             return
         known = self.followers[before][token]
         if self._length[known] > self._length[before] + 1:
-            # Only the shorter runs of this state end here too, so they part from the longer ones.
+            # Only the shorter runs of this state end here too, so they get a state of their own.
             shorter = self._add(
                 self.followers[known].copy(),
                 length=self._length[before] + 1,
@@ -158,7 +159,7 @@ class _Automaton:
         self._parent[self._whole] = known
 
     def _add(self, followers: dict[int, int], *, length: int, parent: int, seen: int) -> int:
-        """A new state; its runs end where the text does."""
+        """A new state; its runs end where the sequence does."""
         self.followers.append(followers)
         self._length.append(length)
         self._parent.append(parent)
@@ -168,70 +169,70 @@ class _Automaton:
 
 
 class Lookup:
-    """An index over a growing text that guesses what comes next from what came behind the same tokens before."""
+    """An index over a growing sequence that proposes what followed the same tokens before."""
 
     def __init__(self) -> None:
-        self._text: list[int] = []
+        self._tokens: list[int] = []
         self._automaton = _Automaton()
         self._record = HitRates(_PRIORS)
-        self._end = _Place(0, 0)
+        self._end = _Match(0, 0)
         self._source = 0
 
     def __len__(self) -> int:
-        """Number of tokens that were taken up."""
-        return len(self._text)
+        """Number of tokens in the index."""
+        return len(self._tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Take up decided tokens, in order; each first settles what would have been guessed in its place."""
+        """Add decided tokens, in order; each first confirms or refutes what would have been proposed."""
         for token in tokens:
             if self._end.length >= _SHORTEST:
-                self._record.add(self._kind(self._end), right=self._text[self._source] == token)
+                self._record.add(self._kind(self._end), right=self._tokens[self._source] == token)
             end = self._automaton.step(self._end, token)
-            # Where the text's new end stood before: from now on the newest place is the end itself.
+            # Where the new suffix occurred before: after `append` its newest occurrence is the end itself.
             self._source = self._automaton.newest[end.state]
             self._end = self._automaton.append(token, end)
-            self._text.append(token)
+            self._tokens.append(token)
 
     def propose(self, drafts: Tokens[int], most: int) -> FreeTokens:
-        """What stood behind the newest earlier occurrence of the longest end of the text and these drafts.
+        """What followed the newest earlier occurrence of the longest suffix of the sequence and these drafts.
 
-        The earlier occurrence lies in the text; what follows it may go on into the drafts and into the guess itself,
-        so that periodic text goes on without end. No end of at least two tokens, no guess.
+        The continuation may run on into the drafts and into the proposal itself, so that periodic sequences continue
+        without end. Without a matching suffix of two tokens there is no proposal.
 
         Args:
-            drafts: what may stand behind the text; they are not taken up.
-            most: the most tokens to guess.
+            drafts: draft tokens after the sequence; they are not added.
+            most: the most tokens to propose.
         """
-        place, source = self._end, self._source
+        match, source = self._end, self._source
         for token in drafts:
-            place = self._automaton.step(place, token)
-            source = self._automaton.newest[place.state]
-        guess = FreeTokens([], [])
-        if place.length < _SHORTEST:
-            return guess
-        # Text and drafts from the source on, as far as they are needed; what is guessed stands behind them.
-        run = [*self._text[source : source + max(most, 0)], *drafts]
-        length, kind = place.length, self._kind(place)
+            match = self._automaton.step(match, token)
+            source = self._automaton.newest[match.state]
+        proposed = FreeTokens([], [])
+        if match.length < _SHORTEST:
+            return proposed
+        # Sequence and drafts from the source on, as far as they are needed, and then what is proposed.
+        run = [*self._tokens[source : source + max(most, 0)], *drafts]
+        length, kind = match.length, self._kind(match)
         for i in range(most):
             token = run[i]
             run.append(token)
-            guess.tokens.append(token)
-            guess.confidence.append(self._record.confidence(kind))
+            proposed.tokens.append(token)
+            proposed.confidence.append(self._record.confidence(kind))
             length = min(length + 1, _LONGEST)
-            if source + i < len(self._text):
-                place = self._automaton.step(place, token)
-                kind = self._kind(place)
+            if source + i < len(self._tokens):
+                match = self._automaton.step(match, token)
+                kind = self._kind(match)
             else:
                 kind = kind[0], length.bit_length()
-        return guess
+        return proposed
 
-    def _kind(self, place: _Place) -> Kind:
-        """What the text says of a context, and about how long it is."""
-        state, bits = place.state, place.length.bit_length()
+    def _kind(self, match: _Match) -> Kind:
+        """What is known of a suffix, and its length in powers of two."""
+        state, bits = match.state, match.length.bit_length()
         if len(self._automaton.followers[state]) > 1:
             return "split", bits
-        # The occurrence that ends the text has no follower yet.
-        followed = self._automaton.seen[state] - (self._automaton.newest[state] == len(self._text))
+        # The occurrence at the end of the sequence has no follower yet.
+        followed = self._automaton.seen[state] - (self._automaton.newest[state] == len(self._tokens))
         return "repeated" if followed > 1 else "once", bits
 
 

@@ -1,7 +1,7 @@
-"""The rules that keep the target's distribution: which drafted tokens stay, and which token follows them.
+"""The rules that keep the target's distribution: which draft tokens are accepted, and which token follows them.
 
 A rule sees the target's distributions p, the distributions q that the drafts were really sampled from, and noise.
-Whatever the draft proposes, the text it leaves has exactly the law of sampling every token from p. How many tokens
+Whatever was drafted, the output is distributed exactly as if every token were sampled from p. How many tokens
 are drafted may depend on all that was drafted before, but never on the token that would be drafted next.
 """
 
@@ -24,18 +24,18 @@ class NoiseSource(Protocol):
         """A number in [0, 1), independent of every other (purpose, index) and of every other round."""
 
     def exponentials(self, index: int, part: int, count: int) -> FloatArray:
-        """Standard exponential numbers that belong to a position of the text, shape (count,)."""
+        """Standard exponential numbers that belong to a position of the sequence, shape (count,)."""
 
 
 class Distributions(Protocol):
-    """Rows of probabilities by place: a list of arrays, or one that computes a row when it is asked for."""
+    """Rows of probabilities by draft position: a list of arrays, or one that computes a row when it is asked for."""
 
-    def __getitem__(self, place: int, /) -> FloatArray:
-        """The distribution at `place`, shape (vocabulary,)."""
+    def __getitem__(self, index: int, /) -> FloatArray:
+        """The distribution of the token after `index` drafts, shape (vocabulary,)."""
 
 
 class Verdict(NamedTuple):
-    """The first `n_accepted` drafted tokens stay; `next_token` is recovered, or the bonus if all stayed."""
+    """The first `n_accepted` draft tokens are accepted; `next_token` is recovered, or the bonus after all of them."""
 
     n_accepted: int
     next_token: int
@@ -44,11 +44,11 @@ class Verdict(NamedTuple):
 def verify_token(p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource) -> Verdict:
     """Token verification (Leviathan et al. 2023, arXiv 2211.17192, algorithm 1).
 
-    Draft x at place i stays with probability min(1, p_i(x) / q_i(x)). At the first that does not, the next token
-    is recovered from norm(max(0, p_i - q_i)); if all stay, the bonus token is drawn from p_gamma.
+    Draft token x at index i is accepted with probability min(1, p_i(x) / q_i(x)). At the first rejection the next token
+    is recovered from norm(max(0, p_i - q_i)); if all are accepted, the bonus token is drawn from p_gamma.
 
     Args:
-        p: gamma + 1 rows, each of shape (vocabulary,); rows behind a rejection are never read.
+        p: gamma + 1 rows, each of shape (vocabulary,); rows after a rejection are never read.
         q: gamma rows, q[i] the distribution that drafts[i] was sampled from.
         drafts: gamma tokens.
         noise: the round's numbers; ACCEPT, RECOVER and BONUS are used.
@@ -65,10 +65,10 @@ def verify_block(p: Distributions, q: Distributions, drafts: Sequence[int], nois
 
     With w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)) and w_0 = 1, the first i drafts may end the block with probability
     h_i = s_i / (s_i + 1 - w_i), s_i = sum max(0, w_i p_{i+1} - q_{i+1}), and h_gamma = w_gamma. The longest such i is
-    accepted, and behind it the next token is recovered from norm(max(0, w_i p_{i+1} - q_{i+1})), or drawn from
-    p_{gamma+1} as the bonus. (Places here count from 1, as in the paper.)
+    accepted, and after it the next token is recovered from norm(max(0, w_i p_{i+1} - q_{i+1})), or drawn from
+    p_{gamma+1} as the bonus. (Indices count from 1 here, as in the paper.)
 
-    Args and noise are those of `verify_token`; a row of p behind a draft of probability 0 is never read.
+    Args and noise are those of `verify_token`; a row of p after a draft token of probability 0 is never read.
     """
     gamma = len(drafts)
     n_accepted, weight_there, weight = 0, 1.0, 1.0
@@ -78,7 +78,7 @@ def verify_block(p: Distributions, q: Distributions, drafts: Sequence[int], nois
             break
         if i + 1 < gamma:
             excess = float(residual(p[i + 1], q[i + 1], weight).sum(dtype=np.float64))
-            # Nothing in excess of q and nothing to make up for: p = q there, and the block may end in peace.
+            # No residual and weight 1: p = q at this index, and the block may end here.
             ends = excess / (excess + 1 - weight) if excess + 1 > weight else 1.0
         else:
             ends = weight
@@ -93,9 +93,9 @@ def verify_block(p: Distributions, q: Distributions, drafts: Sequence[int], nois
 def verify_coupled(p: Distributions, _q: Distributions, drafts: Sequence[int], noise: NoiseSource) -> Verdict:
     """Coupled verification (Daliri et al. 2024, arXiv 2408.07978): the target's own choice, whatever was drafted.
 
-    At every place the target's token wins a race whose noise belongs to the seed and the position of the text; drafts
-    stay while they are that token. So one seed gives one text, with any drafts or none. A draft that raced with the
-    same noise mostly wins where the target does.
+    At every position the target's token wins an exponential race whose noise is keyed by seed and position; drafts are
+    accepted while they equal it. So one seed gives one output, with any drafts or none. A draft sampled with the same
+    noise mostly equals the target's token.
 
     Args and noise are those of `verify_token`, but q is not needed and the noise is that of positions.
     """
@@ -108,10 +108,10 @@ def verify_coupled(p: Distributions, _q: Distributions, drafts: Sequence[int], n
 
 
 def verify_greedy(argmax: Callable[[int], int], drafts: Sequence[int]) -> Verdict:
-    """Greedy verification: what every rule comes to where all distributions are one-hot, without a row of either.
+    """Greedy verification: what every rule comes to where all distributions are one-hot, without computing them.
 
     Args:
-        argmax: the target's most probable token by place; places behind a rejection are never asked for.
+        argmax: the target's most probable token by index; indices after a rejection are never asked for.
         drafts: gamma tokens.
     """
     for i, x in enumerate(drafts):
@@ -121,18 +121,18 @@ def verify_greedy(argmax: Callable[[int], int], drafts: Sequence[int]) -> Verdic
     return Verdict(len(drafts), argmax(len(drafts)))
 
 
-def sample_alone(q: FloatArray, place: int, noise: NoiseSource) -> int:
-    """A draft for token and block verification: noise that nothing else ever sees."""
-    return draw(q, noise.uniform(Purpose.DRAFT, place))
+def sample_alone(q: FloatArray, index: int, noise: NoiseSource) -> int:
+    """A draft token for token and block verification, with noise that nothing else uses."""
+    return draw(q, noise.uniform(Purpose.DRAFT, index))
 
 
-def sample_coupled(q: FloatArray, place: int, noise: NoiseSource) -> int:
-    """A draft for coupled verification: the race that the target will run, with the draft's rates."""
-    return race(q, partial(noise.exponentials, place))
+def sample_coupled(q: FloatArray, index: int, noise: NoiseSource) -> int:
+    """A draft token for coupled verification: the target's race, run with the draft's probabilities."""
+    return race(q, partial(noise.exponentials, index))
 
 
 class Rule(NamedTuple):
-    """A way to draft a token and the verification that goes with it."""
+    """How a draft token is sampled, and the verification that goes with it."""
 
     sample: Callable[[FloatArray, int, NoiseSource], int]
     verify: Callable[[Distributions, Distributions, Sequence[int], NoiseSource], Verdict]
@@ -146,7 +146,7 @@ RULES: dict[str, Rule] = {
 
 
 def residual(p: FloatArray, q: FloatArray, weight: float = 1.0) -> FloatArray:
-    """What `weight` times p has beyond q, max(0, weight p - q), not normalised; shapes (vocabulary,)."""
+    """max(0, weight p - q), not normalised; shapes (vocabulary,)."""
     return np.maximum((p if weight == 1 else weight * p) - q, 0)
 
 

@@ -12,9 +12,8 @@ import numpy as np
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.errors import ConstraintError, MaskDeferred
 from specserve.sampling.distribution import argmax, confidence, is_greedy, to_distribution
-from specserve.sampling.logits import shaped_behind
+from specserve.sampling.logits import process_logits, score
 from specserve.sampling.noise import Noise
-from specserve.sampling.scores import score
 from specserve.sequence import Sequence
 from specserve.speculation.controller import Lesson
 from specserve.speculation.cost import Cost
@@ -101,7 +100,7 @@ class TargetRows:
 
     def _shaped_at(self, place: int) -> FloatArray:
         if place not in self._shaped:
-            self._shaped[place] = shaped_behind(self.logits[place], self._sequence, self._drafts[:place])
+            self._shaped[place] = process_logits(self.logits[place], self._sequence, self._drafts[:place])
         return self._shaped[place]
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specserve.sampling.distribution import FloatArray, to_distribution
-from specserve.sampling.logits import shape_logits, shaped_behind
+from specserve.sampling.logits import penalise, process_logits
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
 
 VOCABULARY = 8
@@ -46,7 +46,7 @@ def test_shaping_is_its_definition(
     logits: list[float], sampling: SamplingParams, prompt: list[int], written: list[int]
 ) -> None:
     row = np.array(logits)
-    shaped = shape_logits(row, sampling, prompt, written)
+    shaped = penalise(row, sampling, prompt, written)
     np.testing.assert_allclose(shaped, by_definition(row, sampling, prompt, written), atol=1e-9)
     assert row.tolist() == logits
 
@@ -56,5 +56,5 @@ def test_drafted_tokens_count_as_written() -> None:
     sequence = Sequence([1], sampling, SpeculationParams(), max_tokens=9)
     sequence.tokens += [2, 3]
     row = np.array([0.0, 0, 3, 2.5])
-    assert to_distribution(shaped_behind(row, sequence, []), sampling).tolist() == [0, 0, 1, 0]
-    assert to_distribution(shaped_behind(row, sequence, [2]), sampling).tolist() == [0, 0, 0, 1]
+    assert to_distribution(process_logits(row, sequence, []), sampling).tolist() == [0, 0, 1, 0]
+    assert to_distribution(process_logits(row, sequence, [2]), sampling).tolist() == [0, 0, 0, 1]

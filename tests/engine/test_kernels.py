@@ -226,6 +226,8 @@ def test_a_wrong_kernel_is_seen_by_the_check_at_load_and_by_these_tests(
     chosen = kernels.use("auto", variant="avx2")
     assert name not in chosen.formats
     assert f"{name} failed its check" in chosen.sentence
+    # The wrong library stays in llama.cpp's list of buffer types, and must take nothing from now on.
+    kernels.use("off")
     monkeypatch.undo()
     kernels.use("off")
 
@@ -379,7 +381,7 @@ def test_two_processes_get_the_same_logits(tiny: Path, best: str) -> None:
         "kernels.use('auto', variant='')\n"
         "print(logits(open_engine(pathlib.Path(sys.argv[1]))[1]).tobytes().hex())"
     )
-    paths = [str(Path(__file__).parent), str(SOURCES.parent)]
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support"), str(SOURCES.parent)]
     command = [sys.executable, "-c", program, str(tiny), *paths]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     texts = [process.communicate(timeout=120)[0].strip() for process in running]

@@ -25,8 +25,8 @@ from specserve.speculation.drafters import Drafters
 from specserve.speculation.lookup import FreeTokens
 from specserve.speculation.rejection import Verdict, verify_greedy
 from specserve.speculation.round import Plan, run_round
+from specserve.tools.models import prepare
 from specserve.tools.paths import DEFAULT_CONFIG, PROJECT, models_directory
-from specserve.tools.prepare import prepare
 
 pytestmark = pytest.mark.real
 

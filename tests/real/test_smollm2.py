@@ -13,8 +13,8 @@ from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
 from specserve.errors import ModelLoadError
 from specserve.sequence import Sequence
 from specserve.tools.archive import prepared_handler
+from specserve.tools.models import prepare
 from specserve.tools.paths import CONFIG, DEFAULT_CONFIG
-from specserve.tools.prepare import prepare
 
 pytestmark = pytest.mark.real
 

@@ -76,7 +76,7 @@ def test_the_default_pair_repeats_in_any_company(role: str) -> None:
 
 
 def test_with_llama_cpps_kernels_a_published_file_does_not_repeat_and_the_probe_sees_it(published: Loaded) -> None:
-    assert not published.invariance.alone
+    assert not published.invariance.single_sequence
     assert 0.01 < published.invariance.rows < 1
 
 

@@ -77,7 +77,7 @@ def text_of(model: LlamaModel, tokens: list[int]) -> bytes:
 
 def ends(model: LlamaModel) -> list[int]:
     """All end tokens."""
-    return [token for token in range(model.size) if model.ends_text(token)]
+    return [token for token in range(model.size) if model.is_end_token(token)]
 
 
 def allowed(constraint: Constraint, written: list[int]) -> list[int]:
@@ -99,7 +99,7 @@ def walk(constraint: Constraint, model: LlamaModel, seed: int, length: int = 60)
     written: list[int] = []
     for _ in range(3000):
         options = allowed(constraint, written)
-        ending = [token for token in options if model.ends_text(token)]
+        ending = [token for token in options if model.is_end_token(token)]
         assert not ending or ending == ends(model)
         if ending and (len(written) >= length or len(ending) == len(options)):
             return text_of(model, written)
@@ -180,7 +180,7 @@ def test_a_mask_depends_on_the_written_tokens_alone(
             steps = random.Random(data.draw(st.integers(0, 2**32)))
             for _ in range(steps.randint(1, 6)):
                 written = [*written, steps.choice(allowed(constraint, written))]
-                if model.ends_text(written[-1]):
+                if model.is_end_token(written[-1]):
                     break
 
 

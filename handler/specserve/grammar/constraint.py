@@ -49,7 +49,8 @@ _LIMITS = llguidance.LLParserLimits(
 _CACHED_POSITIONS = 64
 # Longest token of forced text, in bytes.
 _MAX_TOKEN_BYTES = 16
-# Stack of the compiler's thread: enough for 5,000 nested subschemas (limited in schema.py), which take 6 kB each.
+# Stack of the compiler's thread, which recurses for each subschema with 6 kB; schema.py allows 4,000 of them. Pages
+# that are not used cost nothing.
 _STACK_BYTES = 256 * 2**20
 # An ordinary schema takes 1 to 5 MB, a grammar at the limits 100 MB.
 _CACHED_GRAMMARS = 8

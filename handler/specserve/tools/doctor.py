@@ -165,7 +165,7 @@ def check_invariance(target: LlamaEngine) -> Finding:
     """Whether logits are batch-invariant, so that greedy and seeded answers repeat."""
     invariance = probe(target, CONTEXT)
     facts = invariance._asdict()
-    if invariance.alone:
+    if invariance.single_sequence:
         sentence = "The target gives the same logits for any number of rows: greedy and seeded texts repeat exactly."
     else:
         sentence = (

@@ -225,7 +225,7 @@ def greedy_answer(engine: Engine, vocabulary: Vocabulary, prompt: list[int]) -> 
     while len(tokens) < len(prompt) + _TOKENS:
         [logits] = engine.forward([Row(tokens[-1], 0, len(tokens) - 1, wants_logits=True)])
         tokens.append(int(np.argmax(logits)))
-        if vocabulary.ends_text(tokens[-1]):
+        if vocabulary.is_end_token(tokens[-1]):
             break
     return tokens[len(prompt) :]
 

@@ -185,13 +185,15 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ctypes.C
     def build(right: str, wrong: str, *options: str) -> ctypes.CDLL:
         text = (SOURCES / "product.h").read_text()
         assert text.count(right) == 1
-        place = directory / f"{abs(hash(right))}"
-        place.mkdir()
-        (place / "product.h").write_text(text.replace(right, wrong))
-        (place / "avx2.cpp").write_text((SOURCES / "avx2.cpp").read_text())
-        vector = ["-mavx2", "-mfma", "-mf16c", "-shared", str(place / "avx2.cpp"), *objects]
-        subprocess.run([*common, *options, f"-I{place}", *vector, "-o", str(place / "wrong.so")], check=True)
-        loaded = ctypes.CDLL(str(place / "wrong.so"))
+        build_directory = directory / f"{abs(hash(right))}"
+        build_directory.mkdir()
+        (build_directory / "product.h").write_text(text.replace(right, wrong))
+        (build_directory / "avx2.cpp").write_text((SOURCES / "avx2.cpp").read_text())
+        vector = ["-mavx2", "-mfma", "-mf16c", "-shared", str(build_directory / "avx2.cpp"), *objects]
+        subprocess.run(
+            [*common, *options, f"-I{build_directory}", *vector, "-o", str(build_directory / "wrong.so")], check=True
+        )
+        loaded = ctypes.CDLL(str(build_directory / "wrong.so"))
         kernels.declare(loaded)
         assert loaded.specserve_use(b"avx2")
         return loaded
@@ -312,7 +314,7 @@ def open_engine(path: Path, *, threads: int = 1) -> tuple[LlamaModel, LlamaEngin
 
 
 def logits(engine: LlamaEngine, slot: int = 0) -> FloatArray:
-    rows = [Row(token, slot, place, wants_logits=place == 19) for place, token in enumerate(range(40, 60))]
+    rows = [Row(token, slot, position, wants_logits=position == 19) for position, token in enumerate(range(40, 60))]
     found = engine.forward(rows).copy()
     engine.truncate(slot, 0)
     return found

@@ -231,9 +231,9 @@ def test_a_damaged_header_is_a_one_line_error_if_it_is_detected(
     """Or llama.cpp aborts the process, which scripts/serve reports (test_server_files)."""
     data = bytearray(tiny_file(architecture, "target").read_bytes())
     end = data.index(b"token_embd.weight")
-    chance = random.Random(seed)
-    for _ in range(chance.choice([1, 3, 20])):
-        data[chance.randrange(4, end + 3000)] = chance.randrange(256)
+    rng = random.Random(seed)
+    for _ in range(rng.choice([1, 3, 20])):
+        data[rng.randrange(4, end + 3000)] = rng.randrange(256)
     file = tmp_path / "damaged.gguf"
     file.write_bytes(data)
     command = [sys.executable, "-c", LOAD, str(file)]

@@ -95,32 +95,32 @@ class FakeEngine:
 
 
 class FakeVocabulary:
-    """Tokens are the bytes 0 to size - 2; the last token ends the text."""
+    """Tokens are the bytes 0 to size - 2; the last token is the end token."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
     def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        """One token a byte; there are no special ones."""
+        """Return one token a byte; there are no special ones."""
         del special, begin
         return [byte % (self.size - 1) for byte in text.encode("utf-8")]
 
     def piece(self, token: int) -> bytes:
-        """The token's byte, moved into the printable range for small vocabularies."""
+        """Return the token's byte, a printable one for small vocabularies."""
         if self.is_end_token(token):
             return b""
         return bytes([token if self.size > 128 else 97 + token])
 
     def name(self, token: int) -> bytes:
-        """The token's byte, or a name for the end of the text."""
+        """Return the token's byte, or the name of the end token."""
         return self.piece(token) or b"<end>"
 
     def end_tokens(self) -> list[int]:
-        """The last token of the vocabulary."""
+        """Return the last token of the vocabulary."""
         return [self.size - 1]
 
     def infill(self, prefix: list[int], suffix: list[int]) -> list[int] | None:
-        """There are no tokens for that."""
+        """Return None: there are no fill-in-the-middle tokens."""
         del prefix, suffix
         return None
 
@@ -129,5 +129,5 @@ class FakeVocabulary:
         return token == self.size - 1
 
     def bos_token(self) -> int | None:
-        """There is none."""
+        """Return None: there is no BOS token."""
         return None

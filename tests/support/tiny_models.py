@@ -81,8 +81,8 @@ def write_tiny(path: Path, architecture: str, role: str) -> None:
     tokens = _byte_pairs(merges, architecture) if bytewise else _sentence_pieces(corpus, merges)
     weights = _weights(architecture, tokens, DRIFT if role == "draft" else 0.0)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tiny-") as room:
-        partial = Path(room) / path.name
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tiny-") as directory:
+        partial = Path(directory) / path.name
         writer = GGUFWriter(partial, architecture)
         _describe_shape(writer, architecture)
         _describe_tokeniser(writer, architecture, tokens, merges)
@@ -172,7 +172,7 @@ def _describe_tokeniser(writer: GGUFWriter, architecture: str, tokens: list[_Tok
     if architecture == "llama":
         writer.add_tokenizer_model("llama")
         writer.add_token_scores([-float(index) for index in id_of.values()])
-        # Llama's own files put a space before the text, which would not come back exactly.
+        # Llama's files prepend a space, with which a decoded text would differ from the encoded one.
         writer.add_add_space_prefix(False)
         writer.add_unk_token_id(id_of["<unk>"])
         writer.add_bos_token_id(id_of["<s>"])

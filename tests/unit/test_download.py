@@ -270,21 +270,21 @@ def test_a_generated_model_is_rewritten_each_time(config: Path, models: Path, mo
 
 
 def test_two_processes_fetch_a_file_once(models: Path, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, begun = threading.Event(), threading.Event()
+    release, begun = threading.Event(), threading.Event()
     fetched: list[Path] = []
     said: list[str] = []
 
     def slowly(_: object, target: Path) -> None:
         fetched.append(target)
         begun.set()
-        held.wait(10)
+        release.wait(10)
         target.write_bytes(WEIGHTS)
 
     monkeypatch.setattr(download, "from_registry", slowly)
 
     def say(line: str) -> None:
         said.append(line)
-        held.set()
+        release.set()
 
     monkeypatch.setattr(files, "say", say)
     first = threading.Thread(target=fetch, args=(model(REGISTRY), config))

@@ -133,7 +133,7 @@ def sampler(seed: int) -> Choose:
 def generate(
     model: Model, prompt: str, choose: Choose, draft: Model | None = None, limit: int = 200
 ) -> tuple[list[int], list[Probabilities], list[Probabilities]]:
-    """The tokens up to an end, and at each of them what the model and the draft expected."""
+    """Return the tokens up to an end token, and the distributions of model and draft for each."""
     tokens: list[int] = []
     p, q = model.begin(prompt), draft.begin(prompt) if draft else np.empty(0)
     expected, drafted = [p], [q]
@@ -149,10 +149,10 @@ def generate(
 
 
 def follow(load: Load, architecture: str, choose: Choose) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Target and draft along the target's own texts, one row a position."""
+    """Return the distributions of target and draft for each token that the target generates."""
     target, draft = load(architecture, "target"), load(architecture, "draft")
-    texts = [generate(target, prompt, choose, draft, limit=100) for prompt in PROMPTS]
-    return np.concatenate([text[1] for text in texts]), np.concatenate([text[2] for text in texts])
+    answers = [generate(target, prompt, choose, draft, limit=100) for prompt in PROMPTS]
+    return np.concatenate([answer[1] for answer in answers]), np.concatenate([answer[2] for answer in answers])
 
 
 class TestTokenisers:
@@ -221,9 +221,9 @@ class TestGeneration:
 
     def test_greedy_answers_vary_and_seldom_end_early(self, load: Load, architecture: str) -> None:
         model = load(architecture, "target")
-        texts = [generate(model, prompt, greedy, limit=64)[0] for prompt in PROMPTS]
-        assert sum(len(tokens) == 64 for tokens in texts) >= 6
-        for tokens in texts:
+        answers = [generate(model, prompt, greedy, limit=64)[0] for prompt in PROMPTS]
+        assert sum(len(tokens) == 64 for tokens in answers) >= 6
+        for tokens in answers:
             assert len(set(tokens)) >= min(10, len(tokens) // 2)
 
     def test_the_next_token_depends_on_more_than_the_last(self, load: Load, architecture: str) -> None:
@@ -234,18 +234,18 @@ class TestGeneration:
 
     def test_sampled_answers_sometimes_end(self, load: Load, architecture: str) -> None:
         model = load(architecture, "target")
-        texts = [generate(model, PROMPTS[seed % 8], sampler(seed))[0] for seed in range(24)]
-        ended = sum(tokens[-1] in model.ends for tokens in texts)
+        answers = [generate(model, PROMPTS[seed % 8], sampler(seed))[0] for seed in range(24)]
+        ended = sum(tokens[-1] in model.ends for tokens in answers)
         assert 2 <= ended <= 22
 
     def test_text_is_printable_and_splits_characters_between_tokens(self, load: Load, architecture: str) -> None:
         model = load(architecture, "target")
-        texts = [generate(model, prompt, sampler(seed))[0] for seed, prompt in enumerate(PROMPTS)]
-        pieces = [model.pieces[token] for tokens in texts for token in tokens if token not in model.ends]
+        answers = [generate(model, prompt, sampler(seed))[0] for seed, prompt in enumerate(PROMPTS)]
+        pieces = [model.pieces[token] for tokens in answers for token in tokens if token not in model.ends]
         text = b"".join(pieces).decode(errors="replace")
         assert sum("\ufffd" in piece.decode(errors="replace") for piece in pieces) >= 10
         assert text.count("\ufffd") < len(text) / 200
-        # Split characters may meet to ones that nobody has assigned.
+        # Joined bytes may form unassigned characters.
         assert sum(not character.isprintable() for character in text.replace("\n", "")) < len(text) / 200
 
 

@@ -31,7 +31,7 @@ class Invariance(NamedTuple):
         chunks: split of the prompt over passes.
         layout: positions of the sequence's cells in the cache, and their earlier content. A different order of sums
             seldom shows with quantised weights, so 0.0 is no proof.
-        neighbours: rows of other sequences in the pass; None if a pass has no room for any.
+        neighbours: rows of other sequences in the pass; None if a pass has too few rows for any.
     """
 
     rows: float

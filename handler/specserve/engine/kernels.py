@@ -138,8 +138,8 @@ def _choose(mode: Mode, threads: int, variant: str | None) -> Kernels:
     loaded.specserve_take(0)
     if mode == "off":
         return _stock("`kernels: off`")
-    found = loaded.specserve_use((variant or "").encode())
-    if found is None:
+    used = loaded.specserve_use((variant or "").encode())
+    if used is None:
         return _stock(f"this processor has not {variant}" if variant else "this processor has not even AVX2")
     wrong = {name: error for name in FORMATS if (error := largest_error(name)) > _MAX_ERROR}
     slow = {} if variant else {name: ratio for name in FORMATS if (ratio := _best_speed(name, threads)) < 1 - _NOISE}
@@ -149,10 +149,10 @@ def _choose(mode: Mode, threads: int, variant: str | None) -> Kernels:
     rejected += [f"{name} is slower than llama.cpp's ({ratio:.2f} times its speed)" for name, ratio in slow.items()]
     if not selected:
         return _stock("; ".join(rejected))
-    sentence = f"specserve's own kernels compute ({found.decode()}: {', '.join(selected)}, attention)"
+    sentence = f"specserve's own kernels compute ({used.decode()}: {', '.join(selected)}, attention)"
     if rejected:
         sentence += f", but not all: {'; '.join(rejected)}"
-    return Kernels(found.decode(), tuple(selected), sentence)
+    return Kernels(used.decode(), tuple(selected), sentence)
 
 
 def _stock(reason: str) -> Kernels:

@@ -44,7 +44,7 @@ class LlamaEngine:
         self.width = model.size
         params = llama_cpp.llama_context_default_params()
         self._own_attention = kernels.in_use().variant is not None
-        # No room for padding rows is needed: they stay within a slot's length.
+        # Padding rows need no further cells: they stay within a slot's length.
         params.n_ctx = n_slots * context_length
         params.n_seq_max = n_slots
         params.n_batch = params.n_ubatch = max_rows

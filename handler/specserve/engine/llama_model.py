@@ -62,9 +62,9 @@ class LlamaModel:
     def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
         """Tokenise `text`; see `Vocabulary.encode`."""
         data = text.encode("utf-8")
-        room = len(data) + 8
-        tokens = (llama_cpp.llama_token * room)()
-        count = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, room, begin, special)
+        size = len(data) + 8
+        tokens = (llama_cpp.llama_token * size)()
+        count = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, size, begin, special)
         if count < 0:
             raise EngineError(f"The tokenizer needs {-count} tokens for {len(data)} bytes of text.")
         return list(tokens[:count])
@@ -81,13 +81,13 @@ class LlamaModel:
         return self.piece(token) or self._read_piece(token, special=True)
 
     def _read_piece(self, token: int, *, special: bool) -> bytes:
-        room = 64
+        size = 64
         while True:
-            buffer = ctypes.create_string_buffer(room)
-            count = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, room, 0, special)
+            buffer = ctypes.create_string_buffer(size)
+            count = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, size, 0, special)
             if count >= 0:
                 return buffer.raw[:count]
-            room = -count
+            size = -count
 
     def is_end_token(self, token: int) -> bool:
         """Whether the token ends an answer (llama.cpp: EOG)."""

@@ -176,7 +176,7 @@ def _characters(text: str, line: int) -> list[str]:
 
 def _escapes(text: str, line: int) -> list[tuple[str, bool]]:
     """Return each character, and whether it was written with a backslash."""
-    found = []
+    characters = []
     position = 0
     while position < len(text):
         match = _CHARACTER.match(text, position)
@@ -184,9 +184,9 @@ def _escapes(text: str, line: int) -> list[tuple[str, bool]]:
         if match is None or code > 0x10FFFF or 0xD800 <= code < 0xE000:
             raise UnusableGrammar(f"line {line} has an escape that is not GBNF's")
         plain = match[4] or match[5]
-        found.append((_SHORT.get(plain, plain) if match[4] else plain or chr(code), match[5] is None))
+        characters.append((_SHORT.get(plain, plain) if match[4] else plain or chr(code), match[5] is None))
         position = match.end()
-    return found
+    return characters
 
 
 def _ranges(text: str, line: int) -> str:

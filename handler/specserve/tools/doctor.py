@@ -65,7 +65,7 @@ class Finding:
         topic: what was checked.
         sentence: the result, and what to do if it is not well.
         well: False if something should be done.
-        facts: the numbers behind the sentence.
+        facts: the numbers from which the sentence was written.
     """
 
     topic: str
@@ -166,7 +166,7 @@ def check_invariance(target: LlamaEngine) -> Finding:
     invariance = probe(target, CONTEXT)
     facts = invariance._asdict()
     if invariance.single_sequence:
-        sentence = "The target gives the same logits for any number of rows: greedy and seeded texts repeat exactly."
+        sentence = "The target gives the same logits for any number of rows: greedy and seeded answers repeat exactly."
     else:
         sentence = (
             f"The target's logits move by up to {invariance.largest:.2g} with the number of rows, "
@@ -215,11 +215,13 @@ def check_greedy(pair: Pair, answers: list[Answer]) -> Finding:
         drafted = greedy_with_drafts(pair.target, pair.draft, pair.costs, prompt, len(plain))
         if difference := first_difference(pair.target, prompt, plain, drafted):
             gaps.append(difference.gap)
-    facts = {"texts": len(answers), "differing": len(gaps), "gaps": gaps}
+    facts = {"answers": len(answers), "differing": len(gaps), "gaps": gaps}
     if not gaps:
-        sentence = f"{len(answers)} of {len(answers)} greedy texts are the same with drafts and without."
+        sentence = f"{len(answers)} of {len(answers)} greedy answers are the same with and without drafts."
         return Finding("greedy", sentence, facts=facts)
-    sentence = f"{len(gaps)} of {len(answers)} greedy texts differ, where two logits are {max(gaps):.2g} apart at most"
+    sentence = (
+        f"{len(gaps)} of {len(answers)} greedy answers differ, where two logits are {max(gaps):.2g} apart at most"
+    )
     if max(gaps) >= _MAX_TIE:
         return Finding("greedy", f"{sentence}, too far for rounding: please report this.", False, facts)
     return Finding("greedy", f"{sentence}: near-ties, which the number of rows decides (see repeating).", facts=facts)
@@ -237,12 +239,12 @@ def check_distributions(pair: Pair, answers: list[Answer]) -> Finding:
             next_p, _ = binned(p_rows[i + 1], q_rows[i + 1])
             pairs.append(([p, next_p], [q]))
     deviations = largest_deviations(pairs, _TRIALS)
-    facts = {"places": len(pairs), "trials": _TRIALS, "standard_deviations": deviations}
+    facts = {"positions": len(pairs), "trials": _TRIALS, "standard_deviations": deviations}
     if wrong := [name for name, deviation in deviations.items() if is_wrong(deviation)]:
         sentence = f"The rules {', '.join(wrong)} do not keep the target's distribution: please report this."
         return Finding("sampling", sentence, False, facts)
     sentence = (
-        f"{_TRIALS} rounds of every rule at each of {len(pairs)} positions of real texts kept the target's "
+        f"{_TRIALS} rounds of every rule at each of {len(pairs)} positions of real answers kept the target's "
         f"distribution (largest deviation {max(deviations.values()):.1f} standard deviations)."
     )
     return Finding("sampling", sentence, facts=facts)
@@ -257,7 +259,7 @@ def check_gamma(pair: Pair, answers: list[Answer], max_gamma: int) -> Finding:
     plain = 1 / target.seconds(1, KV_LEN)
     facts = {"gamma": best.gamma, "tokens_per_second": best.tokens_per_second, "plain": plain}
     sentence = (
-        f"On {len(answers)} short texts {best.gamma} drafts a round are best: {best.tokens_per_second:.1f} tokens/s, "
+        f"On {len(answers)} short answers {best.gamma} drafts a round are best: {best.tokens_per_second:.1f} tokens/s, "
         f"plain {plain:.1f}"
     )
     if best.tokens_per_second < plain:

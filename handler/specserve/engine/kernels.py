@@ -119,6 +119,7 @@ def use(mode: Mode, *, threads: int = 1, variant: str | None = None) -> Kernels:
     """Select the kernels for models loaded from now on, and for all attention.
 
     Kernels are selected only if their results are correct and their speed is at least llama.cpp's on this machine.
+    The first call in a process must precede the first load of a model, when llama.cpp reads its list of buffer types.
 
     Args:
         mode: `off` selects llama.cpp's kernels.

@@ -36,8 +36,8 @@ from quiet import ALLOWED, watched
 from specserve.config import usable_cores
 from specserve.serving.loading import load_models
 from specserve.tools.archive import handler_of
+from specserve.tools.models import prepare
 from specserve.tools.paths import DEFAULT_CONFIG
-from specserve.tools.prepare import prepare
 
 FAMILIES = ("code", "json", "prose", "chat", "summarise", "edit")
 QUICK_PROMPTS = 2

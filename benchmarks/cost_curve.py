@@ -33,9 +33,9 @@ from specserve.engine import kernels
 from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
-from specserve.tools.fetch import fetch
+from specserve.tools.download import fetch
+from specserve.tools.models import requantise
 from specserve.tools.paths import DEFAULT_CONFIG
-from specserve.tools.prepare import requantise
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 # Tokens that all passes but those of prefill come after.

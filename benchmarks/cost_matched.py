@@ -33,7 +33,7 @@ from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.tools import files, paths
-from specserve.tools.prepare import prepare
+from specserve.tools.models import prepare
 
 SILENT = ("attn_output", "ffn_down")  # whose output is what a block adds to the stream
 BYTES_OF_Q4_0, WEIGHTS_OF_Q4_0 = 18, 32
@@ -97,7 +97,7 @@ def make(source: Path) -> tuple[Path, Plan]:
     note = path.with_name(f".{path.name}.json")
     reader = GGUFReader(source)
     planned = plan(reader)
-    facts = {"source_sha256": files.checked(source, models).sha256, "blocks": planned.blocks}
+    facts = {"source_sha256": files.hashed(source).sha256, "blocks": planned.blocks}
     with files.locked(models / f".{path.name}.lock", f"{path.name} is being written"):
         if not path.is_file() or files.read_json(note) != facts:
             partial = path.with_name(path.name + ".partial")

@@ -28,8 +28,8 @@ from machine import describe_machine
 from servers import start_ours
 from specserve.config import load_yaml
 from specserve.tools.paths import DEFAULT_CONFIG
-from specserve.tools.state import State
-from specserve.tools.wait_ready import session
+from specserve.tools.server import session
+from specserve.tools.torchserve_process import State
 
 ECHO = '''
 def handle(data, context):

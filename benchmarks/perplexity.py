@@ -26,9 +26,9 @@ from specserve.engine import kernels
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
-from specserve.tools.fetch import fetch
+from specserve.tools.download import fetch
+from specserve.tools.models import requantise
 from specserve.tools.paths import DEFAULT_CONFIG
-from specserve.tools.prepare import requantise
 
 TEXTS = Path(__file__).parent / "texts"
 FAMILIES = ("code", "prose")

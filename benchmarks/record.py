@@ -54,7 +54,7 @@ def record(
     sure = []
     target.truncate(0, 0)
     read(target, prompt[:-1])
-    while len(answer) < task.max_tokens and not (answer and model.ends_text(answer[-1])):
+    while len(answer) < task.max_tokens and not (answer and model.is_end_token(answer[-1])):
         tokens = [*prompt, *answer]
         [logits] = target.forward([Row(tokens[-1], 0, len(tokens) - 1, wants_logits=True)])
         sure.append(round(confidence(logits), _DIGITS))

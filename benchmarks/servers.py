@@ -16,9 +16,9 @@ from peer import Peer
 from python_server import batching, one_by_one
 from specserve.config import usable_cores
 from specserve.tools.archive import handler_of
+from specserve.tools.models import prepare
 from specserve.tools.paths import PROJECT
-from specserve.tools.prepare import prepare
-from specserve.tools.state import State
+from specserve.tools.torchserve_process import State
 
 SLOTS = 8
 

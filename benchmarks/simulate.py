@@ -171,7 +171,7 @@ class Endless(FakeVocabulary):
         del token
         return b""
 
-    def ends_text(self, token: int) -> bool:
+    def is_end_token(self, token: int) -> bool:
         """Never."""
         del token
         return False

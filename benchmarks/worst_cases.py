@@ -27,7 +27,7 @@ from clients import Endpoint
 from machine import describe_machine
 from servers import memory, start_ours
 from specserve.tools.paths import DEFAULT_CONFIG
-from specserve.tools.state import State
+from specserve.tools.torchserve_process import State
 
 Body = dict[str, Any]
 

@@ -1,9 +1,9 @@
-# Sourced by the scripts with `serve`, `dev` or `clients`: makes .venv, or .venv-clients, hold what the lock file
-# names, and sets PROJECT, VENV and PYTHON. A second call finds the work done and takes milliseconds.
+# Sourced by the scripts with `serve`, `dev` or `clients`: installs the packages of the lock file into .venv, or
+# .venv-clients, and sets PROJECT, VENV and PYTHON. If they are installed already, it takes milliseconds.
 
 PROJECT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 VENV="$PROJECT/.venv"
-# Other people's clients bring hundreds of packages of their own, and need nothing of ours.
+# Third-party clients depend on hundreds of other packages, and not on specserve.
 [[ "$1" == clients ]] && VENV="$PROJECT/.venv-clients"
 PYTHON="$VENV/bin/python"
 unset PYTHONPATH PYTHONHOME
@@ -18,11 +18,11 @@ _lock_file() {
 }
 
 _BUILD_TOOLS="$PROJECT/requirements-build.lock"
-# Without tinyBLAS a row has the same sums in any company also where llama.cpp's own kernels compute. Images and
-# llama.cpp's tools are left out.
+# Without tinyBLAS, llama.cpp's matrix products of a row do not depend on the other rows. Image models and llama.cpp's
+# tools are not built.
 _BUILD="-DGGML_LLAMAFILE=OFF -DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama_cpp_INCLUDE=$PROJECT/scripts/llama_cpp.cmake"
 
-# What an installation of this kind is made from; it is done again when this changes.
+# The inputs of an installation; it is repeated when they change.
 _fingerprint() {
     cat "$(_lock_file "$1")" "$_BUILD_TOOLS" "$PROJECT/pyproject.toml" "$PROJECT"/handler/kernels/* | { sha256sum 2>/dev/null || shasum -a 256; }
     echo "$PROJECT $_BUILD"
@@ -72,11 +72,11 @@ _check_machine() {
     echo "installing into ${VENV##*/}, once; $length (log: .specserve/install.log)"
 }
 
-# Runs a command with its output in the log; a terminal sees that something goes on.
+# Runs a command with its output in the log; a terminal shows the elapsed seconds.
 _logged() {
     local log="$PROJECT/.specserve/install.log" begun=$SECONDS heartbeat=""
     if [[ -t 2 ]]; then
-        # Ends with this script too, which Ctrl-C stops and a background process not.
+        # Ends with this script: Ctrl-C does not stop a background process.
         (while sleep 2 && kill -0 $$ 2>/dev/null; do printf '\r  %d s ' "$((SECONDS - begun))" >&2; done) &
         heartbeat=$!
     fi
@@ -96,7 +96,7 @@ _last_error() {
     echo "${line:-$(tail -n 1 "$1")}"
 }
 
-# pip may have kept a build of another project, made in another way.
+# pip's cache may contain a build with other options.
 _is_built_as_asked() {
     "$PYTHON" -c 'import sys, llama_cpp; sys.exit(b"LLAMAFILE" in llama_cpp.llama_print_system_info())' 2>/dev/null
 }
@@ -108,10 +108,10 @@ _install() {
     rm -f "$VENV"/.specserve-*
     "$PYTHON" -c 'import pip' 2>/dev/null || _logged "$python" -m venv --clear "$VENV"
     export CMAKE_ARGS="${CMAKE_ARGS:-} $_BUILD"
-    # The lock names every package; older versions of pip resolve the dependencies anew and stumble.
+    # The lock names every package; older versions of pip fail when they resolve the dependencies again.
     local pip=("$PYTHON" -m pip --disable-pip-version-check --no-input install --no-deps)
     if [[ "$kind" != clients ]]; then
-        # A build that pip isolates would fetch its tools as they come, whatever a lock says.
+        # An isolated build would download unlocked versions of the build tools.
         _logged "${pip[@]}" --require-hashes -r "$_BUILD_TOOLS"
         export PATH="$VENV/bin:$PATH"
         pip+=(--no-build-isolation)
@@ -120,7 +120,7 @@ _install() {
     if [[ "$kind" != clients ]]; then
         _is_built_as_asked || _logged "${pip[@]}" --require-hashes --force-reinstall --no-cache-dir \
             -r <(awk '/^llama-cpp-python==/ { ours = 1 } ours { print } ours && !/\\$/ { exit }' "$(_lock_file "$kind")")
-        # Built anew whatever its version: its sources are part of the fingerprint.
+        # Always rebuilt: its sources are part of the fingerprint.
         _logged "${pip[@]}" --force-reinstall --no-cache-dir "$PROJECT/handler/kernels"
         _logged "${pip[@]}" --editable "$PROJECT"
     fi
@@ -129,7 +129,7 @@ _install() {
 
 if ! _is_complete "$1"; then
     mkdir -p "$PROJECT/.specserve"
-    # One installation at a time; the lock goes with this process, however it ends.
+    # One installation at a time; the lock is released when this process ends.
     exec 9>"$PROJECT/.specserve/install.lock"
     _python="$(_find_python)" || exit 1
     "$_python" -c "

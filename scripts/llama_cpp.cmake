@@ -1,2 +1,2 @@
-# Read by llama-cpp-python's own build: what llama.cpp's tools share is half of what would be compiled, and unused here.
+# Included by llama-cpp-python's build: skips the common library of llama.cpp's tools, half of the compile time.
 set(LLAMA_BUILD_COMMON OFF)

@@ -1,4 +1,4 @@
-"""Products and attention by themselves, and what they are held against: exact arithmetic and llama.cpp."""
+"""Matrix products and attention of the kernels, of exact arithmetic and of llama.cpp, to compare."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ needs_kernels = pytest.mark.skipif(platform.machine() != "x86_64", reason="the k
 
 
 def quantised(name: str, weights: Floats) -> NDArray[np.uint8]:
-    """Weights [columns][k] as a GGUF file has them, by llama.cpp's own quantisation."""
+    """Quantise weights [columns][k] by llama.cpp, as in a GGUF file."""
     kernels.library()
     kind = gguf.GGMLQuantizationType[name]
     columns, k = weights.shape
@@ -34,7 +34,7 @@ def quantised(name: str, weights: Floats) -> NDArray[np.uint8]:
 
 
 def exact(name: str, blocks: NDArray[np.uint8], x: Floats) -> NDArray[np.float64]:
-    """The product of dequantised weights and unrounded activations in double precision, [rows][columns]."""
+    """Return the product of dequantised weights and unrounded activations in double precision, [rows][columns]."""
     weights = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name]).astype(np.float64)
     return x.astype(np.float64) @ weights.T
 
@@ -42,7 +42,7 @@ def exact(name: str, blocks: NDArray[np.uint8], x: Floats) -> NDArray[np.float64
 def product(
     name: str, blocks: NDArray[np.uint8], x: Floats, *, threads: int = 1, ours: bool = True, library: Any = None
 ) -> Floats:
-    """The same by the variant in use, or by llama.cpp's own kernels, by way of a graph; [rows][columns]."""
+    """Return the product by the variant in use, or by llama.cpp's kernels in a graph; [rows][columns]."""
     rows, k = x.shape
     x = np.ascontiguousarray(x, np.float32)
     out = np.zeros((rows, len(blocks)), np.float32)
@@ -57,12 +57,12 @@ def product(
 def attention(
     queries: Floats, keys: NDArray[np.float16], values: NDArray[np.float16], visible: NDArray[np.bool_]
 ) -> Floats:
-    """Attention of queries [rows][heads][size] to the visible [rows][kv_len] of keys and values [kv_len][size]."""
+    """Return attention of queries [rows][heads][size] to keys and values [kv_len][size]; visible: [rows][kv_len]."""
     rows, heads, size = queries.shape
-    given = [np.ascontiguousarray(array) for array in (queries, keys, values)]
+    inputs = [np.ascontiguousarray(array) for array in (queries, keys, values)]
     mask = np.ascontiguousarray(np.where(visible, np.float16(0), np.float16(-np.inf)))
     out = np.full(queries.shape, np.nan, np.float32)
-    arrays = (array.ctypes.data for array in (*given, mask, out))
+    arrays = (array.ctypes.data for array in (*inputs, mask, out))
     kernels.library().specserve_attend(len(keys), size, heads, size**-0.5, rows, *arrays)
     return out
 
@@ -70,10 +70,10 @@ def attention(
 def exact_attention(
     queries: Floats, keys: NDArray[np.float16], values: NDArray[np.float16], visible: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
-    """The same in double precision."""
+    """Return attention in double precision."""
     q, k, v = (array.astype(np.float64) for array in (queries, keys, values))
     scores = np.einsum("rhd,cd->rhc", q, k) * q.shape[-1] ** -0.5
     scores = np.where(visible[:, None, :], scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    found: NDArray[np.float64] = np.einsum("rhc,cd->rhd", weights / weights.sum(axis=-1, keepdims=True), v)
-    return found
+    output: NDArray[np.float64] = np.einsum("rhc,cd->rhd", weights / weights.sum(axis=-1, keepdims=True), v)
+    return output

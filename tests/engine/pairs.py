@@ -10,6 +10,7 @@ from typing import Any
 
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
 from specserve.engine.kernels import Mode
+from specserve.engine.llama_model import write_pure_q4_0
 from specserve.sequence import Sequence
 from specserve.serving.generation import Generation
 from specserve.serving.loading import load_models
@@ -17,7 +18,6 @@ from specserve.serving.openai.parse import Tokenizer, to_generations
 from specserve.serving.openai.schema import CompletionRequest
 from specserve.serving.openai.validation import parse_body
 from specserve.serving.scheduler import Scheduler
-from specserve.tools import quantise
 from tiny_models import write_tiny
 
 PLAIN = {"mode": "off"}
@@ -42,7 +42,7 @@ class TinyFiles:
         if not file.exists():
             single = self._directory / "single.gguf"
             write_tiny(single, architecture, role)
-            assert quantise.main(str(single), str(file)) == 0
+            assert write_pure_q4_0(single, file)
         return file
 
     def config(self, target: str, draft: str | None = None, *, context_length: int = 256) -> HandlerConfig:

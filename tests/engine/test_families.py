@@ -39,7 +39,7 @@ def pair(architecture: str, files: TinyFiles) -> Pair:
 
 def never_ending(pair: Pair) -> dict[str, Any]:
     """Fields that forbid every token that ends a text."""
-    ends = [token for token in range(pair.vocabulary.size) if pair.vocabulary.ends_text(token)]
+    ends = [token for token in range(pair.vocabulary.size) if pair.vocabulary.is_end_token(token)]
     return {"logit_bias": {str(token): -100 for token in ends}}
 
 
@@ -104,7 +104,7 @@ def test_control_tokens_are_read_from_a_prompt_and_add_no_text(pair: Pair, archi
     name = END_OF_TEXT[architecture]
     before, after = pair.vocabulary.encode("", special=True), pair.vocabulary.encode(name, special=True)
     [token] = after[len(before) :]
-    assert pair.vocabulary.ends_text(token)
+    assert pair.vocabulary.is_end_token(token)
     assert pair.vocabulary.piece(token) == b""
     assert len(pair.vocabulary.encode(name)) > len(after)
 
@@ -112,7 +112,7 @@ def test_control_tokens_are_read_from_a_prompt_and_add_no_text(pair: Pair, archi
 def test_a_prompt_with_control_tokens_inside_is_continued_alike(pair: Pair, architecture: str) -> None:
     prompt = f"The quick{END_OF_TEXT[architecture]}brown fox"
     plain = pair.answer(prompt, max_tokens=40, temperature=0, speculation=PLAIN)
-    assert any(map(pair.vocabulary.ends_text, plain.sequence.prompt))
+    assert any(map(pair.vocabulary.is_end_token, plain.sequence.prompt))
     for gamma in GAMMAS:
         speculative = pair.answer(prompt, max_tokens=40, temperature=0, speculation=drafting(gamma))
         assert speculative.sequence.tokens == plain.sequence.tokens
@@ -135,8 +135,8 @@ def test_an_empty_prompt_is_refused_where_no_token_begins_a_text(
     """llama.cpp then answers with token 11, an ordinary piece of text."""
     monkeypatch.setattr(GGUFWriter, "add_bos_token_id", lambda *_: None)
     pair = Pair(TinyFiles(tmp_path).config(architecture))
-    assert pair.vocabulary.start_token() is None
-    assert pair.vocabulary.start_text() == ""
+    assert pair.vocabulary.bos_token() is None
+    assert pair.vocabulary.bos_text() == ""
     with pytest.raises(RequestError, match="The prompt is empty; this model needs at least one token"):
         pair.answer("")
 
@@ -151,8 +151,8 @@ def test_a_chat_is_rendered_by_the_models_own_template_and_tokenised_with_one_be
         prompt = pair.chat_prompt({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"})
         assert prompt == text
         plain = pair.answer(prompt, max_tokens=40, temperature=0, speculation=PLAIN).sequence
-        assert sum(map(pair.vocabulary.ends_text, plain.prompt)) == 2
-        assert plain.prompt.count(pair.vocabulary.start_token() or 0) == (architecture == "llama")
+        assert sum(map(pair.vocabulary.is_end_token, plain.prompt)) == 2
+        assert plain.prompt.count(pair.vocabulary.bos_token() or 0) == (architecture == "llama")
         assert pair.answer(prompt, max_tokens=40, temperature=0).sequence.tokens == plain.tokens
 
 

@@ -1,4 +1,4 @@
-"""The probe finds what makes logits depend on rows, chunks, kv_len or neighbours, and says so in a sentence."""
+"""The probe of batch invariance finds planted faults, and names the condition that causes them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from specserve.serving.loading import describe
 from tiny_formats import FORMATS, quantise_as
 from tiny_models import ARCHITECTURES, write_tiny
 
-ROOM = 512
+SLOT_TOKENS = 512
 NOISE = 0.25
 
 Fault = Callable[["Planted", list[Row], Row], bool]
 
 
 class Planted(FakeEngine):
-    """An engine whose logits are wrong by a little wherever `fault` says so of a pass and a row of it.
+    """An engine that adds `NOISE` to the logits of each row for which `fault` is true.
 
-    It keeps kv_len as a shared cache does: the first free ones are written first.
+    It allocates cells as a unified cache does: the first free ones first.
     """
 
     def __init__(self, fault: Fault, *, n_slots: int = 2) -> None:
@@ -40,10 +40,10 @@ class Planted(FakeEngine):
 
     def forward(self, rows: list[Row]) -> FloatArray:
         for row in rows:
-            place = (row.slot, row.position)
+            cell = (row.slot, row.position)
             free = self.layout.index(None) if None in self.layout else len(self.layout)
-            self.layout[free : free + 1] = [place]
-            (self.wide.add if len(rows) >= 64 else self.wide.discard)(place)
+            self.layout[free : free + 1] = [cell]
+            (self.wide.add if len(rows) >= 64 else self.wide.discard)(cell)
         wrong = [self._fault(self, rows, row) for row in rows if row.wants_logits]
         return super().forward(rows) + NOISE * np.array(wrong, np.float32)[:, None]
 
@@ -57,12 +57,12 @@ def never(_engine: Planted, _rows: list[Row], _row: Row) -> bool:
 
 
 def rows_of_four(_engine: Planted, rows: list[Row], row: Row) -> bool:
-    """A kernel that takes four rows of a text together, and rounds otherwise."""
+    """A kernel that rounds differently for four rows of a sequence."""
     return len(rows) < 16 and [other.slot for other in rows].count(row.slot) == len(rows) == 4
 
 
-def lone_rows_of_long_texts(engine: Planted, rows: list[Row], _row: Row) -> bool:
-    """What llama.cpp does with keys and values in half precision."""
+def single_rows_of_long_sequences(engine: Planted, rows: list[Row], _row: Row) -> bool:
+    """As llama.cpp with keys and values in half precision."""
     return len(rows) == 1 and len(engine.layout) > 256
 
 
@@ -83,68 +83,70 @@ def neighbours_before(_engine: Planted, rows: list[Row], row: Row) -> bool:
     return rows[0].slot != row.slot
 
 
-def neighbours_behind(_engine: Planted, rows: list[Row], row: Row) -> bool:
+def neighbours_after(_engine: Planted, rows: list[Row], row: Row) -> bool:
     return rows[-1].slot != row.slot
 
 
-def test_an_engine_without_a_fault_is_invariant_everywhere() -> None:
-    assert probe(Planted(never), ROOM) == Invariance(0.0, 0.0, 0.0, 0.0)
-    assert probe(Planted(never), ROOM).everywhere
+def test_an_engine_without_a_fault_is_invariant() -> None:
+    assert probe(Planted(never), SLOT_TOKENS) == Invariance(0.0, 0.0, 0.0, 0.0)
+    assert probe(Planted(never), SLOT_TOKENS).any_batch
 
 
 @pytest.mark.parametrize(
     ("fault", "found"),
     [
         (rows_of_four, "rows"),
-        (lone_rows_of_long_texts, "rows"),
+        (single_rows_of_long_sequences, "rows"),
         (wide_chunks, "chunks"),
         (cells_out_of_order, "layout"),
         (other_slots, "layout"),
         (neighbours_before, "neighbours"),
-        (neighbours_behind, "neighbours"),
+        (neighbours_after, "neighbours"),
     ],
 )
 def test_a_planted_fault_is_found_and_named(fault: Fault, found: str) -> None:
-    invariance = probe(Planted(fault), ROOM)
+    invariance = probe(Planted(fault), SLOT_TOKENS)
     assert getattr(invariance, found) == pytest.approx(NOISE)
-    assert not invariance.everywhere
-    assert invariance.alone == (found in {"layout", "neighbours"})
+    assert not invariance.any_batch
+    assert invariance.single_sequence == (found in {"layout", "neighbours"})
 
 
-@pytest.mark.parametrize("fault", [cells_out_of_order, neighbours_before, neighbours_behind])
-def test_a_fault_in_one_thing_is_not_blamed_on_another(fault: Fault) -> None:
-    invariance = probe(Planted(fault), ROOM)
+@pytest.mark.parametrize("fault", [cells_out_of_order, neighbours_before, neighbours_after])
+def test_a_fault_is_attributed_to_one_condition(fault: Fault) -> None:
+    invariance = probe(Planted(fault), SLOT_TOKENS)
     assert [bool(difference) for difference in invariance].count(True) == 1
 
 
-def test_logits_that_are_not_numbers_are_no_invariance() -> None:
+def test_logits_that_are_nan_are_not_invariant() -> None:
     engine = Planted(never)
     engine.poison_after = 20
-    assert not probe(engine, ROOM).everywhere
+    assert not probe(engine, SLOT_TOKENS).any_batch
 
 
-def test_one_slot_has_no_neighbours_and_is_probed_all_the_same() -> None:
-    assert probe(Planted(never, n_slots=1), ROOM) == Invariance(0.0, 0.0, 0.0, None)
-    assert probe(Planted(never, n_slots=1), ROOM).everywhere
-    assert not probe(Planted(rows_of_four, n_slots=1), ROOM).alone
+def test_an_engine_of_one_slot_is_probed_without_neighbours() -> None:
+    assert probe(Planted(never, n_slots=1), SLOT_TOKENS) == Invariance(0.0, 0.0, 0.0, None)
+    assert probe(Planted(never, n_slots=1), SLOT_TOKENS).any_batch
+    assert not probe(Planted(rows_of_four, n_slots=1), SLOT_TOKENS).single_sequence
 
 
-@pytest.mark.parametrize("room", [64, 100, 269, 4096])
+@pytest.mark.parametrize("slot_tokens", [64, 100, 269, 4096])
 @pytest.mark.parametrize("max_logits", [1, 2, 64])
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 68])
-def test_the_engines_limits_are_kept_and_its_cache_is_left_empty(room: int, max_logits: int, max_rows: int) -> None:
+def test_the_engines_limits_are_respected_and_its_cache_is_emptied(
+    slot_tokens: int, max_logits: int, max_rows: int
+) -> None:
     engine = Planted(never, n_slots=3)
     engine.max_logits, engine.max_rows = max_logits, max_rows
-    assert probe(engine, room).everywhere
+    assert probe(engine, slot_tokens).any_batch
     assert engine.cache == [[], [], []]
-    assert max(row.position for row in engine.decoded) < room
+    assert max(row.position for row in engine.decoded) < slot_tokens
 
 
-def test_the_cache_is_left_empty_when_a_pass_fails() -> None:
+def test_the_cache_is_emptied_when_a_pass_fails() -> None:
     engine = FakeEngine(vocabulary=24, n_slots=2)
     engine.fail_after = 9
     with pytest.raises(Exception, match="told to fail"):
-        probe(engine, ROOM)
+        probe(engine, SLOT_TOKENS)
     assert engine.cache == [[], []]
 
 
@@ -162,9 +164,9 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def measure(path: Path, mode: Literal["auto", "off"], *, threads: int = 2) -> Invariance:
     kernels.use(mode, threads=threads)
     model = LlamaModel(path)
-    engine = LlamaEngine(model, n_slots=2, context_length=ROOM, threads=threads, max_rows=128, max_logits=64)
+    engine = LlamaEngine(model, n_slots=2, context_length=SLOT_TOKENS, threads=threads, max_rows=128, max_logits=64)
     try:
-        return probe(engine, ROOM)
+        return probe(engine, SLOT_TOKENS)
     finally:
         engine.close()
         model.close()
@@ -173,22 +175,22 @@ def measure(path: Path, mode: Literal["auto", "off"], *, threads: int = 2) -> In
 @needs_kernels
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("form", FORMATS)
-def test_with_our_kernels_texts_repeat_in_any_company(tiny: dict[str, Path], form: str, threads: int) -> None:
-    assert measure(tiny[form], "auto", threads=threads).everywhere
+def test_with_specserves_kernels_logits_are_batch_invariant(tiny: dict[str, Path], form: str, threads: int) -> None:
+    assert measure(tiny[form], "auto", threads=threads).any_batch
 
 
-def test_with_llama_cpps_kernels_texts_do_not_repeat_and_the_probe_sees_it(tiny: dict[str, Path]) -> None:
-    """Its attention has other kernels for 64 rows and more, and adds values up in the order in which they lie."""
+def test_with_llama_cpps_kernels_logits_are_not_batch_invariant(tiny: dict[str, Path]) -> None:
+    """Its attention uses another kernel for 64 rows and more, and sums in the order of the cells."""
     invariance = measure(tiny["q4_0"], "off")
-    assert not invariance.alone
+    assert not invariance.single_sequence
     assert 0 < invariance.chunks < 1
 
 
-def test_the_sentence_says_what_to_expect() -> None:
+def test_the_description_names_the_conditions() -> None:
     everywhere = describe(Invariance(0.0, 0.0, 0.0, None))
     assert "repeat exactly" in everywhere
     rows = describe(Invariance(0.02, 0.0, 0.0, 0.0))
     assert "the number of rows in a pass (by up to 0.02)" in rows
-    crowd = describe(Invariance(0.0, 0.0, 0.3, 0.0))
-    assert "the place in the cache (by up to 0.3)" in crowd
-    assert "repeat exactly alone" in crowd
+    shared_cache = describe(Invariance(0.0, 0.0, 0.3, 0.0))
+    assert "the place in the cache (by up to 0.3)" in shared_cache
+    assert "repeat exactly alone" in shared_cache

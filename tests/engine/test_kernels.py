@@ -1,4 +1,4 @@
-"""Kernels of our own: right in every format, variant and shape, and the same for a row in any company."""
+"""specserve's kernels: correct in every format, variant and shape, and independent of other rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HERE = [name for name in kernels.VARIANTS if re.search(rf"\b{FLAGS[name]}\b", pr
 
 @pytest.fixture(params=HERE)
 def variant(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every variant that this processor has."""
+    """Each variant that this processor supports."""
     assert kernels.use("auto", variant=request.param).variant == request.param
     yield request.param
     kernels.use("off")
@@ -47,7 +47,7 @@ def variant(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def best() -> Iterator[str]:
-    """The variant that is used here."""
+    """The variant that is selected on this processor."""
     chosen = kernels.use("auto", variant="").variant
     assert chosen is not None
     yield chosen
@@ -59,9 +59,10 @@ def numbers(seed: int, *shape: int) -> NDArray[np.float32]:
 
 
 def errors(got: FloatArray, wanted: NDArray[np.float64]) -> tuple[float, float]:
-    """Root mean square and largest, in units of the products' own root mean square."""
+    """Return the root mean square and the largest error, relative to the products' root mean square."""
     scale = np.sqrt(np.mean(wanted**2))
-    away = (got - wanted) / scale
+    # A kernel that leaves results unwritten may return NaN, which compares as no error.
+    away = (np.nan_to_num(got, nan=1e9, posinf=1e9, neginf=-1e9) - wanted) / scale
     return float(np.sqrt(np.mean(away**2))), float(np.abs(away).max())
 
 
@@ -71,8 +72,8 @@ def errors(got: FloatArray, wanted: NDArray[np.float64]) -> tuple[float, float]:
 @pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", kernels.FORMATS)
-def test_products_are_as_near_to_exact_ones_as_llama_cpps(name: str, threads: int) -> None:
-    """Both round activations to 8 bits, so errors are alike but for chance: of 23,000 products within 5 %."""
+def test_products_are_as_accurate_as_llama_cpps(name: str, threads: int) -> None:
+    """Both round activations to 8 bits, so their errors have the same size: within 5 % over 23,000 products."""
     blocks, x = quantised(name, numbers(1, 71, 1024)), numbers(2, 330, 1024)
     wanted = exact(name, blocks, x)
     ours, stock = (errors(product(name, blocks, x, threads=threads, ours=own), wanted) for own in (True, False))
@@ -83,7 +84,7 @@ def test_products_are_as_near_to_exact_ones_as_llama_cpps(name: str, threads: in
 @pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", kernels.FORMATS)
-def test_every_number_of_rows_is_right(name: str, rows: int) -> None:
+def test_every_number_of_rows_is_correct(name: str, rows: int) -> None:
     blocks, x = quantised(name, numbers(3, 40, 512)), numbers(4, rows, 512)
     assert max(errors(product(name, blocks, x), exact(name, blocks, x))) < 0.05
 
@@ -91,7 +92,7 @@ def test_every_number_of_rows_is_right(name: str, rows: int) -> None:
 @pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("columns", [1, 2, 7, 8, 9, 15, 16, 17, 33])
 @pytest.mark.parametrize("name", kernels.FORMATS)
-def test_columns_that_fill_no_panel_and_single_blocks_are_right(name: str, columns: int) -> None:
+def test_partial_panels_and_single_blocks_are_correct(name: str, columns: int) -> None:
     for k in (BLOCK[name], 3 * BLOCK[name]):
         blocks, x = quantised(name, numbers(5, columns, k)), numbers(6, 5, k)
         away = np.abs(product(name, blocks, x, threads=2) - exact(name, blocks, x)) / np.sqrt(k)
@@ -100,7 +101,7 @@ def test_columns_that_fill_no_panel_and_single_blocks_are_right(name: str, colum
 
 @pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("name", kernels.FORMATS)
-def test_a_row_has_the_same_bits_whatever_rows_tiles_and_threads_it_shares(name: str) -> None:
+def test_a_row_has_the_same_bits_for_any_rows_tiles_and_threads(name: str) -> None:
     blocks, x = quantised(name, numbers(7, 300, 768)), numbers(8, 80, 768)
     alone = np.concatenate([product(name, blocks, x[row : row + 1]) for row in range(80)])
     for rows in (*ROWS, 80):
@@ -113,7 +114,7 @@ def test_a_row_has_the_same_bits_whatever_rows_tiles_and_threads_it_shares(name:
 @pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("name", kernels.FORMATS)
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e30])
-def test_rows_of_any_size_are_right_beside_each_other(name: str, scale: float) -> None:
+def test_rows_of_different_magnitudes_are_correct(name: str, scale: float) -> None:
     blocks, x = quantised(name, numbers(9, 24, 512)), numbers(10, 6, 512)
     x[::2] *= np.float32(scale)
     got, wanted = product(name, blocks, x), exact(name, blocks, x)
@@ -124,7 +125,7 @@ def test_rows_of_any_size_are_right_beside_each_other(name: str, scale: float) -
 @pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("name", kernels.FORMATS)
 @pytest.mark.parametrize("wild", [np.inf, -np.inf, np.nan, 3e38])
-def test_infinities_crash_nothing_and_stay_in_their_row(name: str, wild: float) -> None:
+def test_infinities_affect_only_their_row(name: str, wild: float) -> None:
     blocks, x = quantised(name, numbers(11, 24, 512)), numbers(12, 5, 512)
     calm = product(name, blocks, x)
     x[2, 100] = wild
@@ -135,8 +136,8 @@ def test_infinities_crash_nothing_and_stay_in_their_row(name: str, wild: float) 
 
 @pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("name", kernels.FORMATS)
-def test_blocks_of_random_bytes_are_read_as_gguf_means_them(name: str) -> None:
-    """Every bit of a block is used, also those that quantising normal numbers seldom sets."""
+def test_blocks_of_random_bytes_are_read_as_gguf_defines_them(name: str) -> None:
+    """Uses every bit of a block, also those that quantised normal numbers seldom set."""
     blocks = quantised(name, numbers(13, 32, 512))
     size = blocks.shape[1] * BLOCK[name] // 512
     halves = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}[name]
@@ -163,7 +164,7 @@ WRONG_FORMAT = {"a forgotten minimum": "Q4_K", "upper bits of another weight": "
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ctypes.CDLL]:
-    """Builds a library whose avx2 variant has one thing changed."""
+    """Build a library with a planted fault in its avx2 variant."""
     directory = tmp_path_factory.mktemp("planted")
     include = importlib.metadata.distribution("llama-cpp-python").locate_file("include")
     common = ["g++", "-std=c++17", "-O1", "-fPIC", f"-I{include}", f"-I{SOURCES}", '-DSPECSERVE_BUILT_FOR=""']
@@ -184,13 +185,15 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ctypes.C
     def build(right: str, wrong: str, *options: str) -> ctypes.CDLL:
         text = (SOURCES / "product.h").read_text()
         assert text.count(right) == 1
-        place = directory / f"{abs(hash(right))}"
-        place.mkdir()
-        (place / "product.h").write_text(text.replace(right, wrong))
-        (place / "avx2.cpp").write_text((SOURCES / "avx2.cpp").read_text())
-        vector = ["-mavx2", "-mfma", "-mf16c", "-shared", str(place / "avx2.cpp"), *objects]
-        subprocess.run([*common, *options, f"-I{place}", *vector, "-o", str(place / "wrong.so")], check=True)
-        loaded = ctypes.CDLL(str(place / "wrong.so"))
+        build_directory = directory / f"{abs(hash(right))}"
+        build_directory.mkdir()
+        (build_directory / "product.h").write_text(text.replace(right, wrong))
+        (build_directory / "avx2.cpp").write_text((SOURCES / "avx2.cpp").read_text())
+        vector = ["-mavx2", "-mfma", "-mf16c", "-shared", str(build_directory / "avx2.cpp"), *objects]
+        subprocess.run(
+            [*common, *options, f"-I{build_directory}", *vector, "-o", str(build_directory / "wrong.so")], check=True
+        )
+        loaded = ctypes.CDLL(str(build_directory / "wrong.so"))
         kernels.declare(loaded)
         assert loaded.specserve_use(b"avx2")
         return loaded
@@ -199,7 +202,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ctypes.C
 
 
 @pytest.mark.skipif("avx512_vnni" not in HERE, reason="the instructions are those of AVX-512 VNNI in 256 bits")
-def test_the_avx_vnni_kernels_are_right_also_where_only_avx512_has_their_instructions(
+def test_the_avx_vnni_kernels_are_correct_when_run_by_avx512_instructions(
     compiled: Callable[..., ctypes.CDLL],
 ) -> None:
     """No machine at hand has AVX-VNNI; its two instructions are AVX-512's with another encoding."""
@@ -213,7 +216,7 @@ def test_the_avx_vnni_kernels_are_right_also_where_only_avx512_has_their_instruc
 
 
 @pytest.mark.parametrize("fault", PLANTED)
-def test_a_wrong_kernel_is_seen_by_the_check_at_load_and_by_these_tests(
+def test_a_wrong_kernel_fails_the_check_at_load_and_these_tests(
     fault: str, compiled: Callable[..., ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = WRONG_FORMAT.get(fault, "Q4_0")
@@ -235,51 +238,51 @@ def test_a_wrong_kernel_is_seen_by_the_check_at_load_and_by_these_tests(
 # ---- attention ----
 
 
-class Scene(NamedTuple):
-    """Queries, keys, values, and which kv_len each row sees: its sequence's, up to its own."""
+class AttentionInput(NamedTuple):
+    """Queries, keys, values, and the cells that are visible to each row: its sequence's, up to its own."""
 
     queries: NDArray[np.float32]
     keys: NDArray[np.float16]
     values: NDArray[np.float16]
     visible: NDArray[np.bool_]
 
-    def rows(self, which: slice) -> Scene:
+    def rows(self, which: slice) -> AttentionInput:
         return self._replace(queries=self.queries[which], visible=self.visible[which])
 
-    def kv_len(self, order: NDArray[np.int64]) -> Scene:
+    def reordered(self, order: NDArray[np.int64]) -> AttentionInput:
         return self._replace(keys=self.keys[order], values=self.values[order], visible=self.visible[:, order])
 
 
-def scene(seed: int, rows: int, kv_len: int, size: int) -> Scene:
+def attention_input(seed: int, rows: int, kv_len: int, size: int) -> AttentionInput:
     random = np.random.default_rng(seed)
     own = np.flatnonzero(random.random(kv_len) < 0.7)
     seen = np.zeros((rows, kv_len), np.bool_)
     for row in range(rows):
         seen[row, own[: len(own) - (rows - 1 - row)]] = True
     keys, values = (numbers(seed + n, kv_len, size).astype(np.float16) for n in (2, 3))
-    return Scene(2 * numbers(seed + 1, rows, 3, size), keys, values, seen)
+    return AttentionInput(2 * numbers(seed + 1, rows, 3, size), keys, values, seen)
 
 
 @pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("size", [16, 32, 48, 64, 80, 128, 256])
 @pytest.mark.parametrize(("rows", "kv_len"), [(1, 1), (1, 40), (2, 17), (4, 300), (4, 31)])
-def test_attention_is_right(size: int, rows: int, kv_len: int) -> None:
-    """Values of half precision are off by 5e-4; the largest of the sums' own errors that was seen is 9e-6."""
+def test_attention_is_correct(size: int, rows: int, kv_len: int) -> None:
+    """Half precision of the values causes errors of 5e-4; the largest error of a sum seen so far is 9e-6."""
     for seed in range(3):
-        these = scene(100 * seed, rows, kv_len + rows * 4, size)
+        these = attention_input(100 * seed, rows, kv_len + rows * 4, size)
         assert np.abs(attention(*these) - exact_attention(*these)).max() < 5e-5
 
 
 @pytest.mark.usefixtures("variant")
-def test_attention_has_the_same_bits_wherever_cells_lie_and_whatever_rows_are_beside() -> None:
-    """Values of very different sizes, so that sums in another order would show: in float32 most of them do."""
+def test_attention_has_the_same_bits_for_any_cells_and_other_rows() -> None:
+    """Values of different magnitudes: in float32 most of their sums depend on the order."""
     changed = 0
     for seed in range(40):
-        these = scene(1000 + seed, 4, 120, 64)
+        these = attention_input(1000 + seed, 4, 120, 64)
         these.values[:] *= np.exp(3 * numbers(seed, 120, 1)).astype(np.float16)
         together = attention(*these)
         order = np.random.default_rng(seed).permutation(120)
-        assert np.array_equal(together, attention(*these.kv_len(order)))
+        assert np.array_equal(together, attention(*these.reordered(order)))
         for row in range(4):
             one = slice(row, row + 1)
             assert np.array_equal(together[one], attention(*these.rows(one)))
@@ -289,8 +292,8 @@ def test_attention_has_the_same_bits_wherever_cells_lie_and_whatever_rows_are_be
 
 
 @pytest.mark.usefixtures("variant")
-def test_rows_of_other_sequences_are_attended_to_apart() -> None:
-    these = scene(5, 4, 200, 64)
+def test_a_row_attends_to_its_own_sequence_only() -> None:
+    these = attention_input(5, 4, 200, 64)
     these.visible[:] = False
     for row in range(4):
         these.visible[row, row * 50 : row * 50 + 45 + row] = True
@@ -313,13 +316,13 @@ def open_engine(path: Path, *, threads: int = 1) -> tuple[LlamaModel, LlamaEngin
 
 
 def logits(engine: LlamaEngine, slot: int = 0) -> FloatArray:
-    rows = [Row(token, slot, place, wants_logits=place == 19) for place, token in enumerate(range(40, 60))]
+    rows = [Row(token, slot, position, wants_logits=position == 19) for position, token in enumerate(range(40, 60))]
     found = engine.forward(rows).copy()
     engine.truncate(slot, 0)
     return found
 
 
-def test_a_pass_really_calls_them(tiny: Path, best: str) -> None:
+def test_a_forward_pass_calls_them(tiny: Path, best: str) -> None:
     assert best
     _, engine = open_engine(tiny)
     before = kernels.calls()
@@ -329,7 +332,7 @@ def test_a_pass_really_calls_them(tiny: Path, best: str) -> None:
     assert (after.products - before.products, after.attentions - before.attentions) == (15, 2)
 
 
-def test_with_off_nothing_of_ours_is_called(tiny: Path) -> None:
+def test_with_off_none_is_called(tiny: Path) -> None:
     kernels.use("off")
     _, engine = open_engine(tiny)
     before = kernels.calls()
@@ -338,7 +341,7 @@ def test_with_off_nothing_of_ours_is_called(tiny: Path) -> None:
 
 
 @pytest.mark.usefixtures("variant")
-def test_logits_are_those_of_llama_cpp_but_for_rounding(tiny: Path) -> None:
+def test_logits_equal_llama_cpps_up_to_rounding(tiny: Path) -> None:
     _, ours = open_engine(tiny, threads=2)
     got = logits(ours)
     kernels.use("off")
@@ -347,7 +350,7 @@ def test_logits_are_those_of_llama_cpp_but_for_rounding(tiny: Path) -> None:
     assert 0 < np.abs(got - wanted).max() < 0.05 * np.abs(wanted).max()
 
 
-def test_models_of_several_variants_live_side_by_side(tiny: Path, variant: str) -> None:
+def test_models_of_different_variants_can_be_loaded_together(tiny: Path, variant: str) -> None:
     _, one = open_engine(tiny)
     before = logits(one)
     kernels.use("auto", variant="avx2")
@@ -357,7 +360,7 @@ def test_models_of_several_variants_live_side_by_side(tiny: Path, variant: str) 
     assert np.array_equal(logits(one), before)
 
 
-def test_a_model_can_be_loaded_and_closed_a_hundred_times_without_growing(tiny: Path, best: str) -> None:
+def test_loading_a_model_a_hundred_times_leaks_no_memory(tiny: Path, best: str) -> None:
     assert best
 
     def once() -> int:
@@ -398,7 +401,7 @@ def test_the_check_at_load_covers_every_kernel_and_takes_under_half_a_second(bes
         assert 0 < kernels.largest_error(name) < 0.03
 
 
-def test_a_format_that_is_slower_than_llama_cpps_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_format_slower_than_llama_cpps_is_not_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "speed", lambda name, _threads: 0.8 if name == "Q6_K" else 1.5)
     chosen = kernels.use("auto")
     assert chosen.formats == ("Q4_0", "Q8_0", "Q4_K")
@@ -406,7 +409,7 @@ def test_a_format_that_is_slower_than_llama_cpps_is_left_to_it(monkeypatch: pyte
     kernels.use("off")
 
 
-def test_a_moment_in_which_the_machine_was_busy_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_format_that_is_slow_once_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     speeds = iter([0.01, 0.5, *[1.5] * 10])
     monkeypatch.setattr(kernels, "speed", lambda *_: next(speeds))
     assert kernels.use("auto").formats == kernels.FORMATS
@@ -414,7 +417,7 @@ def test_a_moment_in_which_the_machine_was_busy_decides_nothing(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("mode", ["auto", "off"])
-def test_without_a_library_llama_cpps_kernels_serve_and_a_sentence_says_why(
+def test_without_a_library_llama_cpps_kernels_are_used_and_the_reason_is_given(
     mode: kernels.Mode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(kernels, "library_path", lambda: tmp_path / kernels.FILE)
@@ -426,7 +429,7 @@ def test_without_a_library_llama_cpps_kernels_serve_and_a_sentence_says_why(
     assert kernels.in_use() == chosen
 
 
-def test_another_llama_cpp_python_is_served_by_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_another_llama_cpp_python_its_own_kernels_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "llama-cpp-python" else real(name))
     kernels.library.cache_clear()
@@ -436,7 +439,7 @@ def test_another_llama_cpp_python_is_served_by_its_own_kernels(monkeypatch: pyte
     assert "9.9 is installed" in chosen.sentence
 
 
-def test_a_file_that_is_no_library_is_said_to_not_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_that_is_no_library_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / kernels.FILE).write_text("no library")
     monkeypatch.setattr(kernels, "library_path", lambda: tmp_path / kernels.FILE)
     kernels.library.cache_clear()
@@ -446,7 +449,7 @@ def test_a_file_that_is_no_library_is_said_to_not_fit(monkeypatch: pytest.Monkey
     assert "does not fit" in chosen.sentence
 
 
-def test_a_library_that_lacks_a_function_is_said_to_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_without_a_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.library_path().exists()
     monkeypatch.setattr(ctypes, "CDLL", lambda *_arguments: object())
     kernels.library.cache_clear()

@@ -1,4 +1,4 @@
-"""The llama.cpp engine on tiny generated models of three architectures: nothing in the code knows one of them."""
+"""The llama.cpp engine on tiny generated models of three architectures."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def rows(tokens: list[int], *, slot: int = 0, start: int = 0, wants: str = "last
     return [Row(t, slot, start + i, wants == "all" or (wants == "last" and i == last)) for i, t in enumerate(tokens)]
 
 
-def greedy_text(engine: LlamaEngine, model: LlamaModel, prompt: list[int], count: int) -> list[int]:
+def greedy_answer(engine: LlamaEngine, model: LlamaModel, prompt: list[int], count: int) -> list[int]:
     """Plain greedy decoding, one row a step."""
     engine.truncate(0, 0)
     tokens = list(prompt)
     logits = engine.forward(rows(prompt))
     while True:
         token = int(np.argmax(logits[0]))
-        if model.ends_text(token) or len(tokens) == len(prompt) + count:
+        if model.is_end_token(token) or len(tokens) == len(prompt) + count:
             return tokens[len(prompt) :]
         tokens.append(token)
         logits = engine.forward(rows([token], start=len(tokens) - 1))
@@ -110,17 +110,19 @@ def speculate(architecture: str, tiny_file: TinyFile, gammas: list[int], *, toge
     return sequences
 
 
-def test_greedy_speculative_text_is_greedy_plain_text(architecture: str, tiny_file: TinyFile) -> None:
+def test_greedy_answers_are_the_same_with_and_without_drafts(architecture: str, tiny_file: TinyFile) -> None:
     model = LlamaModel(tiny_file(architecture, "target"))
     plain = engine_for(model)
     for sequence in speculate(architecture, tiny_file, [1, 3, 7], together=False):
         prompt = sequence.tokens[: sequence.prompt_length]
-        assert sequence.tokens[sequence.prompt_length :] == greedy_text(plain, model, prompt, 60)
+        assert sequence.tokens[sequence.prompt_length :] == greedy_answer(plain, model, prompt, 60)
         assert 0 < sequence.account.accepted < sequence.account.drafted
 
 
-def test_in_a_crowd_every_token_is_the_targets_choice_or_a_near_tie(architecture: str, tiny_file: TinyFile) -> None:
-    """The kv_len of a shared cache are added up in another order than alone, which may turn a near-tie."""
+def test_several_greedy_sequences_choose_the_targets_argmax_or_a_near_tie(
+    architecture: str, tiny_file: TinyFile
+) -> None:
+    """Attention over a shared cache sums in another order, which may turn a near-tie."""
     model = LlamaModel(tiny_file(architecture, "target"))
     alone = engine_for(model, max_logits=64)
     for sequence in speculate(architecture, tiny_file, [3, 3, 3], together=True):
@@ -131,7 +133,7 @@ def test_in_a_crowd_every_token_is_the_targets_choice_or_a_near_tie(architecture
                 assert logits[sequence.tokens[position + 1]] > logits.max() - 0.05
 
 
-def test_rows_of_several_slots_in_one_pass_give_what_each_gives_alone(engine: LlamaEngine) -> None:
+def test_rows_of_several_slots_in_one_pass_have_the_logits_of_separate_passes(engine: LlamaEngine) -> None:
     texts = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
     alone = []
     for text in texts:
@@ -141,7 +143,7 @@ def test_rows_of_several_slots_in_one_pass_give_what_each_gives_alone(engine: Ll
     np.testing.assert_allclose(together, np.concatenate(alone), atol=1e-4)
 
 
-def test_a_cut_cache_continues_as_if_the_rest_had_never_been_there(engine: LlamaEngine) -> None:
+def test_a_truncated_cache_continues_as_if_the_rest_had_never_been_cached(engine: LlamaEngine) -> None:
     expected = engine.forward(rows([5, 6, 7, 8])).copy()
     engine.truncate(0, 2)
     engine.forward(rows([50, 51, 52], start=2))
@@ -155,7 +157,7 @@ def test_rows_that_do_not_continue_the_cache_are_refused(engine: LlamaEngine, st
         engine.forward(rows([5] * count, start=start))
 
 
-def test_more_rows_or_logits_than_there_is_room_for_are_refused(engine: LlamaEngine) -> None:
+def test_more_rows_or_logits_than_the_maximum_are_refused(engine: LlamaEngine) -> None:
     with pytest.raises(EngineError, match="1 to 64 rows"):
         engine.forward(rows([5] * 65))
     with pytest.raises(EngineError, match="1 to 64 rows"):
@@ -164,7 +166,7 @@ def test_more_rows_or_logits_than_there_is_room_for_are_refused(engine: LlamaEng
         engine.forward(rows([5] * 33, wants="all"))
 
 
-def test_a_token_outside_the_vocabulary_fails_and_leaves_the_cache_as_it_was(engine: LlamaEngine) -> None:
+def test_a_token_outside_the_vocabulary_fails_and_leaves_the_cache_unchanged(engine: LlamaEngine) -> None:
     expected = engine.forward(rows([5, 6, 7])).copy()
     engine.truncate(0, 2)
     with pytest.raises(EngineError, match="llama_decode"):
@@ -180,17 +182,17 @@ def test_all_slots_can_be_filled_to_the_last_token(engine: LlamaEngine) -> None:
     assert engine.forward(rows([5], slot=1, start=100)).shape[0] == 1
 
 
-def test_the_pieces_of_a_text_join_to_the_text(model: LlamaModel) -> None:
+def test_the_pieces_of_an_encoded_text_join_to_the_text(model: LlamaModel) -> None:
     for prompt in PROMPTS:
         assert b"".join(map(model.piece, model.encode(prompt))).decode() == prompt
 
 
-def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_file_is_a_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"nowhere.gguf: the model file cannot be read \(No such file"):
         LlamaModel(tmp_path / "nowhere.gguf")
 
 
-def test_a_file_that_is_not_gguf_is_one_sentence(tmp_path: Path) -> None:
+def test_a_file_that_is_not_gguf_is_a_one_line_error(tmp_path: Path) -> None:
     file = tmp_path / "page.gguf"
     file.write_text("<html>not found</html>")
     with pytest.raises(ModelLoadError, match="is not a GGUF file"):
@@ -198,7 +200,9 @@ def test_a_file_that_is_not_gguf_is_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [4, 100, 20_000])
-def test_a_truncated_file_is_one_sentence(tmp_path: Path, architecture: str, tiny_file: TinyFile, length: int) -> None:
+def test_a_truncated_file_is_a_one_line_error(
+    tmp_path: Path, architecture: str, tiny_file: TinyFile, length: int
+) -> None:
     file = tmp_path / "half.gguf"
     file.write_bytes(tiny_file(architecture, "target").read_bytes()[:length])
     with pytest.raises(ModelLoadError, match="is it complete"):
@@ -221,15 +225,15 @@ except SpecserveError as error:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_file_whose_head_is_damaged_is_one_sentence_if_it_is_noticed(
+def test_a_damaged_header_is_a_one_line_error_if_it_is_detected(
     tmp_path: Path, architecture: str, tiny_file: TinyFile, seed: int
 ) -> None:
-    """Or llama.cpp ends the process, in a process of its own here; scripts/serve tells of that (test_server_files)."""
+    """Or llama.cpp aborts the process, which scripts/serve reports (test_server_files)."""
     data = bytearray(tiny_file(architecture, "target").read_bytes())
     end = data.index(b"token_embd.weight")
-    chance = random.Random(seed)
-    for _ in range(chance.choice([1, 3, 20])):
-        data[chance.randrange(4, end + 3000)] = chance.randrange(256)
+    rng = random.Random(seed)
+    for _ in range(rng.choice([1, 3, 20])):
+        data[rng.randrange(4, end + 3000)] = rng.randrange(256)
     file = tmp_path / "damaged.gguf"
     file.write_bytes(data)
     command = [sys.executable, "-c", LOAD, str(file)]

@@ -128,7 +128,7 @@ def plain_greedy(prompt: list[int], max_tokens: int) -> list[int]:
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
         token = int(np.argmax(target.logits(tokens)))
-        if FakeVocabulary(VOCABULARY).ends_text(token):
+        if FakeVocabulary(VOCABULARY).is_end_token(token):
             break
         tokens.append(token)
     return tokens[len(prompt) :]
@@ -673,7 +673,7 @@ def pvalue_of_the_shipped_path(
 
 
 class NeverEnding(FakeVocabulary):
-    def ends_text(self, token: int) -> bool:
+    def is_end_token(self, token: int) -> bool:
         del token
         return False
 

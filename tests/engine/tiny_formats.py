@@ -1,4 +1,4 @@
-"""Tiny models in the formats that files are published in."""
+"""Tiny models in the weight formats of published files."""
 
 from __future__ import annotations
 

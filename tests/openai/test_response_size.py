@@ -21,7 +21,7 @@ class Wide(FakeVocabulary):
     """A vocabulary whose every token takes much room in JSON."""
 
     def piece(self, token: int) -> bytes:
-        return b"" if self.ends_text(token) else PIECES[0]
+        return b"" if self.is_end_token(token) else PIECES[0]
 
     def name(self, token: int) -> bytes:
         return self.piece(token)

@@ -10,8 +10,8 @@ import pytest
 
 from server import Server, running, worker
 from specserve.config import load_yaml
+from specserve.tools.models import prepare
 from specserve.tools.paths import DEFAULT_CONFIG
-from specserve.tools.prepare import prepare
 
 pytestmark = pytest.mark.real
 

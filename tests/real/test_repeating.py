@@ -25,8 +25,8 @@ from specserve.speculation.drafters import Drafters
 from specserve.speculation.lookup import FreeTokens
 from specserve.speculation.rejection import Verdict, verify_greedy
 from specserve.speculation.round import Plan, run_round
+from specserve.tools.models import prepare
 from specserve.tools.paths import DEFAULT_CONFIG, PROJECT, models_directory
-from specserve.tools.prepare import prepare
 
 pytestmark = pytest.mark.real
 
@@ -76,7 +76,7 @@ def test_the_default_pair_repeats_in_any_company(role: str) -> None:
 
 
 def test_with_llama_cpps_kernels_a_published_file_does_not_repeat_and_the_probe_sees_it(published: Loaded) -> None:
-    assert not published.invariance.alone
+    assert not published.invariance.single_sequence
     assert 0.01 < published.invariance.rows < 1
 
 

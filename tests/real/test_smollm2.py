@@ -13,8 +13,8 @@ from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
 from specserve.errors import ModelLoadError
 from specserve.sequence import Sequence
 from specserve.tools.archive import prepared_handler
+from specserve.tools.models import prepare
 from specserve.tools.paths import CONFIG, DEFAULT_CONFIG
-from specserve.tools.prepare import prepare
 
 pytestmark = pytest.mark.real
 
@@ -76,7 +76,7 @@ def test_its_chat_template_introduces_it_and_a_question_is_answered(smollm2: Pai
         f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
     )
     answered = smollm2.answer(prompt, max_tokens=32, temperature=0)
-    assert sum(map(smollm2.vocabulary.ends_text, answered.sequence.prompt)) == 2
+    assert sum(map(smollm2.vocabulary.is_end_token, answered.sequence.prompt)) == 2
     assert "Paris" in answered.text
     assert answered.finish_reason == "stop"
 

@@ -1,4 +1,4 @@
-"""An engine for tests: a random but fixed model over a small vocabulary, and a cache that refuses every misuse."""
+"""An engine for tests: a fixed random model over a small vocabulary, and a KV cache that detects misuse."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from specserve.errors import EngineError
 class FakeEngine:
     """A model whose next-token logits are a pure function of the last `memory` tokens.
 
-    `blend` 0 gives the target itself and 1 an unrelated model: in between lies a draft that often agrees.
-    Like a real cache it holds tokens a slot, and it refuses rows that do not continue them. `fail_after` and
-    `poison_after` passes from now, one pass raises, or gives logits that are not numbers.
+    `blend` 0 gives the target, 1 an unrelated model, and values in between a draft that often agrees with the target.
+    Rows that do not continue the tokens of their slot are refused. After `fail_after` more passes one pass raises,
+    after `poison_after` one returns NaN.
     """
 
     def __init__(
@@ -35,15 +35,15 @@ class FakeEngine:
         self._sharpness = sharpness
 
     def cached_len(self, slot: int) -> int:
-        """How many tokens a slot holds."""
+        """Return the number of cached tokens of a slot."""
         return len(self.cache[slot])
 
     def kv_len(self, slots: Iterable[int]) -> int:
-        """The tokens of the longest of these slots."""
+        """Return the number of cached tokens of the longest of these slots."""
         return max(map(self.cached_len, slots), default=0)
 
     def logits(self, context: list[int]) -> FloatArray:
-        """The logits that follow `context`, shape (vocabulary,)."""
+        """Return the logits after `context`, shape (vocabulary,)."""
         key = [self.width, *context[-self._memory :]]
         own = np.random.default_rng([0, *key]).normal(size=self.width)
         other = np.random.default_rng([1, *key]).normal(size=self.width)
@@ -51,16 +51,16 @@ class FakeEngine:
         return (self._sharpness * mixed).astype(np.float32)
 
     def forward(self, rows: list[Row]) -> FloatArray:
-        """Logits of the rows that want them; see `Engine.forward`."""
+        """Run one forward pass; see `Engine.forward`."""
         if self._is_due("fail_after"):
             raise EngineError("The fake engine was told to fail.")
         if not 0 < len(rows) <= self.max_rows:
             raise EngineError(f"A forward pass takes 1 to {self.max_rows} rows, not {len(rows)}.")
-        held = [len(tokens) for tokens in self.cache]
+        lengths = [len(tokens) for tokens in self.cache]
         for row in rows:
-            if row.position != held[row.slot]:
-                raise EngineError(f"Slot {row.slot} holds {held[row.slot]} tokens, position {row.position} given.")
-            held[row.slot] += 1
+            if row.position != lengths[row.slot]:
+                raise EngineError(f"Slot {row.slot} holds {lengths[row.slot]} tokens, position {row.position} given.")
+            lengths[row.slot] += 1
         result = []
         for row in rows:
             self.decoded.append(row)
@@ -75,59 +75,59 @@ class FakeEngine:
         return logits
 
     def _is_due(self, fault: str) -> bool:
-        """Count a fault's passes down; it happens once."""
+        """Count down the passes before a fault, which happens once."""
         left = getattr(self, fault)
         setattr(self, fault, None if left in {None, 0} else left - 1)
         return bool(left == 0)
 
     def truncate(self, slot: int, length: int) -> None:
-        """Keep the first `length` tokens of a slot's cache."""
+        """Remove all but the first `length` tokens of a slot."""
         del self.cache[slot][length:]
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """Take over the first `length` tokens of another slot."""
+        """Replace a slot by the first `length` tokens of another slot."""
         if length > len(self.cache[source]):
             raise EngineError(f"Slot {source} holds {len(self.cache[source])} tokens, {length} asked for.")
         self.cache[destination] = self.cache[source][:length]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class FakeVocabulary:
-    """Tokens are the bytes 0 to size - 2; the last token ends the text."""
+    """Tokens are the bytes 0 to size - 2; the last token is the end token."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
     def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        """One token a byte; there are no special ones."""
+        """Return one token a byte; there are no special ones."""
         del special, begin
         return [byte % (self.size - 1) for byte in text.encode("utf-8")]
 
     def piece(self, token: int) -> bytes:
-        """The token's byte, moved into the printable range for small vocabularies."""
-        if self.ends_text(token):
+        """Return the token's byte, a printable one for small vocabularies."""
+        if self.is_end_token(token):
             return b""
         return bytes([token if self.size > 128 else 97 + token])
 
     def name(self, token: int) -> bytes:
-        """The token's byte, or a name for the end of the text."""
+        """Return the token's byte, or the name of the end token."""
         return self.piece(token) or b"<end>"
 
     def end_tokens(self) -> list[int]:
-        """The last token of the vocabulary."""
+        """Return the last token of the vocabulary."""
         return [self.size - 1]
 
     def infill(self, prefix: list[int], suffix: list[int]) -> list[int] | None:
-        """There are no tokens for that."""
+        """Return None: there are no fill-in-the-middle tokens."""
         del prefix, suffix
         return None
 
-    def ends_text(self, token: int) -> bool:
+    def is_end_token(self, token: int) -> bool:
         """Whether this is the last token of the vocabulary."""
         return token == self.size - 1
 
-    def start_token(self) -> int | None:
-        """There is none."""
+    def bos_token(self) -> int | None:
+        """Return None: there is no BOS token."""
         return None

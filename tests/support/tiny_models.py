@@ -1,4 +1,4 @@
-"""Tiny GGUF models that tokenise, generate and disagree as real ones do, for tests that need no language.
+"""Writes tiny GGUF models: tokenisers, sampling and acceptance rates like those of real models, meaningless text.
 
 python tests/support/tiny_models.py {qwen2|llama|gpt2} {target|draft|other} FILE.gguf
 """
@@ -23,7 +23,7 @@ from specserve.errors import ConfigError
 ARCHITECTURES = ("qwen2", "llama", "gpt2")
 ROLES = ("target", "draft", "other")
 LAYERS, WIDTH, HEADS, FEED_FORWARD, CONTEXT, MERGES = 2, 64, 4, 128, 2048, 160
-# Measured, not derived: 2 to 3 bits a token, and a draft that agrees on nearly three tokens of four.
+# Chosen so that the target has 2 to 3 bits of entropy a token, and the draft's argmax is right for 3 of 4 tokens.
 SHARPNESS, DRIFT = 4.0, 0.075
 NEVER, OPENING, END = -6.0, -1.0, 2.8
 END_OF_TEXT = {"qwen2": "<|im_end|>", "llama": "</s>", "gpt2": "<|endoftext|>"}
@@ -64,7 +64,7 @@ Merges = list[tuple[str, str]]
 
 
 class _Token(NamedTuple):
-    """A token's name, its kind and its bytes; without bytes the models hardly ever generate it."""
+    """A token's name, type and bytes; a token without bytes is hardly ever generated."""
 
     name: str
     kind: TokenType = TokenType.CONTROL
@@ -72,7 +72,7 @@ class _Token(NamedTuple):
 
 
 def write_tiny(path: Path, architecture: str, role: str) -> None:
-    """Write one model: a `target`, its `draft`, or an `other` whose vocabulary fits neither."""
+    """Write one model: a `target`, its `draft`, or an `other` with a different vocabulary."""
     if architecture not in ARCHITECTURES or role not in ROLES:
         raise ConfigError(f"No tiny model is a {architecture} {role}: choose of {ARCHITECTURES}, {ROLES}.")
     corpus = CORPUS.swapcase() if role == "other" else CORPUS
@@ -81,8 +81,8 @@ def write_tiny(path: Path, architecture: str, role: str) -> None:
     tokens = _byte_pairs(merges, architecture) if bytewise else _sentence_pieces(corpus, merges)
     weights = _weights(architecture, tokens, DRIFT if role == "draft" else 0.0)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tiny-") as room:
-        partial = Path(room) / path.name
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tiny-") as directory:
+        partial = Path(directory) / path.name
         writer = GGUFWriter(partial, architecture)
         _describe_shape(writer, architecture)
         _describe_tokeniser(writer, architecture, tokens, merges)
@@ -115,7 +115,7 @@ def _learn(corpus: str, architecture: str) -> Merges:
 
 
 def _merge(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
-    """The word with every occurrence of the pair joined, from the left."""
+    """Join every occurrence of the pair, from the left."""
     joined: list[str] = []
     index = 0
     while index < len(word):
@@ -126,7 +126,7 @@ def _merge(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
 
 
 def _byte_pairs(merges: Merges, architecture: str) -> list[_Token]:
-    """GPT-2's vocabulary: every byte under a printable name, the merges, the special tokens."""
+    """Return GPT-2's vocabulary: all bytes under printable names, the merges, the special tokens."""
     byte_of = {name: byte for byte, name in BYTE_NAMES.items()}
     names = [*byte_of, *map("".join, merges)]
     tokens = [_Token(name, TokenType.NORMAL, bytes(byte_of[letter] for letter in name)) for name in names]
@@ -135,7 +135,7 @@ def _byte_pairs(merges: Merges, architecture: str) -> list[_Token]:
 
 
 def _sentence_pieces(corpus: str, merges: Merges) -> list[_Token]:
-    """Llama's vocabulary: special tokens, a fallback for every byte, the merges, the characters."""
+    """Return Llama's vocabulary: special tokens, a fallback for every byte, the merges, the characters."""
     tokens = [_Token("<unk>", TokenType.UNKNOWN), _Token("<s>"), _Token("</s>")]
     for byte in range(256):
         # Printable ASCII has pieces of its own; only a line feed and parts of characters need their bytes.
@@ -172,7 +172,7 @@ def _describe_tokeniser(writer: GGUFWriter, architecture: str, tokens: list[_Tok
     if architecture == "llama":
         writer.add_tokenizer_model("llama")
         writer.add_token_scores([-float(index) for index in id_of.values()])
-        # Llama's own files put a space before the text, which would not come back exactly.
+        # Llama's files prepend a space, with which a decoded text would differ from the encoded one.
         writer.add_add_space_prefix(False)
         writer.add_unk_token_id(id_of["<unk>"])
         writer.add_bos_token_id(id_of["<s>"])
@@ -191,7 +191,7 @@ def _describe_tokeniser(writer: GGUFWriter, architecture: str, tokens: list[_Tok
 
 
 def _printable(text: bytes) -> bool:
-    """Whether these bytes are whole characters that a person can read."""
+    """Whether these bytes are complete printable characters."""
     try:
         return text.decode().replace("\n", " ").isprintable()
     except UnicodeDecodeError:
@@ -199,7 +199,7 @@ def _printable(text: bytes) -> bool:
 
 
 def _preference(token: _Token) -> tuple[float, bool, bool]:
-    """How readily a token is generated, whether it opens a character, whether it can close one."""
+    """Return a token's logit bias, whether it begins a multi-byte character, and whether it can complete one."""
     if token.text and _printable(token.text):
         return 0.0, False, False
     if token.text and _printable(token.text + b"\x80"):
@@ -208,7 +208,7 @@ def _preference(token: _Token) -> tuple[float, bool, bool]:
 
 
 def _weights(architecture: str, tokens: list[_Token], drift: float) -> dict[str, Array]:
-    """The tensors: a random map from the tokens so far to the next, which a draft has a little wrong."""
+    """Return the tensors: a random function of the tokens so far, to which a draft adds some noise."""
     seed = ARCHITECTURES.index(architecture)
     shared, noise = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 1])
 
@@ -218,12 +218,12 @@ def _weights(architecture: str, tokens: list[_Token], drift: float) -> dict[str,
 
     embedding = normal(len(tokens), WIDTH, scale=1.0)
     output = normal(len(tokens), WIDTH, scale=SHARPNESS / math.sqrt(WIDTH))
-    # Two features bypass the layers: a constant, which carries the readiness, and "a character is open".
+    # Two features bypass the layers: a constant, which carries the logit bias, and "a character is incomplete".
     for index, token in enumerate(tokens):
-        readiness, opens, closes = _preference(token)
+        logit_bias, opens, closes = _preference(token)
         embedding[index, :2] = 3.0, 5.0 * opens
-        output[index, :2] = readiness, 8.0 * closes
-    # The end is always possible and seldom likely, so its logit varies less than a word's.
+        output[index, :2] = logit_bias, 8.0 * closes
+    # The end token is always possible and seldom likely: its logit varies less than those of other tokens.
     end = next(index for index, token in enumerate(tokens) if token.name == END_OF_TEXT[architecture])
     output[end] *= 0.3
     output[end, 0] = END
@@ -254,7 +254,7 @@ def _weights(architecture: str, tokens: list[_Token], drift: float) -> dict[str,
 
 
 def main() -> None:
-    """Write the model that the command line asks for."""
+    """Write one model."""
     architecture, role, path = sys.argv[1:]
     try:
         write_tiny(Path(path), architecture, role)

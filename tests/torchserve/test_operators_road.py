@@ -22,7 +22,7 @@ import pytest
 import requests
 
 from server import PROJECT, free_ports, tiny_but
-from specserve.tools.java import java_home
+from specserve.tools.torchserve_process import java_home
 
 pytestmark = pytest.mark.server
 

@@ -1,4 +1,4 @@
-"""Grammars: a sampled answer always follows them, a mask depends on the tokens alone, and nothing stalls a worker."""
+"""Grammars: sampled answers follow them, masks depend on the tokens alone, and no grammar stalls a worker."""
 
 from __future__ import annotations
 
@@ -65,19 +65,19 @@ def compiler(compilers: Compilers) -> GrammarCompiler:
 
 
 def in_bytes(model: LlamaModel, text: bytes) -> list[int]:
-    """The text with one token a byte."""
+    """Encode a text as one token a byte."""
     token_of = {model.piece(token): token for token in reversed(range(model.size))}
     return [token_of[bytes([byte])] for byte in text]
 
 
 def text_of(model: LlamaModel, tokens: list[int]) -> bytes:
-    """What the tokens write."""
+    """Decode tokens."""
     return b"".join(map(model.piece, tokens))
 
 
 def ends(model: LlamaModel) -> list[int]:
-    """Every token that ends a text."""
-    return [token for token in range(model.size) if model.ends_text(token)]
+    """All end tokens."""
+    return [token for token in range(model.size) if model.is_end_token(token)]
 
 
 def allowed(constraint: Constraint, written: list[int]) -> list[int]:
@@ -94,12 +94,12 @@ def accepts(constraint: Constraint, model: LlamaModel, text: str) -> bool:
 
 
 def walk(constraint: Constraint, model: LlamaModel, seed: int, length: int = 60) -> bytes:
-    """A random text by the grammar; past `length` tokens it ends as soon as it may, and closes what is open."""
+    """Sample a text by the grammar; after `length` tokens it closes what is open and ends as soon as possible."""
     dice = random.Random(seed)
     written: list[int] = []
     for _ in range(3000):
         options = allowed(constraint, written)
-        ending = [token for token in options if model.ends_text(token)]
+        ending = [token for token in options if model.is_end_token(token)]
         assert not ending or ending == ends(model)
         if ending and (len(written) >= length or len(ending) == len(options)):
             return text_of(model, written)
@@ -110,7 +110,7 @@ def walk(constraint: Constraint, model: LlamaModel, seed: int, length: int = 60)
 
 
 def check_person(person: dict[str, Any]) -> None:
-    """By hand what PERSON says."""
+    """Check an object against PERSON without a validator."""
     assert {"name", "age", "boss"} <= set(person) <= {"name", "age", "tags", "boss"}
     assert 1 <= len(person["name"]) <= 12
     assert isinstance(person["age"], int)
@@ -137,7 +137,7 @@ def test_a_sampled_json_object_is_an_object(architecture: str, compilers: Compil
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_sampled_text_of_a_grammar_is_one_of_its_texts(architecture: str, compilers: Compilers) -> None:
+def test_a_sampled_answer_follows_its_grammar(architecture: str, compilers: Compilers) -> None:
     model, compiler = compilers[architecture]
     constraint = compiler.gbnf(EXPRESSION)
     for seed in range(12):
@@ -163,7 +163,7 @@ def compiled(compiler: GrammarCompiler, name: str) -> Constraint:
 def test_a_mask_depends_on_the_written_tokens_alone(
     name: str, data: st.DataObject, compiler: GrammarCompiler, model: LlamaModel
 ) -> None:
-    """Whatever was asked before: longer, shorter, other, ended and forbidden texts."""
+    """Calls before it do not matter: longer, shorter, other, ended and forbidden answers."""
     constraint = compiled(compiler, name)
     written: list[int] = []
     for _ in range(12):
@@ -180,11 +180,11 @@ def test_a_mask_depends_on_the_written_tokens_alone(
             steps = random.Random(data.draw(st.integers(0, 2**32)))
             for _ in range(steps.randint(1, 6)):
                 written = [*written, steps.choice(allowed(constraint, written))]
-                if model.ends_text(written[-1]):
+                if model.is_end_token(written[-1]):
                     break
 
 
-def test_masks_behind_rejected_drafts_do_not_linger(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_masks_after_rejected_drafts_are_dropped(compiler: GrammarCompiler, model: LlamaModel) -> None:
     constraint = compiler.gbnf('root ::= "a" "b" | "c" "d"')
     a, b, c, d = in_bytes(model, b"abcd")
     assert allowed(constraint, [a]) == [b]
@@ -192,7 +192,7 @@ def test_masks_behind_rejected_drafts_do_not_linger(compiler: GrammarCompiler, m
     assert set(allowed(constraint, [])) == {token for token in range(model.size) if model.piece(token) in {b"a", b"c"}}
 
 
-def test_few_masks_are_kept_for_a_long_answer(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_few_masks_are_cached_for_a_long_answer(compiler: GrammarCompiler, model: LlamaModel) -> None:
     constraint = compiler.gbnf("root ::= [a-z]*")
     written: list[int] = []
     for _ in range(300):
@@ -201,29 +201,29 @@ def test_few_masks_are_kept_for_a_long_answer(compiler: GrammarCompiler, model: 
     assert len(constraint._masks) <= 64
 
 
-def test_whitespace_is_remembered_in_little_memory_however_deep_and_long_the_answer(
-    compiler: GrammarCompiler, model: LlamaModel
-) -> None:
-    """Arrays that only open: each token another depth, with whitespace of its own."""
+def test_layouts_of_a_deep_and_long_answer_take_little_memory(compiler: GrammarCompiler, model: LlamaModel) -> None:
+    """Each token opens another array."""
     constraint = compiler.json_schema({"type": "array"})
     written = in_bytes(model, b"[ " * 500)
     tracemalloc.start()
     for length in range(0, len(written), 2):
         constraint.forced(written[:length], 4)
-    kept, _ = tracemalloc.get_traced_memory()
+    memory, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert kept < 2_000_000
+    assert memory < 2_000_000
 
 
-def test_whitespace_far_behind_what_is_remembered_is_read_anew(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_a_rollback_beyond_the_cached_layouts_reads_the_answer_again(
+    compiler: GrammarCompiler, model: LlamaModel
+) -> None:
     text = in_bytes(model, b"[ " * 40 + b"1,\t2 ,\t" * 20)
     constraint = compiler.json_schema({"type": "array"})
     for length in (len(text), 7, 100, len(text) - 3):
-        behind = constraint.forced(text[:length], 4)
-        assert behind == compiler.json_schema({"type": "array"}).forced(text[:length], 4)
+        forced = constraint.forced(text[:length], 4)
+        assert forced == compiler.json_schema({"type": "array"}).forced(text[:length], 4)
 
 
-def test_behind_the_end_of_the_text_anything_may_follow(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_after_the_end_of_the_answer_there_is_no_mask(compiler: GrammarCompiler, model: LlamaModel) -> None:
     constraint = compiler.gbnf('root ::= "a"+')
     [a] = in_bytes(model, b"a")
     for end in ends(model):
@@ -232,7 +232,7 @@ def test_behind_the_end_of_the_text_anything_may_follow(compiler: GrammarCompile
     assert constraint.allowed([a]) is not None
 
 
-def test_behind_a_forbidden_token_anything_may_follow(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_after_a_forbidden_token_there_is_no_mask(compiler: GrammarCompiler, model: LlamaModel) -> None:
     constraint = compiler.gbnf('root ::= "ab"')
     a, b = in_bytes(model, b"ab")
     assert constraint.allowed([b]) is None
@@ -242,7 +242,7 @@ def test_behind_a_forbidden_token_anything_may_follow(compiler: GrammarCompiler,
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_token_that_ends_a_text_is_allowed_where_the_grammar_ends_and_nowhere_else(
+def test_all_end_tokens_are_allowed_where_the_grammar_ends_and_nowhere_else(
     architecture: str, compilers: Compilers
 ) -> None:
     model, compiler = compilers[architecture]
@@ -255,13 +255,13 @@ def test_every_token_that_ends_a_text_is_allowed_where_the_grammar_ends_and_nowh
     assert mask[ends(model)].all()
 
 
-def test_a_token_that_ends_the_text_is_never_taken_for_its_name(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_an_end_token_does_not_match_its_name(compiler: GrammarCompiler, model: LlamaModel) -> None:
     constraint = compiler.gbnf('root ::= "<|im_end|>" "."')
     assert not set(ends(model)) & set(allowed(constraint, []))
     assert accepts(constraint, model, "<|im_end|>.")
 
 
-def test_a_text_is_complete_where_nothing_can_follow(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_an_answer_is_complete_where_nothing_can_follow(compiler: GrammarCompiler, model: LlamaModel) -> None:
     constraint = compiler.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
     text = in_bytes(model, b'{"a": 12}')
     assert [constraint.complete(text[:length]) for length in range(len(text) + 1)] == [False] * len(text) + [True]
@@ -270,7 +270,7 @@ def test_a_text_is_complete_where_nothing_can_follow(compiler: GrammarCompiler, 
     assert compiler.gbnf('root ::= ""').complete([])
 
 
-def test_forced_tokens_are_the_only_text_that_can_follow(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_forced_tokens_are_the_only_text_that_may_follow(compiler: GrammarCompiler, model: LlamaModel) -> None:
     constraint = compiler.gbnf('root ::= "{\\"name\\": \\"get_weather\\", " [0-9]+')
     before = allowed(constraint, [])
     tokens = constraint.forced([], 50)
@@ -278,13 +278,13 @@ def test_forced_tokens_are_the_only_text_that_can_follow(compiler: GrammarCompil
     assert len(text_of(model, tokens)) > 15
     assert constraint.forced([], 2) == tokens[:2]
     assert allowed(constraint, []) == before
-    for place, token in enumerate(tokens):
-        assert token in allowed(constraint, tokens[:place])
+    for position, token in enumerate(tokens):
+        assert token in allowed(constraint, tokens[:position])
     assert compiler.gbnf("root ::= [0-9]+").forced([], 8) == []
     assert constraint.forced([ends(model)[0]], 8) == []
 
 
-def test_whitespace_between_forced_characters_is_taken_from_the_answer(
+def test_whitespace_between_forced_characters_follows_the_answers_layout(
     compiler: GrammarCompiler, model: LlamaModel
 ) -> None:
     text = {"type": "string"}
@@ -298,19 +298,18 @@ def test_whitespace_between_forced_characters_is_taken_from_the_answer(
     assert allowed(constraint, indented) == before
     compact = in_bytes(model, b'{"name":"x"')
     assert b',"surname":"'.startswith(text_of(model, constraint.forced(compact, 50)))
-    # Not laid out as expected: nothing is said about what follows.
+    # A layout that differs from the expected one: nothing is proposed.
     assert constraint.forced([*indented, *in_bytes(model, b",\t")], 50) == []
     assert constraint.forced(indented, 2) == constraint.forced(indented, 50)[:2]
-    for place, token in enumerate(constraint.forced(indented, 50)):
-        assert token in allowed(constraint, [*indented, *constraint.forced(indented, 50)[:place]])
+    forced = constraint.forced(indented, 50)
+    for position, token in enumerate(forced):
+        assert token in allowed(constraint, [*indented, *forced[:position]])
 
 
-def test_what_is_forced_is_said_although_the_vocabulary_cannot_follow_it_byte_by_byte(
-    compiler: GrammarCompiler, model: LlamaModel
-) -> None:
+def test_forced_tokens_do_not_need_tokens_of_single_bytes(compiler: GrammarCompiler, model: LlamaModel) -> None:
     constraint = compiler.json_schema({"const": "a constant text"})
     whole = constraint.forced([], 50)
-    constraint._marks = constraint._marks._replace(bytes={})
+    constraint._special = constraint._special._replace(single_byte={})
     assert constraint.forced([], 50) == whole
     assert len(text_of(model, whole)) > 10
 
@@ -325,7 +324,7 @@ def test_forks_do_not_disturb_each_other(compiler: GrammarCompiler, model: Llama
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_character_may_be_split_over_tokens_and_must_be_finished(architecture: str, compilers: Compilers) -> None:
+def test_a_character_may_span_tokens_and_must_be_completed(architecture: str, compilers: Compilers) -> None:
     model, compiler = compilers[architecture]
     constraint = compiler.json_schema({"type": "string", "maxLength": 1})
     pieces = {model.piece(token): token for token in reversed(range(model.size))}
@@ -580,18 +579,18 @@ def test_an_ambiguous_grammar_is_given_up_before_its_masks_take_long(
 def test_all_answers_to_a_request_share_a_budget_and_other_requests_have_their_own(model: LlamaModel) -> None:
     compiler = GrammarCompiler(model, seconds=1e-9)
     constraint = compiler.gbnf(EXPRESSION)
-    beside = constraint.fork()
+    other_answer = constraint.fork()
     with pytest.raises(ConstraintError, match="takes too much time"):
         constraint.allowed([])
     with pytest.raises(ConstraintError, match="takes too much time"):
-        beside.allowed(in_bytes(model, b"x"))
+        other_answer.allowed(in_bytes(model, b"x"))
     other = compiler.gbnf(EXPRESSION)
     compiler._seconds = 100
-    assert other._budget.spent == 0
+    assert other._request_budget.spent == 0
     assert allowed(compiler.gbnf(EXPRESSION), [])
 
 
-def test_a_round_that_has_spent_its_time_defers_masks_and_the_next_one_has_them(model: LlamaModel) -> None:
+def test_masks_beyond_a_rounds_time_are_deferred_to_the_next_round(model: LlamaModel) -> None:
     compiler = GrammarCompiler(model)
     constraint = compiler.gbnf(EXPRESSION)
     x = in_bytes(model, b"x")
@@ -607,7 +606,7 @@ def test_a_round_that_has_spent_its_time_defers_masks_and_the_next_one_has_them(
     assert allowed(constraint, x) == allowed(compiler.gbnf(EXPRESSION), x)
 
 
-def test_a_mask_that_no_round_can_hold_ends_its_request(model: LlamaModel) -> None:
+def test_a_mask_that_takes_longer_than_a_round_ends_its_request(model: LlamaModel) -> None:
     compiler = GrammarCompiler(model)
     constraint = compiler.gbnf(EXPRESSION)
     compiler.begin_round(1e-9)
@@ -620,7 +619,7 @@ HARD = 'root ::= ([a-y ]{1,900} | [b-y ]{1,900} | ([ac-y ] [a-y ]{5,900}){1,90})
 
 
 def until_it_fails(constraint: Constraint, written: list[int]) -> None:
-    """Write any allowed tokens."""
+    """Sample allowed tokens uniformly."""
     rng = np.random.default_rng(0)
     for _ in range(900):
         mask = constraint.allowed(written)
@@ -631,40 +630,40 @@ def until_it_fails(constraint: Constraint, written: list[int]) -> None:
 def test_a_grammar_that_one_answer_has_exhausted_fails_for_all_that_share_it(compiler: GrammarCompiler) -> None:
     """llguidance's copies share a budget, and one that finds it spent accepts nothing without an error."""
     constraint = compiler.gbnf(HARD)
-    beside = constraint.fork()
+    other_answer = constraint.fork()
     written: list[int] = []
     with pytest.raises(ConstraintError):
         until_it_fails(constraint, written)
-    for other in (beside, constraint.fork(), constraint):
+    for other in (other_answer, constraint.fork(), constraint):
         for prefix in (written[:3], []):
             with pytest.raises(ConstraintError):
                 other.allowed(prefix)
 
 
-def test_a_grammar_is_compiled_once_and_few_are_kept(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_is_compiled_once_and_few_are_cached(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
-    plain = GrammarCompiler._compiled
+    plain = GrammarCompiler._compile
 
     def counting(compiler: GrammarCompiler, lark: str, *rest: Any) -> Any:
         compiled.append(lark)
         return plain(compiler, lark, *rest)
 
-    monkeypatch.setattr(GrammarCompiler, "_compiled", counting)
+    monkeypatch.setattr(GrammarCompiler, "_compile", counting)
     compiler = GrammarCompiler(model)
     first, second = (compiler.json_schema(PERSON) for _ in range(2))
     assert len(compiled) == 1
-    assert first._budget is not second._budget
+    assert first._request_budget is not second._request_budget
     assert walk(first, model, 1) == walk(second, model, 1)
     for number in range(20):
         compiler.gbnf(f'root ::= "{number}"')
-    assert len(compiler._kept) == 8
+    assert len(compiler._cache) == 8
     compiler.gbnf('root ::= "19"')
     assert len(compiled) == 21
     compiler.json_schema(PERSON)
     assert len(compiled) == 22
 
 
-def test_a_grammar_that_one_request_has_exhausted_is_compiled_anew_for_the_next(
+def test_an_exhausted_grammar_is_compiled_again_for_the_next_request(
     compiler: GrammarCompiler, model: LlamaModel
 ) -> None:
     constraint = compiler.gbnf(HARD)

@@ -1,4 +1,4 @@
-"""Layout: what whitespace a JSON text is likely to have next."""
+"""Layout: the whitespace that is expected next in a JSON text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from specserve.grammar.layout import WHITESPACE, Layout
+from specserve.grammar.constraint import Layout
 
 VALUE = {
     "name": 'a "quoted, [odd]: {name} \\',
@@ -18,18 +18,18 @@ VALUE = {
 
 
 def gaps(text: bytes) -> list[tuple[bytes, bytes | None]]:
-    """Between any two characters outside strings and numbers: the whitespace that is there, and what is expected."""
+    """The actual and the expected whitespace between all adjacent characters outside strings, numbers and literals."""
     found = []
     layout = Layout()
-    place = 0
-    while place < len(text):
-        start = place
-        while place < len(text) and text[place] in WHITESPACE:
-            place += 1
-        if not layout.inside and (layout.last != "value" or text[place] in b"]},:"):
-            found.append((text[start:place], layout.before(text[place])))
-        layout = layout.read(text[start : place + 1])
-        place += 1
+    position = 0
+    while position < len(text):
+        start = position
+        while position < len(text) and text[position] in b" \n\r\t":
+            position += 1
+        if not layout.in_string and (layout.last != "v" or text[position] in b"]},:"):
+            found.append((text[start:position], layout.before(text[position])))
+        layout = layout.read(text[start : position + 1])
+        position += 1
     return found
 
 
@@ -44,16 +44,16 @@ def gaps(text: bytes) -> list[tuple[bytes, bytes | None]]:
     ],
     ids=["two spaces", "four spaces", "tabs", "one line", "compact"],
 )
-def test_a_text_that_json_writes_is_expected_but_for_its_first_entry(text: str) -> None:
+def test_the_layout_of_a_dumped_value_is_predicted_after_its_first_entry(text: str) -> None:
     seen = gaps(text.encode())
     wrong = [pair for pair in seen if pair[0] != pair[1]]
-    # The first bracket, the first entry and the first colon; nothing can tell them.
+    # Before the first bracket, the first entry and after the first colon nothing is known.
     assert [expected for _, expected in wrong] == [None] * len(wrong)
     assert len(wrong) <= 3
     assert len(seen) > 50
 
 
-def test_lists_within_a_line_among_indented_entries_stay_there() -> None:
+def test_lists_on_one_line_among_indented_entries_are_predicted() -> None:
     layout = Layout().read(b'{\n  "a": [1, 2],\n  "b": [')
     assert layout.before(ord("3")) == b""
     layout = layout.read(b"3")
@@ -63,7 +63,7 @@ def test_lists_within_a_line_among_indented_entries_stay_there() -> None:
     assert layout.read(b"]").before(ord("}")) == b"\n"
 
 
-def test_what_is_left_of_a_gap_is_expected_behind_its_beginning() -> None:
+def test_the_rest_of_a_gap_is_expected_after_its_beginning() -> None:
     layout = Layout().read(b'{\n    "a": 1,\n')
     assert layout.before(ord('"')) == b"    "
     assert layout.read(b"    ").before(ord('"')) == b""
@@ -71,7 +71,7 @@ def test_what_is_left_of_a_gap_is_expected_behind_its_beginning() -> None:
     assert layout.read(b"\t").before(ord('"')) is None
 
 
-def test_reading_leaves_the_layout_before_as_it_was() -> None:
+def test_reading_does_not_change_the_earlier_layout() -> None:
     before = Layout().read(b'{"a":')
     after = before.read(b'  1, "b":')
     assert before == Layout().read(b'{"a":')
@@ -79,7 +79,7 @@ def test_reading_leaves_the_layout_before_as_it_was() -> None:
     assert before.before(ord("2")) is None
 
 
-def test_a_text_read_in_parts_is_the_same_text() -> None:
+def test_a_text_may_be_read_in_parts() -> None:
     text = json.dumps(VALUE, indent=2).encode()
     parts = Layout()
     for start in range(0, len(text), 7):
@@ -87,14 +87,14 @@ def test_a_text_read_in_parts_is_the_same_text() -> None:
     assert parts == Layout().read(text)
 
 
-def test_a_layout_stays_small_however_deep_the_brackets() -> None:
+def test_a_layout_of_deep_brackets_is_small() -> None:
     layout = Layout()
     for depth in range(3000):
         layout = layout.read(b"[" + b" " * (depth % 40))
     assert len(layout.gaps) < 100
 
 
-def test_deep_brackets_are_laid_out_alike() -> None:
+def test_very_deep_brackets_share_one_layout() -> None:
     deep = Layout().read(b"[" * 50 + b"1, ")
     assert deep.read(b"2,").before(ord("3")) == b" "
     assert deep.read(b"2]").before(ord("]")) == b""

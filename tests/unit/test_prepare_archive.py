@@ -1,4 +1,4 @@
-"""What is loaded, and what the archive that TorchServe gets holds."""
+"""Preparing models, and the content of the archive that TorchServe loads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import yaml
 from specserve.engine import kernels
 from specserve.errors import ConfigError, EnvironmentFailure, ModelLoadError
 from specserve.tools import archive as archiving
-from specserve.tools import cli, files, paths, prepare
+from specserve.tools import cli, files, models, paths
 from specserve.tools.archive import archive
 from tiny_models import write_tiny
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(autouse=True)
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The models directory, empty."""
     monkeypatch.setenv("SPECSERVE_CACHE", str(tmp_path / "cache"))
     return paths.models_directory()
@@ -34,7 +34,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """A small GGUF of the user's own."""
+    """A small GGUF of the operator's own."""
     path = tmp_path / "mine.gguf"
     write_tiny(path, "qwen2", "target")
     return path
@@ -42,7 +42,7 @@ def weights(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The model store, and an entry point in the place of the handler's."""
+    """The model store, and a stub for the handler's entry point."""
     monkeypatch.setattr(paths, "MODEL_STORE", tmp_path / "model_store")
     entry_point = tmp_path / "speculative_handler.py"
     entry_point.write_text('"""Nothing yet."""\n', encoding="utf-8")
@@ -62,69 +62,67 @@ def config(directory: Path, target: dict[str, Any], **torchserve: Any) -> Path:
     return path
 
 
-def test_a_model_that_asks_for_nothing_is_used_as_it_is(weights: Path, models: Path) -> None:
-    prepared = prepare.prepare(config(weights.parent, {"path": str(weights)}))
-    assert prepared == prepare.Prepared(weights, None, weights)
-    assert not list(models.glob("*.gguf"))
+def test_without_requantise_a_model_is_used_as_it_is(weights: Path, directory: Path) -> None:
+    prepared = models.prepare(config(weights.parent, {"path": str(weights)}))
+    assert prepared == models.Prepared(weights, None, weights)
+    assert not list(directory.glob("*.gguf"))
 
 
-def test_requantising_writes_every_matrix_as_q4_0(weights: Path, models: Path) -> None:
+def test_requantising_writes_every_matrix_as_q4_0(weights: Path, directory: Path) -> None:
     gguf = pytest.importorskip("gguf")
-    written = prepare.requantise(files.checked(weights, models))
-    assert written.parent == models
+    written = models.requantise(files.hashed(weights))
+    assert written.parent == directory
     tensors = gguf.GGUFReader(written).tensors
     kinds = {tensor.tensor_type.name for tensor in tensors if len([n for n in tensor.shape if n > 1]) > 1}
     assert kinds == {"Q4_0"}
-    assert not list(models.glob("*.partial"))
+    assert not list(directory.glob("*.partial"))
 
 
-def test_requantising_is_done_once(weights: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = prepare.requantise(files.checked(weights, models))
-    monkeypatch.setattr(prepare, "_run", lambda *_: pytest.fail("requantised again"))
-    assert prepare.requantise(files.checked(weights, models)) == written
+def test_requantising_is_done_once(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = models.requantise(files.hashed(weights))
+    monkeypatch.setattr(models, "_run_requantise", lambda *_: pytest.fail("requantised again"))
+    assert models.requantise(files.hashed(weights)) == written
 
 
-def test_requantising_is_done_again_when_the_source_is_another(weights: Path, models: Path) -> None:
-    fetched = models / "fetched.gguf"
+def test_a_changed_source_is_requantised_again(weights: Path, directory: Path) -> None:
+    fetched = directory / "fetched.gguf"
     weights.rename(fetched)
-    written = prepare.requantise(files.checked(fetched, models))
-    assert written == models / "fetched.pure-q4_0.gguf"
+    written = models.requantise(files.hashed(fetched))
+    assert written == directory / "fetched.pure-q4_0.gguf"
     before = written.stat().st_ino
     write_tiny(fetched, "qwen2", "draft")
-    assert prepare.requantise(files.checked(fetched, models)) == written
+    assert models.requantise(files.hashed(fetched)) == written
     assert written.stat().st_ino != before
 
 
-def test_a_note_that_cannot_be_written_is_what_is_said(
-    weights: Path, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checksum_that_cannot_be_cached_is_a_one_line_error(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(files, "write_json", refuse)
     with pytest.raises(EnvironmentFailure, match=r"\.json: cannot be written \(Permission denied\)"):
-        files.checked(weights, models)
+        files.hashed(weights)
 
 
-def test_files_of_one_name_from_two_directories_stay_apart(weights: Path, tmp_path: Path, models: Path) -> None:
+def test_files_of_one_name_from_two_directories_are_kept_apart(weights: Path, tmp_path: Path) -> None:
     other = tmp_path / "other" / "mine.gguf"
     other.parent.mkdir()
     write_tiny(other, "qwen2", "draft")
-    written = {prepare.requantise(files.checked(path, models)) for path in (weights, other)}
+    written = {models.requantise(files.hashed(path)) for path in (weights, other)}
     assert len(written) == 2
 
 
-def test_what_requantising_the_target_means_is_said(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prepare.prepare(config(weights.parent, {"path": str(weights), "requantise": "q4_0"}))
+def test_requantising_the_target_prints_what_it_means(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models.prepare(config(weights.parent, {"path": str(weights), "requantise": "q4_0"}))
     assert "a slightly coarser model than the published file" in capsys.readouterr().out
 
 
-def test_a_file_that_is_no_gguf_is_one_sentence(tmp_path: Path, models: Path) -> None:
+def test_a_file_that_is_no_gguf_is_a_one_line_error(tmp_path: Path, directory: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF, or so it says")
     with pytest.raises(ModelLoadError, match=r"broken\.gguf: cannot be requantised to Q4_0 \(.+\); check that"):
-        prepare.requantise(files.checked(broken, models))
-    assert not list(models.glob("broken*"))
+        models.requantise(files.hashed(broken))
+    assert not list(directory.glob("broken*"))
 
 
 def test_the_archive_holds_the_handler_the_package_and_the_model_yaml(weights: Path, store: Path) -> None:
@@ -151,9 +149,7 @@ def test_the_archive_holds_the_handler_the_package_and_the_model_yaml(weights: P
     assert (manifest["handler"], manifest["configFile"]) == ("speculative_handler.py", "model.yaml")
 
 
-def test_paths_count_from_the_configurations_directory_and_a_worker_knows_what_was_requantised(
-    weights: Path, models: Path
-) -> None:
+def test_relative_paths_are_resolved_and_requantise_is_kept(weights: Path, directory: Path) -> None:
     target = {"path": str(weights), "requantise": "q4_0"}
     file = config(weights.parent, target)
     document = yaml.safe_load(file.read_text())
@@ -163,24 +159,24 @@ def test_paths_count_from_the_configurations_directory_and_a_worker_knows_what_w
     assert handler.trace
     assert handler.trace.directory == weights.parent / "traces"
     assert handler.target.path
-    assert handler.target.path.parent == models
+    assert handler.target.path.parent == directory
     assert handler.target.requantise == "q4_0"
 
 
-def test_an_archive_is_replaced_and_leaves_nothing_beside_it(weights: Path, store: Path) -> None:
+def test_an_archive_is_replaced_and_no_temporary_file_remains(weights: Path, store: Path) -> None:
     file = config(weights.parent, {"path": str(weights)})
     assert archive(file) == archive(file)
     assert [path.name for path in store.iterdir()] == ["qwen.mar"]
 
 
 @pytest.mark.parametrize("key", ["minWorkers", "maxWorkers", "startupTimeout"])
-def test_a_number_of_torchserves_that_is_none_is_a_sentence(weights: Path, key: str) -> None:
+def test_an_invalid_number_among_torchserves_keys_is_a_one_line_error(weights: Path, key: str) -> None:
     for value in ("2", None, "10m"):
         with pytest.raises(ConfigError, match=f"`{key}`: Input should be a valid integer"):
             archive(config(weights.parent, {"path": str(weights)}, **{key: value}))
 
 
-def test_what_the_system_refuses_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_the_operating_system_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def refused(_arguments: object) -> int:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/somewhere")
 
@@ -190,8 +186,8 @@ def test_what_the_system_refuses_is_one_line(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == "specserve: /somewhere: Permission denied.\n"
 
 
-def said_in_a_worker(program: str, weights: Path, store: Path, worker: Path) -> list[str]:
-    """The words that a program prints which has the archive's package, unpacked into `worker`, first on its path."""
+def printed_in_a_worker(program: str, weights: Path, store: Path, worker: Path) -> list[str]:
+    """The output, split into words, of a program that has the unpacked archive first on its path."""
     with zipfile.ZipFile(archive(config(weights.parent, {"path": str(weights)}))) as content:
         content.extractall(worker)
     command = [sys.executable, "-c", program]
@@ -204,17 +200,17 @@ def said_in_a_worker(program: str, weights: Path, store: Path, worker: Path) -> 
 def test_the_archived_package_imports_without_the_project(weights: Path, store: Path, tmp_path: Path) -> None:
     program = "import specserve.config, torch; print(specserve.config.__file__, isinstance(1, torch.Tensor))"
     worker = tmp_path / "worker"
-    assert said_in_a_worker(program, weights, store, worker) == [str(worker / "specserve" / "config.py"), "False"]
+    assert printed_in_a_worker(program, weights, store, worker) == [str(worker / "specserve" / "config.py"), "False"]
 
 
-def test_the_kernels_travel_in_the_archive(weights: Path, store: Path, tmp_path: Path) -> None:
+def test_the_archive_contains_the_kernels(weights: Path, store: Path, tmp_path: Path) -> None:
     program = (
         "from specserve.engine import kernels\n"
         "print(kernels.library_path()); print(kernels.use('auto', variant='').variant is not None)"
     )
     worker = tmp_path / "worker"
     library = worker / "specserve" / "engine" / kernels.FILE
-    assert said_in_a_worker(program, weights, store, worker) == [str(library), "True"]
+    assert printed_in_a_worker(program, weights, store, worker) == [str(library), "True"]
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from specserve.errors import ConfigError, EnvironmentFailure, ModelLoadError
-from specserve.tools import java, paths, process, server, stop, wait_ready
-from specserve.tools.greeting import how_to_go_on, summary
-from specserve.tools.state import Ports, State, escaped, properties, require_free
+from specserve.tools import paths, server, torchserve_process
+from specserve.tools.server import client_example, load_failure, summary, wait_until_ready
+from specserve.tools.torchserve_process import Ports, State, escaped, java_home, properties, require_free, running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,28 +51,25 @@ def in_java(text: str) -> dict[str, str]:
 
 
 def test_a_server_takes_five_ports_and_a_directory(state: State) -> None:
-    ports = state.ports
-    assert [ports.inference, ports.management, ports.metrics, ports.grpc_inference, ports.grpc_management] == [
-        18080, 18081, 18082, 18083, 18084,
-    ]  # fmt: skip
+    assert state.ports == (18080, 18081, 18082, 18083, 18084)
     assert state.directory == paths.STATE / "18080"
 
 
 @pytest.mark.parametrize("port", [0, 80, 65532, 70000])
 def test_a_port_without_room_for_the_other_four_is_refused(port: int) -> None:
     with pytest.raises(ConfigError, match=f"--port {port}: must lie between 1024 and 65531"):
-        Ports(port)
+        Ports.starting_at(port)
 
 
-def test_a_taken_port_is_named_with_who_took_it(listener: int) -> None:
+def test_a_taken_port_is_named_with_the_process_that_listens(listener: int) -> None:
     with pytest.raises(EnvironmentFailure) as failure:
-        require_free(Ports(listener - 2))
+        require_free(Ports.starting_at(listener - 2))
     assert f"port {listener} is taken by" in str(failure.value)
     assert f"(process {os.getpid()})" in str(failure.value)
     assert "choose another with --port" in str(failure.value)
 
 
-def test_settings_are_the_projects_with_the_servers_own_after_them(state: State) -> None:
+def test_a_servers_settings_follow_those_of_the_project(state: State) -> None:
     settings = in_java(properties(state, with_tokens=True))
     assert settings["inference_address"] == "http://127.0.0.1:18080"
     assert settings["management_address"] == "http://127.0.0.1:18081"
@@ -86,7 +83,7 @@ def test_settings_are_the_projects_with_the_servers_own_after_them(state: State)
     assert settings["disable_token_authorization"] == "false"
 
 
-def test_no_auth_asks_for_no_token_and_lets_nobody_register_code(state: State) -> None:
+def test_no_auth_needs_no_token_and_forbids_registering_models(state: State) -> None:
     settings = in_java(properties(state, with_tokens=False))
     assert settings["disable_token_authorization"] == "true"
     assert settings["enable_model_api"] == "false"
@@ -105,7 +102,7 @@ def test_no_auth_asks_for_no_token_and_lets_nobody_register_code(state: State) -
         ("two\nlines", "two\\u000alines"),
     ],
 )
-def test_values_survive_javas_properties(value: str, written: str) -> None:
+def test_values_are_escaped_for_java_properties(value: str, written: str) -> None:
     assert escaped(value) == written
 
 
@@ -122,12 +119,12 @@ def test_keys_are_read_from_torchserves_file(state: State) -> None:
     assert (state.key("inference"), state.key("management")) == ("abc", "def")
 
 
-def test_laying_out_replaces_what_an_earlier_server_left(state: State) -> None:
+def test_files_of_an_earlier_server_are_replaced(state: State) -> None:
     state.model_log.write_text("specserve cannot load: of the last time\n", encoding="utf-8")
     state.key_file.write_text("{}", encoding="utf-8")
     state.model_store.mkdir()
     (state.model_store / "qwen.mar").write_bytes(b"of the last time")
-    server.lay_out(state, {"minWorkers": 1, "handler": {"model_id": "new"}}, with_tokens=True)
+    server.write_state(state, {"minWorkers": 1, "handler": {"model_id": "new"}}, with_tokens=True)
     assert not state.model_log.exists()
     assert not state.key_file.exists()
     with zipfile.ZipFile(state.model_store / "qwen.mar") as archived:
@@ -147,23 +144,21 @@ def sleeper(argument: str) -> Iterator[subprocess.Popen[bytes]]:
         started.kill()
 
 
-def test_stop_ends_the_processes_that_work_on_the_servers_files(
-    state: State, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stop_ends_the_processes_that_use_the_servers_files(state: State, capsys: pytest.CaptureFixture[str]) -> None:
     with sleeper(str(state.properties)) as started:
         state.pid_file.write_text(f"{started.pid}\n", encoding="ascii")
-        assert stop.main(["--port", "18080"]) == 0
+        assert torchserve_process.main(["--port", "18080"]) == 0
         assert started.poll() is not None
     assert capsys.readouterr().out == "stopped port 18080.\n"
-    assert not process.running(state)
+    assert not running(state)
 
 
-def test_stop_leaves_a_process_alone_that_got_the_number_by_chance(
+def test_stop_does_not_end_another_process_with_the_recorded_session_id(
     state: State, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with sleeper("/somebody/elses/config.properties") as started:
         state.pid_file.write_text(f"{started.pid}\n", encoding="ascii")
-        assert stop.main(["--port", "18080"]) == 0
+        assert torchserve_process.main(["--port", "18080"]) == 0
         assert started.poll() is None
     assert capsys.readouterr().out == "nothing runs on port 18080.\n"
 
@@ -191,11 +186,11 @@ def test_a_second_server_on_the_same_port_is_refused(state: State) -> None:
         ("Backend worker process died.\nTraceback (most recent call last):", None),
     ],
 )
-def test_why_a_model_could_not_be_loaded_is_found_in_the_workers_log(log: str, reason: str | None) -> None:
-    assert wait_ready.load_failure("\n".join(WORKER + line for line in log.splitlines())) == reason
+def test_the_reason_of_a_failed_load_is_read_from_the_workers_log(log: str, reason: str | None) -> None:
+    assert load_failure("\n".join(WORKER + line for line in log.splitlines())) == reason
 
 
-LIFE = """s_name_part0=/tmp/.ts.sock, s_name_part1=9000, pid=20212
+WORKER_LOG = """s_name_part0=/tmp/.ts.sock, s_name_part1=9000, pid=20212
 Listening on port: /tmp/.ts.sock.9000
 Successfully loaded /srv/metrics.yaml.
 [PID]20212
@@ -205,20 +200,20 @@ llama-vocab.cpp:2544: GGML_ASSERT(id != -1) failed
 [Inferior 1 (process 20212) detached]"""
 
 
-@pytest.mark.parametrize(("lives", "given_up"), [(1, False), (3, False), (4, True)])
-def test_a_worker_that_dies_again_and_again_without_a_word_of_ours_is_given_up(lives: int, *, given_up: bool) -> None:
-    reason = wait_ready.load_failure("\n".join(WORKER + line for line in (LIFE.splitlines() * lives)))
+@pytest.mark.parametrize(("starts", "given_up"), [(1, False), (3, False), (4, True)])
+def test_a_worker_that_dies_four_times_while_loading_is_given_up(starts: int, *, given_up: bool) -> None:
+    reason = load_failure("\n".join(WORKER + line for line in (WORKER_LOG.splitlines() * starts)))
     assert bool(reason) is given_up
     assert not reason or reason.endswith("its last words: llama-vocab.cpp:2544: GGML_ASSERT(id != -1) failed")
 
 
-def test_waiting_ends_with_the_workers_sentence(state: State) -> None:
+def test_waiting_ends_with_the_workers_error(state: State) -> None:
     state.model_log.write_text(f"{WORKER}specserve cannot load: the draft is broken.\n", encoding="utf-8")
     with (
         sleeper("anything") as started,
         pytest.raises(ModelLoadError, match=r"^the draft is broken\. \(The worker's log: .*model_log\.log\)$"),
     ):
-        wait_ready.wait_until_ready(state, started, 60)
+        wait_until_ready(state, started, 60)
 
 
 def test_waiting_ends_when_torchserve_does(state: State) -> None:
@@ -226,15 +221,15 @@ def test_waiting_ends_when_torchserve_does(state: State) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
         with pytest.raises(EnvironmentFailure, match="TorchServe ended while starting: Invalid configuration"):
-            wait_ready.wait_until_ready(state, ended, 60)
+            wait_until_ready(state, ended, 60)
 
 
-def test_waiting_ends_with_the_time(state: State) -> None:
+def test_waiting_ends_with_the_timeout(state: State) -> None:
     with sleeper("anything") as started, pytest.raises(EnvironmentFailure, match="was not ready after 0 seconds"):
-        wait_ready.wait_until_ready(state, started, 0)
+        wait_until_ready(state, started, 0)
 
 
-def test_the_first_completion_shows_what_speculation_did() -> None:
+def test_the_first_completion_is_shown_with_its_speed_and_drafts() -> None:
     completion = {
         "choices": [{"text": "    return n\n"}],
         "usage": {"completion_tokens": 30},
@@ -246,31 +241,29 @@ def test_the_first_completion_shows_what_speculation_did() -> None:
     )
 
 
-def test_how_to_go_on_is_python_and_a_shell_command_that_run(state: State) -> None:
-    lines = how_to_go_on(state, with_tokens=True).splitlines()
+def test_the_client_example_is_python_and_a_shell_command_that_run(state: State) -> None:
+    lines = client_example(state, with_tokens=True).splitlines()
     begin = next(n for n, line in enumerate(lines) if line.startswith("import json"))
     compile("\n".join(lines[begin : lines.index("", begin)]), "printed", "exec")
     subprocess.run(["bash", "-n", "-c", "\n".join(lines[: begin - 1])], check=True)
     assert "Bearer $KEY" in lines[1]
-    assert "Bearer" not in how_to_go_on(state, with_tokens=False)
+    assert "Bearer" not in client_example(state, with_tokens=False)
 
 
-def test_a_java_of_17_or_later_is_taken_and_an_older_one_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_java_17_or_later_is_used_and_older_ones_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bin").mkdir()
     own = tmp_path / "bin" / "java"
     own.touch(mode=0o755)
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     own.write_text("#!/bin/sh\necho 'openjdk version \"17.0.2\"' >&2\n", encoding="utf-8")
-    assert java.java_home() == str(tmp_path)
+    assert java_home() == str(tmp_path)
     own.write_text("#!/bin/sh\necho 'java version \"1.8.0_292\"' >&2\n", encoding="utf-8")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    assert java.java_home() not in {None, str(tmp_path)}
+    assert java_home() not in {None, str(tmp_path)}
 
 
-def test_kserves_settings_are_the_projects_but_for_who_may_reach_what() -> None:
-    ours, theirs = (in_java((paths.CONFIG / place).read_text()) for place in KSERVE)
+def test_kserves_settings_differ_from_the_projects_only_in_addresses_and_access() -> None:
+    ours, theirs = (in_java((paths.CONFIG / file).read_text()) for file in KSERVE)
     changed = {key: theirs.get(key) for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
     assert changed == {
         "inference_address": "http://0.0.0.0:8080",

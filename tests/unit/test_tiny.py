@@ -1,4 +1,4 @@
-"""Tiny models behave like real ones wherever speculation, streaming or stopping looks."""
+"""Tiny models behave like real ones in what matters to speculation, streaming and stopping."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def sampler(seed: int) -> Choose:
 def generate(
     model: Model, prompt: str, choose: Choose, draft: Model | None = None, limit: int = 200
 ) -> tuple[list[int], list[Probabilities], list[Probabilities]]:
-    """The tokens up to an end, and at each of them what the model and the draft expected."""
+    """Return the tokens up to an end token, and the distributions of model and draft for each."""
     tokens: list[int] = []
     p, q = model.begin(prompt), draft.begin(prompt) if draft else np.empty(0)
     expected, drafted = [p], [q]
@@ -149,16 +149,18 @@ def generate(
 
 
 def follow(load: Load, architecture: str, choose: Choose) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Target and draft along the target's own texts, one row a position."""
+    """Return the distributions of target and draft for each token that the target generates."""
     target, draft = load(architecture, "target"), load(architecture, "draft")
-    texts = [generate(target, prompt, choose, draft, limit=100) for prompt in PROMPTS]
-    return np.concatenate([text[1] for text in texts]), np.concatenate([text[2] for text in texts])
+    answers = [generate(target, prompt, choose, draft, limit=100) for prompt in PROMPTS]
+    return np.concatenate([answer[1] for answer in answers]), np.concatenate([answer[2] for answer in answers])
 
 
 class TestTokenisers:
     @pytest.mark.parametrize("text", TEXTS)
     @pytest.mark.parametrize("role", ["target", "other"])
-    def test_the_pieces_of_a_text_join_to_the_text(self, load: Load, architecture: str, role: str, text: str) -> None:
+    def test_the_pieces_of_an_encoded_text_join_to_the_text(
+        self, load: Load, architecture: str, role: str, text: str
+    ) -> None:
         model = load(architecture, role)
         assert b"".join(model.pieces[token] for token in model.tokenise(text)).decode() == text
 
@@ -182,12 +184,12 @@ class TestTokenisers:
             token = getattr(llama_cpp, f"llama_vocab_fim_{name}")(model.vocab)
             assert model.pieces[token] == f"<|fim_{part}|>".encode()
 
-    def test_only_llama_starts_a_text_with_a_token(self, load: Load, architecture: str) -> None:
+    def test_only_llama_prepends_a_bos_token(self, load: Load, architecture: str) -> None:
         model = load(architecture, "target")
         added = len(model.tokenise("a", start=True)) - len(model.tokenise("a"))
         assert added == (architecture == "llama")
 
-    def test_two_architectures_chat_and_gpt2_does_not(self, load: Load, architecture: str) -> None:
+    def test_qwen2_and_llama_have_a_chat_template_and_gpt2_has_none(self, load: Load, architecture: str) -> None:
         template = load(architecture, "target").template()
         marker = {"qwen2": b"<|im_start|>", "llama": b"<|assistant|>", "gpt2": None}[architecture]
         assert template is None if marker is None else template is not None and marker in template
@@ -203,25 +205,25 @@ class TestPairs:
         assert other.pieces[:250] == target.pieces[:250]
         assert sum(a != b for a, b in zip(target.pieces, other.pieces, strict=True)) > 100
 
-    def test_the_draft_is_mostly_right_about_greedy_text(self, load: Load, architecture: str) -> None:
+    def test_the_draft_mostly_agrees_with_greedy_tokens(self, load: Load, architecture: str) -> None:
         p, q = follow(load, architecture, greedy)
         assert 0.6 < np.mean(p.argmax(axis=1) == q.argmax(axis=1)) < 0.85
 
-    def test_the_draft_overlaps_with_sampled_text(self, load: Load, architecture: str) -> None:
+    def test_the_drafts_distribution_overlaps_with_the_targets(self, load: Load, architecture: str) -> None:
         p, q = follow(load, architecture, sampler(1))
         assert 0.6 < np.minimum(p, q).sum(axis=1).mean() < 0.9
 
 
-class TestTexts:
+class TestGeneration:
     def test_the_next_token_is_neither_certain_nor_arbitrary(self, load: Load, architecture: str) -> None:
         p, _ = follow(load, architecture, sampler(2))
         assert 1 < -(p * np.log2(p + 1e-300)).sum(axis=1).mean() < 4
 
-    def test_greedy_text_varies_and_mostly_goes_on(self, load: Load, architecture: str) -> None:
+    def test_greedy_answers_vary_and_seldom_end_early(self, load: Load, architecture: str) -> None:
         model = load(architecture, "target")
-        texts = [generate(model, prompt, greedy, limit=64)[0] for prompt in PROMPTS]
-        assert sum(len(tokens) == 64 for tokens in texts) >= 6
-        for tokens in texts:
+        answers = [generate(model, prompt, greedy, limit=64)[0] for prompt in PROMPTS]
+        assert sum(len(tokens) == 64 for tokens in answers) >= 6
+        for tokens in answers:
             assert len(set(tokens)) >= min(10, len(tokens) // 2)
 
     def test_the_next_token_depends_on_more_than_the_last(self, load: Load, architecture: str) -> None:
@@ -230,25 +232,25 @@ class TestTexts:
         choices = [model.begin(prompt + " =") for prompt in ("a", "Where", "1 + 2")]
         assert max(np.abs(choices[0] - other).sum() for other in choices[1:]) > 0.2
 
-    def test_sampled_text_sometimes_ends_by_itself(self, load: Load, architecture: str) -> None:
+    def test_sampled_answers_sometimes_end(self, load: Load, architecture: str) -> None:
         model = load(architecture, "target")
-        texts = [generate(model, PROMPTS[seed % 8], sampler(seed))[0] for seed in range(24)]
-        ended = sum(tokens[-1] in model.ends for tokens in texts)
+        answers = [generate(model, PROMPTS[seed % 8], sampler(seed))[0] for seed in range(24)]
+        ended = sum(tokens[-1] in model.ends for tokens in answers)
         assert 2 <= ended <= 22
 
-    def test_text_is_readable_yet_splits_characters_between_tokens(self, load: Load, architecture: str) -> None:
+    def test_text_is_printable_and_splits_characters_between_tokens(self, load: Load, architecture: str) -> None:
         model = load(architecture, "target")
-        texts = [generate(model, prompt, sampler(seed))[0] for seed, prompt in enumerate(PROMPTS)]
-        pieces = [model.pieces[token] for tokens in texts for token in tokens if token not in model.ends]
+        answers = [generate(model, prompt, sampler(seed))[0] for seed, prompt in enumerate(PROMPTS)]
+        pieces = [model.pieces[token] for tokens in answers for token in tokens if token not in model.ends]
         text = b"".join(pieces).decode(errors="replace")
         assert sum("\ufffd" in piece.decode(errors="replace") for piece in pieces) >= 10
         assert text.count("\ufffd") < len(text) / 200
-        # Split characters may meet to ones that nobody has assigned.
+        # Joined bytes may form unassigned characters.
         assert sum(not character.isprintable() for character in text.replace("\n", "")) < len(text) / 200
 
 
 class TestFiles:
-    def test_a_build_repeats_byte_for_byte(self, tmp_path: Path, architecture: str) -> None:
+    def test_a_file_is_written_byte_for_byte_again(self, tmp_path: Path, architecture: str) -> None:
         for role in ROLES:
             digests = set()
             for name in ("one.gguf", "two.gguf"):
@@ -256,7 +258,7 @@ class TestFiles:
                 digests.add(hashlib.sha256((tmp_path / name).read_bytes()).hexdigest())
             assert len(digests) == 1
 
-    def test_a_build_replaces_its_file_and_leaves_nothing_else(self, tmp_path: Path) -> None:
+    def test_writing_replaces_the_file_and_leaves_no_other(self, tmp_path: Path) -> None:
         path = tmp_path / "models" / "tiny.gguf"
         path.parent.mkdir()
         path.write_bytes(b"half a file")

@@ -124,9 +124,9 @@ def test_the_page_shows_families_places_and_what_each_token_was(tmp_path: Path) 
     writer.end(an_end("r1"))
     report = summarise([tmp_path / "qwen-1.0.jsonl"])
     family = report.families["code"]
-    assert (family.texts, family.rounds, family.tokens) == (1, 3, 5)
-    assert family.places == [(1, 0.5, 2), (2, 1.0, 1)]
-    assert [piece.kind for piece in report.texts["r1 (1)"]] == ["accepted", "accepted", "bonus", "recovered", "plain"]
+    assert (family.answers, family.rounds, family.tokens) == (1, 3, 5)
+    assert family.acceptance_by_position == [(1, 0.5, 2), (2, 1.0, 1)]
+    assert [piece.kind for piece in report.answers["r1 (1)"]] == ["accepted", "accepted", "bonus", "recovered", "plain"]
     html = page(report)
     assert '<span class="bonus">(&lt;b&gt;</span>' in html
     assert '<span class="accepted">def </span>' in html

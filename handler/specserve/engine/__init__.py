@@ -1,1 +1,1 @@
-"""Inference engines: what is asked of one, llama.cpp."""
+"""The inference engine: its interface, and llama.cpp behind it."""

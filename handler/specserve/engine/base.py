@@ -1,4 +1,4 @@
-"""What the rest of specserve asks of an inference engine: a batched forward pass over slots of a key-value cache."""
+"""The interface of an inference engine: batched forward passes over a KV cache of several slots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FloatArray = NDArray[np.floating]
 
 
 class Row(NamedTuple):
-    """One token of one forward pass: it is written at `position` of `slot`'s cache."""
+    """One token of a batch: it is written at `position` of `slot`'s KV cache."""
 
     token: int
     slot: int
@@ -21,88 +21,88 @@ class Row(NamedTuple):
 
 
 class Vocabulary(Protocol):
-    """The tokens of one model."""
+    """The vocabulary and tokenizer of one model."""
 
     @property
     def size(self) -> int:
-        """Number of tokens, which is the width of a row of logits."""
+        """Number of tokens."""
 
     def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        """Tokenise `text` as the model was trained to see a prompt.
+        """Tokenise `text`.
 
         Args:
             text: valid Unicode.
-            special: also read the names of control tokens.
-            begin: put the token that begins a text in front, where the model wants one.
+            special: whether names of control tokens stand for these tokens.
+            begin: whether to prepend the BOS token, if the model's prompts begin with it.
         """
 
     def piece(self, token: int) -> bytes:
-        """The bytes a token adds to the text; empty for control tokens."""
+        """Return the bytes of a token; none for control tokens."""
 
     def name(self, token: int) -> bytes:
-        """The bytes of a token; for a control token, its name."""
+        """Return the bytes of a token; for a control token, its name."""
 
-    def ends_text(self, token: int) -> bool:
-        """Whether the model ends its answer with this token."""
+    def is_end_token(self, token: int) -> bool:
+        """Whether the token ends an answer."""
 
     def end_tokens(self) -> list[int]:
-        """All tokens that end a text."""
+        """Return all tokens that end an answer."""
 
     def infill(self, prefix: list[int], suffix: list[int]) -> list[int] | None:
-        """The prompt for what stands between two texts; None where the model has no tokens for that."""
+        """Return a fill-in-the-middle prompt; None if the model has no tokens for it."""
 
-    def start_token(self) -> int | None:
-        """The token that stands for an empty prompt, None where the vocabulary has no such token."""
+    def bos_token(self) -> int | None:
+        """Return the BOS token, which also stands for an empty prompt; None if the vocabulary has none."""
 
 
 class Engine(Protocol):
-    """One model with its cache of `n_slots` independent sequences.
+    """One model with a KV cache of `n_slots` independent sequences.
 
-    A cache is always a contiguous prefix of its sequence: rows of one slot must continue at its length,
-    in order, and only `cut` shortens it.
+    A slot always caches a contiguous prefix of its sequence: rows of a slot must continue at its cached length, in
+    order, and only `truncate` shortens it.
     """
 
     @property
     def n_slots(self) -> int:
-        """Number of sequences the cache holds."""
+        """Number of sequences in the cache."""
 
     @property
     def width(self) -> int:
-        """Number of tokens of the vocabulary, the width of a row of logits."""
+        """Size of the vocabulary, the width of a row of logits."""
 
     @property
     def max_rows(self) -> int:
-        """The most rows of one forward pass."""
+        """Maximum rows of a forward pass."""
 
     @property
     def max_logits(self) -> int:
-        """The most rows of one forward pass that may want logits."""
+        """Maximum rows of a forward pass with `wants_logits`."""
 
     def cached_len(self, slot: int) -> int:
-        """How many tokens a slot holds."""
+        """Return the number of cached tokens of a slot."""
 
     def kv_len(self, slots: Iterable[int]) -> int:
-        """How many tokens of the cache a row of these slots attends to or has to pass over."""
+        """Return how many cached tokens attention reads for a row of one of these slots, its own or not."""
 
     @property
     def slot_length(self) -> int:
-        """The longest text of one slot."""
+        """Maximum tokens of one slot."""
 
     def forward(self, rows: list[Row]) -> FloatArray:
-        """Run the model over `rows`.
+        """Run one forward pass.
 
         Returns:
-            Logits, shape (rows that want them, vocabulary), in the rows' order; overwritten by the next call.
+            Logits, shape (rows with `wants_logits`, vocabulary), in the rows' order; overwritten by the next call.
 
         Raises:
-            EngineError: the pass failed; the caches of the rows' slots are as before the call.
+            EngineError: the pass failed; the cache is unchanged.
         """
 
     def truncate(self, slot: int, length: int) -> None:
-        """Keep the first `length` tokens of a slot's cache."""
+        """Remove all but the first `length` tokens of a slot from the cache."""
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """Make a slot hold just the first `length` tokens of another one's cache, without reading them again."""
+        """Replace a slot's cache by the first `length` tokens of another slot, without computing them again."""
 
     def close(self) -> None:
-        """Give the memory back; the engine cannot be used afterwards."""
+        """Free the memory; the engine cannot be used afterwards."""

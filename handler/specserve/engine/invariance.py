@@ -1,7 +1,7 @@
-"""Does a text get the same logits, bit for bit, however its rows are cut into passes, laid out and accompanied?
+"""Measures batch invariance: whether logits depend, bit for bit, on how a sequence is split over forward passes.
 
-Only then do greedy and seeded texts repeat exactly with speculation and without. It is a property of the file, of the
-kernels and of the cache together, so it is measured on the engine that will serve.
+Only if they do not, greedy and seeded answers repeat exactly with and without speculation. This is a property of the
+weights, the kernels and the cache together, so it is measured on the engine that will serve.
 """
 
 from __future__ import annotations
@@ -12,23 +12,26 @@ import numpy as np
 
 from specserve.engine.base import Engine, FloatArray, Row
 
-# Kernels take rows by fours and what is left over one by one: these leave 2, 3, 0 and 1, the odd chunk 3.
+# Rows a pass. Kernels process rows in blocks of four and the rest one by one: these leave rests of 2, 3, 0 and 1.
 _COUNTS = (2, 3, 4, 5)
 _STEPS = max(_COUNTS)
-# Attention takes another path for a lone row once the cache counts more than 256 kv_len ...
-_TOKENS = 264 + _STEPS
-# ... and for 64 rows and more.
-_WIDE = 65
+# Attention of llama.cpp changes for a single row above a KV length of 256, and for 64 rows and more.
+_LENGTH = 264 + _STEPS
+_WIDE_CHUNK = 65
 _CHUNK = 16
+# Leaves a rest of 3.
 _ODD_CHUNK = 15
 
 
 class Invariance(NamedTuple):
-    """The largest absolute difference of a logit when one thing alone is changed; 0.0 is equality of every bit.
+    """The largest absolute difference of a logit when one condition changes; 0.0 means equal bits.
 
-    `rows`: how many rows of the text share a pass. `chunks`: how its prompt was cut into passes. `layout`: where its
-    kv_len lie in the cache, and what was written there before; sums in another order seldom show in a quantised file,
-    so 0.0 is no proof there. `neighbours`: rows of other texts in the pass; None where a pass has no room for any.
+    Args:
+        rows: number of rows of the sequence in a pass.
+        chunks: split of the prompt over passes.
+        layout: positions of the sequence's cells in the cache, and their earlier content. A different order of sums
+            seldom shows with quantised weights, so 0.0 is no proof.
+        neighbours: rows of other sequences in the pass; None if a pass has too few rows for any.
     """
 
     rows: float
@@ -37,137 +40,136 @@ class Invariance(NamedTuple):
     neighbours: float | None
 
     @property
-    def alone(self) -> bool:
-        """Whether a text by itself in an empty cache repeats exactly, whatever is drafted."""
+    def single_sequence(self) -> bool:
+        """Whether a single sequence in an empty cache repeats exactly, with any drafts."""
         return self.rows == self.chunks == 0
 
     @property
-    def everywhere(self) -> bool:
-        """Whether a text repeats exactly in any company."""
-        return self.alone and self.layout == 0 and not self.neighbours
+    def any_batch(self) -> bool:
+        """Whether a sequence repeats exactly, with any drafts and beside any other sequences."""
+        return self.single_sequence and self.layout == 0 and not self.neighbours
 
     @property
     def largest(self) -> float:
-        """The largest difference of all."""
+        """The largest difference under any condition."""
         return float(np.max([self.rows, self.chunks, self.layout, self.neighbours or 0.0]))
 
 
-def probe(engine: Engine, room: int) -> Invariance:
-    """Measure how far the logits of one text of random tokens depend on what should not matter.
+def probe(engine: Engine, slot_tokens: int) -> Invariance:
+    """Measure the differences on one sequence of random tokens.
 
-    It takes as long as reading a prompt of about 400 tokens; the cache must be empty, and is afterwards.
+    It takes as long as the prefill of 400 tokens. The cache must be empty, and is empty afterwards.
 
     Args:
-        engine: what is measured; its `max_rows` and `max_logits` bound what is tried.
-        room: how many tokens a slot can hold; below 269 a shorter text is read, and what only long texts show is
-            not seen.
+        engine: the engine to measure.
+        slot_tokens: maximum tokens of a slot; below 269 effects of long sequences are not seen.
     """
     try:
-        return _Probe(engine, room).run()
+        return _Probe(engine, slot_tokens).run()
     finally:
         for slot in range(min(2, engine.n_slots)):
             engine.truncate(slot, 0)
 
 
 class _Probe:
-    """A text in slot 0: an opening, a prompt up to `end`, and the steps behind it whose logits are compared."""
+    """A sequence in slot 0: an opening chunk, the prompt up to `end`, and the steps after it that are compared."""
 
-    def __init__(self, engine: Engine, room: int) -> None:
+    def __init__(self, engine: Engine, slot_tokens: int) -> None:
         self._engine = engine
-        length = min(room, _TOKENS)
-        self._text = [int(token) for token in np.random.default_rng(0).integers(engine.width, size=length)]
+        length = min(slot_tokens, _LENGTH)
+        self._tokens = [int(token) for token in np.random.default_rng(0).integers(engine.width, size=length)]
         self._end = length - _STEPS
         self._opening = min(_CHUNK, engine.max_rows, self._end)
 
     def run(self) -> Invariance:
-        """Read the text once and measure; the order spares reading more than its end again."""
-        opening = self._read_opening(0)
-        turn = max(self._opening, self._end + 1 - _WIDE)
-        late = max(self._opening, self._end - 2 * _CHUNK)
-        self._read(self._opening, turn, _WIDE)
-        wide = self._chunk(turn, _WIDE)
-        self._engine.truncate(0, late)
-        self._read(late, self._end, _CHUNK)
+        """Run all comparisons, in an order that computes only the prompt's end again."""
+        opening = self._prefill_opening(0)
+        wide_start = max(self._opening, self._end + 1 - _WIDE_CHUNK)
+        chunk_start = max(self._opening, self._end - 2 * _CHUNK)
+        odd_start = max(chunk_start, self._end + 1 - 2 * _ODD_CHUNK)
+        self._prefill(self._opening, wide_start, _WIDE_CHUNK)
+        wide = self._first_step_in_chunk(wide_start, _WIDE_CHUNK)
+        self._engine.truncate(0, chunk_start)
+        self._prefill(chunk_start, self._end, _CHUNK)
         steps = self._steps(_STEPS)
-        odd = self._chunk(max(late, self._end + 1 - 2 * _ODD_CHUNK), _ODD_CHUNK)
+        odd = self._first_step_in_chunk(odd_start, _ODD_CHUNK)
         rows = [self._rows(count, steps) for count in _COUNTS if count <= self._engine.max_rows]
-        layout, neighbours = [self._rejections(steps)], None
+        layout, neighbours = [self._after_rejections(steps)], None
         if self._engine.n_slots > 1:
             neighbours = self._neighbours()
-            layout.append(self._interleaved(late, opening, steps))
-        chunks = [_difference(chunk, steps[:1]) for chunk in (wide, odd)]
+            layout.append(self._interleaved(chunk_start, opening, steps))
+        chunks = [_difference(logits, steps[:1]) for logits in (wide, odd)]
         return Invariance(_largest(rows), _largest(chunks), _largest(layout), neighbours)
 
     def _rows(self, count: int, steps: FloatArray) -> float:
-        """The first steps, all in one pass."""
+        """Compare the first steps in one pass."""
         self._engine.truncate(0, self._end)
         wanted = min(count, self._engine.max_logits)
-        logits = self._pass(_rows_of(self._text, self._end, count), wanted)
+        logits = self._forward(_rows_of(self._tokens, self._end, count), wanted)
         return _difference(logits, steps[count - wanted : count])
 
-    def _chunk(self, start: int, chunk: int) -> FloatArray:
-        """Logits of the first step, as the last row of a chunk that begins at `start`, or of several."""
+    def _first_step_in_chunk(self, start: int, chunk: int) -> FloatArray:
+        """Return the logits of the first step as the last row of a prefill in chunks from `start`."""
         self._engine.truncate(0, start)
-        behind = self._end + 1
-        last = behind - min(chunk, self._engine.max_rows, behind - start)
-        self._read(start, last, chunk)
-        return self._pass(_rows_of(self._text, last, behind - last))
+        end = self._end + 1
+        last = end - min(chunk, self._engine.max_rows, end - start)
+        self._prefill(start, last, chunk)
+        return self._forward(_rows_of(self._tokens, last, end - last))
 
-    def _rejections(self, steps: FloatArray) -> float:
-        """The first steps again, behind drafts that were written there and cut."""
+    def _after_rejections(self, steps: FloatArray) -> float:
+        """Compare the first steps after other tokens were cached and truncated at their positions."""
         self._engine.truncate(0, self._end)
-        self._pass(_rows_of(self._text[::-1], self._end, min(3, self._engine.max_rows)))
+        self._forward(_rows_of(self._tokens[::-1], self._end, min(3, self._engine.max_rows)))
         self._engine.truncate(0, self._end)
         return _difference(self._steps(2), steps[:2])
 
     def _interleaved(self, start: int, opening: FloatArray, steps: FloatArray) -> float:
-        """The opening in another slot, and the prompt's end on both sides of it, the later part in cells it gave up."""
+        """Compare with cells before and after those of another slot, and in cells that it has freed."""
         self._engine.truncate(0, start)
         self._engine.truncate(1, 0)
-        elsewhere = _difference(self._read_opening(1), opening)
+        other_slot = _difference(self._prefill_opening(1), opening)
         middle = min(start + _CHUNK, self._end)
-        self._read(start, middle, _CHUNK)
+        self._prefill(start, middle, _CHUNK)
         self._engine.truncate(1, 0)
-        self._read(middle, self._end, _CHUNK)
-        return _largest([elsewhere, _difference(self._steps(4), steps[:4])])
+        self._prefill(middle, self._end, _CHUNK)
+        return _largest([other_slot, _difference(self._steps(4), steps[:4])])
 
     def _neighbours(self) -> float | None:
-        """Steps of the text beside as many rows of another, against a pass as large of the text alone."""
+        """Compare passes with as many rows of another sequence to one of the same size without."""
         half = min(2, self._engine.max_rows // 2)
         if half == 0:
             return None
-        own = _rows_of(self._text, self._end, 2 * half)
-        other = _rows_of(self._text, 0, half, slot=1)
-        # Logits of the same row, whatever stands around it.
+        own = _rows_of(self._tokens, self._end, 2 * half)
+        other = _rows_of(self._tokens, 0, half, slot=1)
         own[half - 1] = own[half - 1]._replace(wants_logits=True)
-        passes = []
+        logits = []
         for rows in (own, own[:half] + other, other + own[:half]):
             self._engine.truncate(0, self._end)
             self._engine.truncate(1, 0)
-            passes.append(self._engine.forward(rows).copy())
-        return _largest([_difference(crowd, passes[0]) for crowd in passes[1:]])
+            logits.append(self._engine.forward(rows).copy())
+        return _largest([_difference(beside_others, logits[0]) for beside_others in logits[1:]])
 
-    def _read_opening(self, slot: int) -> FloatArray:
-        return self._pass(_rows_of(self._text, 0, self._opening, slot=slot))
+    def _prefill_opening(self, slot: int) -> FloatArray:
+        return self._forward(_rows_of(self._tokens, 0, self._opening, slot=slot))
 
-    def _read(self, start: int, end: int, chunk: int) -> None:
-        """Write the prompt from `start` to `end` without asking for logits."""
+    def _prefill(self, start: int, end: int, chunk: int) -> None:
+        """Cache the tokens from `start` to `end` without logits."""
         chunk = min(chunk, self._engine.max_rows)
         for first in range(start, end, chunk):
-            self._pass(_rows_of(self._text, first, min(chunk, end - first)), wanted=0)
+            self._forward(_rows_of(self._tokens, first, min(chunk, end - first)), wanted=0)
 
     def _steps(self, count: int) -> FloatArray:
-        """Logits of the first steps behind the prompt, one row a pass."""
-        return np.concatenate([self._pass(_rows_of(self._text, self._end + n, 1)) for n in range(count)])
+        """Return the logits of the first steps, one row a pass."""
+        return np.concatenate([self._forward(_rows_of(self._tokens, self._end + n, 1)) for n in range(count)])
 
-    def _pass(self, rows: list[Row], wanted: int = 1) -> FloatArray:
-        """One forward pass; a copy of the logits of its last `wanted` rows."""
-        silent = len(rows) - wanted
-        return self._engine.forward([row._replace(wants_logits=i >= silent) for i, row in enumerate(rows)]).copy()
+    def _forward(self, rows: list[Row], wanted: int = 1) -> FloatArray:
+        """Run a pass; return a copy of the logits of its last `wanted` rows."""
+        first = len(rows) - wanted
+        return self._engine.forward([row._replace(wants_logits=i >= first) for i, row in enumerate(rows)]).copy()
 
 
-def _rows_of(text: list[int], start: int, count: int, *, slot: int = 0) -> list[Row]:
-    return [Row(text[place], slot, place, wants_logits=False) for place in range(start, start + count)]
+def _rows_of(tokens: list[int], start: int, count: int, *, slot: int = 0) -> list[Row]:
+    return [Row(tokens[position], slot, position, wants_logits=False) for position in range(start, start + count)]
 
 
 def _difference(one: FloatArray, other: FloatArray) -> float:

@@ -1,7 +1,7 @@
-"""The matrix products and the attention of our own (handler/kernels), put in place of llama.cpp's where they are right.
+"""Selects specserve's kernels (handler/kernels) or llama.cpp's for matrix products and attention.
 
-llama.cpp asks a list of buffer types, in order, which of them takes a weight, and the library puts its own first. So a
-model loaded after `use("auto")` has its weights packed for our kernels, one loaded after `use("off")` for llama.cpp's.
+llama.cpp offers each weight to a list of buffer types, in order, and the library puts its own first. So a model loaded
+after `use("auto")` has its weights packed for specserve's kernels, one loaded after `use("off")` for llama.cpp's.
 """
 
 from __future__ import annotations
@@ -16,30 +16,29 @@ from typing import Literal, NamedTuple
 
 from specserve.engine.llama_model import start_backend
 
-# (llama_model loads llama_cpp, and with it the libraries that ours takes its symbols from)
 FILE = "libspecserve_kernels.so"
 Mode = Literal["auto", "off"]
-# By number: `enum class Format` of kernels.h.
+# In the order of `enum class Format` in kernels.h.
 FORMATS = ("Q4_0", "Q8_0", "Q4_K", "Q6_K")
 VARIANTS = ("avx512_vnni", "avx_vnni", "avx2")
-# Largest error of a product, in units of its root mean square: activations of 8 bits leave 0.023 (768 terms, any
-# variant: tests/engine/test_kernels.py), a bias or a scale that is wrong 0.2 and more.
+# Error of a product relative to its root mean square. Activations of 8 bits cause 0.023 (768 terms, any variant), a
+# wrong bias or scale 0.2 and more (tests/engine/test_kernels.py).
 _MAX_ERROR = 0.05
-# The product that is timed against llama.cpp's: a megabyte or two of weights, milliseconds for all formats.
+# Product for the comparison of speeds: 2 to 3 MB of weights, milliseconds for all formats.
 _TIMED_K, _TIMED_COLUMNS, _TIMED_ROWS, _TIMES = 2048, 1536, (1, 4, 8), 5
-# Slower by less than this share is what a noisy machine may show of equals; a neighbour that takes a core for a moment
-# shows more, so what looks slow is timed so many times.
+# Kernels of the same speed differ by up to this share when measured on a noisy machine. A process that takes a core for
+# a moment causes more, so a kernel that seems slower is measured up to `_TRIALS` times.
 _NOISE = 0.1
 _TRIALS = 6
 
 
 class Kernels(NamedTuple):
-    """What computes for models that are loaded from now on.
+    """The kernels for models loaded from now on.
 
     Args:
-        variant: of the instructions our kernels use; None where llama.cpp's serve.
-        formats: of the weights that are ours.
-        sentence: the same, and why, for people.
+        variant: instruction set of specserve's kernels; None if llama.cpp's are used.
+        formats: weight formats that specserve's kernels compute.
+        sentence: the same for people, with the reason.
     """
 
     variant: str | None
@@ -48,11 +47,11 @@ class Kernels(NamedTuple):
 
 
 class Unusable(Exception):
-    """Our kernels cannot be used; the text says why."""
+    """specserve's kernels cannot be used, for the reason given."""
 
 
 def library_path() -> Path:
-    """Where the library is, if it was built: beside this module in an archive, else where it was installed."""
+    """Return where the library should be: beside this module in an archive, else where pip installed it."""
     beside = Path(__file__).with_name(FILE)
     if beside.exists():
         return beside
@@ -64,10 +63,10 @@ def library_path() -> Path:
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """The library, loaded.
+    """Load the library.
 
     Raises:
-        Unusable: there is none, or it does not fit the llama-cpp-python that is installed.
+        Unusable: it was not built, or not for the installed llama-cpp-python.
     """
     path = library_path()
     if not path.exists():
@@ -75,6 +74,7 @@ def library() -> ctypes.CDLL:
             "they were not built (that takes a C++ compiler and an x86-64 Linux when specserve is installed)"
         )
     try:
+        # Makes the symbols of the ggml that llama_cpp has loaded visible to the library.
         for name in ("libggml-base.so.0", "libggml.so.0", "libggml-cpu.so.0"):
             ctypes.CDLL(name, os.RTLD_GLOBAL | os.RTLD_NOLOAD | os.RTLD_NOW)
         loaded = ctypes.CDLL(str(path), os.RTLD_NOW)
@@ -88,7 +88,7 @@ def library() -> ctypes.CDLL:
 
 
 def declare(loaded: ctypes.CDLL) -> None:
-    """Tell ctypes the types of library.cpp's functions, where they are not plain ints."""
+    """Declare the types of library.cpp's functions that are not plain ints."""
     loaded.specserve_built_for.restype = ctypes.c_char_p
     loaded.specserve_use.restype = ctypes.c_char_p
     loaded.specserve_use.argtypes = [ctypes.c_char_p]
@@ -106,25 +106,25 @@ def declare(loaded: ctypes.CDLL) -> None:
     loaded.specserve_attend.argtypes = [*sizes, ctypes.c_int, ctypes.c_float, ctypes.c_int, *[pointer] * 5]
 
 
-_STOCK = Kernels(None, (), "llama.cpp's own kernels compute: ours were not asked for")
+_STOCK = Kernels(None, (), "llama.cpp's own kernels compute: specserve's were not selected")
 _state = {"in_use": _STOCK}
 
 
 def in_use() -> Kernels:
-    """What the last `use` in this process decided."""
+    """Return the result of the last `use` in this process."""
     return _state["in_use"]
 
 
 def use(mode: Mode, *, threads: int = 1, variant: str | None = None) -> Kernels:
-    """Decide what computes for the models that are loaded from now on, and for all attention.
+    """Select the kernels for models loaded from now on, and for all attention.
 
-    What is used has proved itself here: every kernel against exact arithmetic, every format against llama.cpp's speed.
+    Kernels are selected only if their results are correct and their speed is at least llama.cpp's on this machine.
+    The first call in a process must precede the first load of a model, when llama.cpp reads its list of buffer types.
 
     Args:
-        mode: `off` is llama.cpp's own kernels.
-        threads: that passes will use, for the comparison of speeds.
-        variant: one of VARIANTS, instead of the best that the processor has; every format of it is used, also where it
-            is slower.
+        mode: `off` selects llama.cpp's kernels.
+        threads: compute threads, for the comparison of speeds.
+        variant: one of VARIANTS, instead of the best that the processor supports; speeds are then not compared.
     """
     _state["in_use"] = chosen = _choose(mode, threads, variant)
     return chosen
@@ -139,21 +139,21 @@ def _choose(mode: Mode, threads: int, variant: str | None) -> Kernels:
     loaded.specserve_take(0)
     if mode == "off":
         return _stock("`kernels: off`")
-    found = loaded.specserve_use((variant or "").encode())
-    if found is None:
+    used = loaded.specserve_use((variant or "").encode())
+    if used is None:
         return _stock(f"this processor has not {variant}" if variant else "this processor has not even AVX2")
     wrong = {name: error for name in FORMATS if (error := largest_error(name)) > _MAX_ERROR}
     slow = {} if variant else {name: ratio for name in FORMATS if (ratio := _best_speed(name, threads)) < 1 - _NOISE}
-    taken = [name for name in FORMATS if name not in wrong and name not in slow]
-    loaded.specserve_take(sum(1 << FORMATS.index(name) for name in taken))
-    left = [f"{name} failed its check (an error of {error:.2g})" for name, error in wrong.items()]
-    left += [f"{name} is slower than llama.cpp's ({ratio:.2f} times its speed)" for name, ratio in slow.items()]
-    if not taken:
-        return _stock("; ".join(left))
-    sentence = f"specserve's own kernels compute ({found.decode()}: {', '.join(taken)}, attention)"
-    if left:
-        sentence += f", but not all: {'; '.join(left)}"
-    return Kernels(found.decode(), tuple(taken), sentence)
+    selected = [name for name in FORMATS if name not in wrong and name not in slow]
+    loaded.specserve_take(sum(1 << FORMATS.index(name) for name in selected))
+    rejected = [f"{name} failed its check (an error of {error:.2g})" for name, error in wrong.items()]
+    rejected += [f"{name} is slower than llama.cpp's ({ratio:.2f} times its speed)" for name, ratio in slow.items()]
+    if not selected:
+        return _stock("; ".join(rejected))
+    sentence = f"specserve's own kernels compute ({used.decode()}: {', '.join(selected)}, attention)"
+    if rejected:
+        sentence += f", but not all: {'; '.join(rejected)}"
+    return Kernels(used.decode(), tuple(selected), sentence)
 
 
 def _stock(reason: str) -> Kernels:
@@ -161,10 +161,10 @@ def _stock(reason: str) -> Kernels:
 
 
 def largest_error(name: str) -> float:
-    """The largest error of a format's products over all numbers of rows, in units of their root mean square."""
-    tile = library().specserve_max_tile()
+    """Return the largest error of a format's products over all numbers of rows, relative to their root mean square."""
+    max_rows = library().specserve_max_tile()
     number = FORMATS.index(name)
-    return max(float(library().specserve_check_product(number, rows)) for rows in range(1, tile + 1))
+    return max(float(library().specserve_check_product(number, rows)) for rows in range(1, max_rows + 1))
 
 
 def _best_speed(name: str, threads: int) -> float:
@@ -175,7 +175,7 @@ def _best_speed(name: str, threads: int) -> float:
 
 
 def speed(name: str, threads: int) -> float:
-    """How many times as fast as llama.cpp's a format's products are, over a few numbers of rows."""
+    """Return the speed of a format's products relative to llama.cpp's, over a few numbers of rows."""
     number = FORMATS.index(name)
 
     def seconds(*, ours: bool) -> float:
@@ -187,11 +187,11 @@ def speed(name: str, threads: int) -> float:
 
 
 class Roof(NamedTuple):
-    """What the machine could do at most, for kernels of the variant in use.
+    """The roofline of the machine for the variant in use.
 
     Args:
-        bytes_per_second: read from memory.
-        products_per_second: of a weight and an activation, both of 8 bits, by dot-product instructions alone.
+        bytes_per_second: memory read bandwidth.
+        products_per_second: peak of 8-bit multiply-adds by dot-product instructions.
     """
 
     bytes_per_second: float
@@ -199,10 +199,10 @@ class Roof(NamedTuple):
 
 
 def roof(threads: int) -> Roof:
-    """Measure both, each in a fraction of a second; after a `use` that put a variant of ours in use.
+    """Measure the roofline in a fraction of a second.
 
     Raises:
-        Unusable: there is no library, or llama.cpp's own kernels are in use.
+        Unusable: there is no library, or llama.cpp's kernels are in use.
     """
     loaded = library()
     if in_use().variant is None:
@@ -211,23 +211,23 @@ def roof(threads: int) -> Roof:
 
 
 def identity() -> str:
-    """What the cost of a pass depends on: the library's own text and what of it is in use."""
+    """Return a key for cached pass costs: the library's checksum, the variant and the formats in use."""
     chosen = in_use()
     if chosen.variant is None:
         return "stock"
-    text = hashlib.sha256(library_path().read_bytes()).hexdigest()
-    return f"{text} {chosen.variant} {' '.join(chosen.formats)}"
+    checksum = hashlib.sha256(library_path().read_bytes()).hexdigest()
+    return f"{checksum} {chosen.variant} {' '.join(chosen.formats)}"
 
 
 class Calls(NamedTuple):
-    """How often passes came to a product, and to attention, of our own."""
+    """Number of matrix products and attentions that specserve's kernels have computed."""
 
     products: int
     attentions: int
 
 
 def calls() -> Calls:
-    """Counts since the process began; zero where the library is not used."""
+    """Return the counts since the process began; zero if the library is not loaded."""
     try:
         return Calls(library().specserve_products(), library().specserve_attentions())
     except Unusable:

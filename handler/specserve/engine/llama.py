@@ -1,4 +1,4 @@
-"""A context of one model: passes over rows, and the cache behind them that all its sequences share."""
+"""A llama.cpp context: forward passes, and the KV cache that all sequences of a model share."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import EngineError, ModelLoadError
 
-_F16 = 1  # ggml.h, enum ggml_type; the binding leaves it out
+_F16 = 1  # GGML_TYPE_F16 of ggml.h, which llama-cpp-python does not export
 
 
 class LlamaEngine:
-    """A context of one model: a cache for `n_slots` sequences, which share it, and batched forward passes.
+    """An `Engine`: a llama.cpp context whose `n_slots` sequences share one unified KV cache.
 
-    With attention of our own (engine/kernels.py) a row's sums depend neither on where its sequence's tokens lie in the
-    cache nor on other rows, and it attends to its own sequence only. llama.cpp's passes over the tokens of all, and
-    adds them up in the order in which they lie there.
+    With specserve's attention kernel (engine/kernels.py) a row reads the cells of its own sequence only, and its result
+    depends neither on where in the cache they are nor on other rows. llama.cpp's kernel reads the cells of all
+    sequences, and sums in their order.
 
     Raises:
-        ModelLoadError: there is no memory for the context, or the model's cache cannot be cut back.
+        ModelLoadError: there is no memory for the context, or the model's cache cannot be truncated.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class LlamaEngine:
         self.width = model.size
         params = llama_cpp.llama_context_default_params()
         self._own_attention = kernels.in_use().variant is not None
-        # Rows that are only there to make a pass cheaper stay within a slot's length, too.
+        # Padding rows need no further cells: they stay within a slot's length.
         params.n_ctx = n_slots * context_length
         params.n_seq_max = n_slots
         params.n_batch = params.n_ubatch = max_rows
@@ -64,10 +64,10 @@ class LlamaEngine:
         self._memory = llama_cpp.llama_get_memory(context)
         self._lengths = [0] * n_slots
         self._make_batch(max_rows)
-        self._check_cuts(model)
+        self._check_truncation(model)
 
     def _make_batch(self, rows: int) -> None:
-        """A batch over memory of our own, so that NumPy fills it and its capacity is one we can check."""
+        """Build a llama_batch over NumPy arrays, which are faster to fill than ctypes arrays."""
         self._tokens = np.zeros(rows, np.int32)
         self._positions = np.zeros(rows, np.int32)
         self._counts = np.ones(rows, np.int32)
@@ -84,25 +84,25 @@ class LlamaEngine:
         batch.logits = self._wants.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
         self._batch = batch
 
-    def _check_cuts(self, model: LlamaModel) -> None:
-        """Some kinds of model cannot forget their last tokens; speculation needs exactly that."""
+    def _check_truncation(self, model: LlamaModel) -> None:
+        """Refuse models whose cache cannot be truncated, such as recurrent ones."""
         self.forward([Row(0, 0, position, wants_logits=False) for position in range(2)])
-        if not self._forget(0, 1):
+        if not self._remove_from(0, 1):
             raise ModelLoadError(
-                f"{model.path}: this kind of model cannot take tokens back, so drafts cannot be verified with it."
+                f"{model.path}: the KV cache of this kind of model cannot be truncated, which speculation needs."
             )
         self.truncate(0, 0)
 
     def cached_len(self, slot: int) -> int:
-        """How many tokens a slot holds."""
+        """Return the number of cached tokens of a slot."""
         return self._lengths[slot]
 
     def kv_len(self, slots: Iterable[int]) -> int:
-        """How many tokens a row passes over; what slots share counts for each."""
+        """Return how many cached tokens attention reads for a row; tokens that slots share count for each."""
         return max((self._lengths[slot] for slot in slots), default=0) if self._own_attention else sum(self._lengths)
 
     def forward(self, rows: list[Row]) -> FloatArray:
-        """Run the model over `rows`; see `Engine.forward`."""
+        """Run one forward pass; see `Engine.forward`."""
         count = len(rows)
         if not 0 < count <= self.max_rows:
             raise EngineError(f"A forward pass takes 1 to {self.max_rows} rows, not {count}.")
@@ -123,7 +123,7 @@ class LlamaEngine:
         code = llama_cpp.llama_decode(self._context, self._batch)
         if code != 0:
             for slot in set(slots):
-                self._forget(slot, self._lengths[slot])
+                self._remove_from(slot, self._lengths[slot])
             raise EngineError(f"llama_decode failed with code {code} on {count} rows.")
         self._lengths = lengths
         if not wanted:
@@ -132,23 +132,23 @@ class LlamaEngine:
         return np.ctypeslib.as_array(logits, shape=(wanted, self.width))
 
     def truncate(self, slot: int, length: int) -> None:
-        """Keep the first `length` tokens of a slot's cache."""
+        """Remove all but the first `length` tokens of a slot from the cache."""
         if length < self._lengths[slot]:
-            self._forget(slot, length)
+            self._remove_from(slot, length)
             self._lengths[slot] = length
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """Make a slot hold the first `length` tokens of another one's; both share their place in the cache."""
+        """Replace a slot's cache by the first `length` tokens of another slot; both share the cells."""
         if length > self._lengths[source]:
             raise EngineError(f"Slot {source} holds {self._lengths[source]} tokens; {length} cannot be copied.")
         self.truncate(destination, 0)
         llama_cpp.llama_memory_seq_cp(self._memory, source, destination, 0, length)
         self._lengths[destination] = length
 
-    def _forget(self, slot: int, length: int) -> bool:
-        """Take the tokens from `length` on out of the cache; False where this kind of cache cannot."""
+    def _remove_from(self, slot: int, length: int) -> bool:
+        """Remove a slot's tokens from `length` on; False if this kind of cache does not support it."""
         return bool(llama_cpp.llama_memory_seq_rm(self._memory, slot, length, -1))
 
     def close(self) -> None:
-        """Give the cache back."""
+        """Free the context."""
         llama_cpp.llama_free(self._context)

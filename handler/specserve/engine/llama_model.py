@@ -1,4 +1,4 @@
-"""A GGUF file as llama.cpp loads it: its weights, its vocabulary, and whether two of them fit each other."""
+"""A GGUF loaded by llama.cpp: its weights, its vocabulary, and the check that a draft fits a target."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import llama_cpp
 from specserve.errors import EngineError, ModelLoadError
 
 _GGUF_MAGIC = b"GGUF"
-_LOG_LEVEL_ERROR = 4  # ggml.h, enum ggml_log_level; the binding leaves it out
+_LOG_LEVEL_ERROR = 4  # GGML_LOG_LEVEL_ERROR of ggml.h, which llama-cpp-python does not export
 
 
-def _keep_quiet(level: int, text: bytes, _user_data: object) -> None:
-    """Pass on only llama.cpp's errors; the rest is kilobytes a load."""
+def _log_errors(level: int, text: bytes, _user_data: object) -> None:
+    """Print only llama.cpp's errors; the rest is kilobytes for each model."""
     if level == _LOG_LEVEL_ERROR:
         os.write(2, b"llama.cpp: " + text)
 
 
-# llama.cpp keeps the pointer, so the object behind it must live as long as the process.
-_LOG_CALLBACK = llama_cpp.llama_log_callback(_keep_quiet)
+# llama.cpp keeps the pointer, so the callback must live as long as the process.
+_LOG_CALLBACK = llama_cpp.llama_log_callback(_log_errors)
 
 
 @lru_cache(maxsize=1)
 def start_backend() -> None:
-    """Let llama.cpp begin, once, with its log reduced to errors."""
+    """Initialise llama.cpp once, with its log reduced to errors."""
     llama_cpp.llama_log_set(_LOG_CALLBACK, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
 
 
 class LlamaModel:
-    """A loaded GGUF: its weights and its vocabulary.
+    """The weights and the `Vocabulary` of a GGUF.
 
     Raises:
         ModelLoadError: the file is missing, is not GGUF, or llama.cpp refuses it.
@@ -44,7 +44,7 @@ class LlamaModel:
         start_backend()
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0
-        # Repacked weights are private copies: a mapping would keep every page a second time.
+        # No mmap: weights are repacked into private copies, and mapped pages would stay in memory beside them.
         params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
         model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
         if model is None:
@@ -62,95 +62,95 @@ class LlamaModel:
     def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
         """Tokenise `text`; see `Vocabulary.encode`."""
         data = text.encode("utf-8")
-        room = len(data) + 8
-        tokens = (llama_cpp.llama_token * room)()
-        count = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, room, begin, special)
+        size = len(data) + 8
+        tokens = (llama_cpp.llama_token * size)()
+        count = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, size, begin, special)
         if count < 0:
             raise EngineError(f"The tokenizer needs {-count} tokens for {len(data)} bytes of text.")
         return list(tokens[:count])
 
     def piece(self, token: int) -> bytes:
-        """The bytes a token adds to the text; empty for control tokens."""
+        """Return the bytes of a token; none for control tokens."""
         known = self._pieces.get(token)
         if known is None:
             known = self._pieces[token] = self._read_piece(token, special=False)
         return known
 
     def name(self, token: int) -> bytes:
-        """The bytes of a token; for a control token, its name."""
+        """Return the bytes of a token; for a control token, its name."""
         return self.piece(token) or self._read_piece(token, special=True)
 
     def _read_piece(self, token: int, *, special: bool) -> bytes:
-        room = 64
+        size = 64
         while True:
-            buffer = ctypes.create_string_buffer(room)
-            count = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, room, 0, special)
+            buffer = ctypes.create_string_buffer(size)
+            count = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, size, 0, special)
             if count >= 0:
                 return buffer.raw[:count]
-            room = -count
+            size = -count
 
-    def ends_text(self, token: int) -> bool:
-        """Whether the model ends its answer with this token."""
+    def is_end_token(self, token: int) -> bool:
+        """Whether the token ends an answer (llama.cpp: EOG)."""
         return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
 
     def end_tokens(self) -> list[int]:
-        """All tokens that end a text."""
+        """Return all tokens that end an answer."""
         if self._end_tokens is None:
-            self._end_tokens = [token for token in range(self.size) if self.ends_text(token)]
+            self._end_tokens = [token for token in range(self.size) if self.is_end_token(token)]
         return self._end_tokens
 
     def infill(self, prefix: list[int], suffix: list[int]) -> list[int] | None:
-        """The prompt for what stands between two texts; None where the model has no tokens for that."""
-        marks = (llama_cpp.llama_vocab_fim_pre, llama_cpp.llama_vocab_fim_suf, llama_cpp.llama_vocab_fim_mid)
-        before, behind, middle = (mark(self._vocab) for mark in marks)
-        if min(before, behind, middle) < 0:
+        """Return a fill-in-the-middle prompt; None if the model has no tokens for it."""
+        fim_tokens = (llama_cpp.llama_vocab_fim_pre, llama_cpp.llama_vocab_fim_suf, llama_cpp.llama_vocab_fim_mid)
+        prefix_token, suffix_token, middle_token = (token(self._vocab) for token in fim_tokens)
+        if min(prefix_token, suffix_token, middle_token) < 0:
             return None
-        start = self.start_token() if llama_cpp.llama_vocab_get_add_bos(self._vocab) else None
-        return [*([] if start is None else [start]), before, *prefix, behind, *suffix, middle]
+        bos = self.bos_token() if llama_cpp.llama_vocab_get_add_bos(self._vocab) else None
+        return [*([] if bos is None else [bos]), prefix_token, *prefix, suffix_token, *suffix, middle_token]
 
-    def start_token(self) -> int | None:
-        """The token that stands for an empty prompt, None where the vocabulary has no such token."""
+    def bos_token(self) -> int | None:
+        """Return the BOS token, which also stands for an empty prompt; None if the vocabulary has none."""
         token = llama_cpp.llama_vocab_bos(self._vocab)
-        # Where a file names none, llama.cpp assumes token 11, whatever piece of text that is.
+        # If the file names none, llama.cpp returns token 11, which may be any text.
         return token if token >= 0 and llama_cpp.llama_vocab_is_control(self._vocab, token) else None
 
     @property
     def weights(self) -> tuple[int, int]:
-        """How many there are, and how many bytes they take."""
+        """Number of parameters, and their size in bytes."""
         return int(llama_cpp.llama_model_n_params(self.pointer)), int(llama_cpp.llama_model_size(self.pointer))
 
     def description(self) -> str:
-        """Architecture, size and quantisation, as llama.cpp calls them."""
+        """Return llama.cpp's description: architecture, size and quantisation."""
         buffer = ctypes.create_string_buffer(128)
         llama_cpp.llama_model_desc(self.pointer, buffer, len(buffer))
         return buffer.value.decode("utf-8", errors="replace")
 
     def chat_template(self) -> str | None:
-        """The Jinja template that the file carries for chats."""
+        """Return the file's Jinja chat template, if it has one."""
         template = llama_cpp.llama_model_chat_template(self.pointer, None)
         return template.decode("utf-8", errors="replace") if template else None
 
-    def start_text(self) -> str:
-        """What a chat template writes for the token that begins a text; nothing where `encode` adds that token."""
-        token = self.start_token()
+    def bos_text(self) -> str:
+        """Return a chat template's `bos_token`; empty if `encode` adds the token."""
+        token = self.bos_token()
         adds = llama_cpp.llama_vocab_get_add_bos(self._vocab)
         return "" if token is None or adds else self.token_text(token).decode("utf-8", errors="replace")
 
-    def end_text(self) -> str:
-        """What a chat template writes for the token that ends a text."""
+    def eos_text(self) -> str:
+        """Return a chat template's `eos_token`."""
         token = llama_cpp.llama_vocab_eos(self._vocab)
         return self.token_text(token).decode("utf-8", errors="replace") if token >= 0 else ""
 
     def token_text(self, token: int) -> bytes:
-        """A token as the vocabulary spells it."""
+        """Return a token as the vocabulary spells it."""
         return llama_cpp.llama_vocab_get_text(self._vocab, token) or b""
 
-    def vocabulary_kind(self) -> int:
-        """Which algorithm tokenises: SentencePiece's, byte-level BPE or another of llama.cpp's."""
+    def vocabulary_type(self) -> int:
+        """Return llama.cpp's type of the tokenizer (`enum llama_vocab_type`)."""
         return int(llama_cpp.llama_vocab_type(self._vocab))
 
-    def outer_tokens(self) -> tuple[int, int, bool, bool]:
-        """The tokens that begin and end a text, and whether a prompt is given them."""
+    def bos_eos(self) -> tuple[int, int, bool, bool]:
+        """Return the BOS and EOS tokens, and whether each is added to a prompt."""
         vocab = self._vocab
         return (
             llama_cpp.llama_vocab_bos(vocab),
@@ -160,26 +160,26 @@ class LlamaModel:
         )
 
     def close(self) -> None:
-        """Give the weights back."""
+        """Free the weights."""
         llama_cpp.llama_model_free(self.pointer)
 
 
 def build_description() -> str:
-    """What llama.cpp says of its own build: the instructions and libraries that it uses."""
+    """Return llama.cpp's description of its build: the instructions and libraries that it uses."""
     return str(llama_cpp.llama_print_system_info().decode())
 
 
 def check_same_vocabulary(target: LlamaModel, draft: LlamaModel) -> None:
-    """Refuse a pair whose token ids mean different texts, by llama.cpp's own rule for drafts.
+    """Refuse a draft whose tokens differ from the target's, by the rule of llama.cpp's speculative decoding.
 
     Raises:
         ModelLoadError: names the first difference.
     """
     pair = f"The draft {draft.path.name} does not fit the target {target.path.name}"
     advice = "choose a draft of the target's own family"
-    if target.vocabulary_kind() != draft.vocabulary_kind():
+    if target.vocabulary_type() != draft.vocabulary_type():
         raise ModelLoadError(f"{pair}: their tokenizers are of different kinds; {advice}.")
-    if target.outer_tokens() != draft.outer_tokens():
+    if target.bos_eos() != draft.bos_eos():
         raise ModelLoadError(f"{pair}: their texts begin or end with different tokens; {advice}.")
     if abs(target.size - draft.size) > 128:
         raise ModelLoadError(f"{pair}: their vocabularies hold {draft.size} and {target.size} tokens; {advice}.")
@@ -189,7 +189,7 @@ def check_same_vocabulary(target: LlamaModel, draft: LlamaModel) -> None:
 
 
 def write_pure_q4_0(source: Path, target: Path) -> bool:
-    """Write every tensor of a GGUF as Q4_0; False, and a reason on stderr, if llama.cpp refuses."""
+    """Requantise every tensor of a GGUF to Q4_0; returns False, with a reason on stderr, if llama.cpp refuses."""
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
     params.pure = True

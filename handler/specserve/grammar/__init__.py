@@ -1,1 +1,1 @@
-"""Grammars that answers must follow: schemas and GBNF, compiled by llguidance."""
+"""Constraints by JSON Schema and GBNF, compiled by llguidance."""

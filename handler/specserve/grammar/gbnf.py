@@ -1,8 +1,8 @@
-"""Llama.cpp's grammar format, translated for llguidance without changing the language it describes.
+"""Translates GBNF, llama.cpp's grammar format, to llguidance's Lark.
 
-llguidance splits text into lexemes and each takes the longest match, which loses sentences such as "ab" of
-`[a-z]+ "b"`. So a grammar without recursion becomes one regular expression, and any other one becomes rules over
-single characters: slower over a wide vocabulary, but exact.
+llguidance's lexer takes the longest match, which rejects texts such as "ab" by `[a-z]+ "b"`. So a grammar without
+recursion is translated to one regular expression, and any other one to rules over single characters: slower with a
+large vocabulary, but exact.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SHORT = {"n": "\n", "r": "\r", "t": "\t"}
 
 
 class UnusableGrammar(ValueError):
-    """What is wrong, as the end of a sentence."""
+    """The grammar cannot be used; the message completes "cannot be used: "."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class _Rule:
 
 
 def gbnf_to_lark(text: str) -> str:
-    """The grammar in llguidance's dialect of Lark, with `start` for `root`.
+    """Return the grammar in llguidance's Lark, with `start` for `root`.
 
     Raises:
         UnusableGrammar: it is not GBNF, or too large.
@@ -52,9 +52,9 @@ def gbnf_to_lark(text: str) -> str:
         raise UnusableGrammar("it has no rule 'root'")
     if len(rules) > MAX_RULES:
         raise UnusableGrammar(f"it has more than {MAX_RULES} rules")
-    order = _from_the_root(rules)
+    order = _reachable(rules)
     recursive = _is_recursive(rules, order)
-    # Lark tells lexemes from rules by their case.
+    # In Lark, names of lexemes are upper case, names of rules lower case.
     names = {name: f"{'rule' if recursive else 'RULE'}_{index}" for index, name in enumerate(order)}
     lines = [f"start: {names['root']}"]
     for name in order:
@@ -63,8 +63,8 @@ def gbnf_to_lark(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _from_the_root(rules: dict[str, _Rule]) -> list[str]:
-    """The rules in use."""
+def _reachable(rules: dict[str, _Rule]) -> list[str]:
+    """Return the rules that `root` uses, directly or indirectly."""
     order = ["root"]
     for name in order:
         for used in sorted(rules[name].uses):
@@ -76,7 +76,7 @@ def _from_the_root(rules: dict[str, _Rule]) -> list[str]:
 
 
 def _is_recursive(rules: dict[str, _Rule], order: list[str]) -> bool:
-    """Whether any rule uses itself: then some are left when all whose uses are settled have been taken away."""
+    """Whether any rule uses itself, directly or indirectly: these never become `settled`."""
     settled: set[str] = set()
     while ready := [name for name in order if name not in settled and rules[name].uses <= settled]:
         settled.update(ready)
@@ -84,20 +84,20 @@ def _is_recursive(rules: dict[str, _Rule], order: list[str]) -> bool:
 
 
 class _Reader:
-    """A recursive-descent parser that writes Lark as it reads."""
+    """A recursive-descent parser that translates while it parses."""
 
     def __init__(self, text: str) -> None:
         self._tokens: list[tuple[str, str, int]] = []
         text += "\n"
-        place, line = 0, 1
-        while place < len(text):
-            match = _TOKEN.match(text, place)
+        position, line = 0, 1
+        while position < len(text):
+            match = _TOKEN.match(text, position)
             if match is None:
                 raise UnusableGrammar(f"line {line} cannot be read")
             kind = "rule" if match["defines"] else next(k for k, v in match.groupdict().items() if v is not None)
             self._tokens.append((kind, match["name"] if kind == "rule" else match[kind], line))
             line += kind == "newline"
-            place = match.end()
+            position = match.end()
         self._tokens.append(("end", "", line))
         self._next = 0
         self._rule = _Rule()
@@ -108,7 +108,7 @@ class _Reader:
         return self._tokens[self._next]
 
     def read(self) -> dict[str, _Rule]:
-        """Every rule by its name."""
+        """Return all rules by name."""
         rules: dict[str, _Rule] = {}
         while True:
             kind, name, line = self._peek(across_lines=True)
@@ -127,14 +127,14 @@ class _Reader:
     def _alternatives(self, depth: int) -> str:
         if depth > MAX_DEPTH:
             raise UnusableGrammar("it is too deeply nested")
-        choices = [self._row(depth)]
+        choices = [self._sequence(depth)]
         while self._peek(across_lines=depth > 0)[1] == "|":
             self._next += 1
             self._peek(across_lines=True)
-            choices.append(self._row(depth))
+            choices.append(self._sequence(depth))
         return "(" + " | ".join(choices) + ")"
 
-    def _row(self, depth: int) -> str:
+    def _sequence(self, depth: int) -> str:
         parts: list[str] = []
         while True:
             kind, value, line = self._peek(across_lines=depth > 0)
@@ -170,27 +170,27 @@ class _Reader:
 
 
 def _characters(text: str, line: int) -> list[str]:
-    """The characters of a literal, escapes resolved."""
+    """Return the characters of a literal, with escapes resolved."""
     return [character for character, _ in _escapes(text, line)]
 
 
 def _escapes(text: str, line: int) -> list[tuple[str, bool]]:
-    """Each character, and whether it was written with a backslash."""
-    found = []
-    place = 0
-    while place < len(text):
-        match = _CHARACTER.match(text, place)
+    """Return each character, and whether it was written with a backslash."""
+    characters = []
+    position = 0
+    while position < len(text):
+        match = _CHARACTER.match(text, position)
         code = int(match[1] or match[2] or match[3] or "0", 16) if match else -1
         if match is None or code > 0x10FFFF or 0xD800 <= code < 0xE000:
             raise UnusableGrammar(f"line {line} has an escape that is not GBNF's")
         plain = match[4] or match[5]
-        found.append((_SHORT.get(plain, plain) if match[4] else plain or chr(code), match[5] is None))
-        place = match.end()
-    return found
+        characters.append((_SHORT.get(plain, plain) if match[4] else plain or chr(code), match[5] is None))
+        position = match.end()
+    return characters
 
 
 def _ranges(text: str, line: int) -> str:
-    """A set of characters such as [^a-z]."""
+    """Translate a set of characters such as [^a-z]."""
     characters = _escapes(text, line)
     negated = characters[:1] == [("^", False)]
     rest = characters[negated:]
@@ -210,6 +210,6 @@ def _ranges(text: str, line: int) -> str:
 
 
 def _class(ranges: list[tuple[int, int]], *, negated: bool = False) -> str:
-    """A set of characters as a regular expression that has no other meaning."""
+    """Return a regular expression for a set of characters, all of them escaped."""
     spans = "".join(rf"\u{{{first:X}}}-\u{{{last:X}}}" for first, last in ranges)
     return f"/[{'^' * negated}{spans}]/"

@@ -1,4 +1,4 @@
-"""JSON Schema as far as it can be promised: what would be ignored, misread or too costly is refused beforehand."""
+"""Refuses JSON Schemas that llguidance would ignore in part, misread or compile too slowly."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from decimal import Decimal
 from typing import Any
 from urllib.parse import quote, unquote
 
-# Each takes the compiler up to 0.15 ms (0.26 s for 1,600 objects, each in the next), and a level of its stack.
+# A subschema takes the compiler up to 0.15 ms (0.26 s for 1,600 nested objects), and a level of its stack.
 MAX_SUBSCHEMAS = 4000
 MAX_DEPTH = 60
-# Bytes of ASCII.
+# Bytes of the schema as ASCII, without annotations.
 MAX_TEXT = 256 * 1024
-# Measured: each of these grows with a square or worse, and no limit of the compiler stops it. 64 patterns of properties
-# take 0.03 s, 64 counted properties 0.07 s; of patterns that one string has to match 12 take 0.01 s, 16 take 0.1 s and
-# 32 more than minutes.
+# Compilation time grows at least quadratically with each of these, and no limit of the compiler bounds it: 64
+# `patternProperties` take 0.03 s, 64 properties with `minProperties` 0.07 s; 12 patterns that one string has to match
+# take 0.01 s, 16 take 0.1 s and 32 take minutes.
 MAX_PATTERN_PROPERTIES = 64
 MAX_JOINED_PATTERNS = 8
 MAX_COUNTED_PROPERTIES = 64
 MAX_MULTIPLE = 10_000
 MAX_EXACT = 2**53
-# Each doubles the readings of an object.
+# Each doubles the alternatives of an object.
 MAX_DEPENDENCIES = 4
 
 IN_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
@@ -50,7 +50,7 @@ VALUES = frozenset(
         "multipleOf",
     ]
 )
-# Of all drafts, what asserts something and is not compiled. Whatever stands in none of these lists is an annotation.
+# Assertions of any JSON Schema draft that the compiler ignores. A keyword in none of these sets is an annotation.
 ASSERTIONS = frozenset(
     [
         "$dynamicRef",
@@ -70,9 +70,9 @@ ASSERTIONS = frozenset(
         "uniqueItems",
     ]
 )
-# Below these stands no subschema, whatever it looks like.
+# Keywords whose values are never subschemas.
 NO_SCHEMAS = frozenset({"const", "default", "enum", "example", "examples"})
-# What JSON Schema defines and llguidance 1.9 does not know; other unknown formats are annotations.
+# Formats that JSON Schema defines and llguidance 1.9 does not support; other unknown formats are annotations.
 FORMATS = frozenset(
     [
         "idn-email",
@@ -92,14 +92,14 @@ KNOWN_FORMATS = frozenset(
 
 
 class UnusableSchema(ValueError):
-    """What is wrong, as the end of a sentence."""
+    """The schema cannot be used; the message completes "cannot be used: "."""
 
 
 def schema_text(schema: dict[str, Any]) -> str:
-    """The schema as JSON, without what asserts nothing.
+    """Return the schema as JSON, without annotations.
 
     Raises:
-        UnusableSchema: it holds what the compiler would ignore, misread, or work on for too long.
+        UnusableSchema: the compiler would ignore or misread a part of it, or take too long.
     """
     reader = _Reader(schema)
     try:
@@ -120,12 +120,12 @@ def schema_text(schema: dict[str, Any]) -> str:
 
 
 class _Reader:
-    """One walk over a schema: a copy of what it asserts, and counts of what can be costly."""
+    """Copies the assertions of a schema, and counts what is slow to compile."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         identity = schema.get("$id", schema.get("id"))
         self._identity = identity.rstrip("#") if isinstance(identity, str) else ""
-        self._places: set[str] = set()
+        self._pointers: set[str] = set()
         self._anchors: dict[str, str] = {}
         self._references: list[tuple[dict[str, Any], bool]] = []
         self._patterns = 0
@@ -135,19 +135,19 @@ class _Reader:
         self._joins = False
         self._counted_properties = 0
         self._root = schema
-        # Subschemas that only references lead to, by their places.
+        # Subschemas that only references lead to, by JSON pointer.
         self.elsewhere: dict[str, Any] = {}
 
-    def read(self, schema: Any, place: str, depth: int, *, rebased: bool = False) -> Any:
-        """A copy of the schema at a place, which is a JSON pointer; `rebased` below an `$id` of its own."""
-        self._places.add(place)
-        if len(self._places) > MAX_SUBSCHEMAS:
+    def read(self, schema: Any, pointer: str, depth: int, *, rebased: bool = False) -> Any:
+        """Copy the schema at a JSON pointer; `rebased` if it is below an `$id` other than the root's."""
+        self._pointers.add(pointer)
+        if len(self._pointers) > MAX_SUBSCHEMAS:
             raise UnusableSchema(f"it has more than {MAX_SUBSCHEMAS} subschemas")
         if depth > MAX_DEPTH:
             raise UnusableSchema("it is too deeply nested")
         if not isinstance(schema, dict):
             return schema
-        rebased |= bool(place) and self._identify(schema, place)
+        rebased |= bool(pointer) and self._identify(schema, pointer)
 
         copy: dict[str, Any] = {}
         reworded: list[dict[str, Any]] = []
@@ -155,9 +155,9 @@ class _Reader:
             if key in ASSERTIONS:
                 reworded += self._reworded(key, value, schema)
             elif key in VALUES | IN_LISTS | IN_MAPS | SINGLE:
-                copy[key] = self._keyword(key, value, f"{place}/{key}", depth + 1, rebased=rebased)
+                copy[key] = self._keyword(key, value, f"{pointer}/{key}", depth + 1, rebased=rebased)
         if reworded:
-            # Last, since properties are written in the order in which they are met.
+            # Last, since answers have the properties in the order of the schema.
             copy["allOf"] = [*copy.pop("allOf", []), *reworded]
         if not isinstance(copy.get("items"), list):
             copy.pop("additionalItems", None)
@@ -166,27 +166,27 @@ class _Reader:
         self._count(copy)
         return copy
 
-    def _keyword(self, key: str, value: Any, place: str, depth: int, *, rebased: bool) -> Any:
-        """A copy of what stands at a keyword."""
+    def _keyword(self, key: str, value: Any, pointer: str, depth: int, *, rebased: bool) -> Any:
+        """Copy the value of a keyword."""
         if key in IN_MAPS and isinstance(value, dict):
-            return {k: self.read(v, f"{place}/{_escaped(k)}", depth, rebased=rebased) for k, v in value.items()}
+            return {k: self.read(v, f"{pointer}/{_escaped(k)}", depth, rebased=rebased) for k, v in value.items()}
         if key in (IN_LISTS | {"items"}) and isinstance(value, list):
-            return [self.read(one, f"{place}/{index}", depth, rebased=rebased) for index, one in enumerate(value)]
-        return self.read(value, place, depth, rebased=rebased) if key in SINGLE else value
+            return [self.read(one, f"{pointer}/{index}", depth, rebased=rebased) for index, one in enumerate(value)]
+        return self.read(value, pointer, depth, rebased=rebased) if key in SINGLE else value
 
-    def _identify(self, schema: dict[str, Any], place: str) -> bool:
-        """Note the names of a subschema; whether references in it are relative to itself."""
+    def _identify(self, schema: dict[str, Any], pointer: str) -> bool:
+        """Record the anchors of a subschema; return whether references in it are relative to its own `$id`."""
         names = [schema.get("$anchor"), *(schema.get(key) for key in ("$id", "id"))]
         for name in names:
             if isinstance(name, str) and (name.startswith("#") or name == names[0]):
-                self._anchors["#" + name.removeprefix("#")] = place
+                self._anchors["#" + name.removeprefix("#")] = pointer
         return any(isinstance(name, str) and not name.startswith("#") for name in names[1:])
 
     def _reworded(self, key: str, value: Any, schema: dict[str, Any]) -> list[dict[str, Any]]:
-        """Schemas that say together what a keyword asserts.
+        """Return supported schemas that together assert the same as an unsupported keyword.
 
         Raises:
-            UnusableSchema: it cannot.
+            UnusableSchema: there are none.
         """
         if not _asserts(key, value, schema):
             return []
@@ -194,17 +194,17 @@ class _Reader:
         listed = key in {"dependencies", "dependentRequired"} and all(isinstance(n, list) for n in needed.values())
         if not listed or len(needed) > MAX_DEPENDENCIES:
             raise UnusableSchema(f"the keyword {key!r} is not supported")
-        # A property is absent, or those are there that it needs.
+        # Either the property is absent, or the properties that it requires are present.
         return [{"anyOf": [{"properties": {n: False}}, {"required": names}]} for n, names in needed.items()]
 
     def _count(self, schema: dict[str, Any]) -> None:
-        """Note what `check` has to know, and refuse what would be misread."""
+        """Count what `check` limits, and refuse what the compiler would misread."""
         if "prefixItems" in schema and isinstance(schema.get("items"), list):
             raise UnusableSchema("'prefixItems' and a list of 'items' exclude each other")
         for key in ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
             if any(abs(number) > MAX_EXACT for number in _numbers(schema.get(key))):
                 raise UnusableSchema(f"{key!r} holds a number beyond 2 to the 53rd, which would be rounded")
-        self._settle_format(schema)
+        self._check_format(schema)
         self._check_counted(schema)
         self._patterns += ("pattern" in schema) + ("format" in schema)
         self._multiples.update(Decimal(str(number)) for number in _numbers(schema.get("multipleOf")) if number)
@@ -218,8 +218,8 @@ class _Reader:
         if {"minProperties", "maxProperties"} & schema.keys() and isinstance(schema.get("properties"), dict):
             self._counted_properties += len(schema["properties"])
 
-    def _settle_format(self, schema: dict[str, Any]) -> None:
-        """Leave out a format that is an annotation: one that JSON Schema does not define, or of what is no string."""
+    def _check_format(self, schema: dict[str, Any]) -> None:
+        """Remove a format that is an annotation: one that JSON Schema does not define, or not of a string."""
         form = schema.get("format")
         if isinstance(form, str) and "string" in _types(schema) and form in FORMATS:
             raise UnusableSchema(f"the format {form!r} is not supported")
@@ -227,7 +227,7 @@ class _Reader:
             schema.pop("format", None)
 
     def _check_counted(self, schema: dict[str, Any]) -> None:
-        """Refuse to count properties that the compiler lets repeat: those without a name in the schema."""
+        """Refuse `minProperties` where the compiler would count repeated properties, those not named in the schema."""
         least, required = schema.get("minProperties"), schema.get("required", [])
         if "object" not in _types(schema) or not isinstance(least, int) or not isinstance(required, list):
             return
@@ -236,10 +236,10 @@ class _Reader:
             raise UnusableSchema("'minProperties' is more than one beyond the required ones, and others may repeat")
 
     def check(self) -> None:
-        """Settle references, refuse those that lead out of what was read, and more than can be compiled in time."""
-        # What references lead to may hold further ones.
+        """Resolve references, and refuse a schema that would take too long to compile."""
+        # Resolving a reference may append further ones.
         for schema, rebased in self._references:
-            self._settle(schema, rebased=rebased)
+            self._resolve(schema, rebased=rebased)
         if self._pattern_properties > MAX_PATTERN_PROPERTIES:
             raise UnusableSchema(f"it has more than {MAX_PATTERN_PROPERTIES} 'patternProperties'")
         if self._joins and self._patterns > MAX_JOINED_PATTERNS:
@@ -257,22 +257,22 @@ class _Reader:
             if product > MAX_MULTIPLE:
                 raise UnusableSchema("'multipleOf' has too many digits")
 
-    def _settle(self, schema: dict[str, Any], *, rebased: bool) -> None:
-        """Make a reference a pointer from the root."""
+    def _resolve(self, schema: dict[str, Any], *, rebased: bool) -> None:
+        """Replace a reference by a pointer from the root."""
         reference = schema["$ref"]
         local = reference.removeprefix(self._identity) if self._identity else reference
         local = self._anchors.get(local, local)
         pointer = unquote(local.removeprefix("#"))
         if (rebased and reference.startswith("#")) or not (local + "#").startswith(("#", "/")):
             raise UnusableSchema(f"the reference {reference[:100]!r} leads to no subschema of it")
-        if pointer not in self._places:
+        if pointer not in self._pointers:
             self._read_elsewhere(pointer, reference)
         if pointer in self.elsewhere:
             pointer = f"/$defs/{_escaped(pointer)}"
         schema["$ref"] = "#" + quote(pointer, safe="/~")
 
     def _read_elsewhere(self, pointer: str, reference: str) -> None:
-        """Read a subschema below a keyword that is none: many are kept there, for references only."""
+        """Copy a subschema below an unknown keyword, where many schemas keep what only references lead to."""
         value: Any = self._root
         for step in pointer.split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
@@ -283,7 +283,7 @@ class _Reader:
 
 
 def _asserts(key: str, value: Any, schema: dict[str, Any]) -> bool:
-    """Whether a keyword asserts anything, by its value and its neighbours."""
+    """Whether a keyword asserts anything with this value and beside these other keywords."""
     if key == "if":
         return bool({"then", "else"} & schema.keys())
     if key == "uniqueItems":
@@ -297,7 +297,7 @@ def _asserts(key: str, value: Any, schema: dict[str, Any]) -> bool:
 
 
 def _types(schema: dict[str, Any]) -> Any:
-    """The types that a schema names, all if it names none."""
+    """Return the types of a schema, all if it names none."""
     return schema.get("type", ("string", "object", "array"))
 
 
@@ -306,7 +306,7 @@ def _escaped(key: str) -> str:
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
-    """Every number of a JSON value."""
+    """Yield all numbers in a JSON value."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         yield value
     elif isinstance(value, list | dict):

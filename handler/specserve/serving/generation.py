@@ -112,7 +112,7 @@ class Generation:
         sequence = self.sequence
         while self.finish_reason is None and len(self._spans) < sequence.generated:
             token = sequence.tokens[sequence.prompt_length + len(self._spans)]
-            if self._vocabulary.ends_text(token):
+            if self._vocabulary.is_end_token(token):
                 self._end("stop", scored=len(self._spans) + 1)
                 return
             begin = self._text.length

@@ -165,7 +165,7 @@ def _path(model: ModelConfig) -> Path:
 
 def _chat_template(model: LlamaModel) -> ChatTemplate | None:
     source = model.chat_template()
-    return ChatTemplate(source, bos=model.start_text(), eos=model.end_text()) if source else None
+    return ChatTemplate(source, bos=model.bos_text(), eos=model.eos_text()) if source else None
 
 
 def _check_context(model: LlamaModel, config: HandlerConfig) -> None:
@@ -204,14 +204,14 @@ def _report_cost(draft: float, target: float) -> None:
 
 def _measured_invariance(target: Engine, config: HandlerConfig) -> Invariance:
     invariance = probe(target, min(config.context_length, _PROBED_TOKENS))
-    level = logging.INFO if invariance.alone else logging.WARNING
+    level = logging.INFO if invariance.single_sequence else logging.WARNING
     logger.log(level, "specserve: %s", describe(invariance))
     return invariance
 
 
 def describe(invariance: Invariance) -> str:
     """What an operator may expect of texts that should repeat, in one sentence."""
-    if invariance.everywhere:
+    if invariance.any_batch:
         return (
             "the target gave the same logits for all numbers of rows, chunks of a prompt, places in the cache and "
             "neighbours that were tried: greedy and seeded texts repeat exactly, as far as a short trial can tell"
@@ -224,7 +224,9 @@ def describe(invariance: Invariance) -> str:
     }
     named = ", ".join(f"{cause} (by up to {difference:.2g})" for cause, difference in causes.items() if difference)
     exactly = (
-        "repeat exactly alone in an empty cache; in company, or after other requests, they " if invariance.alone else ""
+        "repeat exactly alone in an empty cache; in company, or after other requests, they "
+        if invariance.single_sequence
+        else ""
     )
     return (
         f"the target's logits differ with {named}: greedy and seeded texts {exactly}may differ between runs where two "

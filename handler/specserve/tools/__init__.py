@@ -1,1 +1,1 @@
-"""Everything that turns a fresh clone into a running server: the commands behind `scripts/`."""
+"""The commands behind `scripts/`."""

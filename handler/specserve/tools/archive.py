@@ -1,4 +1,4 @@
-"""`scripts/archive`: a .mar that holds the handler, the package and the model YAML; weights stay outside."""
+"""`scripts/archive`: write a .mar with the handler, the package and the model YAML, but without the weights."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from specserve.config import HandlerConfig, TorchServeKeys, load_yaml, parse_han
 from specserve.engine import kernels
 from specserve.errors import ConfigError, EnvironmentFailure
 from specserve.tools import cli, files, paths
-from specserve.tools.prepare import Prepared, prepare
+from specserve.tools.models import Prepared, prepare
 
 ENTRY_POINT = paths.SOURCE_ROOT / "speculative_handler.py"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_TORCH = '''"""Stands in for PyTorch, which TorchServe's worker imports for one isinstance check."""
+# TorchServe's worker imports torch for one isinstance check.
+_TORCH_STUB = '''"""Replaces PyTorch in TorchServe's worker."""
 
 
 class Tensor:
-    """No object is one."""
+    """A class without instances."""
 '''
 
 
@@ -35,24 +36,24 @@ def archive(config_file: Path, name: str = paths.NAME, version: str = paths.VERS
 
     Raises:
         ConfigError: the configuration, the name or the version is wrong.
-        EnvironmentFailure: a model cannot be had, or the archive cannot be written.
+        EnvironmentFailure: a model is not available, or the archive cannot be written.
         ModelLoadError: a model cannot be requantised.
     """
-    for what, text in (("name", name), ("version", version)):
-        if not _NAME.fullmatch(text):
+    for option, value in (("name", name), ("version", version)):
+        if not _NAME.fullmatch(value):
             raise ConfigError(
-                f"--{what} {text!r}: may hold letters, digits, dots, dashes and underscores only, "
+                f"--{option} {value!r}: may hold letters, digits, dots, dashes and underscores only, "
                 "and begins with a letter or a digit."
             )
     return pack(prepared_document(config_file), paths.MODEL_STORE, name, version)
 
 
 def prepared_document(config_file: Path) -> dict[str, Any]:
-    """Prepare the models; returns the model YAML as an archive holds it.
+    """Prepare the models; returns the content of the archive's model YAML.
 
     Raises:
         ConfigError: the configuration is wrong.
-        EnvironmentFailure: a model cannot be had.
+        EnvironmentFailure: a model is not available.
         ModelLoadError: a model cannot be requantised.
     """
     document, _ = load_yaml(config_file)
@@ -60,7 +61,7 @@ def prepared_document(config_file: Path) -> dict[str, Any]:
         raise ConfigError(f"{config_file}: `continuousBatching: true` is missing; the handler needs it.")
     keys = TorchServeKeys.model_validate(document)
     for key, workers in (("minWorkers", keys.minWorkers), ("maxWorkers", keys.maxWorkers)):
-        # An idle worker waits for a request with the queue locked, and the others stop in mid-answer meanwhile.
+        # TorchServe's idle workers hold the queue's lock while they wait, which stops the busy ones.
         if workers > 1:
             raise ConfigError(
                 f"{config_file}: `{key}: {workers}` would hang: TorchServe's continuous batching serves a model "
@@ -70,12 +71,12 @@ def prepared_document(config_file: Path) -> dict[str, Any]:
 
 
 def prepared_handler(config_file: Path) -> HandlerConfig:
-    """Prepare the models; returns what a worker is configured with. It raises what `prepare` and `handler_of` do."""
+    """Prepare the models; returns the configuration of a worker. Raises what `prepare` and `handler_of` raise."""
     return handler_of(config_file, prepare(config_file))
 
 
 def handler_of(config_file: Path, prepared: Prepared) -> HandlerConfig:
-    """What a worker is configured with, of models that are prepared.
+    """Return the configuration of a worker with prepared models.
 
     Raises:
         ConfigError: the configuration is wrong.
@@ -89,16 +90,16 @@ def pack(document: dict[str, Any], store: Path, name: str = paths.NAME, version:
     """Write `NAME.mar` into a model store; returns its path.
 
     Args:
-        document: of `prepared_document`.
-        store: a directory.
-        name: the model's, in every URL.
-        version: its.
+        document: content of the model YAML, from `prepared_document`.
+        store: the model store's directory.
+        name: the model's name, as in every URL.
+        version: the model's version.
 
     Raises:
         EnvironmentFailure: it cannot be written.
     """
     store.mkdir(exist_ok=True)
-    # Inside the model store, so that the finished archive takes its place in one step.
+    # In the model store, so that the finished archive can be moved into place atomically.
     with tempfile.TemporaryDirectory(dir=store, prefix=".building-") as directory:
         building = Path(directory)
         stage(building, document)
@@ -107,26 +108,26 @@ def pack(document: dict[str, Any], store: Path, name: str = paths.NAME, version:
 
 
 def resolve(document: dict[str, Any], prepared: Prepared, config_file: Path) -> dict[str, Any]:
-    """Return the model YAML with the files to load in place of where to get them, and no relative path."""
+    """Return the model YAML with absolute paths of the files to load instead of their sources."""
     handler = {key: value for key, value in document["handler"].items() if key != "models_directory"}
-    handler["target"] = _loaded(prepared.target, handler["target"])
+    handler["target"] = _resolved_model(prepared.target, handler["target"])
     if prepared.draft:
-        handler["draft"] = _loaded(prepared.draft, handler["draft"])
+        handler["draft"] = _resolved_model(prepared.draft, handler["draft"])
     if handler.get("trace"):
-        # A worker runs in a directory of TorchServe's.
+        # A worker's current directory is one of TorchServe's.
         directory = (config_file.absolute().parent / Path(handler["trace"]["directory"]).expanduser()).resolve()
         handler["trace"] = {**handler["trace"], "directory": str(directory)}
     return {**document, "handler": handler}
 
 
-def _loaded(path: Path, model: dict[str, Any]) -> dict[str, str]:
-    """The file, and whether it was requantised, which changes what is advised."""
-    found = {"path": str(path), "sha256": files.checked(path, paths.models_directory()).sha256}
-    return found | ({"requantise": model["requantise"]} if model.get("requantise") else {})
+def _resolved_model(path: Path, model: dict[str, Any]) -> dict[str, str]:
+    # `requantise` stays, since v1/speculation's advice depends on it.
+    resolved = {"path": str(path), "sha256": files.hashed(path).sha256}
+    return resolved | ({"requantise": model["requantise"]} if model.get("requantise") else {})
 
 
 def stage(building: Path, document: dict[str, Any]) -> None:
-    """Lay out below `building` what the archiver packs: `model.yaml`, and the extra files in `extra/`."""
+    """Write the archiver's input below `building`: `model.yaml`, and the extra files in `extra/`."""
     (building / "model.yaml").write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
     shutil.copytree(
         paths.SOURCE_ROOT / "specserve",
@@ -135,13 +136,13 @@ def stage(building: Path, document: dict[str, Any]) -> None:
     )
     if kernels.library_path().exists():
         shutil.copy(kernels.library_path(), building / "extra" / "specserve" / "engine")
-    # The model directory comes first on the worker's path, so this wins over an installed torch as well.
-    (building / "extra" / "torch.py").write_text(_TORCH, encoding="utf-8")
+    # The model directory is first on the worker's sys.path, so this also shadows an installed torch.
+    (building / "extra" / "torch.py").write_text(_TORCH_STUB, encoding="utf-8")
 
 
 def _run_archiver(building: Path, name: str, version: str) -> Path:
-    # The archiver deletes TMPDIR/NAME, so it gets a TMPDIR of its own. It reads commas and brackets in
-    # paths its own way, so it is given short relative ones.
+    # The archiver deletes TMPDIR/NAME, so it gets a TMPDIR of its own. It splits paths at commas and expands
+    # brackets, so it gets relative paths.
     temporary = building / "tmp"
     temporary.mkdir()
     shutil.copy(ENTRY_POINT, building)
@@ -157,27 +158,15 @@ def _run_archiver(building: Path, name: str, version: str) -> Path:
     )
     built = building / f"{name}.mar"
     if outcome.returncode or not built.is_file():
-        said = (outcome.stderr.strip() or "no word why").splitlines()[-1]
-        raise EnvironmentFailure(f"torch-model-archiver could not write {name}.mar ({said}).")
+        reason = (outcome.stderr.strip() or "no reason given").splitlines()[-1]
+        raise EnvironmentFailure(f"torch-model-archiver could not write {name}.mar ({reason}).")
     return built
 
 
-def add_config(parser: cli.Parser) -> None:
-    """Give a command the option --config."""
-    shown = paths.DEFAULT_CONFIG.relative_to(paths.PROJECT)
-    parser.add_argument(
-        "--config",
-        type=Path,
-        default=paths.DEFAULT_CONFIG,
-        metavar="FILE",
-        help=f"a model YAML (default: {shown})",
-    )
-
-
 def main(arguments: Sequence[str]) -> int:
-    """Build one archive and say where it is."""
+    """Write an archive and print its path."""
     parser = cli.Parser(prog="archive", description=__doc__)
-    add_config(parser)
+    parser.add_config()
     parser.add_argument("--name", default=paths.NAME, help=f"the model's name in every URL (default: {paths.NAME})")
     parser.add_argument("--version", default=paths.VERSION, help=f"its version (default: {paths.VERSION})")
     options = parser.parse_args(arguments)

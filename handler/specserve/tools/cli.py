@@ -1,19 +1,21 @@
-"""How every command starts and ends: its arguments, its one line on stderr, its exit code."""
+"""Command-line entry points: argument parsing, one-line errors on stderr, exit codes."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from specserve.errors import ConfigError, EnvironmentFailure, SpecserveError
+from specserve.tools import paths
 
 INTERRUPTED = 130
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaint is one sentence, like every other error of ours."""
+    """An argument parser that reports a usage error in one line, as every other error is reported."""
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line.
@@ -23,27 +25,33 @@ class Parser(argparse.ArgumentParser):
         """
         raise ConfigError(f"{self.prog}: {message}; `{self.prog} --help` lists what it takes.")
 
+    def add_config(self) -> None:
+        """Add the option --config."""
+        default = paths.DEFAULT_CONFIG.relative_to(paths.PROJECT)
+        self.add_argument(
+            "--config",
+            type=Path,
+            default=paths.DEFAULT_CONFIG,
+            metavar="FILE",
+            help=f"a model YAML (default: {default})",
+        )
+
 
 def say(line: str) -> None:
-    """Print a line for the user at once, also through a pipe."""
+    """Print a line and flush it, so that it also passes through a pipe at once."""
     print(line, flush=True)
 
 
-def _sentence(error: OSError) -> str:
-    """What the system refused, and where."""
-    what = error.strerror or str(error)
-    return f"{error.filename}: {what}." if error.filename else f"{what}."
-
-
 def run(main: Callable[[Sequence[str]], int]) -> NoReturn:
-    """Run a command and exit with its code; a failure, ours or the system's, is one line on stderr."""
+    """Run a command and exit with its code; report an error as one line on stderr."""
     try:
         code = main(sys.argv[1:])
     except SpecserveError as error:
         print(f"specserve: {error}", file=sys.stderr)
         code = error.exit_code
     except OSError as error:
-        print(f"specserve: {_sentence(error)}", file=sys.stderr)
+        reason = error.strerror or str(error)
+        print(f"specserve: {error.filename}: {reason}." if error.filename else f"specserve: {reason}.", file=sys.stderr)
         code = EnvironmentFailure.exit_code
     except KeyboardInterrupt:
         print("specserve: interrupted.", file=sys.stderr)

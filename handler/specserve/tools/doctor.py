@@ -1,4 +1,4 @@
-"""`scripts/doctor`: is this machine, this build and this pair right for speculation, and what would be better?"""
+"""`scripts/doctor`: checks the machine, the build and the pair of models, and says what to change."""
 
 from __future__ import annotations
 
@@ -6,49 +6,77 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext, redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
+import numpy as np
+import psutil
 from rich.console import Console
 
-from specserve.config import HandlerConfig, load_yaml, usable_cores
+from specserve.config import HandlerConfig, load_yaml, processor, usable_cores
+from specserve.engine import kernels
 from specserve.engine.invariance import probe
 from specserve.engine.llama import LlamaEngine
-from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
+from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
+from specserve.errors import SpecserveError
 from specserve.speculation.cost import Cost
-from specserve.speculation.passes import measure
-from specserve.tools import cli
-from specserve.tools.archive import add_config
-from specserve.tools.choose import CONTEXT, PROMPTS, Observed, fastest, loaded, read_along, write
-from specserve.tools.findings import (
-    CELLS,
-    MOST_ROWS,
-    Finding,
-    computing,
-    costs,
-    forms,
-    machine,
-    model_files,
-    thread_count,
-)
-from specserve.tools.prepare import Prepared, prepare
-from specserve.tools.selftest import (
+from specserve.speculation.passes import measure, read, timed
+from specserve.tools import cli, files
+from specserve.tools.doctor_checks import (
+    answer_distributions,
+    binned,
     first_difference,
     greedy_with_drafts,
     is_wrong,
-    lumped,
-    rows_along,
-    worst_deviation,
+    largest_deviations,
 )
+from specserve.tools.draft_choice import (
+    CONTEXT,
+    KV_LEN,
+    PROMPTS,
+    Answer,
+    Observed,
+    argmax_matches,
+    fastest,
+    greedy_answer,
+    loaded,
+    one_slot_engine,
+)
+from specserve.tools.models import Prepared, prepare, requantise
 
-_PLACES = 4
+_MAX_ROWS = 64
+_REPETITIONS = 3
+# Rounds of each rule at each position, and positions of each answer, for the test of the distribution.
 _TRIALS = 5000
-# Logits so far apart are not turned by the order in which a kernel sums.
-_NO_TIE = 1.0
+_POSITIONS = 4
+# Logits further apart than this are not reordered by a kernel's rounding.
+_MAX_TIE = 1.0
+# Speed ratio above measurement noise.
+_FASTER = 1.05
+# Vector instructions for products of 8-bit integers, fastest first.
+_INSTRUCTIONS = ("amx_int8", "avx512_vnni", "avx_vnni", "avx512f", "avx2", "i8mm", "asimddp", "neon")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Args:
+        topic: what was checked.
+        sentence: the result, and what to do if it is not well.
+        well: False if something should be done.
+        facts: the numbers from which the sentence was written.
+    """
+
+    topic: str
+    sentence: str
+    well: bool = True
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and its draft, each with a cache of one slot, and the costs of their passes."""
+    """Target and draft, each with a context of one slot, and the costs of their passes."""
 
     vocabulary: LlamaModel
     target: LlamaEngine
@@ -57,142 +85,245 @@ class Pair:
 
 
 def examine(handler: HandlerConfig, prepared: Prepared) -> Iterator[Finding]:
-    """All findings, the quick ones first.
+    """Yield all findings, those of the fast checks first.
 
     Raises:
         EnvironmentFailure: a model file cannot be read.
-        ModelLoadError: a model cannot be loaded, or the pair does not fit.
+        ModelLoadError: a model cannot be loaded, or the draft does not fit the target.
     """
     threads = handler.threads or usable_cores()
-    yield machine(threads, prepared)
-    yield computing(handler.kernels, threads)
-    yield model_files(prepared)
+    yield check_machine(threads, prepared)
+    yield check_kernels(handler.kernels, threads)
+    yield check_files(prepared)
     with ExitStack() as stack:
-        model, target = stack.enter_context(loaded(prepared.target, threads, MOST_ROWS))
-        yield invariance(target)
-        target_cost = Cost(measure(target), most=MOST_ROWS)
+        model, target = stack.enter_context(loaded(prepared.target, threads, _MAX_ROWS))
+        yield check_invariance(target)
+        target_cost = Cost(measure(target), most=_MAX_ROWS)
         if prepared.draft is None:
-            yield costs(target_cost, None)
-            yield thread_count(model, threads)
+            yield check_costs(target_cost, None)
+            yield check_threads(model, threads)
         else:
-            draft_model, draft = stack.enter_context(loaded(prepared.draft, threads, MOST_ROWS))
+            draft_model, draft = stack.enter_context(loaded(prepared.draft, threads, _MAX_ROWS))
             check_same_vocabulary(model, draft_model)
             yield Finding("pair", f"Target and draft have one vocabulary, of {model.size} tokens.")
-            pair = Pair(model, target, draft, (target_cost, Cost(measure(draft), most=MOST_ROWS)))
-            yield costs(*pair.costs)
-            yield thread_count(model, threads)
-            texts = answers(pair)
-            yield greedy_texts(pair, texts)
-            yield distributions(pair, texts)
-            yield ceiling(pair, texts, handler)
-    # Last, and when the pair is closed: with it there may be no memory for a third model.
-    yield forms(prepared, threads)
+            pair = Pair(model, target, draft, (target_cost, Cost(measure(draft), most=_MAX_ROWS)))
+            yield check_costs(*pair.costs)
+            yield check_threads(model, threads)
+            prompts = [model.encode(prompt) for prompt in PROMPTS]
+            answers = [(prompt, greedy_answer(target, model, prompt)) for prompt in prompts]
+            target.truncate(0, 0)
+            yield check_greedy(pair, answers)
+            yield check_distributions(pair, answers)
+            yield check_gamma(pair, answers, handler.speculation.max_gamma)
+    # Last, after the pair is closed: there may be no memory for a third model beside it.
+    yield check_quantisation(prepared, threads)
 
 
-def invariance(target: LlamaEngine) -> Finding:
-    """Whether greedy and seeded texts repeat."""
-    found = probe(target, CONTEXT)
-    facts = found._asdict()
-    if found.alone:
-        said = "The target gives the same logits for any number of rows: greedy and seeded texts repeat exactly."
-        return Finding("repeating", said, facts=facts)
-    said = f"The target's logits move by up to {found.largest:.2g} with the number of rows, so near-ties may turn"
-    return Finding("repeating", f"{said}.", facts=facts)
-
-
-def answers(pair: Pair) -> list[tuple[list[int], list[int]]]:
-    """Prompts, and what the target writes behind them one token at a time."""
-    prompts = [pair.vocabulary.encode(prompt) for prompt in PROMPTS]
-    texts = [(prompt, write(pair.target, pair.vocabulary, prompt)) for prompt in prompts]
-    pair.target.truncate(0, 0)
-    return texts
-
-
-def greedy_texts(pair: Pair, texts: list[tuple[list[int], list[int]]]) -> Finding:
-    """Whether greedy texts are the same with drafts and without."""
-    gaps = []
-    for prompt, plain in texts:
-        drafted = greedy_with_drafts(pair.target, pair.draft, pair.costs, prompt, len(plain))
-        found = first_difference(pair.target, prompt, plain, drafted)
-        gaps += [] if found is None else [found.gap]
-    facts = {"texts": len(texts), "differing": len(gaps), "gaps": gaps}
-    if not gaps:
+def check_machine(threads: int, prepared: Prepared) -> Finding:
+    """Cores, instructions and memory."""
+    lines = processor().splitlines()
+    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), [])
+    best = next((name for name in _INSTRUCTIONS if name in flags), "none known")
+    needed = sum(path.stat().st_size for path in (prepared.target, prepared.draft) if path)
+    free = psutil.virtual_memory().available
+    facts = {"cores": usable_cores(), "threads": threads, "instructions": best, "available_bytes": free}
+    found = f"{usable_cores()} cores may be used, {threads} threads compute, with {best}"
+    if threads > usable_cores():
         return Finding(
-            "greedy", f"{len(texts)} of {len(texts)} greedy texts are the same with drafts and without.", facts=facts
+            "machine", f"{found}: set `threads` to {usable_cores()} or leave it out, or all will wait.", False, facts
         )
-    said = f"{len(gaps)} of {len(texts)} greedy texts differ, where two logits are {max(gaps):.2g} apart at most"
-    if max(gaps) >= _NO_TIE:
-        return Finding("greedy", f"{said}, too far for rounding: please report this.", False, facts)
-    return Finding("greedy", f"{said}: near-ties, which the number of rows decides (see repeating).", facts=facts)
+    if free < 1.5 * needed:
+        memory = f"{files.megabytes(free)} of memory are free and the weights take {files.megabytes(needed)}"
+        return Finding("machine", f"{found}; {memory}: free some, or choose smaller models.", False, facts)
+    return Finding("machine", f"{found}; {files.megabytes(free)} of memory are free.", facts=facts)
 
 
-def distributions(pair: Pair, texts: list[tuple[list[int], list[int]]]) -> Finding:
-    """Whether the rules keep the target's distribution, on rows of this pair."""
-    pairs = []
-    for prompt, answer in texts:
-        p_rows = rows_along(pair.target, prompt, answer[: _PLACES + 1], pair.vocabulary.size)
-        q_rows = rows_along(pair.draft, prompt, answer[: _PLACES + 1], pair.vocabulary.size)
-        for place in range(min(_PLACES, len(p_rows) - 1)):
-            p, q = lumped(p_rows[place], q_rows[place])
-            behind, _ = lumped(p_rows[place + 1], q_rows[place + 1])
-            pairs.append(([p, behind], [q]))
-    worst = worst_deviation(pairs, _TRIALS)
-    wrong = [name for name, away in worst.items() if is_wrong(away)]
-    facts = {"places": len(pairs), "trials": _TRIALS, "standard_deviations": worst}
-    if wrong:
-        return Finding(
-            "sampling",
-            f"The rules {', '.join(wrong)} do not keep the target's distribution: please report this.",
-            False,
-            facts,
-        )
-    said = f"{_TRIALS} rounds of every rule at each of {len(pairs)} places of real texts left the target's distribution"
+def check_kernels(mode: kernels.Mode, threads: int) -> Finding:
+    """Which kernels are in use, and their speed relative to llama.cpp's."""
+    chosen = kernels.use(mode, threads=threads)
+    facts: dict[str, Any] = {"llama.cpp": build_description(), **chosen._asdict()}
+    if chosen.variant is None:
+        # With `kernels: off` llama.cpp's kernels are what the operator asked for.
+        return Finding("kernels", f"{chosen.sentence}.", mode == "off", facts)
+    facts["times_stock"] = speeds = {name: round(kernels.speed(name, threads), 2) for name in chosen.formats}
+    shown = ", ".join(f"{name} {ratio:.1f}" for name, ratio in speeds.items())
     return Finding(
-        "sampling", f"{said} (largest deviation {max(worst.values()):.1f} standard deviations).", facts=facts
+        "kernels", f"{chosen.sentence}; products of 1, 4 and 8 rows, times llama.cpp's speed: {shown}.", facts=facts
     )
 
 
-def ceiling(pair: Pair, texts: list[tuple[list[int], list[int]]], handler: HandlerConfig) -> Finding:
-    """The number of drafts that pays best on a few texts, and whether the configuration allows it."""
-    hits = [read_along(pair.draft, prompt, answer, pair.vocabulary.size) for prompt, answer in texts]
+def check_files(prepared: Prepared) -> Finding:
+    """Names and checksums of the models."""
+    roles = {"target": prepared.target, "draft": prepared.draft}
+    hashed = {role: files.hashed(path) for role, path in roles.items() if path}
+    facts = {role: {"file": str(file.path), "sha256": file.sha256} for role, file in hashed.items()}
+    shown = ", ".join(f"{role} {file.path.name} ({file.sha256[:12]})" for role, file in hashed.items())
+    return Finding("models", f"{shown}.", facts=facts)
+
+
+def check_invariance(target: LlamaEngine) -> Finding:
+    """Whether logits are batch-invariant, so that greedy and seeded answers repeat."""
+    invariance = probe(target, CONTEXT)
+    facts = invariance._asdict()
+    if invariance.single_sequence:
+        sentence = "The target gives the same logits for any number of rows: greedy and seeded answers repeat exactly."
+    else:
+        sentence = (
+            f"The target's logits move by up to {invariance.largest:.2g} with the number of rows, "
+            "so near-ties may turn."
+        )
+    return Finding("repeating", sentence, facts=facts)
+
+
+def check_costs(target: Cost, draft: Cost | None) -> Finding:
+    """Cost of passes of several rows, and of the draft's relative to the target's."""
+    one = target.exactly(1, KV_LEN)
+    curve = {rows: target.exactly(rows, KV_LEN) / one for rows in target.table.rows}
+    facts: dict[str, Any] = {"target_ms": 1000 * one, "v": {rows: round(v, 2) for rows, v in curve.items()}}
+    shown = ", ".join(f"{rows}: {curve[rows]:.1f}" for rows in (4, 8, 16) if rows in curve)
+    sentence = f"A step of the target takes {1000 * one:.0f} ms; more rows at once cost, in steps: {shown}"
+    if draft is None:
+        return Finding("costs", f"{sentence}. There is no draft model.", facts=facts)
+    share = draft.exactly(1, KV_LEN) / one
+    facts["draft_share"] = share
+    sentence += f". A step of the draft takes {share:.2f} of one of the target"
+    if share > 0.5:
+        return Finding("costs", f"{sentence}: choose a smaller draft, this one will hardly pay.", False, facts)
+    return Finding("costs", f"{sentence}.", facts=facts)
+
+
+def check_threads(model: LlamaModel, threads: int) -> Finding:
+    """Whether another number of threads is faster."""
+    seconds: dict[int, float] = {}
+    for count in sorted({max(1, threads // 2), threads, usable_cores()}):
+        engine = one_slot_engine(model, count, _MAX_ROWS)
+        [(_, seconds[count])] = time_passes([engine])
+        engine.close()
+    best = min(seconds, key=seconds.__getitem__)
+    shown = ", ".join(f"{count}: {1000 * took:.0f}" for count, took in seconds.items())
+    sentence = f"Four rows take, in milliseconds by threads, {shown}"
+    facts = {"milliseconds": {count: 1000 * took for count, took in seconds.items()}}
+    if seconds[threads] > _FASTER * seconds[best]:
+        return Finding("threads", f"{sentence}: set `threads: {best}`.", False, facts)
+    return Finding("threads", f"{sentence}; {threads} is right.", facts=facts)
+
+
+def check_greedy(pair: Pair, answers: list[Answer]) -> Finding:
+    """Whether greedy answers are the same with and without drafts."""
+    gaps = []
+    for prompt, plain in answers:
+        drafted = greedy_with_drafts(pair.target, pair.draft, pair.costs, prompt, len(plain))
+        if difference := first_difference(pair.target, prompt, plain, drafted):
+            gaps.append(difference.gap)
+    facts = {"answers": len(answers), "differing": len(gaps), "gaps": gaps}
+    if not gaps:
+        sentence = f"{len(answers)} of {len(answers)} greedy answers are the same with and without drafts."
+        return Finding("greedy", sentence, facts=facts)
+    sentence = (
+        f"{len(gaps)} of {len(answers)} greedy answers differ, where two logits are {max(gaps):.2g} apart at most"
+    )
+    if max(gaps) >= _MAX_TIE:
+        return Finding("greedy", f"{sentence}, too far for rounding: please report this.", False, facts)
+    return Finding("greedy", f"{sentence}: near-ties, which the number of rows decides (see repeating).", facts=facts)
+
+
+def check_distributions(pair: Pair, answers: list[Answer]) -> Finding:
+    """Whether the rules preserve the target's distribution on this pair's own distributions."""
+    pairs = []
+    for prompt, answer in answers:
+        start, width = answer[: _POSITIONS + 1], pair.vocabulary.size
+        p_rows = answer_distributions(pair.target, prompt, start, width)
+        q_rows = answer_distributions(pair.draft, prompt, start, width)
+        for i in range(min(_POSITIONS, len(p_rows) - 1)):
+            p, q = binned(p_rows[i], q_rows[i])
+            next_p, _ = binned(p_rows[i + 1], q_rows[i + 1])
+            pairs.append(([p, next_p], [q]))
+    deviations = largest_deviations(pairs, _TRIALS)
+    facts = {"positions": len(pairs), "trials": _TRIALS, "standard_deviations": deviations}
+    if wrong := [name for name, deviation in deviations.items() if is_wrong(deviation)]:
+        sentence = f"The rules {', '.join(wrong)} do not keep the target's distribution: please report this."
+        return Finding("sampling", sentence, False, facts)
+    sentence = (
+        f"{_TRIALS} rounds of every rule at each of {len(pairs)} positions of real answers kept the target's "
+        f"distribution (largest deviation {max(deviations.values()):.1f} standard deviations)."
+    )
+    return Finding("sampling", sentence, facts=facts)
+
+
+def check_gamma(pair: Pair, answers: list[Answer], max_gamma: int) -> Finding:
+    """The fastest gamma on a few answers, and whether the configuration allows it."""
+    matches = [argmax_matches(pair.draft, prompt, answer, pair.vocabulary.size) for prompt, answer in answers]
     pair.draft.truncate(0, 0)
     target, draft = pair.costs
-    best = fastest(Observed(hits, draft), target, 15)
-    plain = 1 / target.seconds(1, CELLS)
-    gain = best.tokens_per_second / plain
+    best = fastest(Observed(matches, draft), target, 15)
+    plain = 1 / target.seconds(1, KV_LEN)
     facts = {"gamma": best.gamma, "tokens_per_second": best.tokens_per_second, "plain": plain}
-    speeds = f"{best.tokens_per_second:.1f} tokens/s, plain {plain:.1f}"
-    said = f"On {len(texts)} short texts {best.gamma} drafts a round are best: {speeds}"
-    if gain < 1:
-        return Finding("gain", f"{said}; this draft does not pay here, and `mode: auto` leaves it alone.", facts=facts)
-    if best.gamma > handler.speculation.max_gamma:
-        return Finding("gain", f"{said}; raise `speculation.max_gamma` to {best.gamma}.", False, facts)
-    return Finding("gain", f"{said}; `mode: auto` finds that by itself.", facts=facts)
+    sentence = (
+        f"On {len(answers)} short answers {best.gamma} drafts a round are best: {best.tokens_per_second:.1f} tokens/s, "
+        f"plain {plain:.1f}"
+    )
+    if best.tokens_per_second < plain:
+        advice = "this draft does not pay here, and `mode: auto` leaves it alone"
+        return Finding("gain", f"{sentence}; {advice}.", facts=facts)
+    if best.gamma > max_gamma:
+        return Finding("gain", f"{sentence}; raise `speculation.max_gamma` to {best.gamma}.", False, facts)
+    return Finding("gain", f"{sentence}; `mode: auto` finds that by itself.", facts=facts)
+
+
+def check_quantisation(prepared: Prepared, threads: int) -> Finding:
+    """Whether the target is faster as published or as pure Q4_0; a missing variant is written."""
+    is_pure = prepared.target != prepared.published
+    served, other = ("pure Q4_0", "published") if is_pure else ("published", "pure Q4_0")
+    try:
+        file = prepared.published if is_pure else requantise(files.hashed(prepared.published))
+        with loaded(prepared.target, threads, _MAX_ROWS) as (_, one), loaded(file, threads, _MAX_ROWS) as (_, two):
+            seconds = dict(zip((served, other), time_passes([one, two]), strict=True))
+    except SpecserveError as error:
+        return Finding("quantisation", f"The target's other form, {other}, could not be tried: {error}")
+    shown = ", ".join(f"{form} {1000 * row:.0f} and {1000 * four:.0f}" for form, (row, four) in seconds.items())
+    sentence = f"One row and four take, in milliseconds by form of the target, {shown}"
+    facts = {form: {"row_ms": 1000 * row, "four_rows_ms": 1000 * four} for form, (row, four) in seconds.items()}
+    if is_pure and seconds[served][0] * _FASTER > seconds[other][0]:
+        advice = "remove `requantise:` below `target:`, the published file is the better model and no slower"
+        return Finding("quantisation", f"{sentence}: {advice}.", False, facts)
+    return Finding(
+        "quantisation", f"{sentence}; pure Q4_0 is the coarser model (benchmarks/perplexity.py).", facts=facts
+    )
+
+
+def time_passes(engines: Sequence[LlamaEngine]) -> list[tuple[float, float]]:
+    """Return the median seconds of passes of one row and of four for each engine; the engines take turns."""
+    for engine in engines:
+        engine.truncate(0, 0)
+        read(engine, [position % engine.width for position in range(KV_LEN)])
+        timed(engine, KV_LEN, 4)
+    turns = [[(timed(engine, KV_LEN, 1), timed(engine, KV_LEN, 4)) for engine in engines] for _ in range(_REPETITIONS)]
+    for engine in engines:
+        engine.truncate(0, 0)
+    return [(float(one), float(four)) for one, four in np.median(turns, axis=0)]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Say what was found; 1 if anything should be done."""
+    """Print all findings; return 1 if something should be done."""
     parser = cli.Parser(prog="doctor", description=__doc__)
-    add_config(parser)
+    parser.add_config()
     parser.add_argument("--json", action="store_true", help="all findings with their numbers, as one JSON object")
     options = parser.parse_args(arguments)
     _, handler = load_yaml(options.config)
-    found = []
-    console = Console(stderr=True)
-    # What preparing says is for people.
+    findings = []
+    # With --json, stdout is for the JSON object only.
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         prepared = prepare(options.config)
-    with console.status("looking; this takes a minute or two") as status:
+    with Console(stderr=True).status("looking; this takes a minute or two") as status:
         for finding in examine(handler, prepared):
-            found.append(finding)
+            findings.append(finding)
             status.update(f"{finding.topic} is done")
             if not options.json:
                 cli.say(f"{'ok  ' if finding.well else 'TODO'}  {finding.topic}: {finding.sentence}")
     if options.json:
-        cli.say(
-            json.dumps({"config": str(options.config), "findings": [asdict(finding) for finding in found]}, indent=1)
-        )
-    return 0 if all(finding.well for finding in found) else 1
+        report = {"config": str(options.config), "findings": [asdict(finding) for finding in findings]}
+        cli.say(json.dumps(report, indent=1))
+    return 0 if all(finding.well for finding in findings) else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Model files on disk: remembered checksums, a lock between processes, a full disk as one sentence."""
+"""Files in the models directory: cached checksums, locks between processes, checks of disk space."""
 
 from __future__ import annotations
 
@@ -15,70 +15,62 @@ from pathlib import Path
 from typing import Any
 
 from specserve.errors import EnvironmentFailure
+from specserve.tools import paths
 from specserve.tools.cli import say
-
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
 class ModelFile:
-    """A complete file and the sha256 of its bytes."""
+    """A complete file and its sha256."""
 
     path: Path
     sha256: str
 
 
-def checked(path: Path, notes: Path) -> ModelFile:
-    """Return the file with its sha256, read from the file only when its size or time has changed.
-
-    Args:
-        path: the file, anywhere.
-        notes: the models directory, where the sha256 is remembered.
+def hashed(path: Path) -> ModelFile:
+    """Return a file with its sha256, which is cached in the models directory by path, size and modification time.
 
     Raises:
-        EnvironmentFailure: the file cannot be read.
+        EnvironmentFailure: the file cannot be read, or the cache cannot be written.
     """
     try:
         stat = path.stat()
-        facts = {"path": str(path.resolve()), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-        note = _note(path, notes)
-        known = read_json(note)
-        digest = known.pop("sha256", None)
-        if known == facts and isinstance(digest, str):
+        key = {"path": str(path.resolve()), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+        cache = _checksum_cache(path)
+        cached = read_json(cache)
+        digest = cached.pop("sha256", None)
+        if cached == key and isinstance(digest, str):
             return ModelFile(path, digest)
         digest = _sha256(path)
     except OSError as error:
         raise EnvironmentFailure(f"{path}: cannot be read ({error.strerror}).") from error
     try:
-        write_json(note, {**facts, "sha256": digest})
+        write_json(cache, {**key, "sha256": digest})
     except OSError as error:
         raise EnvironmentFailure(
-            f"{note}: cannot be written ({error.strerror}); mend that, or point SPECSERVE_CACHE at another directory."
+            f"{cache}: cannot be written ({error.strerror}); mend that, or point SPECSERVE_CACHE at another directory."
         ) from error
     return ModelFile(path, digest)
 
 
-def delete(path: Path, notes: Path) -> None:
-    """Remove a file and what is remembered about it."""
+def delete(path: Path) -> None:
+    """Delete a file and its cached checksum."""
     path.unlink(missing_ok=True)
-    _note(path, notes).unlink(missing_ok=True)
+    _checksum_cache(path).unlink(missing_ok=True)
 
 
-def _note(path: Path, notes: Path) -> Path:
-    where = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
-    return notes / ".checked" / f"{path.name}.{where}.json"
+def _checksum_cache(path: Path) -> Path:
+    location = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
+    return paths.models_directory() / ".checked" / f"{path.name}.{location}.json"
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object, or an empty one when the file is missing or damaged."""
+    """Return a JSON object, or an empty one if the file is missing or damaged."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -87,7 +79,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write a JSON object; another process sees the old one or the new one, never a half."""
+    """Write a JSON object atomically: another process reads either the old or the new file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(document, indent=1), encoding="utf-8")
@@ -96,7 +88,7 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, waiting_for: str) -> Iterator[None]:
-    """Let one process at a time through; the others say what they wait for."""
+    """Hold a lock between processes; print `waiting_for` if another process holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         try:
@@ -123,7 +115,7 @@ def require_space(directory: Path, needed: int, purpose: str) -> None:
 
 @contextlib.contextmanager
 def full_disk_explained(directory: Path, purpose: str) -> Iterator[None]:
-    """Turn "no space left on device" into a sentence.
+    """Turn "no space left on device" into a one-line error.
 
     Raises:
         EnvironmentFailure: the disk became full.
@@ -139,5 +131,5 @@ def full_disk_explained(directory: Path, purpose: str) -> Iterator[None]:
 
 
 def megabytes(count: int) -> str:
-    """Write a number of bytes as megabytes."""
+    """Format a number of bytes as megabytes."""
     return f"{count / 1e6:,.0f} MB"

@@ -1,4 +1,4 @@
-"""Where things are: the project, its archives, the models, the state of a server."""
+"""Locations of the project's files, the model files and the server's state."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ SOURCE_ROOT = PROJECT / "handler"
 MODEL_STORE = PROJECT / "model_store"
 CONFIG = PROJECT / "config"
 DEFAULT_CONFIG = CONFIG / "qwen2.5-coder-0.5b-1.5b.yaml"
-# Writes the generated models of config/tiny.yaml.
+# Generates the models of config/tiny.yaml.
 TINY_MODELS = PROJECT / "tests" / "support" / "tiny_models.py"
 STATE = PROJECT / ".specserve"
-# Of the model, in every URL, unless told otherwise.
+# Default model name and version, as they appear in every URL.
 NAME, VERSION = "qwen", "1.0"
 
 
 def models_directory() -> Path:
-    """Return the directory that holds fetched and prepared models; it is created."""
+    """Return the directory of downloaded and requantised models; it is created if missing."""
     directory = cache_directory() / "models"
     directory.mkdir(parents=True, exist_ok=True)
     return directory.resolve()
 
 
-def shown(path: Path) -> str:
-    """Write a path as briefly as the current directory allows."""
+def display(path: Path) -> str:
+    """Return a path relative to the current directory if it lies below it."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

@@ -1,4 +1,4 @@
-"""`scripts/report`: one self-contained HTML page of what traces say."""
+"""`scripts/report`: summarise traces in one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from specserve.errors import ConfigError, EnvironmentFailure
 from specserve.tools import cli
 
+# Bars of the chart over time.
 _COLUMNS = 80
-_MOST_TEXTS = 20
+_MAX_ANSWERS = 20
 
 
 class Piece(NamedTuple):
-    """A token's text, and what it was: `accepted`, `recovered`, `bonus` or `plain`."""
+    """The text of one token, and its kind: `accepted`, `recovered`, `bonus` or `plain`."""
 
     text: str
     kind: str
@@ -29,82 +30,86 @@ class Piece(NamedTuple):
 
 @dataclass
 class Family:
-    """What the rounds of one kind of prompt come to."""
+    """Totals of one prompt family."""
 
-    texts: int = 0
+    answers: int = 0
     rounds: int = 0
     tokens: int = 0
-    reached: Counter[int] = field(default_factory=Counter)
-    stayed: Counter[int] = field(default_factory=Counter)
-    drafters: Counter[str] = field(default_factory=Counter)
-    kept: Counter[str] = field(default_factory=Counter)
+    # By drafter.
+    drafted: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
+    # By position in the round, from 1: drafts of which all before were accepted, and how many of them were accepted.
+    tested_at: Counter[int] = field(default_factory=Counter)
+    accepted_at: Counter[int] = field(default_factory=Counter)
+    # Drafting, verifying, everything else.
     seconds: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    firsts: list[float] = field(default_factory=list)
-    paces: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    ttft_seconds: list[float] = field(default_factory=list)
+    # By group: controller, fixed gamma, control group.
+    tpot_seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def count_round(self, entry: dict[str, Any]) -> None:
-        """One round of one text."""
+        """Add one round of one sequence."""
         drafts, accepted = entry["drafts"], entry["accepted"]
         self.rounds += 1
         self.tokens += entry["tokens"]
         self.seconds = [mine + more for mine, more in zip(self.seconds, entry["seconds"], strict=True)]
-        for place, drafter in enumerate(drafts):
-            self.drafters[drafter] += 1
-            self.kept[drafter] += place < accepted
-        for place in range(min(accepted + 1, len(drafts))):
-            self.reached[place + 1] += 1
-            self.stayed[place + 1] += place < accepted
+        for i, drafter in enumerate(drafts):
+            self.drafted[drafter] += 1
+            self.accepted[drafter] += i < accepted
+        for i in range(min(accepted + 1, len(drafts))):
+            self.tested_at[i + 1] += 1
+            self.accepted_at[i + 1] += i < accepted
 
     def count_end(self, entry: dict[str, Any]) -> None:
-        """One text came to its end."""
-        self.texts += 1
+        """Add the end of one sequence."""
+        self.answers += 1
         if entry["first"] is not None:
-            self.firsts.append(entry["first"])
+            self.ttft_seconds.append(entry["first"])
         if entry["pace"] is not None:
-            self.paces[entry["group"]].append(entry["pace"])
+            self.tpot_seconds[entry["group"]].append(entry["pace"])
 
     @property
-    def places(self) -> list[tuple[int, float, int]]:
-        """By place of a round: the share of drafts that stayed where they were reached, and how many were."""
-        return [(place, self.stayed[place] / count, count) for place, count in sorted(self.reached.items())]
+    def acceptance_by_position(self) -> list[tuple[int, float, int]]:
+        """Position in the round, acceptance rate of the drafts tested there, and their number."""
+        return [(i, self.accepted_at[i] / count, count) for i, count in sorted(self.tested_at.items())]
 
     @property
     def shares(self) -> list[float]:
-        """Of the time: drafting, verifying, elsewhere."""
-        whole = sum(self.seconds) or 1.0
-        return [seconds / whole for seconds in self.seconds]
+        """Shares of the time: drafting, verifying, everything else."""
+        total = sum(self.seconds) or 1.0
+        return [seconds / total for seconds in self.seconds]
 
     @property
-    def first(self) -> float | None:
-        """Seconds to the first token, the median."""
-        return median(self.firsts) if self.firsts else None
+    def ttft(self) -> float | None:
+        """Median time to first token, in seconds."""
+        return median(self.ttft_seconds) if self.ttft_seconds else None
 
     @property
-    def pace(self) -> dict[str, float]:
-        """Seconds a token, the median, by who decided on the drafts."""
-        return {group: median(paces) for group, paces in sorted(self.paces.items())}
+    def tpot(self) -> dict[str, float]:
+        """Median time per output token, in seconds, by group."""
+        return {group: median(seconds) for group, seconds in sorted(self.tpot_seconds.items())}
 
 
 @dataclass
 class Report:
-    """All that the page shows."""
+    """Everything that the page shows."""
 
     files: list[str]
     families: dict[str, Family]
-    texts: dict[str, list[Piece]]
-    gammas: list[tuple[float, float]]
+    answers: dict[str, list[Piece]]
+    mean_gammas: list[tuple[float, float]]
     begun: float
     ended: float
     skipped: int
 
     @property
     def minutes(self) -> float:
-        """From the first record to the last."""
+        """Minutes from the first record to the last."""
         return (self.ended - self.begun) / 60
 
 
 def read(paths: Sequence[Path]) -> Iterator[dict[str, Any] | None]:
-    """The records of all files; None for a line that is no record, such as one that a full disk has cut.
+    """Yield the records of all files; None for a line that is no record, such as one truncated by a full disk.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -128,13 +133,13 @@ def _record(line: str) -> dict[str, Any] | None:
 
 
 def summarise(paths: Sequence[Path]) -> Report:
-    """What the records come to.
+    """Add up the records of trace files.
 
     Raises:
-        ConfigError: a file cannot be read, or there is no round in any.
+        ConfigError: a file cannot be read, or none contains a round.
     """
     families: dict[str, Family] = defaultdict(Family)
-    texts: dict[str, list[Piece]] = defaultdict(list)
+    answers: dict[str, list[Piece]] = defaultdict(list)
     rounds: list[tuple[float, int]] = []
     times: list[float] = []
     skipped = 0
@@ -150,44 +155,46 @@ def summarise(paths: Sequence[Path]) -> Report:
         family.count_round(entry)
         rounds.append((entry["time"], len(entry["drafts"])))
         if "text" in entry:
-            texts[f"{entry['request']} ({entry['choice'] + 1})"] += pieces(entry)
+            answers[f"{entry['request']} ({entry['choice'] + 1})"] += pieces(entry)
     if not rounds:
         raise ConfigError(
             f"{', '.join(map(str, paths))}: no round is recorded; set `trace` in the model's YAML and ask the server."
         )
-    shown = {name: whole_characters(written) for name, written in list(texts.items())[-_MOST_TEXTS:]}
+    shown = {name: whole_characters(written) for name, written in list(answers.items())[-_MAX_ANSWERS:]}
     files = [path.name for path in paths]
-    return Report(files, dict(sorted(families.items())), shown, over_time(rounds), min(times), max(times), skipped)
+    return Report(
+        files, dict(sorted(families.items())), shown, gamma_over_time(rounds), min(times), max(times), skipped
+    )
 
 
 def pieces(entry: dict[str, Any]) -> list[Piece]:
-    """What a round wrote: the drafts that stayed, and the token that the target added; spelled as in the trace."""
+    """Return the tokens that a round emitted: accepted drafts and the target's own; undecoded bytes as in the trace."""
     accepted, drafts = entry["accepted"], len(entry["drafts"])
     last = "plain" if not drafts else "bonus" if accepted == drafts else "recovered"
-    return [Piece(text, "accepted" if place < accepted else last) for place, text in enumerate(entry["text"])]
+    return [Piece(text, "accepted" if i < accepted else last) for i, text in enumerate(entry["text"])]
 
 
 def whole_characters(written: list[Piece]) -> list[Piece]:
-    """A text's pieces to be read: a character that several tokens spell is part of the one that completes it."""
+    """Decode an answer: a character that spans several tokens is shown with the last of them."""
     decoder = getincrementaldecoder("utf-8")(errors="replace")
     shown = [Piece(decoder.decode(text.encode(errors="surrogateescape")), kind) for text, kind in written]
-    if cut := decoder.decode(b"", final=True):
-        shown.append(Piece(cut, written[-1].kind))
+    if incomplete := decoder.decode(b"", final=True):
+        shown.append(Piece(incomplete, written[-1].kind))
     return shown
 
 
-def over_time(rounds: list[tuple[float, int]]) -> list[tuple[float, float]]:
-    """Drafts a round in equal stretches of time: where each begins, from 0 to 1, and the mean."""
+def gamma_over_time(rounds: list[tuple[float, int]]) -> list[tuple[float, float]]:
+    """Return the mean number of drafts a round in equal intervals: where each begins, from 0 to 1, and the mean."""
     begun, ended = min(rounds)[0], max(rounds)[0]
     width = (ended - begun) / _COLUMNS or 1.0
-    stretches: dict[int, list[int]] = defaultdict(list)
-    for moment, gamma in rounds:
-        stretches[min(_COLUMNS - 1, int((moment - begun) / width))].append(gamma)
-    return [(place / _COLUMNS, sum(gammas) / len(gammas)) for place, gammas in sorted(stretches.items())]
+    intervals: dict[int, list[int]] = defaultdict(list)
+    for time, gamma in rounds:
+        intervals[min(_COLUMNS - 1, int((time - begun) / width))].append(gamma)
+    return [(i / _COLUMNS, sum(gammas) / len(gammas)) for i, gammas in sorted(intervals.items())]
 
 
 def page(report: Report) -> str:
-    """The HTML; it loads nothing from anywhere."""
+    """Render the HTML, which loads nothing from elsewhere."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=select_autoescape(["html"]),
@@ -199,7 +206,7 @@ def page(report: Report) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page and say where it is."""
+    """Write the page and print its path."""
     parser = cli.Parser(prog="report", description=__doc__)
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="files that a server's `trace` wrote")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="FILE.html", help="the page")

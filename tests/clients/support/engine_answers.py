@@ -15,7 +15,7 @@ import tiny_models as tiny
 from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
-from specserve.tools.prepare import prepare
+from specserve.tools.models import prepare
 
 
 def target(config: str) -> str:

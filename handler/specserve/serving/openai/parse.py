@@ -126,7 +126,7 @@ class Tokenizer:
         """The tokens; in place of none, the one that begins a text."""
         if tokens:
             return tokens
-        start = self._vocabulary.start_token()
+        start = self._vocabulary.bos_token()
         if start is None:
             raise RequestError("The prompt is empty; this model needs at least one token.", param=param)
         return [start]

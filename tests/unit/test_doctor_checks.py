@@ -1,0 +1,86 @@
+"""The doctor's test of the rules finds planted wrong rules, and finds no correct rule wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from specserve.sampling.distribution import FloatArray, draw
+from specserve.sampling.noise import Purpose
+from specserve.speculation.rejection import RULES, Distributions, NoiseSource, Rule, Verdict, sample_alone
+from specserve.tools import doctor_checks
+from specserve.tools.doctor_checks import binned, chi_square_deviation, deviation, is_wrong
+
+TRIALS = 4000
+Verify = Callable[[Distributions, Distributions, Sequence[int], NoiseSource], Verdict]
+
+
+def pair(seed: int, tokens: int = 60) -> tuple[list[FloatArray], list[FloatArray]]:
+    """Two distributions of a target and one of a similar draft."""
+    generator = np.random.default_rng(seed)
+    logits = generator.normal(0, 2, (2, tokens))
+    near = logits[0] + generator.normal(0, 1, tokens)
+    p, next_p, q = (np.exp(row) / np.exp(row).sum() for row in (*logits, near))
+    return [p, next_p], [q]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_correct_rule_passes(name: str) -> None:
+    """A trial fails by chance once in three million."""
+    assert not any(is_wrong(deviation(name, *pair(seed), TRIALS)) for seed in range(3))
+
+
+def accepts_every_draft(_p: Distributions, _q: Distributions, drafts: Sequence[int], noise: NoiseSource) -> Verdict:
+    """Accepts all drafts, which gives the draft's distribution."""
+    return Verdict(len(drafts), draw(_p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
+
+
+def recovers_from_the_target(p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource) -> Verdict:
+    """Samples from p after a rejection instead of from max(p - q, 0)."""
+    for i, x in enumerate(drafts):
+        if noise.uniform(Purpose.ACCEPT, i) * float(q[i][x]) >= float(p[i][x]):
+            return Verdict(i, draw(p[i], noise.uniform(Purpose.RECOVER, i)))
+    return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
+
+
+def accepts_with_the_noise_that_drew(
+    p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource
+) -> Verdict:
+    """Uses one stream of noise for two purposes."""
+    for i, x in enumerate(drafts):
+        if noise.uniform(Purpose.DRAFT, i) * float(q[i][x]) >= float(p[i][x]):
+            rest = np.maximum(p[i] - q[i], 0)
+            return Verdict(i, draw(rest, noise.uniform(Purpose.RECOVER, i)))
+    return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
+
+
+@pytest.mark.parametrize("verify", [accepts_every_draft, recovers_from_the_target, accepts_with_the_noise_that_drew])
+def test_a_wrong_rule_fails(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_checks, "RULES", {"wrong": Rule(sample_alone, verify)})
+    assert all(is_wrong(deviation("wrong", *pair(seed), TRIALS)) for seed in range(3))
+
+
+def test_the_deviation_of_a_correct_sampler_is_standard_normal() -> None:
+    """Of 2,000 samples the mean lies within 5 / sqrt(2000) of 0 but once in a million runs, skewness aside."""
+    generator = np.random.default_rng(5)
+    p, _ = pair(7)
+    numbers = [chi_square_deviation(generator.multinomial(3000, p[0]).astype(float), 3000 * p[0]) for _ in range(2000)]
+    assert abs(float(np.mean(numbers))) < 0.11
+    assert 0.9 < float(np.std(numbers)) < 1.1
+
+
+def test_a_token_of_probability_zero_fails_at_once() -> None:
+    assert is_wrong(chi_square_deviation(np.array([90.0, 0.0, 10.0]), np.array([100.0, 0.0, 0.0])))
+
+
+def test_binning_preserves_the_mass_and_the_most_probable_tokens() -> None:
+    generator = np.random.default_rng(2)
+    p, q = generator.dirichlet(np.full(5000, 0.01), 2)
+    binned_p, binned_q = binned(p, q)
+    assert binned_p.sum() == pytest.approx(1)
+    assert binned_q.sum() == pytest.approx(1)
+    assert binned_p.size == binned_q.size <= 1001
+    assert binned_p.max() == pytest.approx(p.max())
+    assert binned_q.max() == pytest.approx(q.max())

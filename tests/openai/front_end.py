@@ -45,13 +45,13 @@ class FrontEnd:
             speculation=SpeculationConfig(holdback=0),
         )
         model = DraftModel(self.draft, flat(0.001), window=64, max_rows=32, vocabulary=200, context_length=4096)
+        controller = Controller(flat(0.01), flat(0.001))
         models = Models(
             vocabulary,
             AlternatingGrammars(200),
             self.target,
-            Drafters(
-                Controller(flat(0.01), flat(0.001)), PredictionProposer(), LookupProposer(), model=model, vocabulary=200
-            ),
+            Drafters(controller, PredictionProposer(), LookupProposer(), model=model, vocabulary=200),
+            controller,
             Kernels(None, (), "a fake engine computes"),
         )
         models = replace(models, chat_template=ChatTemplate(TEMPLATE, bos="", eos=""))
@@ -64,7 +64,7 @@ class FrontEnd:
         self.content_type: dict[str, str] = {}
         self.finished: set[str] = set()
         self.settles = True
-        """Whether the slice that a call has begun ahead is over before the next one; what tests change is then seen."""
+        """Whether the slice that a call has started is over before the next one; what tests change is then seen."""
         self._count = 0
 
     def post(self, body: object, route: str | None = "v1/completions") -> str:
@@ -103,9 +103,9 @@ class FrontEnd:
             self.rows[identity] = {}
         for identity in self.finished & self.rows.keys():
             del self.rows[identity]
-        ahead = self.handler._slices._ahead
-        if ahead and self.settles:
-            ahead.result()
+        started = self.handler._loop._slice
+        if started and self.settles:
+            started.result()
 
     def run(self) -> None:
         """Turns until no request is left."""

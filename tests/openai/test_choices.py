@@ -197,18 +197,18 @@ def test_a_fault_of_ours_in_a_round_is_a_500_for_its_answers_and_no_more(
     live = front_end.post({**BODY, "max_tokens": 50})
     front_end.turn()
     with monkeypatch.context() as patch:
-        patch.setattr(front_end.handler._scheduler, "_plan", lambda **_: 1 / 0)
+        patch.setattr(front_end.handler._scheduler, "_plan", lambda: 1 / 0)
         front_end.run()
     assert front_end.status[live] == 500
     assert texts(answer_to(front_end, BODY))
 
 
-@pytest.mark.parametrize("what", ["_settle", "_longest_prefix"])
+@pytest.mark.parametrize("what", ["assign", "_choose"])
 def test_a_fault_of_ours_before_the_first_round_is_a_500_too(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(front_end.handler._scheduler, what, lambda *_: 1 / 0)
+        patch.setattr(front_end.handler._scheduler._cache, what, lambda *_: 1 / 0)
         unlucky = front_end.post(BODY)
         front_end.run()
     assert front_end.status[unlucky] == 500

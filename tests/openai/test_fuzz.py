@@ -18,8 +18,7 @@ from specserve.errors import RequestError
 from specserve.grammar.constraint import GrammarCompiler
 from specserve.serving.generation import Generation
 from specserve.serving.openai.parse import Prompt, Tokenizer, to_generations
-from specserve.serving.openai.schema import ChatRequest, CompletionRequest
-from specserve.serving.openai.validation import parse_body
+from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest, parse_body
 from tiny_models import write_tiny
 
 CONFIG = HandlerConfig(
@@ -76,8 +75,8 @@ def test_a_completions_body_is_understood_or_refused(
         check_refusal(error)
     else:
         for generation in groups[0]:
-            if generation.sequence.constraint is not None:
-                generation.sequence.constraint.allowed([])
+            if generation.constraint is not None:
+                generation.constraint.allowed([])
 
 
 @thousands

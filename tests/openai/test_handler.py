@@ -14,10 +14,11 @@ import pytest
 from constraints import Alternating, AlternatingGrammars
 from fake_engine import FakeVocabulary
 from front_end import SLOTS, FakeContext, FrontEnd
+from specserve.observability.metrics import Metrics
 from specserve.serving import torchserve
-from specserve.serving.openai.response import Answer
+from specserve.serving.generation import Generation
+from specserve.serving.openai.response import GenerationResponse
 from specserve.serving.scheduler import Scheduler
-from specserve.serving.telemetry import Telemetry
 from specserve.serving.torchserve import Handler
 
 
@@ -87,7 +88,7 @@ def test_a_clock_that_jumps_changes_no_text_and_no_time_taken(
 
 def test_streams_go_on_while_a_request_takes_long_to_read(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its text is tokenised for as long as the test likes; a second one waits behind it, and a third leaves."""
-    monkeypatch.setattr(torchserve, "_READING_SECONDS", 0.01, raising=False)
+    monkeypatch.setattr(torchserve, "_PARSE_SECONDS", 0.01)
     stream = front_end.post({**BODY, "stream": True, "max_tokens": 40})
     front_end.turn()
     may = threading.Event()
@@ -112,7 +113,7 @@ def test_streams_go_on_while_a_request_takes_long_to_read(front_end: FrontEnd, m
     may.set()
     front_end.run()
     assert all(front_end.status[other] == 200 for other in others)
-    assert not front_end.handler._readings
+    assert not front_end.handler._parsing
 
 
 def test_a_slot_keeps_of_a_finished_answer_only_its_tokens(front_end: FrontEnd) -> None:
@@ -123,11 +124,14 @@ def test_a_slot_keeps_of_a_finished_answer_only_its_tokens(front_end: FrontEnd) 
     front_end.leave(leaving)
     front_end.run()
     front_end.handler.handle([], FakeContext(front_end, []))
-    slots = [slot.last for slot in front_end.handler._scheduler._slots if slot.last is not None]
+    slots = [slot.sequence for slot in front_end.handler._scheduler._cache.slots if slot.sequence is not None]
     assert slots
     for slot in slots:
         assert slot.constraint is None
         assert len(slot.prediction) == len(slot.scores) == len(slot.prompt_scores) == 0
+        assert isinstance(slot, Generation)
+        assert not slot._spans
+        assert not slot.has_text
         assert slot.tokens
 
 
@@ -198,7 +202,7 @@ def test_a_client_that_leaves_frees_its_slot(front_end: FrontEnd) -> None:
         front_end.leave(identity)
     after = front_end.post(BODY)
     front_end.turn()
-    assert front_end.handler._scheduler.live <= 1
+    assert front_end.handler._scheduler.running <= 1
     front_end.run()
     assert front_end.status[after] == 200
 
@@ -232,10 +236,10 @@ def test_rounds_go_on_between_calls_but_everything_else_is_done_between_rounds(
     for owner, name in (
         (Scheduler, "submit"),
         (Scheduler, "cancel"),
-        (Answer, "next_events"),
-        (Answer, "body"),
-        (Telemetry, "emit"),
-        (Handler, "_speculator"),
+        (GenerationResponse, "next_events"),
+        (GenerationResponse, "body"),
+        (Metrics, "emit"),
+        (Handler, "_speculation_status"),
     ):
         between_rounds(owner, name)
     front_end.post({**BODY, "max_tokens": 100, "ignore_eos": True})
@@ -264,7 +268,7 @@ def test_a_new_request_does_not_wait_for_a_long_slice(front_end: FrontEnd, monke
     front_end.turn()
     front_end.settles = False
     # The slice that the next call begins ahead would last as long as the text.
-    front_end.handler._slices._seconds = math.inf
+    front_end.handler._loop._seconds = math.inf
     front_end.turn()
     front_end.post(BODY)
     front_end.turn()
@@ -289,7 +293,7 @@ def test_a_client_that_leaves_a_long_whole_answer_is_noticed_and_the_others_read
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
     """Empty chunks let TorchServe notice, and end its handing the body over in every call; they come after a while."""
-    monkeypatch.setattr(torchserve, "_SETTLED_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(torchserve, "_STATUS_SECONDS", 0.0)
     whole = front_end.post({**BODY, "max_tokens": 50, **fields})
     front_end.turn()
     assert front_end.chunks[whole] == [""]
@@ -301,7 +305,7 @@ def test_a_client_that_leaves_a_long_whole_answer_is_noticed_and_the_others_read
     front_end.turn()
     front_end.leave(leaving)
     front_end.handler.handle([], FakeContext(front_end, []))
-    assert front_end.handler._scheduler.live == 0
+    assert front_end.handler._scheduler.running == 0
 
 
 def test_a_long_body_is_handed_over_once(front_end: FrontEnd) -> None:
@@ -320,7 +324,7 @@ def test_a_long_body_is_handed_over_once(front_end: FrontEnd) -> None:
 def test_a_grammar_that_becomes_too_costly_behind_a_settled_status_is_an_error_object(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torchserve, "_SETTLED_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(torchserve, "_STATUS_SECONDS", 0.0)
     monkeypatch.setattr(AlternatingGrammars, "gbnf", lambda _grammars, text: Alternating(200, fails_at=len(text)))
     late = front_end.post({**BODY, "max_tokens": 60, "grammar": "r" * 40, "speculation": {"mode": "off"}})
     front_end.turn()
@@ -338,7 +342,7 @@ def test_a_short_whole_answer_keeps_its_status_open_to_the_end(front_end: FrontE
 def test_a_failure_behind_a_settled_status_is_an_error_object_all_the_same(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torchserve, "_SETTLED_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(torchserve, "_STATUS_SECONDS", 0.0)
     identity = front_end.post({**BODY, "max_tokens": 50})
     front_end.turn()
     front_end.target.fail_after = 0
@@ -410,11 +414,11 @@ def test_a_model_without_a_chat_template_says_so(front_end: FrontEnd) -> None:
 
 
 def test_what_speculation_has_brought_is_forgotten_when_the_draft_model_fails(front_end: FrontEnd) -> None:
-    telemetry = front_end.handler._telemetry
+    holdback = front_end.handler._holdback
     for number in range(80):
-        telemetry.holdback.learn(0.1 + number % 3, plain=number % 2 == 0)
-    assert telemetry.holdback.speedup()
+        holdback.observe(0.1 + number % 3, plain=number % 2 == 0)
+    assert holdback.speedup()
     front_end.draft.fail_after = 0
     front_end.post({**BODY, "speculation": {"mode": "fixed", "gamma": 3, "drafter": "model"}})
     front_end.run()
-    assert telemetry.holdback.speedup() is None
+    assert holdback.speedup() is None

@@ -14,8 +14,7 @@ from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
 from specserve.errors import RequestError
 from specserve.serving.generation import Generation
 from specserve.serving.openai.parse import Prompt, Tokenizer, to_generations
-from specserve.serving.openai.schema import ChatRequest, CompletionRequest, GenerationRequest
-from specserve.serving.openai.validation import parse_body
+from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest, GenerationRequest, parse_body
 
 VOCABULARY = FakeVocabulary(200)
 CONFIG = HandlerConfig(
@@ -55,7 +54,7 @@ def refusal(body: object) -> RequestError:
 
 def sequence_of(**fields: Any) -> Any:
     """The sequence a good body becomes."""
-    return generation_of({"prompt": "hello", **fields}).sequence
+    return generation_of({"prompt": "hello", **fields})
 
 
 def test_a_prompt_may_be_text_or_token_ids() -> None:
@@ -208,9 +207,9 @@ def test_speculation_beyond_the_operators_limits_is_refused(options: dict[str, A
 @pytest.mark.parametrize(("options", "drawn"), [(None, True), ({"mode": "auto"}, False), ({"mode": "off"}, False)])
 def test_only_a_request_that_leaves_it_to_chance_is_compared(options: dict[str, Any] | None, *, drawn: bool) -> None:
     [[generation]] = groups_of({"prompt": "a", "speculation": options})
-    assert generation.origin.drawn is drawn
+    assert generation.info.randomised is drawn
     [[fixed]] = groups_of({"prompt": "a"}, CONFIG.model_copy(update={"speculation": SpeculationConfig(mode="fixed")}))
-    assert not fixed.origin.drawn
+    assert not fixed.info.randomised
 
 
 def test_speculation_is_the_clients_choice_within_them() -> None:
@@ -225,7 +224,7 @@ def test_who_decides_how_many_drafts_a_round_has_is_the_operators_choice(
     mode: Literal["auto", "fixed", "off"], gamma: int, adaptive: bool
 ) -> None:
     config = CONFIG.model_copy(update={"speculation": SpeculationConfig(mode=mode, max_gamma=8)})
-    speculation = generation_of({"prompt": "a"}, config).sequence.speculation
+    speculation = generation_of({"prompt": "a"}, config).speculation
     assert (speculation.gamma, speculation.adaptive) == (gamma, adaptive)
 
 
@@ -283,7 +282,7 @@ def test_speculation_without_a_draft_model_is_refused_where_it_is_asked_for() ->
         generation_of({"prompt": "a", "speculation": {"drafter": "model"}}, plain)
     for drafter in ("auto", "lookup"):
         options = {"mode": "fixed", "drafter": drafter}
-        assert generation_of({"prompt": "a", "speculation": options}, plain).sequence.speculation.gamma == 3
+        assert generation_of({"prompt": "a", "speculation": options}, plain).speculation.gamma == 3
 
 
 def test_a_seed_is_coupled_greedy_needs_no_rule_and_all_else_is_block() -> None:
@@ -338,7 +337,7 @@ def test_a_chat_answer_is_as_long_as_the_context_lasts_unless_said_otherwise() -
     def most(**fields: Any) -> int:
         request = parse_body({"messages": MESSAGES, **fields}, ChatRequest)
         [[generation]] = generations_of(request, [Prompt([1] * 10, "")])
-        return generation.sequence.max_tokens
+        return generation.max_tokens
 
     assert most() == 54
     assert most(max_tokens=5) == 5
@@ -380,20 +379,20 @@ def test_fields_that_do_not_go_together_are_refused_and_the_one_to_change_is_nam
 
 def test_every_prompt_is_given_as_many_answers_as_are_asked_for() -> None:
     groups = groups_of({"prompt": ["a", "bc"], "n": 2, "best_of": 3, "seed": 5})
-    assert [[g.sequence.tokens for g in group] for group in groups] == [[[97]] * 3, [[98, 99]] * 3]
-    assert [[g.sequence.choice for g in group] for group in groups] == [[0, 1, 2]] * 2
+    assert [[g.tokens for g in group] for group in groups] == [[[97]] * 3, [[98, 99]] * 3]
+    assert [[g.choice for g in group] for group in groups] == [[0, 1, 2]] * 2
 
 
 def test_the_candidates_for_the_best_are_scored_and_others_only_where_asked() -> None:
     assert sequence_of().top_logprobs is None
     assert sequence_of(logprobs=0).top_logprobs == 0
     assert sequence_of(logprobs=5).top_logprobs == 5
-    assert {g.sequence.top_logprobs for [*group] in groups_of({"prompt": "a", "best_of": 2}) for g in group} == {0}
+    assert {g.top_logprobs for [*group] in groups_of({"prompt": "a", "best_of": 2}) for g in group} == {0}
 
 
 def test_a_prompt_is_scored_once_where_it_is_echoed_with_logprobs() -> None:
     [group] = groups_of({"prompt": "abc", "echo": True, "logprobs": 1, "n": 3})
-    assert [g.sequence.scores_prompt for g in group] == [True, False, False]
+    assert [g.scores_prompt for g in group] == [True, False, False]
     assert not sequence_of(echo=True).scores_prompt
     assert not sequence_of(logprobs=1).scores_prompt
 
@@ -410,7 +409,7 @@ def test_ignore_eos_makes_the_end_of_the_text_impossible() -> None:
 def test_a_prediction_is_tokenised_and_drafts_even_without_a_draft_model() -> None:
     plain = CONFIG.model_copy(update={"draft": None})
     prediction = {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
-    sequence = generation_of({"prompt": "x", "prediction": prediction}, plain).sequence
+    sequence = generation_of({"prompt": "x", "prediction": prediction}, plain)
     assert (list(sequence.prediction), sequence.speculation.gamma) == ([97, 98], 8)
 
 
@@ -470,7 +469,7 @@ def test_of_a_prediction_no_more_is_read_than_an_answer_can_reach() -> None:
     request = parse_body({"prompt": "a", "prediction": guess}, CompletionRequest)
     prompts = Tokenizer(vocabulary, CONFIG).completion(request)
     [[generation]] = to_generations(request, prompts, vocabulary, AlternatingGrammars(200), CONFIG)
-    assert len(generation.sequence.prediction) == CONFIG.context_length
+    assert len(generation.prediction) == CONFIG.context_length
     assert vocabulary.longest < 10_000
 
 
@@ -523,7 +522,7 @@ def test_an_operator_caps_the_length_and_the_number_of_answers() -> None:
         generations_of(request, [Prompt([1], "a")], capped)
     assert caught.value.param == "max_completion_tokens"
     [[unlimited]] = generations_of(parse_body(chat, ChatRequest), [Prompt([1], "a")], capped)
-    assert unlimited.sequence.max_tokens == 20
+    assert unlimited.max_tokens == 20
 
 
 MANY = dict.fromkeys(map(str, range(5_000)), "x")
@@ -559,7 +558,7 @@ def test_too_many_token_ids_are_refused_before_they_are_spelled(monkeypatch: pyt
 
 @pytest.mark.parametrize(("named", "known"), [("code", "code"), ("My Secret!", "other"), ("x" * 33, "other"), ("", "")])
 def test_a_kind_of_prompt_is_a_short_plain_word_before_anyone_is_told_of_it(named: str, known: str) -> None:
-    assert generation_of({"prompt": "hello", "metadata": {"prompt_family": named}}).origin.family == known
+    assert generation_of({"prompt": "hello", "metadata": {"prompt_family": named}}).info.family == known
 
 
 def test_an_answer_can_be_sent_back_as_it_came() -> None:

@@ -10,8 +10,8 @@ import pytest
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
 from specserve.sequence import TokenScore
-from specserve.serving.openai.logprobs import WrittenToken, chat_logprobs, completion_logprobs
-from specserve.serving.openai.response_size import MAX_RESPONSE_BYTES, ResponseSize
+from specserve.serving.generation import MAX_RESPONSE_BYTES, ResponseSize
+from specserve.serving.openai.logprobs import OutputToken, chat_logprobs, completion_logprobs
 
 # The largest tokens of a vocabulary: 128 spaces, a character of four bytes, half of one, and a plain letter.
 PIECES = [b" " * 128, "🙂".encode(), b"\xf0\x9f", b"a", b'"\\\n' * 20]
@@ -42,7 +42,7 @@ class Spelled(FakeVocabulary):
 def test_what_is_counted_is_never_less_than_what_is_written_nor_twice_as_much(top: int, *, chat: bool) -> None:
     vocabulary = Spelled(200)
     scores = [TokenScore(n, -12.345678901234567 * n, [(n + i, -1.0 / 3 - i) for i in range(top)]) for n in range(60)]
-    tokens = [WrittenToken(score, 128 * place) for place, score in enumerate(scores)]
+    tokens = [OutputToken(score, 128 * place) for place, score in enumerate(scores)]
     text = b"".join(vocabulary.piece(score.token) for score in scores).decode("utf-8", errors="replace")
     logprobs: Any = (
         chat_logprobs(tokens, vocabulary) if chat else completion_logprobs(tokens, vocabulary, top=top, shift=0)

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from specserve.errors import ConfigError
-from specserve.observability.records import End, Origin, Round
+from specserve.observability.records import EndRecord, RequestInfo, RoundRecord
 from specserve.observability.trace import Trace
 from specserve.tools.report import Piece, main, page, summarise, whole_characters
 
 WORDS = {1: b"def ", 2: b"sort", 3: b"(<b>", 4: b")", 5: b"\xff"}
 
 
-def a_round(request: str, drafts: list[str], accepted: int, tokens: list[int]) -> Round:
-    return Round(Origin(request, 0, "code"), 1, 50, drafts, accepted, tokens, 0.01, 0.05, 0.001, 1)
+def a_round(request: str, drafts: list[str], accepted: int, tokens: list[int]) -> RoundRecord:
+    return RoundRecord(RequestInfo(request, "code"), 0, 1, 50, drafts, accepted, tokens, 0.01, 0.05, 0.001, 1)
 
 
-def an_end(request: str) -> End:
-    return End(Origin(request, 0, "code"), "stop", 40, 30, 20, waited=0.5, first=1.5, pace=0.1)
+def an_end(request: str) -> EndRecord:
+    return EndRecord(RequestInfo(request, "code"), 0, "stop", 40, 30, 20, waited=0.5, ttft=1.5, tpot=0.1)
 
 
 def trace(directory: Path, *, share: float = 1.0, mebibytes: float = 1.0, text: bool = True) -> Trace:
@@ -42,9 +42,9 @@ def test_a_round_is_a_line(tmp_path: Path) -> None:
     first, second = lines(tmp_path)
     assert first["event"] == "round"
     assert (first["drafts"], first["accepted"], first["text"]) == (["model", "lookup"], 1, ["def ", "sort"])
-    assert (first["request"], first["family"], first["group"]) == ("r1", "code", "auto")
+    assert (first["request"], first["choice"], first["family"], first["group"]) == ("r1", 0, "code", "auto")
     assert second["event"] == "end"
-    assert (second["reason"], second["first"], second["pace"]) == ("stop", 1.5, 0.1)
+    assert (second["reason"], second["ttft"], second["tpot"]) == ("stop", 1.5, 0.1)
 
 
 def test_a_character_that_two_tokens_share_is_whole_again_when_they_are_joined(tmp_path: Path) -> None:

@@ -58,10 +58,10 @@ class Family:
     def count_end(self, entry: dict[str, Any]) -> None:
         """One text came to its end."""
         self.texts += 1
-        if entry["first"] is not None:
-            self.firsts.append(entry["first"])
-        if entry["pace"] is not None:
-            self.paces[entry["group"]].append(entry["pace"])
+        if entry["ttft"] is not None:
+            self.firsts.append(entry["ttft"])
+        if entry["tpot"] is not None:
+            self.paces[entry["group"]].append(entry["tpot"])
 
     @property
     def places(self) -> list[tuple[int, float, int]]:

@@ -188,7 +188,7 @@ def test_the_sentence_says_what_to_expect() -> None:
     everywhere = describe(Invariance(0.0, 0.0, 0.0, None))
     assert "repeat exactly" in everywhere
     rows = describe(Invariance(0.02, 0.0, 0.0, 0.0))
-    assert "the number of rows in a pass (by up to 0.02)" in rows
+    assert "the number of rows in a forward pass (by up to 0.02)" in rows
     crowd = describe(Invariance(0.0, 0.0, 0.3, 0.0))
-    assert "the place in the cache (by up to 0.3)" in crowd
+    assert "the position in the cache (by up to 0.3)" in crowd
     assert "repeat exactly alone" in crowd

@@ -1,4 +1,4 @@
-"""TorchServe's front end, played for the handler: it enforces the contract of continuous batching."""
+"""A stand-in for TorchServe's front end that enforces the protocol of continuous batching."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}as
 
 
 class FrontEnd:
-    """TorchServe, with rows of live requests, their bodies until they are answered, and every rule of its protocol."""
+    """TorchServe with rows of live requests, which have a body until the first reply."""
 
     def __init__(self) -> None:
         self.target = FakeEngine(vocabulary=200, n_slots=SLOTS)
@@ -68,7 +68,7 @@ class FrontEnd:
         self._count = 0
 
     def post(self, body: object, route: str | None = "v1/completions") -> str:
-        """A new request; its id."""
+        """Send a request; returns its id."""
         self._count += 1
         identity = f"r{self._count}"
         self.rows[identity] = {"body": body} if body is not None else {}
@@ -82,7 +82,7 @@ class FrontEnd:
         del self.rows[identity]
 
     def turn(self) -> None:
-        """One call of handle() and what the front end makes of its answer."""
+        """Call handle() once, and process its replies as the front end does."""
         order = list(self.rows)
         context = FakeContext(self, order)
         data = list(self.rows.values())
@@ -108,7 +108,7 @@ class FrontEnd:
             started.result()
 
     def run(self) -> None:
-        """Turns until no request is left."""
+        """Take turns until no request is left."""
         for _ in range(1000):
             if not self.rows:
                 return
@@ -120,18 +120,18 @@ class FrontEnd:
         return "".join(self.chunks[identity])
 
     def answer(self, identity: str) -> Any:
-        """A whole answer's JSON."""
+        """The JSON of a whole response."""
         return json.loads(self.text(identity))
 
     def events(self, identity: str) -> list[Any]:
-        """A stream's events, the closing one checked and left out."""
+        """A stream's events without the final [DONE], which is checked."""
         lines = [line.removeprefix("data: ") for line in self.text(identity).split("\n\n")[:-1]]
         assert lines[-1] == "[DONE]"
         return [json.loads(line) for line in lines[:-1]]
 
 
 class FakeContext:
-    """What TorchServe hands to handle()."""
+    """The context that TorchServe passes to handle()."""
 
     def __init__(self, front_end: FrontEnd, order: list[str]) -> None:
         self.model_name = "qwen"

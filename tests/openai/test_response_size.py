@@ -1,4 +1,4 @@
-"""The size of a response is bounded by the bytes that it really takes, whatever its tokens are spelled like."""
+"""The size of a response is limited in bytes, whatever its tokens are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PIECES = [b" " * 128, "🙂".encode(), b"\xf0\x9f", b"a", b'"\\\n' * 20]
 
 
 class Wide(FakeVocabulary):
-    """A vocabulary whose every token takes much room in JSON."""
+    """A vocabulary whose tokens are long in JSON."""
 
     def piece(self, token: int) -> bytes:
         return b"" if self.ends_text(token) else PIECES[0]
@@ -39,7 +39,7 @@ class Spelled(FakeVocabulary):
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("top", [0, 5, 20])
-def test_what_is_counted_is_never_less_than_what_is_written_nor_twice_as_much(top: int, *, chat: bool) -> None:
+def test_the_estimate_is_between_the_size_and_twice_the_size(top: int, *, chat: bool) -> None:
     vocabulary = Spelled(200)
     scores = [TokenScore(n, -12.345678901234567 * n, [(n + i, -1.0 / 3 - i) for i in range(top)]) for n in range(60)]
     tokens = [OutputToken(score, 128 * place) for place, score in enumerate(scores)]
@@ -59,9 +59,7 @@ def test_what_is_counted_is_never_less_than_what_is_written_nor_twice_as_much(to
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_that_grows_beyond_its_bound_ends_with_an_error(
-    monkeypatch: pytest.MonkeyPatch, *, stream: bool
-) -> None:
+def test_a_response_that_exceeds_the_limit_ends_with_an_error(monkeypatch: pytest.MonkeyPatch, *, stream: bool) -> None:
     front_end = FrontEnd()
     wide: Any = Wide(200)
     monkeypatch.setattr(type(front_end.handler._models.vocabulary), "piece", wide.piece)
@@ -80,7 +78,7 @@ def test_a_response_that_grows_beyond_its_bound_ends_with_an_error(
         assert json.loads(front_end.text(large))["error"]["code"] == "response_too_large"
 
 
-def test_prompt_scores_count_once_for_every_answer_that_shows_them() -> None:
+def test_prompt_scores_count_once_per_choice() -> None:
     score = TokenScore(0, -1.0, [])
     one, three = (ResponseSize(FakeVocabulary(200), chat=False, choices=n) for n in (1, 3))
     one.add_prompt_score(score)

@@ -109,22 +109,20 @@ def describe(invariance: Invariance) -> str:
     """Whether greedy and seeded texts repeat, in one sentence for the operator."""
     if invariance.everywhere:
         return (
-            "the target gave the same logits for all numbers of rows, chunks of a prompt, places in the cache and "
-            "neighbours that were tried: greedy and seeded texts repeat exactly, as far as a short trial can tell"
+            "the target gave the same logits for all numbers of rows, prefill chunks, cache positions and neighbours "
+            "that were tried: greedy and seeded outputs repeat exactly, as far as a short trial can tell"
         )
     causes = {
-        "the number of rows in a pass": invariance.rows,
-        "the chunks of a prompt": invariance.chunks,
-        "the place in the cache": invariance.layout,
-        "the neighbours in a pass": invariance.neighbours,
+        "the number of rows in a forward pass": invariance.rows,
+        "the prefill chunks": invariance.chunks,
+        "the position in the cache": invariance.layout,
+        "the neighbours in a forward pass": invariance.neighbours,
     }
     named = ", ".join(f"{cause} (by up to {difference:.2g})" for cause, difference in causes.items() if difference)
-    exactly = (
-        "repeat exactly alone in an empty cache; in company, or after other requests, they " if invariance.alone else ""
-    )
+    exactly = "repeat exactly alone in an empty cache; beside or after other requests they " if invariance.alone else ""
     return (
-        f"the target's logits differ with {named}: greedy and seeded texts {exactly}may differ between runs where two "
-        "tokens are nearly equal"
+        f"the target's logits differ with {named}: greedy and seeded outputs {exactly}may differ between runs "
+        "where two tokens are nearly equal"
     )
 
 

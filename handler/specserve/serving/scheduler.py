@@ -259,8 +259,8 @@ class Scheduler:
     def _end_completed(self) -> list[Generation]:
         """Free the slots of sequences that are complete or have failed, and return these."""
         ended = [generation for generation in self._running if generation.done]
-        self._running = [generation for generation in self._running if not generation.done]
         for generation in ended:
+            self._running.remove(generation)
             self._cache.release(generation)
         return ended
 

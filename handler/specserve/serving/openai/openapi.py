@@ -59,7 +59,7 @@ def openapi() -> Json:
                 }
             },
             "/v1/speculation": {
-                "get": _operation("What this server runs, and what it has learned", _json("SpeculationStatus"))
+                "get": _operation("Models, kernels, costs and controller of this server", _json("SpeculationStatus"))
             },
             "/v1/openapi.json": {
                 "get": _operation("This document", {"application/json": {"schema": {"type": "object"}}}),

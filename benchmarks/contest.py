@@ -15,7 +15,6 @@ import requests
 from decode import Lane, Task
 from llama_server import Server
 from specserve.errors import EnvironmentFailure
-from specserve.sequence import Account
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler
 
@@ -95,7 +94,7 @@ class Ours:
     @property
     def progress(self) -> tuple[int, float]:
         """Tokens so far, and the seconds that they took."""
-        return self._running[1].sequence.generated if self._running else 0, self._seconds
+        return self._running[1].generated if self._running else 0, self._seconds
 
     def begin(self, prompt: list[int], task: Task) -> None:
         """Take up a prompt."""
@@ -113,15 +112,15 @@ class Ours:
         """The complete answer."""
         if self._running is None or self._running[1].error:
             raise SystemExit(f"{self.name}: {self._running and self._running[1].error}")
-        sequence = self._running[1].sequence
-        account: Account = sequence.account
+        generation = self._running[1]
+        stats = generation.stats
         return Answer(
-            tokens=sequence.answer,
-            seconds=account.decode_seconds,
-            prompt_seconds=account.prefill_seconds,
-            drafted=account.drafted,
-            accepted=account.accepted,
-            rounds=account.rounds,
+            tokens=generation.answer,
+            seconds=stats.decode_seconds,
+            prompt_seconds=stats.prefill_seconds,
+            drafted=stats.drafted,
+            accepted=stats.accepted,
+            rounds=stats.rounds,
         )
 
 

@@ -27,10 +27,11 @@ from machine import describe_machine
 from quiet import ALLOWED, watched
 from specserve.config import HandlerConfig
 from specserve.engine.base import Engine
-from specserve.sequence import Account, SamplingParams, Sequence, SpeculationParams, Tally
+from specserve.sequence import SamplingParams, SequenceStats, SpeculationParams, Tally
 from specserve.serving.generation import Generation
 from specserve.serving.loading import Models, load_models, open_engines
 from specserve.serving.scheduler import Scheduler
+from specserve.speculation.controller import Controller
 from specserve.speculation.drafters import Drafters
 from specserve.tools.archive import prepared_handler
 from specserve.tools.paths import DEFAULT_CONFIG
@@ -61,11 +62,11 @@ class Mode:
     speculation: SpeculationParams
 
 
-PLAIN = Mode("plain", SpeculationParams(0))
-ADAPTIVE = Mode("adaptive", SpeculationParams(16, adaptive=True))
+PLAIN = Mode("plain", SpeculationParams(mode="off"))
+ADAPTIVE = Mode("adaptive", SpeculationParams(16, mode="adaptive"))
 FIXED = {gamma: Mode(f"fixed {gamma}", SpeculationParams(gamma, drafter="model")) for gamma in (1, 2, 3, 4, 7, 15)}
 ALONE = [
-    Mode(f"{drafter} alone", SpeculationParams(16, adaptive=True, drafter=drafter))
+    Mode(f"{drafter} alone", SpeculationParams(16, mode="adaptive", drafter=drafter))
     for drafter in ("model", "lookup", "prediction", "grammar")
 ]
 
@@ -87,17 +88,17 @@ class Run:
     """One answer: its tokens and what they took."""
 
     tokens: list[int]
-    account: Account
+    stats: SequenceStats
 
     @property
     def speed(self) -> float:
         """Tokens per second behind the first token."""
-        return (len(self.tokens) - 1) / self.account.decode_seconds
+        return (len(self.tokens) - 1) / self.stats.decode_seconds
 
     @property
     def whole_speed(self) -> float:
         """Tokens per second, the prompt's prefill included."""
-        return len(self.tokens) / (self.account.decode_seconds + self.account.prefill_seconds)
+        return len(self.tokens) / (self.stats.decode_seconds + self.stats.prefill_seconds)
 
 
 def read_tasks(family: str, most: int | None = None) -> Iterator[Task]:
@@ -118,20 +119,23 @@ class Lane:
     config: HandlerConfig
     target: Engine
     drafters: Drafters
+    controller: Controller
 
     def start(self, task: Task, temperature: float) -> tuple[Scheduler, Generation]:
         """Begin to answer a prompt; a new scheduler begins with empty caches."""
         vocabulary = self.models.vocabulary
-        scheduler = Scheduler(self.target, self.drafters, prefill_rows=self.config.prefill_rows, idle_tokens=0)
-        sequence = Sequence(
+        scheduler = Scheduler(
+            self.target, self.drafters, self.controller, prefill_rows=self.config.prefill_rows, idle_tokens=0
+        )
+        generation = Generation(
             vocabulary.encode(task.text, special=True),
             SamplingParams(temperature=temperature, seed=1),
             replace(self.mode.speculation, verification="block" if temperature else "token"),
+            vocabulary,
             max_tokens=task.max_tokens,
             constraint=self.models.grammars.json_schema(task.schema) if task.schema else None,
             prediction=vocabulary.encode(task.prediction) if task.prediction else (),
         )
-        generation = Generation(sequence, vocabulary, [])
         scheduler.submit(generation)
         return scheduler, generation
 
@@ -147,15 +151,14 @@ def race(lanes: list[Lane], task: Task, temperature: float) -> list[Run]:
     started = [lane.start(task, temperature) for lane in lanes]
 
     def progress(lane: tuple[Scheduler, Generation]) -> tuple[int, int]:
-        sequence = lane[1].sequence
-        return sequence.generated, sequence.target_cached
+        return lane[1].generated, lane[1].target_cached
 
     while running := [lane for lane in started if lane[0].busy]:
         min(running, key=progress)[0].step()
     for _, generation in started:
         if generation.error:
             raise SystemExit(f"{task.name}: {generation.error}")
-    return [Run(generation.sequence.answer, generation.sequence.account) for _, generation in started]
+    return [Run(generation.answer, generation.stats) for _, generation in started]
 
 
 @dataclass
@@ -171,19 +174,19 @@ class Results:
             return
         for line in self.path.read_text(encoding="utf-8").splitlines():
             key, tokens, account = json.loads(line)
-            account = Account(
+            stats = SequenceStats(
                 rounds=account["rounds"],
                 drafters={name: Tally(*tally) for name, tally in account["drafters"].items()},
                 **{name: seconds for name, seconds in account.items() if name.endswith("_seconds")},
             )
-            self.known[tuple(key)] = Run(tokens, account)
+            self.known[tuple(key)] = Run(tokens, stats)
 
     def add(self, key: tuple[str, str, float, str], run: Run) -> None:
         """Keep an answer."""
         self.known[key] = run
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
-                account = asdict(run.account) | {"gammas": dict(run.account.gammas)}
+                account = asdict(run.stats) | {"gammas": dict(run.stats.gammas)}
                 file.write(json.dumps([key, run.tokens, account]) + "\n")
 
 
@@ -191,8 +194,8 @@ def summarise(family: str, temperature: float, mode: str, pairs: list[tuple[Run,
     """One row of the result from (plain, this mode) pairs, one a prompt."""
     runs = [run for _, run in pairs]
     ratios = [run.speed / plain.speed for plain, run in pairs]
-    account = Account.total(run.account for run in runs)
-    seconds = account.decode_seconds
+    stats = SequenceStats.total(run.stats for run in runs)
+    seconds = stats.decode_seconds
     low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     return {
         "family": family,
@@ -204,12 +207,12 @@ def summarise(family: str, temperature: float, mode: str, pairs: list[tuple[Run,
         "ratio_with_prefill": round(median(run.whole_speed / plain.whole_speed for plain, run in pairs), 3),
         "least_with_prefill": round(min(run.whole_speed / plain.whole_speed for plain, run in pairs), 3),
         "spread": [round(low, 3), round(high, 3)],
-        "acceptance_rate": round(account.accepted / account.drafted, 3) if account.drafted else None,
-        "mean_acceptance_length": round(account.mean_acceptance_length, 3),
-        "drafters": {name: list(tally) for name, tally in sorted(account.drafters.items())},
-        "share_target": round(account.target_seconds / seconds, 4),
-        "share_draft": round(account.draft_seconds / seconds, 4),
-        "share_other": round(account.other_seconds / seconds, 4),
+        "acceptance_rate": round(stats.accepted / stats.drafted, 3) if stats.drafted else None,
+        "mean_acceptance_length": round(stats.mean_acceptance_length, 3),
+        "drafters": {name: list(tally) for name, tally in sorted(stats.drafters.items())},
+        "share_target": round(stats.target_seconds / seconds, 4),
+        "share_draft": round(stats.draft_seconds / seconds, 4),
+        "share_other": round(stats.other_seconds / seconds, 4),
         "same_text_as_plain": sum(run.tokens == plain.tokens for plain, run in pairs),
         "prompts": len(pairs),
     }

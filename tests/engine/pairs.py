@@ -15,8 +15,7 @@ from specserve.sequence import Sequence
 from specserve.serving.generation import Generation
 from specserve.serving.loading import load_models
 from specserve.serving.openai.parse import Tokenizer, to_generations
-from specserve.serving.openai.schema import CompletionRequest
-from specserve.serving.openai.validation import parse_body
+from specserve.serving.openai.request_schema import CompletionRequest, parse_body
 from specserve.serving.scheduler import Scheduler
 from tiny_models import write_tiny
 
@@ -86,7 +85,11 @@ class Pair:
     def scheduler(self, *, idle_tokens: int = 0) -> Scheduler:
         """A scheduler that keeps so much of finished texts."""
         return Scheduler(
-            self.models.target, self.models.drafters, prefill_rows=self.config.prefill_rows, idle_tokens=idle_tokens
+            self.models.target,
+            self.models.drafters,
+            self.models.controller,
+            prefill_rows=self.config.prefill_rows,
+            idle_tokens=idle_tokens,
         )
 
     def generation(self, prompt: str | list[int], **fields: Any) -> Generation:
@@ -109,7 +112,7 @@ class Pair:
 
         texts = list(chunks())
         assert generation.error is None
-        return Answered(generation.sequence, texts, generation.finish_reason)
+        return Answered(generation, texts, generation.finish_reason)
 
     def chat_prompt(self, *messages: Mapping[str, str]) -> str:
         """What the model's own template makes of a chat."""

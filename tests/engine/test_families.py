@@ -46,11 +46,11 @@ def never_ending(pair: Pair) -> dict[str, Any]:
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_greedy_text_is_the_same_token_for_token_with_and_without_speculation(pair: Pair, prompt: str) -> None:
     plain = pair.answer(prompt, max_tokens=60, temperature=0, speculation=PLAIN).sequence
-    assert plain.account.drafted == 0
+    assert plain.stats.drafted == 0
     for gamma in GAMMAS:
         speculative = pair.answer(prompt, max_tokens=60, temperature=0, speculation=drafting(gamma)).sequence
         assert speculative.answer == plain.answer
-        assert 0 < speculative.account.accepted < speculative.account.drafted
+        assert 0 < speculative.stats.accepted < speculative.stats.drafted
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -62,7 +62,7 @@ def test_a_seed_gives_one_text_token_for_token_with_and_without_speculation(pair
         speculative = pair.answer(PROMPTS[0], **fields, speculation=drafting(gamma)).sequence
         assert speculative.speculation.verification == "coupled"
         assert speculative.answer == plain.answer
-        assert 0 < speculative.account.accepted < speculative.account.drafted
+        assert 0 < speculative.stats.accepted < speculative.stats.drafted
 
 
 def test_another_seed_gives_another_text(pair: Pair) -> None:
@@ -125,7 +125,7 @@ def test_an_empty_prompt_is_the_token_that_begins_a_text(pair: Pair, architectur
     assert pair.vocabulary.token_text(start) == name
     speculative = pair.answer("", max_tokens=30, temperature=0, **never_ending(pair))
     assert speculative.sequence.tokens == plain.sequence.tokens
-    assert speculative.sequence.account.accepted > 0
+    assert speculative.sequence.stats.accepted > 0
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gpt2"])
@@ -181,7 +181,7 @@ def test_a_draft_that_was_trained_for_shorter_texts_reads_only_the_end_of_longer
     speculative = pair.answer(PROMPTS[0], **fields).sequence
     assert speculative.tokens == plain.tokens
     assert speculative.draft_cached_len <= 128
-    assert speculative.account.drafted > 128 * 2, "it begins again near the end of the text"
+    assert speculative.stats.drafted > 128 * 2, "it begins again near the end of the text"
 
 
 def test_a_context_beyond_what_the_target_was_trained_for_is_refused(architecture: str, files: TinyFiles) -> None:

@@ -16,7 +16,7 @@ from specserve.engine.base import FloatArray, Row
 from specserve.engine.invariance import Invariance, probe
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
-from specserve.serving.loading import describe
+from specserve.observability.status import describe
 from tiny_formats import FORMATS, quantise_as
 from tiny_models import ARCHITECTURES, write_tiny
 
@@ -190,7 +190,7 @@ def test_the_description_names_the_conditions() -> None:
     everywhere = describe(Invariance(0.0, 0.0, 0.0, None))
     assert "repeat exactly" in everywhere
     rows = describe(Invariance(0.02, 0.0, 0.0, 0.0))
-    assert "the number of rows in a pass (by up to 0.02)" in rows
-    shared_cache = describe(Invariance(0.0, 0.0, 0.3, 0.0))
-    assert "the place in the cache (by up to 0.3)" in shared_cache
-    assert "repeat exactly alone" in shared_cache
+    assert "the number of rows in a forward pass (by up to 0.02)" in rows
+    crowd = describe(Invariance(0.0, 0.0, 0.3, 0.0))
+    assert "the position in the cache (by up to 0.3)" in crowd
+    assert "repeat exactly alone" in crowd

@@ -95,14 +95,16 @@ def speculate(architecture: str, tiny_file: TinyFile, gammas: list[int], *, toge
     check_same_vocabulary(target, draft)
     cost = proportional()
     reader = DraftModel(engine_for(draft), cost, window=512, max_rows=16, vocabulary=target.size, context_length=4096)
-    drafters = Drafters(Controller(cost, cost), model=reader, vocabulary=target.size)
-    scheduler = Scheduler(engine_for(target), drafters, prefill_rows=16, idle_tokens=4096)
-    sequences = []
+    controller = Controller(cost, cost)
+    drafters = Drafters(controller, model=reader, vocabulary=target.size)
+    scheduler = Scheduler(engine_for(target), drafters, controller, prefill_rows=16, idle_tokens=4096)
+    sequences: list[Sequence] = []
     for prompt, gamma in zip(PROMPTS, gammas, strict=True):
-        sequences.append(
-            Sequence(target.encode(prompt), SamplingParams(temperature=0), SpeculationParams(gamma), max_tokens=60)
+        generation = Generation(
+            target.encode(prompt), SamplingParams(temperature=0), SpeculationParams(gamma), target, max_tokens=60
         )
-        scheduler.submit(Generation(sequences[-1], target, []))
+        sequences.append(generation)
+        scheduler.submit(generation)
         while scheduler.busy and not together:
             scheduler.step()
     while scheduler.busy:
@@ -116,7 +118,7 @@ def test_greedy_answers_are_the_same_with_and_without_drafts(architecture: str, 
     for sequence in speculate(architecture, tiny_file, [1, 3, 7], together=False):
         prompt = sequence.tokens[: sequence.prompt_length]
         assert sequence.tokens[sequence.prompt_length :] == greedy_answer(plain, model, prompt, 60)
-        assert 0 < sequence.account.accepted < sequence.account.drafted
+        assert 0 < sequence.stats.accepted < sequence.stats.drafted
 
 
 def test_several_greedy_sequences_choose_the_targets_argmax_or_a_near_tie(

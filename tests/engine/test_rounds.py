@@ -15,20 +15,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
+from scipy.stats import chisquare
 
 from constraints import Alternating, Shared, Slow
 from costs import flat, proportional
 from fake_engine import FakeEngine, FakeVocabulary
-from specserve.observability.control_group import PlainRounds
-from specserve.observability.records import End, Observer, Origin, Round
+from specserve.observability.records import EndRecord, Observer, RequestInfo, RoundRecord
 from specserve.sampling.distribution import FloatArray, draw, to_distribution
 from specserve.sampling.logits import penalise
 from specserve.sampling.noise import Noise, Purpose
-from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams, Verification
+from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationMode, SpeculationParams, Verification
 from specserve.serving.generation import Generation
-from specserve.serving.scheduler import Scheduler, longest_wait
-from specserve.serving.watching import Watch
+from specserve.serving.scheduler import Scheduler, max_wait
 from specserve.speculation import drafters
 from specserve.speculation.controller import Controller
 from specserve.speculation.cost import Cost
@@ -69,6 +67,7 @@ class Bench:
         self.scheduler = Scheduler(
             self.target,
             Drafters(self.controller, PredictionProposer(), model=model, vocabulary=VOCABULARY),
+            self.controller,
             prefill_rows=prefill_rows,
             idle_tokens=idle_tokens,
             max_wait_seconds=max_wait_seconds,
@@ -88,14 +87,16 @@ class Bench:
         request: str = "",
         **more: Any,
     ) -> Generation:
-        sequence = Sequence(
+        generation = Generation(
             prompt,
             sampling or SamplingParams(temperature=0),
             SpeculationParams(gamma, verification),
+            FakeVocabulary(VOCABULARY),
+            stops or [],
+            info=RequestInfo(request),
             max_tokens=max_tokens,
             **more,
         )
-        generation = Generation(sequence, FakeVocabulary(VOCABULARY), stops or [], Origin(request))
         self.scheduler.submit(generation)
         self.submitted.append(generation)
         return generation
@@ -110,16 +111,21 @@ class Bench:
 
     def check_caches(self) -> None:
         """Both caches hold exactly the leading tokens that each sequence says they hold."""
-        for number, slot in enumerate(self.scheduler._slots):
-            if slot.last is not None:
-                assert self.target.cache[number] == slot.last.tokens[: slot.last.target_cached]
-                assert self.draft.cache[number] == slot.last.tokens[slot.last.draft_start : slot.last.draft_cached]
+        for slot in self.scheduler._cache.slots:
+            sequence = slot.sequence
+            if sequence is not None:
+                assert self.target.cache[slot.index] == sequence.tokens[: sequence.target_cached]
+                assert self.draft.cache[slot.index] == sequence.tokens[sequence.draft_start : sequence.draft_cached]
+
+
+def greedy_generation(prompt: list[int], speculation: SpeculationParams, **options: Any) -> Generation:
+    """A greedy sequence without stop strings."""
+    return Generation(prompt, SamplingParams(temperature=0), speculation, FakeVocabulary(VOCABULARY), **options)
 
 
 def answer(generation: Generation) -> list[int]:
-    """The tokens behind the prompt."""
-    sequence = generation.sequence
-    return sequence.tokens[sequence.prompt_length :]
+    """The tokens after the prompt."""
+    return generation.tokens[generation.prompt_length :]
 
 
 def plain_greedy(prompt: list[int], max_tokens: int) -> list[int]:
@@ -136,13 +142,12 @@ def plain_greedy(prompt: list[int], max_tokens: int) -> list[int]:
 
 def test_what_an_answer_has_waited_before_it_was_queued_is_counted() -> None:
     bench = Bench()
-    sequence = Sequence([1, 2], SamplingParams(temperature=0), SpeculationParams(0), max_tokens=2)
-    generation = Generation(sequence, FakeVocabulary(VOCABULARY), [])
+    generation = greedy_generation([1, 2], SpeculationParams(mode="off"), max_tokens=2)
     bench.scheduler.submit(generation, 100.0)
     bench.scheduler.step()
-    record = generation.record(perf_counter())
+    record = generation.end_record(perf_counter())
     assert record.waited == pytest.approx(100.0, abs=30)
-    assert record.first == pytest.approx(100.0, abs=30)
+    assert record.ttft == pytest.approx(100.0, abs=30)
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6))
@@ -152,11 +157,11 @@ def test_the_scheduler_says_whether_the_next_round_reads_of_a_prompt(lengths: li
     for length in lengths:
         bench.submit([1] * length, max_tokens=5)
     while bench.scheduler.busy:
-        said = bench.scheduler.reading
-        before = [(generation, generation.sequence.target_cached) for generation in bench.submitted]
-        unread = [(generation, cached) for generation, cached in before if not generation.sequence.generated]
+        said = bench.scheduler.prefilling
+        before = [(generation, generation.target_cached) for generation in bench.submitted]
+        unread = [(generation, cached) for generation, cached in before if not generation.generated]
         bench.scheduler.step()
-        assert said == any(generation.sequence.target_cached > cached for generation, cached in unread)
+        assert said == any(generation.target_cached > cached for generation, cached in unread)
 
 
 prompts = st.lists(st.integers(0, VOCABULARY - 2), min_size=1, max_size=30)
@@ -184,10 +189,10 @@ def test_a_perfect_draft_is_always_accepted_and_gamma_one_more_token_is_free() -
     bench = Bench(blend=0.0)
     generation = bench.submit([1, 2, 3], gamma=3, max_tokens=17)
     bench.run()
-    account = generation.sequence.account
-    assert account.accepted == account.drafted == 12
-    assert account.rounds == 4  # one token ends the prefill, then four rounds of four
-    assert account.mean_acceptance_length == 4
+    stats = generation.stats
+    assert stats.accepted == stats.drafted == 12
+    assert stats.rounds == 4  # one token ends the prefill, then four rounds of four
+    assert stats.mean_acceptance_length == 4
 
 
 def test_the_draft_never_reads_a_token_twice_unless_it_was_cut_away() -> None:
@@ -230,10 +235,10 @@ def test_an_end_inside_a_draft_leaves_caches_that_the_next_request_can_continue(
     bench = Bench(blend=0.0)
     first = bench.submit([1, 2, 3], gamma=8, max_tokens=9)
     bench.run()
-    prompt = first.sequence.tokens[:10]
+    prompt = first.tokens[:10]
     second = bench.submit(prompt, max_tokens=12)
     bench.run()
-    assert second.sequence.reused > 0
+    assert second.cached_tokens > 0
     assert answer(second) == plain_greedy(prompt, 12)
 
 
@@ -255,10 +260,10 @@ def test_a_cancelled_request_frees_its_slot_at_once(steps: int) -> None:
     assert not bench.scheduler.busy
     after = [bench.submit([n, 5], max_tokens=10) for n in range(SLOTS)]
     bench.scheduler.step()
-    assert bench.scheduler.live == sum(not g.done for g in after)
+    assert bench.scheduler.running == sum(not g.done for g in after)
     bench.run()
     for generation in after:
-        assert answer(generation) == plain_greedy(generation.sequence.tokens[:2], 10)
+        assert answer(generation) == plain_greedy(generation.tokens[:2], 10)
 
 
 def test_cancelling_twice_or_after_the_end_changes_nothing() -> None:
@@ -282,7 +287,7 @@ def test_a_guess_that_the_draft_has_never_heard_of_is_not_read_by_it() -> None:
     assert all(row.token < unknown for row in bench.draft.decoded)
     other = bench.submit([1], gamma=3, max_tokens=20)
     bench.run()
-    assert other.sequence.account.drafters["model"].drafted > 0
+    assert other.stats.drafters["model"].drafted > 0
 
 
 @pytest.mark.parametrize("draft_width", [VOCABULARY - 5, VOCABULARY + 5])
@@ -293,7 +298,7 @@ def test_a_draft_with_a_narrower_or_wider_vocabulary_drafts_what_both_know(draft
     sampled = bench.submit([1, 2], max_tokens=40, sampling=SamplingParams(temperature=1.5, seed=3))
     bench.run()
     assert answer(greedy) == plain_greedy(prompt, 20)
-    assert sampled.sequence.account.drafted > 0
+    assert sampled.stats.drafted > 0
     assert max(row.token for row in bench.draft.decoded) < draft_width
 
 
@@ -341,16 +346,16 @@ def test_a_failing_draft_costs_the_speculation_and_nothing_else(how: str, failin
     assert len(bench.draft.decoded) == passes, "a broken draft is asked no more"
 
 
-def test_the_account_counts_what_the_client_gets() -> None:
+def test_the_statistics_count_what_the_client_gets() -> None:
     text = bytes(97 + token for token in plain_greedy([1, 2, 3], 12)).decode()
     bench = Bench(blend=0.0)
     generation = bench.submit([1, 2, 3], gamma=10, max_tokens=50, stops=[text[3:5]])
     bench.run()
-    account = generation.sequence.account
-    assert generation.sequence.generated == 5
+    stats = generation.stats
+    assert generation.generated == 5
     # The first token ends the prefill; the others were drafted, all but what stands behind the stop string.
-    assert account.rounds + account.accepted == pytest.approx(5, abs=1)
-    assert account.accepted <= 4
+    assert stats.rounds + stats.accepted == pytest.approx(5, abs=1)
+    assert stats.accepted <= 4
 
 
 def test_two_conversations_that_take_turns_keep_a_slot_each() -> None:
@@ -359,13 +364,13 @@ def test_two_conversations_that_take_turns_keep_a_slot_each() -> None:
     bench.run()
     second = bench.submit(list(range(12, 22)), max_tokens=5)
     bench.run()
-    assert second.sequence.slot != first.sequence.slot
+    assert second.slot != first.slot
     for earlier in (first, second):
-        prompt = [*earlier.sequence.tokens, 3, 4]
+        prompt = [*earlier.tokens, 3, 4]
         later = bench.submit(prompt, max_tokens=5)
         bench.run()
-        assert later.sequence.slot == earlier.sequence.slot
-        assert later.sequence.reused == len(prompt) - 3
+        assert later.slot == earlier.slot
+        assert later.cached_tokens == len(prompt) - 3
 
 
 def test_finished_answers_are_forgotten_oldest_first_beyond_the_limit() -> None:
@@ -382,7 +387,7 @@ def test_who_asks_for_a_number_of_drafts_gets_it_for_a_short_answer_to_a_long_pr
     bench = Bench()
     short = bench.submit([7, 3, 5] * 20, max_tokens=20)
     bench.run()
-    assert short.sequence.account.drafted
+    assert short.stats.drafted
 
 
 def test_a_long_prompt_does_not_cost_its_neighbours_their_drafts() -> None:
@@ -391,23 +396,23 @@ def test_a_long_prompt_does_not_cost_its_neighbours_their_drafts() -> None:
     short = bench.submit([1, 2, 3], max_tokens=20)
     while not short.done:
         bench.scheduler.step()
-    assert long.sequence.draft_cached < len(long.sequence.tokens) - 1
-    assert short.sequence.account.mean_acceptance_length > 3
+    assert long.draft_cached < len(long.tokens) - 1
+    assert short.stats.mean_acceptance_length > 3
 
 
 def test_a_prompt_that_is_read_beside_a_text_is_no_reason_to_verify_what_would_not_pay_alone() -> None:
     """Every row costs alike: a draft costs what the token costs that it might spare, in a round of any length."""
     bench = Bench()
-    guessed = SpeculationParams(4, adaptive=True, drafter="prediction")
+    guessed = SpeculationParams(4, mode="adaptive", drafter="prediction")
     truth = tuple(plain_greedy([1, 2, 3], 60))
-    sequence = Sequence([1, 2, 3], SamplingParams(temperature=0), guessed, max_tokens=60, prediction=truth)
-    bench.scheduler.submit(Generation(sequence, FakeVocabulary(VOCABULARY), []))
+    sequence = greedy_generation([1, 2, 3], guessed, max_tokens=60, prediction=truth)
+    bench.scheduler.submit(sequence)
     bench.scheduler.step()
     long = bench.submit([n % 23 for n in range(120)])
-    while not long.sequence.generated:
+    while not long.generated:
         bench.scheduler.step()
-    assert sequence.account.rounds > 10
-    assert sequence.account.drafted == 0
+    assert sequence.stats.rounds > 10
+    assert sequence.stats.drafted == 0
 
 
 def decoding(*tokens: int) -> Sequence:
@@ -443,12 +448,12 @@ def test_nothing_is_charged_for_rows_that_make_a_pass_cheaper(monkeypatch: pytes
 def test_a_sequence_is_not_charged_for_its_neighbours_drafts() -> None:
     bench = Bench(blend=1.0)
     drafted = bench.submit([1, 2, 3], max_tokens=100, gamma=3)
-    beside = Sequence([4, 5], SamplingParams(temperature=0), SpeculationParams(16, adaptive=True), max_tokens=100)
-    bench.scheduler.submit(Generation(beside, FakeVocabulary(VOCABULARY), []))
+    beside = greedy_generation([4, 5], SpeculationParams(16, mode="adaptive"), max_tokens=100)
+    bench.scheduler.submit(beside)
     while not drafted.done and beside.generated < 90:
         bench.scheduler.step()
-    assert drafted.sequence.account.drafted > 20
-    assert beside.account.drafted == 0
+    assert drafted.stats.drafted > 20
+    assert beside.stats.drafted == 0
     assert bench.controller._state(beside).loss_seconds == pytest.approx(0, abs=1e-9)
 
 
@@ -477,76 +482,31 @@ def test_the_model_drafts_again_behind_a_guess_that_stood_behind_its_own_draft()
     assert not worth_waiting(sequence, sequence.draft_cached, sequence.draft_cached)
 
 
-class EverySecondRound(PlainRounds):
-    """Plain rounds by turns, and what was said of them."""
-
-    def __init__(self) -> None:
-        super().__init__(0.5)
-        self.told: list[tuple[bool, int]] = []
-        self._plain = True
-
-    def chooses(self) -> bool:
-        self._plain = not self._plain
-        return self._plain
-
-    def learn(self, tokens: int, seconds: float, *, plain: bool) -> None:
-        assert seconds > 0
-        self.told.append((plain, tokens))
-
-
-def adaptive_bench() -> tuple[Bench, EverySecondRound, Sequence]:
-    """A text whose drafts always stay, and that has them in every round but the plain ones."""
-    bench, rounds = Bench(blend=0.0, costs=(flat(1.0), flat(0.05))), EverySecondRound()
-    bench.scheduler._plain_rounds = rounds
-    sequence = Sequence([1, 2, 3], SamplingParams(temperature=0), SpeculationParams(4, adaptive=True), max_tokens=60)
-    bench.scheduler.submit(Generation(sequence, FakeVocabulary(VOCABULARY), []))
-    return bench, rounds, sequence
-
-
 class Everything(Observer):
     """Keeps all rounds."""
 
     def __init__(self) -> None:
-        self.rounds: list[Round] = []
+        self.rounds: list[RoundRecord] = []
 
-    def round(self, record: Round) -> None:
+    def round(self, record: RoundRecord) -> None:
         self.rounds.append(record)
 
-    def end(self, record: End) -> None:
+    def end(self, record: EndRecord) -> None:
         assert record.reason == "length"
 
 
 def test_observers_are_told_of_all_time_that_a_text_took_reading_its_prompt_too() -> None:
     bench, seen = Bench(prefill_rows=8), Everything()
-    bench.scheduler._watch = Watch([seen], perf_counter)
-    account = bench.submit([n % 23 for n in range(50)], sampling=SamplingParams(temperature=0)).sequence.account
+    bench.scheduler._observers = [seen]
+    stats = bench.submit([n % 23 for n in range(50)], sampling=SamplingParams(temperature=0)).stats
     bench.run()
     reading, writing = (
-        [record.draft + record.target + record.other for record in seen.rounds if (record.place > 0) is decodes]
+        [record.draft + record.target + record.other for record in seen.rounds if (record.position > 0) is decodes]
         for decodes in (False, True)
     )
     assert len(reading) == 7
-    assert sum(reading) == pytest.approx(account.prefill_seconds)
-    assert sum(writing) == pytest.approx(account.decode_seconds)
-
-
-def test_a_plain_round_has_no_drafts_and_the_others_are_compared_with_it() -> None:
-    bench, rounds, sequence = adaptive_bench()
-    bench.run()
-    # The first round reads the prompt, and is no comparison.
-    assert sum(tokens for _, tokens in rounds.told) == sequence.generated - 1
-    assert {tokens for plain, tokens in rounds.told if plain} == {1}
-    assert max(tokens for plain, tokens in rounds.told if not plain) > 1
-    assert sequence.answer == plain_greedy([1, 2, 3], 60)
-
-
-def test_who_asks_for_a_number_of_drafts_gets_it_in_a_plain_round_too_and_then_nothing_is_compared() -> None:
-    bench, rounds, _ = adaptive_bench()
-    fixed = bench.submit([4, 5, 6], gamma=3, max_tokens=200)
-    while fixed.sequence.generated < 9:
-        bench.scheduler.step()
-    assert not rounds.told
-    assert set(fixed.sequence.account.gammas) == {3}
+    assert sum(reading) == pytest.approx(stats.prefill_seconds)
+    assert sum(writing) == pytest.approx(stats.decode_seconds)
 
 
 def test_what_is_decided_from_a_pass_belongs_to_its_price(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -571,7 +531,7 @@ def test_a_prompt_is_read_in_pieces_that_let_nobody_wait_longer_than_was_said(
     bench.scheduler.step()
     long = bench.submit([n % 23 for n in range(300)], max_tokens=5)
     widest = 0
-    while not long.sequence.generated:
+    while not long.generated:
         before = len(bench.target.decoded)
         bench.scheduler.step()
         widest = max(widest, len(bench.target.decoded) - before)
@@ -584,7 +544,7 @@ def test_a_prompt_is_read_in_pieces_that_let_nobody_wait_longer_than_was_said(
 def test_a_wait_is_as_configured_or_else_ten_passes_on_a_slow_machine(
     milliseconds: float | None, seconds: float
 ) -> None:
-    assert longest_wait(milliseconds, proportional(1.0)) == seconds
+    assert max_wait(milliseconds, proportional(1.0)) == seconds
 
 
 def test_a_prompt_may_make_a_pass_cheaper_by_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,17 +552,17 @@ def test_a_prompt_may_make_a_pass_cheaper_by_estimate(monkeypatch: pytest.Monkey
     bench = Bench(prefill_rows=8)
     for gamma in (1, 7):
         bench.submit([gamma] * 3, gamma=gamma, max_tokens=60)
-    while not all(generation.sequence.generated for generation in bench.submitted):
+    while not all(generation.generated for generation in bench.submitted):
         bench.scheduler.step()
     cost = bench.controller.target
     monkeypatch.setattr(cost, "seconds", lambda rows, _kv_len: 0.1 / rows)
     reading = bench.submit([9] * 30)
     bench.scheduler.step()
-    assert reading.sequence.target_cached == 8
+    assert reading.target_cached == 8
 
 
 def test_a_wait_is_a_quarter_of_a_second_unless_told_or_slow() -> None:
-    assert longest_wait(None, proportional(0.01)) == 0.25
+    assert max_wait(None, proportional(0.01)) == 0.25
 
 
 def test_a_prompt_that_nobody_waits_behind_is_read_as_fast_as_can_be() -> None:
@@ -639,7 +599,7 @@ def pvalue_of_the_shipped_path(
     constraint: Alternating | None = None,
     prediction: Tokens[int] = (),
     drafter: DrafterName | None = None,
-    adaptive: bool = False,
+    mode: SpeculationMode = "fixed",
 ) -> float:
     """Chi-square of three tokens that scheduler, drafters and round have written, against the target's exact law."""
     sampling = SamplingParams(temperature=0.9, top_k=4, presence_penalty=0.8, logit_bias=((2, 0.5),))
@@ -648,19 +608,21 @@ def pvalue_of_the_shipped_path(
     model = DraftModel(engines[1], costs[1], window=32, max_rows=8, vocabulary=6, context_length=99)
     counts: Counter[tuple[int, ...]] = Counter()
     guessers = PredictionProposer(), GrammarProposer(), LookupProposer()
-    all_of_them = Drafters(Controller(*costs), *guessers, model=model, vocabulary=6)
-    scheduler = Scheduler(engines[0], all_of_them, prefill_rows=8, idle_tokens=99)
+    controller = Controller(*costs)
+    all_of_them = Drafters(controller, *guessers, model=model, vocabulary=6)
+    scheduler = Scheduler(engines[0], all_of_them, controller, prefill_rows=8, idle_tokens=99)
     for seed in range(trials):
-        speculation = SpeculationParams(3, verification, drafter, adaptive=adaptive)
-        sequence = Sequence(
+        speculation = SpeculationParams(3, verification, drafter, mode)
+        sequence = Generation(
             [1, 2],
             replace(sampling, seed=seed),
             speculation,
+            NeverEnding(6),
             max_tokens=4,
             constraint=constraint,
             prediction=prediction,
         )
-        scheduler.submit(Generation(sequence, NeverEnding(6), []))
+        scheduler.submit(sequence)
         while scheduler.busy:
             scheduler.step()
         counts[tuple(sequence.tokens[2:5])] += 1
@@ -669,7 +631,7 @@ def pvalue_of_the_shipped_path(
     observed = [counts[text] for text in likely]
     expected = [law[text] * trials for text in likely]
     rest = trials - sum(expected)
-    return float(stats.chisquare([*observed, trials - sum(observed)], [*expected, rest]).pvalue)
+    return float(chisquare([*observed, trials - sum(observed)], [*expected, rest]).pvalue)
 
 
 class NeverEnding(FakeVocabulary):
@@ -690,7 +652,7 @@ def test_penalties_and_biases_change_greedy_text_alike_with_and_without_speculat
     bench.run()
     assert answer(speculative) == answer(plain) != plain_greedy([1, 2, 3], 20)
     assert 5 not in answer(plain)
-    assert speculative.sequence.account.accepted > 0
+    assert speculative.stats.accepted > 0
 
 
 @pytest.mark.parametrize("verification", RULES)
@@ -727,8 +689,8 @@ def test_a_prediction_that_claims_to_be_less_certain_than_it_was_is_seen_there(m
 def test_lengths_that_the_controller_chooses_leave_the_law_of_the_target(verification: Verification) -> None:
     """4,000 texts of three tokens, all drafters, costs at which it pays to look at each draft; false alarm 1e-4."""
     prediction = [0, 1, 2, 3, 4, 5, 0, 2, 4, 1]
-    assert pvalue_of_the_shipped_path(verification, 4_000, prediction=prediction, adaptive=True) > 1e-4
-    assert pvalue_of_the_shipped_path(verification, 4_000, adaptive=True) > 1e-4
+    assert pvalue_of_the_shipped_path(verification, 4_000, prediction=prediction, mode="adaptive") > 1e-4
+    assert pvalue_of_the_shipped_path(verification, 4_000, mode="adaptive") > 1e-4
 
 
 def test_a_draft_that_is_thrown_away_for_its_own_low_probability_is_seen_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -769,9 +731,9 @@ def test_a_seed_gives_one_text_by_coupled_verification_whatever_the_speculation_
         generation = bench.submit(prompt, gamma=gamma, sampling=SEEDED, verification="coupled")
         while not generation.done:
             bench.scheduler.step()
-            met |= not neighbour.done and generation.sequence.generated > 1
+            met |= not neighbour.done and generation.generated > 1
         assert answer(generation) == answer(expected)
-    assert generation.sequence.reused == 19
+    assert generation.cached_tokens == 19
     assert met
 
 
@@ -810,7 +772,7 @@ def test_several_answers_to_one_prompt_read_it_once_in_both_models(count: int) -
     assert len({tuple(answer(g)) for g in generations}) == count
     assert decoded_by(bench.target, prompt) == len(prompt) - 1
     assert decoded_by(bench.draft, prompt) == len(prompt) - 1
-    assert all(g.sequence.account.accepted > 0 for g in generations)
+    assert all(g.stats.accepted > 0 for g in generations)
 
 
 def test_a_choice_is_the_same_text_alone_and_among_its_siblings() -> None:
@@ -833,7 +795,7 @@ def test_a_prompt_that_begins_as_a_live_one_continues_from_its_cache() -> None:
         bench.scheduler.step()
     second = bench.submit([*system, 10, 11, 12])
     bench.run()
-    assert second.sequence.reused == 50
+    assert second.cached_tokens == 50
     assert answer(second) == plain_greedy([*system, 10, 11, 12], 20)
     assert first.done
 
@@ -843,7 +805,7 @@ def test_a_prompt_that_shares_little_with_one_being_read_does_not_wait_for_it() 
     bench.submit([1, 2, *[5] * 100])
     bench.submit([1, 2, *[6] * 20])
     bench.scheduler.step()
-    assert bench.scheduler.live == 2
+    assert bench.scheduler.running == 2
 
 
 def test_the_model_drafts_for_a_text_that_begins_as_one_of_which_it_has_read_the_end_only() -> None:
@@ -852,13 +814,13 @@ def test_the_model_drafts_for_a_text_that_begins_as_one_of_which_it_has_read_the
     shared = [7] * 20
     endless = SamplingParams(temperature=0, logit_bias=((VOCABULARY - 1, -math.inf),))
     first = bench.submit([*shared, *[5] * 60], max_tokens=200, sampling=endless)
-    while not first.sequence.draft_start:
+    while not first.draft_start:
         bench.scheduler.step()
     second = bench.submit([*shared, *[6] * 10], max_tokens=20, sampling=endless)
     while not second.done:
         bench.scheduler.step()
     assert not first.done
-    assert second.sequence.account.drafters["model"].drafted > 0
+    assert second.stats.drafters["model"].drafted > 0
 
 
 @pytest.mark.parametrize("kind", [1, 3])
@@ -868,7 +830,7 @@ def test_requests_get_slots_in_turn_so_that_many_answers_to_one_delay_no_other(k
     many = [bench.submit([number], request="many", max_tokens=30 + number) for number in range(9)]
     few = [bench.submit([10 + number], request=f"few {number}", max_tokens=30) for number in range(kind)]
     bench.scheduler.step()
-    live = {generation.origin.request for generation in bench.scheduler._live}
+    live = {generation.info.request for generation in bench.scheduler._running}
     assert live == ({"many", "few 0"} if kind == 1 else {"many", "few 0", "few 1"})
     while not all(generation.done for generation in few):
         bench.scheduler.step()
@@ -896,15 +858,15 @@ def test_what_was_drafted_behind_the_end_of_a_text_would_not_have_taken_plain_de
     for stops in ([text[6:9]], [text[5:7]], [text[9]]):
         stopped = bench.submit([1, 2, 3], gamma=12, max_tokens=20, stops=stops)
         bench.run()
-        account = stopped.sequence.account
+        stats = stopped.stats
         assert 1 < len(answer(stopped)) < 13
-        assert account.plain_seconds == pytest.approx((len(answer(stopped)) - 1) * account.last_step)
+        assert stats.plain_seconds == pytest.approx((len(answer(stopped)) - 1) * stats.last_step)
     prompt = next([a, b] for a in range(23) for b in range(23) if 2 <= len(plain_greedy([a, b], 50)) < 12)
     ended = bench.submit(prompt, gamma=12, max_tokens=20)
     bench.run()
-    account = ended.sequence.account
+    stats = ended.stats
     assert ended.finish_reason == "stop"
-    assert account.plain_seconds == pytest.approx(len(answer(ended)) * account.last_step)
+    assert stats.plain_seconds == pytest.approx(len(answer(ended)) * stats.last_step)
 
 
 PENALISED = SamplingParams(temperature=0, frequency_penalty=1.0, logit_bias=((3, 4.0),))
@@ -920,7 +882,7 @@ def logprobs_of(context: list[int]) -> FloatArray:
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.7, top_k=3, seed=3), PENALISED])
 def test_every_token_is_scored_by_the_target_alone_speculated_or_not(gamma: int, sampling: SamplingParams) -> None:
     bench = Bench()
-    sequence = bench.submit([1, 2, 3], gamma=gamma, sampling=sampling, top_logprobs=3).sequence
+    sequence = bench.submit([1, 2, 3], gamma=gamma, sampling=sampling, top_logprobs=3)
     bench.run()
     assert len(sequence.scores) == sequence.generated > 0
     for place, score in enumerate(sequence.scores):
@@ -942,12 +904,12 @@ def test_a_prompt_is_scored_from_its_second_token_on_whatever_is_cached(max_toke
         bench.scheduler.step()
     generation = bench.submit(prompt, max_tokens=max_tokens, top_logprobs=2, scores_prompt=True)
     bench.run()
-    scores = generation.sequence.prompt_scores
+    scores = generation.prompt_scores
     assert [score.token for score in scores] == prompt[1:]
     for place, score in enumerate(scores, start=1):
         assert score.logprob == pytest.approx(logprobs_of(prompt[:place])[prompt[place]], abs=1e-5)
     assert answer(generation) == plain_greedy(prompt, max_tokens)
-    assert len(generation.sequence.scores) == len(answer(generation))
+    assert len(generation.scores) == len(answer(generation))
 
 
 def test_many_prompts_are_scored_at_once_within_the_engines_limit_of_logits() -> None:
@@ -956,7 +918,7 @@ def test_many_prompts_are_scored_at_once_within_the_engines_limit_of_logits() ->
     generations = [bench.submit([n] * 20, max_tokens=0, top_logprobs=0, scores_prompt=True) for n in range(5)]
     bench.submit([1, 2], gamma=6, max_tokens=60)
     bench.run()
-    assert all(len(g.sequence.prompt_scores) == 19 and g.finish_reason == "length" for g in generations)
+    assert all(len(g.prompt_scores) == 19 and g.finish_reason == "length" for g in generations)
 
 
 @pytest.mark.parametrize("verification", RULES)
@@ -970,7 +932,7 @@ def test_an_answer_follows_its_grammar_while_speculating(verification: Verificat
     bench.run()
     for generation in bench.submitted:
         assert all(token % 2 == place % 2 for place, token in enumerate(answer(generation)))
-        assert generation.sequence.account.accepted > 0
+        assert generation.stats.accepted > 0
 
 
 def test_an_answer_ends_where_its_grammar_does() -> None:
@@ -991,7 +953,7 @@ def test_a_grammar_that_becomes_too_costly_ends_its_answer_alone_and_the_draft_m
     assert answer(other) == plain_greedy([3, 4], 30)
     later = bench.submit([5, 6], max_tokens=30)
     bench.run()
-    assert later.sequence.account.accepted > 0
+    assert later.stats.accepted > 0
 
 
 @pytest.mark.parametrize("gamma", [0, 3])
@@ -1043,7 +1005,7 @@ def test_as_many_drafts_are_made_as_their_masks_have_time_for() -> None:
         constraint = Slow(VOCABULARY, Shared(10**6), mask_seconds=mask_seconds)
         generation = bench.submit([1, 2], gamma=6, max_tokens=30, constraint=constraint)
         bench.run()
-        return max(generation.sequence.account.gammas)
+        return max(generation.stats.gammas)
 
     assert [drafted(seconds) for seconds in (0.0, 0.01, 0.025, 0.5)] == [6, 6, 3, 0]
 
@@ -1056,7 +1018,7 @@ def test_a_draft_that_has_nothing_the_grammar_allows_is_no_failure_of_the_draft(
     bench.run()
     later = bench.submit([1, 2], max_tokens=30, sampling=SamplingParams(temperature=0, top_k=4))
     bench.run()
-    assert later.sequence.account.drafted > 0
+    assert later.stats.drafted > 0
 
 
 def test_a_prediction_is_drafted_verified_and_taken_up_again_behind_a_change() -> None:
@@ -1066,9 +1028,9 @@ def test_a_prediction_is_drafted_verified_and_taken_up_again_behind_a_change() -
     generation = bench.submit([1, 2, 3], gamma=4, max_tokens=40, prediction=guess)
     bench.run()
     assert answer(generation) == truth
-    tally = generation.sequence.account.drafters["prediction"]
+    tally = generation.stats.drafters["prediction"]
     assert tally.accepted > 20
-    assert generation.sequence.account.rounds < 20
+    assert generation.stats.rounds < 20
 
 
 def test_a_wrong_prediction_leaves_the_text_and_the_model_drafts_instead() -> None:
@@ -1076,23 +1038,19 @@ def test_a_wrong_prediction_leaves_the_text_and_the_model_drafts_instead() -> No
     generation = bench.submit([1, 2, 3], gamma=3, max_tokens=40, prediction=[22] * 50)
     bench.run()
     assert answer(generation) == plain_greedy([1, 2, 3], 40)
-    assert generation.sequence.account.drafters["model"].accepted > 0
+    assert generation.stats.drafters["model"].accepted > 0
 
 
 @pytest.mark.parametrize("drafter", ["model", "prediction"])
 def test_only_the_drafter_that_was_asked_for_is_used(drafter: DrafterName) -> None:
     bench = Bench()
     prompt = [1, 2, 3]
-    sequence = Sequence(
-        prompt,
-        SamplingParams(temperature=0),
-        SpeculationParams(3, "token", drafter),
-        max_tokens=20,
-        prediction=plain_greedy(prompt, 20),
+    sequence = greedy_generation(
+        prompt, SpeculationParams(3, "token", drafter), max_tokens=20, prediction=plain_greedy(prompt, 20)
     )
-    bench.scheduler.submit(Generation(sequence, FakeVocabulary(VOCABULARY), []))
+    bench.scheduler.submit(sequence)
     bench.run()
-    assert set(sequence.account.drafters) == {drafter}
+    assert set(sequence.stats.drafters) == {drafter}
 
 
 def test_a_fault_in_a_round_can_be_answered_by_failing_all_and_the_next_are_served() -> None:
@@ -1120,14 +1078,13 @@ def test_a_proposer_is_judged_by_its_proposals_although_nothing_was_drafted(righ
 
     controller = Controller(proportional(), None)
     target = FakeEngine(vocabulary=VOCABULARY, n_slots=1)
-    scheduler = Scheduler(target, Drafters(controller, Oracle(), vocabulary=VOCABULARY), prefill_rows=8, idle_tokens=0)
-    sequence = Sequence(
-        [1, 2, 3], SamplingParams(temperature=0), SpeculationParams(4, "token", adaptive=True), max_tokens=len(text)
-    )
+    drafters = Drafters(controller, Oracle(), vocabulary=VOCABULARY)
+    scheduler = Scheduler(target, drafters, controller, prefill_rows=8, idle_tokens=0)
+    sequence = greedy_generation([1, 2, 3], SpeculationParams(4, "token", mode="adaptive"), max_tokens=len(text))
     before = controller.acceptance(sequence, "lookup", 0.6)
-    scheduler.submit(Generation(sequence, FakeVocabulary(VOCABULARY), []))
+    scheduler.submit(sequence)
     while scheduler.busy:
         scheduler.step()
     after = controller.acceptance(sequence, "lookup", 0.6)
-    assert sequence.account.drafted == 0
+    assert sequence.stats.drafted == 0
     assert (after > before) == right

@@ -13,7 +13,7 @@ from simulate import MACHINES, PROCESSES, Simulation, oracle, read_recordings, s
 from specserve.sequence import SpeculationParams
 from specserve.speculation.cost import Cost
 
-PLAIN, ADAPTIVE = SpeculationParams(0), SpeculationParams(16, adaptive=True)
+PLAIN, ADAPTIVE = SpeculationParams(mode="off"), SpeculationParams(16, mode="adaptive")
 SLOW, MIDDLE, LINEAR = "2 cores, 3B by 0.5B", "2 cores, 1.5B by 0.5B", "every row costs alike"
 
 
@@ -50,7 +50,7 @@ def test_a_story_that_ends_in_code_is_drafted_again_within_a_few_tokens() -> Non
     simulation = Simulation(*MACHINES[SLOW], ADAPTIVE)
     _, sequence = simulation.run(recording)
     easy = len(recording.answer) // 2
-    assert sequence.account.accepted > 0.5 * easy
+    assert sequence.stats.accepted > 0.5 * easy
 
 
 @pytest.mark.parametrize("machine", [SLOW, MIDDLE])

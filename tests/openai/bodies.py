@@ -1,4 +1,4 @@
-"""Request bodies for fuzzing: right ones, nearly right ones, and everything else that JSON can say."""
+"""Request bodies for fuzzing: valid ones, nearly valid ones, and any other JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ anything = st.recursive(
 
 
 def nested(depth: int) -> dict[str, Any]:
-    """A JSON schema that many levels deep."""
+    """A JSON schema with so many levels."""
     schema: dict[str, Any] = {"type": "object"}
     for _ in range(depth):
         schema = {"type": "object", "properties": {"a": schema}}
@@ -132,7 +132,7 @@ CHAT = {
 
 @st.composite
 def bodies(draw: st.DrawFn, own: dict[str, st.SearchStrategy[Any]]) -> dict[str, Any]:
-    """A few fields with plausible values, and seldom one that may be anything."""
+    """A few fields with plausible values, and rarely one with any value."""
     fields = {**COMMON, **own}
     [first, *_] = own
     chosen = draw(st.lists(st.sampled_from(sorted(fields)), max_size=5, unique=True))

@@ -1,4 +1,4 @@
-"""TorchServe's front end, played for the handler: it enforces the contract of continuous batching."""
+"""A stand-in for TorchServe's front end that enforces the protocol of continuous batching."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}as
 
 
 class FrontEnd:
-    """TorchServe, with rows of live requests, their bodies until they are answered, and every rule of its protocol."""
+    """TorchServe with rows of live requests, which have a body until the first reply."""
 
     def __init__(self) -> None:
         self.target = FakeEngine(vocabulary=200, n_slots=SLOTS)
@@ -45,13 +45,13 @@ class FrontEnd:
             speculation=SpeculationConfig(holdback=0),
         )
         model = DraftModel(self.draft, flat(0.001), window=64, max_rows=32, vocabulary=200, context_length=4096)
+        controller = Controller(flat(0.01), flat(0.001))
         models = Models(
             vocabulary,
             AlternatingGrammars(200),
             self.target,
-            Drafters(
-                Controller(flat(0.01), flat(0.001)), PredictionProposer(), LookupProposer(), model=model, vocabulary=200
-            ),
+            Drafters(controller, PredictionProposer(), LookupProposer(), model=model, vocabulary=200),
+            controller,
             Kernels(None, (), "a fake engine computes"),
         )
         models = replace(models, chat_template=ChatTemplate(TEMPLATE, bos="", eos=""))
@@ -64,11 +64,11 @@ class FrontEnd:
         self.content_type: dict[str, str] = {}
         self.finished: set[str] = set()
         self.settles = True
-        """Whether the slice that a call has begun ahead is over before the next one; what tests change is then seen."""
+        """Whether the slice that a call has started is over before the next one; what tests change is then seen."""
         self._count = 0
 
     def post(self, body: object, route: str | None = "v1/completions") -> str:
-        """A new request; its id."""
+        """Send a request; returns its id."""
         self._count += 1
         identity = f"r{self._count}"
         self.rows[identity] = {"body": body} if body is not None else {}
@@ -82,7 +82,7 @@ class FrontEnd:
         del self.rows[identity]
 
     def turn(self) -> None:
-        """One call of handle() and what the front end makes of its answer."""
+        """Call handle() once, and process its replies as the front end does."""
         order = list(self.rows)
         context = FakeContext(self, order)
         data = list(self.rows.values())
@@ -103,12 +103,12 @@ class FrontEnd:
             self.rows[identity] = {}
         for identity in self.finished & self.rows.keys():
             del self.rows[identity]
-        ahead = self.handler._slices._ahead
-        if ahead and self.settles:
-            ahead.result()
+        started = self.handler._loop._slice
+        if started and self.settles:
+            started.result()
 
     def run(self) -> None:
-        """Turns until no request is left."""
+        """Take turns until no request is left."""
         for _ in range(1000):
             if not self.rows:
                 return
@@ -120,18 +120,18 @@ class FrontEnd:
         return "".join(self.chunks[identity])
 
     def answer(self, identity: str) -> Any:
-        """A whole answer's JSON."""
+        """The JSON of a whole response."""
         return json.loads(self.text(identity))
 
     def events(self, identity: str) -> list[Any]:
-        """A stream's events, the closing one checked and left out."""
+        """A stream's events without the final [DONE], which is checked."""
         lines = [line.removeprefix("data: ") for line in self.text(identity).split("\n\n")[:-1]]
         assert lines[-1] == "[DONE]"
         return [json.loads(line) for line in lines[:-1]]
 
 
 class FakeContext:
-    """What TorchServe hands to handle()."""
+    """The context that TorchServe passes to handle()."""
 
     def __init__(self, front_end: FrontEnd, order: list[str]) -> None:
         self.model_name = "qwen"

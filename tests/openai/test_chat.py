@@ -1,4 +1,4 @@
-"""Chat templates: the model's own, rendered where they can do no harm."""
+"""Chat templates are rendered in a sandbox."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
 
 
 def rendered(source: str) -> str:
-    """What a template makes of two messages."""
+    """Two messages rendered with a template."""
     return ChatTemplate(source, bos="<s>", eos="</s>").render(MESSAGES)
 
 
@@ -25,13 +25,13 @@ def test_messages_are_rendered_as_transformers_does() -> None:
     assert rendered("{{ bos_token }}" + source) == "<s><|system|>Be brief.</s><|user|>Hello <b></s><|assistant|>"
 
 
-def test_what_templates_use_beyond_jinja_is_there() -> None:
+def test_functions_that_templates_use_beyond_jinja_are_defined() -> None:
     assert rendered("{% for m in messages %}{{ loop.index }}{% break %}{% endfor %}") == "1"
     assert rendered("{{ strftime_now('%Y') }}").isdigit()
     assert rendered("{{ messages[1] | tojson }}") == '{"role": "user", "content": "Hello <b>"}'
 
 
-def test_a_template_that_refuses_is_a_400_with_its_words() -> None:
+def test_an_exception_of_a_template_is_a_400_with_its_message() -> None:
     with pytest.raises(RequestError, match="roles must alternate") as caught:
         rendered("{{ raise_exception('roles must alternate') }}")
     assert caught.value.param == "messages"
@@ -53,6 +53,6 @@ def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
         rendered(source)
 
 
-def test_a_template_that_is_none_is_refused_at_load() -> None:
+def test_an_invalid_template_is_refused_at_load() -> None:
     with pytest.raises(ModelLoadError, match="chat template"):
         ChatTemplate("{% for %}", bos="", eos="")

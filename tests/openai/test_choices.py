@@ -20,7 +20,7 @@ def front_end() -> FrontEnd:
 
 
 def answer_to(front_end: FrontEnd, body: dict[str, Any], route: str = "v1/completions") -> Any:
-    """A body's whole answer."""
+    """The whole response to a body."""
     identity = front_end.post(body, route)
     front_end.run()
     return front_end.answer(identity)
@@ -41,7 +41,7 @@ def test_n_gives_as_many_different_answers_and_counts_the_prompt_once(front_end:
     assert texts(alone) == texts(answer)[:1]
 
 
-def test_several_prompts_are_answered_in_their_order_each_as_alone(front_end: FrontEnd) -> None:
+def test_several_prompts_are_answered_in_order_each_as_if_it_were_alone(front_end: FrontEnd) -> None:
     answer = answer_to(front_end, {**BODY, "prompt": ["abc", "xyz"], "n": 2, "echo": True})
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     assert [text[:3] for text in texts(answer)] == ["abc", "abc", "xyz", "xyz"]
@@ -61,8 +61,8 @@ def test_best_of_gives_the_candidates_whose_tokens_are_most_probable(front_end: 
     assert best["usage"]["completion_tokens"] == every["usage"]["completion_tokens"]
 
 
-def test_an_empty_answer_is_no_better_than_its_end_was_probable(front_end: FrontEnd) -> None:
-    """Token 199 ends the text: made likely, it empties some of the candidates."""
+def test_an_empty_answer_is_scored_by_its_eos_token(front_end: FrontEnd) -> None:
+    """Token 199 is EOS: with a bias some of the candidates are empty."""
     likely_end = {**BODY, "logit_bias": {"199": 6}, "logprobs": 0}
     every = answer_to(front_end, {**likely_end, "n": 8, "best_of": 8})
     assert "" in texts(every)
@@ -72,7 +72,7 @@ def test_an_empty_answer_is_no_better_than_its_end_was_probable(front_end: Front
 
 
 @pytest.mark.parametrize("route", ["v1/completions", CHAT_ROUTE])
-def test_a_stream_of_several_answers_says_what_the_whole_response_says(front_end: FrontEnd, route: str) -> None:
+def test_a_stream_of_several_choices_equals_the_whole_response(front_end: FrontEnd, route: str) -> None:
     body = {**(CHAT if route == CHAT_ROUTE else BODY), "n": 6, "logprobs": True if route == CHAT_ROUTE else 2}
     whole = answer_to(front_end, body, route)
     stream = front_end.post({**body, "stream": True, "stream_options": {"include_usage": True}}, route)
@@ -111,7 +111,7 @@ def test_offsets_point_at_the_tokens_of_prompt_and_answer(front_end: FrontEnd) -
         assert 2 <= len(top) <= 3
 
 
-def test_offsets_of_a_prompt_of_ids_count_what_is_no_character_and_go_on_behind_it(front_end: FrontEnd) -> None:
+def test_offsets_of_a_prompt_of_ids_count_replacement_characters(front_end: FrontEnd) -> None:
     ids = [104, 56, 195, 105, 106]
     choice = answer_to(front_end, {"prompt": ids, "echo": True, "logprobs": 0, "max_tokens": 0})["choices"][0]
     assert choice["text"] == "h8\ufffdij"
@@ -132,7 +132,7 @@ def test_a_prompt_of_one_token_has_nothing_to_score(front_end: FrontEnd) -> None
     assert choice["logprobs"]["token_logprobs"] == [None]
 
 
-def test_without_top_logprobs_only_the_written_tokens_are_told(front_end: FrontEnd) -> None:
+def test_without_top_logprobs_only_output_tokens_are_returned(front_end: FrontEnd) -> None:
     [choice] = answer_to(front_end, {**BODY, "logprobs": 0})["choices"]
     assert choice["logprobs"]["top_logprobs"] is None
     assert len(choice["logprobs"]["token_logprobs"]) == 12
@@ -146,7 +146,7 @@ def test_logprobs_end_where_a_stop_string_ends_the_text(front_end: FrontEnd) -> 
     assert cut["logprobs"]["text_offset"] == list(range(len(cut["text"])))
 
 
-def test_a_chat_tells_tokens_with_their_bytes_and_alternatives(front_end: FrontEnd) -> None:
+def test_chat_logprobs_have_bytes_and_alternatives(front_end: FrontEnd) -> None:
     answer = answer_to(front_end, {**CHAT, "logprobs": True, "top_logprobs": 4}, CHAT_ROUTE)
     [choice] = answer["choices"]
     content = choice["logprobs"]["content"]
@@ -159,7 +159,7 @@ def test_a_chat_tells_tokens_with_their_bytes_and_alternatives(front_end: FrontE
         assert token["logprob"] <= tops[0]
 
 
-def test_a_prediction_is_accounted_for_on_both_routes(front_end: FrontEnd) -> None:
+def test_prediction_tokens_are_counted_on_both_routes(front_end: FrontEnd) -> None:
     for body, route in ((BODY, "v1/completions"), (CHAT, CHAT_ROUTE)):
         greedy = {**body, "temperature": 0, "logit_bias": {str(byte): -100 for byte in range(128, 199)}}
         whole = answer_to(front_end, greedy, route)["choices"][0]
@@ -183,7 +183,7 @@ def test_a_failure_of_one_choice_is_one_error_and_frees_all_slots(front_end: Fro
     assert not front_end.handler._scheduler.busy
 
 
-def test_a_client_that_leaves_takes_all_its_choices_with_it(front_end: FrontEnd) -> None:
+def test_a_cancelled_request_ends_all_its_choices(front_end: FrontEnd) -> None:
     leaving = front_end.post({**BODY, "n": 12, "stream": True, "max_tokens": 100})
     front_end.turn()
     front_end.leave(leaving)
@@ -191,24 +191,24 @@ def test_a_client_that_leaves_takes_all_its_choices_with_it(front_end: FrontEnd)
     assert not front_end.handler._scheduler.busy
 
 
-def test_a_fault_of_ours_in_a_round_is_a_500_for_its_answers_and_no_more(
+def test_an_exception_in_a_round_is_a_500_for_its_requests_only(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live = front_end.post({**BODY, "max_tokens": 50})
     front_end.turn()
     with monkeypatch.context() as patch:
-        patch.setattr(front_end.handler._scheduler, "_plan", lambda **_: 1 / 0)
+        patch.setattr(front_end.handler._scheduler, "_plan", lambda: 1 / 0)
         front_end.run()
     assert front_end.status[live] == 500
     assert texts(answer_to(front_end, BODY))
 
 
-@pytest.mark.parametrize("what", ["_settle", "_longest_prefix"])
-def test_a_fault_of_ours_before_the_first_round_is_a_500_too(
+@pytest.mark.parametrize("what", ["assign", "_choose"])
+def test_an_exception_before_the_first_round_is_a_500(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(front_end.handler._scheduler, what, lambda *_: 1 / 0)
+        patch.setattr(front_end.handler._scheduler._cache, what, lambda *_: 1 / 0)
         unlucky = front_end.post(BODY)
         front_end.run()
     assert front_end.status[unlucky] == 500

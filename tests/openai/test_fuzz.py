@@ -1,4 +1,4 @@
-"""Whatever a client sends is served rightly or refused in OpenAI's words; a good request beside it never notices."""
+"""Any body is served or refused with OpenAI's error object, and does not affect a valid request beside it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from specserve.errors import RequestError
 from specserve.grammar.constraint import GrammarCompiler
 from specserve.serving.generation import Generation
 from specserve.serving.openai.parse import Prompt, Tokenizer, to_generations
-from specserve.serving.openai.schema import ChatRequest, CompletionRequest
-from specserve.serving.openai.validation import parse_body
+from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest, parse_body
 from tiny_models import write_tiny
 
 CONFIG = HandlerConfig(
@@ -51,13 +50,13 @@ def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def understand(body: object, vocabulary: LlamaModel, grammars: GrammarCompiler) -> list[list[Generation]]:
-    """What a completions body becomes."""
+    """The generations of a completions body."""
     request = parse_body(body, CompletionRequest)
     return to_generations(request, Tokenizer(vocabulary, CONFIG).completion(request), vocabulary, grammars, CONFIG)
 
 
 def check_refusal(error: RequestError) -> None:
-    """An error is a client's, and OpenAI's object survives the way to the client."""
+    """The error is a 4xx, and its object is valid JSON."""
     assert 400 <= error.status < 500
     body = json.loads(json.dumps(error.body()))
     assert set(body["error"]) == {"message", "type", "param", "code"}
@@ -67,7 +66,7 @@ def check_refusal(error: RequestError) -> None:
 
 @thousands
 @given(body=completions | anything)
-def test_a_completions_body_is_understood_or_refused(
+def test_a_completions_body_is_served_or_refused(
     body: object, vocabulary: LlamaModel, grammars: GrammarCompiler
 ) -> None:
     try:
@@ -76,13 +75,13 @@ def test_a_completions_body_is_understood_or_refused(
         check_refusal(error)
     else:
         for generation in groups[0]:
-            if generation.sequence.constraint is not None:
-                generation.sequence.constraint.allowed([])
+            if generation.constraint is not None:
+                generation.constraint.allowed([])
 
 
 @thousands
 @given(body=chats | anything)
-def test_a_chat_body_is_understood_or_refused(body: object, vocabulary: LlamaModel, grammars: GrammarCompiler) -> None:
+def test_a_chat_body_is_served_or_refused(body: object, vocabulary: LlamaModel, grammars: GrammarCompiler) -> None:
     try:
         request = parse_body(body, ChatRequest)
         to_generations(request, [Prompt([1, 2], "")], vocabulary, grammars, CONFIG)
@@ -92,7 +91,7 @@ def test_a_chat_body_is_understood_or_refused(body: object, vocabulary: LlamaMod
 
 @thousands
 @given(body=st.binary(max_size=200) | st.text(max_size=200) | anything.map(lambda value: json.dumps(value).encode()))
-def test_a_body_of_bytes_is_understood_or_refused(body: bytes | str) -> None:
+def test_a_body_of_bytes_is_served_or_refused(body: bytes | str) -> None:
     with pytest.raises(RequestError) as caught:
         parse_body(body, CompletionRequest)
     check_refusal(caught.value)
@@ -118,7 +117,7 @@ def test_a_body_of_bytes_is_understood_or_refused(body: bytes | str) -> None:
     ],
     ids=range(11),
 )
-def test_a_monstrous_body_is_refused(body: object, vocabulary: LlamaModel, grammars: GrammarCompiler) -> None:
+def test_an_oversized_body_is_refused(body: object, vocabulary: LlamaModel, grammars: GrammarCompiler) -> None:
     with pytest.raises(RequestError) as caught:
         understand(body, vocabulary, grammars)
     check_refusal(caught.value)
@@ -129,7 +128,7 @@ GOOD = {"prompt": "hello", "max_tokens": 30, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def expected() -> str:
-    """The good request's text without company."""
+    """The output of the valid request alone."""
     front_end = FrontEnd()
     identity = front_end.post(GOOD)
     front_end.run()
@@ -140,9 +139,7 @@ def expected() -> str:
 @given(
     bad=st.lists(st.tuples(completions, st.just("v1/completions")) | st.tuples(chats, st.just("v1/chat/completions")))
 )
-def test_a_good_request_is_untouched_by_whatever_comes_beside_it(
-    bad: list[tuple[dict[str, Any], str]], expected: str
-) -> None:
+def test_a_valid_request_is_not_affected_by_others(bad: list[tuple[dict[str, Any], str]], expected: str) -> None:
     front_end = FrontEnd()
     good = front_end.post(GOOD)
     front_end.turn()

@@ -1,4 +1,4 @@
-"""The handler under TorchServe's continuous batching, with a stand-in for its front end that enforces the contract."""
+"""The handler with continuous batching, and a stand-in for TorchServe's front end that enforces its protocol."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import pytest
 from constraints import Alternating, AlternatingGrammars
 from fake_engine import FakeVocabulary
 from front_end import SLOTS, FakeContext, FrontEnd
+from specserve.observability.metrics import Metrics
 from specserve.serving import torchserve
-from specserve.serving.openai.response import Answer
+from specserve.serving.generation import Generation
+from specserve.serving.openai.response import GenerationResponse
 from specserve.serving.scheduler import Scheduler
-from specserve.serving.telemetry import Telemetry
 from specserve.serving.torchserve import Handler
 
 
@@ -30,7 +31,7 @@ BODY = {"prompt": "hello", "max_tokens": 12, "temperature": 0}
 USAGE = {"include_usage": True}
 
 
-def test_a_completion_is_openais_object_with_usage_and_the_account(front_end: FrontEnd) -> None:
+def test_a_completion_is_openais_object_with_usage_and_speculation(front_end: FrontEnd) -> None:
     identity = front_end.post(BODY)
     front_end.run()
     answer = front_end.answer(identity)
@@ -46,7 +47,7 @@ def test_a_completion_is_openais_object_with_usage_and_the_account(front_end: Fr
     assert front_end.content_type[identity] == "application/json"
 
 
-def test_a_stream_says_the_same_text_in_chunks(front_end: FrontEnd) -> None:
+def test_a_stream_has_the_same_text_in_chunks(front_end: FrontEnd) -> None:
     whole, stream = front_end.post(BODY), front_end.post({**BODY, "stream": True})
     front_end.run()
     events = front_end.events(stream)
@@ -63,7 +64,7 @@ def test_the_first_chunk_carries_the_first_text(front_end: FrontEnd) -> None:
     assert '"text": "' in front_end.chunks[stream][0]
 
 
-def test_a_clock_that_jumps_changes_no_text_and_no_time_taken(
+def test_a_clock_that_jumps_changes_no_text_and_no_seconds(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = front_end.post(BODY)
@@ -85,9 +86,11 @@ def test_a_clock_that_jumps_changes_no_text_and_no_time_taken(
         assert sum(taken) < time.monotonic() - started
 
 
-def test_streams_go_on_while_a_request_takes_long_to_read(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its text is tokenised for as long as the test likes; a second one waits behind it, and a third leaves."""
-    monkeypatch.setattr(torchserve, "_READING_SECONDS", 0.01, raising=False)
+def test_streams_go_on_while_a_request_takes_long_to_parse(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prompt is tokenized until the test lets go; a second request waits for that, and a third is cancelled."""
+    monkeypatch.setattr(torchserve, "_PARSE_SECONDS", 0.01)
     stream = front_end.post({**BODY, "stream": True, "max_tokens": 40})
     front_end.turn()
     may = threading.Event()
@@ -112,10 +115,10 @@ def test_streams_go_on_while_a_request_takes_long_to_read(front_end: FrontEnd, m
     may.set()
     front_end.run()
     assert all(front_end.status[other] == 200 for other in others)
-    assert not front_end.handler._readings
+    assert not front_end.handler._parsing
 
 
-def test_a_slot_keeps_of_a_finished_answer_only_its_tokens(front_end: FrontEnd) -> None:
+def test_a_slot_keeps_only_the_tokens_of_a_finished_sequence(front_end: FrontEnd) -> None:
     guess = {"type": "content", "content": "what may be"}
     front_end.post({**BODY, "grammar": "root", "prediction": guess, "logprobs": 5, "echo": True})
     leaving = front_end.post({**BODY, "grammar": "root", "logprobs": 5})
@@ -123,11 +126,14 @@ def test_a_slot_keeps_of_a_finished_answer_only_its_tokens(front_end: FrontEnd) 
     front_end.leave(leaving)
     front_end.run()
     front_end.handler.handle([], FakeContext(front_end, []))
-    slots = [slot.last for slot in front_end.handler._scheduler._slots if slot.last is not None]
+    slots = [slot.sequence for slot in front_end.handler._scheduler._cache.slots if slot.sequence is not None]
     assert slots
     for slot in slots:
         assert slot.constraint is None
         assert len(slot.prediction) == len(slot.scores) == len(slot.prompt_scores) == 0
+        assert isinstance(slot, Generation)
+        assert not slot._spans
+        assert not slot.has_text
         assert slot.tokens
 
 
@@ -190,7 +196,7 @@ def test_an_unknown_model_or_route_is_a_404(front_end: FrontEnd) -> None:
     assert (front_end.status[route], front_end.answer(route)["error"]["code"]) == (404, "unknown_url")
 
 
-def test_a_client_that_leaves_frees_its_slot(front_end: FrontEnd) -> None:
+def test_a_cancelled_request_frees_its_slot(front_end: FrontEnd) -> None:
     leaving = [front_end.post({**BODY, "max_tokens": 200, "stream": True, "seed": i}) for i in range(SLOTS)]
     front_end.turn()
     front_end.turn()
@@ -198,12 +204,12 @@ def test_a_client_that_leaves_frees_its_slot(front_end: FrontEnd) -> None:
         front_end.leave(identity)
     after = front_end.post(BODY)
     front_end.turn()
-    assert front_end.handler._scheduler.live <= 1
+    assert front_end.handler._scheduler.running <= 1
     front_end.run()
     assert front_end.status[after] == 200
 
 
-def test_rounds_go_on_between_calls_but_everything_else_is_done_between_rounds(
+def test_rounds_run_between_calls_and_everything_else_between_rounds(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside, rounds, wrong = threading.Event(), [], []
@@ -232,15 +238,15 @@ def test_rounds_go_on_between_calls_but_everything_else_is_done_between_rounds(
     for owner, name in (
         (Scheduler, "submit"),
         (Scheduler, "cancel"),
-        (Answer, "next_events"),
-        (Answer, "body"),
-        (Telemetry, "emit"),
-        (Handler, "_speculator"),
+        (GenerationResponse, "next_events"),
+        (GenerationResponse, "body"),
+        (Metrics, "emit"),
+        (Handler, "_speculation_status"),
     ):
         between_rounds(owner, name)
     front_end.post({**BODY, "max_tokens": 100, "ignore_eos": True})
     front_end.turn()
-    assert len(rounds) == 2, "one of the call, and one that nobody has called for"
+    assert len(rounds) == 2, "one of the call, and one that it has started"
     front_end.settles = False
     for _ in range(3):
         leaving = front_end.post({**BODY, "max_tokens": 100, "stream": True})
@@ -263,8 +269,8 @@ def test_a_new_request_does_not_wait_for_a_long_slice(front_end: FrontEnd, monke
     long = front_end.post({**BODY, "max_tokens": 200, "ignore_eos": True, "speculation": {"mode": "off"}})
     front_end.turn()
     front_end.settles = False
-    # The slice that the next call begins ahead would last as long as the text.
-    front_end.handler._slices._seconds = math.inf
+    # The slice that the next call starts would last as long as the sequence.
+    front_end.handler._loop._seconds = math.inf
     front_end.turn()
     front_end.post(BODY)
     front_end.turn()
@@ -272,7 +278,7 @@ def test_a_new_request_does_not_wait_for_a_long_slice(front_end: FrontEnd, monke
     front_end.run()
 
 
-def test_the_first_round_of_a_stream_beside_others_decides_on_its_status(front_end: FrontEnd) -> None:
+def test_the_first_round_of_a_stream_decides_its_status_beside_others(front_end: FrontEnd) -> None:
     front_end.post({**BODY, "max_tokens": 100, "ignore_eos": True})
     front_end.turn()
     front_end.turn()
@@ -285,11 +291,11 @@ def test_the_first_round_of_a_stream_beside_others_decides_on_its_status(front_e
 
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "json_object"}}])
-def test_a_client_that_leaves_a_long_whole_answer_is_noticed_and_the_others_read_one_answer(
+def test_a_client_that_leaves_a_long_whole_response_is_noticed(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    """Empty chunks let TorchServe notice, and end its handing the body over in every call; they come after a while."""
-    monkeypatch.setattr(torchserve, "_SETTLED_AFTER_SECONDS", 0.0)
+    """After the status deadline empty chunks let TorchServe notice, and it sends the body no longer."""
+    monkeypatch.setattr(torchserve, "_STATUS_SECONDS", 0.0)
     whole = front_end.post({**BODY, "max_tokens": 50, **fields})
     front_end.turn()
     assert front_end.chunks[whole] == [""]
@@ -301,10 +307,10 @@ def test_a_client_that_leaves_a_long_whole_answer_is_noticed_and_the_others_read
     front_end.turn()
     front_end.leave(leaving)
     front_end.handler.handle([], FakeContext(front_end, []))
-    assert front_end.handler._scheduler.live == 0
+    assert front_end.handler._scheduler.running == 0
 
 
-def test_a_long_body_is_handed_over_once(front_end: FrontEnd) -> None:
+def test_a_long_body_is_sent_to_the_handler_once(front_end: FrontEnd) -> None:
     long = front_end.post({**BODY, "max_tokens": 50, "user": "x" * 100_000})
     short = front_end.post({**BODY, "max_tokens": 50, "user": "x" * 1_000})
     front_end.turn()
@@ -317,10 +323,10 @@ def test_a_long_body_is_handed_over_once(front_end: FrontEnd) -> None:
     assert front_end.status[refused] == 400
 
 
-def test_a_grammar_that_becomes_too_costly_behind_a_settled_status_is_an_error_object(
+def test_a_grammar_that_becomes_too_costly_after_the_status_is_an_error_object(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torchserve, "_SETTLED_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(torchserve, "_STATUS_SECONDS", 0.0)
     monkeypatch.setattr(AlternatingGrammars, "gbnf", lambda _grammars, text: Alternating(200, fails_at=len(text)))
     late = front_end.post({**BODY, "max_tokens": 60, "grammar": "r" * 40, "speculation": {"mode": "off"}})
     front_end.turn()
@@ -329,16 +335,14 @@ def test_a_grammar_that_becomes_too_costly_behind_a_settled_status_is_an_error_o
     assert (front_end.status[late], front_end.answer(late)["error"]["code"]) == (200, "grammar_too_costly")
 
 
-def test_a_short_whole_answer_keeps_its_status_open_to_the_end(front_end: FrontEnd) -> None:
+def test_the_status_of_a_short_whole_response_is_sent_at_its_end(front_end: FrontEnd) -> None:
     identity = front_end.post({**BODY, "max_tokens": 50})
     front_end.run()
     assert len(front_end.chunks[identity]) == 1
 
 
-def test_a_failure_behind_a_settled_status_is_an_error_object_all_the_same(
-    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torchserve, "_SETTLED_AFTER_SECONDS", 0.0)
+def test_a_failure_after_the_status_is_an_error_object(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchserve, "_STATUS_SECONDS", 0.0)
     identity = front_end.post({**BODY, "max_tokens": 50})
     front_end.turn()
     front_end.target.fail_after = 0
@@ -362,7 +366,7 @@ def test_a_model_failure_is_a_500_or_an_error_event_and_the_next_request_is_serv
 
 
 @pytest.mark.parametrize("body", [bytearray(b"{"), b"", "text", [1], 5])
-def test_a_body_that_is_no_object_is_a_400(front_end: FrontEnd, body: object) -> None:
+def test_a_body_that_is_not_an_object_is_a_400(front_end: FrontEnd, body: object) -> None:
     identity = front_end.post(body)
     front_end.run()
     assert front_end.status[identity] == 400
@@ -409,12 +413,12 @@ def test_a_model_without_a_chat_template_says_so(front_end: FrontEnd) -> None:
     assert "no chat template" in front_end.answer(chat)["error"]["message"]
 
 
-def test_what_speculation_has_brought_is_forgotten_when_the_draft_model_fails(front_end: FrontEnd) -> None:
-    telemetry = front_end.handler._telemetry
+def test_the_speedup_is_reset_when_the_draft_model_fails(front_end: FrontEnd) -> None:
+    holdback = front_end.handler._holdback
     for number in range(80):
-        telemetry.holdback.learn(0.1 + number % 3, plain=number % 2 == 0)
-    assert telemetry.holdback.speedup()
+        holdback.observe(0.1 + number % 3, plain=number % 2 == 0)
+    assert holdback.speedup()
     front_end.draft.fail_after = 0
     front_end.post({**BODY, "speculation": {"mode": "fixed", "gamma": 3, "drafter": "model"}})
     front_end.run()
-    assert telemetry.holdback.speedup() is None
+    assert holdback.speedup() is None

@@ -1,4 +1,4 @@
-"""The completions request: what is served, what is refused, and that nothing is ignored in silence."""
+"""Requests: what is served, what is refused, and that no field is ignored silently."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
 from specserve.errors import RequestError
 from specserve.serving.generation import Generation
 from specserve.serving.openai.parse import Prompt, Tokenizer, to_generations
-from specserve.serving.openai.schema import ChatRequest, CompletionRequest, GenerationRequest
-from specserve.serving.openai.validation import parse_body
+from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest, GenerationRequest, parse_body
 
 VOCABULARY = FakeVocabulary(200)
 CONFIG = HandlerConfig(
@@ -30,32 +29,32 @@ CONFIG = HandlerConfig(
 def generations_of(
     request: GenerationRequest, prompts: list[Prompt], config: HandlerConfig = CONFIG
 ) -> list[list[Generation]]:
-    """What a request becomes behind these prompts."""
+    """The generations of a request with these prompts."""
     return to_generations(request, prompts, VOCABULARY, AlternatingGrammars(VOCABULARY.size), config)
 
 
 def groups_of(body: object, config: HandlerConfig = CONFIG) -> list[list[Generation]]:
-    """What a completions body becomes, prompt by prompt."""
+    """The generations of a completions body, by prompt."""
     request = parse_body(body, CompletionRequest)
     return generations_of(request, Tokenizer(VOCABULARY, config).completion(request), config)
 
 
 def generation_of(body: object, config: HandlerConfig = CONFIG) -> Generation:
-    """What a completions body of one prompt and one answer becomes."""
+    """The generation of a completions body with one prompt and one choice."""
     [[generation]] = groups_of(body, config)
     return generation
 
 
 def refusal(body: object) -> RequestError:
-    """The error a body gets."""
+    """The error of a body."""
     with pytest.raises(RequestError) as caught:
         generation_of(body)
     return caught.value
 
 
 def sequence_of(**fields: Any) -> Any:
-    """The sequence a good body becomes."""
-    return generation_of({"prompt": "hello", **fields}).sequence
+    """The sequence of a valid body."""
+    return generation_of({"prompt": "hello", **fields})
 
 
 def test_a_prompt_may_be_text_or_token_ids() -> None:
@@ -90,12 +89,12 @@ def test_null_means_the_default() -> None:
     assert sequence_of(**nothing).sampling.temperature == 1
 
 
-def test_the_answer_is_cut_where_the_context_ends() -> None:
+def test_max_tokens_is_limited_by_the_context() -> None:
     assert sequence_of(prompt=[1] * 60, max_tokens=500).max_tokens == 4
     assert sequence_of(prompt=[1] * 60, max_tokens=None).max_tokens == 4
 
 
-def test_a_completion_is_short_where_its_length_is_not_said_or_null() -> None:
+def test_max_tokens_of_a_completion_defaults_to_16_also_for_null() -> None:
     assert sequence_of(prompt="abc").max_tokens == sequence_of(prompt="abc", max_tokens=None).max_tokens == 16
 
 
@@ -179,7 +178,7 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
         ("speculation", "off"),
     ],
 )
-def test_a_wrong_or_unserved_value_is_refused_and_named(field: str, value: object) -> None:
+def test_an_invalid_or_unsupported_value_is_refused_and_named(field: str, value: object) -> None:
     error = refusal({"prompt": "hello", field: value})
     assert error.status == 400
     assert error.param == field
@@ -205,15 +204,17 @@ def test_speculation_beyond_the_operators_limits_is_refused(options: dict[str, A
     assert refusal({"prompt": "a", "speculation": options}).param == param
 
 
-@pytest.mark.parametrize(("options", "drawn"), [(None, True), ({"mode": "auto"}, False), ({"mode": "off"}, False)])
-def test_only_a_request_that_leaves_it_to_chance_is_compared(options: dict[str, Any] | None, *, drawn: bool) -> None:
+@pytest.mark.parametrize(("options", "randomised"), [(None, True), ({"mode": "auto"}, False), ({"mode": "off"}, False)])
+def test_only_a_request_without_speculation_options_is_randomised(
+    options: dict[str, Any] | None, *, randomised: bool
+) -> None:
     [[generation]] = groups_of({"prompt": "a", "speculation": options})
-    assert generation.origin.drawn is drawn
+    assert generation.info.randomised is randomised
     [[fixed]] = groups_of({"prompt": "a"}, CONFIG.model_copy(update={"speculation": SpeculationConfig(mode="fixed")}))
-    assert not fixed.origin.drawn
+    assert not fixed.info.randomised
 
 
-def test_speculation_is_the_clients_choice_within_them() -> None:
+def test_a_request_may_set_speculation_within_the_limits() -> None:
     assert sequence_of(speculation={"mode": "off"}).speculation.gamma == 0
     assert sequence_of(speculation={"mode": "fixed", "gamma": 8}).speculation.gamma == 8
     assert sequence_of(speculation={"mode": "fixed"}).speculation.gamma == 3
@@ -221,11 +222,11 @@ def test_speculation_is_the_clients_choice_within_them() -> None:
 
 
 @pytest.mark.parametrize(("mode", "gamma", "adaptive"), [("auto", 8, True), ("fixed", 3, False), ("off", 0, False)])
-def test_who_decides_how_many_drafts_a_round_has_is_the_operators_choice(
+def test_the_default_mode_of_speculation_is_the_operators(
     mode: Literal["auto", "fixed", "off"], gamma: int, adaptive: bool
 ) -> None:
     config = CONFIG.model_copy(update={"speculation": SpeculationConfig(mode=mode, max_gamma=8)})
-    speculation = generation_of({"prompt": "a"}, config).sequence.speculation
+    speculation = generation_of({"prompt": "a"}, config).speculation
     assert (speculation.gamma, speculation.adaptive) == (gamma, adaptive)
 
 
@@ -238,7 +239,7 @@ def test_a_missing_prompt_is_named() -> None:
     assert refusal({"max_tokens": 5}).param == "prompt"
 
 
-def test_fields_that_mean_nothing_here_are_taken() -> None:
+def test_fields_without_effect_are_accepted() -> None:
     sequence_of(
         user="u",
         store=True,
@@ -258,7 +259,7 @@ def test_fields_that_mean_nothing_here_are_taken() -> None:
 
 
 @pytest.mark.parametrize("body", [b"{", bytearray(b"[1, 2"), "nonsense", b"\xff", [], 5, None])
-def test_a_body_that_is_no_json_object_is_refused(body: object) -> None:
+def test_a_body_that_is_not_a_json_object_is_refused(body: object) -> None:
     assert refusal(body).status == 400
 
 
@@ -277,23 +278,23 @@ def test_an_error_is_openais_object() -> None:
     }
 
 
-def test_speculation_without_a_draft_model_is_refused_where_it_is_asked_for() -> None:
+def test_the_drafter_model_is_refused_without_a_draft_model() -> None:
     plain = CONFIG.model_copy(update={"draft": None})
     with pytest.raises(RequestError, match="has no draft model"):
         generation_of({"prompt": "a", "speculation": {"drafter": "model"}}, plain)
     for drafter in ("auto", "lookup"):
         options = {"mode": "fixed", "drafter": drafter}
-        assert generation_of({"prompt": "a", "speculation": options}, plain).sequence.speculation.gamma == 3
+        assert generation_of({"prompt": "a", "speculation": options}, plain).speculation.gamma == 3
 
 
-def test_a_seed_is_coupled_greedy_needs_no_rule_and_all_else_is_block() -> None:
+def test_verification_defaults_to_coupled_with_a_seed_and_to_block_without() -> None:
     assert sequence_of().speculation.verification == "block"
     assert sequence_of(seed=1).speculation.verification == "coupled"
     assert sequence_of(seed=1, temperature=0).speculation.verification == "token"
     assert sequence_of(seed=1, speculation={"verification": "token"}).speculation.verification == "token"
 
 
-def test_a_huge_wrong_body_is_refused_at_its_first_mistake() -> None:
+def test_a_huge_invalid_body_is_refused_at_its_first_error() -> None:
     assert refusal({"prompt": ["a"] * 200_000}).param == "prompt"
     assert refusal({"prompt": "a", **{f"f{n}": 1 for n in range(50_000)}}).param == "f0"
 
@@ -328,24 +329,24 @@ MESSAGES = [{"role": "user", "content": "hello"}]
         ({"prompt": "a"}, "prompt"),
     ],
 )
-def test_a_wrong_chat_request_is_refused_and_named(fields: dict[str, Any], param: str) -> None:
+def test_an_invalid_chat_field_is_refused_and_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse_body({"messages": MESSAGES, **fields}, ChatRequest)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-def test_a_chat_answer_is_as_long_as_the_context_lasts_unless_said_otherwise() -> None:
+def test_max_tokens_of_a_chat_defaults_to_the_context() -> None:
     def most(**fields: Any) -> int:
         request = parse_body({"messages": MESSAGES, **fields}, ChatRequest)
         [[generation]] = generations_of(request, [Prompt([1] * 10, "")])
-        return generation.sequence.max_tokens
+        return generation.max_tokens
 
     assert most() == 54
     assert most(max_tokens=5) == 5
     assert most(max_tokens=5, max_completion_tokens=7) == 7
 
 
-def test_content_may_come_in_parts_and_developer_is_the_system() -> None:
+def test_content_may_have_parts_and_developer_becomes_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = parse_body({"messages": [{"role": "developer", "content": parts}]}, ChatRequest)
     assert request.messages[0].for_template() == {"role": "system", "content": "ab"}
@@ -372,28 +373,26 @@ def test_penalties_and_biases_reach_the_sampling() -> None:
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
     ],
 )
-def test_fields_that_do_not_go_together_are_refused_and_the_one_to_change_is_named(
-    fields: dict[str, Any], param: str
-) -> None:
+def test_fields_that_exclude_or_need_each_other_are_refused_and_named(fields: dict[str, Any], param: str) -> None:
     assert refusal({"prompt": "a", **fields}).param == param
 
 
-def test_every_prompt_is_given_as_many_answers_as_are_asked_for() -> None:
+def test_every_prompt_has_n_choices() -> None:
     groups = groups_of({"prompt": ["a", "bc"], "n": 2, "best_of": 3, "seed": 5})
-    assert [[g.sequence.tokens for g in group] for group in groups] == [[[97]] * 3, [[98, 99]] * 3]
-    assert [[g.sequence.choice for g in group] for group in groups] == [[0, 1, 2]] * 2
+    assert [[g.tokens for g in group] for group in groups] == [[[97]] * 3, [[98, 99]] * 3]
+    assert [[g.choice for g in group] for group in groups] == [[0, 1, 2]] * 2
 
 
-def test_the_candidates_for_the_best_are_scored_and_others_only_where_asked() -> None:
+def test_candidates_of_best_of_are_scored_and_others_only_with_logprobs() -> None:
     assert sequence_of().top_logprobs is None
     assert sequence_of(logprobs=0).top_logprobs == 0
     assert sequence_of(logprobs=5).top_logprobs == 5
-    assert {g.sequence.top_logprobs for [*group] in groups_of({"prompt": "a", "best_of": 2}) for g in group} == {0}
+    assert {g.top_logprobs for [*group] in groups_of({"prompt": "a", "best_of": 2}) for g in group} == {0}
 
 
-def test_a_prompt_is_scored_once_where_it_is_echoed_with_logprobs() -> None:
+def test_a_prompt_is_scored_once_with_echo_and_logprobs() -> None:
     [group] = groups_of({"prompt": "abc", "echo": True, "logprobs": 1, "n": 3})
-    assert [g.sequence.scores_prompt for g in group] == [True, False, False]
+    assert [g.scores_prompt for g in group] == [True, False, False]
     assert not sequence_of(echo=True).scores_prompt
     assert not sequence_of(logprobs=1).scores_prompt
 
@@ -403,18 +402,18 @@ def test_a_prompt_that_is_only_scored_may_fill_the_context() -> None:
     assert refusal({"prompt": [1] * 65, "max_tokens": 0}).code == "context_length_exceeded"
 
 
-def test_ignore_eos_makes_the_end_of_the_text_impossible() -> None:
+def test_ignore_eos_makes_eos_impossible() -> None:
     assert sequence_of(ignore_eos=True, logit_bias={"5": 1}).sampling.logit_bias == ((5, 1), (199, float("-inf")))
 
 
-def test_a_prediction_is_tokenised_and_drafts_even_without_a_draft_model() -> None:
+def test_a_prediction_is_tokenized_even_without_a_draft_model() -> None:
     plain = CONFIG.model_copy(update={"draft": None})
     prediction = {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
-    sequence = generation_of({"prompt": "x", "prediction": prediction}, plain).sequence
+    sequence = generation_of({"prompt": "x", "prediction": prediction}, plain)
     assert (list(sequence.prediction), sequence.speculation.gamma) == ([97, 98], 8)
 
 
-def test_forms_of_the_answer_become_constraints() -> None:
+def test_response_formats_become_constraints() -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}, "strict": True}}
     for fields in (
         {"grammar": "root ::= x"},
@@ -426,7 +425,7 @@ def test_forms_of_the_answer_become_constraints() -> None:
 
 
 class Counting(FakeVocabulary):
-    """Remembers the texts it was asked to tokenise."""
+    """Records the texts that it tokenizes."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -438,13 +437,13 @@ class Counting(FakeVocabulary):
 
     @property
     def longest(self) -> int:
-        """The length of the longest of them."""
+        """The length of the longest recorded text."""
         return max(map(len, self.texts))
 
 
 @pytest.mark.parametrize("field", ["prompt", "suffix"])
-def test_a_text_that_cannot_fit_is_refused_at_the_cost_of_its_length(field: str) -> None:
-    """Tokenising a megabyte of spaces or dashes takes seconds."""
+def test_a_text_that_cannot_fit_is_refused_without_tokenizing_it(field: str) -> None:
+    """Tokenizing a megabyte of spaces or dashes takes seconds."""
     vocabulary = Counting(200)
     request = parse_body({"prompt": "a", field: "b" * 1_000_000}, CompletionRequest)
     with pytest.raises(RequestError) as caught:
@@ -453,7 +452,7 @@ def test_a_text_that_cannot_fit_is_refused_at_the_cost_of_its_length(field: str)
     assert vocabulary.texts == []
 
 
-def test_a_text_that_might_fit_is_tokenised_in_part_before_all_of_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_beginning_of_a_long_text_is_tokenized_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """One token of the vocabulary is long enough for all of it."""
     vocabulary = Counting(200)
     monkeypatch.setattr(vocabulary, "name", lambda token: b" " * (1 + 99_999 * (token == 7)))
@@ -464,17 +463,17 @@ def test_a_text_that_might_fit_is_tokenised_in_part_before_all_of_it_is(monkeypa
     assert vocabulary.longest < 10_000
 
 
-def test_of_a_prediction_no_more_is_read_than_an_answer_can_reach() -> None:
+def test_a_prediction_is_cut_to_the_context() -> None:
     vocabulary = Counting(200)
     guess = {"type": "content", "content": "b" * 1_000_000}
     request = parse_body({"prompt": "a", "prediction": guess}, CompletionRequest)
     prompts = Tokenizer(vocabulary, CONFIG).completion(request)
     [[generation]] = to_generations(request, prompts, vocabulary, AlternatingGrammars(200), CONFIG)
-    assert len(generation.sequence.prediction) == CONFIG.context_length
+    assert len(generation.prediction) == CONFIG.context_length
     assert vocabulary.longest < 10_000
 
 
-def test_a_suffix_is_tokenised_once_for_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suffix_is_tokenized_once_for_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary = Counting(200)
     monkeypatch.setattr(vocabulary, "infill", lambda prefix, suffix: [*prefix, *suffix])
     request = parse_body({"prompt": ["a", "b", "c"], "suffix": "end"}, CompletionRequest)
@@ -482,7 +481,7 @@ def test_a_suffix_is_tokenised_once_for_all_prompts(monkeypatch: pytest.MonkeyPa
     assert vocabulary.texts == ["end", "a", "b", "c"]
 
 
-def test_a_response_of_many_megabytes_is_refused_before_it_is_made() -> None:
+def test_a_response_that_would_be_too_large_is_refused_at_once() -> None:
     fields: dict[str, Any] = {"prompt": ["a"] * 128, "max_tokens": 4000, "logprobs": 5}
     wide = CONFIG.model_copy(update={"context_length": 4096})
     with pytest.raises(RequestError, match=r"may take \d+ MB") as caught:
@@ -491,7 +490,7 @@ def test_a_response_of_many_megabytes_is_refused_before_it_is_made() -> None:
     assert len(groups_of({**fields, "prompt": ["a"] * 4}, wide)) == 4
 
 
-def test_prompts_that_are_echoed_count_towards_the_response() -> None:
+def test_echoed_prompts_count_towards_the_response_size() -> None:
     fields: dict[str, Any] = {"prompt": " " * 100_000, "echo": True, "max_tokens": 0}
     vast = CONFIG.model_copy(update={"context_length": 200_000})
     with pytest.raises(RequestError, match=r"may take \d+ MB") as caught:
@@ -505,7 +504,7 @@ def test_prompts_that_are_echoed_count_towards_the_response() -> None:
     assert caught.value.param == "logprobs"
 
 
-def test_an_operator_caps_the_length_and_the_number_of_answers() -> None:
+def test_the_operator_limits_output_tokens_and_choices() -> None:
     capped = CONFIG.model_copy(update={"max_tokens": 20, "max_answers": 4})
     for fields, param in (
         ({"max_tokens": 21}, "max_tokens"),
@@ -523,7 +522,7 @@ def test_an_operator_caps_the_length_and_the_number_of_answers() -> None:
         generations_of(request, [Prompt([1], "a")], capped)
     assert caught.value.param == "max_completion_tokens"
     [[unlimited]] = generations_of(parse_body(chat, ChatRequest), [Prompt([1], "a")], capped)
-    assert unlimited.sequence.max_tokens == 20
+    assert unlimited.max_tokens == 20
 
 
 MANY = dict.fromkeys(map(str, range(5_000)), "x")
@@ -540,8 +539,8 @@ MANY = dict.fromkeys(map(str, range(5_000)), "x")
         ({"metadata": dict.fromkeys(MANY, 1)}, "metadata"),
     ],
 )
-def test_of_many_wrong_fields_one_is_looked_at(fields: dict[str, Any], param: str) -> None:
-    """A megabyte of them took 0.7 s to refuse, an error each."""
+def test_one_of_many_unknown_fields_is_reported(fields: dict[str, Any], param: str) -> None:
+    """With an error for each, a megabyte of them took 0.7 s."""
     with pytest.raises(RequestError) as caught:
         parse_body({"messages": [{"role": "user", "content": "a"}], **fields}, ChatRequest)
     assert caught.value.param == param
@@ -549,7 +548,7 @@ def test_of_many_wrong_fields_one_is_looked_at(fields: dict[str, Any], param: st
     assert caught.value.__cause__.error_count() <= 2
 
 
-def test_too_many_token_ids_are_refused_before_they_are_spelled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_token_ids_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer(VOCABULARY, CONFIG)
     monkeypatch.setattr(VOCABULARY, "piece", lambda _token: pytest.fail("was spelled"))
     with pytest.raises(RequestError) as caught:
@@ -558,11 +557,11 @@ def test_too_many_token_ids_are_refused_before_they_are_spelled(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("named", "known"), [("code", "code"), ("My Secret!", "other"), ("x" * 33, "other"), ("", "")])
-def test_a_kind_of_prompt_is_a_short_plain_word_before_anyone_is_told_of_it(named: str, known: str) -> None:
-    assert generation_of({"prompt": "hello", "metadata": {"prompt_family": named}}).origin.family == known
+def test_a_prompt_family_is_a_short_plain_word_or_other(named: str, known: str) -> None:
+    assert generation_of({"prompt": "hello", "metadata": {"prompt_family": named}}).info.family == known
 
 
-def test_an_answer_can_be_sent_back_as_it_came() -> None:
+def test_a_response_message_is_accepted_in_a_request() -> None:
     answer: dict[str, Any] = {
         "role": "assistant",
         "content": "hi",

@@ -1,4 +1,4 @@
-"""The size of a response is bounded by the bytes that it really takes, whatever its tokens are spelled like."""
+"""The size of a response is limited in bytes, whatever its tokens are."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
 from specserve.sequence import TokenScore
-from specserve.serving.openai.logprobs import WrittenToken, chat_logprobs, completion_logprobs
-from specserve.serving.openai.response_size import MAX_RESPONSE_BYTES, ResponseSize
+from specserve.serving.generation import MAX_RESPONSE_BYTES, ResponseSize
+from specserve.serving.openai.logprobs import OutputToken, chat_logprobs, completion_logprobs
 
 # The largest tokens of a vocabulary: 128 spaces, a character of four bytes, half of one, and a plain letter.
 PIECES = [b" " * 128, "🙂".encode(), b"\xf0\x9f", b"a", b'"\\\n' * 20]
 
 
 class Wide(FakeVocabulary):
-    """A vocabulary whose every token takes much room in JSON."""
+    """A vocabulary whose tokens are long in JSON."""
 
     def piece(self, token: int) -> bytes:
         return b"" if self.is_end_token(token) else PIECES[0]
@@ -39,10 +39,10 @@ class Spelled(FakeVocabulary):
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("top", [0, 5, 20])
-def test_what_is_counted_is_never_less_than_what_is_written_nor_twice_as_much(top: int, *, chat: bool) -> None:
+def test_the_estimate_is_between_the_size_and_twice_the_size(top: int, *, chat: bool) -> None:
     vocabulary = Spelled(200)
     scores = [TokenScore(n, -12.345678901234567 * n, [(n + i, -1.0 / 3 - i) for i in range(top)]) for n in range(60)]
-    tokens = [WrittenToken(score, 128 * place) for place, score in enumerate(scores)]
+    tokens = [OutputToken(score, 128 * place) for place, score in enumerate(scores)]
     text = b"".join(vocabulary.piece(score.token) for score in scores).decode("utf-8", errors="replace")
     logprobs: Any = (
         chat_logprobs(tokens, vocabulary) if chat else completion_logprobs(tokens, vocabulary, top=top, shift=0)
@@ -59,9 +59,7 @@ def test_what_is_counted_is_never_less_than_what_is_written_nor_twice_as_much(to
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_that_grows_beyond_its_bound_ends_with_an_error(
-    monkeypatch: pytest.MonkeyPatch, *, stream: bool
-) -> None:
+def test_a_response_that_exceeds_the_limit_ends_with_an_error(monkeypatch: pytest.MonkeyPatch, *, stream: bool) -> None:
     front_end = FrontEnd()
     wide: Any = Wide(200)
     monkeypatch.setattr(type(front_end.handler._models.vocabulary), "piece", wide.piece)
@@ -80,7 +78,7 @@ def test_a_response_that_grows_beyond_its_bound_ends_with_an_error(
         assert json.loads(front_end.text(large))["error"]["code"] == "response_too_large"
 
 
-def test_prompt_scores_count_once_for_every_answer_that_shows_them() -> None:
+def test_prompt_scores_count_once_per_choice() -> None:
     score = TokenScore(0, -1.0, [])
     one, three = (ResponseSize(FakeVocabulary(200), chat=False, choices=n) for n in (1, 3))
     one.add_prompt_score(score)

@@ -87,8 +87,8 @@ def test_greedy_text_is_the_same_with_and_without_speculation_or_parts_at_a_near
 ) -> None:
     """Token for token on the x86 it was written on; another CPU may round otherwise where passes have more rows."""
     plain, speculative = greedy[family]
-    assert plain.account.drafted == 0
-    assert 0 < speculative.account.accepted < speculative.account.drafted
+    assert plain.stats.drafted == 0
+    assert 0 < speculative.stats.accepted < speculative.stats.drafted
     assert plain.tokens == speculative.tokens or parts_at_a_near_tie(
         smollm2.models.target, plain.tokens, speculative.tokens
     )
@@ -96,7 +96,7 @@ def test_greedy_text_is_the_same_with_and_without_speculation_or_parts_at_a_near
 
 def test_in_code_and_json_most_of_what_it_drafts_for_itself_is_accepted(greedy: Answers) -> None:
     """In prose, of which so small a model is never sure, less than half is: its text hangs on the rounding."""
-    accounts = [greedy[family][1].account for family in ("code", "json")]
+    accounts = [greedy[family][1].stats for family in ("code", "json")]
     assert sum(account.accepted for account in accounts) > 0.6 * sum(account.drafted for account in accounts)
 
 
@@ -105,7 +105,7 @@ def test_a_seed_gives_one_text_with_and_without_speculation(smollm2: Pair) -> No
     plain = smollm2.answer(PROMPTS["code"], **fields, speculation=PLAIN)
     speculative = smollm2.answer(PROMPTS["code"], **fields, speculation=drafting(3))
     assert speculative.text == plain.text
-    assert speculative.sequence.account.accepted > 0
+    assert speculative.sequence.stats.accepted > 0
 
 
 def test_it_cannot_draft_for_qwen(smollm2: Pair) -> None:

@@ -102,5 +102,5 @@ def test_a_full_disk_ends_the_trace_and_no_answer(traced: tuple[Server, Path]) -
         answer = server.post(GREEDY)
         assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, before)
     assert file.stat().st_size == size
-    until(lambda: server.log().count("ends here") == 1, "one sentence in the log", 10)
+    until(lambda: server.log().count("qwen-1.0.jsonl stops:") == 1, "one sentence in the log", 10)
     assert "Traceback" not in server.log()

@@ -148,7 +148,7 @@ def test_the_best_length_is_none_where_all_lose() -> None:
 
 
 def sequence(sampling: SamplingParams = GREEDY, max_tokens: int = 100) -> Sequence:
-    return Sequence([1, 2, 3], sampling, SpeculationParams(8, adaptive=True), max_tokens=max_tokens)
+    return Sequence([1, 2, 3], sampling, SpeculationParams(8, mode="adaptive"), max_tokens=max_tokens)
 
 
 def test_time_is_worth_what_plain_decoding_yields_and_more_while_drafts_yield_more() -> None:

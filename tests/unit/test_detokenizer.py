@@ -16,7 +16,7 @@ from specserve.serving.openai.stream import TextStream
 
 
 def released(pieces: list[bytes], stops: list[str]) -> tuple[list[str], bool]:
-    """What each piece released, the end included, and whether a stop string was met."""
+    """The text that each piece and the end released, and whether a stop string was found."""
     stream = TextStream(stops)
     texts = []
     for piece in pieces:
@@ -38,7 +38,7 @@ def split(data: bytes, cuts: list[int]) -> list[bytes]:
     st.lists(st.integers(0, 100)),
     st.lists(st.text("ab🙂", min_size=1, max_size=4), max_size=4),
 )
-def test_any_cutting_releases_the_text_before_the_first_stop(text: str, cuts: list[int], stops: list[str]) -> None:
+def test_any_pieces_release_the_text_before_the_first_stop(text: str, cuts: list[int], stops: list[str]) -> None:
     texts, stopped = released(split(text.encode(), cuts), stops)
     # Of two stops, the one that is complete first wins; that is what reading byte by byte meets.
     ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
@@ -62,15 +62,15 @@ def test_a_character_is_released_when_it_is_whole() -> None:
     assert texts == ["a", "", "🙂b", ""]
 
 
-def test_a_character_that_never_becomes_whole_is_a_replacement_at_the_end() -> None:
+def test_an_incomplete_character_is_a_replacement_at_the_end() -> None:
     assert released([b"a\xf0\x9f"], [])[0] == ["a", "\ufffd"]
 
 
-def test_what_may_become_a_stop_is_held_back_until_it_cannot() -> None:
+def test_the_beginning_of_a_stop_string_is_held_back() -> None:
     assert released([b"one\n", b"\ntwo"], ["\n\n\n"])[0] == ["one", "\n\ntwo", ""]
 
 
-def test_a_stop_across_pieces_is_never_shown() -> None:
+def test_a_stop_string_across_pieces_is_not_released() -> None:
     texts, stopped = released([b"one\n", b"\n", b"two"], ["\n\n"])
     assert "".join(texts) == "one"
     assert stopped
@@ -82,7 +82,7 @@ def test_of_two_stops_in_one_piece_the_earlier_ends_the_text(stops: list[str]) -
 
 
 def lines_run(work: Callable[[], object]) -> int:
-    """How many lines of Python `work` runs: a measure of work that no machine changes."""
+    """Number of Python lines that `work` runs: a measure that does not depend on the machine."""
     count = 0
 
     def trace(_frame: FrameType, _event: str, _argument: object) -> Any:
@@ -99,7 +99,7 @@ def lines_run(work: Callable[[], object]) -> int:
     return count
 
 
-def test_a_character_costs_the_same_however_much_of_a_stop_string_is_held_back() -> None:
+def test_a_character_costs_the_same_with_much_text_held_back() -> None:
     """Of sixteen stop strings of 1,000 characters one holds everything back, and the others nearly nothing."""
     stops = ["a" * 999 + "b", *("a" * length + "b" * (1000 - length) for length in range(1, 16))]
     stream = TextStream(stops)

@@ -1,4 +1,4 @@
-"""What Prometheus is told."""
+"""The samples that Prometheus is sent."""
 
 from __future__ import annotations
 
@@ -6,32 +6,42 @@ from collections import defaultdict
 
 import pytest
 
-from specserve.observability.control_group import Holdback, PlainRounds
-from specserve.observability.metrics import ALL, Emitter, Metrics, Now, Sample, Served
-from specserve.observability.records import End, Group, Origin, Round, plain_family
+from specserve.observability.control_group import Holdback
+from specserve.observability.metrics import ALL, Gauges, Metrics, Sample, Served
+from specserve.observability.records import EndRecord, Group, RequestInfo, RoundRecord, family_label
 
 SERVED = Served("qwen", "1.1")
-NOW = Now(live=2, waiting=1, slots=8, own_kernels=True, draft_model=True)
+GAUGES = Gauges(live=2, waiting=1, slots=8, own_kernels=True, draft_model=True)
 
 
-def origin(
-    family: str = "code", group: Group = "auto", request: str = "r", *, choice: int = 0, drawn: bool = True
-) -> Origin:
-    return Origin(request, choice, family, group, drawn)
+def info(group: Group = "auto", *, randomised: bool = True) -> RequestInfo:
+    return RequestInfo("r", "code", group, randomised)
 
 
-def a_round(drafts: list[str], accepted: int, whose: Origin | None = None) -> Round:
-    return Round(whose or origin(), 1, 50, drafts, accepted, [7] * (accepted + 1), 0.1, 0.2, 0.01, 1)
+def a_round(drafts: list[str], accepted: int, group: Group = "auto") -> RoundRecord:
+    return RoundRecord(info(group), 0, 1, 50, drafts, accepted, [7] * (accepted + 1), 0.1, 0.2, 0.01, 1)
 
 
-def an_end(whose: Origin | None = None, pace: float | None = 0.1) -> End:
-    return End(whose or origin(), "stop", 40, 30, 20, waited=0.5, first=1.5, pace=pace)
+def an_end(whose: RequestInfo | None = None, tpot: float | None = 0.1, choice: int = 0) -> EndRecord:
+    return EndRecord(whose or info(), choice, "stop", 40, 30, 20, waited=0.5, ttft=1.5, tpot=tpot)
 
 
-def taken(metrics: Metrics) -> defaultdict[tuple[str, ...], float]:
-    """Values by name and labels, those of all left out; they come first."""
+class Sent(Metrics):
+    """Metrics with the samples that it has sent."""
+
+    def __init__(self, holdback: Holdback) -> None:
+        self.samples: list[Sample] = []
+        self.now = 0.0
+        super().__init__(SERVED, holdback, self.samples.append, lambda: self.now)
+
+
+def taken(metrics: Sent) -> defaultdict[tuple[str, ...], float]:
+    """New values by name and labels, without the labels model and version."""
+    metrics.now += 10
+    metrics.samples.clear()
+    metrics.emit(GAUGES)
     values: defaultdict[tuple[str, ...], float] = defaultdict(float)
-    for metric, (model, version, *labels), value in metrics.take(NOW):
+    for metric, (model, version, *labels), value in metrics.samples:
         assert (model, version) == ("qwen", "1.1")
         assert len(labels) + 2 == len(metric.labels)
         values[metric.name, *labels] += value
@@ -39,11 +49,11 @@ def taken(metrics: Metrics) -> defaultdict[tuple[str, ...], float]:
 
 
 @pytest.fixture
-def metrics() -> Metrics:
-    return Metrics(SERVED, Holdback(0.1), PlainRounds(0.1))
+def metrics() -> Sent:
+    return Sent(Holdback(0.1))
 
 
-def test_a_round_counts_its_drafts_by_drafter_and_place(metrics: Metrics) -> None:
+def test_a_round_counts_its_drafts_by_drafter_and_position(metrics: Sent) -> None:
     metrics.round(a_round(["lookup", "model", "model"], 2))
     metrics.round(a_round([], 0))
     values = taken(metrics)
@@ -60,16 +70,16 @@ def test_a_round_counts_its_drafts_by_drafter_and_place(metrics: Metrics) -> Non
     assert values["specserve_target_seconds_total", "code"] == pytest.approx(0.4)
 
 
-def test_reading_a_prompt_takes_time_and_is_no_decision_about_drafts(metrics: Metrics) -> None:
-    metrics.round(Round(origin(), 0, 0, [], 0, [], 0.0, 0.3, 0.01, 1))
-    metrics.round(Round(origin(), 0, 64, [], 0, [7], 0.0, 0.2, 0.01, 1))
+def test_a_prefill_counts_time_and_no_drafts(metrics: Sent) -> None:
+    metrics.round(RoundRecord(info(), 0, 0, 0, [], 0, [], 0.0, 0.3, 0.01, 1))
+    metrics.round(RoundRecord(info(), 0, 0, 64, [], 0, [7], 0.0, 0.2, 0.01, 1))
     values = taken(metrics)
     assert values["specserve_target_seconds_total", "code"] == pytest.approx(0.5)
     assert values["specserve_emitted_tokens_total", "code", "auto"] == 1
     assert not [name for name, *_ in values if name in {"specserve_rounds_total", "specserve_gamma"}]
 
 
-def test_what_was_taken_is_not_counted_again(metrics: Metrics) -> None:
+def test_counts_are_sent_once(metrics: Sent) -> None:
     metrics.round(a_round(["model"], 1))
     taken(metrics)
     assert all(
@@ -80,7 +90,7 @@ def test_what_was_taken_is_not_counted_again(metrics: Metrics) -> None:
     )
 
 
-def test_an_end_says_how_long_its_client_waited(metrics: Metrics) -> None:
+def test_an_end_counts_its_times(metrics: Sent) -> None:
     metrics.end(an_end())
     values = taken(metrics)
     assert values["specserve_texts_total", "code", "auto", "stop"] == 1
@@ -90,7 +100,7 @@ def test_an_end_says_how_long_its_client_waited(metrics: Metrics) -> None:
     assert values["specserve_time_per_output_token_seconds", "code", "auto"] == 0.1
 
 
-def test_gauges_are_told_every_time(metrics: Metrics) -> None:
+def test_gauges_are_sent_every_time(metrics: Sent) -> None:
     values = taken(metrics)
     assert values["specserve_live_sequences",] == 2
     assert values["specserve_waiting_sequences",] == 1
@@ -99,7 +109,7 @@ def test_gauges_are_told_every_time(metrics: Metrics) -> None:
     assert values["specserve_own_kernels",] == 1
 
 
-def test_a_text_that_goes_without_drafts_for_a_while_is_paused_once_and_resumed_once(metrics: Metrics) -> None:
+def test_a_sequence_without_drafts_for_some_rounds_is_paused_once_and_resumed_once(metrics: Sent) -> None:
     for drafts in [["model"]] + [[]] * 20 + [["model"]] * 3:
         metrics.round(a_round(drafts, 0))
     values = taken(metrics)
@@ -108,9 +118,9 @@ def test_a_text_that_goes_without_drafts_for_a_while_is_paused_once_and_resumed_
 
 
 @pytest.mark.parametrize("group", ["off", "fixed", "holdback"])
-def test_only_the_controller_pauses(metrics: Metrics, group: Group) -> None:
+def test_only_adaptive_sequences_are_paused(metrics: Sent, group: Group) -> None:
     for _ in range(20):
-        metrics.round(a_round([], 0, origin(group=group)))
+        metrics.round(a_round([], 0, group))
     assert taken(metrics)["specserve_speculation_paused_total", "code"] == 0
 
 
@@ -118,47 +128,43 @@ def test_only_the_controller_pauses(metrics: Metrics, group: Group) -> None:
     ("named", "label"),
     [("code", "code"), ("", "none"), ("Code|x:1", "other"), ("a" * 33, "other"), ("naïve", "other"), ("a\nb", "other")],
 )
-def test_a_family_is_a_short_plain_word_or_another(metrics: Metrics, named: str, label: str) -> None:
-    assert metrics.family(plain_family(named)) == label
+def test_a_family_is_a_short_plain_word_or_other(metrics: Sent, named: str, label: str) -> None:
+    assert metrics.family(family_label(named)) == label
 
 
-def test_clients_cannot_make_labels_without_end(metrics: Metrics) -> None:
+def test_the_number_of_family_labels_is_bounded(metrics: Sent) -> None:
     labels = {metrics.family(f"family-{number}") for number in range(1000)}
     assert len(labels) == 21
     assert metrics.family("family-0") == "family-0"
 
 
-def test_the_control_group_makes_a_figure() -> None:
+def test_the_control_group_gives_the_speedup() -> None:
     holdback = Holdback(0.1)
-    metrics = Metrics(SERVED, holdback, PlainRounds(0.1))
+    metrics = Sent(holdback)
     for number in range(40):
-        metrics.end(an_end(origin(group="holdback"), pace=0.2 + number / 1000))
-        metrics.end(an_end(pace=0.1 + number / 1000))
-        metrics.end(an_end(origin(group="off", drawn=False), pace=9.0))
-        metrics.end(an_end(origin(drawn=False), pace=9.0))
-        metrics.end(an_end(origin(group="holdback", choice=1), pace=0.001))
+        metrics.end(an_end(info("holdback"), tpot=0.2 + number / 1000))
+        metrics.end(an_end(tpot=0.1 + number / 1000))
+        metrics.end(an_end(info("off", randomised=False), tpot=9.0))
+        metrics.end(an_end(info(randomised=False), tpot=9.0))
+        metrics.end(an_end(info("holdback"), choice=1, tpot=0.001))
     values = taken(metrics)
     low, value, high = (values["specserve_holdback_speedup", bound] for bound in ("low", "value", "high"))
     assert low < value < high
     assert value == pytest.approx(2, rel=0.15)
 
 
-def test_samples_go_out_now_and_then_and_when_the_work_ends(metrics: Metrics) -> None:
-    now = 0.0
-    sent: list[Sample] = []
-    emitter = Emitter(metrics, sent.append, lambda: now, every=2.0)
+def test_samples_are_sent_at_intervals_and_when_nothing_runs(metrics: Sent) -> None:
+    def sends(live: int, now: float) -> bool:
+        metrics.now = now
+        metrics.samples.clear()
+        metrics.emit(GAUGES._replace(live=live))
+        return bool(metrics.samples)
 
-    def told(live: int) -> bool:
-        sent.clear()
-        emitter.emit(NOW._replace(live=live))
-        return bool(sent)
-
-    assert told(live=1)
-    now = 1.9
-    assert not told(live=1)
-    assert told(live=0)
-    now = 4.0
-    assert told(live=1)
+    assert sends(live=1, now=0.0)
+    assert not sends(live=1, now=1.9)
+    assert sends(live=0, now=1.9)
+    assert not sends(live=1, now=3.8)
+    assert sends(live=1, now=4.0)
 
 
 def test_names_and_labels_are_ones_that_torchserve_can_carry() -> None:

@@ -1,4 +1,4 @@
-"""Traces, and the page that is made of them."""
+"""Traces, and the report that is made of them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from specserve.errors import ConfigError
-from specserve.observability.records import End, Origin, Round
+from specserve.observability.records import EndRecord, RequestInfo, RoundRecord
 from specserve.observability.trace import Trace
 from specserve.tools.report import Piece, main, page, summarise, whole_characters
 
 WORDS = {1: b"def ", 2: b"sort", 3: b"(<b>", 4: b")", 5: b"\xff"}
 
 
-def a_round(request: str, drafts: list[str], accepted: int, tokens: list[int]) -> Round:
-    return Round(Origin(request, 0, "code"), 1, 50, drafts, accepted, tokens, 0.01, 0.05, 0.001, 1)
+def a_round(request: str, drafts: list[str], accepted: int, tokens: list[int]) -> RoundRecord:
+    return RoundRecord(RequestInfo(request, "code"), 0, 1, 50, drafts, accepted, tokens, 0.01, 0.05, 0.001, 1)
 
 
-def an_end(request: str) -> End:
-    return End(Origin(request, 0, "code"), "stop", 40, 30, 20, waited=0.5, first=1.5, pace=0.1)
+def an_end(request: str) -> EndRecord:
+    return EndRecord(RequestInfo(request, "code"), 0, "stop", 40, 30, 20, waited=0.5, ttft=1.5, tpot=0.1)
 
 
 def trace(directory: Path, *, share: float = 1.0, mebibytes: float = 1.0, text: bool = True) -> Trace:
@@ -42,12 +42,12 @@ def test_a_round_is_a_line(tmp_path: Path) -> None:
     first, second = lines(tmp_path)
     assert first["event"] == "round"
     assert (first["drafts"], first["accepted"], first["text"]) == (["model", "lookup"], 1, ["def ", "sort"])
-    assert (first["request"], first["family"], first["group"]) == ("r1", "code", "auto")
+    assert (first["request"], first["choice"], first["family"], first["group"]) == ("r1", 0, "code", "auto")
     assert second["event"] == "end"
-    assert (second["reason"], second["first"], second["pace"]) == ("stop", 1.5, 0.1)
+    assert (second["reason"], second["ttft"], second["tpot"]) == ("stop", 1.5, 0.1)
 
 
-def test_a_character_that_two_tokens_share_is_whole_again_when_they_are_joined(tmp_path: Path) -> None:
+def test_a_character_of_two_tokens_is_whole_when_they_are_joined(tmp_path: Path) -> None:
     halves = {1: "é".encode()[:1], 2: "é".encode()[1:]}
     writer = Trace(tmp_path / "qwen-1.0.jsonl", share=1.0, mebibytes=1.0, text=halves.__getitem__)
     writer.round(a_round("r1", ["model"], 1, [1, 2]))
@@ -68,7 +68,7 @@ def test_the_page_shows_such_a_character_with_the_token_that_completes_it() -> N
     ]
 
 
-def test_nobody_else_may_read_a_trace(tmp_path: Path) -> None:
+def test_only_its_owner_may_read_a_trace(tmp_path: Path) -> None:
     writer = trace(tmp_path / "traces", mebibytes=0.01)
     for _ in range(100):
         writer.round(a_round("r1", [], 0, [1]))
@@ -78,12 +78,12 @@ def test_nobody_else_may_read_a_trace(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "traces").stat().st_mode) == 0o700
 
 
-def test_no_text_is_kept_unless_wanted(tmp_path: Path) -> None:
+def test_text_is_written_only_if_configured(tmp_path: Path) -> None:
     trace(tmp_path, text=False).round(a_round("r1", [], 0, [1]))
     assert "text" not in lines(tmp_path)[0]
 
 
-def test_a_request_is_traced_from_its_first_round_to_its_end_or_not_at_all(tmp_path: Path) -> None:
+def test_a_request_is_traced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     writer = trace(tmp_path, share=0.3)
     for number in range(300):
         writer.round(a_round(f"r{number}", [], 0, [1]))
@@ -96,7 +96,7 @@ def test_a_request_is_traced_from_its_first_round_to_its_end_or_not_at_all(tmp_p
     assert 50 < len(counts) < 130
 
 
-def test_files_replace_each_other_within_their_size(tmp_path: Path) -> None:
+def test_files_are_rotated_within_their_size(tmp_path: Path) -> None:
     writer = trace(tmp_path, mebibytes=0.05)
     for number in range(2000):
         writer.round(a_round(f"r{number}", ["model"] * 3, 2, [1, 2, 3]))
@@ -106,7 +106,7 @@ def test_files_replace_each_other_within_their_size(tmp_path: Path) -> None:
     assert lines(tmp_path)[-1]["request"] == "r1999"
 
 
-def test_a_full_disk_ends_the_trace_with_one_sentence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_stops_the_trace_with_one_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     writer = trace(tmp_path)
     writer._files.close()
     writer._files.stream = open("/dev/full", "w", encoding="utf-8")  # noqa: PTH123, SIM115
@@ -133,7 +133,7 @@ def test_the_page_shows_families_places_and_what_each_token_was(tmp_path: Path) 
     assert "http" not in html.replace("http-equiv", "")
 
 
-def test_a_line_that_was_cut_is_left_out_and_said_so(tmp_path: Path) -> None:
+def test_a_truncated_line_is_skipped_and_reported(tmp_path: Path) -> None:
     writer = trace(tmp_path)
     writer.round(a_round("r1", [], 0, [1]))
     file = tmp_path / "qwen-1.0.jsonl"
@@ -143,7 +143,7 @@ def test_a_line_that_was_cut_is_left_out_and_said_so(tmp_path: Path) -> None:
     assert "1 lines that are no records" in page(report)
 
 
-def test_traces_without_a_round_are_a_sentence(tmp_path: Path) -> None:
+def test_a_trace_without_rounds_is_an_error(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.touch()
     with pytest.raises(ConfigError, match="no round is recorded"):

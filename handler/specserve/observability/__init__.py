@@ -1,1 +1,1 @@
-"""What operators can see: records of what texts were given and took, and what is made of them."""
+"""What operators see: records of rounds and sequences, metrics, traces, the control group and v1/speculation."""

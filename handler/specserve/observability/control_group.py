@@ -1,4 +1,4 @@
-"""What speculation brings on live traffic: a share of the requests, and of rounds, goes without it, to compare with."""
+"""The control group: requests without drafts, to measure what speculation brings on live traffic."""
 
 from __future__ import annotations
 
@@ -7,162 +7,88 @@ from collections import deque
 from random import Random
 from typing import NamedTuple
 
-# Fewer texts than this on either side say nothing; the interval below is too narrow for them.
-_LEAST = 30
-# Student's t for 95 % and 29 degrees of freedom, the fewest that are shown; wider than need be for more.
+# The fewest sequences in either group for an estimate; with fewer the interval is too narrow.
+_MIN_SEQUENCES = 30
+# Student's t for 95 % and 29 degrees of freedom, those of the smallest groups; wider than necessary for larger ones.
 _T = 2.045
-# Rounds that follow each other are alike, so they are compared in blocks of so many plain ones, which are not: and as
-# many blocks as these say something (t for 9 degrees of freedom).
-_PLAIN_ROUNDS, _LEAST_BLOCKS, _T_BLOCKS = 8, 10, 2.262
-# What is older than so many texts, or blocks, says nothing of now; 2 % of the texts are 400 of the control group.
-_MOST_TEXTS, _MOST_BLOCKS = 20_000, 1_000
+# Sequences of both groups that the estimate looks back on; at a holdback of 2 %, 400 of them are of the control group.
+_WINDOW = 20_000
 
 
 class Speedup(NamedTuple):
-    """How many times as fast texts are with speculation, and where the true figure lies at 95 % confidence."""
+    """Plain seconds per token over those with speculation, and the bounds of the 95 % confidence interval."""
 
     value: float
     low: float
     high: float
 
-    @classmethod
-    def around(cls, logarithm: float, away: float) -> Speedup:
-        """From the figure's logarithm, and how far either way the true one may lie."""
-        return cls(math.exp(logarithm), math.exp(logarithm - away), math.exp(logarithm + away))
 
-
-class Lot:
-    """Falls on a share of all, at random.
-
-    Args:
-        share: of them.
-        seed: of the choice.
-    """
-
-    def __init__(self, share: float, seed: int | None = None) -> None:
-        self._share = share
-        self._random = Random(seed)  # noqa: S311 - whom it hits is no secret
-
-    def chooses(self) -> bool:
-        """Whether the next one goes without speculation."""
-        return self._random.random() < self._share
-
-
-class Logarithms:
-    """The logarithms of what was added, seconds a token or ratios: their mean, and how sure that is."""
+class _Moments:
+    """Mean of a sample to which values are added and from which they are removed."""
 
     def __init__(self) -> None:
         self.count = 0
         self._sum = 0.0
         self._squares = 0.0
 
-    def add(self, logarithm: float, times: int = 1) -> None:
-        """One more, or, -1 times, one fewer."""
+    def add(self, value: float, times: int = 1) -> None:
+        """Add a value, or with `times` -1 remove it."""
         self.count += times
-        self._sum += times * logarithm
-        self._squares += times * logarithm**2
+        self._sum += times * value
+        self._squares += times * value**2
 
     @property
     def mean(self) -> float:
-        """Of all that count."""
-        return self._sum / self.count if self.count else 0.0
+        """The sample's mean."""
+        return self._sum / self.count
 
     @property
-    def error(self) -> float:
-        """The mean's variance."""
-        if self.count < 2:
-            return math.inf
-        # What rounding leaves of equal values may lie below 0.
+    def variance_of_mean(self) -> float:
+        """The square of the mean's standard error; needs two values."""
+        # Rounding may leave less than 0 for equal values.
         return max(0.0, self._squares - self.count * self.mean**2) / (self.count - 1) / self.count
 
 
-class Recent:
-    """Lets groups forget what is older than so many additions to any of them.
+class Holdback:
+    """Draws the control group and compares it with the other requests.
+
+    The speed-up is a ratio of geometric means, since TPOTs of sequences differ by factors. Both groups run in the same
+    rounds, so a sequence without drafts is slowed by those with: the figure is what a client gets, not what a server
+    without speculation could do.
 
     Args:
-        most: of them that count.
+        share: the probability that a request is in the control group.
+        seed: of the draw.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._kept: deque[tuple[Logarithms, float]] = deque()
+    def __init__(self, share: float, seed: int | None = None) -> None:
+        self._share = share
+        self._random = Random(seed)  # noqa: S311 - not a secret
+        self.reset()
 
-    def add(self, group: Logarithms, logarithm: float) -> None:
-        """One more in a group; the oldest of all is none any more."""
+    def reset(self) -> None:
+        """Forget all sequences, because the server has changed."""
+        self._plain, self._speculating = _Moments(), _Moments()
+        self._recent: deque[tuple[_Moments, float]] = deque()
+
+    def draw(self) -> bool:
+        """Whether the next request is in the control group."""
+        return self._random.random() < self._share
+
+    def observe(self, tpot: float, *, plain: bool) -> None:
+        """Add a sequence of `tpot` seconds per token; the oldest one beyond the window is removed."""
+        group, logarithm = self._plain if plain else self._speculating, math.log(tpot)
         group.add(logarithm)
-        self._kept.append((group, logarithm))
-        if len(self._kept) > self._most:
-            oldest, gone = self._kept.popleft()
-            oldest.add(gone, -1)
-
-
-class Holdback(Lot):
-    """Chooses the control group among requests, and compares.
-
-    Logarithms, since texts differ by factors: the figure is a ratio of geometric means. Both groups live in the same
-    rounds, so a text without drafts is slowed by those with; the figure is what a client gets, not what a server could.
-    """
-
-    def __init__(self, share: float, seed: int | None = None) -> None:
-        super().__init__(share, seed)
-        self.forget()
-
-    def forget(self) -> None:
-        """Begin anew: what was seen is not what is to be compared any more."""
-        self._speculating = Logarithms()
-        self._plain = Logarithms()
-        self._recent = Recent(_MOST_TEXTS)
-
-    def learn(self, pace: float, *, plain: bool) -> None:
-        """A text ended that took so many seconds a token."""
-        self._recent.add(self._plain if plain else self._speculating, math.log(pace))
+        self._recent.append((group, logarithm))
+        if len(self._recent) > _WINDOW:
+            oldest, logarithm = self._recent.popleft()
+            oldest.add(logarithm, -1)
 
     def speedup(self) -> Speedup | None:
-        """What speculation brings; None until there are enough texts on both sides."""
-        if min(self._plain.count, self._speculating.count) < _LEAST:
+        """The estimate; None while a group is too small."""
+        plain, speculating = self._plain, self._speculating
+        if min(plain.count, speculating.count) < _MIN_SEQUENCES:
             return None
-        value = self._plain.mean - self._speculating.mean
-        away = _T * math.sqrt(self._plain.error + self._speculating.error)
-        return Speedup.around(value, away)
-
-
-class PlainRounds(Lot):
-    """Chooses rounds that go without drafts, and compares them with the others.
-
-    A round is over for all of its texts at once and texts differ less from round to round than from each other, so
-    this says far more than texts that are held back, and what one text does to its neighbours is in it. The figure is
-    a ratio of tokens a second, in rounds that read no prompt.
-    """
-
-    def __init__(self, share: float, seed: int | None = None) -> None:
-        super().__init__(share, seed)
-        self.forget()
-
-    def forget(self) -> None:
-        """Begin anew: what was seen is not what is to be compared any more."""
-        self._blocks = Logarithms()
-        self._recent = Recent(_MOST_BLOCKS)
-        self._begin_block()
-
-    def _begin_block(self) -> None:
-        self._plain_rounds = 0
-        # By whether the rounds were plain: tokens and seconds.
-        self._sums = {False: [0.0, 0.0], True: [0.0, 0.0]}
-
-    def learn(self, tokens: int, seconds: float, *, plain: bool) -> None:
-        """A round wrote so many tokens, of texts that all would have drafts if the controller wanted them."""
-        self._plain_rounds += plain
-        self._sums[plain][0] += tokens
-        self._sums[plain][1] += seconds
-        (drafted, drafting), (written, writing) = self._sums[False], self._sums[True]
-        # Rounds that only end texts write nothing; a block is complete when both of its sides have written.
-        if self._plain_rounds >= _PLAIN_ROUNDS and drafted and written:
-            self._recent.add(self._blocks, math.log(drafted / drafting * writing / written))
-            self._begin_block()
-
-    def speedup(self) -> Speedup | None:
-        """What speculation brings while texts are written; None until there are enough blocks."""
-        if self._blocks.count < _LEAST_BLOCKS:
-            return None
-        value, away = self._blocks.mean, _T_BLOCKS * math.sqrt(self._blocks.error)
-        return Speedup.around(value, away)
+        value = plain.mean - speculating.mean
+        margin = _T * math.sqrt(plain.variance_of_mean + speculating.variance_of_mean)
+        return Speedup(math.exp(value), math.exp(value - margin), math.exp(value + margin))

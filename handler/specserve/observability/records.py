@@ -1,4 +1,4 @@
-"""What the scheduler tells of its work: one record a text and round, one when a text ends."""
+"""What the scheduler reports to metrics and traces: a record per sequence and round, and one when a sequence ends."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ Group = Literal["auto", "fixed", "off", "holdback"]
 _FAMILY = re.compile(r"[a-z0-9_-]{1,32}")
 
 
-def plain_family(named: str) -> str:
-    """A client's word for a kind of prompt, fit for a label and a file: `other` where it is no short plain word."""
-    return named if not named or _FAMILY.fullmatch(named) else "other"
+def family_label(name: str) -> str:
+    """A client's `prompt_family`, fit for a label and a file: `other` where it is not a short plain word."""
+    return name if not name or _FAMILY.fullmatch(name) else "other"
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where a text comes from.
+class RequestInfo:
+    """The labels that all sequences of a request share.
 
     Args:
-        request: TorchServe's id of it.
-        choice: which of the request's texts this is.
-        family: the kind of prompt, in the client's own word; empty where it names none.
-        group: who decides on its drafts; `holdback` would be `auto`, but was chosen to be compared with.
-        drawn: whether it was left to chance which of these two it is; only such texts may be compared.
+        request: TorchServe's request id.
+        family: the client's `prompt_family`; empty without one.
+        group: the speculation mode; `holdback` is `auto` without drafts, for the control group.
+        randomised: whether the group was drawn between `auto` and `holdback`; only such requests may be compared.
     """
 
     request: str = ""
-    choice: int = 0
     family: str = ""
     group: Group = "auto"
-    drawn: bool = False
+    randomised: bool = False
 
 
-class Round(NamedTuple):
-    """What one round did for one text; the seconds are its share of those that it had with others.
+class RoundRecord(NamedTuple):
+    """What one round did for one sequence; the seconds are its share of a round that it had with others.
 
     Args:
-        origin: whose.
-        place: how many tokens of the answer there were before.
-        context: how many tokens the target's cache held then.
-        drafts: where each draft came from.
-        accepted: how many of them stayed.
-        tokens: what was written.
-        draft: seconds in which drafts were made.
-        target: seconds of the target's pass.
-        other: seconds of the rest.
-        live: how many texts had a slot.
+        info: the request's labels.
+        choice: the index of the sequence in its request.
+        position: number of output tokens before the round; 0 while the prompt is prefilled.
+        kv_len: number of tokens in the target's cache before the round.
+        drafts: the drafter of each draft.
+        accepted: number of accepted drafts.
+        tokens: the tokens that were emitted.
+        draft: seconds of drafting.
+        target: seconds of the target's forward pass.
+        other: seconds of everything else.
+        live: number of running sequences.
     """
 
-    origin: Origin
-    place: int
-    context: int
+    info: RequestInfo
+    choice: int
+    position: int
+    kv_len: int
     drafts: list[str]
     accepted: int
     tokens: list[int]
@@ -62,35 +62,37 @@ class Round(NamedTuple):
     live: int
 
 
-class End(NamedTuple):
-    """A text that ended, or that its client left.
+class EndRecord(NamedTuple):
+    """A sequence that finished, failed, or was cancelled by its client.
 
     Args:
-        origin: whose.
-        reason: why: OpenAI's `stop` or `length`, `error`, or `cancelled`.
-        prompt_tokens: of the prompt.
-        cached_tokens: of the prompt, those that needed no reading.
-        tokens: of the answer.
+        info: the request's labels.
+        choice: the index of the sequence in its request.
+        reason: `stop`, `length`, `error` or `cancelled`.
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: those of them that needed no prefill.
+        tokens: output tokens.
         waited: seconds before it had a slot.
-        first: seconds from its arrival to its first token; None without one.
-        pace: seconds a token behind the first; None where there are too few to tell.
+        ttft: seconds from arrival to the first token; None without one.
+        tpot: seconds per output token after the first; None with fewer than two.
     """
 
-    origin: Origin
+    info: RequestInfo
+    choice: int
     reason: str
     prompt_tokens: int
     cached_tokens: int
     tokens: int
     waited: float
-    first: float | None
-    pace: float | None
+    ttft: float | None
+    tpot: float | None
 
 
 class Observer(Protocol):
-    """Whoever wants to know."""
+    """Is told of every round and of every end."""
 
-    def round(self, record: Round) -> None:
-        """A text was given tokens."""
+    def round(self, record: RoundRecord) -> None:
+        """A sequence took part in a round."""
 
-    def end(self, record: End) -> None:
-        """A text has come to its end."""
+    def end(self, record: EndRecord) -> None:
+        """A sequence ended."""

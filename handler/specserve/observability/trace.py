@@ -1,4 +1,4 @@
-"""A record a round, as JSON lines in files that replace each other: off unless an operator wants it."""
+"""An optional trace: a JSON line per sequence and round, in files that are rotated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from zlib import crc32
 
-from specserve.observability.records import End, Round
+from specserve.observability.records import EndRecord, RequestInfo, RoundRecord
 
 logger = logging.getLogger(__name__)
 
@@ -21,33 +21,33 @@ _FILES = 5
 
 
 class _Files(RotatingFileHandler):
-    """Where lines go; a full disk stops the trace, with one sentence in the log, and nothing else."""
+    """The files; when one cannot be written the trace stops, and serving goes on."""
 
     stopped = False
 
     def _open(self) -> TextIOWrapper:
-        """Begin a file that nobody else may read, from its first moment on: it may hold clients' texts."""
+        """Open a file that only its owner may read, since it may hold clients' texts."""
         path = Path(self.baseFilename)
         path.touch(mode=0o600)
         path.chmod(0o600)
         return super()._open()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        """A line could not be written."""
+        """Stop the trace."""
         del record
         if not self.stopped:
-            logger.error("specserve: the trace %s ends here: %s", self.baseFilename, sys.exc_info()[1])
+            logger.error("specserve: the trace %s stops: %s", self.baseFilename, sys.exc_info()[1])
         self.stopped = True
 
 
 class Trace:
-    """An observer that writes.
+    """An observer that writes JSON lines.
 
     Args:
-        path: the file, which no other process may write; its directory is made where there is none.
-        share: of the requests; all rounds of a request are written, or none.
-        mebibytes: of all files together.
-        text: spells tokens; None keeps what was written out of the trace.
+        path: the file, which no other process may write; its directory is created if it does not exist.
+        share: the share of requests that are traced, each as a whole.
+        mebibytes: the size of all files together.
+        text: spells tokens; None leaves the output text out of the trace.
 
     Raises:
         OSError: the directory cannot be written.
@@ -67,50 +67,33 @@ class Trace:
         self._share = share
         self._text = text
 
-    def round(self, record: Round) -> None:
+    def round(self, record: RoundRecord) -> None:
         """Write a round."""
-        origin = record.origin
-        if not self._traces(origin.request):
+        fields: dict[str, object] = {
+            "position": record.position,
+            "kv_len": record.kv_len,
+            "drafts": record.drafts,
+            "accepted": record.accepted,
+            "tokens": len(record.tokens),
+            "seconds": [round(seconds, 6) for seconds in (record.draft, record.target, record.other)],
+            "live": record.live,
+        }
+        if self._text is not None:
+            # A character may be spread over tokens: bytes that are not UTF-8 are escaped, so that they can be joined.
+            pieces = [self._text(token).decode("utf-8", errors="surrogateescape") for token in record.tokens]
+            fields["text"] = pieces
+        self._write("round", record.info, record.choice, fields)
+
+    def end(self, record: EndRecord) -> None:
+        """Write the end of a sequence."""
+        fields = {
+            key: round(value, 6) if isinstance(value, float) else value for key, value in record._asdict().items()
+        }
+        del fields["info"], fields["choice"]
+        self._write("end", record.info, record.choice, fields)
+
+    def _write(self, event: str, info: RequestInfo, choice: int, fields: dict[str, object]) -> None:
+        if self._files.stopped or crc32(info.request.encode()) >= self._share * 2**32:
             return
-        spelled = {} if self._text is None else {"text": [_readable(self._text(token)) for token in record.tokens]}
-        self._write(
-            {
-                "event": "round",
-                **asdict(origin),
-                "place": record.place,
-                "context": record.context,
-                "drafts": record.drafts,
-                "accepted": record.accepted,
-                "tokens": len(record.tokens),
-                "seconds": [round(seconds, 6) for seconds in (record.draft, record.target, record.other)],
-                "live": record.live,
-                **spelled,
-            }
-        )
-
-    def end(self, record: End) -> None:
-        """Write how a text ended."""
-        origin = record.origin
-        if self._traces(origin.request):
-            rest = {key: value for key, value in record._asdict().items() if key != "origin"}
-            self._write(
-                {
-                    "event": "end",
-                    **asdict(origin),
-                    **{key: round(value, 6) if isinstance(value, float) else value for key, value in rest.items()},
-                }
-            )
-
-    def _traces(self, request: str) -> bool:
-        return crc32(request.encode()) < self._share * 2**32
-
-    def _write(self, entry: dict[str, object]) -> None:
-        if self._files.stopped:
-            return
-        line = json.dumps({"time": round(time.time(), 3), **entry})
-        self._files.emit(logging.LogRecord("", 0, "", 0, line, None, None))
-
-
-def _readable(piece: bytes) -> str:
-    # A character may be cut between tokens: what is no text is kept as Python spells it, and can be joined again.
-    return piece.decode("utf-8", errors="surrogateescape")
+        entry = {"time": round(time.time(), 3), "event": event, **asdict(info), "choice": choice, **fields}
+        self._files.emit(logging.LogRecord("", 0, "", 0, json.dumps(entry), None, None))

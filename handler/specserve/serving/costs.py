@@ -1,4 +1,4 @@
-"""Keeps what was measured of a model on this machine, so that it is measured once and not at every start."""
+"""The cost table of a model on this machine, measured at the first start and kept on disk."""
 
 from __future__ import annotations
 
@@ -21,49 +21,49 @@ from specserve.speculation.passes import measure
 logger = logging.getLogger(__name__)
 
 _MIB = 2**20
-# Goes up when passes are built or timed in another way.
+# Increase it when forward passes are built or timed in another way.
 _METHOD = 3
 
 
 def measured_cost(engine: Engine, model: Path, *, threads: int, kernels: str) -> CostTable:
-    """The costs of a model's passes, from an earlier start if nothing they depend on has changed.
+    """The cost table of a model, from an earlier start if nothing it depends on has changed.
 
     Args:
-        engine: runs the passes.
-        model: the file it has loaded.
-        threads: how many it uses.
-        kernels: whatever else decides which code computes.
+        engine: runs the forward passes.
+        model: its file.
+        threads: its compute threads.
+        kernels: identifies the code that computes.
 
     Raises:
-        EngineError: a pass failed.
+        EngineError: a forward pass failed.
     """
-    place = cache_directory() / "costs" / f"{_key(model, threads, kernels, engine)}.json"
-    if (known := _read(place)) is None:
-        with _alone(cache_directory() / "costs.lock"):
-            if (known := _read(place)) is None:
-                return _measured(engine, model, place)
-    logger.info("specserve: what passes of %s cost was measured before (%s)", model.name, place)
+    path = cache_directory() / "costs" / f"{_key(model, threads, kernels, engine)}.json"
+    if (known := _read(path)) is None:
+        with _exclusive(cache_directory() / "costs.lock"):
+            if (known := _read(path)) is None:
+                return _measured(engine, model, path)
+    logger.info("specserve: the cost table of %s was measured before (%s)", model.name, path)
     return known
 
 
-def _measured(engine: Engine, model: Path, place: Path) -> CostTable:
-    logger.info("specserve: measuring what passes of %s cost on this machine, once", model.name)
+def _measured(engine: Engine, model: Path, path: Path) -> CostTable:
+    logger.info("specserve: measuring the forward passes of %s, once on this machine", model.name)
     started = perf_counter()
     table = measure(engine)
-    stairs = ", ".join(f"{rows}: {1000 * cost:.1f}" for rows, cost in zip(table.rows, table.seconds[0], strict=True))
-    logger.info("specserve: measured in %.0f s; milliseconds by rows: %s", perf_counter() - started, stairs)
-    _write(place, table, model)
+    costs = ", ".join(f"{rows}: {1000 * cost:.1f}" for rows, cost in zip(table.rows, table.seconds[0], strict=True))
+    logger.info("specserve: measured in %.0f s; milliseconds by rows: %s", perf_counter() - started, costs)
+    _write(path, table, model)
     return table
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """One process at a time: two workers that start together would measure each other."""
+def _exclusive(lock: Path) -> Iterator[None]:
+    """One process at a time: two workers that start together would slow each other down."""
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         file = lock.open("w")
     except OSError:
-        # Nothing can be kept here either, which `_write` says.
+        # The table cannot be written here either, which `_write` logs.
         yield
         return
     with file:
@@ -72,7 +72,7 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def _key(model: Path, threads: int, kernels: str, engine: Engine) -> str:
-    """Everything that the costs depend on."""
+    """A hash of everything that the costs depend on."""
     parts = [
         _fingerprint(model),
         processor(),
@@ -86,7 +86,7 @@ def _key(model: Path, threads: int, kernels: str, engine: Engine) -> str:
 
 
 def _fingerprint(model: Path) -> str:
-    """The file's size and its first and last mebibyte: the header names every tensor and its format."""
+    """A hash of the file's size and of its first and last mebibyte; the header names every tensor and its format."""
     size = model.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with model.open("rb") as file:
@@ -96,26 +96,26 @@ def _fingerprint(model: Path) -> str:
     return digest.hexdigest()
 
 
-def _read(place: Path) -> CostTable | None:
-    """A table that was kept; None where there is none, or none that can be read."""
+def _read(path: Path) -> CostTable | None:
+    """The table of an earlier start; None if there is none that can be read."""
     try:
-        kept = json.loads(place.read_text(encoding="utf-8"))
-        near, far = kept["kv_len"]
-        short, long = (tuple(map(float, seconds)) for seconds in kept["seconds"])
-        return CostTable(tuple(map(int, kept["rows"])), (int(near), int(far)), (short, long))
+        table = json.loads(path.read_text(encoding="utf-8"))
+        near, far = table["kv_len"]
+        short, long = (tuple(map(float, seconds)) for seconds in table["seconds"])
+        return CostTable(tuple(map(int, table["rows"])), (int(near), int(far)), (short, long))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("specserve: %s cannot be used (%s); measuring again", place, error)
+        logger.warning("specserve: %s cannot be used (%s); measuring again", path, error)
         return None
 
 
-def _write(place: Path, table: CostTable, model: Path) -> None:
-    """Keep a table; a server that may not write here measures at every start, and says so."""
+def _write(path: Path, table: CostTable, model: Path) -> None:
+    """Write a table; a server that may not write here measures at every start, and logs that."""
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        draft = place.with_suffix(".part")
-        draft.write_text(json.dumps({"model": model.name, **asdict(table)}, indent=1), encoding="utf-8")
-        draft.replace(place)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps({"model": model.name, **asdict(table)}, indent=1), encoding="utf-8")
+        part.replace(path)
     except OSError as error:
-        logger.warning("specserve: %s cannot be written (%s); the next start measures again", place, error.strerror)
+        logger.warning("specserve: %s cannot be written (%s); the next start measures again", path, error.strerror)

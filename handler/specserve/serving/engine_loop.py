@@ -1,4 +1,4 @@
-"""Decoding in slices of time, one of them while TorchServe hands the last one's texts on."""
+"""Runs the scheduler in the engine thread: in time slices, one of them while TorchServe sends the last one's output."""
 
 from __future__ import annotations
 
@@ -13,69 +13,68 @@ logger = logging.getLogger(__name__)
 
 
 def engine_thread() -> ThreadPoolExecutor:
-    """The one thread that loads engines and runs their passes.
+    """The only thread that loads engines and runs their forward passes.
 
-    OpenMP keeps compute threads for every thread that calls it, and where those are more than the cores, they no longer
-    wait awake: with a second such thread a step of 29 ms takes 36.
+    OpenMP keeps a pool of compute threads for each thread that calls it. With a second such thread the pools have more
+    threads than there are cores, so they sleep between passes: a step of 29 ms takes 36 ms.
     """
     return ThreadPoolExecutor(1, "engine")
 
 
-class Slices:
-    """Runs the scheduler in the engines' thread, beside the one that talks to TorchServe.
+class EngineLoop:
+    """Runs rounds of a scheduler, one time slice at a time.
 
-    Between `finish` and `ahead` no slice runs: then, and only then, the scheduler may be told and asked things.
+    The scheduler may be used from outside only while no slice runs: between `join` and `start`.
 
     Args:
-        scheduler: what is run.
-        thread: where.
-        seconds: a slice has at least one round, and no further one when these are over.
+        scheduler: has the sequences.
+        thread: runs the rounds.
+        seconds: length of a slice; it has at least one round, and begins no further one after this time.
     """
 
     def __init__(self, scheduler: Scheduler, thread: ThreadPoolExecutor, seconds: float) -> None:
         self._scheduler = scheduler
         self._seconds = seconds
         self._thread = thread
-        self._ahead: Future[None] | None = None
-        self._news = Event()
-
-    def hurry(self) -> None:
-        """End the slice that was begun ahead with its present round."""
-        self._news.set()
-
-    def finish(self) -> bool:
-        """Wait for the slice that was begun ahead; whether there was one."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead.result()
-        return ahead is not None
+        self._slice: Future[None] | None = None
+        self._interrupted = Event()
 
     def run(self) -> None:
-        """Decode for a slice, and wait for it."""
-        self._begin().result()
+        """Run a slice and wait for it."""
+        self._submit().result()
 
-    def ahead(self) -> None:
-        """Begin a slice and do not wait; TorchServe's turn, some milliseconds, would be lost otherwise.
+    def start(self) -> None:
+        """Start a slice and return, so that rounds go on during TorchServe's turn of some milliseconds.
 
-        Whoever comes in that time waits a round longer for its own first one. A round that reads prompts is long, and
-        mostly more prompts follow it, so no slice is begun with one.
+        A round that prefills is long, and more requests mostly come with the first: no slice is started with one.
         """
-        if self._scheduler.busy and not self._scheduler.reading:
-            self._ahead = self._begin()
+        if self._scheduler.busy and not self._scheduler.prefilling:
+            self._slice = self._submit()
 
-    def _begin(self) -> Future[None]:
-        self._news.clear()
-        return self._thread.submit(self._decode)
+    def interrupt(self) -> None:
+        """End the started slice after its current round."""
+        self._interrupted.set()
 
-    def _decode(self) -> None:
-        """Step at least once, until the slice is used or there is news."""
+    def join(self) -> bool:
+        """Wait for the started slice; returns whether there was one."""
+        started, self._slice = self._slice, None
+        if started is not None:
+            started.result()
+        return started is not None
+
+    def _submit(self) -> Future[None]:
+        self._interrupted.clear()
+        return self._thread.submit(self._run_rounds)
+
+    def _run_rounds(self) -> None:
+        """Run at least one round, until the slice is over or interrupted."""
         until = time.monotonic() + self._seconds
         while self._scheduler.busy:
             try:
                 self._scheduler.step()
             except Exception as error:
-                # A fault of ours must not reach TorchServe, which would fail the rows of everyone, waiting ones too.
+                # Raised to TorchServe, it would fail every request, those that wait included.
                 logger.exception("specserve: a round failed")
                 self._scheduler.fail_all(error)
-            if time.monotonic() >= until or self._news.is_set():
+            if time.monotonic() >= until or self._interrupted.is_set():
                 return

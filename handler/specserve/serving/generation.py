@@ -1,64 +1,167 @@
-"""One answer in the making: its sequence, its text, and why it ended."""
+"""A sequence as its client sees it: its text, why it ended, and when."""
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from specserve.engine.base import Vocabulary
 from specserve.errors import ConstraintError, RequestError
-from specserve.observability.records import End, Origin
-from specserve.sequence import Sequence
-from specserve.serving.openai.logprobs import WrittenToken
+from specserve.observability.records import EndRecord, RequestInfo
+from specserve.sequence import SamplingParams, Sequence, SpeculationParams, TokenScore
+from specserve.serving.openai.logprobs import OutputToken, entry, spelling
 from specserve.serving.openai.response_schema import FinishReason
-from specserve.serving.openai.response_size import ResponseSize
 from specserve.serving.openai.stream import TextStream
 
-
-@dataclass
-class Moments:
-    """When a text came to the scheduler, began to be read, and was given its first and its last token so far."""
-
-    submitted: float = 0.0
-    begun: float | None = None
-    first: float | None = None
-    last: float = 0.0
+# Of one response, in bytes. Writing 8 MiB of JSON takes up to 0.5 s without a round (benchmarks/worst_cases.py), and
+# TorchServe keeps it with those of other requests in memory (max_response_size in config/config.properties).
+MAX_RESPONSE_BYTES = 8 * 2**20
+# A float of the greatest length in JSON, and the bytes of separators or of an offset beside a token.
+_NUMBER = -123.45678901234567
+_SEPARATORS = 4
 
 
-class Generation:
-    """A sequence together with the text its client sees."""
+class ResponseSize:
+    """An upper bound of the bytes of one response's JSON, counted while the tokens of all its sequences come.
+
+    Args:
+        vocabulary: the target's.
+        chat: whether scores have the form of v1/chat/completions, which spells tokens as bytes too.
+        choices: how many choices repeat the prompt's scores.
+        initial: bytes that are known in advance.
+        limit: bytes; beyond them the request fails.
+    """
 
     def __init__(
         self,
-        sequence: Sequence,
         vocabulary: Vocabulary,
-        stops: list[str],
-        origin: Origin | None = None,
-        size: ResponseSize | None = None,
+        *,
+        chat: bool,
+        choices: int = 1,
+        initial: int = 0,
+        limit: int = MAX_RESPONSE_BYTES,
     ) -> None:
-        self.sequence = sequence
-        self.origin = origin or Origin()
-        self.moments = Moments()
-        nothing_to_do = sequence.max_tokens == 0 and not sequence.scores_prompt
+        self._vocabulary = vocabulary
+        self._chat = chat
+        self._choices = choices
+        self._limit = limit
+        self.bytes = initial
+        self._entry_bytes: dict[int, int] = {}
+
+    def add_text(self, piece: bytes) -> None:
+        """Add a token's text.
+
+        Raises:
+            RequestError: 400; the response has become too large.
+        """
+        self._add(len(json.dumps(piece.decode("utf-8", errors="replace"))) - 2)
+
+    def add_score(self, score: TokenScore) -> None:
+        """Add a token's log-probability and those of its alternatives.
+
+        Raises:
+            RequestError: 400; the response has become too large.
+        """
+        self._add(self._score_bytes(score))
+
+    def add_prompt_score(self, score: TokenScore) -> None:
+        """Add the log-probabilities of a prompt token.
+
+        Raises:
+            RequestError: 400; the response has become too large.
+        """
+        self._add(self._choices * self._score_bytes(score))
+
+    def _score_bytes(self, score: TokenScore) -> int:
+        # v1/completions lists the token both beside the alternatives and among them.
+        return sum(map(self._bytes_of, [score.token, score.token, *(token for token, _ in score.top)]))
+
+    def _bytes_of(self, token: int) -> int:
+        known = self._entry_bytes.get(token)
+        if known is None:
+            name = spelling(token, self._vocabulary)
+            form = entry(token, _NUMBER, self._vocabulary) if self._chat else {name: _NUMBER}
+            known = self._entry_bytes[token] = len(json.dumps(form)) + _SEPARATORS
+        return known
+
+    def _add(self, count: int) -> None:
+        self.bytes += count
+        if self.bytes > self._limit:
+            raise RequestError(
+                f"The response takes more than {self._limit // 2**20} MB: ask for fewer answers, tokens or "
+                "log-probabilities.",
+                code="response_too_large",
+            )
+
+
+@dataclass
+class Timestamps:
+    """When a sequence arrived, was given a slot, its first and its last token so far; seconds of one clock."""
+
+    arrival: float = 0.0
+    start: float | None = None
+    first_token: float | None = None
+    last_token: float = 0.0
+
+
+class Generation(Sequence):
+    """A sequence that is decoded into text, up to EOS, a stop string, or the last allowed token.
+
+    Args:
+        prompt: its tokens.
+        sampling: how tokens are sampled.
+        speculation: how they are drafted and verified.
+        vocabulary: the target's.
+        stops: the stop strings.
+        info: the request's labels.
+        index: of this sequence in its request.
+        size: of the response, shared by all sequences of a request.
+        options: further arguments of `Sequence`.
+    """
+
+    def __init__(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        speculation: SpeculationParams,
+        vocabulary: Vocabulary,
+        stops: Iterable[str] = (),
+        *,
+        info: RequestInfo | None = None,
+        index: int = 0,
+        size: ResponseSize | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(prompt, sampling, speculation, **options)
+        self.info = info or RequestInfo()
+        self.index = index
+        self.timestamps = Timestamps()
+        nothing_to_do = self.max_tokens == 0 and not self.scores_prompt
         self.finish_reason: FinishReason | None = "length" if nothing_to_do else None
         self.error: RequestError | None = None
-        # Of all tokens, the one that ends the text included: an empty answer is a choice like any other.
+        # Over all tokens, an EOS token included: so an empty completion has one too.
         self.mean_logprob = -math.inf
         self._vocabulary = vocabulary
         self._text = TextStream(stops)
         self._size = size or ResponseSize(vocabulary, chat=False)
-        self._counted_prompt = 0
+        self._prompt_scores_counted = 0
+        # By token, the first and the last character of its text; the tokens that `take_tokens` has returned.
         self._spans: list[tuple[int, int]] = []
-        self._given = 0
+        self._taken = 0
 
     @property
     def done(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether it has finished or failed."""
         return self.finish_reason is not None or self.error is not None
 
     def fail(self, reason: Exception) -> None:
-        """End the answer with an error: the request's, if its grammar cannot be followed, else the server's."""
-        if isinstance(reason, ConstraintError):
+        """End with an error: a 400 if the grammar cannot be followed, else a 500."""
+        if isinstance(reason, RequestError):
+            self.error = reason
+        elif isinstance(reason, ConstraintError):
             self.error = RequestError(str(reason), code="grammar_too_costly")
         else:
             self.error = RequestError(
@@ -67,77 +170,73 @@ class Generation:
                 kind="server_error",
             )
 
-    def record(self, now: float) -> End:
-        """How it ended; one that is not done was left by its client."""
-        sequence, moments = self.sequence, self.moments
-        reason = "error" if self.error else self.finish_reason or "cancelled"
-        first, pace = moments.first, None
-        if first is not None and sequence.generated > 1:
-            pace = (moments.last - first) / (sequence.generated - 1)
-        return End(
-            self.origin,
-            reason,
-            prompt_tokens=sequence.prompt_length,
-            cached_tokens=sequence.reused,
-            tokens=sequence.generated,
-            waited=(now if moments.begun is None else moments.begun) - moments.submitted,
-            first=None if first is None else first - moments.submitted,
-            pace=pace or None,
+    def free(self) -> None:
+        """Drop all but the tokens, which describe what the slot's caches still hold."""
+        super().free()
+        self._text, self._spans, self._size = TextStream(()), [], ResponseSize(self._vocabulary, chat=False)
+
+    def end_record(self, now: float) -> EndRecord:
+        """How it ended, for observers; without an end or an error it was cancelled."""
+        times = self.timestamps
+        ttft, tpot = None, None
+        if times.first_token is not None:
+            ttft = times.first_token - times.arrival
+            if self.generated > 1:
+                tpot = (times.last_token - times.first_token) / (self.generated - 1) or None
+        return EndRecord(
+            self.info,
+            self.index,
+            reason="error" if self.error else self.finish_reason or "cancelled",
+            prompt_tokens=self.prompt_length,
+            cached_tokens=self.cached_tokens,
+            tokens=self.generated,
+            waited=(now if times.start is None else times.start) - times.arrival,
+            ttft=ttft,
+            tpot=tpot,
         )
 
     def read_new_tokens(self) -> None:
-        """Turn what a round decided into text, and end at EOS, a stop string or the last allowed token.
+        """Decode the tokens of the last round into text, and end at EOS, a stop string or the last allowed token.
 
-        Tokens behind the end are taken back; EOS itself is no part of the answer. An answer of no tokens ends when
-        its prompt is read.
+        Tokens after the end are dropped, and so is EOS. With `max_tokens` 0 it ends when its prompt is prefilled.
         """
-        sequence = self.sequence
-        if sequence.max_tokens == 0 and not sequence.target_pending:
+        if self.max_tokens == 0 and not self.target_pending:
             self._end("length")
         try:
-            self._count_prompt_scores()
-            self._read()
-        except ConstraintError as error:
+            for score in self.prompt_scores[self._prompt_scores_counted :]:
+                self._size.add_prompt_score(score)
+            self._prompt_scores_counted = len(self.prompt_scores)
+            self._decode()
+        except (ConstraintError, RequestError) as error:
             self.fail(error)
-        except RequestError as error:
-            self.error = error
 
-    def _count_prompt_scores(self) -> None:
-        """Count the scores of the prompt that have come."""
-        for score in self.sequence.prompt_scores[self._counted_prompt :]:
-            self._size.add_prompt_score(score)
-        self._counted_prompt = len(self.sequence.prompt_scores)
-
-    def _read(self) -> None:
-        sequence = self.sequence
-        while self.finish_reason is None and len(self._spans) < sequence.generated:
-            token = sequence.tokens[sequence.prompt_length + len(self._spans)]
+    def _decode(self) -> None:
+        while self.finish_reason is None and len(self._spans) < self.generated:
+            token = self.tokens[self.prompt_length + len(self._spans)]
             if self._vocabulary.is_end_token(token):
-                self._end("stop", scored=len(self._spans) + 1)
+                self._end("stop", eos=True)
                 return
             begin = self._text.length
             piece = self._vocabulary.piece(token)
             self._text.push(piece)
             self._size.add_text(piece)
-            if self.sequence.top_logprobs is not None:
-                self._size.add_score(sequence.scores[len(self._spans)])
+            if self.top_logprobs is not None:
+                self._size.add_score(self.scores[len(self._spans)])
             self._spans.append((begin, self._text.length))
-            if self._text.stopped or self._is_complete():
+            if self._text.stopped or self._grammar_is_complete():
                 self._end("stop")
-            elif len(self._spans) >= sequence.max_tokens:
+            elif len(self._spans) >= self.max_tokens:
                 self._end("length")
 
-    def _is_complete(self) -> bool:
-        constraint = self.sequence.constraint
-        return constraint is not None and constraint.complete(self.sequence.answer[: len(self._spans)])
+    def _grammar_is_complete(self) -> bool:
+        return self.constraint is not None and self.constraint.complete(self.answer[: len(self._spans)])
 
-    def _end(self, reason: FinishReason, *, scored: int | None = None) -> None:
-        """The answer is complete; the first `scored` scores are its tokens', by default those of its text."""
+    def _end(self, reason: FinishReason, *, eos: bool = False) -> None:
         self.finish_reason = reason
         self._text.finish()
-        scores = self.sequence.scores[: len(self._spans) if scored is None else scored]
+        scores = self.scores[: len(self._spans) + eos]
         self.mean_logprob = sum(score.logprob for score in scores) / len(scores) if scores else -math.inf
-        self.sequence.truncate(len(self._spans), ended=scored is not None)
+        self.truncate(len(self._spans), eos=eos)
 
     @property
     def has_text(self) -> bool:
@@ -145,18 +244,18 @@ class Generation:
         return self._text.ready
 
     def take_text(self) -> str:
-        """The text that became certain since the last call."""
+        """The text that was released since the last call."""
         return self._text.take()
 
-    def take_tokens(self) -> list[WrittenToken]:
-        """The scored tokens whose text became certain since the last call.
+    def take_tokens(self) -> list[OutputToken]:
+        """The scored tokens whose text was released since the last call.
 
-        A token that a stop string cut in two belongs to the text, one behind the cut does not.
+        A token that a stop string cuts in two is one of them, a token after the cut is not.
         """
         tokens = []
-        for (begin, end), score in zip(self._spans[self._given :], self.sequence.scores[self._given :], strict=False):
+        for (begin, end), score in zip(self._spans[self._taken :], self.scores[self._taken :], strict=False):
             if end > self._text.released and not (self.done and begin < self._text.released):
                 break
-            tokens.append(WrittenToken(score, begin))
-        self._given += len(tokens)
+            tokens.append(OutputToken(score, begin))
+        self._taken += len(tokens)
         return tokens

@@ -1,4 +1,4 @@
-"""From a configuration to engines that are ready to serve, or one sentence that says why not."""
+"""Loads the models of a configuration, opens their engines, and measures them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
 from specserve.errors import EngineError, ModelLoadError
 from specserve.grammar.constraint import GrammarCompiler
+from specserve.observability.status import describe
 from specserve.serving.costs import measured_cost
 from specserve.serving.openai.parse import Grammars
 from specserve.serving.openai.template import ChatTemplate
@@ -27,26 +28,27 @@ from specserve.speculation.prediction import PredictionProposer
 
 logger = logging.getLogger(__name__)
 
-# Logits are the largest buffers by far (vocabulary x 4 bytes a row, twice), so few rows may want them.
+# The most rows of logits in a forward pass; they are the largest buffers by far (vocabulary x 4 bytes per row, twice).
 _MAX_LOGITS = 64
-_DEAR_DRAFT = 0.5
-# A second or two of reading; what only longer texts would show is asked in the tests.
-_PROBED_TOKENS = 96
+# The ratio of draft to target step time above which the log warns.
+_HIGH_COST_RATIO = 0.5
+# Tokens of the batch-invariance probe: a second or two of prefill. The tests probe longer sequences.
+_PROBE_TOKENS = 96
 
 
 @dataclass(frozen=True)
 class Models:
-    """A target that is ready, and what drafts for it.
+    """The loaded models, ready to serve.
 
-    `kernels` says what computes. `invariance` is the target's, None where it was not measured; the draft's would say
-    nothing about a text: under greedy and coupled verification every token is the target's own choice, whatever was
-    drafted.
+    `kernels` says which kernels compute. `invariance` is the target's, None if it was not measured. The draft model's
+    does not matter: with greedy and coupled verification the output does not depend on the drafts.
     """
 
     vocabulary: LlamaModel
     grammars: Grammars
     target: Engine
     drafters: Drafters
+    controller: Controller
     kernels: Kernels
     draft: LlamaModel | None = None
     chat_template: ChatTemplate | None = None
@@ -54,12 +56,12 @@ class Models:
 
 
 def load_models(config: HandlerConfig) -> Models:
-    """Load target and draft, refuse a pair that does not fit, and measure what a step of each takes.
+    """Load target and draft model, check that they match, and measure what their forward passes cost.
 
-    A draft that cannot be read, or for which there is no memory, is left out.
+    A draft model that cannot be read, or for which there is no memory, is left out.
 
     Raises:
-        ModelLoadError: the target's file is missing or unusable, or the pair does not match.
+        ModelLoadError: the target's file is missing or unusable, or the draft model does not match it.
     """
     in_use = kernels.use(config.kernels, threads=_threads(config))
     logger.info("specserve: %s", in_use.sentence)
@@ -68,15 +70,16 @@ def load_models(config: HandlerConfig) -> Models:
     draft_model = None if config.draft is None else _draft_model(config.draft)
     if draft_model is not None:
         check_same_vocabulary(target_model, draft_model)
-    target, drafters = open_engines(target_model, draft_model, config)
+    target, drafters, controller = open_engines(target_model, draft_model, config)
     grammars = GrammarCompiler(target_model, config.grammar_seconds)
-    # Else all streams would wait for it when the first grammar comes.
+    # Otherwise all streams would wait for it when the first grammar comes.
     grammars.prepare()
     return Models(
         vocabulary=target_model,
         grammars=grammars,
         target=target,
         drafters=drafters,
+        controller=controller,
         kernels=in_use,
         draft=draft_model,
         chat_template=_chat_template(target_model),
@@ -94,11 +97,11 @@ def _draft_model(config: ModelConfig) -> LlamaModel | None:
 
 def open_engines(
     target_model: LlamaModel, draft_model: LlamaModel | None, config: HandlerConfig
-) -> tuple[LlamaEngine, Drafters]:
-    """Caches for models that are loaded, and all that drafts for the target; models may be opened more than once.
+) -> tuple[LlamaEngine, Drafters, Controller]:
+    """Open engines for loaded models, with their drafters and controller; a model may have several engines.
 
     Raises:
-        ModelLoadError: there is no memory for the target's caches, or a pass of it failed.
+        ModelLoadError: there is no memory for the target's cache, or a forward pass of it failed.
     """
     target = _engine(target_model, config, _MAX_LOGITS)
     target_cost = _cost(target, target_model, config)
@@ -110,15 +113,16 @@ def open_engines(
             _go_on_without(error)
         else:
             _report_cost(draft_cost.seconds(1, 0), target_cost.seconds(1, 0))
+    controller = Controller(target_cost, draft_cost)
     drafters = Drafters(
-        Controller(target_cost, draft_cost),
+        controller,
         PredictionProposer(),
         GrammarProposer(),
         LookupProposer(),
         model=draft,
         vocabulary=target_model.size,
     )
-    return target, drafters
+    return target, drafters, controller
 
 
 def _open_draft(
@@ -138,7 +142,6 @@ def _open_draft(
 
 
 def _go_on_without(error: ModelLoadError) -> None:
-    """A draft that cannot be used costs speed, and no more: it is said, and texts are written."""
     logger.error("specserve: %s Serving goes on without the draft model.", error)
 
 
@@ -147,7 +150,7 @@ def _cost(engine: Engine, model: LlamaModel, config: HandlerConfig, target: Cost
     try:
         table = measured_cost(engine, model.path, threads=_threads(config), kernels=code)
     except EngineError as error:
-        raise ModelLoadError(f"{model.path}: its passes cannot be timed: {error}") from error
+        raise ModelLoadError(f"{model.path}: its forward passes cannot be timed: {error}") from error
     return Cost(table, most=min(engine.max_rows, engine.max_logits), target=target)
 
 
@@ -157,9 +160,7 @@ def _threads(config: HandlerConfig) -> int:
 
 def _path(model: ModelConfig) -> Path:
     if model.path is None:
-        raise ModelLoadError(
-            f"{model.file}: this archive does not say where the file lies; build it with scripts/archive."
-        )
+        raise ModelLoadError(f"{model.file}: the archive has no path of this file; build it with scripts/archive.")
     return model.path
 
 
@@ -190,45 +191,20 @@ def _engine(model: LlamaModel, config: HandlerConfig, max_logits: int) -> LlamaE
 def _report_cost(draft: float, target: float) -> None:
     ratio = draft / target
     logger.info(
-        "specserve: a step takes %.1f ms on the target and %.1f ms on the draft, a cost ratio of %.2f",
+        "specserve: a decode step takes %.1f ms on the target and %.1f ms on the draft model, a cost ratio of %.2f",
         1000 * target,
         1000 * draft,
         ratio,
     )
-    if ratio > _DEAR_DRAFT:
+    if ratio > _HIGH_COST_RATIO:
         logger.warning(
-            "specserve: the draft costs more than half of the target, so speculation will hardly pay; "
+            "specserve: the draft model takes more than half of the target's time, so speculation will hardly pay; "
             "choose a smaller draft or requantise it (scripts/prepare)."
         )
 
 
 def _measured_invariance(target: Engine, config: HandlerConfig) -> Invariance:
-    invariance = probe(target, min(config.context_length, _PROBED_TOKENS))
+    invariance = probe(target, min(config.context_length, _PROBE_TOKENS))
     level = logging.INFO if invariance.single_sequence else logging.WARNING
     logger.log(level, "specserve: %s", describe(invariance))
     return invariance
-
-
-def describe(invariance: Invariance) -> str:
-    """What an operator may expect of texts that should repeat, in one sentence."""
-    if invariance.any_batch:
-        return (
-            "the target gave the same logits for all numbers of rows, chunks of a prompt, places in the cache and "
-            "neighbours that were tried: greedy and seeded texts repeat exactly, as far as a short trial can tell"
-        )
-    causes = {
-        "the number of rows in a pass": invariance.rows,
-        "the chunks of a prompt": invariance.chunks,
-        "the place in the cache": invariance.layout,
-        "the neighbours in a pass": invariance.neighbours,
-    }
-    named = ", ".join(f"{cause} (by up to {difference:.2g})" for cause, difference in causes.items() if difference)
-    exactly = (
-        "repeat exactly alone in an empty cache; in company, or after other requests, they "
-        if invariance.single_sequence
-        else ""
-    )
-    return (
-        f"the target's logits differ with {named}: greedy and seeded texts {exactly}may differ between runs where two "
-        "tokens are nearly equal"
-    )

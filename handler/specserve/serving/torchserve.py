@@ -1,7 +1,7 @@
-"""The TorchServe handler under continuous batching: the only module, with `contract`, that knows how TorchServe talks.
+"""The TorchServe handler with continuous batching; only it and torchserve_types.py know TorchServe's protocol.
 
-`handle` is called again and again while requests live. A row is named by its request id; its body is there until
-something is said of the row. Every call says for every row whether its answer is whole, a chunk, or the last chunk.
+TorchServe calls `handle` again and again while requests are live. Each call has a row per live request, with its id;
+the row has the request's body until the first reply to it. A reply is a whole response, a chunk, or the last chunk.
 """
 
 from __future__ import annotations
@@ -10,83 +10,69 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 from specserve.config import HandlerConfig, parse_handler
-from specserve.errors import RequestError, SpecserveError
-from specserve.observability.metrics import Sample, Served
-from specserve.serving.engine_loop import Slices, engine_thread
+from specserve.errors import ConfigError, RequestError, SpecserveError
+from specserve.observability.control_group import Holdback
+from specserve.observability.metrics import Gauges, Metrics, Sample, Served
+from specserve.observability.records import Observer
+from specserve.observability.status import SpeculationStatus, speculation_status
+from specserve.observability.trace import Trace
+from specserve.serving.engine_loop import EngineLoop, engine_thread
 from specserve.serving.loading import Models, load_models
 from specserve.serving.openai.openapi import openapi
 from specserve.serving.openai.parse import Prompt, Tokenizer, to_generations
-from specserve.serving.openai.response import Answer, ChatAnswer, CompletionAnswer, model_list, model_object
-from specserve.serving.openai.response_schema import Speculator
-from specserve.serving.openai.schema import ChatRequest, CompletionRequest
-from specserve.serving.openai.validation import AnyRequest, parse_body
-from specserve.serving.scheduler import Scheduler, longest_wait
-from specserve.serving.status import speculator
-from specserve.serving.telemetry import Telemetry
-from specserve.serving.torchserve_types import PHRASES, Context, last_chunk, more_to_come, nothing_special, sender
+from specserve.serving.openai.request_schema import AnyRequest, ChatRequest, CompletionRequest, parse_body
+from specserve.serving.openai.response import (
+    ChatResponse,
+    CompletionResponse,
+    GenerationResponse,
+    JsonResponse,
+    Response,
+    model_list,
+    model_object,
+)
+from specserve.serving.scheduler import Scheduler, max_wait
+from specserve.serving.torchserve_types import PHRASES, Context, last_chunk, more_to_come, sender, whole_response
 
 logger = logging.getLogger(__name__)
 
-# So long the status of a whole answer stays open; most are complete by then. Meanwhile TorchServe hands the body over
-# in every call, and reads a megabyte in up to 30 ms: a longer body (in bytes) leaves its status open for no time.
-_SETTLED_AFTER_SECONDS = 2.0
+# How long the HTTP status of a whole response stays open, in seconds; most responses are complete by then. TorchServe
+# sends the body in every call until the status is set, and a megabyte takes up to 30 ms to read: the status of a longer
+# body, in bytes, is set at once.
+_STATUS_SECONDS = 2.0
 _LONG_BODY = 64 * 1024
 
-# So long a call waits for requests to be read: most take a few milliseconds. Compiling a grammar may take half a second
-# and tokenising half a megabyte a whole one, and streams go on beside that.
-_READING_SECONDS = 0.1
+# How long a call waits for new requests to be parsed, in seconds; most take a few milliseconds. Compiling a grammar may
+# take half a second and tokenising half a megabyte a whole one: rounds go on meanwhile.
+_PARSE_SECONDS = 0.1
 
-# The routes that ask for an answer of the model.
+# The routes that generate text.
 _GENERATING = frozenset({"", "v1/completions", "v1/chat/completions"})
 
-AnyAnswer = TypeVar("AnyAnswer", bound=Answer[Any])
+
+class Parsing(NamedTuple):
+    """A new request: when it arrived, and its response once it is parsed."""
+
+    arrival: float
+    response: Future[Response]
 
 
-@dataclass
-class WholeAnswer:
-    """An answer that is complete: an error, a light route, or what was written to its end."""
-
-    status: int
-    body: Mapping[str, Any]
-
-    @classmethod
-    def refusing(cls, error: RequestError) -> WholeAnswer:
-        """The answer that an error is."""
-        return cls(error.status, error.body())
-
-
-@dataclass
-class Exchange:
-    """One live request, when its status will be sent at the latest, and whether it has been."""
-
-    answer: WholeAnswer | Answer[Any]
-    settles: float
-    opened: bool = False
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether more is to come than is known."""
-        return isinstance(self.answer, Answer) and not self.answer.done
-
-
-def _keep_to_oneself(_sample: Sample) -> None:
-    """Nobody asks for metrics."""
+def _discard(_sample: Sample) -> None:
+    """Metrics are not collected."""
 
 
 class Handler:
-    """Turns TorchServe's rows into generations, runs the scheduler, and hands the texts back."""
+    """Parses TorchServe's rows into generations, runs the scheduler, and replies to every row."""
 
     def initialize(self, context: Context) -> None:
-        """Load the models; a failure is one sentence in the worker's log, and the worker ends.
+        """Load the models; a failure is one sentence in the worker's log, and the worker exits.
 
         Raises:
-            RuntimeError: TorchServe's way to hear that the model cannot be loaded.
+            RuntimeError: the model cannot be loaded; TorchServe expects this type.
         """
         try:
             config = parse_handler(context.model_yaml_config.get("handler"), "the archive's model YAML")
@@ -101,9 +87,9 @@ class Handler:
         config: HandlerConfig,
         load: Callable[[HandlerConfig], Models],
         served: Served,
-        send: Callable[[Sample], None] = _keep_to_oneself,
+        send: Callable[[Sample], None] = _discard,
     ) -> None:
-        """Load the models, and begin to serve; `send` is told of every sample of a metric.
+        """Load the models and begin to serve; `send` is given every sample of a metric.
 
         Raises:
             SpecserveError: a model cannot be loaded, or the trace cannot be written.
@@ -115,134 +101,128 @@ class Handler:
         self._model_ids = list(dict.fromkeys([config.model_id, served.model]))
         self._created = int(time.time())
         self._tokenizer = Tokenizer(models.vocabulary, config)
-        self._telemetry = Telemetry(config, models, served, send)
-        self._max_wait_seconds = longest_wait(config.max_wait_ms, models.drafters.controller.target)
+        self._holdback = Holdback(config.speculation.holdback)
+        self._metrics = Metrics(served, self._holdback, send, time.monotonic)
+        self._draft_model_up = models.drafters.has_model
+        self._max_wait_seconds = max_wait(config.max_wait_ms, models.controller.target)
         self._scheduler = Scheduler(
             models.target,
             models.drafters,
+            models.controller,
             prefill_rows=config.prefill_rows,
             idle_tokens=config.idle_tokens,
             max_wait_seconds=self._max_wait_seconds,
             begin_masks=models.grammars.begin_round,
-            observers=self._telemetry.observers,
-            plain_rounds=self._telemetry.plain_rounds,
+            observers=[self._metrics, *_traces(config, models, served)],
         )
-        self._slices = Slices(self._scheduler, thread, config.time_slice_ms / 1000)
-        self._exchanges: dict[str, Exchange] = {}
-        # When those came that are not read yet, and what becomes of them.
-        self._unread: dict[str, float] = {}
-        self._reader = ThreadPoolExecutor(1, "reader")
-        self._readings: dict[str, Future[WholeAnswer | Answer[Any]]] = {}
+        self._loop = EngineLoop(self._scheduler, thread, config.time_slice_ms / 1000)
+        self._parser = ThreadPoolExecutor(1, "parser")
+        self._parsing: dict[str, Parsing] = {}
+        self._responses: dict[str, Response] = {}
 
     def handle(self, data: list[dict[str, Any]], context: Context) -> list[str]:
-        """Take in new requests, forget vanished ones, and answer every row by what a slice of decoding has brought.
+        """Take new requests, drop cancelled ones, and reply to every row with what a slice of rounds has produced.
 
-        That slice was mostly begun in the call before; then new requests have a part in the next one.
+        The slice was mostly started by the call before; then new requests take part in the next one.
         """
         called = time.monotonic()
         rows = dict(context.request_ids)
         present = set(rows.values())
-        if present != self._exchanges.keys():
-            self._slices.hurry()
-        was_ahead = self._slices.finish()
-        self._forget_vanished(present)
-        self._unread = {identity: self._unread.get(identity, called) for identity in present - self._exchanges.keys()}
-        fresh = self._read_some(data, context)
-        if not was_ahead:
-            self._slices.run()
-        answers = [""] * len(data)
-        context.stopping_criteria = [nothing_special] * len(data)
-        for index, identity in rows.items():
-            exchange = self._exchanges.get(identity)
-            if exchange is None or (was_ahead and identity in fresh and exchange.unfinished):
-                # Nothing was read, and its body comes again; or nothing was tried, and what its first round finds
-                # wrong with a request shall still be its status.
+        if present != self._responses.keys():
+            self._loop.interrupt()
+        was_started = self._loop.join()
+        self._drop_cancelled(present)
+        new = self._parse_new(data, context, called)
+        if not was_started:
+            self._loop.run()
+        replies = [""] * len(data)
+        context.stopping_criteria = [whole_response] * len(data)
+        for index, request_id in rows.items():
+            response = self._responses.get(request_id)
+            if response is None or (was_started and request_id in new and not response.done):
+                # It is not parsed yet, or had no round yet: an error of its first round can still be its status. A row
+                # that is left out comes again.
                 del context.request_ids[index]
             else:
-                answers[index] = self._answer(context, index, exchange)
-        self._telemetry.emit(self._scheduler)
-        self._slices.ahead()
-        return answers
+                replies[index] = self._reply(context, index, response)
+        self._emit_metrics()
+        self._loop.start()
+        return replies
 
-    def _read_some(self, data: list[dict[str, Any]], context: Context) -> set[str]:
-        """Read requests that have come, in a thread of its own, and open those that are read; returns which.
+    def _parse_new(self, data: list[dict[str, Any]], context: Context, called: float) -> set[str]:
+        """Parse new requests and submit what they ask for; returns the ids of those that are parsed.
 
-        Whatever a request is made of, its reading makes streams wait for no longer than a call waits for it.
+        It waits for the parser for a limited time, so that no request holds up the others.
         """
-        unread = [(index, identity) for index, identity in context.request_ids.items() if identity in self._unread]
-        come = [(index, identity) for index, identity in unread if identity not in self._readings]
-        for index, identity in come:
+        unanswered = [(i, identity) for i, identity in context.request_ids.items() if identity not in self._responses]
+        new = [(index, request_id) for index, request_id in unanswered if request_id not in self._parsing]
+        for index, request_id in new:
             route = (context.get_request_header(index, "url_path") or "").strip("/")
-            self._readings[identity] = self._begin_reading(identity, route, data[index])
-        until = time.monotonic() + (_READING_SECONDS if come or not self._scheduler.busy else 0.0)
-        opened: set[str] = set()
-        for index, identity in unread:
+            self._parsing[request_id] = Parsing(called, self._parse(request_id, route, data[index]))
+        until = time.monotonic() + (_PARSE_SECONDS if new or not self._scheduler.busy else 0.0)
+        parsed: set[str] = set()
+        for index, request_id in unanswered:
+            arrival, future = self._parsing[request_id]
             try:
-                answer = self._readings[identity].result(timeout=max(0.0, until - time.monotonic()))
+                response = future.result(timeout=max(0.0, until - time.monotonic()))
             except TimeoutError:
                 continue
-            del self._readings[identity]
-            came = self._unread.pop(identity)
-            self._start_generations(answer, came)
-            self._exchanges[identity] = Exchange(answer, came + _open_seconds(context, index))
-            opened.add(identity)
-        return opened
+            del self._parsing[request_id]
+            response.status_deadline = arrival + _status_seconds(context, index)
+            self._responses[request_id] = response
+            for generation in response.generations:
+                if not generation.done:
+                    self._scheduler.submit(generation, time.monotonic() - arrival)
+            parsed.add(request_id)
+        return parsed
 
-    def _begin_reading(self, identity: str, route: str, row: dict[str, Any]) -> Future[WholeAnswer | Answer[Any]]:
-        """What is asked of a model is read aside; what is asked of the scheduler can be asked only here."""
-        held_back = self._telemetry.holdback.chooses()
+    def _parse(self, request_id: str, route: str, row: dict[str, Any]) -> Future[Response]:
+        """Parse in the parser thread what is to be generated; other routes ask the scheduler and stay in this one."""
         if route in _GENERATING:
-            return self._reader.submit(self._read, identity, route, row, held_back=held_back)
-        answered: Future[WholeAnswer | Answer[Any]] = Future()
-        answered.set_result(self._read(identity, route, row, held_back=held_back))
+            return self._parser.submit(self._respond, request_id, route, row)
+        answered: Future[Response] = Future()
+        answered.set_result(self._respond(request_id, route, row))
         return answered
 
-    def _forget_vanished(self, present: set[str]) -> None:
-        """A request that is missing from the rows was cancelled by its client."""
-        for identity in self._readings.keys() - present:
-            self._readings.pop(identity).cancel()
-        for identity in self._exchanges.keys() - present:
-            answer = self._exchanges.pop(identity).answer
-            if isinstance(answer, Answer):
-                self._cancel(answer)
-                for generation in answer.generations:
-                    generation.sequence.forget_all_but_tokens()
+    def _drop_cancelled(self, present: set[str]) -> None:
+        """Forget the requests without a row: they are answered, or their clients have left."""
+        for request_id in self._parsing.keys() - present:
+            self._parsing.pop(request_id).response.cancel()
+        for request_id in self._responses.keys() - present:
+            response = self._responses.pop(request_id)
+            self._cancel(response)
+            for generation in response.generations:
+                generation.free()
 
-    def _cancel(self, answer: Answer[Any]) -> None:
-        for generation in answer.generations:
+    def _cancel(self, response: Response) -> None:
+        for generation in response.generations:
             self._scheduler.cancel(generation)
 
-    def _read(self, identity: str, route: str, row: dict[str, Any], *, held_back: bool) -> WholeAnswer | Answer[Any]:
-        """Validate a request; what is wrong with it is answered to it alone."""
+    def _respond(self, request_id: str, route: str, row: dict[str, Any]) -> Response:
+        """The response to a request, to be generated or complete; whatever is wrong with it is an error response."""
         try:
-            return self._route(identity, route, row, held_back=held_back)
+            return self._route(request_id, route, row)
         except RequestError as error:
-            return WholeAnswer.refusing(error)
+            return JsonResponse(error.status, error.body())
         except Exception:
-            logger.exception("specserve: request %s could not be read", identity)
+            logger.exception("specserve: request %s could not be parsed", request_id)
             failure = RequestError("The server failed to read this request.", status=500, kind="server_error")
-            return WholeAnswer.refusing(failure)
+            return JsonResponse(failure.status, failure.body())
 
-    def _start_generations(self, answer: WholeAnswer | Answer[Any], came: float) -> None:
-        """Start what a request that came at this moment asks for."""
-        for generation in answer.generations if isinstance(answer, Answer) else ():
-            if not generation.done:
-                self._scheduler.submit(generation, time.monotonic() - came)
-
-    def _route(self, identity: str, route: str, row: dict[str, Any], *, held_back: bool) -> WholeAnswer | Answer[Any]:
+    def _route(self, request_id: str, route: str, row: dict[str, Any]) -> Response:
         if route in ("", "v1/completions"):
-            return self._complete(identity, row, held_back=held_back)
+            return self._complete(request_id, row)
         if route == "v1/chat/completions":
-            return self._chat(identity, row, held_back=held_back)
+            return self._chat(request_id, row)
         if route == "v1/models":
-            return WholeAnswer(200, model_list(self._model_ids, self._created))
+            return JsonResponse(200, model_list(self._model_ids, self._created))
         if route == "v1/speculation":
-            return WholeAnswer(200, self._speculator())
+            return JsonResponse(200, self._speculation_status())
         if route == "v1/openapi.json":
-            return WholeAnswer(200, openapi())
+            return JsonResponse(200, openapi())
         if route.startswith("v1/models/"):
             model = self._known_model(route.removeprefix("v1/models/"))
-            return WholeAnswer(200, model_object(model, self._created))
+            return JsonResponse(200, model_object(model, self._created))
         raise RequestError(
             f"There is no route '{route}'; this server has v1/completions, v1/chat/completions, v1/models, "
             "v1/speculation and v1/openapi.json.",
@@ -250,32 +230,38 @@ class Handler:
             code="unknown_url",
         )
 
-    def _speculator(self) -> Speculator:
-        comparisons = self._telemetry.holdback.speedup(), self._telemetry.plain_rounds.speedup()
-        return speculator(self._config, self._models, self._scheduler, comparisons, self._max_wait_seconds)
+    def _speculation_status(self) -> SpeculationStatus:
+        models = self._models
+        return speculation_status(
+            self._config,
+            target=models.vocabulary,
+            draft=models.draft,
+            kernels=models.kernels,
+            invariance=models.invariance,
+            controller=models.controller,
+            draft_model_up=models.drafters.has_model,
+            live=self._scheduler.running,
+            waiting=self._scheduler.waiting,
+            holdback=self._holdback.speedup(),
+            max_wait_seconds=self._max_wait_seconds,
+        )
 
-    def _complete(self, identity: str, row: dict[str, Any], *, held_back: bool) -> CompletionAnswer:
+    def _complete(self, request_id: str, row: dict[str, Any]) -> Response:
         request = parse_body(_body(row), CompletionRequest)
         prompts = self._tokenizer.completion(request)
-        return self._start(CompletionAnswer, request, prompts, identity, held_back=held_back)
+        return self._generate(CompletionResponse, request, prompts, request_id)
 
-    def _chat(self, identity: str, row: dict[str, Any], *, held_back: bool) -> ChatAnswer:
+    def _chat(self, request_id: str, row: dict[str, Any]) -> Response:
         request = parse_body(_body(row), ChatRequest)
         if self._models.chat_template is None:
             raise RequestError("This model has no chat template; use v1/completions.", code="unsupported_value")
         text = self._models.chat_template.render([message.for_template() for message in request.messages])
-        return self._start(ChatAnswer, request, [self._tokenizer.chat(text)], identity, held_back=held_back)
+        return self._generate(ChatResponse, request, [self._tokenizer.chat(text)], request_id)
 
-    def _start(
-        self,
-        kind: Callable[..., AnyAnswer],
-        request: AnyRequest,
-        prompts: list[Prompt],
-        identity: str,
-        *,
-        held_back: bool,
-    ) -> AnyAnswer:
-        """What a valid request asks for, before the first round of it."""
+    def _generate(
+        self, kind: type[GenerationResponse[AnyRequest]], request: AnyRequest, prompts: list[Prompt], request_id: str
+    ) -> Response:
+        """The response to a valid request, with its generations before their first round."""
         models = self._models
         model = self._known_model(request.model)
         candidates = to_generations(
@@ -284,17 +270,10 @@ class Handler:
             models.vocabulary,
             models.grammars,
             self._config,
-            identity=identity,
-            held_back=held_back,
+            request_id=request_id,
+            held_back=self._holdback.draw(),
         )
-        return kind(
-            request,
-            prompts,
-            candidates,
-            vocabulary=models.vocabulary,
-            identity=identity,
-            model=model,
-        )
+        return kind(request, prompts, candidates, vocabulary=models.vocabulary, request_id=request_id, model=model)
 
     def _known_model(self, model: str | None) -> str:
         if model is None:
@@ -308,63 +287,93 @@ class Handler:
             )
         return model
 
-    def _answer(self, context: Context, index: int, exchange: Exchange) -> str:
-        """What this call says to one row: its whole answer, a chunk, the last chunk, or nothing yet."""
-        answer = exchange.answer
-        if isinstance(answer, Answer) and answer.error:
-            self._cancel(answer)
-            if not (exchange.opened and answer.streams):
-                answer = WholeAnswer.refusing(answer.error)
-        if isinstance(answer, Answer):
-            if answer.streams:
-                return self._next_chunk(context, index, exchange, answer)
-            if not answer.done:
-                return self._wait(context, index, exchange)
-            answer = WholeAnswer(200, answer.body())
-        if exchange.opened:
+    def _reply(self, context: Context, index: int, response: Response) -> str:
+        """What this call sends to one row: a whole response, a chunk, the last chunk, or nothing yet."""
+        if response.error:
+            self._cancel(response)
+        # An error before the first event is a response with a status, even to a request for a stream.
+        if (
+            isinstance(response, GenerationResponse)
+            and response.streams
+            and (response.status_sent or not response.error)
+        ):
+            return self._next_chunk(context, index, response)
+        if not response.done:
+            return self._wait(context, index, response)
+        if response.status_sent:
             context.stopping_criteria[index] = last_chunk
         else:
-            context.set_response_status(answer.status, PHRASES[answer.status], index)
-            context.set_response_content_type(index, "application/json")
-        return json.dumps(answer.body)
+            self._send_status(context, index, response, "application/json")
+        return json.dumps(response.body())
 
-    def _wait(self, context: Context, index: int, exchange: Exchange) -> str:
-        """Say nothing yet, and after a while not even that: empty chunks let TorchServe notice a client's leave.
+    def _wait(self, context: Context, index: int, response: Response) -> str:
+        """Send nothing until the status deadline, and then empty chunks, which let TorchServe notice a client's leave.
 
-        They settle the status, so it is left open for as long as most answers take; what goes wrong later, be it the
-        model or a grammar that becomes too costly, is an error under that status.
+        The first of them sends the status, which is left open for as long as most responses take; a later failure is an
+        error object under status 200.
         """
-        if exchange.opened or time.monotonic() >= exchange.settles:
-            self._open_with(context, index, exchange, "application/json")
+        if response.status_sent or time.monotonic() >= response.status_deadline:
+            self._send_status(context, index, response, "application/json")
             context.stopping_criteria[index] = more_to_come
         else:
-            # A row left out of the answer waits on, its status still open.
+            # The row comes again with the next call, its status still open.
             del context.request_ids[index]
         return ""
 
-    def _next_chunk(self, context: Context, index: int, exchange: Exchange, answer: Answer[Any]) -> str:
+    def _next_chunk(self, context: Context, index: int, response: GenerationResponse[Any]) -> str:
         """A stream's next events; an empty chunk lets TorchServe notice that the client has left."""
-        # A first chunk that is also the last one would hang the client: then an empty one opens the stream.
-        last = exchange.opened and answer.done
-        events = answer.next_events() if exchange.opened or not answer.done else ""
-        self._open_with(context, index, exchange, "text/event-stream")
+        # A first chunk that is also the last one would hang the client, so an empty one comes before it.
+        last = response.status_sent and response.done
+        events = response.next_events() if response.status_sent or not response.done else ""
+        self._send_status(context, index, response, "text/event-stream")
         context.stopping_criteria[index] = last_chunk if last else more_to_come
         return events
 
-    def _open_with(self, context: Context, index: int, exchange: Exchange, content_type: str) -> None:
-        """Send the status, once."""
-        if not exchange.opened:
-            context.set_response_status(200, PHRASES[200], index)
+    def _send_status(self, context: Context, index: int, response: Response, content_type: str) -> None:
+        """Send the status and the content type, once."""
+        if not response.status_sent:
+            context.set_response_status(response.status, PHRASES[response.status], index)
             context.set_response_content_type(index, content_type)
-            exchange.opened = True
+            response.status_sent = True
+
+    def _emit_metrics(self) -> None:
+        models = self._models
+        if self._draft_model_up != models.drafters.has_model:
+            # The speed-up with the draft model is not the one without it.
+            self._draft_model_up = models.drafters.has_model
+            self._holdback.reset()
+        self._metrics.emit(
+            Gauges(
+                self._scheduler.running,
+                self._scheduler.waiting,
+                self._config.sequences,
+                own_kernels=models.kernels.variant is not None,
+                draft_model=None if self._config.draft is None else self._draft_model_up,
+            )
+        )
 
 
-def _open_seconds(context: Context, index: int) -> float:
-    """How long the status of a row's answer stays open."""
-    # As clients spell it; a body in chunks has none, and may be long.
+def _traces(config: HandlerConfig, models: Models, served: Served) -> list[Observer]:
+    """The configured trace, in a file of this model version."""
+    trace = config.trace
+    if trace is None:
+        return []
+    path = trace.directory / f"{served.model}-{served.version}.jsonl"
+    text = models.vocabulary.piece if trace.text else None
+    try:
+        return [Trace(path, share=trace.share, mebibytes=trace.mebibytes, text=text)]
+    except OSError as error:
+        raise ConfigError(
+            f"`handler.trace.directory`: {trace.directory} cannot be written ({error.strerror})."
+        ) from error
+
+
+def _status_seconds(context: Context, index: int) -> float:
+    """How long the status of a row's response stays open."""
+    # Clients spell the header in two ways; a chunked body has none, and may be long.
     spelled = (context.get_request_header(index, name) for name in ("content-length", "Content-Length"))
     length = next((int(value) for value in spelled if value and value.isdecimal()), math.inf)
-    return _SETTLED_AFTER_SECONDS if length <= _LONG_BODY else 0.0
+    return _STATUS_SECONDS if length <= _LONG_BODY else 0.0
 
 
 def _body(row: dict[str, Any]) -> object:

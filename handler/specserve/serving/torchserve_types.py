@@ -1,4 +1,4 @@
-"""What TorchServe gives a handler, and how it is told what an answer is."""
+"""The parts of TorchServe's interface that the handler uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PHRASES = {200: "OK", 400: "Bad Request", 404: "Not Found", 500: "Internal Serve
 
 
 class MetricsCache(Protocol):
-    """The part of TorchServe's cache of metrics that is used here."""
+    """TorchServe's metrics cache."""
 
     def add_metric_to_cache(
         self, metric_name: str, unit: str, dimension_names: list[str], metric_type: MetricTypes
@@ -23,7 +23,7 @@ class MetricsCache(Protocol):
 
 
 class Context(Protocol):
-    """The part of TorchServe's context that is used here."""
+    """TorchServe's context of one call of `handle`."""
 
     model_name: str
     manifest: dict[str, Any]
@@ -33,17 +33,17 @@ class Context(Protocol):
     stopping_criteria: list[StoppingCriterion]
 
     def get_request_header(self, idx: int, key: str) -> str | None:
-        """A header of the row's request; `url_path` is what follows the version in its URL."""
+        """A header of the row's request; `url_path` is what follows the version in the URL."""
 
     def set_response_status(self, code: int, phrase: str, idx: int) -> None:
-        """The HTTP status of the row's answer."""
+        """Set the HTTP status of the row's response."""
 
     def set_response_content_type(self, idx: int, value: str) -> None:
-        """The content type of the row's answer."""
+        """Set the content type of the row's response."""
 
 
 def sender(cache: MetricsCache) -> Callable[[Sample], None]:
-    """Hands samples to TorchServe, which tells Prometheus."""
+    """A function that hands samples to TorchServe, where Prometheus reads them."""
     known = {
         metric: cache.add_metric_to_cache(metric.name, "count", list(metric.labels), MetricTypes(metric.kind))
         for metric in ALL
@@ -51,15 +51,15 @@ def sender(cache: MetricsCache) -> Callable[[Sample], None]:
     return lambda sample: known[sample.metric].add_or_update(sample.value, list(sample.labels))
 
 
-def nothing_special(_answer: object) -> None:
-    """The answer is whole and ordinary."""
+def whole_response(_reply: object) -> None:
+    """The reply is a whole response."""
 
 
-def more_to_come(_answer: object) -> bool:
-    """The answer is a chunk, and others follow."""
+def more_to_come(_reply: object) -> bool:
+    """The reply is a chunk, and others follow."""
     return False
 
 
-def last_chunk(_answer: object) -> bool:
-    """The answer is a chunk, and the last one."""
+def last_chunk(_reply: object) -> bool:
+    """The reply is the last chunk."""
     return True

@@ -174,7 +174,7 @@ class Drafters:
             rows += self._propose_free(proposal, rows, costs)
         while self._model and (chosen := self._choose(drafting, rows, costs)):
             began = self._clock()
-            first = ["model" not in proposal.sequence.account.drafters for proposal in chosen]
+            first = ["model" not in proposal.sequence.stats.drafters for proposal in chosen]
             try:
                 reading = self._model.read([DraftText(p.sequence, p.tokens) for p in chosen])
             except DraftError as error:

@@ -148,7 +148,7 @@ def run_round(
                 p = TargetRows(own_logits[-1 - len(proposal.tokens) :], sequence, proposal.tokens)
                 verdict = _verify(p, proposal)
                 n_accepted = verdict.n_accepted
-                if sequence.speculation.gamma:
+                if sequence.speculation.max_drafts:
                     controller.learn(sequence, _lessons(sequence, p, proposal, verdict), p.confidence(n_accepted))
                 _write(sequence, p, proposal, verdict)
                 target.truncate(sequence.slot, sequence.target_cached)
@@ -156,7 +156,7 @@ def run_round(
                 if decoding:
                     drafts = seconds[index].drafts - proposal.prefill_seconds
                     controller.count_round(sequence, n_accepted + 1, seconds[index].plain, drafts)
-                    sequence.account.add_plain(n_accepted + 1, seconds[index].plain)
+                    sequence.stats.add_plain(n_accepted + 1, seconds[index].plain)
             else:
                 sequence.target_cached += plan.rows
         except MaskDeferred:
@@ -248,7 +248,7 @@ def _write(sequence: Sequence, p: TargetRows, proposal: Proposal, verdict: Verdi
     """Append what the rule decided."""
     n_accepted, next_token = verdict
     if sequence.generated:  # the round that ends a prefill is none of speculation's
-        sequence.account.add_round(proposal.sources, n_accepted)
+        sequence.stats.add_round(proposal.sources, n_accepted)
     sequence.rounds += 1
     sequence.deferred = 0
     decided = [*proposal.tokens[:n_accepted], next_token]

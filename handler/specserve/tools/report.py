@@ -63,10 +63,10 @@ class Family:
     def count_end(self, entry: dict[str, Any]) -> None:
         """Add the end of one sequence."""
         self.answers += 1
-        if entry["first"] is not None:
-            self.ttft_seconds.append(entry["first"])
-        if entry["pace"] is not None:
-            self.tpot_seconds[entry["group"]].append(entry["pace"])
+        if entry["ttft"] is not None:
+            self.ttft_seconds.append(entry["ttft"])
+        if entry["tpot"] is not None:
+            self.tpot_seconds[entry["group"]].append(entry["tpot"])
 
     @property
     def acceptance_by_position(self) -> list[tuple[int, float, int]]:

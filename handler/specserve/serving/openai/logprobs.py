@@ -1,4 +1,4 @@
-"""Log-probabilities as clients read them: tokens as text, and where each of them begins."""
+"""Log-probabilities in OpenAI's forms: tokens as text, with their offsets."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from specserve.sequence import TokenScore
 from specserve.serving.openai.response_schema import ChatLogprobs, CompletionLogprobs, TopLogprob
 
 
-class WrittenToken(NamedTuple):
-    """A scored token, and how many characters of the answer stand before it."""
+class OutputToken(NamedTuple):
+    """A scored token, and the offset of its text in the output, in characters."""
 
     score: TokenScore
     offset: int
 
 
 def completion_logprobs(
-    tokens: Sequence[WrittenToken], vocabulary: Vocabulary, *, top: int, shift: int = 0
+    tokens: Sequence[OutputToken], vocabulary: Vocabulary, *, top: int, shift: int = 0
 ) -> CompletionLogprobs:
-    """The form of v1/completions; `shift` characters stand before the offsets' origin."""
+    """The form of v1/completions; `shift` is added to the offsets, in characters."""
     return {
         "tokens": [spelling(score.token, vocabulary) for score, _ in tokens],
         "token_logprobs": [score.logprob for score, _ in tokens],
@@ -33,19 +33,19 @@ def completion_logprobs(
 def prompt_logprobs(
     text: str, tokens: list[int], scores: Sequence[TokenScore], vocabulary: Vocabulary, *, top: int
 ) -> CompletionLogprobs:
-    """The form of v1/completions for a prompt, whose first token has no probability."""
+    """The form of v1/completions for a prompt; its first token has no log-probability."""
     offsets = _offsets(text, tokens, vocabulary)
-    behind = completion_logprobs(list(map(WrittenToken, scores, offsets[1:])), vocabulary, top=top)
+    rest = completion_logprobs(list(map(OutputToken, scores, offsets[1:])), vocabulary, top=top)
     return {
-        "tokens": [spelling(tokens[0], vocabulary), *behind["tokens"]],
-        "token_logprobs": [None, *behind["token_logprobs"]],
-        "top_logprobs": None if behind["top_logprobs"] is None else [None, *behind["top_logprobs"]],
-        "text_offset": [offsets[0], *behind["text_offset"]],
+        "tokens": [spelling(tokens[0], vocabulary), *rest["tokens"]],
+        "token_logprobs": [None, *rest["token_logprobs"]],
+        "top_logprobs": None if rest["top_logprobs"] is None else [None, *rest["top_logprobs"]],
+        "text_offset": [offsets[0], *rest["text_offset"]],
     }
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """Both, one behind the other."""
+    """Both, concatenated."""
     tops = first["top_logprobs"], second["top_logprobs"]
     return {
         "tokens": first["tokens"] + second["tokens"],
@@ -55,7 +55,7 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
     }
 
 
-def chat_logprobs(tokens: Sequence[WrittenToken], vocabulary: Vocabulary) -> ChatLogprobs:
+def chat_logprobs(tokens: Sequence[OutputToken], vocabulary: Vocabulary) -> ChatLogprobs:
     """The form of v1/chat/completions."""
     return {
         "content": [
@@ -70,7 +70,7 @@ def chat_logprobs(tokens: Sequence[WrittenToken], vocabulary: Vocabulary) -> Cha
 
 
 def _best(score: TokenScore, vocabulary: Vocabulary) -> dict[str, float]:
-    """The most probable tokens and the one that stands there; of two that read alike, the more probable one."""
+    """The most probable tokens and the output token; of two with the same text, the more probable one."""
     best: dict[str, float] = {}
     for token, logprob in [*score.top, (score.token, score.logprob)]:
         best.setdefault(spelling(token, vocabulary), logprob)
@@ -84,7 +84,7 @@ def entry(token: int, logprob: float, vocabulary: Vocabulary) -> TopLogprob:
 
 
 def spelling(token: int, vocabulary: Vocabulary) -> str:
-    """A token as text; a part of a character is spelled in bytes, as OpenAI does it."""
+    """A token as text; a part of a character is spelled in bytes, as OpenAI does."""
     name = vocabulary.name(token)
     try:
         return name.decode("utf-8")
@@ -93,14 +93,14 @@ def spelling(token: int, vocabulary: Vocabulary) -> str:
 
 
 def _offsets(text: str, tokens: list[int], vocabulary: Vocabulary) -> list[int]:
-    """Where each token of a prompt begins in its text; one that the text does not show takes no room in it."""
+    """The offset of each prompt token in the text; a token that the text does not show has length 0."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     begins = []
     at = 0
     for token in tokens:
         begins.append(at)
         name = vocabulary.name(token)
-        # A control token shows only where the text spells its name; SentencePiece adds a space before the first word.
+        # A control token is shown only if the text spells its name; SentencePiece adds a space before the first word.
         for form in (name, vocabulary.piece(token), name.lstrip(b" ")):
             state = decoder.getstate()
             shown = decoder.decode(form)

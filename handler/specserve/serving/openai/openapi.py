@@ -1,4 +1,4 @@
-"""The OpenAPI document of the routes, made of the models that requests are read with and responses written by."""
+"""The OpenAPI document of the routes, generated from the schemas of requests and responses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 import specserve
+from specserve.observability.status import SpeculationStatus
+from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
 from specserve.serving.openai.response_schema import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -17,16 +19,14 @@ from specserve.serving.openai.response_schema import (
     FrontEndError,
     Model,
     ModelList,
-    Speculator,
 )
-from specserve.serving.openai.schema import ChatRequest, CompletionRequest
 
 Json = dict[str, Any]
 
 _REQUESTS = (CompletionRequest, ChatRequest)
 _RESPONSES = (
     *(Completion, CompletionChunk, ChatCompletion, ChatCompletionChunk),
-    *(Model, ModelList, Speculator, ErrorResponse, FrontEndError),
+    *(Model, ModelList, SpeculationStatus, ErrorResponse, FrontEndError),
 )
 
 
@@ -45,7 +45,7 @@ def openapi() -> Json:
             "version": specserve.__version__,
             "description": "OpenAI's completions and chat routes over a GGUF model, with speculative decoding.",
         },
-        # Relative to this document: whatever host, model name and version it was fetched from.
+        # Relative to this document: the host, model name and version that it was fetched from.
         "servers": [{"url": ".."}],
         "security": [{"key": []}],
         "paths": {
@@ -59,7 +59,7 @@ def openapi() -> Json:
                 }
             },
             "/v1/speculation": {
-                "get": _operation("What this server runs, and what it has learned", _json("Speculator"))
+                "get": _operation("Models, kernels, costs and controller of this server", _json("SpeculationStatus"))
             },
             "/v1/openapi.json": {
                 "get": _operation("This document", {"application/json": {"schema": {"type": "object"}}}),
@@ -85,7 +85,7 @@ def _operation(summary: str, content: Json) -> Json:
 
 
 def _event(chunk: str) -> Json:
-    """One event of a stream: its data is a chunk, as text, or says that the stream is over."""
+    """An event of a stream: its data is a chunk as JSON text, or `[DONE]`."""
     written = {"type": "string", "contentMediaType": "application/json", "contentSchema": _reference(chunk)}
     data = {"anyOf": [{"const": "[DONE]"}, written]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}

@@ -1,20 +1,19 @@
-"""OpenAI's requests become what the scheduler runs: prompts of tokens, settings, and every limit applied."""
+"""Turns validated requests into generations: tokenizes prompts, compiles grammars, and applies the server's limits."""
 
 from __future__ import annotations
 
 import json
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from specserve.config import HandlerConfig
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
-from specserve.observability.records import Group, Origin, plain_family
-from specserve.sequence import Constraint, SamplingParams, Sequence, SpeculationParams, Verification
-from specserve.serving.generation import Generation
-from specserve.serving.openai.response_size import MAX_RESPONSE_BYTES, ResponseSize
-from specserve.serving.openai.schema import (
+from specserve.observability.records import Group, RequestInfo, family_label
+from specserve.sequence import Constraint, SamplingParams, SpeculationParams, Verification
+from specserve.serving.generation import MAX_RESPONSE_BYTES, Generation, ResponseSize
+from specserve.serving.openai.request_schema import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
@@ -26,17 +25,17 @@ from specserve.serving.openai.schema import (
 
 
 class Grammar(Constraint, Protocol):
-    """A constraint that several answers can follow, each for itself."""
+    """A constraint that several sequences can follow independently."""
 
     def fork(self) -> Grammar:
         """An independent copy."""
 
 
 class Grammars(Protocol):
-    """Makes constraints; whatever cannot be compiled is a RequestError that says why."""
+    """Compiles constraints; what cannot be compiled is a RequestError that says why."""
 
     def begin_round(self, seconds: float) -> None:
-        """From now on the masks of all sequences may take so long together; further ones are deferred."""
+        """Give the masks of a round this much time, of all sequences together; further ones are deferred."""
 
     def json_object(self) -> Grammar:
         """Any JSON object."""
@@ -48,35 +47,35 @@ class Grammars(Protocol):
         """Text that follows a grammar in llama.cpp's notation."""
 
 
-# What a token is spelled with, at most, on average over a whole text; tokenising takes more than linear time.
+# The most bytes per token, on average over a whole text; tokenizing takes more than linear time.
 _BYTES_PER_TOKEN = 8
-# Bytes of JSON that a token's log-probability takes, about: what is too large by this is refused before it is begun.
+# Bytes of JSON per log-probability, about; a response that is too large by this estimate is refused at once.
 _SCORE_BYTES = 80
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What an answer follows, as tokens and as the text that `echo` shows."""
+    """A prompt as tokens, and as the text that `echo` returns."""
 
     tokens: list[int]
     text: str
 
 
 class Tokenizer:
-    """Texts of requests as tokens; those that cannot fit are refused before they are tokenised to the end."""
+    """Tokenizes prompts; one that cannot fit is refused before it is tokenized as a whole."""
 
     def __init__(self, vocabulary: Vocabulary, config: HandlerConfig) -> None:
         self._vocabulary = vocabulary
         self._most = config.context_length
         longest = max(len(vocabulary.name(token)) for token in range(vocabulary.size))
-        # 512 KiB at 4,096 tokens of up to 128 bytes.
+        # 512 KiB for 4,096 tokens of up to 128 bytes.
         self._most_bytes = self._most * longest
 
     def completion(self, request: CompletionRequest) -> list[Prompt]:
-        """The prompts of v1/completions; with a suffix, those that ask for what stands between.
+        """The prompts of v1/completions; with a suffix, in the model's fill-in-the-middle form.
 
         Raises:
-            RequestError: 400; a prompt is too long, a token id is out of range, or the model cannot do what is asked.
+            RequestError: 400; a prompt is too long, a token id is out of range, or the model cannot fill in the middle.
         """
         suffix = self._tokens(request.suffix, "suffix", begin=False) if request.suffix else []
         return [self._prompt(prompt, suffix) for prompt in request.prompts]
@@ -103,27 +102,27 @@ class Tokenizer:
         return Prompt(self._not_empty(tokens, "prompt"), text)
 
     def chat(self, text: str) -> Prompt:
-        """The prompt that a chat template wrote.
+        """The prompt that a chat template has rendered.
 
         Raises:
-            RequestError: 400; it is too long, or empty, and the model needs at least one token.
+            RequestError: 400; it is too long, or it is empty and the model needs at least one token.
         """
         return Prompt(self._not_empty(self._tokens(text, "messages", special=True), "messages"), text)
 
     def _tokens(self, text: str, param: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        """The tokens of a text; one that cannot fit whatever it says is not tokenised, and a long one in part first."""
+        """The tokens of a text; one with too many bytes is refused, and of a long one the beginning is tried first."""
         if len(text.encode()) > self._most_bytes:
             raise _too_long(param, self._most, f"more than {self._most}")
         beginning = text[: _BYTES_PER_TOKEN * self._most]
         if len(beginning) < len(text):
             least = len(self._vocabulary.encode(beginning, special=special, begin=begin))
-            # Twice as much, since a text's beginning may be cut in the middle of a word.
+            # Twice as many, since the beginning may be cut inside a word.
             if least > 2 * self._most:
                 raise _too_long(param, self._most, f"more than {self._most}")
         return self._vocabulary.encode(text, special=special, begin=begin)
 
     def _not_empty(self, tokens: list[int], param: str) -> list[int]:
-        """The tokens; in place of none, the one that begins a text."""
+        """The tokens; instead of none, the model's start token."""
         if tokens:
             return tokens
         start = self._vocabulary.bos_token()
@@ -139,70 +138,71 @@ def to_generations(
     grammars: Grammars,
     config: HandlerConfig,
     *,
-    identity: str = "",
+    request_id: str = "",
     held_back: bool = False,
 ) -> list[list[Generation]]:
-    """The candidates for an answer to each prompt.
+    """The sequences of a request: by prompt, the candidates of which the best are returned.
 
     Args:
         request: as validated.
         prompts: its prompts.
-        vocabulary: of the target.
-        grammars: what makes constraints.
+        vocabulary: the target's.
+        grammars: compiles constraints.
         config: of the server.
-        identity: of the request.
-        held_back: whether it is for the control group, if it does not ask for drafts of its own.
+        request_id: TorchServe's.
+        held_back: whether the request is drawn for the control group; it is not if it sets `speculation`.
 
     Raises:
         RequestError: 400; a prompt, a grammar or `speculation` does not fit.
     """
     _check_caps(request, prompts, config)
     sampling = _sampling(request, vocabulary)
-    group = _group(request, config, held_back=held_back)
-    family = plain_family((request.metadata or {}).get("prompt_family", ""))
+    # Only requests that leave speculation to the server, and the server to the controller, are randomised.
+    randomised = request.speculation is None and config.speculation.mode == "auto"
+    group: Group = "holdback" if randomised and held_back else _mode(request, config)
+    family = family_label((request.metadata or {}).get("prompt_family", ""))
+    info = RequestInfo(request_id, family, group, randomised)
     speculation = _speculation(request, sampling, config, group)
-    drawn = _takes_part(request, config)
     grammar = _grammar(request, grammars)
-    guess = "" if request.prediction is None else text_of(request.prediction.content)
-    prediction = _predicted(guess, vocabulary, config.context_length)
-    several = request.candidates > request.choices
-    result: list[list[Generation]] = []
-    stops = list(request.stop or [])
+    prediction = "" if request.prediction is None else text_of(request.prediction.content)
+    # As far as an output can reach.
+    most = config.context_length
+    predicted = vocabulary.encode(prediction[: _BYTES_PER_TOKEN * most], begin=False)[:most] if prediction else []
+    scored = request.scored
+    if scored is None and request.candidates > request.choices:
+        scored = 0  # the best candidates are those with the highest log-probability
     size = ResponseSize(
-        vocabulary, chat=isinstance(request, ChatRequest), choices=request.choices, begun=_echoes(request, prompts)
+        vocabulary, chat=isinstance(request, ChatRequest), choices=request.choices, initial=_echoed(request, prompts)
     )
-    for prompt in prompts:
-        wanted = _answer_length(request, prompt, config)
-        sequences = [
-            Sequence(
+    result = [
+        [
+            Generation(
                 prompt.tokens,
                 sampling,
                 speculation,
-                max_tokens=wanted,
+                vocabulary,
+                request.stop or (),
+                info=info,
+                index=number * request.candidates + choice,
+                size=size,
+                max_tokens=_max_tokens(request, prompt, config),
                 choice=choice,
-                # The best of several are those whose tokens score best.
-                top_logprobs=0 if request.scored is None and several else request.scored,
+                top_logprobs=scored,
                 scores_prompt=request.scores_prompt and choice == 0,
                 constraint=None if grammar is None else grammar.fork(),
-                prediction=prediction,
+                prediction=predicted,
             )
             for choice in range(request.candidates)
         ]
-        first = len(result) * request.candidates
-        origins = [Origin(identity, first + number, family, group, drawn) for number in range(request.candidates)]
-        result.append([Generation(s, vocabulary, stops, o, size) for s, o in zip(sequences, origins, strict=True)])
-    _check_response(request, prompts, result)
+        for number, prompt in enumerate(prompts)
+    ]
+    _check_response_size(request, prompts, result)
     return result
 
 
-def _predicted(guess: str, vocabulary: Vocabulary, most: int) -> list[int]:
-    """The tokens of the client's guess of an answer, as far as an answer can reach."""
-    return vocabulary.encode(guess[: _BYTES_PER_TOKEN * most], begin=False)[:most] if guess else []
-
-
-def _answer_length(request: GenerationRequest, prompt: Prompt, config: HandlerConfig) -> int:
-    """How long an answer may be, in the room that the context has behind a prompt."""
-    # A prompt that is only scored may fill it.
+def _max_tokens(request: GenerationRequest, prompt: Prompt, config: HandlerConfig) -> int:
+    """The most output tokens, as far as the context has room after the prompt."""
+    # A prompt without output may fill it.
     room = config.context_length - len(prompt.tokens)
     if room < (request.most_tokens != 0):
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
@@ -212,7 +212,7 @@ def _answer_length(request: GenerationRequest, prompt: Prompt, config: HandlerCo
 
 
 def _check_caps(request: GenerationRequest, prompts: list[Prompt], config: HandlerConfig) -> None:
-    """Refuse what is beyond the operator's caps."""
+    """Refuse what exceeds the operator's caps."""
     asked, cap = request.most_tokens, config.max_tokens
     if asked is not None and cap is not None and asked > cap:
         chat = isinstance(request, ChatRequest) and request.max_completion_tokens is not None
@@ -224,26 +224,26 @@ def _check_caps(request: GenerationRequest, prompts: list[Prompt], config: Handl
         )
 
 
-def _echoes(request: GenerationRequest, prompts: list[Prompt]) -> int:
-    """Bytes of JSON that the prompts take which all answers of a response repeat."""
+def _echoed(request: GenerationRequest, prompts: list[Prompt]) -> int:
+    """Bytes of JSON that echoed prompts take in all choices."""
     if not (isinstance(request, CompletionRequest) and request.echo):
         return 0
     return request.choices * sum(len(json.dumps(prompt.text)) for prompt in prompts)
 
 
-def _check_response(request: GenerationRequest, prompts: list[Prompt], groups: list[list[Generation]]) -> None:
-    """Refuse what would make a response of many megabytes, which TorchServe would not carry."""
-    places = sum(group[0].sequence.max_tokens for group in groups)
+def _check_response_size(request: GenerationRequest, prompts: list[Prompt], groups: list[list[Generation]]) -> None:
+    """Refuse a request whose response would be too large for TorchServe."""
+    positions = sum(group[0].max_tokens for group in groups)
     if request.scores_prompt:
-        places += sum(group[0].sequence.prompt_length for group in groups)
-    scores = 0 if request.scored is None else places * (1 + request.scored) * _SCORE_BYTES
-    # Scores name the tokens once more.
-    echoes = (1 + request.scores_prompt) * _echoes(request, prompts)
-    size = request.choices * scores + echoes
+        positions += sum(group[0].prompt_length for group in groups)
+    scores = 0 if request.scored is None else positions * (1 + request.scored) * _SCORE_BYTES
+    # Scores spell the prompt's tokens again.
+    echoed = (1 + request.scores_prompt) * _echoed(request, prompts)
+    size = request.choices * scores + echoed
     if size > MAX_RESPONSE_BYTES:
         chat = isinstance(request, ChatRequest)
         raise _invalid(
-            "top_logprobs" if chat else "logprobs" if scores > echoes else "echo",
+            "top_logprobs" if chat else "logprobs" if scores > echoed else "echo",
             f"The log-probabilities and echoed prompts of this request may take {size // 2**20} MB, over "
             f"{MAX_RESPONSE_BYTES // 2**20}: ask for fewer answers, tokens or alternatives, or set 'max_tokens'.",
         )
@@ -284,49 +284,36 @@ def _grammar(request: GenerationRequest, grammars: Grammars) -> Grammar | None:
     return None
 
 
-def _group(request: GenerationRequest, config: HandlerConfig, *, held_back: bool) -> Group:
-    """Who decides on the drafts of a request; one that asks for nothing of its own may be held back."""
+def _mode(request: GenerationRequest, config: HandlerConfig) -> Literal["auto", "fixed", "off"]:
+    """The request's speculation mode; `auto` is the server's."""
     if request.speculation is not None and request.speculation.mode != "auto":
         return request.speculation.mode
-    return "holdback" if held_back and _takes_part(request, config) else config.speculation.mode
-
-
-def _takes_part(request: GenerationRequest, config: HandlerConfig) -> bool:
-    """Whether a request leaves it to the server, and the server to the controller, so that chance may hold it back."""
-    return request.speculation is None and config.speculation.mode == "auto"
+    return config.speculation.mode
 
 
 def _speculation(
     request: GenerationRequest, sampling: SamplingParams, config: HandlerConfig, group: Group
 ) -> SpeculationParams:
     options = request.speculation or SpeculationOptions()
+    limits = config.speculation
     drafter = None if options.drafter == "auto" else options.drafter
     if config.draft is None and drafter == "model":
         raise _invalid("speculation.drafter", "This server has no draft model.")
-    return SpeculationParams(
-        gamma=_gamma(options, group, config),
-        verification=options.verification or _verification(sampling),
-        drafter=drafter,
-        adaptive=group == "auto",
-    )
-
-
-def _gamma(options: SpeculationOptions, group: Group, config: HandlerConfig) -> int:
-    """How many drafts a round may have."""
-    limits = config.speculation
+    verification = options.verification or _verification(sampling)
+    if group == "auto":
+        return SpeculationParams(limits.max_gamma, verification, drafter, "adaptive")
     if group != "fixed":
-        return limits.max_gamma if group == "auto" else 0
-    if options.gamma is None:
-        return limits.gamma
-    if options.gamma > limits.max_gamma:
+        return SpeculationParams(0, verification, drafter, "off")
+    gamma = limits.gamma if options.gamma is None else options.gamma
+    if gamma > limits.max_gamma:
         raise _invalid("speculation.gamma", f"'speculation.gamma' may be at most {limits.max_gamma} on this server.")
-    return options.gamma
+    return SpeculationParams(gamma, verification, drafter, "fixed")
 
 
 def _verification(sampling: SamplingParams) -> Verification:
-    """Coupled where a seed asks for one text, else the rule that accepts most; on greedy text all are the same."""
+    """`coupled` with a seed, so that the text repeats; else the rule that accepts most. Greedy, all are the same."""
     if sampling.temperature == 0:
-        return "token"  # the plainest name for what `verify_greedy` does
+        return "token"  # the name that describes `verify_greedy` best
     return "block" if sampling.seed is None else "coupled"
 
 

@@ -1,4 +1,4 @@
-"""What clients read: OpenAI's response objects and stream chunks, made of generations."""
+"""OpenAI's response objects and stream events, made from generations."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any, ClassVar, Generic
 
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
-from specserve.sequence import Account, Tally
+from specserve.sequence import SequenceStats, Tally
 from specserve.serving.generation import Generation
 from specserve.serving.openai.logprobs import chat_logprobs, completion_logprobs, joined, prompt_logprobs
 from specserve.serving.openai.parse import Prompt
+from specserve.serving.openai.request_schema import AnyRequest, ChatRequest, CompletionRequest
 from specserve.serving.openai.response_schema import (
     ChatChoice,
     ChatChunkChoice,
@@ -27,25 +28,69 @@ from specserve.serving.openai.response_schema import (
     Totals,
     Usage,
 )
-from specserve.serving.openai.schema import ChatRequest, CompletionRequest
-from specserve.serving.openai.validation import AnyRequest
-
-Json = dict[str, Any]
 
 
-def sse(event: Mapping[str, object]) -> str:
-    """One event of a stream."""
-    return f"data: {json.dumps(event)}\n\n"
-
-
-SSE_END = "data: [DONE]\n\n"
-
-
-class Answer(ABC, Generic[AnyRequest]):
-    """The answer to one request, whole or as a stream of chunks.
+class Response(ABC):
+    """The response to one request, and whether the client has its status.
 
     Args:
-        candidates: for every prompt the generations of which the best are given.
+        generations: the sequences that it is made of.
+    """
+
+    def __init__(self, generations: list[Generation]) -> None:
+        self.generations = generations
+        self.status_sent = False
+        # When the status is sent at the latest, by time.monotonic().
+        self.status_deadline = 0.0
+
+    @property
+    def error(self) -> RequestError | None:
+        """The error of the first generation that has one."""
+        return next((generation.error for generation in self.generations if generation.error), None)
+
+    @property
+    def done(self) -> bool:
+        """Whether it is complete."""
+        return self.error is not None or all(generation.done for generation in self.generations)
+
+    @property
+    def status(self) -> int:
+        """The HTTP status, as far as is known."""
+        return self.error.status if self.error else 200
+
+    @abstractmethod
+    def body(self) -> Mapping[str, Any]:
+        """The whole JSON object; the response must be done."""
+
+
+class JsonResponse(Response):
+    """A response that is complete from the start: an error, or a route that generates nothing."""
+
+    def __init__(self, status: int, body: Mapping[str, Any]) -> None:
+        super().__init__([])
+        self._status = status
+        self._body = body
+
+    @property
+    def status(self) -> int:
+        """The HTTP status."""
+        return self._status
+
+    def body(self) -> Mapping[str, Any]:
+        """The JSON object."""
+        return self._body
+
+
+class GenerationResponse(Response, Generic[AnyRequest]):
+    """The response of a route that generates, whole or as a stream.
+
+    Args:
+        request: as validated.
+        prompts: its prompts.
+        candidates: by prompt, the generations of which the best are returned.
+        vocabulary: the target's.
+        request_id: TorchServe's.
+        model: the id that the request has named.
     """
 
     prefix: ClassVar[str]
@@ -59,17 +104,17 @@ class Answer(ABC, Generic[AnyRequest]):
         candidates: list[list[Generation]],
         *,
         vocabulary: Vocabulary,
-        identity: str,
+        request_id: str,
         model: str,
     ) -> None:
+        super().__init__([generation for group in candidates for generation in group])
         self.streams = bool(request.stream)
-        self.generations = [generation for group in candidates for generation in group]
         self._request = request
         self._prompts = prompts
         self._candidates = candidates
         self._vocabulary = vocabulary
-        self._head: Json = {
-            "id": f"{self.prefix}-{identity}",
+        self._head = {
+            "id": f"{self.prefix}-{request_id}",
             "object": self.chunk_object if self.streams else self.whole_object,
             "created": int(time.time()),
             "model": model,
@@ -82,46 +127,38 @@ class Answer(ABC, Generic[AnyRequest]):
         """A choice of the whole response."""
 
     @abstractmethod
-    def _piece(self, index: int, generation: Generation) -> Mapping[str, object]:
+    def _delta(self, index: int, generation: Generation) -> Mapping[str, object]:
         """A choice of a chunk."""
 
-    @property
-    def error(self) -> RequestError | None:
-        """Why there is no answer."""
-        return next((generation.error for generation in self.generations if generation.error), None)
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing more will come."""
-        return self.error is not None or all(generation.done for generation in self.generations)
-
-    def body(self) -> Json:
-        """The whole response; the answer must be done."""
+    def body(self) -> Mapping[str, Any]:
+        """The whole response, or the error object."""
+        if self.error:
+            return self.error.body()
         best = [generation for group in self._candidates for generation in self._best(group)]
         choices = [self._whole(index, generation) for index, generation in enumerate(best)]
         return {**self._head, "choices": choices, **self._totals()}
 
     def next_events(self) -> str:
-        """The stream's events since the last call, '' where there is nothing new; the end of it when done."""
-        if self.error is not None:
-            return sse(self.error.body()) + SSE_END
+        """The stream's events since the last call, '' where there is nothing new; when done, the end of the stream."""
+        if self.error:
+            return _event(self.error.body()) + _END
         events = ""
         usage = {"usage": None} if self._wants_usage else {}
         for index, generation in enumerate(self.generations):
-            news = generation.has_text or generation.done
-            if index in self._ended or not news or not self._prompt_is_scored(index):
+            has_news = generation.has_text or generation.done
+            if index in self._ended or not has_news or not self._prompt_is_scored(index):
                 continue
             if generation.done:
                 self._ended.add(index)
-            events += sse({**self._head, "choices": [self._piece(index, generation)], **usage})
+            events += _event({**self._head, "choices": [self._delta(index, generation)], **usage})
         if len(self._ended) == len(self.generations):
             if self._wants_usage:
-                events += sse({**self._head, "choices": [], **self._totals()})
-            events += SSE_END
+                events += _event({**self._head, "choices": [], **self._totals()})
+            events += _END
         return events
 
     def _best(self, group: list[Generation]) -> list[Generation]:
-        """The candidates whose tokens are the most probable, in the order they were asked for if all are given."""
+        """The candidates with the highest mean log-probability; in their order if all are returned."""
         count = self._request.choices
         return group if count == len(group) else sorted(group, key=lambda one: -one.mean_logprob)[:count]
 
@@ -129,9 +166,9 @@ class Answer(ABC, Generic[AnyRequest]):
         return index // self._request.choices
 
     def _prompt_is_scored(self, index: int) -> bool:
-        """Whether the scores are there that a first chunk shows; another choice may be ahead of the one that reads."""
-        reader = self._candidates[self._prompt_of(index)][0].sequence
-        return not reader.scores_prompt or len(reader.prompt_scores) == reader.prompt_length - 1
+        """Whether the prompt's scores for the first chunk are there; another choice may be ahead of the scored one."""
+        scored = self._candidates[self._prompt_of(index)][0]
+        return not scored.scores_prompt or len(scored.prompt_scores) == scored.prompt_length - 1
 
     @property
     def _wants_usage(self) -> bool:
@@ -139,63 +176,58 @@ class Answer(ABC, Generic[AnyRequest]):
         return options is not None and options.include_usage
 
     def _totals(self) -> Totals:
-        return {"usage": self._usage(), "speculation": self._speculation()}
+        stats = SequenceStats.total(generation.stats for generation in self.generations)
+        return {"usage": self._usage(stats), "speculation": self._speculation(stats)}
 
-    def _usage(self) -> Usage:
-        prompts = sum(group[0].sequence.prompt_length for group in self._candidates)
-        written = sum(generation.sequence.generated for generation in self.generations)
-        predicted = self._account().drafters.get("prediction", Tally())
+    def _usage(self, stats: SequenceStats) -> Usage:
+        prompt_tokens = sum(group[0].prompt_length for group in self._candidates)
+        completion_tokens = sum(generation.generated for generation in self.generations)
+        prediction = stats.drafters.get("prediction", Tally())
         return {
-            "prompt_tokens": prompts,
-            "completion_tokens": written,
-            "total_tokens": prompts + written,
-            "prompt_tokens_details": {"cached_tokens": sum(group[0].sequence.reused for group in self._candidates)},
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(group[0].cached_tokens for group in self._candidates)},
             "completion_tokens_details": {
-                "accepted_prediction_tokens": predicted.accepted,
-                "rejected_prediction_tokens": predicted.drafted - predicted.accepted,
+                "accepted_prediction_tokens": prediction.accepted,
+                "rejected_prediction_tokens": prediction.drafted - prediction.accepted,
             },
         }
 
-    def _account(self) -> Account:
-        return Account.total(generation.sequence.account for generation in self.generations)
-
-    def _speculation(self) -> Speculation:
-        """The account of the request: what was drafted, and where the time went."""
-        account = self._account()
-        params = self.generations[0].sequence.speculation
-        plain = account.plain_seconds
+    def _speculation(self, stats: SequenceStats) -> Speculation:
+        params = self.generations[0].speculation
         return {
-            "mode": "auto" if params.adaptive else "fixed" if params.gamma else "off",
+            "mode": "auto" if params.mode == "adaptive" else params.mode,
             "verification": params.verification,
-            "rounds": account.rounds,
-            "drafted_tokens": account.drafted,
-            "accepted_tokens": account.accepted,
-            "mean_acceptance_length": round(account.mean_acceptance_length, 3),
-            "gamma_histogram": {str(gamma): count for gamma, count in sorted(account.gammas.items())},
+            "rounds": stats.rounds,
+            "drafted_tokens": stats.drafted,
+            "accepted_tokens": stats.accepted,
+            "mean_acceptance_length": round(stats.mean_acceptance_length, 3),
+            "gamma_histogram": {str(gamma): count for gamma, count in sorted(stats.gammas.items())},
             "drafters": {
-                name: {"drafted": tally.drafted, "accepted": tally.accepted} for name, tally in account.drafters.items()
+                name: {"drafted": tally.drafted, "accepted": tally.accepted} for name, tally in stats.drafters.items()
             },
             "seconds": {
-                "prefill": round(account.prefill_seconds, 6),
-                "draft": round(account.draft_seconds, 6),
-                "target": round(account.target_seconds, 6),
-                "other": round(account.other_seconds, 6),
-                "plain_estimate": round(plain, 6),
+                "prefill": round(stats.prefill_seconds, 6),
+                "draft": round(stats.draft_seconds, 6),
+                "target": round(stats.target_seconds, 6),
+                "other": round(stats.other_seconds, 6),
+                "plain_estimate": round(stats.plain_seconds, 6),
             },
-            "estimated_speedup": round(plain / account.decode_seconds, 3) if account.decode_seconds else None,
+            "estimated_speedup": round(stats.plain_seconds / stats.decode_seconds, 3) if stats.decode_seconds else None,
         }
 
 
-class CompletionAnswer(Answer[CompletionRequest]):
-    """The answer of v1/completions."""
+class CompletionResponse(GenerationResponse[CompletionRequest]):
+    """The response of v1/completions."""
 
     prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
     def _whole(self, index: int, generation: Generation) -> CompletionChoice:
-        return self._piece(index, generation)
+        return self._delta(index, generation)
 
-    def _piece(self, index: int, generation: Generation) -> CompletionChoice:
+    def _delta(self, index: int, generation: Generation) -> CompletionChoice:
         echo = self._prompts[self._prompt_of(index)].text if self._request.echo else ""
         first = index not in self._begun
         self._begun.add(index)
@@ -210,16 +242,16 @@ class CompletionAnswer(Answer[CompletionRequest]):
         top = self._request.logprobs
         if top is None:
             return None
-        answer = completion_logprobs(generation.take_tokens(), self._vocabulary, top=top, shift=shift)
+        output = completion_logprobs(generation.take_tokens(), self._vocabulary, top=top, shift=shift)
         if not (first and self._request.echo):
-            return answer
+            return output
         prompt = self._prompts[self._prompt_of(index)]
-        scores = self._candidates[self._prompt_of(index)][0].sequence.prompt_scores
-        return joined(prompt_logprobs(prompt.text, prompt.tokens, scores, self._vocabulary, top=top), answer)
+        scores = self._candidates[self._prompt_of(index)][0].prompt_scores
+        return joined(prompt_logprobs(prompt.text, prompt.tokens, scores, self._vocabulary, top=top), output)
 
 
-class ChatAnswer(Answer[ChatRequest]):
-    """The answer of v1/chat/completions."""
+class ChatResponse(GenerationResponse[ChatRequest]):
+    """The response of v1/chat/completions."""
 
     prefix = "chatcmpl"
     whole_object = "chat.completion"
@@ -233,7 +265,7 @@ class ChatAnswer(Answer[ChatRequest]):
             "finish_reason": generation.finish_reason,
         }
 
-    def _piece(self, index: int, generation: Generation) -> ChatChunkChoice:
+    def _delta(self, index: int, generation: Generation) -> ChatChunkChoice:
         delta: ChatDelta = {}
         if index not in self._begun:
             self._begun.add(index)
@@ -252,11 +284,19 @@ class ChatAnswer(Answer[ChatRequest]):
         return chat_logprobs(generation.take_tokens(), self._vocabulary) if self._request.logprobs else None
 
 
-def model_object(identity: str, created: int) -> Model:
+def model_object(model_id: str, created: int) -> Model:
     """One entry of v1/models."""
-    return {"id": identity, "object": "model", "created": created, "owned_by": "specserve"}
+    return {"id": model_id, "object": "model", "created": created, "owned_by": "specserve"}
 
 
-def model_list(identities: list[str], created: int) -> ModelList:
+def model_list(model_ids: list[str], created: int) -> ModelList:
     """The response of v1/models."""
-    return {"object": "list", "data": [model_object(identity, created) for identity in identities]}
+    return {"object": "list", "data": [model_object(model_id, created) for model_id in model_ids]}
+
+
+_END = "data: [DONE]\n\n"
+
+
+def _event(data: Mapping[str, object]) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(data)}\n\n"

@@ -1,4 +1,4 @@
-"""The shapes of what clients read, OpenAI's and beside them the account of speculation."""
+"""The responses of all routes as typed dictionaries: OpenAI's, with the field `speculation`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class CompletionLogprobs(TypedDict):
-    """Log-probabilities as v1/completions tells them, place by place."""
+    """Log-probabilities of v1/completions, by position."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -19,7 +19,7 @@ class CompletionLogprobs(TypedDict):
 
 
 class TopLogprob(TypedDict):
-    """A token that was possible, by v1/chat/completions."""
+    """An alternative token of v1/chat/completions."""
 
     token: str
     logprob: float
@@ -27,20 +27,20 @@ class TopLogprob(TypedDict):
 
 
 class TokenLogprob(TopLogprob):
-    """A token that was written, by v1/chat/completions."""
+    """An output token of v1/chat/completions."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(TypedDict):
-    """Log-probabilities as v1/chat/completions tells them."""
+    """Log-probabilities of v1/chat/completions."""
 
     content: list[TokenLogprob]
     refusal: None
 
 
 class CompletionChoice(TypedDict):
-    """One answer of v1/completions, or the next piece of it."""
+    """A choice of v1/completions, whole or a chunk of it."""
 
     index: int
     text: str
@@ -49,7 +49,7 @@ class CompletionChoice(TypedDict):
 
 
 class ChatMessage(TypedDict):
-    """What the assistant says."""
+    """The message of a choice."""
 
     role: Literal["assistant"]
     content: str
@@ -57,7 +57,7 @@ class ChatMessage(TypedDict):
 
 
 class ChatChoice(TypedDict):
-    """One answer of v1/chat/completions."""
+    """A choice of v1/chat/completions."""
 
     index: int
     message: ChatMessage
@@ -66,14 +66,14 @@ class ChatChoice(TypedDict):
 
 
 class ChatDelta(TypedDict):
-    """The next piece of what the assistant says."""
+    """The next part of a message."""
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
 
 
 class ChatChunkChoice(TypedDict):
-    """The next piece of one answer of v1/chat/completions."""
+    """A chunk of a choice of v1/chat/completions."""
 
     index: int
     delta: ChatDelta
@@ -82,20 +82,20 @@ class ChatChunkChoice(TypedDict):
 
 
 class PromptDetails(TypedDict):
-    """How much of the prompts needed no reading."""
+    """The prompt tokens that needed no prefill."""
 
     cached_tokens: int
 
 
 class CompletionDetails(TypedDict):
-    """What became of the tokens that the client predicted and that were tried."""
+    """The tokens of the client's prediction that were drafted."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
 
 class Usage(TypedDict):
-    """Numbers of tokens; every prompt counts once, every written candidate counts."""
+    """Numbers of tokens: every prompt once, and every candidate of `best_of`."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -104,15 +104,15 @@ class Usage(TypedDict):
     completion_tokens_details: CompletionDetails
 
 
-class DrafterAccount(TypedDict):
-    """What one drafter gave, and how much of it stayed."""
+class DrafterCounts(TypedDict):
+    """Drafted and accepted tokens of one drafter."""
 
     drafted: int
     accepted: int
 
 
 class Seconds(TypedDict):
-    """Where the request's share of the time went; `plain_estimate` is what plain decoding would have taken."""
+    """The request's share of the time; `plain_estimate` is the estimate for decoding without drafts."""
 
     prefill: float
     draft: float
@@ -122,7 +122,7 @@ class Seconds(TypedDict):
 
 
 class Speculation(TypedDict):
-    """The account of a request's speculation."""
+    """Statistics of a request's speculative decoding."""
 
     mode: Literal["auto", "off", "fixed"]
     verification: Literal["token", "block", "coupled"]
@@ -131,13 +131,13 @@ class Speculation(TypedDict):
     accepted_tokens: int
     mean_acceptance_length: float
     gamma_histogram: dict[str, int]
-    drafters: dict[str, DrafterAccount]
+    drafters: dict[str, DrafterCounts]
     seconds: Seconds
     estimated_speedup: float | None
 
 
 class Totals(TypedDict):
-    """What a request has used."""
+    """Usage and speculation statistics of a request."""
 
     usage: Usage
     speculation: Speculation
@@ -154,7 +154,7 @@ class Completion(Totals):
 
 
 class CompletionChunk(TypedDict):
-    """An event of a stream of v1/completions; the last one may have no choices but the totals."""
+    """An event of a stream of v1/completions; the last one may have the totals and no choices."""
 
     id: str
     object: Literal["text_completion"]
@@ -176,7 +176,7 @@ class ChatCompletion(Totals):
 
 
 class ChatCompletionChunk(TypedDict):
-    """An event of a stream of v1/chat/completions; the last one may have no choices but the totals."""
+    """An event of a stream of v1/chat/completions; the last one may have the totals and no choices."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -203,29 +203,8 @@ class ModelList(TypedDict):
     data: list[Model]
 
 
-class Speculator(TypedDict):
-    """The response of v1/speculation: what an operator may want to know of this server."""
-
-    object: Literal["speculation"]
-    model: str
-    versions: dict[str, str]
-    build: str
-    processor: str
-    threads: int
-    models: dict[str, dict[str, str | int | None]]
-    batch_invariance: dict[str, float | str | None]
-    kernels: dict[str, str | int | tuple[str, ...] | None]
-    costs: dict[str, dict[str, list[int] | list[float]]]
-    controller: dict[str, list[float]]
-    limits: dict[str, int | str]
-    sequences: dict[str, int]
-    draft_model_up: bool
-    holdback: dict[str, float] | None
-    plain_rounds: dict[str, float] | None
-
-
 class ErrorDetail(TypedDict):
-    """What is wrong, and with which field."""
+    """What is wrong, and in which field."""
 
     message: str
     type: str
@@ -234,13 +213,13 @@ class ErrorDetail(TypedDict):
 
 
 class ErrorResponse(TypedDict):
-    """The response to a request that cannot be answered."""
+    """The response to a request that is refused or fails."""
 
     error: ErrorDetail
 
 
 class FrontEndError(TypedDict):
-    """What TorchServe says of a request that it does not hand on: no token, a full queue, a body too large."""
+    """TorchServe's own error, of a request that does not reach the handler: no token, a full queue, a large body."""
 
     code: int
     type: str

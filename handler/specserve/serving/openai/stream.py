@@ -1,22 +1,26 @@
-"""From token bytes to text that may be shown: no broken UTF-8, no half of a stop string."""
+"""Incremental detokenization: whole characters only, and nothing that may become a stop string."""
 
 from __future__ import annotations
 
 import codecs
+from collections.abc import Iterable
 from functools import lru_cache
 
 
 class TextStream:
-    """The text of one answer as it grows; what a stop string may still claim is held back.
+    """The text of one sequence; its end is held back while it may be the beginning of a stop string.
 
-    Text is released once, by `take`. After a stop string was found nothing follows it, and it is not shown itself.
-    `length` counts the characters that were pushed, `released` those that are certain.
+    Text is returned once, by `take`; it ends before the first stop string. `length` counts the characters that were
+    pushed, `released` those that are no longer held back.
+
+    Args:
+        stops: the stop strings.
     """
 
-    def __init__(self, stops: list[str]) -> None:
+    def __init__(self, stops: Iterable[str]) -> None:
         self._stops = [(stop, _prefix_table(stop)) for stop in stops]
-        # Of each stop string, how many of its first characters the text ends with.
-        self._matched = [0] * len(stops)
+        # By stop string, how many of its first characters the text ends with.
+        self._matched = [0] * len(self._stops)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
         self._ready = ""
@@ -29,7 +33,7 @@ class TextStream:
         self._add(self._decoder.decode(piece))
 
     def finish(self) -> None:
-        """No more tokens come: an unfinished character becomes U+FFFD, and what was held back is released."""
+        """End the text: an incomplete character becomes U+FFFD, and what was held back is released."""
         if not self.stopped:
             self._add(self._decoder.decode(b"", final=True))
         self._release(len(self._held))
@@ -40,7 +44,7 @@ class TextStream:
         return bool(self._ready)
 
     def take(self) -> str:
-        """The text that became certain since the last call."""
+        """The text that was released since the last call."""
         ready, self._ready = self._ready, ""
         return ready
 
@@ -61,7 +65,7 @@ class TextStream:
 
     def _match(self, text: str) -> tuple[int, str] | None:
         """The first end of a stop string in `text`, and the longest stop string that ends there."""
-        for place, character in enumerate(text if self._stops else ""):
+        for position, character in enumerate(text if self._stops else ""):
             found = ""
             for index, (stop, table) in enumerate(self._stops):
                 matched = self._matched[index]
@@ -72,7 +76,7 @@ class TextStream:
                 if matched == len(stop):
                     found = max(found, stop, key=len)
             if found:
-                return place + 1, found
+                return position + 1, found
         return None
 
     def _release(self, count: int) -> None:
@@ -81,10 +85,10 @@ class TextStream:
         self.released += count
 
 
-# As many tables as a few requests have stop strings; one of 1,000 characters takes 0.1 ms and 8 kB.
+# Tables for the stop strings of a few requests; one of 1,000 characters takes 0.1 ms and 8 kB.
 @lru_cache(maxsize=64)
 def _prefix_table(stop: str) -> tuple[int, ...]:
-    """Knuth-Morris-Pratt: of every beginning of `stop`, how long its longest proper suffix is that is one too."""
+    """Knuth-Morris-Pratt: by prefix of `stop`, the length of its longest proper suffix that is a prefix too."""
     table = [0]
     for character in stop[1:]:
         matched = table[-1]

@@ -1,4 +1,4 @@
-"""Chat messages become a prompt by the model's own template, rendered in a sandbox."""
+"""Renders chat messages with the model's own template, in a sandbox."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specserve.errors import ModelLoadError, RequestError
 
 
 class ChatTemplate:
-    """The chat template of a GGUF; a template is a program of a stranger's, so it runs in Jinja's sandbox.
+    """The chat template of a GGUF; it is untrusted code, so it runs in Jinja's sandbox.
 
     Raises:
         ModelLoadError: the template cannot be compiled.
@@ -26,7 +26,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _strftime_now
-        # Jinja's own filter writes for HTML pages; templates were written against this one.
+        # Jinja's own filter escapes HTML; chat templates expect this one.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         try:
             self._template = environment.from_string(source)
@@ -35,7 +35,7 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos, "eos_token": eos}
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt that asks for the next answer of the assistant.
+        """The prompt for the assistant's next message.
 
         Raises:
             RequestError: 400; the template refuses these messages.

@@ -1,29 +1,38 @@
-"""The one definition of the requests that are understood, as pydantic models; validation.py reads them."""
+"""The requests of both routes as pydantic models, and their validation."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+import json
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
+from specserve.errors import RequestError
 from specserve.sequence import Verification
 
-MAX_STOPS = 16
+_MAX_STOPS = 16
 _MAX_BIASES = 1024
-MAX_CHOICES = 128
+_MAX_CHOICES = 128
 _INT64 = 2**63
-# OpenAI's default on v1/completions.
-_SHORT_ANSWER = 16
-
-
-DISAGREEMENT = "fields_disagree"
-UNKNOWN_FIELD = "unknown_field"
+# OpenAI's default of `max_tokens` on v1/completions.
+_COMPLETION_TOKENS = 16
+_DISAGREEMENT = "fields_disagree"
+_UNKNOWN_FIELD = "unknown_field"
 
 
 def _disagreement(param: str, sentence: str) -> PydanticCustomError:
-    """Fields that are right by themselves and wrong together; `param` is the one to change."""
-    return PydanticCustomError(DISAGREEMENT, "{sentence}", {"param": param, "sentence": sentence})
+    """The error of fields that exclude or need each other; `param` is the one to change."""
+    return PydanticCustomError(_DISAGREEMENT, "{sentence}", {"param": param, "sentence": sentence})
 
 
 class _Body(BaseModel):
@@ -32,24 +41,24 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _has_no_unknown_field(cls, body: Any) -> Any:
-        """One error for all of them, since pydantic would write a million for a million."""
+        """Name one unknown field; pydantic would make an error for each of a million."""
         known = {field.alias or name for name, field in cls.model_fields.items()}
         unknown = next((name for name in body if name not in known), None) if isinstance(body, dict) else None
         if unknown is not None:
             field = unknown.encode("utf-8", errors="replace").decode()
-            raise PydanticCustomError(UNKNOWN_FIELD, "unknown field", {"field": field})
+            raise PydanticCustomError(_UNKNOWN_FIELD, "unknown field", {"field": field})
         return body
 
 
 class StreamOptions(_Body):
-    """What a stream carries beside the text."""
+    """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class SpeculationOptions(_Body):
-    """Speculation for this request: the operator's default, none, or a fixed number of drafts a round."""
+    """Speculation for this request: the server's default, off, or a fixed number of draft tokens per round."""
 
     mode: Literal["auto", "off", "fixed"] = "auto"
     gamma: int | None = Field(default=None, ge=1, le=32)
@@ -58,7 +67,7 @@ class SpeculationOptions(_Body):
 
 
 def _at_most(count: int) -> BeforeValidator:
-    """Refuses a larger mapping before its values are looked at, since each wrong one would be an error."""
+    """Refuse a larger mapping before its values are validated, since each wrong one would be an error."""
 
     def check(mapping: Any) -> Any:
         if isinstance(mapping, dict) and len(mapping) > count:
@@ -69,8 +78,8 @@ def _at_most(count: int) -> BeforeValidator:
 
 
 def _is_unicode(text: str) -> str:
-    """JSON can spell half of a surrogate pair, which no tokenizer can read."""
-    text.encode()  # the error of one that cannot be encoded is a ValueError, pydantic's own language
+    """Refuse half of a surrogate pair, which JSON can spell and no tokenizer can read."""
+    text.encode()  # raises a ValueError, which pydantic reports
     return text
 
 
@@ -80,7 +89,7 @@ StopString = Annotated[Text, Field(min_length=1, max_length=1000)]
 
 
 class TextPart(_Body):
-    """A piece of a content."""
+    """A text part of a message's content."""
 
     type: Literal["text"]
     text: Text
@@ -90,19 +99,19 @@ Content = Text | Annotated[list[TextPart], Field(fail_fast=True)]
 
 
 def text_of(content: str | list[TextPart]) -> str:
-    """A content's whole text."""
+    """The text of a content, its parts joined."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class Prediction(_Body):
-    """The client's own guess of the answer (OpenAI's Predicted Outputs); it is verified as any draft is."""
+    """The client's predicted output (OpenAI's Predicted Outputs), used as a draft."""
 
     type: Literal["content"]
     content: Content
 
 
 class PlainText(_Body):
-    """Any text."""
+    """No constraint."""
 
     type: Literal["text"]
 
@@ -114,7 +123,7 @@ class JsonObject(_Body):
 
 
 class SchemaDescription(_Body):
-    """A JSON schema with the names that OpenAI gives it."""
+    """A JSON schema with OpenAI's fields around it."""
 
     name: str = Field(max_length=64)
     description: str | None = None
@@ -133,7 +142,7 @@ ResponseFormat = Annotated[PlainText | JsonObject | JsonSchema, Field(discrimina
 
 
 class GenerationRequest(_Body):
-    """What both routes take."""
+    """The fields of both routes."""
 
     model: str | None = None
     max_tokens: int | None = Field(default=None, ge=0)
@@ -146,17 +155,17 @@ class GenerationRequest(_Body):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    n: int | None = Field(default=None, ge=1, le=_MAX_CHOICES)
     ignore_eos: bool | None = False
     response_format: ResponseFormat | None = None
     grammar: Annotated[Text, Field(min_length=1)] | None = None
     prediction: Prediction | None = None
     speculation: SpeculationOptions | None = None
 
-    # Fields that OpenAI's clients send and that mean nothing here, but for metadata's `prompt_family`.
+    # Fields that OpenAI's clients send; they have no effect here, except metadata's `prompt_family`.
     user: str | None = None
     store: bool | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16), _at_most(16)] | None = None
@@ -191,27 +200,27 @@ class GenerationRequest(_Body):
 
     @property
     def choices(self) -> int:
-        """How many answers a prompt is given."""
+        """Number of choices per prompt."""
         return self.n or 1
 
     @property
     def candidates(self) -> int:
-        """How many answers are written for a prompt, of which the best are given."""
+        """Number of sequences per prompt, of which the best are returned."""
         return self.choices
 
     @property
     def most_tokens(self) -> int | None:
-        """How long the answer may be; None is as long as the context lasts."""
+        """The most output tokens; None is as many as the context holds."""
         return self.max_tokens
 
     @property
     def scored(self) -> int | None:
-        """How many of the most probable tokens are told at every place; None tells no log-probabilities."""
+        """Number of most probable tokens to return at every position; None returns no log-probabilities."""
         return None
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the prompt's tokens are scored as well."""
+        """Whether to return the log-probabilities of the prompt's tokens too."""
         return False
 
 
@@ -221,10 +230,10 @@ class CompletionRequest(GenerationRequest):
     prompt: (
         Text
         | Annotated[list[int], Field(fail_fast=True)]
-        | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_CHOICES)]
-        | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True, max_length=MAX_CHOICES)]
+        | Annotated[list[Text], Field(fail_fast=True, max_length=_MAX_CHOICES)]
+        | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True, max_length=_MAX_CHOICES)]
     )
-    max_tokens: int | None = Field(default=_SHORT_ANSWER, ge=0)
+    max_tokens: int | None = Field(default=_COMPLETION_TOKENS, ge=0)
     echo: bool | None = False
     best_of: int | None = Field(default=None, ge=1, le=20)
     suffix: Text | None = None
@@ -236,13 +245,13 @@ class CompletionRequest(GenerationRequest):
             raise _disagreement("best_of", "'best_of' may not be smaller than 'n'")
         if self.stream and self.candidates > self.choices:
             raise _disagreement("best_of", "'best_of' larger than 'n' cannot be streamed")
-        if len(self.prompts) * self.candidates > MAX_CHOICES:
-            raise _disagreement("prompt", f"a request may ask for at most {MAX_CHOICES} answers in all")
+        if len(self.prompts) * self.candidates > _MAX_CHOICES:
+            raise _disagreement("prompt", f"a request may ask for at most {_MAX_CHOICES} answers in all")
         return self
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, of which a request may have several."""
+        """The prompts, as a list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         several = [prompt for prompt in self.prompt if not isinstance(prompt, int)]
@@ -250,22 +259,22 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def candidates(self) -> int:
-        """How many answers are written for a prompt, of which the best are given."""
+        """Number of sequences per prompt, of which the best are returned."""
         return self.choices if self.best_of is None else self.best_of
 
     @property
     def most_tokens(self) -> int | None:
-        """How long the answer may be; null is the default, as if it were left out."""
-        return _SHORT_ANSWER if self.max_tokens is None else self.max_tokens
+        """The most output tokens; null means the default."""
+        return _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def scored(self) -> int | None:
-        """How many of the most probable tokens are told at every place; None tells no log-probabilities."""
+        """Number of most probable tokens to return at every position; None returns no log-probabilities."""
         return self.logprobs
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the prompt's tokens are scored as well."""
+        """Whether to return the log-probabilities of the prompt's tokens too."""
         return bool(self.echo) and self.logprobs is not None
 
 
@@ -276,7 +285,7 @@ class Message(_Body):
     content: Content
     name: str | None = None
 
-    # What an answer has beside its content, as clients send it back in the next turn.
+    # Fields of a response's message, which clients send back in the next turn.
     refusal: None = None
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: None = None
@@ -284,7 +293,7 @@ class Message(_Body):
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def for_template(self) -> dict[str, str]:
-        """The message as chat templates know it: plain text, and OpenAI's newer name for the system role undone."""
+        """The message as chat templates expect it: plain text, and `system` for OpenAI's newer role `developer`."""
         return {"role": "system" if self.role == "developer" else self.role, "content": text_of(self.content)}
 
 
@@ -297,7 +306,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
 
-    # Fields of OpenAI's reference that are not served; only values that ask for nothing are taken.
+    # Fields of OpenAI's API that are not supported; only values without effect are accepted.
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none"] | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -313,10 +322,64 @@ class ChatRequest(GenerationRequest):
 
     @property
     def scored(self) -> int | None:
-        """How many of the most probable tokens are told at every place; None tells no log-probabilities."""
+        """Number of most probable tokens to return at every position; None returns no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def most_tokens(self) -> int | None:
-        """How long the answer may be, by OpenAI's newer name for it first."""
+        """The most output tokens, by OpenAI's newer name first."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
+
+_NOT_SERVED = frozenset({"tools", "tool_choice", "functions", "function_call", "modalities", "audio"})
+_EXPECTED = {
+    "prompt": f"must be a string of valid Unicode, a list of token ids, or a list of up to {_MAX_CHOICES} of either",
+    "stop": f"must be a string or a list of at most {_MAX_STOPS} strings, none of them empty or over 1000 characters",
+    "messages": "must be a list of {role, content}, role being system, developer, user or assistant and content text",
+}
+
+
+def parse_body(body: object, kind: type[AnyRequest]) -> AnyRequest:
+    """Validate a request's body as TorchServe hands it over: a mapping, or bytes where it was not JSON.
+
+    Raises:
+        RequestError: 400; `param` names the field that is wrong.
+    """
+    if isinstance(body, bytes | bytearray | str):
+        try:
+            body = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"The request's body is not valid JSON: {error}.") from error
+    if not isinstance(body, dict):
+        raise RequestError("The request's body must be a JSON object; send it with content-type application/json.")
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise _explain(error.errors(include_url=False, include_input=False)[0]) from error
+
+
+def _explain(error: Any) -> RequestError:
+    """The RequestError for an error of pydantic's: one sentence that names the field."""
+    if error["type"] == _DISAGREEMENT:
+        param, sentence = error["ctx"]["param"], error["ctx"]["sentence"]
+        return RequestError(f"Invalid request: {sentence}.", param=param, code="invalid_value")
+    # pydantic adds the types it tried, such as "list[TextPart]".
+    path = [str(part) for part in error["loc"] if str(part).isidentifier() or isinstance(part, int)]
+    field, *inside = [*path, error["ctx"]["field"]] if error["type"] == _UNKNOWN_FIELD else path
+    if field == "response_format":
+        inside = inside[1:]  # the first part is the format's type
+    nested = ("speculation", "stream_options", "messages", "response_format", "prediction")
+    param = ".".join([field, *inside[:2]]) if field in nested else field
+    if error["type"] == _UNKNOWN_FIELD:
+        return RequestError(f"Unknown field: '{param}'.", param=param, code="unknown_parameter")
+    if error["type"] == "missing":
+        return RequestError(f"The field '{param}' is missing.", param=param, code="missing_required_parameter")
+    if field in _NOT_SERVED:
+        return RequestError(f"'{param}' is not supported by this server.", param=param, code="unsupported_value")
+    expected = _EXPECTED.get(field)
+    if expected is None:
+        message = str(error["msg"])
+        expected = message[0].lower() + message[1:]
+    return RequestError(f"Invalid value for '{param}': {expected}.", param=param, code="invalid_value")

@@ -1,4 +1,4 @@
-"""What was measured of a model on this machine is kept, and measured again where anything it depends on is another."""
+"""A cost table is measured once, and again when anything it depends on has changed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_model_is_measured_once(model: Path) -> None:
     assert json.loads(file.read_text())["model"] == "model.gguf"
 
 
-def test_two_workers_that_start_together_do_not_measure_each_other(model: Path) -> None:
+def test_two_workers_that_start_together_do_not_measure_at_the_same_time(model: Path) -> None:
     engines = [Counted() for _ in range(4)]
     with ThreadPoolExecutor() as workers:
         tables = list(workers.map(lambda engine: measured_cost(engine, model, threads=2, kernels="usual"), engines))
@@ -57,7 +57,7 @@ def test_two_workers_that_start_together_do_not_measure_each_other(model: Path) 
 
 
 @pytest.mark.parametrize("change", ["threads", "kernels", "head", "tail", "slots"])
-def test_it_is_measured_again_where_anything_has_changed_that_costs_depend_on(model: Path, change: str) -> None:
+def test_it_is_measured_again_when_anything_it_depends_on_has_changed(model: Path, change: str) -> None:
     measured_cost(Counted(), model, threads=2, kernels="usual")
     content = bytearray(model.read_bytes())
     if change in {"head", "tail"}:
@@ -74,7 +74,7 @@ def test_it_is_measured_again_where_anything_has_changed_that_costs_depend_on(mo
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", '{"rows": [1], "kv_len": [1], "seconds": [[1], [1]]}', '{"rows": 1}']
 )
-def test_a_file_that_cannot_be_read_is_measured_again_and_said(
+def test_an_unreadable_file_is_measured_again_and_logged(
     model: Path, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     measured_cost(Counted(), model, threads=2, kernels="usual")
@@ -88,7 +88,7 @@ def test_a_file_that_cannot_be_read_is_measured_again_and_said(
     assert json.loads(file.read_text())["rows"][0] == 1
 
 
-def test_a_server_that_may_not_write_there_measures_and_says_so(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unwritable_cache_is_logged(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     (model.parent / "cache").write_text("a file where the directory should be")
     with caplog.at_level(logging.WARNING):
         table = measured_cost(Counted(), model, threads=2, kernels="usual")

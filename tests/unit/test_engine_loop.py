@@ -1,4 +1,4 @@
-"""Slices of decoding: how long they are, which are begun ahead, and whose thread they run in."""
+"""The engine loop: how long its slices are, which are started, and in which thread they run."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from specserve.serving.engine_loop import Slices, engine_thread
+from specserve.serving.engine_loop import EngineLoop, engine_thread
 
 
 class Rounds:
-    """A scheduler with so many rounds left, each of which waits until it may."""
+    """A scheduler with `left` rounds, each of which waits for `may`."""
 
-    def __init__(self, left: int, *, reading: bool = False) -> None:
+    def __init__(self, left: int, *, prefilling: bool = False) -> None:
         self.left = left
-        self.reading = reading
+        self.prefilling = prefilling
         self.may = threading.Event()
         self.begun = threading.Event()
         self.threads: set[int] = set()
@@ -37,74 +37,74 @@ class Rounds:
         self.left = 0
 
 
-def slices(rounds: Any, seconds: float = math.inf) -> Slices:
-    return Slices(rounds, engine_thread(), seconds)
+def loop_of(rounds: Any, seconds: float = math.inf) -> EngineLoop:
+    return EngineLoop(rounds, engine_thread(), seconds)
 
 
 def test_a_slice_has_at_least_one_round() -> None:
     rounds = Rounds(5)
     rounds.may.set()
-    slices(rounds, 0).run()
+    loop_of(rounds, 0).run()
     assert (rounds.left, rounds.faults) == (4, [])
 
 
-def test_a_slice_ends_with_the_texts() -> None:
+def test_a_slice_ends_with_the_last_sequence() -> None:
     rounds = Rounds(5)
     rounds.may.set()
-    slices(rounds).run()
+    loop_of(rounds).run()
     assert (rounds.left, rounds.faults) == (0, [])
 
 
-def test_what_is_begun_ahead_runs_while_nobody_waits_for_it() -> None:
+def test_a_started_slice_runs_before_join() -> None:
     rounds = Rounds(5)
-    mine = slices(rounds)
-    mine.ahead()
+    loop = loop_of(rounds)
+    loop.start()
     assert rounds.begun.wait(10)
     rounds.may.set()
-    assert mine.finish()
+    assert loop.join()
     assert (rounds.left, rounds.faults) == (0, [])
-    assert not mine.finish()
+    assert not loop.join()
 
 
-def test_nothing_is_begun_before_a_prompt_is_read_or_when_all_is_said() -> None:
-    for rounds in (Rounds(5, reading=True), Rounds(0)):
-        mine = slices(rounds)
-        mine.ahead()
-        assert not mine.finish()
+def test_no_slice_is_started_with_a_prefill_or_without_sequences() -> None:
+    for rounds in (Rounds(5, prefilling=True), Rounds(0)):
+        loop = loop_of(rounds)
+        loop.start()
+        assert not loop.join()
         assert not rounds.begun.is_set()
 
 
-def test_news_end_a_slice_with_its_present_round_and_leave_the_next_alone() -> None:
+def test_an_interrupt_ends_a_slice_after_its_current_round_and_not_the_next_one() -> None:
     rounds = Rounds(5)
-    mine = slices(rounds)
-    mine.ahead()
+    loop = loop_of(rounds)
+    loop.start()
     assert rounds.begun.wait(10)
-    mine.hurry()
+    loop.interrupt()
     rounds.may.set()
-    assert mine.finish()
+    assert loop.join()
     assert rounds.left == 4
-    mine.run()
+    loop.run()
     assert (rounds.left, rounds.faults) == (0, [])
 
 
-def test_every_round_runs_in_one_thread_and_not_in_the_callers() -> None:
+def test_every_round_runs_in_the_engine_thread() -> None:
     rounds = Rounds(3)
     rounds.may.set()
-    mine = slices(rounds, 0)
-    mine.run()
-    mine.ahead()
-    mine.finish()
-    mine.run()
+    loop = loop_of(rounds, 0)
+    loop.run()
+    loop.start()
+    loop.join()
+    loop.run()
     assert len(rounds.threads) == 1
     assert threading.get_ident() not in rounds.threads
 
 
-def test_a_fault_ends_the_texts_and_not_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_fails_the_sequences_and_not_the_thread(caplog: pytest.LogCaptureFixture) -> None:
     class Faulty(Rounds):
         def step(self) -> None:
             raise ZeroDivisionError("of ours")
 
     rounds = Faulty(3)
-    slices(rounds).run()
+    loop_of(rounds).run()
     assert [str(fault) for fault in rounds.faults] == ["of ours"]
     assert "a round failed" in caplog.text

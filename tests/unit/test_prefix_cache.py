@@ -1,0 +1,104 @@
+"""The prefix cache: which slot a sequence gets, what it reuses, and what is evicted."""
+
+from __future__ import annotations
+
+import pytest
+
+from costs import flat
+from fake_engine import FakeEngine
+from specserve.sequence import SamplingParams, Sequence, SpeculationParams
+from specserve.serving.prefix_cache import PrefixCache
+from specserve.speculation.controller import Controller
+from specserve.speculation.drafters import Drafters
+
+SYSTEM = [7, 3, 9, 1] * 5
+
+
+class Bench:
+    """A prefix cache over a fake target without a draft model."""
+
+    def __init__(self, *, n_slots: int = 2, idle_tokens: int = 1000) -> None:
+        self.target = FakeEngine(vocabulary=24, n_slots=n_slots)
+        self.cache = PrefixCache(
+            self.target, Drafters(Controller(flat(0.01), None), vocabulary=24), idle_tokens=idle_tokens
+        )
+
+    def start(self, prompt: list[int], *, prefill: bool = True, scores_prompt: bool = False) -> Sequence:
+        """A sequence with a slot, and its prompt in the target's cache."""
+        sequence = sequence_of(prompt, scores_prompt=scores_prompt)
+        assert self.cache.assign(sequence, [])
+        if prefill:
+            self.target.cache[sequence.slot] = list(prompt)
+            sequence.target_cached = len(prompt)
+        return sequence
+
+    def finish(self, prompt: list[int]) -> Sequence:
+        """A sequence that has finished."""
+        sequence = self.start(prompt)
+        self.cache.release(sequence)
+        return sequence
+
+
+def sequence_of(prompt: list[int], *, scores_prompt: bool = False) -> Sequence:
+    params = SamplingParams(temperature=0), SpeculationParams(mode="off")
+    return Sequence(prompt, *params, max_tokens=9, scores_prompt=scores_prompt)
+
+
+def test_a_prompt_that_continues_a_finished_sequence_gets_its_slot() -> None:
+    bench = Bench()
+    first = bench.finish(SYSTEM)
+    second = bench.start([*SYSTEM, 2, 4], prefill=False)
+    assert (second.slot, second.cached_tokens, second.target_cached) == (first.slot, len(SYSTEM), len(SYSTEM))
+    assert bench.target.cache[second.slot] == SYSTEM
+
+
+def test_the_last_token_of_a_prompt_is_never_reused() -> None:
+    bench = Bench()
+    bench.finish(SYSTEM)
+    assert bench.start(SYSTEM, prefill=False).cached_tokens == len(SYSTEM) - 1
+
+
+def test_the_prefix_of_a_running_sequence_is_copied() -> None:
+    bench = Bench()
+    running = bench.start([*SYSTEM, 2])
+    other = bench.start([*SYSTEM, 4], prefill=False)
+    assert other.slot != running.slot
+    assert other.cached_tokens == len(SYSTEM)
+    assert bench.target.cache[other.slot] == SYSTEM
+    assert bench.target.cache[running.slot] == [*SYSTEM, 2]
+
+
+def test_a_short_common_prefix_is_copied_so_that_the_longer_one_stays_cached() -> None:
+    bench = Bench()
+    first = bench.finish(SYSTEM)
+    other = bench.start([*SYSTEM[:4], *[2] * 30], prefill=False)
+    assert other.slot != first.slot
+    assert other.cached_tokens == 4
+    assert bench.target.cache[first.slot] == SYSTEM
+
+
+def test_a_prompt_whose_tokens_are_scored_reuses_nothing() -> None:
+    bench = Bench()
+    bench.finish(SYSTEM)
+    assert bench.start([*SYSTEM, 2], prefill=False, scores_prompt=True).cached_tokens == 0
+
+
+def test_a_prompt_that_is_being_prefilled_for_another_sequence_waits() -> None:
+    bench = Bench()
+    prefilling = bench.start([*SYSTEM, 2], prefill=False)
+    other = sequence_of([*SYSTEM, 4])
+    assert not bench.cache.assign(other, [prefilling])
+    assert bench.cache.free == 1
+    assert bench.cache.assign(sequence_of([5, 6]), [prefilling])
+
+
+@pytest.mark.parametrize(
+    ("idle_tokens", "left"), [(60, [20, 20, 20]), (59, [0, 20, 20]), (20, [0, 0, 20]), (0, [0] * 3)]
+)
+def test_sequences_that_finished_first_are_evicted_first(idle_tokens: int, left: list[int]) -> None:
+    bench = Bench(n_slots=3, idle_tokens=idle_tokens)
+    sequences = [bench.start([token] * 20) for token in range(3)]
+    for sequence in sequences:
+        bench.cache.release(sequence)
+    assert [len(bench.target.cache[sequence.slot]) for sequence in sequences] == left
+    assert [sequence.target_cached for sequence in sequences] == left

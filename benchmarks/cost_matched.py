@@ -1,4 +1,4 @@
-"""Makes the "cost-matched 3B": a GGUF with the text of the default target (1.5B) and the cost of a Qwen2.5 3B.
+"""Makes the "cost-matched 3B": a GGUF with the text of the default target (1.5B, pure Q4_0) and the cost of a 3B.
 
 Identity blocks are appended until a forward pass reads as many bytes of weights as the 3B's: copies of the last block
 whose attn_output and ffn_down are zero, so that they cost what a block costs and change nothing. It stands in for 3B
@@ -20,12 +20,12 @@ from gguf import GGUFReader, GGUFValueType, GGUFWriter, ReaderTensor
 from rich.console import Console
 
 from common import argument_parser, print_result, read_tasks
+from perplexity import forms_of_the_target
 from specserve.config import usable_cores
 from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.tools import files, paths
-from specserve.tools.prepare import prepare
 
 # The matrices whose products a block adds to the residual stream.
 ZEROED = ("attn_output", "ffn_down")
@@ -168,7 +168,7 @@ def main() -> None:
     """Make the file, compare its greedy text with its source's, and print one JSON object."""
     parser = argument_parser(__doc__, quick="compare the text of one prompt instead of two", config=None)
     options = parser.parse_args()
-    source = prepare(paths.DEFAULT_CONFIG).target
+    _, source = forms_of_the_target()
     prompts = [task.text for task in read_tasks("code", 1 if options.quick else 2)]
     with Console(stderr=True).status("writing and comparing"):
         matched, planned = make(source)

@@ -1,54 +1,176 @@
 """What does a forward pass of n rows cost, under llama.cpp's kernels and under ours, and how near is that to the roof?
 
-Both are loaded from the same file into one process and take turns pass by pass, so that a moment when the machine is
-slow meets both alike. The roof is what no kernel can beat: a pass reads all weights once, and multiplies each of them
-once a row, so it takes at least bytes / bandwidth, and products / (0.7 x peak). Both are measured in between, too, and
-the best counts, since neighbours on the machine take their share of its memory.
+The roof is what no kernel can beat: a pass reads all weights once and multiplies each of them once a row, so it takes
+at least bytes / bandwidth and products / (0.7 x peak). Both are measured in between, and the best counts, since other
+guests of the host take their share of its memory. Each engine is a process that works only in its turns
+(pass_worker.py), so that changes in the machine's speed affect all alike. `peers.py passes` adds ik_llama.cpp and
+OpenVINO GenAI, which are built below .cache/peers/ the first time (a quarter of an hour on two cores).
 
-    .venv/bin/python benchmarks/cost_curve.py [--models FILE.gguf ...] [--variant NAME] [--passes N]
+    .venv/bin/python benchmarks/cost_curve.py [--quick] [--models FILE.gguf ...] [--variant NAME] [--turns N]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+import tarfile
+import venv
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
-from typing import Any
+from time import sleep
 
 from gguf import GGUFReader
 from rich.console import Console
-from rich.table import Table
 
-from machine import describe_machine
-from perplexity import forms_of_the_target, use_all_formats
-from quiet import ALLOWED, watched
+from common import MAX_INTERFERENCE, Row, argument_parser, print_result, print_table, with_interference
+from pass_worker import MARK, Pass, Setting
+from perplexity import forms_of_the_target, read_text, use_all_formats
+from servers import run_logged
 from specserve.config import load_yaml, usable_cores
 from specserve.engine import kernels
-from specserve.engine.base import Row
-from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
+from specserve.errors import EnvironmentFailure
 from specserve.tools.download import fetch
 from specserve.tools.models import requantise
-from specserve.tools.paths import DEFAULT_CONFIG
+from specserve.tools.paths import DEFAULT_CONFIG, PROJECT
 
+CACHE = PROJECT / ".cache" / "peers"
+WORKER = Path(__file__).with_name("pass_worker.py")
+IK = "ik-llama-cpp-python==0.1.5"
+OPENVINO = "openvino-genai==2026.4.1.0"
+# ik_llama.cpp without attention for quantised caches, examples and tests, none of which is measured.
+IK_BUILD = {
+    "CMAKE_BUILD_TYPE": "Release",
+    "BUILD_SHARED_LIBS": "ON",
+    "GGML_NATIVE": "ON",
+    "GGML_IQK_FA_ALL_QUANTS": "OFF",
+    "LLAMA_BUILD_TESTS": "OFF",
+    "LLAMA_BUILD_EXAMPLES": "OFF",
+    "LLAMA_BUILD_SERVER": "OFF",
+}
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-# Tokens that all passes but those of prefill come after.
-CONTEXT = 64
-PREFILL = 512
-# Passes of prefill: each takes as long as 30 to 100 of a few rows.
-PREFILL_PASSES = 3
-# The share of the peak of dot products that is left after unpacking, loading and scaling. The products of our own
-# kernels reach 0.55 to 0.64 of it by themselves (260 to 300 of 470 billion a second, two cores of an AMD EPYC, Zen 4).
+# Tokens in the cache before a pass, and rows of a prefill, which takes as long as 30 to 100 passes of one row.
+CONTEXT, PREFILL, PREFILL_TURNS = 64, 512, 3
+# Passes of a turn; the first one, with cold caches and sleeping threads, does not count.
+PASSES_PER_TURN = 3
+# Seconds before a turn: the threads of the engine before it spin for some milliseconds.
+SETTLE_SECONDS = 0.02
+# The share of the peak rate of dot products that remains after unpacking, loading and scaling. Our products alone
+# reach 0.55 to 0.64 of the peak (260 to 300 of 470 billion a second, two cores of an AMD EPYC, Zen 4).
 REACHABLE = 0.7
-KERNELS = ("stock", "ours")
-# Rounds of passes between two measurements of the roof, which take half a second each.
-ROOF_EVERY = 4
+
+
+@dataclass(frozen=True)
+class Command:
+    """How a worker is started."""
+
+    arguments: list[str | Path]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def _virtual_environment(directory: Path, *packages: str) -> Path:
+    """The Python of a virtual environment with these packages."""
+    python, note = directory / "bin" / "python", directory / "packages.txt"
+    if not note.exists() or note.read_text(encoding="utf-8").split() != list(packages):
+        with Console(stderr=True).status(f"installing {' '.join(packages)}"):
+            venv.create(directory, with_pip=True)
+            run_logged([python, "-m", "pip", "install", *packages], directory / "install.log")
+        note.write_text("\n".join(packages), encoding="utf-8")
+    return python
+
+
+def install_ik(variant: str | None) -> Command:
+    """Build ik_llama.cpp for this processor from the sources in its Python package.
+
+    Raises:
+        EnvironmentFailure: the sources cannot be fetched or compiled.
+    """
+    del variant
+    home = CACHE / "ik"
+    python = _virtual_environment(home / "venv", "numpy")
+    source, built, log = home / "source", home / "build" / "src" / "libllama.so", home / "build.log"
+    if not source.exists():
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
+        run_logged([*pip, "--dest", home, IK], log)
+        with tarfile.open(next(home.glob("*.tar.gz"))) as archive:
+            archive.extractall(home, filter="data")
+        next(path for path in home.glob("ik_llama_cpp_python-*") if path.is_dir()).rename(source)
+    if not built.exists():
+        defined = [f"-D{name}={value}" for name, value in IK_BUILD.items()]
+        with Console(stderr=True).status("building ik_llama.cpp"):
+            run_logged(["cmake", "-S", source / "vendor" / "ik_llama.cpp", "-B", home / "build", *defined], log)
+            parallel = ["--target", "llama", "--parallel", str(usable_cores())]
+            run_logged(["cmake", "--build", home / "build", *parallel], log)
+    # The module is used from its sources: installing it would build everything again.
+    return Command([python, WORKER, "ik"], {"IK_LLAMA_CPP_LIB_PATH": str(built), "PYTHONPATH": str(source)})
+
+
+def install_openvino(variant: str | None) -> Command:
+    """Install OpenVINO GenAI from its wheel.
+
+    Raises:
+        EnvironmentFailure: it cannot be installed.
+    """
+    del variant
+    return Command([_virtual_environment(CACHE / "openvino", OPENVINO), WORKER, "openvino"])
+
+
+ENGINES: dict[str, Callable[[str | None], Command]] = {
+    "ours": lambda variant: Command([sys.executable, WORKER, "ours", *([variant] if variant else [])]),
+    "llama.cpp": lambda _: Command([sys.executable, WORKER, "stock"]),
+    "ik_llama.cpp": install_ik,
+    "OpenVINO": install_openvino,
+}
+
+
+class Worker:
+    """A pass_worker.py process."""
+
+    def __init__(self, name: str, command: Command, setting: Setting) -> None:
+        self._log = CACHE / f"{name}.log"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("w", encoding="utf-8") as errors:
+            self._process = subprocess.Popen(
+                command.arguments,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=os.environ | command.environment,
+            )
+        self.ask(setting._asdict())
+
+    def ask(self, question: object) -> Row:
+        """The fields of an `Outcome`, or `error`.
+
+        Raises:
+            EnvironmentFailure: the process ended.
+        """
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if stdin is None or stdout is None:
+            raise EnvironmentFailure("it has no pipes")
+        try:
+            print(json.dumps(question), file=stdin, flush=True)
+        except BrokenPipeError:
+            raise EnvironmentFailure(f"it ended; see {self._log}") from None
+        for line in stdout:
+            if line.startswith(MARK):
+                answer: Row = json.loads(line.removeprefix(MARK))
+                return answer
+        output = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        raise EnvironmentFailure(f"it ended: {output[-1] if output else 'without a message'}")
+
+    def stop(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
 
 
 @dataclass(frozen=True)
@@ -67,7 +189,7 @@ class Products:
 
     @classmethod
     def of(cls, path: Path) -> Products:
-        """What a GGUF file holds; without an output layer of its own the embeddings are that, too."""
+        """Read a GGUF file; without an output layer of its own the embeddings serve as one."""
         tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
         head = "output.weight" if "output.weight" in tensors else "token_embd.weight"
         layers = [tensor for name, tensor in tensors.items() if re.match(r"blk\.", name) and len(tensor.shape) > 1]
@@ -83,119 +205,101 @@ class Products:
         return max(self.size / roof.bytes_per_second, products / (REACHABLE * roof.products_per_second))
 
 
-class Lane:
-    """A file under one kind of kernels."""
-
-    def __init__(self, path: Path, *, ours: bool, variant: str | None) -> None:
-        if ours:
-            use_all_formats(variant)
-        else:
-            kernels.use("off")
-        # Attention goes by what is taken when a pass runs, and not by what was when the model was loaded.
-        self._taken = (1 << len(kernels.FORMATS)) - 1 if ours else 0
-        self._model = LlamaModel(path)
-        self._engine = LlamaEngine(
-            self._model,
-            n_slots=1,
-            context_length=2 * PREFILL,
-            threads=usable_cores(),
-            max_rows=PREFILL,
-            max_logits=max(ROWS),
-        )
-
-    def run(self, first: int, rows: int, logits: int) -> float:
-        """Seconds of a pass of `rows` rows from position `first` on, of which the last give `logits` logits."""
-        kernels.library().specserve_take(self._taken)
-        self._engine.truncate(0, first)
-        # Any tokens do, but for those of a few bytes, which come first.
-        batch = [Row(1000 + at, 0, at, wants_logits=at >= first + rows - logits) for at in range(first, first + rows)]
-        started = perf_counter()
-        self._engine.forward(batch)
-        return perf_counter() - started
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self._engine.close()
-        self._model.close()
-
-
 @dataclass
-class Roofs:
-    """The best that the machine has shown."""
+class Measurement:
+    """What was measured on one file.
 
-    best: kernels.Roof = field(default_factory=lambda: kernels.Roof(0, 0))
+    Args:
+        seconds: of passes, by engine and number of rows, PREFILL rows being prefill.
+        tokens: the argmax after the prefill, by engine.
+        failures: why an engine could not be measured, or not every pass of it.
+        roof: the best bandwidth and the best rate of products seen.
+    """
 
-    def measure(self) -> None:
-        """Measure once more."""
-        now = kernels.roof(usable_cores())
-        self.best = kernels.Roof(*map(max, self.best, now))
+    seconds: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    roof: kernels.Roof = field(default_factory=lambda: kernels.Roof(0, 0))
 
+    def turn(self, name: str, worker: Worker, asked: Pass) -> None:
+        """Let a worker run its passes of one kind."""
+        sleep(SETTLE_SECONDS)
+        prefill = asked.rows == PREFILL
+        for number in range(1 if prefill else PASSES_PER_TURN):
+            try:
+                answer = worker.ask(asked)
+            except EnvironmentFailure as reason:
+                answer = {"error": str(reason)}
+            if "error" in answer:
+                self.failures[name] = answer["error"]
+                return
+            if prefill:
+                self.tokens[name] = answer["token"]
+            if prefill or number:
+                self.seconds.setdefault((name, asked.rows), []).extend(answer["seconds"])
 
-def _turns(lanes: dict[str, Lane], passes: int, roofs: Roofs) -> Iterator[tuple[str, int, float]]:
-    """(kernels, rows, seconds) of all passes; `PREFILL` rows are prefill."""
-    for number in range(PREFILL_PASSES + 1):
-        for name, lane in lanes.items():
-            seconds = lane.run(0, PREFILL, 1)
-            if number:  # the first one warms up
-                yield name, PREFILL, seconds
-    for number in range(passes):
-        if number % ROOF_EVERY == 0:
-            roofs.measure()
-        for rows in ROWS:
-            for name, lane in lanes.items():
-                yield name, rows, lane.run(CONTEXT, rows, rows)
-
-
-def measure_file(path: Path, roofs: Roofs, passes: int, variant: str | None) -> list[dict[str, Any]]:
-    """Rows of the result for one file."""
-    lanes = {name: Lane(path, ours=name == "ours", variant=variant) for name in KERNELS}
-    times: dict[tuple[str, int], list[float]] = {}
-    for name, rows, seconds in _turns(lanes, passes, roofs):
-        times.setdefault((name, rows), []).append(seconds)
-    for lane in lanes.values():
-        lane.close()
-    products = Products.of(path)
-    result = []
-    for name in KERNELS:
-        single = median(times[name, 1])
-        for rows in (*ROWS, PREFILL):
-            seconds = median(times[name, rows])
-            limit = products.roof_seconds(roofs.best, rows, 1 if rows == PREFILL else rows)
+    def rows(self, path: Path) -> list[Row]:
+        """Rows of the result; `v` is the cost relative to one row of the same engine."""
+        products = Products.of(path)
+        result = []
+        for (name, rows), seconds in sorted(self.seconds.items()):
+            limit = products.roof_seconds(self.roof, rows, 1 if rows == PREFILL else rows)
             result.append(
                 {
                     "file": path.name,
-                    "kernels": name,
+                    "engine": name,
                     "rows": rows,
                     "prefill": rows == PREFILL,
-                    "ms": round(1000 * seconds, 2),
-                    "ms_per_row": round(1000 * seconds / rows, 3),
-                    "v": round(seconds / single, 3),
+                    "ms": round(1000 * median(seconds), 2),
+                    "ms_per_row": round(1000 * median(seconds) / rows, 3),
+                    "v": round(median(seconds) / median(self.seconds[name, 1]), 3)
+                    if (name, 1) in self.seconds
+                    else None,
                     "roof_ms": round(1000 * limit, 2),
-                    "times_roof": round(seconds / limit, 3),
-                    "best_times_roof": round(min(times[name, rows]) / limit, 3),
+                    "times_roof": round(median(seconds) / limit, 3),
+                    "best_times_roof": round(min(seconds) / limit, 3),
+                    "passes": len(seconds),
                 }
             )
-    return result
+        return result
 
 
-def show(path: Path, rows: list[dict[str, Any]]) -> None:
-    """One file's rows as a table for people, both kernels side by side; prefill in milliseconds a row."""
-    table = Table(title=path.name)
-    pairs = ("stock ms", "ours ms", "ours / stock", "stock v(n)", "ours v(n)")
-    for column in ("rows", *pairs, "roof ms", "ours / roof", "its best / roof"):
-        table.add_column(column, justify="right")
-    stock, ours = ([row for row in rows if row["kernels"] == name] for name in KERNELS)
-    for theirs, own in zip(stock, ours, strict=True):
-        ratio = f"{own['ms'] / theirs['ms']:.2f}"
-        of_roof = [f"{own['times_roof']:.2f}", f"{own['best_times_roof']:.2f}"]
-        if own["prefill"]:
-            roof = f"{own['roof_ms'] / own['rows']:.2f}"
-            kv_len = [f"{theirs['ms_per_row']:.2f}", f"{own['ms_per_row']:.2f}", ratio, "", "", roof, *of_roof]
-            table.add_row(f"prefill of {PREFILL}, a row", *kv_len)
-        else:
-            kv_len = [f"{theirs['ms']:.1f}", f"{own['ms']:.1f}", ratio, f"{theirs['v']:.2f}", f"{own['v']:.2f}"]
-            table.add_row(str(own["rows"]), *kv_len, f"{own['roof_ms']:.1f}", *of_roof)
-    Console(width=200).print(table)
+def measure_file(path: Path, commands: dict[str, Command], turns: int) -> Measurement:
+    """Let all engines take turns on one file."""
+    tokenizer = LlamaModel(path)
+    tokens = tokenizer.encode(read_text("code"))[:PREFILL]
+    tokenizer.close()
+    measurement = Measurement()
+    with ExitStack() as stack:
+        workers = {}
+        for name, command in commands.items():
+            try:
+                workers[name] = Worker(name, command, Setting(str(path), usable_cores(), tokens))
+            except EnvironmentFailure as reason:
+                measurement.failures[name] = str(reason)
+            else:
+                stack.callback(workers[name].stop)
+        for turn in range(turns):
+            measurement.roof = kernels.Roof(*map(max, measurement.roof, kernels.roof(usable_cores())))
+            passes = [Pass(CONTEXT, rows, rows) for rows in ROWS]
+            if turn < PREFILL_TURNS:
+                passes.insert(0, Pass(0, PREFILL, 1))
+            for asked in passes:
+                for name, worker in workers.items():
+                    measurement.turn(name, worker, asked)
+    return measurement
+
+
+def show(path: Path, rows: list[Row]) -> None:
+    """Print one file's rows, the engines side by side."""
+    by_rows: dict[int, Row] = {}
+    for row in rows:
+        label = f"prefill of {PREFILL}, a row" if row["prefill"] else str(row["rows"])
+        line = by_rows.setdefault(row["rows"], {"rows": label})
+        line[f"{row['engine']}, ms"] = row["ms_per_row"] if row["prefill"] else row["ms"]
+        if row["engine"] == "ours":
+            line |= {"ours, v(n)": row["v"], "ours / roof": row["times_roof"], "best / roof": row["best_times_roof"]}
+    print_table(path.name, [by_rows[count] for count in sorted(by_rows)])
 
 
 def default_files() -> list[Path]:
@@ -205,43 +309,58 @@ def default_files() -> list[Path]:
     return [*forms_of_the_target(), *draft]
 
 
+def measure(
+    benchmark: str,
+    engines: list[str],
+    *,
+    paths: list[Path] | None = None,
+    quick: bool = False,
+    turns: int | None = None,
+    variant: str | None = None,
+) -> None:
+    """Measure files (default: see `default_files`) and print a table for each and one JSON object."""
+    notes = [
+        use_all_formats(variant).sentence,
+        f"passes of a few rows come after {CONTEXT} tokens, all rows with logits; prefill is {PREFILL} rows after none",
+    ]
+    commands = {}
+    for name in engines:
+        try:
+            commands[name] = ENGINES[name](variant)
+        except EnvironmentFailure as reason:
+            notes.append(f"{name} could not be installed: {reason}")
+    rows = []
+    for path in paths or default_files()[: 1 if quick else None]:
+        found, others = with_interference(partial(measure_file, path, commands, turns or (2 if quick else 5)))
+        measured = found.rows(path)
+        show(path, measured)
+        rows += measured
+        bandwidth, peak = found.roof.bytes_per_second / 1e9, found.roof.products_per_second / 1e9
+        notes += [
+            f"{path.name}: roof of {bandwidth:.1f} GB/s and {REACHABLE} x {peak:.0f} billion products a second",
+            f"{path.name}: argmax after the prefill: {found.tokens}",
+            *(f"{path.name}: {name}: {reason}" for name, reason in found.failures.items()),
+        ]
+        if others > MAX_INTERFERENCE:
+            notes.append(f"{path.name}: other processes used {others:.0%} of a core meanwhile")
+    print(*notes, sep="\n")
+    print_result(benchmark, {}, rows, notes)
+
+
 def main() -> None:
-    """Measure all files and print a table for each and one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure llama.cpp's kernels and ours."""
+    parser = argument_parser(__doc__, quick="one file, two turns", config=None)
     parser.add_argument("--models", nargs="+", type=Path, help="default: the default target, its pure Q4_0, the draft")
     parser.add_argument("--variant", choices=kernels.VARIANTS, help="of our kernels; default: the best one")
-    parser.add_argument("--passes", type=int, default=15, help="of each number of rows; the median counts (default 15)")
+    parser.add_argument("--turns", type=int, help=f"of {PASSES_PER_TURN} passes of each number of rows (default: 5)")
     options = parser.parse_args()
-    chosen = use_all_formats(options.variant)
-    notes = [
-        chosen.sentence,
-        f"passes of a few rows come after {CONTEXT} tokens and all give logits; prefill is {PREFILL} rows from none on",
-    ]
-    print(*notes, sep="\n")
-    rows = []
-    for path in options.models or default_files():
-        roofs = Roofs()
-        measured, others = watched(partial(measure_file, path, roofs, options.passes, options.variant))
-        show(path, measured)
-        bandwidth, peak = roofs.best.bytes_per_second / 1e9, roofs.best.products_per_second / 1e9
-        notes.append(
-            f"{path.name}: roof of {bandwidth:.1f} GB/s and {REACHABLE} x {peak:.0f} billion products a second"
-        )
-        print(notes[-1])
-        if others > ALLOWED:
-            notes.append(f"{path.name}: other processes used {others:.0%} of a core meanwhile")
-            print(notes[-1])
-        rows += measured
-    print(
-        json.dumps(
-            {
-                "benchmark": "cost_curve",
-                "machine": describe_machine(),
-                "models": {},
-                "rows": rows,
-                "notes": notes,
-            }
-        )
+    measure(
+        "cost_curve",
+        ["llama.cpp", "ours"],
+        paths=options.models,
+        quick=options.quick,
+        turns=options.turns,
+        variant=options.variant,
     )
 
 

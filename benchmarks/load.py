@@ -1,193 +1,222 @@
-"""What does every client get when several ask at once, through HTTP, and what does llama-server give the same ones?
+"""What does each client get when several send requests at once over HTTP, from this server and from others?
 
-Clients stream answers to prompts that nobody has sent before. Closed loop: each asks again as soon as it is answered.
-Open loop: requests come at random at a rate, answered or not. The servers run side by side and take turns, so that
-one line of the result was measured in the same minutes as the next; a server that is not asked sleeps.
+Clients stream completions of prompts that share no prefix. Closed loop: each client sends its next request when the
+last one is answered. Open loop: requests arrive at random at a rate. The servers take turns, so that all are measured
+within the same minutes. `--prefix` measures instead how a cached prompt prefix shortens the time to the first token,
+`--overhead` what TorchServe and HTTP add to the handler's own time.
 
-    .venv/bin/python benchmarks/load.py [--config FILE] [--clients 1 2 4 8] [--rate 0.2] [--turns N]
+    .venv/bin/python benchmarks/load.py [--quick] [--config FILE] [--clients 1 2 4 8] [--rate 0.2] [--results FILE]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import secrets
+import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
-from time import monotonic, sleep
-from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import requests
 
-from clients import Answer, Endpoint, Queued, ask, closed, opened, prompts
-from machine import describe_machine
-from servers import SLOTS, start_ours, start_theirs
+from common import ResultsFile, Row, argument_parser, print_result, print_table, read_tasks
+from servers import (
+    SLOTS,
+    Answer,
+    Endpoint,
+    closed_loop,
+    events,
+    open_loop,
+    start_others,
+    start_specserve,
+    stream,
+    unique_prompts,
+)
 from specserve.config import load_yaml
-from specserve.tools.paths import DEFAULT_CONFIG
 
 CLIENTS = (1, 2, 4, 8, 16)
-LONGEST = 96
-TOLD_WITHIN_SECONDS = 10
 NOTES = (
-    "streams of up to 96 tokens by temperature 0; every prompt begins with a line of its own, so nothing is cached",
-    "chunk gaps are between two events with text: llama-server sends a token an event, specserve a round's",
-    "llama-cpp-python's servers do not count a stream's tokens: their events are counted",
-    "queued: in the worker, for a sequence; with more requests than batchSize others wait in TorchServe before that",
+    "greedy streams; every prompt begins with a line of its own, so no prefix is cached",
+    "gap: between two chunks with text; llama-server sends a chunk a token, specserve one or more rounds",
 )
+# Texts of about 500 tokens in the shared system prompt, and the lengths of answers in tokens.
+PREFIX_TEXTS, SHORT_ANSWER, LONG_ANSWER = 3, 4, 64
 
 
-@dataclass
-class Taken:
-    """What a server made of one load: the answers of every turn, the mebibytes it held after each, its queue."""
-
-    turns: list[list[Answer]] = field(default_factory=list)
-    mebibytes: list[int] = field(default_factory=list)
-    queued_seconds: float = 0.0
-    queued_requests: float = 0.0
-
-    def add(self, endpoint: Endpoint, turn: Callable[[Endpoint], list[Answer]]) -> None:
-        """One more turn."""
-        before = endpoint.queued()
-        answers = turn(endpoint)
-        self.turns.append(answers)
-        after = _told(endpoint, before.requests + sum(not answer.error for answer in answers))
-        self.mebibytes.append(endpoint.memory())
-        self.queued_seconds += after.seconds - before.seconds
-        self.queued_requests += after.requests - before.requests
+def percentile(values: list[float], percent: int) -> float:
+    """A percentile; the only value where there is one."""
+    return round(quantiles(values, n=100, method="inclusive")[percent - 1] if len(values) > 1 else values[0], 4)
 
 
-def _told(endpoint: Endpoint, requests: float) -> Queued:
-    """A server's queue when it tells of so many requests, some moments after they were answered; if it counts them."""
-    until = monotonic() + TOLD_WITHIN_SECONDS
-    while (queued := endpoint.queued()).requests < requests and queued.requests and monotonic() < until:
-        sleep(0.1)
-    return queued
+def wall_seconds(turn: list[Answer]) -> float:
+    """From the first request of a turn to its last chunk."""
+    ends = [answer.chunks[-1] for answer in turn if not answer.error]
+    return max(ends) - min(answer.sent for answer in turn) if ends else 0.0
 
 
-def in_turns(
-    load: str, endpoints: list[Endpoint], turn: Callable[[Endpoint], list[Answer]], turns: int
-) -> list[dict[str, Any]]:
-    """The same load for every server, one after the other, and again; a row each."""
-    taken = [Taken() for _ in endpoints]
-    for _ in range(turns):
-        for mine, endpoint in zip(taken, endpoints, strict=True):
-            mine.add(endpoint, turn)
-    return [summarise(load, endpoint, mine) for mine, endpoint in zip(taken, endpoints, strict=True)]
-
-
-def read_results(path: Path | None) -> dict[str, list[dict[str, Any]]]:
-    """The rows of loads that an earlier run has kept."""
-    if path is None or not path.exists():
-        return {}
-    return dict(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-
-
-def summarise(load: str, endpoint: Endpoint, taken: Taken) -> dict[str, Any]:
-    """One row of the result; the time of a turn runs from its first request to its last text."""
-    answers = [answer for turn in taken.turns for answer in turn]
+def summarise(load: str, server: str, turns: list[list[Answer]], resident_mib: int) -> Row:
+    """One row of the result: a server under a load."""
+    answers = [answer for turn in turns for answer in turn]
     good = [answer for answer in answers if not answer.error]
-    row: dict[str, Any] = {"load": load, "server": endpoint.name, "requests": len(answers)}
+    row: Row = {"load": load, "server": server, "requests": len(answers)}
     if good:
-        wall = sum(map(seconds, taken.turns))
-        firsts = [answer.first for answer in good]
-        paces = [answer.pace for answer in good]
-        gaps = [gap for answer in good for gap in answer.gaps]
-        row["tokens_per_second"] = round(sum(answer.tokens for answer in good) / wall, 2)
-        row |= spread("first_text", firsts) | spread("a_token", paces) | (spread("gap", gaps) if gaps else {})
-        row |= rounds(good)
-    if taken.queued_requests:
-        row["queued_s"] = round(taken.queued_seconds / taken.queued_requests, 3)
+        row["tokens_per_second"] = round(sum(answer.tokens for answer in good) / sum(map(wall_seconds, turns)), 2)
+        for name, values in {
+            "ttft": [answer.ttft for answer in good],
+            "tpot": [answer.tpot for answer in good],
+            "gap": [gap for answer in good for gap in answer.gaps],
+        }.items():
+            if values:
+                row |= {f"{name}_s": round(median(values), 4)}
+                row |= {f"{name}_p{percent}_s": percentile(values, percent) for percent in (95, 99)}
+        rounds, drafted, accepted = (
+            sum(answer.speculation.get(key, 0) for answer in good)
+            for key in ("rounds", "drafted_tokens", "accepted_tokens")
+        )
+        if rounds:
+            row |= {"drafted_per_round": round(drafted / rounds, 2), "accepted_per_round": round(accepted / rounds, 2)}
     errors = [answer.error for answer in answers if answer.error]
-    return row | {"mib": taken.mebibytes, "errors": len(errors), "first_error": errors[0] if errors else None}
+    return row | {"mib": resident_mib, "errors": len(errors), "first_error": errors[0] if errors else None}
 
 
-def spread(what: str, values: list[float]) -> dict[str, float]:
-    """The median of some seconds, and what the slower ones took."""
-    slower = {f"{what}_p{which}_s": percentile(values, which) for which in (95, 99)}
-    return {f"{what}_s": round(median(values), 4), **slower}
+def take_turns(load: str, endpoints: list[Endpoint], turn: Callable[[Endpoint], list[Answer]], turns: int) -> list[Row]:
+    """Put the same load on every server, one after the other, `turns` times; returns a row for each server."""
+    answers: dict[str, list[list[Answer]]] = {endpoint.name: [] for endpoint in endpoints}
+    resident = dict.fromkeys(answers, 0)
+    for _ in range(turns):
+        for endpoint in endpoints:
+            answers[endpoint.name].append(turn(endpoint))
+            resident[endpoint.name] = max(resident[endpoint.name], endpoint.resident_mib())
+    return [summarise(load, name, answers[name], resident[name]) for name in answers]
 
 
-def rounds(answers: list[Answer]) -> dict[str, float]:
-    """Drafts a round, and the share of the target's rows that became text; of servers that account for them."""
-    accounts = [answer.account for answer in answers]
-    if not all(account.get("rounds") for account in accounts):
-        return {}
-    made, drafted, accepted = (
-        sum(account[key] for account in accounts) for key in ("rounds", "drafted_tokens", "accepted_tokens")
-    )
-    return {
-        "drafts_a_round": round(drafted / made, 2),
-        "rows_that_became_text": round((made + accepted) / (made + drafted), 2),
-    }
+def checked(endpoint: Endpoint, answer: Answer) -> Answer:
+    """The answer.
+
+    Raises:
+        SystemExit: the request failed.
+    """
+    if answer.error:
+        raise SystemExit(f"{endpoint.name}: {answer.error}")
+    return answer
 
 
-def seconds(turn: list[Answer]) -> float:
-    """What a turn took."""
-    ends = [answer.pieces[-1] for answer in turn if not answer.error]
-    return max(ends) - min(answer.asked for answer in turn) if ends else 0.0
+def prefix_trial(endpoint: Endpoint) -> Row:
+    """TTFT behind a system prompt of about 1,500 tokens that is new, cached, and in use by another stream."""
+    texts = "\n\n".join(task.text for task in read_tasks("summarise", PREFIX_TEXTS))
+    system = f"{secrets.token_hex(5)}\n{texts}"
+    prompts = [f"{system}\n\n{task.text}" for task in read_tasks("chat", 4)]
+
+    def ttft(prompt: str) -> float:
+        return checked(endpoint, stream(endpoint, prompt, SHORT_ANSWER)).ttft
+
+    found = {"cold": ttft(prompts[0]), "cached": ttft(prompts[1])}
+    other = threading.Thread(target=stream, args=(endpoint, prompts[2], LONG_ANSWER))
+    other.start()
+    other.join(2 * found["cached"])  # until it has its first token
+    found["cached_in_use"] = ttft(prompts[3])
+    other.join()
+    return found
 
 
-def percentile(values: list[float], which: int) -> float:
-    """A percentile, or the largest value where there are few."""
-    return round(quantiles(values, n=100, method="inclusive")[which - 1] if len(values) > 1 else values[0], 4)
+def measure_prefix(endpoints: list[Endpoint], trials: int) -> list[Row]:
+    """Medians over the trials of every server, in seconds and as a share of `cold`."""
+    found = [[prefix_trial(endpoint) for endpoint in endpoints] for _ in range(trials)]
+    rows = []
+    for endpoint, results in zip(endpoints, zip(*found, strict=True), strict=True):
+        seconds = {f"{case}_s": round(median(one[case] for one in results), 3) for case in results[0]}
+        shares = {
+            f"{case}_share": round(median(one[case] / one["cold"] for one in results), 3)
+            for case in ("cached", "cached_in_use")
+        }
+        rows.append({"load": "prefix", "server": endpoint.name, **seconds, **shares})
+    return rows
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """The rows as a table for people."""
-    table = Table(title="streams under load")
-    columns = [column for column in dict.fromkeys(key for row in rows for key in row) if column != "first_error"]
-    for column in columns:
-        table.add_column(column.replace("_", " "), justify="left" if column == "server" else "right")
-    for row in rows:
-        table.add_row(*(str(row.get(column, "-")) for column in columns))
-    Console(width=220).print(table)
+def measure_overhead(endpoint: Endpoint, number: int) -> list[Row]:
+    """Milliseconds that TorchServe and HTTP add: to a request of one token, and to every further call of a stream.
+
+    The `speculation` object says how long the handler worked; the rest of the client's wait is overhead.
+    """
+    url = f"{endpoint.url}/v1/completions"
+
+    def handler_seconds(event: Row) -> float:
+        seconds = event["speculation"]["seconds"]
+        return float(sum(seconds[part] for part in ("prefill", "draft", "target", "other")))
+
+    def once(session: requests.Session, tokens: int) -> tuple[float, int]:
+        body: Row = {"prompt": "def quicksort(items):\n", "max_tokens": tokens, "temperature": 0}
+        streams = tokens > 1
+        if streams:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        started = time.perf_counter()
+        with session.post(url, json=body, stream=streams) as response:
+            found = list(events(response)) if streams else [response.json()]
+        seconds = time.perf_counter() - started
+        return 1000 * (seconds - handler_seconds(found[-1])), max(1, len(found) - 1)
+
+    with requests.Session() as session:
+        once(session, 96)
+        request = [once(session, 1)[0] for _ in range(number)]
+        streams = [once(session, 96) for _ in range(number)]
+    calls = [(milliseconds - median(request)) / chunks for milliseconds, chunks in streams]
+    rows = []
+    for what, values in {"request": request, "call": calls}.items():
+        low, middle, high = (round(value, 2) for value in quantiles(values, n=4))
+        rows.append({"load": f"overhead of a {what}", "server": endpoint.name, "ms": middle, "spread": [low, high]})
+    return rows
 
 
 def main() -> None:
-    """Start the servers, load them, and print a table and one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a model YAML")
+    """Start the servers, measure, and print a table and one JSON object."""
+    parser = argument_parser(__doc__, quick="1 and 4 clients, one turn, without the other servers")
     parser.add_argument("--port", type=int, default=9800, help="the first of five free ports")
-    parser.add_argument("--clients", nargs="*", type=int, default=CLIENTS, help="of the closed loop")
+    parser.add_argument("--clients", nargs="*", type=int, help="clients of a closed loop (default: 1 2 4 8 16)")
     parser.add_argument("--rate", nargs="*", type=float, default=[], help="requests a second of an open loop")
-    parser.add_argument(
-        "--requests", type=int, default=2, help="of each client in a turn, or of each open loop and slot"
-    )
-    parser.add_argument("--turns", type=int, default=2, help="that every server has of each load")
-    parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of an answer")
+    parser.add_argument("--requests", type=int, default=2, help="of each client in a turn; of an open loop, times 8")
+    parser.add_argument("--turns", type=int, help="of every server under each load (default: 2)")
+    parser.add_argument("--max-tokens", type=int, default=96, help="of an answer")
     parser.add_argument("--ours", action="store_true", help="without the other servers")
-    parser.add_argument("--python", action="store_true", help="llama-cpp-python's two servers as well")
-    parser.add_argument("--results", type=Path, help="keep loads here, a line each, and take up those that are there")
+    parser.add_argument("--python", action="store_true", help="llama-cpp-python's server as well")
+    parser.add_argument("--prefix", action="store_true", help="measure cached prefixes instead")
+    parser.add_argument("--overhead", action="store_true", help="measure TorchServe's overhead instead")
+    parser.add_argument("--results", type=Path, help="file that keeps every load, from which a run is resumed")
     options = parser.parse_args()
-    loads = {f"{clients} clients": partial(closed, clients=clients) for clients in options.clients}
-    loads |= {f"{rate} a second": partial(opened, rate=rate) for rate in options.rate}
-    numbers = {f"{clients} clients": options.requests * clients for clients in options.clients}
-    known = read_results(options.results)
+    clients = options.clients if options.clients is not None else ((1, 4) if options.quick else CLIENTS)
+    turns = options.turns or (1 if options.quick else 2)
+    loads = {
+        f"{count} clients": partial(closed_loop, clients=count, number=options.requests * count) for count in clients
+    }
+    loads |= {
+        f"{rate} a second": partial(open_loop, rate=rate, number=options.requests * SLOTS) for rate in options.rate
+    }
+    results = ResultsFile(options.results)
     with ExitStack() as stack:
-        theirs = [] if options.ours else start_theirs(stack, options.config, python=options.python)
-        ours = start_ours(stack, options.config, options.port)
+        alone = options.ours or options.quick or options.overhead
+        others = [] if alone else start_others(stack, options.config, python=options.python)
+        ours = start_specserve(stack, options.config, options.port)
         modes = [
             replace(ours, name=f"specserve {mode}", extra={"speculation": {"mode": mode}}) for mode in ("auto", "off")
         ]
-        for endpoint in [*modes, *theirs]:
-            ask(endpoint, prompts(1)[0], 8)
-        for load, asking in loads.items():
-            if load in known:
-                continue
-            turn = partial(asking, number=numbers.get(load, options.requests * SLOTS), longest=options.longest)
-            known[load] = in_turns(load, [*modes, *theirs], turn, options.turns)
-            if options.results:
-                with options.results.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps([load, known[load]]) + "\n")
-    rows = [row for load in loads for row in known[load]]
-    show(rows)
+        for endpoint in [*modes, *others]:
+            checked(endpoint, stream(endpoint, unique_prompts(1)[0], 8))
+        if options.overhead:
+            rows = measure_overhead(ours, 5 if options.quick else 20)
+        elif options.prefix:
+            cached = [replace(endpoint, extra={}) for endpoint in others]
+            rows = measure_prefix([ours, *cached], 1 if options.quick else 5)
+        else:
+            for load, run in loads.items():
+                if load not in results:
+                    turn = partial(run, max_tokens=options.max_tokens)
+                    results.add(load, take_turns(load, [*modes, *others], turn, turns))
+            rows = [row for load in loads for row in results[load]]
+    print_table("streams", rows, omit=["first_error"])
     _, handler = load_yaml(options.config)
-    result = {"benchmark": "load", "machine": describe_machine(), "models": {"target": handler.model_id}}
-    print(json.dumps({**result, "rows": rows, "notes": NOTES}))
+    print_result("load", {"target": handler.model_id}, rows, NOTES)
 
 
 if __name__ == "__main__":

@@ -1,306 +1,297 @@
-"""What does a pass of n rows cost in other CPU engines, on the same GGUF?
+"""How fast is this engine beside other CPU engines, on the same GGUF files and with the same number of threads?
 
-llama.cpp's own kernels and ours, ik_llama.cpp and OpenVINO GenAI, each a process of its own that works only in its
-turns. The peers are built below .cache/peers/ in virtual environments of their own; the first run takes a quarter of an
-hour on two cores, `--install` does nothing else. One that cannot be run is named, with the reason.
+`requests`: greedy answers of one client beside llama-server, plain, with the draft model and with its n-gram drafts;
+ratios are to llama-server's plain answer to the same prompt. All answer side by side: an engine works only in its
+turns, and the one with the fewest tokens has the next one. llama-server is built the first time, in ten minutes.
+`passes`: cost_curve.py with all engines: ours, llama.cpp, ik_llama.cpp and OpenVINO GenAI. load.py measures several
+clients.
 
-    .venv/bin/python benchmarks/peers.py [--models FILE.gguf ...] [--turns N] [--install]
+    .venv/bin/python benchmarks/peers.py requests|passes [--quick] [--config FILE] [--results FILE]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
+import signal
 import sys
-import tarfile
-import venv
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+import threading
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from statistics import median
-from time import sleep
-from typing import Any
+from statistics import median, quantiles
+from time import perf_counter
 
+import requests
 from rich.console import Console
-from rich.table import Table
+from rich.progress import track
 
-from machine import describe_machine
-from pass_worker import MARK, Pass, Setting, benchmarks_directory
-from perplexity import forms_of_the_target, read_text
-from quiet import ALLOWED, watched
-from specserve.config import usable_cores
-from specserve.engine.llama_model import LlamaModel
-from specserve.tools.paths import PROJECT
+import cost_curve
+from common import (
+    FAMILIES,
+    MAX_INTERFERENCE,
+    ResultsFile,
+    Row,
+    Task,
+    argument_parser,
+    print_result,
+    print_table,
+    read_tasks,
+    with_interference,
+)
+from decode import ADAPTIVE, FIXED, Lane, open_lanes
+from decode import PLAIN as OURS_PLAIN
+from servers import REQUEST_TIMEOUT_SECONDS, ServerProcess, build_llama_server, draft_options, events, llama_server
+from specserve.serving.generation import Generation
+from specserve.serving.loading import load_models
+from specserve.serving.scheduler import Scheduler
+from specserve.tools.archive import handler_of
+from specserve.tools.models import prepare
 
-HERE = benchmarks_directory()
-CACHE = PROJECT / ".cache" / "peers"
-IK = "ik-llama-cpp-python==0.1.5"
-OPENVINO = "openvino-genai==2026.4.1.0"
-ROWS = (1, 2, 4, 8, 12, 16)
-CONTEXT = 64
-PREFILL = 512
-# Each takes as long as a hundred passes of one row.
-PREFILL_PASSES = 3
-# Passes of a turn, of which the first one, that finds cold caches and sleeping threads, does not count.
-TURN = 3
-# Seconds before a turn: the threads of whoever was before still spin for some milliseconds.
-_SETTLE = 0.02
-# Of its build, since GGUF files need none of the rest: no attention for quantised caches, no examples and tests.
-_IK_BUILD = {
-    "CMAKE_BUILD_TYPE": "Release",
-    "BUILD_SHARED_LIBS": "ON",
-    "GGML_NATIVE": "ON",
-    "GGML_IQK_FA_ALL_QUANTS": "OFF",
-    "LLAMA_BUILD_TESTS": "OFF",
-    "LLAMA_BUILD_EXAMPLES": "OFF",
-    "LLAMA_BUILD_SERVER": "OFF",
-}
-
-
-class Missing(Exception):
-    """A peer that cannot be run; the text says why."""
+REQUEST_FAMILIES = ("code", "json", "prose", "chat", "summarise", "edit")
+PLAIN = "llama-server plain"
+DRAFT_LENGTHS = (2, 3, 4, 7, 15)
+N_GRAM = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
+QUICK_MODES = ("llama-server draft 3", "llama-server draft 7", "llama-server ngram-simple")
+TURN_SECONDS = 1.0
+# llama-server processes beside the plain one at a time: their repacked weights must fit into memory together.
+SERVERS_AT_A_TIME = 4
 
 
-@dataclass(frozen=True)
-class Command:
-    """How a worker is started."""
+class Ours:
+    """A mode of this engine, in this process."""
 
-    arguments: list[str | Path]
-    environment: dict[str, str] = field(default_factory=dict)
+    def __init__(self, lane: Lane) -> None:
+        self.name = f"specserve {lane.mode.name}"
+        self._lane = lane
+        self._running: tuple[Scheduler, Generation] | None = None
+        self._seconds = 0.0
 
+    @property
+    def done(self) -> bool:
+        """Whether the answer is complete."""
+        return self._running is None or not self._running[0].busy
 
-def _run(arguments: list[str | Path], log: Path) -> None:
-    log.parent.mkdir(parents=True, exist_ok=True)
-    # cmake and ninja are in our environment, as scripts/test made it.
-    search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    with log.open("a", encoding="utf-8") as output:
-        done = subprocess.run(arguments, stdout=output, stderr=output, check=False, env=os.environ | {"PATH": search})
-    if done.returncode:
-        raise Missing(f"`{Path(arguments[0]).name} {arguments[1]}` failed; see {log.relative_to(PROJECT)}")
+    @property
+    def progress(self) -> tuple[int, float]:
+        """Tokens so far, and the seconds of its turns."""
+        return self._running[1].generated if self._running else 0, self._seconds
 
+    def start(self, prompt: list[int], task: Task) -> None:
+        """Take a prompt."""
+        del prompt
+        self._running, self._seconds = self._lane.start(task, 0.0), 0.0
 
-def _environment(directory: Path, *packages: str) -> Path:
-    """The Python of a virtual environment that has these packages."""
-    python = directory / "bin" / "python"
-    note = directory / "packages.txt"
-    if not note.exists() or note.read_text(encoding="utf-8").split() != list(packages):
-        with Console(stderr=True).status(f"installing {' '.join(packages)}"):
-            venv.create(directory, with_pip=True)
-            _run([python, "-m", "pip", "install", *packages], directory / "install.log")
-        note.write_text("\n".join(packages), encoding="utf-8")
-    return python
+    def turn(self) -> None:
+        """Run whole rounds for about TURN_SECONDS."""
+        started = perf_counter()
+        while self._running and not self.done and perf_counter() - started < TURN_SECONDS:
+            self._running[0].step()
+        self._seconds += perf_counter() - started
 
+    def result(self) -> Row:
+        """Tokens, seconds after the first token, seconds of the prompt, rounds, drafted and accepted tokens.
 
-def install_ours(mode: str) -> Command:
-    """Nothing to install."""
-    return Command([sys.executable, HERE / "peer_ours.py", mode])
-
-
-def install_ik() -> Command:
-    """ik_llama.cpp for this processor, of the sources in its Python package.
-
-    Raises:
-        Missing: they cannot be had or built.
-    """
-    home = CACHE / "ik"
-    python = _environment(home / "venv", "numpy")
-    source, built = home / "source", home / "build" / "src" / "libllama.so"
-    log = home / "build.log"
-    if not source.exists():
-        download: list[str | Path] = [
-            "download",
-            "--no-deps",
-            "--no-build-isolation",
-            "--no-binary",
-            ":all:",
-            "--dest",
-            home,
-            IK,
-        ]
-        _run([sys.executable, "-m", "pip", *download], log)
-        with tarfile.open(next(home.glob("*.tar.gz"))) as archive:
-            archive.extractall(home, filter="data")
-        next(path for path in home.glob("ik_llama_cpp_python-*") if path.is_dir()).rename(source)
-    if not built.exists():
-        defined = [f"-D{name}={value}" for name, value in _IK_BUILD.items()]
-        with Console(stderr=True).status("building ik_llama.cpp"):
-            _run(["cmake", "-S", source / "vendor" / "ik_llama.cpp", "-B", home / "build", *defined], log)
-            _run(["cmake", "--build", home / "build", "--target", "llama", "--parallel", str(usable_cores())], log)
-    # Its module is used from its sources: installed, it would build everything once more.
-    environment = {"IK_LLAMA_CPP_LIB_PATH": str(built), "PYTHONPATH": str(source)}
-    return Command([python, HERE / "peer_ik.py"], environment)
+        Raises:
+            SystemExit: the sequence failed.
+        """
+        if self._running is None or self._running[1].error:
+            raise SystemExit(f"{self.name}: {self._running and self._running[1].error}")
+        sequence = self._running[1]
+        stats = sequence.stats
+        return {
+            "tokens": sequence.answer,
+            "seconds": stats.decode_seconds,
+            "prompt_seconds": stats.prefill_seconds,
+            "rounds": stats.rounds,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
+        }
 
 
-def install_openvino() -> Command:
-    """OpenVINO GenAI, as its wheel is.
+class LlamaServer:
+    """A llama-server process, which is stopped outside its turns."""
 
-    Raises:
-        Missing: it cannot be installed.
-    """
-    return Command([_environment(CACHE / "openvino", OPENVINO), HERE / "peer_openvino.py"])
+    def __init__(self, name: str, process: ServerProcess) -> None:
+        self.name = name
+        self._process = process
+        self._thread = threading.Thread()
+        self._tokens: list[int] = []
+        self._times: list[float] = []
+        self._resumed: float | None = None
+        self._seconds = 0.0
+        self._timings: Row = {}
+        self._error: Exception | None = None
+        process.pause()
 
+    @property
+    def done(self) -> bool:
+        """Whether the answer is complete."""
+        return not self._thread.is_alive()
 
-INSTALLERS: dict[str, Callable[[], Command]] = {
-    "specserve": partial(install_ours, "auto"),
-    "llama.cpp": partial(install_ours, "off"),
-    "ik_llama.cpp": install_ik,
-    "OpenVINO": install_openvino,
-}
+    @property
+    def progress(self) -> tuple[int, float]:
+        """Tokens so far, and the seconds of its turns."""
+        return len(self._tokens), self._seconds
 
+    def start(self, prompt: list[int], task: Task) -> None:
+        """Send a prompt; the process receives it in its first turn."""
+        self._tokens, self._times, self._seconds, self._error = [], [], 0.0, None
+        self._thread = threading.Thread(target=self._read, args=(prompt, task.max_tokens), daemon=True)
+        self._thread.start()
 
-class Worker:
-    """A process that runs passes when it is asked."""
+    def turn(self) -> None:
+        """Let the process run for TURN_SECONDS, or until it is done."""
+        self._resumed = perf_counter()
+        self._process.resume()
+        self._thread.join(TURN_SECONDS)
+        self._process.pause()
+        self._seconds, self._resumed = self._clock(), None
 
-    def __init__(self, name: str, command: Command, setting: Setting) -> None:
-        self._log = CACHE / f"{name}.log"
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("w", encoding="utf-8") as errors:
-            self._process = subprocess.Popen(
-                command.arguments,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=os.environ | command.environment,
-            )
-        self._ask(setting._asdict())
+    def result(self) -> Row:
+        """See `Ours.result`.
 
-    def run(self, wanted: Pass) -> dict[str, Any]:
-        """The fields of an `Outcome`, or `error`."""
-        return self._ask(wanted)
+        Raises:
+            SystemExit: the request failed.
+        """
+        if self._error or not self._times:
+            raise SystemExit(f"{self.name}: {self._error or 'no answer'}")
+        accepted = self._timings.get("draft_n_accepted", 0)
+        return {
+            "tokens": self._tokens,
+            "seconds": self._times[-1] - self._times[0],
+            "prompt_seconds": self._times[0],
+            "rounds": len(self._tokens) - 1 - accepted,
+            "drafted": self._timings.get("draft_n", 0),
+            "accepted": accepted,
+        }
 
-    def _ask(self, question: object) -> dict[str, Any]:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        if stdin is None or stdout is None:
-            raise Missing("it has no pipes")
+    def _clock(self) -> float:
+        """Seconds that the process has run for this prompt."""
+        return self._seconds + (perf_counter() - self._resumed if self._resumed is not None else 0.0)
+
+    def _read(self, prompt: list[int], max_tokens: int) -> None:
+        body = {
+            "prompt": prompt,
+            "n_predict": max_tokens,
+            "temperature": 0,
+            "cache_prompt": False,
+            "return_tokens": True,
+            "stream": True,
+        }
+        url, timeout = f"{self._process.url}/completion", REQUEST_TIMEOUT_SECONDS
         try:
-            print(json.dumps(question), file=stdin, flush=True)
-        except BrokenPipeError:
-            raise Missing(f"it ended; see {self._log.relative_to(PROJECT)}") from None
-        for line in stdout:
-            if line.startswith(MARK):
-                answer: dict[str, Any] = json.loads(line.removeprefix(MARK))
-                return answer
-        said = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        raise Missing(f"it ended: {said[-1] if said else 'without a word'}")
-
-    def stop(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
+            with requests.post(url, json=body, stream=True, timeout=timeout) as response:
+                response.raise_for_status()
+                for event in events(response):
+                    if event["tokens"]:
+                        self._tokens += event["tokens"]
+                        self._times.append(self._clock())
+                    self._timings = event.get("timings", {})
+        except (requests.RequestException, KeyError, ValueError) as error:
+            self._error = error
 
 
-@contextmanager
-def started(commands: dict[str, Command], setting: Setting, missing: dict[str, str]) -> Iterator[dict[str, Worker]]:
-    """A worker for every command that can be started; the others are added to `missing`."""
-    with ExitStack() as stack:
-        workers = {}
-        for name, command in commands.items():
-            try:
-                workers[name] = Worker(name, command, setting)
-            except Missing as reason:
-                missing[name] = str(reason)
-            else:
-                stack.callback(workers[name].stop)
-        yield workers
+def answer_side_by_side(contestants: list[Ours | LlamaServer], prompt: list[int], task: Task) -> dict[str, Row]:
+    """Answer a prompt with all engines; the one with the fewest tokens always has the next turn."""
+    for contestant in contestants:
+        contestant.start(prompt, task)
+    while waiting := [contestant for contestant in contestants if not contestant.done]:
+        min(waiting, key=lambda contestant: contestant.progress).turn()
+    return {contestant.name: contestant.result() for contestant in contestants}
 
 
-@dataclass
-class Measured:
-    """Seconds by (peer, rows), rows of prefill as minus their number; and the tokens that follow the prefill."""
+def summarise(family: str, mode: str, pairs: list[tuple[Row, Row]]) -> Row:
+    """One row of the result, from pairs of llama-server's plain answer and this mode's, one for each prompt."""
 
-    seconds: dict[tuple[str, int], list[float]] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
+    def speed(answer: Row) -> float:
+        return float((len(answer["tokens"]) - 1) / answer["seconds"])
 
-    def ask(self, name: str, worker: Worker, wanted: Pass) -> None:
-        """One turn of a worker."""
-        sleep(_SETTLE)
-        prefill = wanted.context == 0
-        for number in range(1 if prefill else TURN):
-            try:
-                answer = worker.run(wanted)
-            except Missing as reason:
-                answer = {"error": str(reason)}
-            if "error" in answer:
-                self.refused[name] = answer["error"]
-                return
-            if prefill or number:
-                key = name, -wanted.rows if prefill else wanted.rows
-                self.seconds.setdefault(key, []).extend(answer["seconds"])
-        if prefill:
-            self.tokens[name] = answer["token"]
+    def speed_with_prefill(answer: Row) -> float:
+        return float(len(answer["tokens"]) / (answer["seconds"] + answer["prompt_seconds"]))
 
-
-def measure_file(path: Path, commands: dict[str, Command], turns: int, missing: dict[str, str]) -> Measured:
-    """Let all peers take turns on one file."""
-    tokenizer = LlamaModel(path)
-    tokens = tokenizer.encode(read_text("code"))[:PREFILL]
-    tokenizer.close()
-    measured = Measured()
-    with started(commands, Setting(str(path), usable_cores(), tokens), missing) as workers:
-        for turn in range(turns):
-            if turn < PREFILL_PASSES:
-                for name, worker in workers.items():
-                    measured.ask(name, worker, Pass(0, PREFILL, 1))
-            for rows in ROWS:
-                for name, worker in workers.items():
-                    measured.ask(name, worker, Pass(CONTEXT, rows, rows))
-    return measured
+    answers = [answer for _, answer in pairs]
+    ratios = [speed(answer) / speed(plain) for plain, answer in pairs]
+    with_prefill = [speed_with_prefill(answer) / speed_with_prefill(plain) for plain, answer in pairs]
+    low, _, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    drafted, accepted, rounds = (sum(answer[key] for answer in answers) for key in ("drafted", "accepted", "rounds"))
+    return {
+        "family": family,
+        "temperature": 0.0,
+        "mode": mode,
+        "tokens_per_second": round(median(map(speed, answers)), 2),
+        "ratio": round(median(ratios), 3),
+        "ratio_with_prefill": round(median(with_prefill), 3),
+        "spread": [round(low, 3), round(high, 3)],
+        "acceptance_rate": round(accepted / drafted, 3) if drafted else None,
+        "mean_acceptance_length": round((accepted + rounds) / rounds, 3),
+        "same_text_as_plain": sum(answer["tokens"] == plain["tokens"] for plain, answer in pairs),
+        "prompts": len(pairs),
+    }
 
 
-def report(path: Path, measured: Measured) -> list[dict[str, Any]]:
-    """Print a file's table; its rows for the JSON object."""
-    names = list(dict.fromkeys(name for name, _ in measured.seconds))
-    table = Table(title=f"{path.name}: ms a pass of n rows; prefill: ms a row")
-    for column in ("rows", *names):
-        table.add_column(column, justify="right")
-    rows = []
-    for key in (*ROWS, -PREFILL):
-        kv_len = []
-        for name in names:
-            seconds = measured.seconds.get((name, key))
-            milliseconds = 1000 * median(seconds) / (PREFILL if key < 0 else 1) if seconds else None
-            kv_len.append(f"{milliseconds:.1f}" if milliseconds else "-")
-            count = abs(key)
-            entry = {"file": path.name, "peer": name, "rows": count, "prefill": key < 0}
-            rows.append(entry | {"ms": round(milliseconds, 2) if milliseconds else None, "passes": len(seconds or ())})
-        table.add_row(f"prefill of {PREFILL}" if key < 0 else str(key), *kv_len)
-    Console(width=160).print(table)
-    return rows
+def compare_requests(config: Path, tasks: list[Task], results: ResultsFile, *, quick: bool) -> None:
+    """Print a table and one JSON object."""
+    binary = build_llama_server()
+    prepared = prepare(config)
+    handler = handler_of(config, prepared).model_copy(update={"sequences": 1})
+    models = load_models(handler)
+    lanes = open_lanes(models, handler, [OURS_PLAIN, FIXED[3], ADAPTIVE])
+    modes = {f"llama-server {kind}": ["--spec-type", kind] for kind in N_GRAM}
+    if prepared.draft:
+        modes |= {f"llama-server draft {length}": draft_options(prepared.draft, length) for length in DRAFT_LENGTHS}
+    names = {"target": prepared.target.name, "draft": prepared.draft.name if prepared.draft else None}
+    chosen = [mode for mode in modes if mode in QUICK_MODES] if quick else list(modes)
+    pairs: dict[tuple[str, str], list[tuple[Row, Row]]] = {}
+    disturbed = 0
+    for first in range(0, len(chosen), SERVERS_AT_A_TIME):
+        group = chosen[first : first + SERVERS_AT_A_TIME]
+        with ExitStack() as stack:
+            contestants: list[Ours | LlamaServer] = []
+            for number, name in enumerate([PLAIN, *group]):
+                process = llama_server(
+                    binary, prepared.target, modes.get(name, ()), slots=1, config=handler, log=f"peer-{number}.log"
+                )
+                stack.callback(process.stop)
+                process.wait_ready()
+                contestants.append(LlamaServer(name, process))
+            contestants += [Ours(lane) for lane in lanes]
+            for task in track(tasks, ", ".join(group), console=Console(stderr=True)):
+                key = [names, task.name, group]
+                if key not in results:
+                    prompt = models.vocabulary.encode(task.text, special=True)
+                    measured = with_interference(partial(answer_side_by_side, contestants, prompt, task))
+                    results.add(key, measured)
+                answers, others = results[key]
+                disturbed += others > MAX_INTERFERENCE
+                for mode, answer in answers.items():
+                    pairs.setdefault((task.family, mode), []).append((answers[PLAIN], answer))
+    rows = [summarise(family, mode, found) for (family, mode), found in sorted(pairs.items())]
+    print_table("greedy decoding, ratios to llama-server plain of the same run", rows)
+    notes = [
+        "greedy, one sequence, one slot; seconds of the prompt count in ratio_with_prefill only",
+        "n-gram drafts have llama-server's default lengths; ngram-mod and ngram-cache also remember earlier prompts",
+        f"{disturbed} prompts were answered while other processes used more than {MAX_INTERFERENCE:.0%} of a core",
+    ]
+    print_result("peers", names, rows, notes, measured="requests")
 
 
 def main() -> None:
-    """Measure all files with all peers and print a table for each and one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", type=Path, help="default: the target as published and as pure Q4_0")
-    parser.add_argument("--turns", type=int, default=5, help=f"of {TURN} passes for each number of rows (default 5)")
-    parser.add_argument("--install", action="store_true", help="only build what is missing")
+    """Compare requests or passes."""
+    parser = argument_parser(__doc__, quick="requests: two prompts a family, fewer modes; passes: one file, few passes")
+    parser.add_argument("what", choices=("requests", "passes"), help="what is compared")
+    parser.add_argument("--prompts", type=int, help="requests: number of prompts of each family")
+    parser.add_argument(
+        "--families", nargs="+", choices=FAMILIES, default=REQUEST_FAMILIES, help="requests: only these"
+    )
+    parser.add_argument("--results", type=Path, help="requests: file that keeps every answer, to resume from")
     options = parser.parse_args()
-    commands: dict[str, Command] = {}
-    missing: dict[str, str] = {}
-    for name, install in INSTALLERS.items():
-        try:
-            commands[name] = install()
-        except Missing as reason:
-            missing[name] = str(reason)
-    rows: list[dict[str, Any]] = []
-    notes = [f"passes of a few rows come after {CONTEXT} tokens and all give logits", f"{IK}, {OPENVINO}"]
-    if not options.install:
-        for path in options.models or forms_of_the_target():
-            measured, others = watched(partial(measure_file, path, commands, options.turns, missing))
-            rows += report(path, measured)
-            notes += [f"{path.name}: {name}: {reason}" for name, reason in measured.refused.items()]
-            notes.append(f"{path.name}: the token after the prefill, by peer: {measured.tokens}")
-            if others > ALLOWED:
-                notes.append(f"{path.name}: other processes used {others:.0%} of a core meanwhile")
-    notes += [f"{name} could not be run: {reason}" for name, reason in missing.items()]
-    print(*notes, sep="\n")
-    print(json.dumps({"benchmark": "peers", "machine": describe_machine(), "models": {}, "rows": rows, "notes": notes}))
+    # Without this a terminated run would leave the servers running.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if options.what == "passes":
+        cost_curve.measure("peers", list(cost_curve.ENGINES), quick=options.quick)
+    else:
+        limit = options.prompts or (2 if options.quick else None)
+        tasks = [task for family in options.families for task in read_tasks(family, limit)]
+        compare_requests(options.config, tasks, ResultsFile(options.results), quick=options.quick)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,22 @@
-"""How well does each form of the target predict text, under llama.cpp's kernels and under ours?
+"""What is the perplexity of each quantisation of the target, under llama.cpp's kernels and under ours?
 
-A coarser form of the weights is a worse model, and kernels that are wrong would make it worse still: perplexity shows
-both. Two right kernels over one file differ by how they round activations, attention and its cache (llama.cpp's values
-are BF16 here, ours F16): the ratio should be within 0.2 % of 1, as far as its standard error lets one say so.
-The texts are frozen (benchmarks/texts/), so that figures compare with earlier ones.
+Coarser weights raise perplexity, and so do wrong kernels. Two right kernels over one file differ by how they round
+activations, attention and the KV cache (llama.cpp's values are BF16 here, ours F16): their ratio should be within 0.2 %
+of 1, as far as its standard error can tell. The texts are frozen (benchmarks/texts/), so that results stay comparable.
 
     .venv/bin/python benchmarks/perplexity.py [--quick] [--models FILE.gguf ...] [--variant NAME]
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from machine import describe_machine
+from common import Row as ResultRow
+from common import argument_parser, print_result, print_table
 from specserve.config import load_yaml, usable_cores
 from specserve.engine import kernels
 from specserve.engine.base import Engine, FloatArray, Row
@@ -34,16 +30,16 @@ TEXTS = Path(__file__).parent / "texts"
 FAMILIES = ("code", "prose")
 # Tokens: each window is predicted from an empty context, but for its first token.
 WINDOW = 512
-# Rows of a pass: their logits are 80 MB, and 160 MB in float64.
+# Rows of a pass: their logits take 80 MB, and 160 MB in float64.
 _CHUNK = 128
-# Share by which the perplexities of two right kernels may differ beyond CERTAINTY standard errors.
+# The relative difference that two right kernels may have, beyond CERTAINTY standard errors.
 TOLERANCE = 0.002
-# Standard errors: chance exceeds three in 0.3 % of all texts.
+# Standard errors; three are exceeded by chance in 0.3 % of all texts.
 CERTAINTY = 3
 
 
 class Score(NamedTuple):
-    """The negative log-likelihoods (natural logarithm) of some tokens."""
+    """The negative log-likelihoods of tokens, natural logarithm."""
 
     nlls: FloatArray
 
@@ -55,8 +51,7 @@ class Score(NamedTuple):
     def ratio_to(self, other: Score) -> tuple[float, float]:
         """The ratio of this perplexity to another one of the same tokens, and the standard error of its logarithm.
 
-        Rounding moves the likelihood of every token a little, up or down: two right kernels differ by about one
-        standard error.
+        Rounding changes every token's likelihood slightly: two right kernels differ by about one standard error.
         """
         differences = self.nlls - other.nlls
         return float(np.exp(differences.mean())), float(differences.std() / np.sqrt(len(differences)))
@@ -87,10 +82,10 @@ def score_window(engine: Engine, tokens: list[int]) -> FloatArray:
 
 
 def use_all_formats(variant: str | None = None) -> kernels.Kernels:
-    """Use a variant of our kernels (default: the processor's best) with every format, also one that seems slow here.
+    """Use a variant of our kernels (default: the processor's best) for every format, even where it is slower.
 
     Raises:
-        SystemExit: there is none.
+        SystemExit: this processor or build has none.
     """
     for name in [variant] if variant else kernels.VARIANTS:
         chosen = kernels.use("auto", variant=name)
@@ -105,7 +100,7 @@ def score(
     """Score the first `most` windows of every family (default: all of them, the last one shorter).
 
     Raises:
-        SystemExit: our kernels are wanted and cannot be used.
+        SystemExit: our kernels are asked for and cannot be used.
     """
     if mode == "off":
         kernels.use("off")
@@ -133,7 +128,7 @@ def forms_of_the_target() -> list[Path]:
     return [published.path, requantise(published)]
 
 
-def compare(path: Path, *, most: int | None, variant: str | None) -> list[dict[str, Any]]:
+def compare(path: Path, *, most: int | None, variant: str | None) -> list[ResultRow]:
     """Rows of the result for one file."""
     stock = score(path, "off", most=most)
     ours = score(path, "auto", most=most, variant=variant)
@@ -156,40 +151,23 @@ def compare(path: Path, *, most: int | None, variant: str | None) -> list[dict[s
 
 def main() -> None:
     """Score all files and print a table and one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one window a family")
+    parser = argument_parser(__doc__, quick="one window a family", config=None)
     parser.add_argument("--models", nargs="+", type=Path, help="default: the target as published and as pure Q4_0")
     parser.add_argument("--variant", choices=kernels.VARIANTS, help="of our kernels; default: the best one")
     options = parser.parse_args()
     files = options.models or forms_of_the_target()
-    most = 1 if options.quick else None
-    rows = [row for path in files for row in compare(path, most=most, variant=options.variant)]
-    table = Table(title=f"perplexity in windows of {WINDOW} tokens, llama.cpp's kernels and ours")
-    for column in rows[0]:
-        table.add_column(column.replace("_", " "), justify="right")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    Console(width=200).print(table)
+    rows = [row for path in files for row in compare(path, most=1 if options.quick else None, variant=options.variant)]
+    print_table(f"perplexity in windows of {WINDOW} tokens, llama.cpp's kernels and ours", rows)
     differ = [row for row in rows if abs(row["ratio"] - 1) > TOLERANCE]
-    surely = [row for row in differ if abs(row["ratio"] - 1) > TOLERANCE + CERTAINTY * row["standard_error"]]
+    certain = [row for row in differ if abs(row["ratio"] - 1) > TOLERANCE + CERTAINTY * row["standard_error"]]
     verdict = (
         f"{len(differ)} of {len(rows)} ratios differ from 1 by more than {TOLERANCE:.1%}, "
-        f"{len(surely)} of them by {CERTAINTY} standard errors more"
+        f"{len(certain)} of them by {CERTAINTY} standard errors more"
     )
     print(verdict)
+    notes = [f"windows of {WINDOW} tokens", kernels.in_use().sentence, verdict]
     sums = {family: hashlib.sha256(read_text(family).encode()).hexdigest() for family in FAMILIES}
-    print(
-        json.dumps(
-            {
-                "benchmark": "perplexity",
-                "machine": describe_machine(),
-                "models": {},
-                "rows": rows,
-                "texts_sha256": sums,
-                "notes": [f"windows of {WINDOW} tokens", kernels.in_use().sentence, verdict],
-            }
-        )
-    )
+    print_result("perplexity", {}, rows, notes, texts_sha256=sums)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""Records what a real pair does along its own texts, so that simulate.py can replay any policy on them.
+"""Records the target's answers and the draft's predictions along them, for simulate.py to replay.
 
-The target writes the answer to each prompt of prompts/ alone. Then the draft reads along (it is teacher-forced) and
-says at every place what it would have written: by the coupled rule's noise above temperature 0, so that whether it
-hits is a fact of the recording and not a matter of chance.
+The target answers each prompt of prompts/ alone. Then the draft is run over the answer (teacher forcing), and at every
+position its own choice is compared with the target's token. Above temperature 0 both choose with the noise of coupled
+verification, so that the comparison is deterministic.
 
     .venv/bin/python benchmarks/record.py FILE [--config FILE] [--temperatures T ...]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from decode import FAMILIES, Task, read_tasks
+from common import FAMILIES, Task, argument_parser, read_tasks
 from specserve.config import usable_cores
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
@@ -29,25 +28,24 @@ from specserve.sampling.noise import Noise
 from specserve.sequence import SamplingParams
 from specserve.speculation.passes import read
 from specserve.tools.archive import prepared_handler
-from specserve.tools.paths import DEFAULT_CONFIG
 
-# Without a schema or a prediction a text of theirs is one of another family again.
+# A family with a schema or a prediction has the prompts of another family.
 RECORDED = [family for family, (file, extra) in FAMILIES.items() if extra is None and file != "long"]
 _CHUNK = 64
 _DIGITS = 4
 _SEED = 1
 
 
-def choose(logits: FloatArray, place: int, sampling: SamplingParams) -> int:
-    """The token that wins at a place of the answer."""
+def choose(logits: FloatArray, index: int, sampling: SamplingParams) -> int:
+    """The token chosen at an index of the answer."""
     p = to_distribution(logits, sampling)
-    return race(p, partial(Noise(_SEED, 0, 0, 0).exponentials, place)) if sampling.temperature else int(np.argmax(p))
+    return race(p, partial(Noise(_SEED, 0, 0, 0).exponentials, index)) if sampling.temperature else int(np.argmax(p))
 
 
 def record(
     engines: tuple[LlamaEngine, LlamaEngine], window: int, model: LlamaModel, task: Task, sampling: SamplingParams
 ) -> dict[str, Any]:
-    """One line of the file, see `simulate.Recording`; the draft reads the last `window` tokens of the prompt."""
+    """One line of the file, see `simulate.Recording`; the draft sees the last `window` tokens of the prompt."""
     target, draft = engines
     prompt = model.encode(task.text, special=True)
     answer: list[int] = []
@@ -59,7 +57,7 @@ def record(
         [logits] = target.forward([Row(tokens[-1], 0, len(tokens) - 1, wants_logits=True)])
         sure.append(round(confidence(logits), _DIGITS))
         answer.append(choose(logits, len(answer), sampling))
-    hit, draft_sure = follow(draft, prompt[-window:], answer, target.width, sampling)
+    hit, draft_sure = teacher_force(draft, prompt[-window:], answer, target.width, sampling)
     return {
         "family": task.family,
         "name": task.name,
@@ -72,33 +70,32 @@ def record(
     }
 
 
-def follow(
+def teacher_force(
     draft: LlamaEngine, prompt: list[int], answer: list[int], width: int, sampling: SamplingParams
 ) -> tuple[list[bool], list[float]]:
-    """What the draft says along an answer, among `width` tokens: by place, whether it hits, and how sure it is."""
+    """By index of the answer: whether the draft (over `width` tokens) chooses the same token, and its confidence."""
     draft.truncate(0, 0)
     read(draft, prompt[:-1])
     hit, sure = [], []
-    text = [*prompt, *answer]
-    for start in range(len(prompt) - 1, len(text) - 1, _CHUNK):
-        places = range(start, min(start + _CHUNK, len(text) - 1))
-        rows = [Row(text[place], 0, place, wants_logits=True) for place in places]
-        for place, logits in zip(places, draft.forward(rows), strict=True):
+    tokens = [*prompt, *answer]
+    for start in range(len(prompt) - 1, len(tokens) - 1, _CHUNK):
+        positions = range(start, min(start + _CHUNK, len(tokens) - 1))
+        rows = [Row(tokens[position], 0, position, wants_logits=True) for position in positions]
+        for position, logits in zip(positions, draft.forward(rows), strict=True):
             sure.append(round(confidence(logits), _DIGITS))
-            hit.append(choose(logits[:width], place + 1 - len(prompt), sampling) == text[place + 1])
+            hit.append(choose(logits[:width], position + 1 - len(prompt), sampling) == tokens[position + 1])
     return hit, sure
 
 
 def main() -> None:
     """Append what is missing to the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, help="one JSON object a line; what is there is not recorded again")
-    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a model YAML")
+    parser = argument_parser(__doc__, quick="one prompt a family")
+    parser.add_argument("file", type=Path, help="one JSON object a line; existing recordings are not repeated")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.8])
     options = parser.parse_args()
     config = prepared_handler(options.config)
     if config.draft is None or config.draft.path is None or config.target.path is None:
-        raise SystemExit("There is no draft in this configuration to record.")
+        raise SystemExit(f"{options.config} has no draft model to record.")
     models = [LlamaModel(path) for path in (config.target.path, config.draft.path)]
     target, draft = (
         LlamaEngine(
@@ -113,10 +110,16 @@ def main() -> None:
     )
     lines = options.file.read_text(encoding="utf-8").splitlines() if options.file.exists() else []
     known = {(line["name"], line["temperature"]) for line in map(json.loads, lines)}
-    tasks = [(task, heat) for heat in options.temperatures for family in RECORDED for task in read_tasks(family)]
-    for task, heat in track(tasks, "recording", console=Console(stderr=True)):
-        if (task.name, heat) not in known:
-            sampling = SamplingParams(temperature=heat)
+    limit = 1 if options.quick else None
+    tasks = [
+        (task, temperature)
+        for temperature in options.temperatures
+        for family in RECORDED
+        for task in read_tasks(family, limit)
+    ]
+    for task, temperature in track(tasks, "recording", console=Console(stderr=True)):
+        if (task.name, temperature) not in known:
+            sampling = SamplingParams(temperature=temperature)
             line = record((target, draft), config.speculation.window, models[0], task, sampling)
             with options.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")

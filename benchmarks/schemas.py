@@ -1,16 +1,14 @@
-"""How many real schemas are taken, why are the others refused, and is every answer valid by another implementation?
+"""How many real JSON schemas are accepted, why are the others refused, and are all answers valid?
 
-A directory of schemas is read, each of its subdirectories as a set of its own: JSON Schema Bench, for one
-(github.com/guidance-ai/jsonschemabench, `data/`). Beside the share that is taken here stands llguidance's own, without
-any limits and promises of ours. Answers are sampled with speculation and without, as many at a time as there are slots,
-and judged by the `jsonschema` library; one that the length limit cuts is counted apart.
+Reads a directory of schemas, each subdirectory as a set, for example JSON Schema Bench
+(github.com/guidance-ai/jsonschemabench, `data/`), and compares with llguidance alone, without our limits. Answers are
+sampled with speculation and without and validated by the `jsonschema` library; truncated ones are counted separately.
 
-    .venv/bin/python benchmarks/schemas.py DIRECTORY [--sample N] [--answers N] [--skip N] [--config FILE] [--tokens N]
+    .venv/bin/python benchmarks/schemas.py DIRECTORY [--quick] [--sample N] [--answers N] [--skip N] [--config FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
@@ -24,7 +22,7 @@ import jsonschema
 import llguidance
 from jsonschema.validators import validator_for
 
-from machine import describe_machine
+from common import argument_parser, print_result
 from specserve.config import HandlerConfig
 from specserve.errors import RequestError
 from specserve.grammar.constraint import GrammarCompiler
@@ -34,24 +32,23 @@ from specserve.serving.openai.parse import Tokenizer, to_generations
 from specserve.serving.openai.request_schema import CompletionRequest, parse_body
 from specserve.serving.scheduler import Scheduler, max_wait
 from specserve.tools.archive import prepared_handler
-from specserve.tools.paths import DEFAULT_CONFIG
 
 PROMPT = "A short document in JSON:\n"
 
 
 @dataclass
 class Survey:
-    """What became of the schemas of one set, and what compiling those that are taken took."""
+    """The schemas of one set: how many, those accepted here and by llguidance, reasons of refusal, compile times."""
 
-    taken: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    accepted: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     count: int = 0
-    theirs: int = 0
+    llguidance: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
 
 
 def read_sets(directory: Path, sample: int) -> dict[str, list[tuple[str, dict[str, Any]]]]:
-    """By the name of each set at most `sample` of its schemas with their names, always the same."""
+    """At most `sample` schemas of every set, by their names; always the same ones."""
     folders = sorted(folder for folder in directory.iterdir() if folder.is_dir()) or [directory]
     sets = {}
     for folder in folders:
@@ -63,25 +60,25 @@ def read_sets(directory: Path, sample: int) -> dict[str, list[tuple[str, dict[st
 
 
 def survey(schemas: list[tuple[str, dict[str, Any]]], compiler: GrammarCompiler) -> Survey:
-    """Compile every schema, here and by llguidance alone."""
+    """Compile every schema, here and with llguidance alone."""
     found = Survey(count=len(schemas))
     for name, schema in schemas:
         grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
-        found.theirs += not llguidance.LLMatcher(compiler.tokenizer, grammar, log_level=0).is_error()
+        found.llguidance += not llguidance.LLMatcher(compiler.tokenizer, grammar, log_level=0).is_error()
         begun = time.perf_counter()
         try:
             compiler.json_schema(schema)
         except RequestError as error:
-            # Names and numbers apart the reasons are few.
+            # Without names and numbers there are few reasons.
             found.reasons[re.sub(r"[\"/#].*", "...", error.message.partition(": ")[2])[:70]] += 1
         else:
-            found.taken.append((name, schema))
+            found.accepted.append((name, schema))
         found.seconds.append(time.perf_counter() - begun)
     return found
 
 
-class Asker:
-    """Answers to schemas, as a worker would give them."""
+class Sampler:
+    """Samples answers as a worker would."""
 
     def __init__(self, models: Models, config: HandlerConfig, tokens: int) -> None:
         self._models = models
@@ -90,7 +87,7 @@ class Asker:
         self._wait = max_wait(config.max_wait_ms, models.controller.target)
 
     def answers(self, schemas: list[dict[str, Any]], mode: dict[str, Any]) -> list[Generation]:
-        """One sampled answer by each schema."""
+        """One sampled answer for each schema."""
         scheduler = Scheduler(
             self._models.target,
             self._models.drafters,
@@ -117,23 +114,23 @@ class Asker:
 
 
 def judge(generation: Generation, schema: dict[str, Any]) -> str:
-    """What another implementation says of an answer."""
+    """What `jsonschema` says of an answer."""
     if generation.error is not None:
-        return f"ended: {generation.error.code}"
+        return f"failed: {generation.error.code}"
     if generation.finish_reason == "length":
-        return "cut by the length limit"
+        return "truncated by max_tokens"
     validator: Any = validator_for(schema, default=jsonschema.Draft202012Validator)(schema)
     try:
         return "valid" if validator.is_valid(json.loads(generation.take_text())) else "INVALID"
     except re.error:
-        return "not judged: a pattern that Python cannot read"
+        return "not checked: Python cannot compile a pattern"
 
 
 def print_survey(found: dict[str, Survey]) -> None:
-    """The shares by set, and why schemas are refused."""
-    print(f"\n{'set':20} {'schemas':>8} {'taken':>7} {'llguidance':>11} {'slowest, s':>11}")
+    """Print the accepted share of each set, and the reasons of refusal."""
+    print(f"\n{'set':20} {'schemas':>8} {'accepted':>9} {'llguidance':>11} {'slowest, s':>11}")
     for name, one in found.items():
-        shares = f"{len(one.taken) / one.count:7.2f} {one.theirs / one.count:11.2f}"
+        shares = f"{len(one.accepted) / one.count:9.2f} {one.llguidance / one.count:11.2f}"
         print(f"{name:20} {one.count:8} {shares} {max(one.seconds):11.3f}")
     reasons: Counter[str] = Counter()
     for one in found.values():
@@ -143,45 +140,45 @@ def print_survey(found: dict[str, Survey]) -> None:
 
 
 def main() -> None:
-    """Survey, sample answers if that is asked for, and print one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="schemas as JSON files, or sets of them")
-    parser.add_argument("--sample", type=int, default=120, help="schemas of each set (default: 120)")
-    parser.add_argument("--answers", type=int, default=0, help="schemas to sample answers by (default: 0)")
-    parser.add_argument("--skip", type=int, default=0, help="the first of those that are taken (default: 0)")
-    parser.add_argument("--tokens", type=int, default=200, help="the longest answer (default: 200)")
-    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a model YAML")
+    """Survey, sample answers if asked to, and print one JSON object."""
+    parser = argument_parser(__doc__, quick="20 schemas of each set")
+    parser.add_argument("directory", type=Path, help="schemas as JSON files, or one directory a set")
+    parser.add_argument("--sample", type=int, help="schemas of each set (default: 120)")
+    parser.add_argument("--answers", type=int, default=0, help="number of schemas to sample answers for (default: 0)")
+    parser.add_argument("--skip", type=int, default=0, help="skip so many of the accepted ones (default: 0)")
+    parser.add_argument("--tokens", type=int, default=200, help="max_tokens of an answer (default: 200)")
     options = parser.parse_args()
+    sample = options.sample or (20 if options.quick else 120)
     config = prepared_handler(options.config)
     models = load_models(config)
     compiler = GrammarCompiler(models.vocabulary)
-    found = {name: survey(read, compiler) for name, read in read_sets(options.directory, options.sample).items()}
+    found = {name: survey(read, compiler) for name, read in read_sets(options.directory, sample).items()}
     print_survey(found)
-    taken = [schema for one in found.values() for schema in one.taken]
-    random.Random(0).shuffle(taken)
-    asked = taken[options.skip : options.skip + options.answers]
-    asker = Asker(models, config, options.tokens)
+    accepted = [schema for one in found.values() for schema in one.accepted]
+    random.Random(0).shuffle(accepted)
+    asked = accepted[options.skip : options.skip + options.answers]
+    sampler = Sampler(models, config, options.tokens)
     verdicts: dict[str, Counter[str]] = {}
     for mode in ("off", "fixed") if asked else ():
-        generations = asker.answers([schema for _, schema in asked], {"mode": mode})
+        generations = sampler.answers([schema for _, schema in asked], {"mode": mode})
         judged = [(name, judge(one, schema)) for one, (name, schema) in zip(generations, asked, strict=True)]
         verdicts[mode] = Counter(verdict for _, verdict in judged)
         print(f"\nspeculation {mode}: {dict(verdicts[mode])}")
         print("\n".join(f"INVALID: {name}" for name, verdict in judged if verdict == "INVALID"))
     count = sum(one.count for one in found.values())
-    result = {
-        "benchmark": "schemas",
-        "machine": describe_machine(),
-        "llguidance": llguidance.get_version(),
-        "rows": [
-            {"set": name, "schemas": one.count, "taken": len(one.taken), "llguidance": one.theirs}
-            for name, one in found.items()
-        ],
-        "taken": round(len(taken) / count, 4),
-        "llguidance_taken": round(sum(one.theirs for one in found.values()) / count, 4),
-        "answers": {mode: dict(verdict) for mode, verdict in verdicts.items()},
-    }
-    print(json.dumps(result))
+    rows = [
+        {"set": name, "schemas": one.count, "accepted": len(one.accepted), "llguidance": one.llguidance}
+        for name, one in found.items()
+    ]
+    print_result(
+        "schemas",
+        {"target": config.model_id},
+        rows,
+        [f"llguidance {llguidance.get_version()}"],
+        accepted=round(len(accepted) / count, 4),
+        llguidance_accepted=round(sum(one.llguidance for one in found.values()) / count, 4),
+        answers={mode: dict(verdict) for mode, verdict in verdicts.items()},
+    )
 
 
 if __name__ == "__main__":

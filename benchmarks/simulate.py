@@ -1,7 +1,7 @@
-"""What would other policies, and other machines, make of the same texts? Replays recordings through the real engine.
+"""How fast would other policies decode recorded texts, on this machine and on others? A simulation.
 
-The scheduler, the drafters and the controller are those of the server. Only the two models are tapes: they answer what
-the recording says that the real pair answered at that place, and move a clock by what the pass would have cost.
+Scheduler, drafters and controller are those of the server. Only the two engines are replaced: they return the recorded
+logits of a real pair, and advance a simulated clock by the cost of each pass.
 
     .venv/bin/python benchmarks/simulate.py [--recordings FILE] [--machines NAME ...]
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,9 +24,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from fake_engine import FakeVocabulary
 from specserve.engine.base import FloatArray, Row
-from specserve.sequence import SamplingParams, Sequence, SpeculationParams
+from specserve.sequence import SamplingParams, SpeculationParams
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler
 from specserve.speculation.controller import Controller
@@ -34,23 +34,27 @@ from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.lookup import LookupProposer
 
+# The fake vocabulary belongs to the tests.
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from fake_engine import FakeVocabulary
+
 RECORDINGS = Path(__file__).parent / "recordings" / "coder-0.5b-1.5b.jsonl"
 FIXED = (1, 2, 3, 4, 7, 15)
 CONTEXT = 4096
-# Tokens that stand in for the rest of the vocabulary, so that a row can be as flat as the recorded one.
+# Tokens that stand for the rest of the vocabulary, so that logits can have the recorded entropy.
 _OTHERS = 200
 
 
 @dataclass(frozen=True)
 class Recording:
-    """One text of the target, and what the draft said along it.
+    """One answer of the target, and the draft's predictions along it (see record.py).
 
     Args:
-        prompt: its tokens.
-        answer: what the target wrote behind them.
-        sure: by place of the answer, how sure the target was.
-        hit: by place, whether the draft would have written the same token.
-        draft_sure: by place, how sure the draft was.
+        prompt: tokens.
+        answer: the target's tokens after the prompt.
+        sure: by index of the answer, the target's confidence.
+        hit: by index, whether the draft chooses the same token.
+        draft_sure: by index, the draft's confidence.
     """
 
     family: str
@@ -65,20 +69,20 @@ class Recording:
 
 @dataclass
 class Clock:
-    """The time of the simulated machine."""
+    """The simulated clock."""
 
     now: float = 0.0
 
     def __call__(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since the start."""
         return self.now
 
 
 @dataclass(frozen=True)
-class Played:
-    """A recorded text that is being written again, and the numbers that its tokens have here.
+class Replay:
+    """A recording that is being replayed as a sequence, with its tokens renumbered to a small vocabulary.
 
-    Token 0 is none of any text's; the one behind all names is the first of this text, so that no two begin alike.
+    Token 0 occurs in no recording. Each replay begins with a token of its own, so that no two share a prefix.
     """
 
     recording: Recording
@@ -86,34 +90,36 @@ class Played:
     names: dict[int, int]
 
     @classmethod
-    def begin(cls, recording: Recording, number: int, vocabulary: int, speculation: SpeculationParams) -> Played:
-        """Text `number` of those that are written together."""
+    def begin(cls, recording: Recording, number: int, vocabulary: int, speculation: SpeculationParams) -> Replay:
+        """Replay number `number` of those that run together."""
         known = dict.fromkeys([*recording.prompt, *recording.answer])
-        names = {token: place for place, token in enumerate(known, 1)}
+        names = {token: number for number, token in enumerate(known, 1)}
         prompt = [vocabulary - 1 - number, *(names[token] for token in recording.prompt)]
         greedy = SamplingParams(temperature=0)
-        sequence = Generation(prompt, greedy, speculation, Endless(200), max_tokens=len(recording.answer))
-        return cls(recording, sequence, names)
+        length = len(recording.answer)
+        return cls(recording, Generation(prompt, greedy, speculation, EndlessVocabulary(200), max_tokens=length), names)
 
 
-class Tape:
-    """An engine that answers what was recorded, and takes as long as its cost says.
+class ReplayEngine:
+    """An engine that returns recorded logits and advances the clock by the cost of each pass.
 
     Args:
-        texts: all that are written, those that wait for a slot included.
-        width: of the vocabulary.
-        cost: of a pass.
-        clock: what passes move.
-        n_slots: how many texts are written at a time.
-        draft: whether this is the draft model, whose slots share a cache.
+        replays: all of them, also those that wait for a slot.
+        width: size of the vocabulary.
+        cost: of passes.
+        clock: advanced by passes.
+        n_slots: sequences decoded at the same time.
+        draft: whether this is the draft model.
     """
 
     max_rows = 128
     max_logits = 64
     slot_length = CONTEXT
 
-    def __init__(self, texts: list[Played], width: int, cost: Cost, clock: Clock, n_slots: int, *, draft: bool) -> None:
-        self._texts = texts
+    def __init__(
+        self, replays: list[Replay], width: int, cost: Cost, clock: Clock, n_slots: int, *, draft: bool
+    ) -> None:
+        self._replays = replays
         self._cost = cost
         self._clock = clock
         self._draft = draft
@@ -122,7 +128,7 @@ class Tape:
         self.width = width
 
     def forward(self, rows: list[Row]) -> FloatArray:
-        """What was recorded behind each row; see `Engine.forward`."""
+        """The recorded logits after each row; see `Engine.forward`."""
         counts = Counter(row.slot for row in rows)
         self._clock.now += self._cost.exactly(len(rows), self.kv_len(counts))
         for row in rows:
@@ -130,64 +136,64 @@ class Tape:
         return np.array([self._row(row) for row in rows if row.wants_logits], np.float32)
 
     def _row(self, asked: Row) -> list[float]:
-        # The text that came last into a slot is the one that is there.
-        text = next((text for text in reversed(self._texts) if text.sequence.slot == asked.slot), self._texts[0])
-        recording = text.recording
-        start = text.sequence.draft_start if self._draft else 0
-        place = start + asked.position - (text.sequence.prompt_length - 1)
-        place = min(max(0, place), len(recording.answer) - 1)
-        right = recording.hit[place] if self._draft else True
-        sure = recording.draft_sure[place] if self._draft else recording.sure[place]
-        argmax = text.names[recording.answer[place]] if right else 0
+        # A slot belongs to the replay that got it last.
+        replay = next((one for one in reversed(self._replays) if one.sequence.slot == asked.slot), self._replays[0])
+        recording = replay.recording
+        start = replay.sequence.draft_start if self._draft else 0
+        index = start + asked.position - (replay.sequence.prompt_length - 1)
+        index = min(max(0, index), len(recording.answer) - 1)
+        right = recording.hit[index] if self._draft else True
+        sure = recording.draft_sure[index] if self._draft else recording.sure[index]
+        argmax = replay.names[recording.answer[index]] if right else 0
         sure = min(1 - 1e-6, max(sure, 1.5 / self.width))
         row = [float(np.log((1 - sure) / (self.width - 1)))] * self.width
         row[argmax] = float(np.log(sure))
         return row
 
     def cached_len(self, slot: int) -> int:
-        """How many tokens a slot holds."""
+        """Number of tokens in the KV cache of a slot."""
         return self._lengths[slot]
 
     def kv_len(self, slots: Iterable[int]) -> int:
-        """How many tokens a row walks over."""
+        """Length of the KV cache that a row attends to."""
         return max((self._lengths[slot] for slot in slots), default=0)
 
     def truncate(self, slot: int, length: int) -> None:
-        """Forget what is behind."""
+        """Remove tokens from the KV cache."""
         self._lengths[slot] = min(self._lengths[slot], length)
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """Take over the beginning of another slot; no two texts begin alike."""
+        """Never called: no two replays share a prefix."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to free."""
 
 
-class Endless(FakeVocabulary):
-    """A vocabulary in which no token ends a text: that is where its recording does."""
+class EndlessVocabulary(FakeVocabulary):
+    """A vocabulary without an end-of-sequence token: an answer ends with its recording."""
 
     def piece(self, token: int) -> bytes:
-        """Nothing to read."""
+        """No text."""
         del token
         return b""
 
-    def is_end_token(self, token: int) -> bool:
-        """Never."""
+    def ends_text(self, token: int) -> bool:
+        """Always False."""
         del token
         return False
 
 
 class Simulation:
-    """A server whose two models are tapes; what it learns of one text it keeps for the next.
+    """A server with replayed models, whose controller keeps learning from one recording to the next.
 
     Args:
-        target: the cost of the target on the simulated machine.
-        draft: that of the draft.
+        target: the target's costs on the simulated machine.
+        draft: the draft's.
         speculation: the policy.
-        window: how far back the draft reads.
-        slots: how many texts it writes at a time.
-        max_wait_seconds: what a prompt may make those wait who are being answered.
+        window: tokens that the draft reads back where it joins a sequence.
+        slots: sequences decoded at the same time.
+        max_wait_seconds: extra latency that prefill may add to a decoding round.
     """
 
     def __init__(
@@ -210,17 +216,17 @@ class Simulation:
         self._slots = slots
         self._max_wait_seconds = max_wait_seconds
 
-    def run(self, recording: Recording) -> tuple[float, Sequence]:
-        """Seconds behind the first token, and the sequence with its account."""
+    def run(self, recording: Recording) -> tuple[float, Generation]:
+        """Seconds after the first token, and the sequence with its statistics."""
         _, (sequence,) = self.together([recording])
         return sequence.stats.decode_seconds, sequence
 
-    def together(self, recordings: list[Recording]) -> tuple[list[float], list[Sequence]]:
-        """Seconds until each of the texts is written that are asked for at once, and the sequences."""
+    def together(self, recordings: list[Recording]) -> tuple[list[float], list[Generation]]:
+        """Seconds until each of several answers is complete that are requested at once, and their sequences."""
         width = max(len({*r.prompt, *r.answer}) for r in recordings) + 1 + _OTHERS
-        texts = [Played.begin(r, number, width, self._speculation) for number, r in enumerate(recordings)]
+        replays = [Replay.begin(r, number, width, self._speculation) for number, r in enumerate(recordings)]
         target, draft = (
-            Tape(texts, width, Cost(table, most=64), self._clock, self._slots, draft=is_draft)
+            ReplayEngine(replays, width, Cost(table, most=64), self._clock, self._slots, draft=is_draft)
             for table, is_draft in zip(self._tables, (False, True), strict=True)
         )
         model = DraftModel(
@@ -235,7 +241,7 @@ class Simulation:
             max_wait_seconds=self._max_wait_seconds,
             clock=self._clock,
         )
-        generations = [text.sequence for text in texts]
+        generations = [replay.sequence for replay in replays]
         for generation in generations:
             scheduler.submit(generation)
         begun = self._clock()
@@ -245,25 +251,25 @@ class Simulation:
             for generation in generations:
                 if generation.done:
                     ends.setdefault(generation, self._clock() - begun)
-        return [ends[generation] for generation in generations], [text.sequence for text in texts]
+        return [ends[generation] for generation in generations], generations
 
 
 def oracle(recording: Recording, target: Cost, draft: Cost, most: int = 16) -> float:
-    """The least seconds that any number of drafts a round could have taken, knowing which of them stay.
+    """The least seconds that any choice of gamma in every round could take, knowing which draft tokens are accepted.
 
-    Dynamic programming over the places of the answer, from its end; the draft's arrears are free.
+    Dynamic programming over the indices of the answer, from its end; the draft's prefill is free.
     """
     count = len(recording.answer)
     kv_len = len(recording.prompt) + count // 2
     step = draft.seconds(1, kv_len)
     best = [0.0] * (count + 1)
-    for place in range(count - 1, 0, -1):
-        stay = 0
-        options = [target.seconds(1, kv_len) + best[place + 1]]
-        for gamma in range(1, min(most, count - place - 1) + 1):
-            stay += int(stay == gamma - 1 and recording.hit[place + gamma - 1])
-            options.append(gamma * step + target.seconds(gamma + 1, kv_len) + best[place + stay + 1])
-        best[place] = min(options)
+    for index in range(count - 1, 0, -1):
+        accepted = 0
+        options = [target.seconds(1, kv_len) + best[index + 1]]
+        for gamma in range(1, min(most, count - index - 1) + 1):
+            accepted += int(accepted == gamma - 1 and recording.hit[index + gamma - 1])
+            options.append(gamma * step + target.seconds(gamma + 1, kv_len) + best[index + accepted + 1])
+        best[index] = min(options)
     return best[1]
 
 
@@ -274,28 +280,28 @@ def read_recordings(path: Path = RECORDINGS) -> list[Recording]:
 
 
 def synthetic(kind: str, length: int = 400, seed: int = 1) -> Recording:
-    """A text whose drafts stay by a process of its own; nothing in it can be looked up.
+    """A synthetic recording whose acceptance follows a random process; lookup finds nothing in it.
 
     Args:
-        kind: `easy`, `hard`, `even` (a constant chance), `bursty` (runs of easy and of hard places), `drifting` (from
-            hard to easy and back), `story then code` (hard for its first half), or `adversarial` (both models are sure
-            of everything, and the draft is always wrong).
+        kind: `easy`, `hard`, `even` (a constant probability), `bursty` (easy and hard runs), `drifting` (from hard to
+            easy and back), `story then code` (the first half is hard), or `adversarial` (both models are confident, and
+            the draft is always wrong).
         length: tokens of the answer.
         seed: of the process.
     """
     generator = np.random.default_rng(seed)
-    place = np.arange(length)
-    chances = {
+    index = np.arange(length)
+    probabilities = {
         "easy": np.full(length, 0.95),
         "even": np.full(length, 0.75),
         "hard": np.full(length, 0.4),
-        "bursty": np.where(place // 25 % 2 == 0, 0.97, 0.4),
-        "drifting": 0.675 + 0.3 * np.sin(2 * np.pi * place / length - np.pi / 2),
-        "story then code": np.where(place < length // 2, 0.45, 0.95),
+        "bursty": np.where(index // 25 % 2 == 0, 0.97, 0.4),
+        "drifting": 0.675 + 0.3 * np.sin(2 * np.pi * index / length - np.pi / 2),
+        "story then code": np.where(index < length // 2, 0.45, 0.95),
         "adversarial": np.full(length, 0.98),
     }[kind]
-    # How sure a model is of a place scatters around how often the draft is right there.
-    sure = np.clip(1 / (1 + (1 / chances - 1) * np.exp(generator.normal(0, 1.5, (2, length)))), 0.02, 0.9995)
+    # The models' confidence scatters around the draft's probability of being right.
+    sure = np.clip(1 / (1 + (1 / probabilities - 1) * np.exp(generator.normal(0, 1.5, (2, length)))), 0.02, 0.9995)
     hit = np.zeros(length, bool) if kind == "adversarial" else generator.random(length) < sure.mean(axis=0)
     tokens = list(range(1, 101 + length))
     return Recording(
@@ -307,19 +313,19 @@ PROCESSES = ("easy", "even", "hard", "bursty", "drifting", "story then code", "a
 
 
 def stairs(first: float, steps: dict[int, float]) -> CostTable:
-    """A table from milliseconds of one row and, by rows, how many times that others cost; 5 % more at 512 tokens."""
+    """A cost table: milliseconds of one row, and by number of rows the multiple of that; 5 % more at 512 tokens."""
     short = tuple(first / 1000 * factor for factor in (1.0, *steps.values()))
     return CostTable((1, *steps), (64, 512), (short, tuple(1.05 * seconds for seconds in short)))
 
 
-# What more rows cost, medians of four first starts on 2 cores with every tensor Q4_0; sizes differ little in these.
+# Cost by rows, 2 cores of an Intel Xeon (slow memory), llama.cpp's kernels, pure Q4_0: medians of four starts.
 _TWO_CORES = {2: 1.67, 3: 2.3, 4: 1.54, 5: 2.5, 6: 3.3, 8: 3.17, 12: 4.6, 16: 5.1, 24: 8.0, 32: 9.8}
-# The same on two cores of an AMD EPYC (Zen 4): their memory is fast enough that computing limits from two rows on.
+# The same on 2 cores of an AMD EPYC (Zen 4), where arithmetic is the limit from two rows on.
 _TWO_CORES_FAST_MEMORY = {2: 1.72, 3: 2.43, 4: 2.27, 5: 3.15, 6: 3.92, 8: 4.07, 12: 5.9, 16: 6.25, 24: 10.0, 32: 12.0}
-# The same with our kernels (cost_curve.py), of the published target, and of the draft in pure Q4_0.
+# The same with our kernels (cost_curve.py): the published target, and the draft in pure Q4_0.
 _OWN_TARGET = {2: 1.04, 3: 1.04, 4: 1.10, 5: 1.22, 6: 1.29, 8: 1.51, 12: 2.15, 16: 2.61, 32: 5.0}
 _OWN_DRAFT = {2: 1.06, 3: 1.06, 4: 1.12, 5: 1.22, 6: 1.29, 8: 1.59, 12: 2.18, 16: 2.82, 32: 5.2}
-# A many-core desktop, where memory is the limit up to 8 rows; and one where all rows cost alike.
+# Assumed: a many-core desktop, where memory is the limit up to 8 rows; and a machine where every row costs the same.
 _FLAT = {2: 1.02, 3: 1.04, 4: 1.06, 6: 1.1, 8: 1.15, 12: 1.5, 16: 1.9, 32: 3.6}
 _STEEP = {2: 1.9, 3: 2.8, 4: 3.6, 8: 7.0, 16: 14.0, 32: 28.0}
 # Target and draft, in milliseconds a step.
@@ -337,7 +343,7 @@ MACHINES = {
 
 
 def compare(target: CostTable, draft: CostTable, recordings: list[Recording]) -> Iterator[dict[str, Any]]:
-    """Rows of the result on one machine: by family the speed of every policy, and of the oracle, to plain decoding."""
+    """Rows of the result for one machine: speed relative to plain decoding, by family and policy; oracle included."""
     policies = {"plain": SpeculationParams(mode="off")}
     policies |= {f"fixed {gamma}": SpeculationParams(gamma, drafter="model") for gamma in FIXED}
     policies |= {
@@ -362,13 +368,13 @@ def compare(target: CostTable, draft: CostTable, recordings: list[Recording]) ->
                 "ratio": round(mean(values), 3),
                 "spread": [round(min(values), 3), round(max(values), 3)],
                 "least": round(min(values), 3),
-                "texts": len(values),
+                "recordings": len(values),
             }
 
 
 def show(machine: str, rows: list[dict[str, Any]]) -> None:
-    """The rows of a machine as a table, a policy a column."""
-    table = Table(title=f"SIMULATION: {machine}; mean speed to plain decoding, the draft's prefill included")
+    """Print a machine's rows, a policy a column."""
+    table = Table(title=f"SIMULATION: {machine}; mean speed relative to plain decoding, the draft's prefill included")
     modes = list(dict.fromkeys(row["mode"] for row in rows))
     for column in ("family", "T", *modes):
         table.add_column(column, justify="right")
@@ -378,7 +384,7 @@ def show(machine: str, rows: list[dict[str, Any]]) -> None:
         table.add_row(family, str(temperature), *(f"{mine[mode]:.2f}" for mode in modes))
     recorded = [row for row in rows if row["family"] not in PROCESSES]
     table.add_section()
-    for name, summary in (("mean of recorded", mean), ("slowest recorded text", min)):
+    for name, summary in (("mean of recorded", mean), ("slowest recorded answer", min)):
         key = "ratio" if summary is mean else "least"
         table.add_row(name, "", *(f"{summary(r[key] for r in recorded if r['mode'] == mode):.2f}" for mode in modes))
     Console(width=200).print(table)
@@ -388,10 +394,10 @@ def main() -> None:
     """Replay everything on every machine, and print tables and one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recordings", type=Path, default=RECORDINGS, help="a file that record.py wrote")
-    parser.add_argument("--machines", nargs="+", choices=MACHINES, default=list(MACHINES), help="only these")
+    parser.add_argument("--machines", nargs="+", choices=MACHINES, default=list(MACHINES), help="only these machines")
     options = parser.parse_args()
     recordings = read_recordings(options.recordings) + [synthetic(kind) for kind in PROCESSES]
-    # As a server meets them: not family by family.
+    # In random order, as a server would see them.
     Random(1).shuffle(recordings)
     rows = []
     for machine in options.machines:
@@ -399,7 +405,7 @@ def main() -> None:
         mine.sort(key=lambda row: (row["family"] in PROCESSES, row["family"], row["temperature"]))
         show(machine, mine)
         rows += [{"machine": machine, **row} for row in mine]
-    notes = ["simulated: recorded texts, measured or assumed costs; the oracle knows which drafts stay"]
+    notes = ["simulated: recorded answers, measured or assumed costs; the oracle knows which draft tokens are accepted"]
     print(json.dumps({"benchmark": "simulate", "machine": {}, "models": {}, "rows": rows, "notes": notes}))
 
 

@@ -1,6 +1,6 @@
-"""The promise that speculation never makes anyone slower, kept by the real engine on a simulated clock.
+"""Speculation is never slower than plain decoding: the real scheduler and controller on a simulated clock.
 
-Costs are exact here and nothing is measured, so these are statements about decisions, not about this machine.
+Costs are exact and nothing is measured, so these tests are about decisions and not about this machine.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ def speedup(machine: str, kind: str, policy: SpeculationParams = ADAPTIVE) -> fl
 
 @pytest.mark.parametrize("kind", PROCESSES)
 @pytest.mark.parametrize("machine", [SLOW, LINEAR])
-def test_no_text_is_more_than_two_per_cent_slower_than_plain_and_an_adversary_makes_it_five(
+def test_adaptive_is_at_most_two_per_cent_slower_than_plain_five_with_an_adversarial_pair(
     machine: str, kind: str
 ) -> None:
-    """An adversary is a pair that is sure of everything and never agrees; the draft reads its prompt for nothing."""
+    """In an adversarial pair both models are confident and never agree; the draft's prefill is wasted."""
     assert speedup(machine, kind) >= (0.95 if kind == "adversarial" else 0.98)
 
 
 @pytest.mark.parametrize("kind", ["hard", "adversarial"])
-def test_a_fixed_number_of_drafts_fails_that_test(kind: str) -> None:
+def test_a_fixed_gamma_fails_that_test(kind: str) -> None:
     assert speedup(SLOW, kind, SpeculationParams(3)) < 0.9
 
 
 @pytest.mark.parametrize("kind", ["easy", "bursty", "drifting", "story then code"])
-def test_what_is_easy_in_parts_is_faster_in_these(kind: str) -> None:
+def test_adaptive_is_faster_where_parts_of_a_text_are_easy(kind: str) -> None:
     assert speedup(SLOW, kind) > 1.02
 
 
-def test_a_story_that_ends_in_code_is_drafted_again_within_a_few_tokens() -> None:
-    """Its second half is easy; drafted by threes from its first token on, three quarters of that would be drafts."""
+def test_drafting_resumes_when_a_text_becomes_easy() -> None:
+    """The second half is easy; with gamma 3 from its first token on, three quarters of it would be draft tokens."""
     recording = synthetic("story then code")
     simulation = Simulation(*MACHINES[SLOW], ADAPTIVE)
     _, sequence = simulation.run(recording)
@@ -54,13 +54,13 @@ def test_a_story_that_ends_in_code_is_drafted_again_within_a_few_tokens() -> Non
 
 
 @pytest.mark.parametrize("machine", [SLOW, MIDDLE])
-@pytest.mark.parametrize("texts", [4, 8])
-def test_a_crowd_is_not_slower_for_being_allowed_to_speculate(machine: str, texts: int) -> None:
-    """All ask at once, so that for most of the time prompts are being read beside those that are written.
+@pytest.mark.parametrize("sequences", [4, 8])
+def test_adaptive_does_not_slow_down_several_sequences(machine: str, sequences: int) -> None:
+    """All arrive at once, so that prefill and decoding overlap most of the time.
 
-    What counts is how long clients wait in the mean: one that is helped by drafts is, in part, at the cost of others.
+    The mean waiting time of clients counts, since drafts for one sequence delay the others.
     """
-    recordings = [r for r in read_recordings() if r.temperature == 0][: 3 * texts : 3]
+    recordings = [r for r in read_recordings() if r.temperature == 0][: 3 * sequences : 3]
     plain, adaptive = (
         mean(Simulation(*MACHINES[machine], policy, slots=8, max_wait_seconds=1.0).together(recordings)[0])
         for policy in (PLAIN, ADAPTIVE)
@@ -69,7 +69,7 @@ def test_a_crowd_is_not_slower_for_being_allowed_to_speculate(machine: str, text
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_no_policy_beats_the_oracle_of_the_model_alone(machine: str) -> None:
+def test_no_policy_is_faster_than_the_oracle(machine: str) -> None:
     target, draft = MACHINES[machine]
     for kind in ("easy", "bursty", "hard"):
         recording = synthetic(kind)
@@ -79,7 +79,7 @@ def test_no_policy_beats_the_oracle_of_the_model_alone(machine: str) -> None:
             assert seconds >= 0.99 * best
 
 
-def test_a_recorded_text_comes_out_as_it_was_recorded_whatever_the_policy() -> None:
+def test_every_policy_reproduces_the_recorded_answer() -> None:
     recording = read_recordings()[0]
     for policy in (PLAIN, ADAPTIVE, SpeculationParams(4)):
         _, sequence = Simulation(*MACHINES[SLOW], policy).run(recording)

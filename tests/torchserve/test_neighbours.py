@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import requests
 
-from neighbour import archive_echo
 from server import Server, running
 
 pytestmark = pytest.mark.server
 
 LONG = {"prompt": "The quick brown fox", "max_tokens": 150, "temperature": 0, "ignore_eos": True}
+
+ECHO = '''
+def handle(data, context):
+    """Return the body of every request."""
+    return [row.get("body") or row.get("data") for row in data or []]
+'''
+
+
+def archive_echo(store: Path, directory: Path) -> None:
+    """Write echo.mar into a model store, with the stub of torch that our own archive there holds."""
+    handler, torch = directory / "echo.py", directory / "torch.py"
+    handler.write_text(ECHO, encoding="utf-8")
+    with zipfile.ZipFile(store / "qwen.mar") as ours:
+        torch.write_bytes(ours.read("torch.py"))
+    named: list[str | Path] = ["--model-name", "echo", "--version", "1.0", "--extra-files", torch]
+    archiver = Path(sys.executable).parent / "torch-model-archiver"
+    subprocess.run([archiver, *named, "--handler", handler, "--export-path", store, "--force"], check=True)
 
 
 def echo(server: Server, text: str) -> requests.Response:
@@ -30,9 +50,9 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def neighbour(server: Server) -> Iterator[None]:
-    """Another model of this TorchServe, with a handler that has nothing of ours but what stands for torch here."""
-    archive_echo(server.state / "model_store")
+def neighbour(server: Server, tmp_path: Path) -> Iterator[None]:
+    """Another model of this TorchServe, with a handler that has nothing of ours but the stub of torch."""
+    archive_echo(server.state / "model_store", tmp_path)
     answer = server.manage("POST", "/models?url=echo.mar&initial_workers=1&synchronous=true")
     assert answer.ok, answer.text
     yield

@@ -170,7 +170,7 @@ def test_the_key_of_the_api_makes_a_new_inference_key(operator: Operator) -> Non
 
 @pytest.fixture
 def canary(tmp_path: Path) -> Iterator[None]:
-    """Version 1.1 in an archive of its own, without speculation, as the README has it; it is gone afterwards."""
+    """Version 1.1 in an archive of its own, without speculation, as config/README.md describes; removed afterwards."""
     store = PROJECT / "model_store"
     config = tiny_but(tmp_path, handler={"speculation": {"mode": "off"}})
     elder = (store / "qwen.mar").rename(store / "qwen-1.0.mar")

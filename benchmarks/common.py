@@ -1,0 +1,156 @@
+"""What the benchmarks share: prompts, options, a description of the machine, interference, tables and results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TypeVar
+
+import psutil
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from specserve.tools.paths import DEFAULT_CONFIG
+
+PROMPTS = Path(__file__).parent / "prompts"
+# Families by name: the file of prompts, and the field that is sent along with the prompt.
+FAMILIES = {
+    "code": ("code", None),
+    "json": ("json", None),
+    "schema": ("schema", "schema"),
+    "prose": ("prose", None),
+    "chat": ("chat", None),
+    "summarise": ("summarise", None),
+    "edit": ("edit", None),
+    "edit, predicted": ("edit", "prediction"),
+    "long": ("long", None),
+}
+CHAT = "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+# Cores that other processes may use during a measurement. Threads of a forward pass wait for each other at barriers,
+# so one that is interrupted delays all of them.
+MAX_INTERFERENCE = 0.05
+Row = dict[str, Any]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt as the model reads it, the limit of its answer, and what a client sends along with it."""
+
+    family: str
+    name: str
+    text: str
+    max_tokens: int
+    schema: dict[str, Any] | None = None
+    prediction: str | None = None
+
+
+def read_tasks(family: str, limit: int | None = None) -> Iterator[Task]:
+    """The first `limit` prompts of a family (default: all)."""
+    file, extra = FAMILIES[family]
+    for entry in yaml.safe_load((PROMPTS / f"{file}.yaml").read_text(encoding="utf-8"))[:limit]:
+        text = CHAT.format(prompt=entry["prompt"]) if entry["chat"] else entry["prompt"]
+        sent = {extra: entry[extra]} if extra else {}
+        yield Task(family, entry["name"], text, entry["max_tokens"], **sent)
+
+
+def argument_parser(doc: str | None, *, quick: str, config: Path | None = DEFAULT_CONFIG) -> argparse.ArgumentParser:
+    """A parser with `--quick` and, unless its default is None, `--config`."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=quick)
+    if config:
+        parser.add_argument("--config", type=Path, default=config, help="a model YAML")
+    return parser
+
+
+def describe_machine() -> Row:
+    """Processor, cores, memory, kernel and the version of llama-cpp-python."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return {
+        "cpu": next(names, platform.machine()),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "llama_cpp_python": version("llama-cpp-python"),
+    }
+
+
+def with_interference(measure: Callable[[], Result]) -> tuple[Result, float]:
+    """Call `measure`; returns its result and the number of cores that other processes used meanwhile."""
+    others, started = _cpu_seconds_of_others(), perf_counter()
+    result = measure()
+    return result, (_cpu_seconds_of_others() - others) / (perf_counter() - started)
+
+
+def _cpu_seconds_of_others() -> float:
+    """CPU seconds since boot that neither this process nor its children used, time stolen by the host included."""
+    system, own = psutil.cpu_times(), psutil.Process()
+    busy = system.user + system.nice + system.system + system.irq + system.softirq + system.steal
+    for process in (own, *own.children()):
+        times = process.cpu_times()
+        busy -= times.user + times.system
+    ended_children = own.cpu_times()
+    return busy - ended_children.children_user - ended_children.children_system
+
+
+@dataclass
+class ResultsFile:
+    """Measurements by key in a file of JSON lines, so that an interrupted run can be resumed; without a path, memory.
+
+    Keys and values are JSON; a line that was cut off is ignored.
+    """
+
+    path: Path | None
+    _values: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Read what earlier runs measured."""
+        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path and self.path.exists() else ():
+            try:
+                key, value = json.loads(line)
+            except ValueError:
+                continue
+            self._values[json.dumps(key)] = value
+
+    def __contains__(self, key: object) -> bool:
+        return json.dumps(key) in self._values
+
+    def __getitem__(self, key: object) -> Any:
+        return self._values[json.dumps(key)]
+
+    def add(self, key: object, value: Any) -> None:
+        """Keep a measurement."""
+        line = json.dumps([key, value])
+        self._values[json.dumps(key)] = json.loads(line)[1]
+        if self.path:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+
+def print_table(title: str, rows: list[Row], omit: Iterable[str] = ()) -> None:
+    """Print rows as a table with a column for every key but the omitted ones."""
+    table = Table(title=title)
+    columns = [column for column in dict.fromkeys(key for row in rows for key in row) if column not in omit]
+    for column in columns:
+        text = any(isinstance(row.get(column), str) for row in rows)
+        # Keys are words joined by underscores, which cannot wrap; titles are kept as they are.
+        title = column if " " in column else column.replace("_", " ")
+        table.add_column(title, justify="left" if text else "right")
+    for row in rows:
+        table.add_row(*("-" if row.get(column) is None else str(row[column]) for column in columns))
+    Console(width=220).print(table)
+
+
+def print_result(benchmark: str, models: Row, rows: list[Row], notes: Iterable[str], **more: Any) -> None:
+    """Print the JSON object that is the last line of every benchmark."""
+    result = {"benchmark": benchmark, "machine": describe_machine(), "models": models, "rows": rows}
+    print(json.dumps(result | more | {"notes": list(notes)}))

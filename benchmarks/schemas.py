@@ -5,7 +5,7 @@ A directory of schemas is read, each of its subdirectories as a set of its own: 
 any limits and promises of ours. Answers are sampled with speculation and without, as many at a time as there are slots,
 and judged by the `jsonschema` library; one that the length limit cuts is counted apart.
 
-    .venv/bin/python benchmarks/schemas.py DIRECTORY [--sample N] [--answers N] [--skip N] [--config FILE] [--tokens N]
+    .venv/bin/python benchmarks/schemas.py DIRECTORY [--sample N] [--answers N] [--skip N] [--tokens N] [--longest N]
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from jsonschema.validators import validator_for
 from machine import describe_machine
 from specserve.config import HandlerConfig
 from specserve.engine.grammar import GrammarCompiler
+from specserve.engine.schema import MAX_TEXT
 from specserve.errors import RequestError
 from specserve.operations.archive import prepared_handler
 from specserve.operations.places import DEFAULT_CONFIG
@@ -150,6 +151,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=0, help="schemas to sample answers by (default: 0)")
     parser.add_argument("--skip", type=int, default=0, help="the first of those that are taken (default: 0)")
     parser.add_argument("--tokens", type=int, default=200, help="the longest answer (default: 200)")
+    parser.add_argument("--longest", type=int, default=MAX_TEXT, help="characters of a schema that is answered")
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a model YAML")
     options = parser.parse_args()
     config = prepared_handler(options.config)
@@ -159,7 +161,8 @@ def main() -> None:
     print_survey(found)
     taken = [schema for one in found.values() for schema in one.taken]
     random.Random(0).shuffle(taken)
-    asked = taken[options.skip : options.skip + options.answers]
+    short = [one for one in taken if len(json.dumps(one[1])) <= options.longest]
+    asked = short[options.skip : options.skip + options.answers]
     asker = Asker(models, config, options.tokens)
     verdicts: dict[str, Counter[str]] = {}
     for mode in ("off", "fixed") if asked else ():

@@ -14,12 +14,14 @@ import json
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import requests
 
@@ -32,7 +34,8 @@ from specserve.operations.state import State
 Body = dict[str, Any]
 
 PORT = 9080
-MEBIBYTE = 2**20
+# Pieces of a stream after which a case begins.
+BEGUN = 5
 CHAT, COMPLETION = "v1/chat/completions", "v1/completions"
 AMBIGUOUS = 'root ::= root root | root root root | "a"'
 EXPONENTIAL = 'root ::= ([a-y ]{1,900} | [b-y ]{1,900} | ([ac-y ] [a-y ]{5,900}){1,90}) "z" [a-y]{900}'
@@ -46,37 +49,53 @@ class Case:
     limit: str
     route: str
     body: Callable[[], Body]
+    # Sent at the same time, each by a client of its own.
+    copies: int = 1
 
 
-@dataclass
 class Stream:
-    """A second client, who reads a stream all the while: when its pieces came."""
+    """A second client, who reads a stream all the while: when its pieces came.
 
-    url: str
-    pieces: list[float] = field(default_factory=list)
-    ends: threading.Event = field(default_factory=threading.Event)
+    Every case has one of its own, that has begun: how long a new one waits for its turn is no pause.
+    """
 
-    def read(self) -> None:
-        """Read one stream after the other."""
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._pieces: list[float] = []
+        self._leaves = threading.Event()
+        self._reader = threading.Thread(target=self._read)
+
+    def __enter__(self) -> Self:
+        self._reader.start()
+        while len(self._pieces) < BEGUN:
+            if not self._reader.is_alive():
+                raise RuntimeError("the second client's stream ended before it began")
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leaves.set()
+        self._reader.join()
+
+    def _read(self) -> None:
         body = {
             "prompt": "Once upon a time there was a king who",
-            "max_tokens": 1000,
+            "max_tokens": 4000,
             "temperature": 0,
             "stream": True,
             "ignore_eos": True,
             "speculation": {"mode": "off"},
         }
-        while not self.ends.is_set():
-            with requests.post(f"{self.url}/{COMPLETION}", json=body, stream=True, timeout=600) as response:
-                for line in response.iter_lines():
-                    if line:
-                        self.pieces.append(time.monotonic())
-                    if self.ends.is_set():
-                        return
+        with requests.post(f"{self._url}/{COMPLETION}", json=body, stream=True, timeout=600) as response:
+            for line in response.iter_lines():
+                if line:
+                    self._pieces.append(time.monotonic())
+                if self._leaves.is_set():
+                    return
 
     def longest_pause(self, begun: float, ended: float) -> float:
         """Seconds between two pieces, of which the first came before the end and the second after the beginning."""
-        pieces = [begun, *(piece for piece in self.pieces if begun <= piece), time.monotonic()]
+        pieces = [begun, *(piece for piece in self._pieces if begun <= piece), time.monotonic()]
         gaps = [after - before for before, after in pairwise(pieces) if before <= ended]
         return max(gaps)
 
@@ -112,6 +131,11 @@ def wide_schema() -> Body:
     return {"properties": {f"p{number}": {"type": "string", "maxLength": 1000 + number} for number in range(3000)}}
 
 
+def words(count: int) -> list[str]:
+    """So many, each its own."""
+    return [f"w{number:06}" for number in range(count)]
+
+
 def counted_schema() -> Body:
     """Properties of which at least one has to be there."""
     return {"properties": {f"p{n}": {} for n in range(64)}, "minProperties": 1, "additionalProperties": False}
@@ -121,6 +145,23 @@ def deep_schema() -> Body:
     """Objects, each in the next, by references."""
     steps = {f"d{n}": {"properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(1300)}
     return {"$ref": "#/$defs/d0", "$defs": {**steps, "d1300": {"type": "null"}}}
+
+
+def long_strings() -> Body:
+    """Strings whose lengths have to be counted, in an array of at least so many."""
+    text = {"type": "string", "pattern": "^([a-y ]{1,30} ?){1,30}$", "minLength": 500, "maxLength": 900}
+    return {"type": "array", "minItems": 1000, "items": text}
+
+
+def wide_choice() -> Body:
+    """Objects that begin alike, of which each is right for another next property."""
+    return {"anyOf": [{"properties": {"a": {"minLength": n}, f"p{n}": {}}, "required": ["a"]} for n in range(300)]}
+
+
+def repeated(prompt: str, **fields: Any) -> Body:
+    """Eight greedy answers to a prompt that repeats itself, with as many drafts as a request may ask for."""
+    options = {"mode": "fixed", "gamma": 16, **fields.pop("speculation", {})}
+    return {"prompt": prompt, "n": 8, "max_tokens": 100, "ignore_eos": True, "speculation": options, **fields}
 
 
 CASES = [
@@ -139,6 +180,15 @@ CASES = [
         lambda: by_grammar("root ::= " + " | ".join(f'"{n:05}"' for n in range(2900))),
     ),
     Case("3,000 strings of different lengths", "4,000 subschemas", COMPLETION, lambda: schema(wide_schema())),
+    Case("an enumeration of 17,000 words", "256 KiB", COMPLETION, lambda: schema({"enum": words(17_000)}, n=8)),
+    Case("300 objects of which one has to fit", "500 items in a row", COMPLETION, lambda: schema(wide_choice(), n=8)),
+    Case("long strings by a pattern, 8 answers", "50,000 states", COMPLETION, lambda: schema(long_strings(), n=8)),
+    Case(
+        "repetitions of repetitions",
+        "llguidance's limits",
+        COMPLETION,
+        lambda: by_grammar("root ::= ((([a-z] ){1,900}){1,900}){1,900}", n=8),
+    ),
     Case("64 counted properties", "64 counted properties", COMPLETION, lambda: schema(counted_schema())),
     Case("a chain of 1,300 references", "4,000 subschemas", COMPLETION, lambda: schema(deep_schema())),
     Case("arrays that only open, 8 answers", "64 layouts", COMPLETION, lambda: schema({"type": "array"}, n=8)),
@@ -157,6 +207,44 @@ CASES = [
         lambda: {"prompt": "a", "prediction": {"type": "content", "content": " " * 1_000_000}},
     ),
     Case(
+        "a prediction and a prompt of one word, 16 drafts, 8 answers",
+        "16 drafts a round",
+        COMPLETION,
+        lambda: repeated("a " * 3000, prediction={"type": "content", "content": "a " * 3000}),
+    ),
+    Case(
+        "16 drafts a round by a model, 8 answers",
+        "16 drafts a round",
+        COMPLETION,
+        lambda: repeated("Once upon a time", speculation={"drafter": "model"}, seed=1),
+    ),
+    Case("a prompt of 300,000 tokens by number", "its length", COMPLETION, lambda: {"prompt": [64] * 300_000}),
+    Case(
+        "128 prompts of 2,000 tokens by number, 16 kB of suffix",
+        "slots in turn",
+        COMPLETION,
+        lambda: {"prompt": [[64 + n] * 2000 for n in range(128)], "max_tokens": 1, "suffix": "a " * 1000},
+    ),
+    Case(
+        "every field of sampling, 8 answers",
+        "one vocabulary a token",
+        COMPLETION,
+        lambda: {
+            "prompt": "a b c " * 500,
+            "n": 8,
+            "max_tokens": 50,
+            "temperature": 2,
+            "top_k": 150_000,
+            "top_p": 0.999,
+            "min_p": 1e-9,
+            "presence_penalty": 1,
+            "frequency_penalty": 1,
+            "repetition_penalty": 1.1,
+            "seed": 1,
+            "ignore_eos": True,
+        },
+    ),
+    Case(
         "16 stop strings of 1,000 characters, 8 answers",
         "a table each",
         COMPLETION,
@@ -170,6 +258,12 @@ CASES = [
     ),
     Case("a megabyte of unknown fields in a message", "the first", CHAT, lambda: {"messages": [unknown("a")]}),
     Case("20,000 messages", "1 MiB of body", CHAT, lambda: {"messages": [{"role": "user", "content": ""}] * 20_000}),
+    Case(
+        "a message of 40,000 names of control tokens",
+        "tokenised beside rounds",
+        CHAT,
+        lambda: chat("<|im_start|><|im_end|>" * 20_000),
+    ),
     Case("25,000 parts of a message", "1 MiB", CHAT, lambda: chat([{"type": "text", "text": "a"}] * 25_000)),
     Case("128 answers", "slots in turn", CHAT, lambda: chat(n=128)),
     Case(
@@ -189,6 +283,27 @@ CASES = [
         "handed over once",
         COMPLETION,
         lambda: by_grammar("root ::= [a-z ]{2000}", user="x" * 1_000_000, max_tokens=100),
+    ),
+    Case(
+        "a megabyte that is a dense list, from 12 clients",
+        "`batchSize`, 1 MiB of body",
+        CHAT,
+        lambda: chat([[]] * 260_000),
+        copies=12,
+    ),
+    Case(
+        "bodies of a megabyte that take long to read, from 12 clients",
+        "handed over until they are read",
+        COMPLETION,
+        lambda: {"prompt": [f"{n}" + "=-" * 3_500 for n in range(128)], "max_tokens": 1},
+        copies=12,
+    ),
+    Case(
+        "whole answers behind 60 kB of body, from 12 clients",
+        "2 s until their status is open",
+        COMPLETION,
+        lambda: by_grammar("root ::= [a-z ]{2000}", user="x" * 60_000, max_tokens=100),
+        copies=12,
     ),
 ]
 
@@ -221,55 +336,67 @@ def slow_connections(port: int, count: int) -> Iterator[None]:
 class Measure:
     """Sends cases beside a stream, and notes what they cost."""
 
-    def __init__(self, endpoint: Endpoint, stream: Stream, port: int, seconds: float) -> None:
+    def __init__(self, endpoint: Endpoint, port: int, seconds: float) -> None:
         self._endpoint = endpoint
-        self._stream = stream
         self._port = port
         self._seconds = seconds
 
     def alone(self, name: str, limit: str) -> dict[str, Any]:
         """The stream by itself, for five seconds."""
-        begun, held = time.monotonic(), memory(self._port)
-        time.sleep(5)
-        return {"case": name, "limit": limit, "answer": "", **self._costs(begun, held), "kilobytes_out": 0}
+
+        def wait() -> tuple[str, int]:
+            time.sleep(5)
+            return "", 0
+
+        return self._beside(name, limit, wait)
 
     def case(self, one: Case) -> dict[str, Any]:
-        """One request, to its answer or until its client leaves."""
+        """One request, or copies of it, to the answer or until the client leaves."""
         body = json.dumps(one.body())
-        begun, held = time.monotonic(), memory(self._port)
-        size = 0
+
+        def send() -> tuple[str, int]:
+            with ThreadPoolExecutor(one.copies) as pool:
+                answers = list(pool.map(lambda _: self._send(one.route, body), range(one.copies)))
+            outcomes = Counter(outcome for outcome, _ in answers)
+            told = ", ".join(f"{count} times {outcome}" for outcome, count in outcomes.items())
+            return (told if one.copies > 1 else answers[0][0]), sum(size for _, size in answers)
+
+        return self._beside(one.name, one.limit, send)
+
+    def _send(self, route: str, body: str) -> tuple[str, int]:
+        """What became of a request, and the bytes of its answer."""
         try:
             response = requests.post(
-                f"{self._endpoint.url}/{one.route}",
+                f"{self._endpoint.url}/{route}",
                 data=body,
                 headers={"Content-Type": "application/json"},
                 timeout=self._seconds,
             )
         except (requests.exceptions.Timeout, requests.exceptions.ConnectionError):
             # The second where the body had begun to come.
-            outcome = "left"
-        else:
-            outcome, size = str(response.status_code), len(response.content)
-            if response.status_code == requests.codes.ok and "error" in response.json():
-                outcome += ", " + str(response.json()["error"]["code"])
-        costs = self._costs(begun, held)
-        return {
-            "case": one.name,
-            "limit": one.limit,
-            "answer": outcome,
-            **costs,
-            "kilobytes_out": round(size / 1000),
-        }
+            return "left", 0
+        outcome = str(response.status_code)
+        if response.status_code == requests.codes.ok and "error" in response.json():
+            outcome += ", " + str(response.json()["error"]["code"])
+        return outcome, len(response.content)
 
-    def _costs(self, begun: float, held: int) -> dict[str, Any]:
-        ended = time.monotonic()
-        # What an answer holds up may be seen a piece later.
-        time.sleep(0.5)
-        return {
-            "seconds": round(ended - begun, 2),
-            "longest_pause": round(self._stream.longest_pause(begun, ended), 3),
-            "mebibytes": memory(self._port) - held,
-        }
+    def _beside(self, name: str, limit: str, act: Callable[[], tuple[str, int]]) -> dict[str, Any]:
+        """One row of the table: what an act has brought, and what it cost."""
+        with Stream(self._endpoint.url) as stream:
+            begun, held = time.monotonic(), memory(self._port)
+            answer, size = act()
+            ended = time.monotonic()
+            # What an answer holds up may be seen a piece later.
+            time.sleep(0.5)
+            return {
+                "case": name,
+                "limit": limit,
+                "answer": answer,
+                "seconds": round(ended - begun, 2),
+                "longest_pause": round(stream.longest_pause(begun, ended), 3),
+                "mebibytes": memory(self._port) - held,
+                "kilobytes_out": round(size / 1000),
+            }
 
 
 def show(row: dict[str, Any]) -> None:
@@ -300,15 +427,9 @@ def main() -> None:
             endpoint = Endpoint("specserve", f"http://127.0.0.1:{inference}/predictions/qwen/1.0")
         else:
             endpoint = start_ours(stack, options.config, options.port)
-        stream = Stream(endpoint.url)
-        reader = threading.Thread(target=stream.read)
-        reader.start()
-        stack.callback(reader.join)
-        stack.callback(stream.ends.set)
-        while not stream.pieces:
-            time.sleep(0.1)
-        measure = Measure(endpoint, stream, options.port, options.seconds)
+        measure = Measure(endpoint, options.port, options.seconds)
         print("| request | held by | answer | seconds | longest pause beside it, s | MB more | kB out |")
+        print("|---|---|---|---|---|---|---|")
         rows.append(measure.alone("none: the stream alone", ""))
         show(rows[-1])
         for one in CASES:

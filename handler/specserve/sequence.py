@@ -197,7 +197,7 @@ class Sequence:
     from these lengths: what must still be fed, and that a draft's cache lacks a token after full acceptance.
     The draft may have begun to read in the middle, at `draft_start`: what it holds are the tokens between the two.
     `reused` is how much of the prompt the target's cache already held, and `deferred` how many rounds in a row had no
-    time for the sequence's grammar.
+    time for the sequence's grammar. `drafts_beside` is the most drafts of a round for whose end other requests wait.
 
     Args:
         max_tokens: the longest answer; 0 only reads the prompt.
@@ -235,6 +235,7 @@ class Sequence:
         self.scores: list[TokenScore] = []
         self.rounds = 0
         self.deferred = 0
+        self.drafts_beside = 1
         self.slot = -1
         self.target_cached = 0
         self.draft_start = 0

@@ -23,6 +23,7 @@ from specserve.engine.fake import FakeEngine, FakeVocabulary
 from specserve.observability.holdback import PlainRounds
 from specserve.observability.records import End, Observer, Origin, Round
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams, Verification
+from specserve.serving import scheduler
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler, longest_wait
 from specserve.serving.watching import Watch
@@ -577,6 +578,35 @@ def test_a_prompt_is_read_in_pieces_that_let_nobody_wait_longer_than_was_said(
     # Every row takes a second, and those of the stream itself are no wait.
     assert widest == 1 + mode + 20
     assert not short.done
+
+
+@pytest.mark.parametrize(("dear", "most"), [(False, 16), (True, 1)])
+def test_drafts_that_a_request_asks_for_make_others_wait_no_longer_than_prompts_do(
+    dear: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What drafts cost beside the models is seen behind them, so they begin with one and double."""
+    bench = Bench(max_wait_seconds=4.0, costs=(flat(0.001), flat(0.001)))
+    now = 0.0
+    seen: list[int] = []
+
+    def rounds(*arguments: Any, **more: Any) -> Report:
+        nonlocal now
+        report = run_round(*arguments, **more)
+        gammas = [plan.gamma for plan in arguments[2]]
+        # So long the distributions of a draft take.
+        now += 3.0 * sum(gammas) * dear
+        seen.append(max(gammas))
+        return report
+
+    monkeypatch.setattr(scheduler, "run_round", rounds)
+    bench.scheduler._clock = lambda: now
+    endless = SamplingParams(temperature=0, logit_bias=((VOCABULARY - 1, -100.0),))
+    bench.submit([1, 2, 3], gamma=0, max_tokens=100, sampling=endless, request="a stream")
+    bench.submit([4, 5, 6], gamma=16, max_tokens=200, sampling=endless, request="beside it")
+    for _ in range(8):
+        bench.scheduler.step()
+    assert max(seen) == most
+    assert seen[1] == 1
 
 
 @pytest.mark.parametrize(("milliseconds", "seconds"), [(100.0, 0.1), (2000.0, 2.0), (None, 10.0)])

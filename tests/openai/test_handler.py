@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+import socket
+import sys
 import threading
 import time
 from dataclasses import replace
+from importlib import import_module
 from itertools import cycle
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -302,6 +307,24 @@ def test_a_client_that_leaves_a_long_whole_answer_is_noticed_and_the_others_read
     front_end.leave(leaving)
     front_end.handler.handle([], FakeContext(front_end, []))
     assert front_end.handler._scheduler.live == 0
+
+
+def test_torchserve_parses_no_body_in_the_thread_that_answers_streams(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own decoder of requests is asked, which reads the environment at every body."""
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    decoder = import_module("ts.protocol.otf_message_handler")
+    name, kind, body = b"body", b"application/json", json.dumps(BODY).encode()
+    frame = b"".join(len(part).to_bytes(4, "big") + part for part in (name, kind, body))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(frame)
+        decoded = decoder._retrieve_input_data(theirs)
+    assert bytes(decoded["value"]) == body
+    identity = front_end.post(decoded["value"])
+    front_end.run()
+    assert front_end.status[identity] == 200
 
 
 def test_a_long_body_is_handed_over_once(front_end: FrontEnd) -> None:

@@ -139,6 +139,7 @@ class Scheduler:
     def _run(self, shares: dict[int, Times]) -> None:
         """The round, and by the identity of a sequence its share of the time."""
         started = self._clock()
+        beside = self._others_wait()
         plain = self._plain_rounds.chooses()
         plans = self._plan(plain=plain)
         if self._begin_masks is not None:
@@ -160,6 +161,8 @@ class Scheduler:
             if generation.done:
                 self._release(generation)
         seconds = self._clock() - started
+        if beside and not prefilling:
+            self._settle_drafts(plans, seconds)
         if not prefilling and all(plan.sequence.speculation.adaptive for plan in plans):
             tokens = sum(plan.sequence.generated for plan in plans) - before
             self._plain_rounds.learn(tokens, seconds, plain=plain)
@@ -276,8 +279,11 @@ class Scheduler:
         most_drafts = (self._target.max_logits - len(self._live)) // max(1, len(decoding))
         plans = []
         constrained = sum(sequence.constraint is not None for sequence in decoding)
+        beside = self._others_wait()
         for sequence in decoding:
             gamma = min(sequence.speculation.gamma, sequence.remaining - 1, most_drafts)
+            if beside and not sequence.speculation.adaptive:
+                gamma = min(gamma, sequence.drafts_beside)
             gamma = self._masked(sequence, gamma, constrained)
             plans.append(Plan(sequence, 1, 0 if plain and sequence.speculation.adaptive else gamma))
         verified = sum(1 + plan.gamma for plan in plans)
@@ -292,6 +298,28 @@ class Scheduler:
                 left -= rows
                 logits_left -= rows if sequence.scores_prompt else 1
         return sorted(plans, key=lambda plan: plan.sequence.slot)
+
+    def _others_wait(self) -> bool:
+        """Whether more than one request waits for the end of a round to read on, and may not wait for long."""
+        decoding = {live.origin.request for live in self._live if live.sequence.generated}
+        return len(decoding) > 1 and self._max_wait_seconds < math.inf
+
+    def _settle_drafts(self, plans: list[Plan], seconds: float) -> None:
+        """By what a round took beyond plain decoding, settle how many drafts texts may have that fixed their number.
+
+        What they cost is known behind them only: models, masks, and distributions, of which a vocabulary that is
+        sorted takes 25 ms. So they begin with few, and twice as many follow where those have taken a quarter of what
+        prompts may take.
+        """
+        cells = self._target.reach([plan.sequence.slot for plan in plans])
+        excess = seconds - self._drafters.controller.target.together([1] * len(plans), cells)
+        for plan in plans:
+            sequence = plan.sequence
+            if excess > self._max_wait_seconds:
+                sequence.drafts_beside = min(sequence.drafts_beside, plan.gamma) // 2
+            elif excess <= self._max_wait_seconds / 4:
+                # A doubled round then stays within half of it.
+                sequence.drafts_beside = min(max(1, 2 * sequence.drafts_beside), max(1, sequence.speculation.gamma))
 
     def _masked(self, sequence: Sequence, gamma: int, constrained: int) -> int:
         """So many of `gamma` drafts that masks for all of them fit into the sequence's part of half the round's time.

@@ -19,7 +19,15 @@ from specserve.config import HandlerConfig, parse_handler
 from specserve.errors import RequestError, SpecserveError
 from specserve.observability.metrics import Sample, Served
 from specserve.serving.answers import Answer, ChatAnswer, CompletionAnswer, model_list, model_object
-from specserve.serving.contract import PHRASES, Context, last_chunk, more_to_come, nothing_special, sender
+from specserve.serving.contract import (
+    PHRASES,
+    Context,
+    last_chunk,
+    leave_bodies_unread,
+    more_to_come,
+    nothing_special,
+    sender,
+)
 from specserve.serving.loading import Models, load_models
 from specserve.serving.openai import Prompt, Tokenizer, to_generations
 from specserve.serving.openapi import openapi
@@ -108,6 +116,7 @@ class Handler:
         Raises:
             SpecserveError: a model cannot be loaded, or the trace cannot be written.
         """
+        leave_bodies_unread()
         self._config = config
         thread = engine_thread()
         models = thread.submit(load, config).result()

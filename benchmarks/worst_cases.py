@@ -164,6 +164,22 @@ def repeated(prompt: str, **fields: Any) -> Body:
     return {"prompt": prompt, "n": 8, "max_tokens": 100, "ignore_eos": True, "speculation": options, **fields}
 
 
+def sampled(**fields: Any) -> Body:
+    """Eight answers for whose every token the whole vocabulary is sorted."""
+    cuts = {"temperature": 2, "top_k": 150_000, "top_p": 0.999, "min_p": 1e-9}
+    penalties = {"presence_penalty": 1, "frequency_penalty": 1, "repetition_penalty": 1.1}
+    return {
+        "prompt": "a b c " * 500,
+        "n": 8,
+        "max_tokens": 50,
+        "seed": 1,
+        "ignore_eos": True,
+        **cuts,
+        **penalties,
+        **fields,
+    }
+
+
 CASES = [
     Case("an ambiguous grammar, 8 answers", "500 items in a row", COMPLETION, lambda: by_grammar(AMBIGUOUS, n=8)),
     Case(
@@ -208,13 +224,13 @@ CASES = [
     ),
     Case(
         "a prediction and a prompt of one word, 16 drafts, 8 answers",
-        "16 drafts a round",
+        "drafts as `max_wait_ms` allows",
         COMPLETION,
         lambda: repeated("a " * 3000, prediction={"type": "content", "content": "a " * 3000}),
     ),
     Case(
         "16 drafts a round by a model, 8 answers",
-        "16 drafts a round",
+        "drafts as `max_wait_ms` allows",
         COMPLETION,
         lambda: repeated("Once upon a time", speculation={"drafter": "model"}, seed=1),
     ),
@@ -225,24 +241,12 @@ CASES = [
         COMPLETION,
         lambda: {"prompt": [[64 + n] * 2000 for n in range(128)], "max_tokens": 1, "suffix": "a " * 1000},
     ),
+    Case("every field of sampling, 8 answers", "a vocabulary sorted a token", COMPLETION, sampled),
     Case(
-        "every field of sampling, 8 answers",
-        "one vocabulary a token",
+        "the same with 16 drafts a round",
+        "drafts as `max_wait_ms` allows",
         COMPLETION,
-        lambda: {
-            "prompt": "a b c " * 500,
-            "n": 8,
-            "max_tokens": 50,
-            "temperature": 2,
-            "top_k": 150_000,
-            "top_p": 0.999,
-            "min_p": 1e-9,
-            "presence_penalty": 1,
-            "frequency_penalty": 1,
-            "repetition_penalty": 1.1,
-            "seed": 1,
-            "ignore_eos": True,
-        },
+        lambda: sampled(speculation={"mode": "fixed", "gamma": 16, "drafter": "model"}),
     ),
     Case(
         "16 stop strings of 1,000 characters, 8 answers",

@@ -585,6 +585,7 @@ def test_drafts_that_a_request_asks_for_make_others_wait_no_longer_than_prompts_
     dear: bool, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What drafts cost beside the models is seen behind them, so they begin with one and double."""
+    monkeypatch.setattr(Speed, "follow", lambda *_: None)
     bench = Bench(max_wait_seconds=4.0, costs=(flat(0.001), flat(0.001)))
     now = 0.0
     seen: list[int] = []

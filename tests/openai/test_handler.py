@@ -391,6 +391,17 @@ def test_a_body_that_is_no_object_is_a_400(front_end: FrontEnd, body: object) ->
     assert front_end.status[identity] == 400
 
 
+def test_a_body_of_very_many_lists_is_refused_before_it_is_parsed(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json, "loads", lambda _body: pytest.fail("it is parsed"))
+    identity = front_end.post(json.dumps({"prompt": [[]] * 70_000}).encode())
+    front_end.run()
+    monkeypatch.undo()
+    assert front_end.status[identity] == 400
+    assert "opening brackets" in front_end.answer(identity)["error"]["message"]
+
+
 def test_a_request_without_a_body_is_told_how_to_send_one(front_end: FrontEnd) -> None:
     identity = front_end.post(None)
     front_end.run()

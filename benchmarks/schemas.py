@@ -4,7 +4,8 @@ Reads a directory of schemas, each subdirectory as a set, for example JSON Schem
 (github.com/guidance-ai/jsonschemabench, `data/`), and compares with llguidance alone, without our limits. Answers are
 sampled with speculation and without and validated by the `jsonschema` library; truncated ones are counted separately.
 
-    .venv/bin/python benchmarks/schemas.py DIRECTORY [--quick] [--sample N] [--answers N] [--skip N] [--config FILE]
+    .venv/bin/python benchmarks/schemas.py DIRECTORY [--quick] [--sample N] [--answers N] [--skip N] \
+        [--tokens N] [--longest N]
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from common import argument_parser, print_result
 from specserve.config import HandlerConfig
 from specserve.errors import RequestError
 from specserve.grammar.constraint import GrammarCompiler
+from specserve.grammar.schema import MAX_TEXT
 from specserve.serving.generation import Generation
 from specserve.serving.loading import Models, load_models
 from specserve.serving.openai.parse import Tokenizer, to_generations
@@ -147,6 +149,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=0, help="number of schemas to sample answers for (default: 0)")
     parser.add_argument("--skip", type=int, default=0, help="skip so many of the accepted ones (default: 0)")
     parser.add_argument("--tokens", type=int, default=200, help="max_tokens of an answer (default: 200)")
+    parser.add_argument("--longest", type=int, default=MAX_TEXT, help="most characters of a schema to answer for")
     options = parser.parse_args()
     sample = options.sample or (20 if options.quick else 120)
     config = prepared_handler(options.config)
@@ -156,7 +159,8 @@ def main() -> None:
     print_survey(found)
     accepted = [schema for one in found.values() for schema in one.accepted]
     random.Random(0).shuffle(accepted)
-    asked = accepted[options.skip : options.skip + options.answers]
+    short = [one for one in accepted if len(json.dumps(one[1])) <= options.longest]
+    asked = short[options.skip : options.skip + options.answers]
     sampler = Sampler(models, config, options.tokens)
     verdicts: dict[str, Counter[str]] = {}
     for mode in ("off", "fixed") if asked else ():

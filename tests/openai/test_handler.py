@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+import socket
+import sys
 import threading
 import time
 from dataclasses import replace
+from importlib import import_module
 from itertools import cycle
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -310,6 +315,24 @@ def test_a_client_that_leaves_a_long_whole_response_is_noticed(
     assert front_end.handler._scheduler.running == 0
 
 
+def test_torchserve_parses_no_body_in_the_thread_that_answers_streams(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own decoder of requests is asked, which reads the environment at every body."""
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    decoder = import_module("ts.protocol.otf_message_handler")
+    name, kind, body = b"body", b"application/json", json.dumps(BODY).encode()
+    frame = b"".join(len(part).to_bytes(4, "big") + part for part in (name, kind, body))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(frame)
+        decoded = decoder._retrieve_input_data(theirs)
+    assert bytes(decoded["value"]) == body
+    identity = front_end.post(decoded["value"])
+    front_end.run()
+    assert front_end.status[identity] == 200
+
+
 def test_a_long_body_is_sent_to_the_handler_once(front_end: FrontEnd) -> None:
     long = front_end.post({**BODY, "max_tokens": 50, "user": "x" * 100_000})
     short = front_end.post({**BODY, "max_tokens": 50, "user": "x" * 1_000})
@@ -370,6 +393,17 @@ def test_a_body_that_is_not_an_object_is_a_400(front_end: FrontEnd, body: object
     identity = front_end.post(body)
     front_end.run()
     assert front_end.status[identity] == 400
+
+
+def test_a_body_of_very_many_lists_is_refused_before_it_is_parsed(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json, "loads", lambda _body: pytest.fail("it is parsed"))
+    identity = front_end.post(json.dumps({"prompt": [[]] * 70_000}).encode())
+    front_end.run()
+    monkeypatch.undo()
+    assert front_end.status[identity] == 400
+    assert "opening brackets" in front_end.answer(identity)["error"]["message"]
 
 
 def test_a_request_without_a_body_is_told_how_to_send_one(front_end: FrontEnd) -> None:

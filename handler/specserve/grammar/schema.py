@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
@@ -64,6 +65,7 @@ ASSERTIONS = frozenset(
         "extends",
         "if",
         "not",
+        "propertyDependencies",
         "propertyNames",
         "unevaluatedItems",
         "unevaluatedProperties",
@@ -89,6 +91,30 @@ FORMATS = frozenset(
 KNOWN_FORMATS = frozenset(
     ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"]
 )
+# Names of the third draft.
+RENAMED_FORMATS = {"host-name": "hostname", "ip-address": "ipv4"}
+# Those that llguidance 1.9 takes too widely, as patterns: it knows no leap years, and allows a leap second at any hour
+# (here there is none), host names of any length, and labels that only IDNA could judge ("xn--").
+_LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+_LONG, _SHORT = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])", "(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+_DATE = f"(?:[0-9]{{4}}-(?:{_LONG}|{_SHORT}|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP}-02-29)"
+_ZONE = "(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_TIME = f"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]+)?{_ZONE}"
+_END, _INNER = "[A-Za-z0-9]", "[A-Za-z0-9-]"
+_LABEL = f"{_END}(?:{_INNER}?{_END}|{_INNER}{_END}{_INNER}{{0,59}}{_END}|{_INNER}-{_END}(?:{_INNER}{{0,58}}{_END})?)?"
+FORMAT_PATTERNS = {
+    "date": f"^{_DATE}$",
+    "date-time": f"^{_DATE}[tT]{_TIME}$",
+    "time": f"^{_TIME}$",
+    "hostname": f"^{_LABEL}(?:\\.{_LABEL})*$",
+}
+MAX_HOSTNAME = 253
+# Characters that JSON spells with "\\u" only, or DEL: llguidance leaves them out where they stand alone, and takes "ab"
+# for "a\\u0001b". In a class beside others they are merely not written.
+_UNSPELLED = r"[\x00-\x07\x0b\x0e-\x1f\x7f]"
+_UNSPELLED_IN_PATTERN = rf"(?:{_UNSPELLED}|\\(?:[av]|(?:x|u00)(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])|[xu]\{{))"
+# Numbers that count something, which may be written as 2.0.
+COUNTS = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"})
 
 
 class UnusableSchema(ValueError):
@@ -172,6 +198,8 @@ class _Reader:
             return {k: self.read(v, f"{pointer}/{_escaped(k)}", depth, rebased=rebased) for k, v in value.items()}
         if key in (IN_LISTS | {"items"}) and isinstance(value, list):
             return [self.read(one, f"{pointer}/{index}", depth, rebased=rebased) for index, one in enumerate(value)]
+        if key in COUNTS and isinstance(value, float) and value.is_integer():
+            return int(value)
         return self.read(value, pointer, depth, rebased=rebased) if key in SINGLE else value
 
     def _identify(self, schema: dict[str, Any], pointer: str) -> bool:
@@ -201,6 +229,9 @@ class _Reader:
         """Count what `check` limits, and refuse what the compiler would misread."""
         if "prefixItems" in schema and isinstance(schema.get("items"), list):
             raise UnusableSchema("'prefixItems' and a list of 'items' exclude each other")
+        if "additionalItems" in schema and JOINABLE & schema.keys() - {"enum", "const"}:
+            raise UnusableSchema("'additionalItems' beside other subschemas is not supported; use 'prefixItems'")
+        self._check_spelling(schema)
         for key in ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
             if any(abs(number) > MAX_EXACT for number in _numbers(schema.get(key))):
                 raise UnusableSchema(f"{key!r} holds a number beyond 2 to the 53rd, which would be rounded")
@@ -218,13 +249,42 @@ class _Reader:
         if {"minProperties", "maxProperties"} & schema.keys() and isinstance(schema.get("properties"), dict):
             self._counted_properties += len(schema["properties"])
 
+    def _check_spelling(self, schema: dict[str, Any]) -> None:
+        """Refuse control characters, which the compiler would drop."""
+        texts = [text for key in ("const", "enum") for text in _strings(schema.get(key))]
+        if any(re.search(_UNSPELLED, text) for text in texts):
+            raise UnusableSchema("'const' or 'enum' holds a control character, which an answer cannot spell")
+        pattern = schema.get("pattern")
+        if isinstance(pattern, str) and _stands_alone(pattern):
+            raise UnusableSchema("'pattern' holds a control character by itself, which an answer cannot spell")
+
     def _check_format(self, schema: dict[str, Any]) -> None:
-        """Remove a format that is an annotation: one that JSON Schema does not define, or not of a string."""
+        """Remove a format that is an annotation: one that JSON Schema does not define, or not of a string.
+
+        One that the compiler takes too widely becomes a pattern.
+        """
         form = schema.get("format")
+        if isinstance(form, str) and form in RENAMED_FORMATS:
+            form = schema["format"] = RENAMED_FORMATS[form]
         if isinstance(form, str) and "string" in _types(schema) and form in FORMATS:
             raise UnusableSchema(f"the format {form!r} is not supported")
         if form not in KNOWN_FORMATS or "string" not in _types(schema):
             schema.pop("format", None)
+        elif form in FORMAT_PATTERNS:
+            del schema["format"]
+            self._narrow(schema, FORMAT_PATTERNS[form])
+            most = schema.get("maxLength", MAX_HOSTNAME)
+            if form == "hostname" and isinstance(most, int):
+                schema["maxLength"] = min(MAX_HOSTNAME, most)
+
+    def _narrow(self, schema: dict[str, Any], pattern: str) -> None:
+        """Let strings match a pattern, too."""
+        others = schema.get("allOf", [])
+        if "pattern" not in schema:
+            schema["pattern"] = pattern
+        elif isinstance(others, list):
+            schema["allOf"] = [*others, {"pattern": pattern}]
+            self._patterns += 1
 
     def _check_counted(self, schema: dict[str, Any]) -> None:
         """Refuse `minProperties` where the compiler would count repeated properties, those not named in the schema."""
@@ -292,7 +352,8 @@ def _asserts(key: str, value: Any, schema: dict[str, Any]) -> bool:
     if key in {"dependencies", "dependentRequired", "dependentSchemas"} and isinstance(value, dict):
         return any(needs not in ([], True, {}) for needs in value.values())
     if key in {"unevaluatedItems", "unevaluatedProperties", "propertyNames"}:
-        return value is not True and value not in ({}, {"type": "string"})
+        # Every name is a string.
+        return value is not True and value != {} and not (key == "propertyNames" and value == {"type": "string"})
     return not (key == "not" and value is False)
 
 
@@ -303,6 +364,22 @@ def _types(schema: dict[str, Any]) -> Any:
 
 def _escaped(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")
+
+
+def _stands_alone(pattern: str) -> bool:
+    """Whether a pattern holds a character that would be left out, other than in a class beside others."""
+    outside = re.sub(r"(\\.)|\[\^?(?:[^\]\\]|\\.)*\]", r"\1", pattern, flags=re.DOTALL)
+    alone = re.search(rf"\[{_UNSPELLED_IN_PATTERN}\]", pattern)
+    return bool(alone or re.search(_UNSPELLED_IN_PATTERN, outside))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string of a JSON value, names apart."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _strings(item)
 
 
 def _numbers(value: Any) -> Iterator[int | float]:

@@ -162,6 +162,8 @@ class Scheduler:
         decoding = [generation for generation in self._running if generation.generated]
         # Every running sequence may need one row of logits, and those that decode one more per draft.
         most_drafts = (self._target.max_logits - len(self._running)) // max(1, len(decoding))
+        if len({sequence.info.request for sequence in decoding}) > 1:
+            most_drafts = self._drafts_in_time(len(decoding), most_drafts)
         constrained = sum(sequence.constraint is not None for sequence in decoding)
         plans = []
         for sequence in decoding:
@@ -178,6 +180,18 @@ class Scheduler:
                 rows_left -= rows
                 logits_left -= rows if sequence.scores_prompt else 1
         return sorted(plans, key=lambda plan: plan.sequence.slot)
+
+    def _drafts_in_time(self, sequences: int, most: int) -> int:
+        """How many drafts each sequence may have, up to `most`: they may delay other requests as long as prefill may.
+
+        What adapts drafts less anyway; this bounds requests that fix a large gamma.
+        """
+        target, draft = self._controller.target, self._controller.draft
+        kv_len = self._target.kv_len([generation.slot for generation in self._running])
+        longest = target.seconds(sequences, kv_len) + self._max_wait_seconds
+        step = draft.seconds(sequences, kv_len) if draft else 0.0
+        fitting = (n for n in range(most, 0, -1) if n * step + target.seconds(sequences * (1 + n), kv_len) <= longest)
+        return next(fitting, 0)
 
     def _drafts_with_masks(self, sequence: Sequence, drafts: int, constrained: int) -> int:
         """How many of `drafts` drafts have time for their grammar masks.

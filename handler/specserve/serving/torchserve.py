@@ -36,7 +36,15 @@ from specserve.serving.openai.response import (
     model_object,
 )
 from specserve.serving.scheduler import Scheduler, max_wait
-from specserve.serving.torchserve_types import PHRASES, Context, last_chunk, more_to_come, sender, whole_response
+from specserve.serving.torchserve_types import (
+    PHRASES,
+    Context,
+    last_chunk,
+    more_to_come,
+    receive_bodies_as_bytes,
+    sender,
+    whole_response,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +102,7 @@ class Handler:
         Raises:
             SpecserveError: a model cannot be loaded, or the trace cannot be written.
         """
+        receive_bodies_as_bytes()
         self._config = config
         thread = engine_thread()
         models = thread.submit(load, config).result()

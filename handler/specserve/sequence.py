@@ -136,6 +136,15 @@ class SequenceStats:
         self.last_step = step
         self.plain_seconds += tokens * step
 
+    def add_seconds(self, draft: float, target: float, other: float, *, prefill: bool) -> None:
+        """Add a share of a round's time."""
+        if prefill:
+            self.prefill_seconds += draft + target + other
+        else:
+            self.draft_seconds += draft
+            self.target_seconds += target
+            self.other_seconds += other
+
     def add_round(self, sources: list[str], accepted: int) -> None:
         """Count a decode round by the drafter of each of its drafts; the round that ends a prefill is not one."""
         self.rounds += 1

@@ -487,12 +487,13 @@ class Everything(Observer):
 
     def __init__(self) -> None:
         self.rounds: list[RoundRecord] = []
+        self.reasons: list[str] = []
 
     def round(self, record: RoundRecord) -> None:
         self.rounds.append(record)
 
     def end(self, record: EndRecord) -> None:
-        assert record.reason == "length"
+        self.reasons.append(record.reason)
 
 
 def test_observers_are_told_of_all_time_that_a_text_took_reading_its_prompt_too() -> None:
@@ -504,9 +505,22 @@ def test_observers_are_told_of_all_time_that_a_text_took_reading_its_prompt_too(
         [record.draft + record.target + record.other for record in seen.rounds if (record.position > 0) is decodes]
         for decodes in (False, True)
     )
+    assert seen.reasons == ["length"]
     assert len(reading) == 7
     assert sum(reading) == pytest.approx(stats.prefill_seconds)
     assert sum(writing) == pytest.approx(stats.decode_seconds)
+
+
+def test_observers_are_told_of_no_draft_twice_when_a_round_is_deferred() -> None:
+    shared = Shared(4)
+    bench, seen = Bench(blend=0.6, begin_masks=shared.begin_round), Everything()
+    bench.scheduler._observers = [seen]
+    constrained = [bench.submit([n, 2], max_tokens=15, constraint=Slow(VOCABULARY, shared)) for n in range(2)]
+    bench.run()
+    assert shared.deferred
+    stats = [generation.stats for generation in constrained]
+    assert sum(len(record.drafts) for record in seen.rounds) == sum(one.drafted for one in stats)
+    assert sum(record.accepted for record in seen.rounds) == sum(one.accepted for one in stats) > 0
 
 
 def test_what_is_decided_from_a_pass_belongs_to_its_price(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,6 @@ def test_a_model_with_a_template_chats_and_one_without_says_that_it_has_none(ser
 def test_the_worker_never_stumbled(server: Server) -> None:
     """The last test of this file: nothing above raised in the handler or restarted the worker."""
     log = server.log()
-    assert "could not be read" not in log
+    assert "could not be parsed" not in log
     assert "Invoking custom service failed" not in log
-    assert log.count("specserve: a step takes") == 1
+    assert log.count("specserve: a decode step takes") == 1

@@ -230,7 +230,7 @@ class Scheduler:
         if self._begin_masks is not None:
             # Grammar masks may delay other sequences as long as prefill may.
             self._begin_masks(self._max_wait_seconds)
-        before = {generation: (generation.generated, generation.target_cached) for generation in self._running}
+        before = {g: (g.generated, g.target_cached, g.stats.rounds) for g in self._running}
         prefilling = sum(not generation.generated for generation in self._running)
         # Sequences that wait for a slot are not counted: short rounds do not help them, early ends do.
         waiting = prefilling + min(len(self._waiting), self._cache.free)
@@ -248,16 +248,24 @@ class Scheduler:
         now = self._clock()
         other = now - started - times.draft - times.target
         share_of = {plan.sequence: share for plan, share in zip(plans, shares, strict=True)}
-        for generation, (position, kv_len) in before.items():
+        for generation, (position, kv_len, rounds) in before.items():
             if generation.generated > position:
                 if generation.timestamps.first_token is None:
                     generation.timestamps.first_token = now
                 generation.timestamps.last_token = now
             share = share_of.get(generation)
             if share is not None:
-                mine = Times(times.draft * share, times.target * share, other * share)
-                _charge(generation, mine, prefill=position == 0)
-                self._report_round(generation, position, kv_len, mine, len(before))
+                stats = generation.stats
+                seconds = Times(times.draft * share, times.target * share, other * share)
+                stats.add_seconds(*seconds, prefill=position == 0)
+                # A prefill has no drafts, and those of a round that was deferred or failed were not verified.
+                verified = stats.rounds > rounds
+                drafts, accepted = (stats.last_sources, stats.last_accepted) if verified else ([], 0)
+                tokens = generation.answer[position:]
+                info, index = generation.info, generation.index
+                record = RoundRecord(info, index, position, kv_len, drafts, accepted, tokens, *seconds, len(before))
+                for observer in self._observers:
+                    observer.round(record)
         self._report_ends(ended)
 
     def _fail(self, failures: Iterable[tuple[Sequence, Exception]]) -> None:
@@ -278,20 +286,6 @@ class Scheduler:
             self._cache.release(generation)
         return ended
 
-    def _report_round(self, generation: Generation, position: int, kv_len: int, times: Times, running: int) -> None:
-        """Tell observers of a sequence's part of a round that began at output `position`."""
-        if not self._observers:
-            return
-        stats = generation.stats
-        # The round that ends a prefill has no drafts.
-        drafts, accepted = (stats.last_sources, stats.last_accepted) if position else ([], 0)
-        tokens = generation.answer[position:]
-        record = RoundRecord(
-            generation.info, generation.index, position, kv_len, drafts, accepted, tokens, *times, running
-        )
-        for observer in self._observers:
-            observer.round(record)
-
     def _report_ends(self, ended: Iterable[Generation]) -> None:
         for generation in ended:
             record = generation.end_record(self._clock())
@@ -309,13 +303,3 @@ def max_wait(milliseconds: float | None, cost: Cost) -> float:
     if milliseconds is not None:
         return milliseconds / 1000
     return max(_WAIT_SECONDS, _WAIT_PASSES * cost.seconds(1, 0))
-
-
-def _charge(sequence: Sequence, times: Times, *, prefill: bool) -> None:
-    stats = sequence.stats
-    if prefill:
-        stats.prefill_seconds += sum(times)
-    else:
-        stats.draft_seconds += times.draft
-        stats.target_seconds += times.target
-        stats.other_seconds += times.other

@@ -178,7 +178,7 @@ class EndlessVocabulary(FakeVocabulary):
         del token
         return b""
 
-    def ends_text(self, token: int) -> bool:
+    def is_end_token(self, token: int) -> bool:
         """Always False."""
         del token
         return False

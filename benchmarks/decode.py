@@ -62,7 +62,7 @@ ONE_DRAFTER = [
 
 @dataclass(frozen=True)
 class Run:
-    """One answer: its tokens and its account of rounds and seconds."""
+    """One answer: its tokens, and the statistics of its rounds."""
 
     tokens: list[int]
     stats: SequenceStats
@@ -136,10 +136,10 @@ def keep(results: ResultsFile, key: tuple[str, str, float, str], run: Run) -> No
 
 def kept(results: ResultsFile, key: tuple[str, str, float, str]) -> Run:
     """Read a run from the file of results."""
-    tokens, account = results[key]
-    drafters = {name: Tally(*tally) for name, tally in account["drafters"].items()}
-    seconds = {name: value for name, value in account.items() if name.endswith("_seconds")}
-    return Run(tokens, SequenceStats(rounds=account["rounds"], drafters=drafters, **seconds))
+    tokens, stats = results[key]
+    drafters = {name: Tally(*tally) for name, tally in stats["drafters"].items()}
+    seconds = {name: value for name, value in stats.items() if name.endswith("_seconds")}
+    return Run(tokens, SequenceStats(rounds=stats["rounds"], drafters=drafters, **seconds))
 
 
 def summarise(family: str, temperature: float, mode: str, pairs: list[tuple[Run, Run]]) -> Row:
@@ -147,8 +147,8 @@ def summarise(family: str, temperature: float, mode: str, pairs: list[tuple[Run,
     runs = [run for _, run in pairs]
     ratios = [run.speed / plain.speed for plain, run in pairs]
     with_prefill = [run.speed_with_prefill / plain.speed_with_prefill for plain, run in pairs]
-    account = SequenceStats.total(run.stats for run in runs)
-    seconds = account.decode_seconds
+    stats = SequenceStats.total(run.stats for run in runs)
+    seconds = stats.decode_seconds
     low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     return {
         "family": family,
@@ -160,12 +160,12 @@ def summarise(family: str, temperature: float, mode: str, pairs: list[tuple[Run,
         "ratio_with_prefill": round(median(with_prefill), 3),
         "least_with_prefill": round(min(with_prefill), 3),
         "spread": [round(low, 3), round(high, 3)],
-        "acceptance_rate": round(account.accepted / account.drafted, 3) if account.drafted else None,
-        "mean_acceptance_length": round(account.mean_acceptance_length, 3),
-        "drafters": {name: list(tally) for name, tally in sorted(account.drafters.items())},
-        "share_target": round(account.target_seconds / seconds, 4),
-        "share_draft": round(account.draft_seconds / seconds, 4),
-        "share_other": round(account.other_seconds / seconds, 4),
+        "acceptance_rate": round(stats.accepted / stats.drafted, 3) if stats.drafted else None,
+        "mean_acceptance_length": round(stats.mean_acceptance_length, 3),
+        "drafters": {name: list(tally) for name, tally in sorted(stats.drafters.items())},
+        "share_target": round(stats.target_seconds / seconds, 4),
+        "share_draft": round(stats.draft_seconds / seconds, 4),
+        "share_other": round(stats.other_seconds / seconds, 4),
         "same_text_as_plain": sum(run.tokens == plain.tokens for plain, run in pairs),
         "prompts": len(pairs),
     }

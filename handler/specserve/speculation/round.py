@@ -1,4 +1,4 @@
-"""One round: draft, verify, accept. The engine calls of speculative decoding, and nothing of serving."""
+"""One round of speculative decoding over all running sequences: draft, verify, accept."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from specserve.speculation.rejection import RULES, Verdict, verify_greedy
 
 
 class Plan(NamedTuple):
-    """What one sequence does in a round: feed `rows` of its pending tokens, and verify up to `gamma` drafts.
+    """What one sequence does in a round: feed `rows` of its pending tokens, and verify up to `gamma` draft tokens.
 
-    Only a plan that feeds all pending tokens decides new ones; fewer rows are a chunk of a prompt.
+    Only a plan that feeds all pending tokens decides new ones; fewer rows are a prefill chunk.
     """
 
     sequence: Sequence
@@ -39,19 +39,19 @@ class Plan(NamedTuple):
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the rows of this round are a part of a prompt whose tokens are scored."""
+        """Whether the rows of this round belong to a prompt whose tokens are scored."""
         return self.sequence.scores_prompt and not self.sequence.generated
 
     @property
     def first_logits(self) -> int:
-        """The first of the rows whose logits are wanted; from it on all are."""
+        """The index of the first row whose logits are needed; those of all later rows are too."""
         if self.scores_prompt:
             return 0
         return self.rows - 1 if self.decides else self.rows
 
 
 class Times(NamedTuple):
-    """Seconds a round spent in the drafter, in the target's forward pass, and on the rest."""
+    """Seconds that a round spent drafting, in the target's forward pass, and on the rest."""
 
     draft: float
     target: float
@@ -59,7 +59,7 @@ class Times(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a round took, each plan's share of it, and which sequences cannot go on, and why."""
+    """What a round took, the share of each plan, and the sequences that failed, with the reason."""
 
     times: Times
     shares: list[float]
@@ -67,14 +67,14 @@ class Report(NamedTuple):
 
 
 class TargetRows:
-    """The target's distributions by place, each computed when a rule first asks for it.
+    """The target's distributions after 0, 1, 2, ... draft tokens, each computed when a rule first asks for it.
 
-    Places behind a rejection are never asked for, and over a wide vocabulary a softmax is worth sparing.
+    Those after a rejection are never asked for, and a softmax over a large vocabulary takes time.
 
     Args:
-        logits: the target's rows, from the one behind the last decided token on; overwritten by its next pass.
-        sequence: the decided text.
-        drafts: what stands behind it.
+        logits: the target's rows, from that of the last decided token on; overwritten by its next pass.
+        sequence: the decided tokens.
+        drafts: the draft tokens after them.
     """
 
     def __init__(self, logits: FloatArray, sequence: Sequence, drafts: list[int]) -> None:
@@ -84,24 +84,24 @@ class TargetRows:
         self._shaped: dict[int, FloatArray] = {}
         self._known: dict[int, FloatArray] = {}
 
-    def __getitem__(self, place: int, /) -> FloatArray:
-        """The distribution at `place`, shape (vocabulary,)."""
-        if place not in self._known:
-            self._known[place] = to_distribution(self._shaped_at(place), self._sequence.sampling)
-        return self._known[place]
+    def __getitem__(self, index: int, /) -> FloatArray:
+        """The distribution at `index`, shape (vocabulary,)."""
+        if index not in self._known:
+            self._known[index] = to_distribution(self._shaped_at(index), self._sequence.sampling)
+        return self._known[index]
 
-    def argmax(self, place: int) -> int:
-        """The most probable token at `place`."""
-        return argmax(self._shaped_at(place))
+    def argmax(self, index: int) -> int:
+        """The most probable token at `index`."""
+        return argmax(self._shaped_at(index))
 
-    def confidence(self, place: int) -> float:
-        """How sure the target is at `place`."""
-        return confidence(self._shaped_at(place))
+    def confidence(self, index: int) -> float:
+        """The probability of the most probable token at `index`, at temperature 1."""
+        return confidence(self._shaped_at(index))
 
-    def _shaped_at(self, place: int) -> FloatArray:
-        if place not in self._shaped:
-            self._shaped[place] = process_logits(self.logits[place], self._sequence, self._drafts[:place])
-        return self._shaped[place]
+    def _shaped_at(self, index: int) -> FloatArray:
+        if index not in self._shaped:
+            self._shaped[index] = process_logits(self.logits[index], self._sequence, self._drafts[:index])
+        return self._shaped[index]
 
 
 def run_round(
@@ -112,20 +112,20 @@ def run_round(
     *,
     waiting: int = 0,
 ) -> Report:
-    """Draft for every plan that wants it, run the target once over all rows, and decide tokens.
+    """Draft for the plans with a gamma, run the target once over all rows, and decide tokens.
 
-    Decided tokens are appended to the plans' sequences, both caches are cut back to what was decided, and the
-    controller is told what the round showed.
+    Decided tokens are appended to the sequences, both KV caches are truncated to them, and the controller learns from
+    what was accepted.
 
     Args:
-        target: its slots hold what the sequences say.
-        drafters: asked for every plan with a gamma.
-        plans: by slot.
+        target: whose slots hold what the sequences say.
+        drafters: all sources of drafts.
+        plans: in the order of their slots.
         clock: seconds.
-        waiting: how many texts have not begun to be written, whether or not this round reads of their prompts.
+        waiting: how many sequences wait for their first token.
 
     Raises:
-        EngineError: the target failed; no text has changed.
+        EngineError: the target failed; no sequence has changed.
     """
     started = clock()
     controller = drafters.controller
@@ -150,7 +150,7 @@ def run_round(
                 n_accepted = verdict.n_accepted
                 if sequence.speculation.max_drafts:
                     controller.learn(sequence, _lessons(sequence, p, proposal, verdict), p.confidence(n_accepted))
-                _write(sequence, p, proposal, verdict)
+                _append(sequence, p, proposal, verdict)
                 target.truncate(sequence.slot, sequence.target_cached)
                 drafters.truncate(sequence, sequence.target_cached)
                 if decoding:
@@ -182,13 +182,13 @@ class Seconds(NamedTuple):
 
 
 def _seconds(plans: list[Plan], proposals: list[Proposal], cost: Cost, kv_len: int) -> list[Seconds]:
-    """Decoding is shared equally by those that decode, prompts and drafts are charged by their rows."""
+    """What each plan adds: decoding is shared equally, prefill and drafts are charged by their rows."""
     decoding = sum(plan.sequence.generated > 0 for plan in plans)
     fed = sum(plan.rows for plan in plans)
     drafts = sum(len(proposal.tokens) for proposal in proposals)
     decode = cost.seconds(decoding, kv_len)
     plain = cost.seconds(fed, kv_len)
-    # Where more rows are cheaper by estimate, they are charged nothing.
+    # Rows that make a pass cheaper by estimate are charged nothing.
     draft_row = max(0.0, cost.seconds(fed + drafts, kv_len) - plain) / max(1, drafts)
     prompt_row = max(0.0, plain - decode) / max(1, fed - decoding)
     return [
@@ -201,15 +201,15 @@ def _seconds(plans: list[Plan], proposals: list[Proposal], cost: Cost, kv_len: i
 
 
 def _in_turn(plans: list[Plan], proposals: list[Proposal], logits: FloatArray) -> Iterator[tuple[int, FloatArray]]:
-    """The places of the plans with their rows of logits, those first that were deferred most often in a row."""
+    """Indices of the plans with their rows of logits, those first that were deferred most often in succession."""
     counts = [plan.rows - plan.first_logits + len(p.tokens) for plan, p in zip(plans, proposals, strict=True)]
     firsts = [0, *accumulate(counts)]
-    for place in sorted(range(len(plans)), key=lambda place: -plans[place].sequence.deferred):
-        yield place, logits[firsts[place] : firsts[place + 1]]
+    for index in sorted(range(len(plans)), key=lambda index: -plans[index].sequence.deferred):
+        yield index, logits[firsts[index] : firsts[index + 1]]
 
 
 def _defer(sequence: Sequence, rows: int) -> None:
-    """Nothing was decided: the last row is fed again in the next round, with other drafts or the same."""
+    """Nothing was decided: the last row is fed again in the next round."""
     sequence.deferred += 1
     sequence.target_cached += rows - 1
 
@@ -219,7 +219,7 @@ def _noise(sequence: Sequence) -> Noise:
 
 
 def _target_rows(plans: list[Plan], proposals: list[Proposal]) -> list[Row]:
-    """Each sequence's pending tokens and then its drafts; logits from the last pending token on."""
+    """Each sequence's pending tokens and then its draft tokens."""
     rows = []
     for plan, proposal in zip(plans, proposals, strict=True):
         sequence = plan.sequence
@@ -230,7 +230,7 @@ def _target_rows(plans: list[Plan], proposals: list[Proposal]) -> list[Row]:
 
 
 def _verify(p: TargetRows, proposal: Proposal) -> Verdict:
-    """Let the rule decide that the request has asked for."""
+    """Apply the rule that the request asks for."""
     sequence = proposal.sequence
     if is_greedy(sequence.sampling):
         return verify_greedy(p.argmax, proposal.tokens)
@@ -238,30 +238,30 @@ def _verify(p: TargetRows, proposal: Proposal) -> Verdict:
 
 
 def _score_prompt(sequence: Sequence, logits: FloatArray) -> None:
-    """Score the tokens of the prompt that stand behind these rows."""
-    behind = sequence.tokens[sequence.target_cached + 1 : sequence.prompt_length]
+    """Score the tokens of the prompt that follow these rows."""
+    following = sequence.tokens[sequence.target_cached + 1 : sequence.prompt_length]
     top = sequence.top_logprobs or 0
-    sequence.prompt_scores += [score(row, token, top) for row, token in zip(logits, behind, strict=False)]
+    sequence.prompt_scores += [score(row, token, top) for row, token in zip(logits, following, strict=False)]
 
 
-def _write(sequence: Sequence, p: TargetRows, proposal: Proposal, verdict: Verdict) -> None:
-    """Append what the rule decided."""
+def _append(sequence: Sequence, p: TargetRows, proposal: Proposal, verdict: Verdict) -> None:
+    """Append the accepted draft tokens and the rule's own token."""
     n_accepted, next_token = verdict
-    if sequence.generated:  # the round that ends a prefill is none of speculation's
+    if sequence.generated:  # the round that ends a prefill has no drafts
         sequence.stats.add_round(proposal.sources, n_accepted)
     sequence.rounds += 1
     sequence.deferred = 0
     decided = [*proposal.tokens[:n_accepted], next_token]
     if sequence.top_logprobs is not None:
-        sequence.scores += [score(p.logits[place], token, sequence.top_logprobs) for place, token in enumerate(decided)]
+        sequence.scores += [score(p.logits[index], token, sequence.top_logprobs) for index, token in enumerate(decided)]
     sequence.target_cached = len(sequence.tokens) + n_accepted
     sequence.tokens += decided
 
 
 def _lessons(sequence: Sequence, p: TargetRows, proposal: Proposal, verdict: Verdict) -> list[Lesson]:
-    """What the drafts that were reached have shown; drafts behind the first rejected one show nothing.
+    """What verification showed of the draft tokens that it reached, up to the first rejected one.
 
-    The first place of a round is always reached, so it also shows what would have become of guesses not drafted.
+    The first position of a round is always reached, so it also judges the proposals that were not drafted.
     """
     n_accepted, next_token = verdict
     exact = sequence.speculation.verification != "coupled" and not is_greedy(sequence.sampling)
@@ -270,8 +270,8 @@ def _lessons(sequence: Sequence, p: TargetRows, proposal: Proposal, verdict: Ver
     for token, source, sure in proposal.undrafted:
         label = float(p[0][token]) if exact else float(token == first)
         lessons.append(Lesson(source, sure, label, None))
-    for place, draft in enumerate(proposal.drafts[: n_accepted + 1]):
-        # The probability of staying, where it is known, says more than whether it stayed.
-        label = float(np.minimum(p[place], draft.q).sum()) if exact else float(place < n_accepted)
-        lessons.append(Lesson(draft.source, draft.confidence, label, p.confidence(place)))
+    for index, draft in enumerate(proposal.drafts[: n_accepted + 1]):
+        # The probability of acceptance, where it is known, says more than the outcome.
+        label = float(np.minimum(p[index], draft.q).sum()) if exact else float(index < n_accepted)
+        lessons.append(Lesson(draft.source, draft.confidence, label, p.confidence(index)))
     return lessons

@@ -109,7 +109,7 @@ def model_steps(candidates: Many[Candidate], rows: int, costs: RoundCosts) -> tu
     Returns:
         Indices into `candidates`, and the gain in tokens; none and 0.0 where nothing pays.
     """
-    able = [index for index, candidate in enumerate(candidates) if candidate.room > 0]
+    able = [index for index, candidate in enumerate(candidates) if _may_gain(candidate, costs.rate)]
     order = sorted(able, key=lambda i: -candidates[i].prefix * candidates[i].acceptance)
     depth = max((candidates[index].room for index in able), default=0)
     tokens, more, width = [0.0] * depth, [0] * depth, [0] * depth
@@ -133,6 +133,15 @@ def model_steps(candidates: Many[Candidate], rows: int, costs: RoundCosts) -> tu
         if gain > best[1]:
             best = order[:count], gain
     return best
+
+
+def _may_gain(candidate: Candidate, rate: float) -> bool:
+    """Whether all the tokens that a sequence may have could be worth its catch-up, were everything else free."""
+    prefix, acceptance, _, room, catch_up = candidate
+    if room <= 0:
+        return False
+    tokens = prefix * acceptance * (1 - acceptance**room) / (1 - acceptance) if acceptance < 1 else prefix * room
+    return tokens > rate * catch_up
 
 
 def proposal_length(candidate: Candidate, probabilities: Many[float], rows: int, costs: RoundCosts) -> int:

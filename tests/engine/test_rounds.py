@@ -614,6 +614,7 @@ def pvalue_of_the_shipped_path(
     prediction: Tokens[int] = (),
     drafter: DrafterName | None = None,
     mode: SpeculationMode = "fixed",
+    masks: int | None = None,
 ) -> float:
     """Chi-square of three tokens that scheduler, drafters and round have written, against the target's exact law."""
     sampling = SamplingParams(temperature=0.9, top_k=4, presence_penalty=0.8, logit_bias=((2, 0.5),))
@@ -624,7 +625,11 @@ def pvalue_of_the_shipped_path(
     guessers = PredictionProposer(), GrammarProposer(), LookupProposer()
     controller = Controller(*costs)
     all_of_them = Drafters(controller, *guessers, model=model, vocabulary=6)
-    scheduler = Scheduler(engines[0], all_of_them, controller, prefill_rows=8, idle_tokens=99)
+    shared = Shared(masks or 10**9)
+    scheduler = Scheduler(
+        engines[0], all_of_them, controller, prefill_rows=8, idle_tokens=99, begin_masks=shared.begin_round
+    )
+    law = law_of_three_tokens(sampling, Alternating(6) if masks else constraint)
     for seed in range(trials):
         speculation = SpeculationParams(3, verification, drafter, mode)
         sequence = Generation(
@@ -633,14 +638,13 @@ def pvalue_of_the_shipped_path(
             speculation,
             NeverEnding(6),
             max_tokens=4,
-            constraint=constraint,
+            constraint=Slow(6, shared) if masks else constraint,
             prediction=prediction,
         )
         scheduler.submit(sequence)
         while scheduler.busy:
             scheduler.step()
         counts[tuple(sequence.tokens[2:5])] += 1
-    law = law_of_three_tokens(sampling, constraint)
     likely = [text for text, probability in law.items() if probability * trials >= 5]
     observed = [counts[text] for text in likely]
     expected = [law[text] * trials for text in likely]
@@ -679,6 +683,27 @@ def test_what_scheduler_drafter_and_round_write_has_the_targets_law(verification
 def test_a_grammar_leaves_the_law_of_the_target_within_it(verification: Verification) -> None:
     """4,000 texts of three tokens; false-alarm rate 1e-4."""
     assert pvalue_of_the_shipped_path(verification, 4_000, constraint=Alternating(6)) > 1e-4
+
+
+@pytest.fixture
+def fewer_drafts_after_a_deferral(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where masks have turned out to take longer than the last ones did."""
+    monkeypatch.setattr(
+        Scheduler, "_drafts_with_masks", lambda _, sequence, drafts, __: 0 if sequence.deferred else drafts
+    )
+
+
+@pytest.mark.usefixtures("fewer_drafts_after_a_deferral")
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_a_round_that_waits_for_masks_leaves_the_law_of_the_target(verification: Verification) -> None:
+    """4,000 sequences of three tokens, each round with time for one mask; false alarm 1e-4."""
+    assert pvalue_of_the_shipped_path(verification, 4_000, masks=1) > 1e-4
+
+
+@pytest.mark.usefixtures("fewer_drafts_after_a_deferral")
+def test_a_deferred_round_that_drafts_anew_is_seen_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Drafters, "defer", lambda *_: None)
+    assert pvalue_of_the_shipped_path("token", 4_000, masks=1) < 1e-4
 
 
 @pytest.mark.parametrize("verification", RULES)

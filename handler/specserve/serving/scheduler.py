@@ -161,14 +161,16 @@ class Scheduler:
         """
         decoding = [generation for generation in self._running if generation.generated]
         # Every running sequence may need one row of logits, and those that decode one more per draft.
-        most_drafts = (self._target.max_logits - len(self._running)) // max(1, len(decoding))
+        deferred = {sequence: n for sequence in decoding if (n := self._drafters.deferred(sequence)) is not None}
+        most_drafts = (self._target.max_logits - len(self._running) - sum(deferred.values())) // max(1, len(decoding))
         if len({sequence.info.request for sequence in decoding}) > 1:
-            most_drafts = self._drafts_in_time(len(decoding), most_drafts)
+            most_drafts = self._drafts_in_time(len(decoding), max(0, most_drafts))
         constrained = sum(sequence.constraint is not None for sequence in decoding)
         plans = []
         for sequence in decoding:
-            drafts = min(sequence.speculation.max_drafts, sequence.remaining - 1, most_drafts)
-            plans.append(Plan(sequence, 1, self._drafts_with_masks(sequence, drafts, constrained)))
+            drafts = max(0, min(sequence.speculation.max_drafts, sequence.remaining - 1, most_drafts))
+            drafts = self._drafts_with_masks(sequence, drafts, constrained)
+            plans.append(Plan(sequence, 1, deferred.get(sequence, drafts)))
         verified = sum(1 + plan.gamma for plan in plans)
         prefills = len(decoding) < len(self._running)
         rows_left = min(self._chunk(plans), self._target.max_rows - verified) if prefills else 0

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import ClassVar, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 from specserve.engine.base import FloatArray
 from specserve.errors import ConstraintError, DraftError
@@ -87,6 +88,7 @@ class Proposal:
         prefill_seconds: the part of them that read the prompt, which all rounds that follow profit from.
         prefix: the estimated probability that all drafts so far are accepted.
         ended: whether the draft model has nothing more to add.
+        deferred: whether it comes from an earlier round that could not verify it to its end; nothing is added.
     """
 
     sequence: Sequence
@@ -99,6 +101,7 @@ class Proposal:
     tokens: list[int] = field(default_factory=list)
     prefix: float = 1.0
     ended: bool = False
+    deferred: bool = False
 
     def add(self, draft: Draft, acceptance: float) -> None:
         """Draft one more token; it stays in the round whatever it is."""
@@ -150,26 +153,46 @@ class Drafters:
         self._model = model
         self._vocabulary = vocabulary
         self._clock = clock
+        self._deferred: WeakKeyDictionary[Sequence, Proposal] = WeakKeyDictionary()
 
     @property
     def has_model(self) -> bool:
         """Whether there is a draft model, and it works."""
         return self._model is not None
 
+    def defer(self, proposal: Proposal) -> None:
+        """Keep a proposal that a round could not verify to its end, for the sequence's next round.
+
+        That round has the same noise. Other drafts, or fewer, would draw again what verification has already
+        accepted, which biases the output.
+        """
+        proposal.deferred = True
+        self._deferred[proposal.sequence] = proposal
+
+    def deferred(self, sequence: Sequence) -> int | None:
+        """The number of draft tokens that a sequence has to verify in its next round; None where it is free."""
+        proposal = self._deferred.get(sequence)
+        return None if proposal is None else len(proposal.tokens)
+
+    def begin(self, sequence: Sequence, gamma: int, noise: Noise) -> Proposal:
+        """The proposal of a sequence for this round: the deferred one, or an empty one."""
+        return self._deferred.pop(sequence, None) or Proposal(sequence, gamma, noise)
+
     def propose(self, proposals: list[Proposal], rows: int, kv_len: int, waiting: int = 0) -> None:
         """Add drafts to the proposals, at most `gamma` each.
 
         Args:
-            proposals: empty, one for each sequence of the round.
+            proposals: empty or deferred, one for each sequence of the round.
             rows: of the target's pass without drafts.
             kv_len: how many tokens a row of that pass attends to.
             waiting: how many sequences wait for their first token.
         """
-        drafting = [proposal for proposal in proposals if proposal.gamma > 0]
+        drafting = [proposal for proposal in proposals if proposal.gamma > 0 and not proposal.deferred]
         if not drafting:
             return
         decoding = [proposal.sequence for proposal in proposals if proposal.sequence.generated]
         costs = self.controller.costs(decoding, kv_len, self._model.kv_len if self._model else 0, waiting)
+        rows += sum(len(proposal.tokens) for proposal in proposals)
         for proposal in drafting:
             rows += self._propose_free(proposal, rows, costs)
         while self._model and (chosen := self._choose(drafting, rows, costs)):

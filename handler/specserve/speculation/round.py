@@ -129,7 +129,7 @@ def run_round(
     """
     started = clock()
     controller = drafters.controller
-    proposals = [Proposal(plan.sequence, plan.gamma, _noise(plan.sequence)) for plan in plans]
+    proposals = [drafters.begin(plan.sequence, plan.gamma, _noise(plan.sequence)) for plan in plans]
     kv_len = target.kv_len([plan.sequence.slot for plan in plans])
     drafters.propose(proposals, sum(plan.rows for plan in plans), kv_len, waiting)
     drafted = clock()
@@ -160,7 +160,10 @@ def run_round(
             else:
                 sequence.target_cached += plan.rows
         except MaskDeferred:
-            _defer(sequence, plan.rows)
+            # Nothing was decided: the next round feeds the last row again, and verifies the same drafts.
+            sequence.deferred += 1
+            sequence.target_cached += plan.rows - 1
+            drafters.defer(proposal)
             target.truncate(sequence.slot, sequence.target_cached)
             drafters.truncate(sequence, sequence.target_cached)
         except (FloatingPointError, ConstraintError) as error:
@@ -206,12 +209,6 @@ def _in_turn(plans: list[Plan], proposals: list[Proposal], logits: FloatArray) -
     firsts = [0, *accumulate(counts)]
     for index in sorted(range(len(plans)), key=lambda index: -plans[index].sequence.deferred):
         yield index, logits[firsts[index] : firsts[index + 1]]
-
-
-def _defer(sequence: Sequence, rows: int) -> None:
-    """Nothing was decided: the last row is fed again in the next round."""
-    sequence.deferred += 1
-    sequence.target_cached += rows - 1
 
 
 def _noise(sequence: Sequence) -> Noise:

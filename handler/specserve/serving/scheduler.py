@@ -122,7 +122,7 @@ class Scheduler:
             self._run_round(self._plan())
 
     def _admit(self) -> None:
-        """Give free slots to waiting sequences; one whose prompt is being prefilled for another waits for that."""
+        """Give free slots to waiting sequences; one waits while most of its prompt is being prefilled for another."""
         deferred: list[list[int]] = []
         for generation in self._by_request() if self._cache.free else ():
             if not self._cache.free:
@@ -186,7 +186,7 @@ class Scheduler:
     def _drafts_in_time(self, sequences: int, most: int) -> int:
         """How many drafts each sequence may have, up to `most`: they may delay other requests as long as prefill may.
 
-        What adapts drafts less anyway; this bounds requests that fix a large gamma.
+        Adaptive sequences stop earlier anyway; this bounds requests that fix a large gamma.
         """
         target, draft = self._controller.target, self._controller.draft
         kv_len = self._target.kv_len([generation.slot for generation in self._running])

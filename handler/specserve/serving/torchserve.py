@@ -2,6 +2,8 @@
 
 TorchServe calls `handle` again and again while requests are live. Each call has a row per live request, with its id;
 the row has the request's body until the first reply to it. A reply is a whole response, a chunk, or the last chunk.
+Where a call has nothing to say yet, it deletes the row's id from `context.request_ids`: then nothing is sent, and the
+row comes again, body included. Once a chunk is sent, the HTTP status is final.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ _STATUS_SECONDS = 2.0
 _LONG_BODY = 64 * 1024
 
 # How long a call waits for new requests to be parsed, in seconds; most take a few milliseconds. Compiling a grammar may
-# take half a second and tokenising half a megabyte a whole one: rounds go on meanwhile.
+# take half a second and tokenising half a megabyte a whole one. No round runs during the wait; after it they go on.
 _PARSE_SECONDS = 0.1
 
 # The routes that generate text.
@@ -161,7 +163,7 @@ class Handler:
     def _parse_new(self, data: list[dict[str, Any]], context: Context, called: float) -> set[str]:
         """Parse new requests and submit what they ask for; returns the ids of those that are parsed.
 
-        It waits for the parser for a limited time, so that no request holds up the others.
+        It waits for the parser for a limited time, so that no request holds up running streams.
         """
         unanswered = [(i, identity) for i, identity in context.request_ids.items() if identity not in self._responses]
         new = [(index, request_id) for index, request_id in unanswered if request_id not in self._parsing]

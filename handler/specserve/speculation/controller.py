@@ -1,8 +1,9 @@
 """How many tokens to draft: expected accepted tokens against what their time is worth, decided anew in every round.
 
-A draft token is accepted only if all before it are, so drafting n tokens gains sum_i prod_{j<=i} p_j tokens (Leviathan
-et al. 2023, arXiv 2211.17192, section 3.3, with a measured verify cost and a probability for each token). Time is worth
-the tokens a second that decoding yields anyway. The largest gain over all n is taken, whatever shape the costs have.
+A draft token is accepted only if all before it are, so drafting n tokens gains sum_i prod_{j<=i} alpha_j tokens, where
+alpha_j are acceptance probabilities (Leviathan et al. 2023, arXiv 2211.17192, section 3.3, with a measured verify
+cost). Time is worth the tokens a second that decoding yields anyway. The largest gain over all n is taken, whatever
+shape the costs have.
 """
 
 from __future__ import annotations
@@ -20,21 +21,24 @@ from specserve.speculation.acceptance import Calibration, SequenceAcceptance
 from specserve.speculation.cost import Cost
 
 # Acceptance probability by confidence, lowest bin first, before anything was verified: measured with a 1.5B and a 0.5B
-# of one family (benchmarks/record.py). "target" is that of the draft model by the *target's* confidence.
+# of one family (recordings of benchmarks/record.py, counted by the bins of acceptance.py; no command prints them).
+# "target" is no source: the probability that the draft model's token is accepted, by the target's confidence there.
 _PRIORS = {
     "model": (0.11, 0.3, 0.47, 0.7, 0.88, 0.95, 0.975, 0.99, 0.995),
     "target": (0.05, 0.2, 0.46, 0.68, 0.83, 0.9, 0.95, 0.98, 0.99),
     "lookup": (0.04, 0.12, 0.25, 0.42, 0.6, 0.75, 0.85, 0.92, 0.97),
 }
-# Other sources mean what they say.
+# Prediction and grammar start as calibrated: about the centre of each bin.
 _CALIBRATED = (0.07, 0.18, 0.38, 0.62, 0.82, 0.92, 0.965, 0.985, 0.995)
 # Acceptance probability of the draft model on a sequence that has shown nothing yet.
 _FIRST_ACCEPTANCE = 0.75
 # Tokens of catch-up that are part of an ordinary round: the bonus token, and accepted tokens of other sources.
-SHORT_CATCH_UP = 4
-# A longer catch-up has to promise this many times its cost, over as many tokens as are generated and so many more.
+_SHORT_CATCH_UP = 4
+# A longer catch-up has to promise this many times its cost, spread over min(remaining, generated + 48) tokens at 3
+# tokens a round (benchmarks/simulate.py; RESULTS.md, decisions).
 _CATCH_UP_GAIN, _HORIZON, _TOKENS_PER_ROUND = 1.75, 48, 3
-# What drafts may cost a sequence, net of what they brought: a share of its plain decoding time, and so many steps.
+# What drafts may cost a sequence, net of what they brought: a share of its plain decoding time, and so many plain
+# steps. It bounds what an adversary can cost (tests/engine/test_simulation.py).
 _LOSS_SHARE, _LOSS_STEPS = 0.01, 4.0
 # Share of a sequence's measured speedup that the latest round does not replace.
 _FADE = 0.85
@@ -53,9 +57,10 @@ class Lesson(NamedTuple):
 
 
 class RoundCosts(NamedTuple):
-    """Seconds of passes in this round by their number of rows, and how many tokens a second of it is worth.
+    """Seconds of passes in this round by their number of rows, and the value of its time.
 
-    `waiting` says whether any sequence waits for its first token.
+    `rate` is what all sequences together would otherwise get in a second of it, in tokens; `waiting` is whether any
+    sequence waits for its first token.
     """
 
     target: Callable[[int], float]
@@ -72,7 +77,7 @@ class Candidate(NamedTuple):
         acceptance: that of its next draft token, before it is drafted.
         pending: tokens that the draft model reads before it drafts the next one.
         room: how many more tokens it may have.
-        catch_up: seconds of reading beyond that, as far as this round has to pay for it.
+        catch_up: this round's share of the seconds of a long catch-up; 0 for a short one.
     """
 
     prefix: float
@@ -98,8 +103,9 @@ def best_length(tokens: Many[float], seconds: Many[float], rate: float) -> tuple
 def model_steps(candidates: Many[Candidate], rows: int, costs: RoundCosts) -> tuple[list[int], float]:
     """Which sequences the draft model should draft one more token for, and the expected gain of going on.
 
-    Compares every number of further steps for every number of sequences, those likeliest to gain first, since
-    sequences share the passes of both models.
+    Sequences share the passes of both models. So for each k the k likeliest sequences draft n = 1, 2, ... more tokens
+    in lockstep: step 1 reads all their pending tokens, later steps one token each. The (k, n) with the largest gain
+    decides who drafts the next token, and nothing else: the question is asked again before every step.
 
     Args:
         candidates: all that may go on.
@@ -112,13 +118,13 @@ def model_steps(candidates: Many[Candidate], rows: int, costs: RoundCosts) -> tu
     able = [index for index, candidate in enumerate(candidates) if _may_gain(candidate, costs.rate)]
     order = sorted(able, key=lambda i: -candidates[i].prefix * candidates[i].acceptance)
     depth = max((candidates[index].room for index in able), default=0)
-    tokens, more, width = [0.0] * depth, [0] * depth, [0] * depth
+    tokens, extra_rows, width = [0.0] * depth, [0] * depth, [0] * depth
     base, pending, catch_up = costs.target(rows), 0, 0.0
     best: tuple[list[int], float] = [], 0.0
     for count, index in enumerate(order, 1):
-        prefix, acceptance, unread, room, late = candidates[index]
+        prefix, acceptance, unread, room, catch_up_seconds = candidates[index]
         pending += unread
-        catch_up += late
+        catch_up += catch_up_seconds
         gained = 0.0
         for n in range(depth):
             if n < room:
@@ -126,9 +132,9 @@ def model_steps(candidates: Many[Candidate], rows: int, costs: RoundCosts) -> tu
                 gained += prefix
                 width[n] += 1
             tokens[n] += gained
-            more[n] += min(n + 1, room)
+            extra_rows[n] += min(n + 1, room)
         drafting = accumulate(costs.draft(width[n]) if n else catch_up + costs.draft(pending) for n in range(depth))
-        seconds = [steps + costs.target(rows + extra) - base for steps, extra in zip(drafting, more, strict=True)]
+        seconds = [steps + costs.target(rows + extra) - base for steps, extra in zip(drafting, extra_rows, strict=True)]
         _, gain = best_length(tokens, seconds, costs.rate)
         if gain > best[1]:
             best = order[:count], gain
@@ -195,7 +201,7 @@ class _SequenceState:
 
 
 class Controller:
-    """The costs of both models, and what sequences have shown of their drafts; a function of its inputs, no clock.
+    """The costs of both models, and what sequences have shown of their drafts; deterministic, without a clock.
 
     Args:
         target: the cost of the target's passes.
@@ -246,8 +252,8 @@ class Controller:
         """A sequence in adaptive mode as the draft model may go on with it; None where it may not.
 
         It may not after its drafts lost too much. A long catch-up is made once for all rounds that follow: each of
-        those to come is charged its share, with a margin. None is made while prompts are read: sequences that decode
-        would wait for both.
+        those to come is charged its share, with a margin. No long catch-up starts while a prompt is being prefilled:
+        sequences that decode would wait for both.
 
         Args:
             sequence: in adaptive mode.
@@ -261,7 +267,7 @@ class Controller:
         if state.loss_seconds > _LOSS_SHARE * state.plain_seconds + _LOSS_STEPS * step:
             return None
         acceptance = state.acceptance.next_token
-        if pending <= SHORT_CATCH_UP:
+        if pending <= _SHORT_CATCH_UP:
             return Candidate(prefix, acceptance, pending, room)
         if costs.waiting:
             return None

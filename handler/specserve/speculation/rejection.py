@@ -2,7 +2,8 @@
 
 A rule sees the target's distributions p, the distributions q that the drafts were really sampled from, and noise.
 Whatever was drafted, the output is distributed exactly as if every token were sampled from p. How many tokens
-are drafted may depend on all that was drafted before, but never on the token that would be drafted next.
+are drafted may depend on all that was drafted before, also on q of the next position, but never on the token that is
+sampled from it: a stopping time.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def verify_token(p: Distributions, q: Distributions, drafts: Sequence[int], nois
 
 
 def verify_block(p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource) -> Verdict:
-    """Block verification (Sun et al. 2025, arXiv 2403.10444, algorithm 2): accepts at least as much as token's.
+    """Block verification (Sun et al. 2025, arXiv 2403.10444, algorithm 2).
+
+    It accepts at least as many drafts in expectation as token verification.
 
     With w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)) and w_0 = 1, the first i drafts may end the block with probability
     h_i = s_i / (s_i + 1 - w_i), s_i = sum max(0, w_i p_{i+1} - q_{i+1}), and h_gamma = w_gamma. The longest such i is

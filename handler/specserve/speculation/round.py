@@ -66,7 +66,7 @@ class Report(NamedTuple):
     failed: list[tuple[Sequence, Exception]]
 
 
-class TargetRows:
+class TargetDistributions:
     """The target's distributions after 0, 1, 2, ... draft tokens, each computed when a rule first asks for it.
 
     Those after a rejection are never asked for, and a softmax over a large vocabulary takes time.
@@ -115,7 +115,7 @@ def run_round(
     """Draft for the plans with a gamma, run the target once over all rows, and decide tokens.
 
     Decided tokens are appended to the sequences, both KV caches are truncated to them, and the controller learns from
-    what was accepted.
+    what was accepted. Caches of sequences that failed are left to the caller.
 
     Args:
         target: whose slots hold what the sequences say.
@@ -125,7 +125,7 @@ def run_round(
         waiting: how many sequences wait for their first token.
 
     Raises:
-        EngineError: the target failed; no sequence has changed.
+        EngineError: the target failed. Its caches are as before; the caller truncates those of the draft model.
     """
     started = clock()
     controller = drafters.controller
@@ -133,7 +133,7 @@ def run_round(
     kv_len = target.kv_len([plan.sequence.slot for plan in plans])
     drafters.propose(proposals, sum(plan.rows for plan in plans), kv_len, waiting)
     drafted = clock()
-    logits = run_pass(target, _target_rows(plans, proposals), controller.target)
+    logits = run_pass(target, _batch(plans, proposals), controller.target)
     verified = clock()
     seconds = _seconds(plans, proposals, controller.target, kv_len)
     failed: list[tuple[Sequence, Exception]] = []
@@ -145,12 +145,12 @@ def run_round(
                 _score_prompt(sequence, own_logits[: plan.rows])
             if plan.decides:
                 decoding = sequence.generated > 0
-                p = TargetRows(own_logits[-1 - len(proposal.tokens) :], sequence, proposal.tokens)
+                p = TargetDistributions(own_logits[-1 - len(proposal.tokens) :], sequence, proposal.tokens)
                 verdict = _verify(p, proposal)
                 n_accepted = verdict.n_accepted
                 if sequence.speculation.max_drafts:
                     controller.learn(sequence, _lessons(sequence, p, proposal, verdict), p.confidence(n_accepted))
-                _append(sequence, p, proposal, verdict)
+                _commit(sequence, p, proposal, verdict)
                 target.truncate(sequence.slot, sequence.target_cached)
                 drafters.truncate(sequence, sequence.target_cached)
                 if decoding:
@@ -215,7 +215,7 @@ def _noise(sequence: Sequence) -> Noise:
     return Noise(sequence.seed, sequence.choice, sequence.rounds, sequence.generated)
 
 
-def _target_rows(plans: list[Plan], proposals: list[Proposal]) -> list[Row]:
+def _batch(plans: list[Plan], proposals: list[Proposal]) -> list[Row]:
     """Each sequence's pending tokens and then its draft tokens."""
     rows = []
     for plan, proposal in zip(plans, proposals, strict=True):
@@ -226,7 +226,7 @@ def _target_rows(plans: list[Plan], proposals: list[Proposal]) -> list[Row]:
     return rows
 
 
-def _verify(p: TargetRows, proposal: Proposal) -> Verdict:
+def _verify(p: TargetDistributions, proposal: Proposal) -> Verdict:
     """Apply the rule that the request asks for."""
     sequence = proposal.sequence
     if is_greedy(sequence.sampling):
@@ -241,7 +241,7 @@ def _score_prompt(sequence: Sequence, logits: FloatArray) -> None:
     sequence.prompt_scores += [score(row, token, top) for row, token in zip(logits, following, strict=False)]
 
 
-def _append(sequence: Sequence, p: TargetRows, proposal: Proposal, verdict: Verdict) -> None:
+def _commit(sequence: Sequence, p: TargetDistributions, proposal: Proposal, verdict: Verdict) -> None:
     """Append the accepted draft tokens and the rule's own token."""
     n_accepted, next_token = verdict
     if sequence.generated:  # the round that ends a prefill has no drafts
@@ -255,10 +255,10 @@ def _append(sequence: Sequence, p: TargetRows, proposal: Proposal, verdict: Verd
     sequence.tokens += decided
 
 
-def _lessons(sequence: Sequence, p: TargetRows, proposal: Proposal, verdict: Verdict) -> list[Lesson]:
+def _lessons(sequence: Sequence, p: TargetDistributions, proposal: Proposal, verdict: Verdict) -> list[Lesson]:
     """What verification showed of the draft tokens that it reached, up to the first rejected one.
 
-    The first position of a round is always reached, so it also judges the proposals that were not drafted.
+    The first position of a round is always reached, so proposals that were not drafted are judged by it too.
     """
     n_accepted, next_token = verdict
     exact = sequence.speculation.verification != "coupled" and not is_greedy(sequence.sampling)

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 Verification = Literal["token", "block", "coupled"]
 DrafterName = Literal["model", "lookup", "prediction", "grammar"]
+# Who wrote a token: the drafter of an accepted one; the target also where it replaced a draft.
+Source = Literal[DrafterName, "target"]
 SpeculationMode = Literal["off", "fixed", "adaptive"]
 
 
@@ -127,7 +129,7 @@ class SequenceStats:
     target_seconds: float = 0.0
     other_seconds: float = 0.0
     plain_seconds: float = 0.0
-    last_sources: list[str] = field(default_factory=list)
+    last_sources: list[DrafterName] = field(default_factory=list)
     last_accepted: int = 0
     last_step: float = 0.0
 
@@ -145,7 +147,7 @@ class SequenceStats:
             self.target_seconds += target
             self.other_seconds += other
 
-    def add_round(self, sources: list[str], accepted: int) -> None:
+    def add_round(self, sources: list[DrafterName], accepted: int) -> None:
         """Count a decode round by the drafter of each of its drafts; the round that ends a prefill is not one."""
         self.rounds += 1
         self.gammas[len(sources)] += 1
@@ -229,6 +231,7 @@ class Sequence:
         top_logprobs: how many of the most probable tokens are kept at every position; None keeps no scores.
         scores_prompt: whether the prompt's tokens after the first are scored too.
         prediction: the tokens of the client's predicted output.
+        keeps_sources: whether `sources` says who wrote each token after the prompt.
     """
 
     def __init__(
@@ -243,6 +246,7 @@ class Sequence:
         scores_prompt: bool = False,
         constraint: Constraint | None = None,
         prediction: Tokens[int] = (),
+        keeps_sources: bool = False,
     ) -> None:
         self.tokens = list(prompt)
         self.prompt_length = len(prompt)
@@ -252,11 +256,13 @@ class Sequence:
         self.seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         self.choice = choice
         self.top_logprobs = top_logprobs
+        self.keeps_sources = keeps_sources
         self.scores_prompt = scores_prompt
         self.constraint = constraint
         self.prediction = np.array(prediction, np.int32)
         self.prompt_scores: list[TokenScore] = []
         self.scores: list[TokenScore] = []
+        self.sources: list[Source] = []
         self.rounds = 0
         self.deferred = 0
         self.slot = -1
@@ -315,7 +321,7 @@ class Sequence:
         """Drop all but the tokens, which describe what the slot's caches still hold."""
         self.constraint = None
         self.prediction = np.zeros(0, np.int32)
-        self.prompt_scores, self.scores = [], []
+        self.prompt_scores, self.scores, self.sources = [], [], []
 
     def truncate(self, generated: int, *, eos: bool) -> None:
         """Drop all but the first `generated` tokens after the prompt, and count only those as accepted.
@@ -327,5 +333,6 @@ class Sequence:
         self.stats.uncount(self.generated - generated, eos=eos)
         del self.tokens[self.prompt_length + generated :]
         del self.scores[generated:]
+        del self.sources[generated:]
         self.target_cached = min(self.target_cached, len(self.tokens))
         self.truncate_draft(len(self.tokens))

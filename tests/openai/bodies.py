@@ -108,6 +108,7 @@ COMMON = {
             "gamma": st.integers(0, 33),
             "drafter": st.sampled_from(["auto", "model", "lookup", "prediction", "grammar"]),
             "verification": st.sampled_from(["token", "block", "coupled"]),
+            "sources": st.booleans(),
         },
     ),
     "user": texts,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -53,7 +54,7 @@ class RoundRecord(NamedTuple):
     choice: int
     position: int
     kv_len: int
-    drafts: list[str]
+    drafts: Sequence[str]
     accepted: int
     tokens: list[int]
     draft: float

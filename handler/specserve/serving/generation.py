@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from specserve.engine.base import Vocabulary
 from specserve.errors import ConstraintError, RequestError
 from specserve.observability.records import EndRecord, RequestInfo
-from specserve.sequence import SamplingParams, Sequence, SpeculationParams, TokenScore
+from specserve.sequence import SamplingParams, Sequence, Source, SpeculationParams, TokenScore
 from specserve.serving.openai.logprobs import OutputToken, entry, spelling
 from specserve.serving.openai.response_schema import FinishReason
 from specserve.serving.openai.stream import TextStream
@@ -22,6 +24,8 @@ MAX_RESPONSE_BYTES = 8 * 2**20
 # A float of the greatest length in JSON, and the bytes of separators or of an offset beside a token.
 _NUMBER = -123.45678901234567
 _SEPARATORS = 4
+# What stands in JSON around a piece of text and its source.
+_SOURCE_BYTES = len(', ["", "prediction"]')
 
 
 class ResponseSize:
@@ -58,6 +62,15 @@ class ResponseSize:
             RequestError: 400; the response has become too large.
         """
         self._add(len(json.dumps(piece.decode("utf-8", errors="replace"))) - 2)
+
+    def add_source(self, piece: bytes) -> None:
+        """Add a token's source, beside which its text is repeated.
+
+        Raises:
+            RequestError: 400; the response has become too large.
+        """
+        self.add_text(piece)
+        self._add(_SOURCE_BYTES)
 
     def add_score(self, score: TokenScore) -> None:
         """Add a token's log-probability and those of its alternatives.
@@ -220,6 +233,8 @@ class Generation(Sequence):
             piece = self._vocabulary.piece(token)
             self._text.push(piece)
             self._size.add_text(piece)
+            if self.keeps_sources:
+                self._size.add_source(piece)
             if self.top_logprobs is not None:
                 self._size.add_score(self.scores[len(self._spans)])
             self._spans.append((begin, self._text.length))
@@ -234,6 +249,8 @@ class Generation(Sequence):
     def _end(self, reason: FinishReason, *, eos: bool = False) -> None:
         self.finish_reason = reason
         self._text.finish()
+        if self._spans:  # what is left of an incomplete character belongs to the last token
+            self._spans[-1] = (self._spans[-1][0], self._text.length)
         scores = self.scores[: len(self._spans) + eos]
         self.mean_logprob = sum(score.logprob for score in scores) / len(scores) if scores else -math.inf
         self.truncate(len(self._spans), eos=eos)
@@ -246,6 +263,20 @@ class Generation(Sequence):
     def take_text(self) -> str:
         """The text that was released since the last call."""
         return self._text.take()
+
+    def by_source(self, text: str) -> list[tuple[str, Source]]:
+        """What `take_text` has just returned, in a piece for each token that ended a character, and who wrote it."""
+        pieces: list[tuple[str, Source]] = []
+        begin = self._text.released - len(text)
+        first = bisect_right(self._spans, begin, key=itemgetter(1))
+        for (_, end), source in zip(self._spans[first:], self.sources[first:], strict=False):
+            if not text:
+                break
+            piece, text = text[: end - begin], text[end - begin :]
+            begin = end
+            if piece:
+                pieces.append((piece, source))
+        return pieces
 
     def take_tokens(self) -> list[OutputToken]:
         """The scored tokens whose text was released since the last call.

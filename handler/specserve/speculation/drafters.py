@@ -64,7 +64,7 @@ class Draft(NamedTuple):
 
     token: int
     q: FloatArray
-    source: str
+    source: DrafterName
     confidence: float
 
 
@@ -120,7 +120,7 @@ class Proposal:
         return [draft.q for draft in self.drafts]
 
     @property
-    def sources(self) -> list[str]:
+    def sources(self) -> list[DrafterName]:
         """The sources of the drafts, in order."""
         return [draft.source for draft in self.drafts]
 

@@ -251,6 +251,8 @@ def _commit(sequence: Sequence, p: TargetDistributions, proposal: Proposal, verd
     decided = [*proposal.tokens[:n_accepted], next_token]
     if sequence.top_logprobs is not None:
         sequence.scores += [score(p.logits[index], token, sequence.top_logprobs) for index, token in enumerate(decided)]
+    if sequence.keeps_sources:
+        sequence.sources += [*proposal.sources[:n_accepted], "target"]
     sequence.target_cached = len(sequence.tokens) + n_accepted
     sequence.tokens += decided
 

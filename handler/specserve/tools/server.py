@@ -194,9 +194,9 @@ def _last_line(path: Path) -> str:
     return _message(lines[-1]).strip() if lines else "nothing said yet"
 
 
-def base_url(state: State) -> str:
+def base_url(state: State, host: str = "127.0.0.1") -> str:
     """Return the base URL for an OpenAI client."""
-    return f"http://127.0.0.1:{state.ports.inference}/predictions/{paths.NAME}/{paths.VERSION}/v1"
+    return f"http://{host}:{state.ports.inference}/predictions/{paths.NAME}/{paths.VERSION}/v1"
 
 
 def first_completion(state: State) -> str:

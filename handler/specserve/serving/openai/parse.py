@@ -191,6 +191,7 @@ def to_generations(
                 scores_prompt=request.scores_prompt and choice == 0,
                 constraint=None if grammar is None else grammar.fork(),
                 prediction=predicted,
+                keeps_sources=request.wants_sources,
             )
             for choice in range(request.candidates)
         ]
@@ -228,7 +229,8 @@ def _echoed(request: GenerationRequest, prompts: list[Prompt]) -> int:
     """Bytes of JSON that echoed prompts take in all choices."""
     if not (isinstance(request, CompletionRequest) and request.echo):
         return 0
-    return request.choices * sum(len(json.dumps(prompt.text)) for prompt in prompts)
+    times = request.choices * (1 + request.wants_sources)
+    return times * sum(len(json.dumps(prompt.text)) for prompt in prompts)
 
 
 def _check_response_size(request: GenerationRequest, prompts: list[Prompt], groups: list[list[Generation]]) -> None:

@@ -58,12 +58,16 @@ class StreamOptions(_Body):
 
 
 class SpeculationOptions(_Body):
-    """Speculation for this request: the server's default, off, or a fixed number of draft tokens per round."""
+    """Speculation for this request: the server's default, off, or a fixed number of draft tokens per round.
+
+    With `sources` the response says who wrote each piece of its text.
+    """
 
     mode: Literal["auto", "off", "fixed"] = "auto"
     gamma: int | None = Field(default=None, ge=1, le=32)
     drafter: Literal["auto", "model", "lookup", "prediction", "grammar"] = "auto"
     verification: Verification | None = None
+    sources: bool = False
 
 
 def _at_most(count: int) -> BeforeValidator:
@@ -212,6 +216,11 @@ class GenerationRequest(_Body):
     def most_tokens(self) -> int | None:
         """The most output tokens; None is as many as the context holds."""
         return self.max_tokens
+
+    @property
+    def wants_sources(self) -> bool:
+        """Whether to return who wrote each piece of the text."""
+        return self.speculation is not None and self.speculation.sources
 
     @property
     def scored(self) -> int | None:

@@ -6,7 +6,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, Literal
 
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
@@ -24,6 +24,7 @@ from specserve.serving.openai.response_schema import (
     CompletionLogprobs,
     Model,
     ModelList,
+    Sourced,
     Speculation,
     Totals,
     Usage,
@@ -162,6 +163,13 @@ class GenerationResponse(Response, Generic[AnyRequest]):
         count = self._request.choices
         return group if count == len(group) else sorted(group, key=lambda one: -one.mean_logprob)[:count]
 
+    def _sources(self, generation: Generation, text: str, echo: str = "") -> Sourced:
+        """The field `sources` of text that was just taken, and of a prompt before it."""
+        if not generation.keeps_sources:
+            return {}
+        prompt: list[tuple[str, Literal["prompt"]]] = [(echo, "prompt")] if echo else []
+        return {"sources": [*prompt, *generation.by_source(text)]}
+
     def _prompt_of(self, index: int) -> int:
         return index // self._request.choices
 
@@ -231,11 +239,13 @@ class CompletionResponse(GenerationResponse[CompletionRequest]):
         echo = self._prompts[self._prompt_of(index)].text if self._request.echo else ""
         first = index not in self._begun
         self._begun.add(index)
+        repeated, text = echo if first else "", generation.take_text()
         return {
             "index": index,
-            "text": (echo if first else "") + generation.take_text(),
+            "text": repeated + text,
             "logprobs": self._logprobs(index, generation, shift=len(echo), first=first),
             "finish_reason": generation.finish_reason,
+            **self._sources(generation, text, repeated),
         }
 
     def _logprobs(self, index: int, generation: Generation, *, shift: int, first: bool) -> CompletionLogprobs | None:
@@ -258,11 +268,13 @@ class ChatResponse(GenerationResponse[ChatRequest]):
     chunk_object = "chat.completion.chunk"
 
     def _whole(self, index: int, generation: Generation) -> ChatChoice:
+        text = generation.take_text()
         return {
             "index": index,
-            "message": {"role": "assistant", "content": generation.take_text(), "refusal": None},
+            "message": {"role": "assistant", "content": text, "refusal": None},
             "logprobs": self._logprobs(generation),
             "finish_reason": generation.finish_reason,
+            **self._sources(generation, text),
         }
 
     def _delta(self, index: int, generation: Generation) -> ChatChunkChoice:
@@ -278,6 +290,7 @@ class ChatResponse(GenerationResponse[ChatRequest]):
             "delta": delta,
             "logprobs": self._logprobs(generation),
             "finish_reason": generation.finish_reason,
+            **self._sources(generation, text),
         }
 
     def _logprobs(self, generation: Generation) -> ChatLogprobs | None:

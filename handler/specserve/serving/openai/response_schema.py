@@ -6,6 +6,8 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
+from specserve.sequence import Source
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -39,7 +41,13 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
-class CompletionChoice(TypedDict):
+class Sourced(TypedDict):
+    """The pieces of a choice's text and who wrote each, if the request asks for it; `echo` repeats a prompt."""
+
+    sources: NotRequired[list[tuple[str, Literal[Source, "prompt"]]]]
+
+
+class CompletionChoice(Sourced):
     """A choice of v1/completions, whole or a chunk of it."""
 
     index: int
@@ -56,7 +64,7 @@ class ChatMessage(TypedDict):
     refusal: None
 
 
-class ChatChoice(TypedDict):
+class ChatChoice(Sourced):
     """A choice of v1/chat/completions."""
 
     index: int
@@ -72,7 +80,7 @@ class ChatDelta(TypedDict):
     content: NotRequired[str]
 
 
-class ChatChunkChoice(TypedDict):
+class ChatChunkChoice(Sourced):
     """A chunk of a choice of v1/chat/completions."""
 
     index: int

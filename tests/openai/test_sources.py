@@ -1,0 +1,206 @@
+"""`sources` says who wrote each piece of a text, and its pieces are the text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fake_engine import FakeVocabulary
+from front_end import FrontEnd
+from specserve.sequence import SamplingParams, Source, SpeculationParams
+from specserve.serving.generation import Generation, ResponseSize
+from specserve.serving.openai.openapi import openapi
+from test_detokenizer import split
+
+WITH_SOURCES = {"sources": True}
+# Tokens are bytes; of these every one is a character.
+ASCII = {str(token): -100 for token in range(128, 200)}
+BODY: dict[str, Any] = {"prompt": "hello", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+CHAT: dict[str, Any] = {key: value for key, value in BODY.items() if key != "prompt"}
+CHAT["messages"] = [{"role": "user", "content": "hello"}]
+
+
+class Pieces(FakeVocabulary):
+    """A vocabulary of these pieces."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        super().__init__(len(pieces) + 1)
+        self._pieces = pieces
+
+    def piece(self, token: int) -> bytes:
+        return self._pieces[token]
+
+
+def generation_of(pieces: list[bytes], stops: list[str]) -> Generation:
+    """A generation that keeps the sources of at most as many tokens."""
+    options: Any = {"max_tokens": len(pieces) + 1, "keeps_sources": True}
+    return Generation([0], SamplingParams(), SpeculationParams(), Pieces(pieces), stops, **options)
+
+
+def text_of(event: Any) -> str:
+    """The text of a chunk, on either route."""
+    choice = event["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["delta"].get("content", ""))
+
+
+def joined(sources: list[list[str]]) -> str:
+    return "".join(piece for piece, _ in sources)
+
+
+@given(
+    st.text(alphabet="ab🙂é世", max_size=20),
+    st.lists(st.integers(0, 100)),
+    st.lists(st.text("ab🙂", min_size=1, max_size=4), max_size=3),
+    st.lists(st.integers(1, 4), min_size=60, max_size=60),
+)
+def test_a_character_is_of_the_token_with_its_last_byte(
+    text: str, cuts: list[int], stops: list[str], rounds: list[int]
+) -> None:
+    pieces = [piece for piece in split(text.encode(), cuts) if piece]
+    names: list[Source] = [("model", "lookup", "target")[place % 3] for place in range(len(pieces))]
+    by_byte = [name for piece, name in zip(pieces, names, strict=True) for _ in piece]
+    ends = [len(text[: place + 1].encode()) - 1 for place in range(len(text))]
+    generation = generation_of(pieces, stops)
+    found: list[tuple[str, Source]] = []
+    taken = ""
+    while generation.generated < len(pieces) and not generation.done:
+        some = slice(generation.generated, generation.generated + rounds.pop())
+        generation.tokens += list(range(len(pieces)))[some]
+        generation.sources += names[some]
+        generation.read_new_tokens()
+        released = generation.take_text()
+        told = generation.by_source(released)
+        assert "".join(piece for piece, _ in told) == released
+        assert all(piece for piece, _ in told)
+        taken += released
+        found += told
+    assert text.startswith(taken)
+    assert [name for piece, name in found for _ in piece] == [by_byte[end] for end in ends[: len(taken)]]
+    assert len(generation.sources) == generation.generated
+
+
+def test_an_incomplete_character_at_the_end_is_of_the_last_token() -> None:
+    generation = generation_of([b"a", b"\xf0\x9f"], [])
+    generation.max_tokens = 2
+    generation.tokens += [0, 1]
+    generation.sources += ["model", "target"]
+    generation.read_new_tokens()
+    assert generation.by_source(generation.take_text()) == [("a", "model"), ("\ufffd", "target")]
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("stops", [None, [], ["first"], ["late", "late but longer"]])
+@pytest.mark.parametrize("route", ["v1/completions", "v1/chat/completions"])
+def test_the_pieces_of_a_chunk_are_its_text(route: str, stops: list[str] | None, *, echo: bool) -> None:
+    """Half of the fake model's tokens are bytes of several characters, most of them misplaced."""
+    front_end = FrontEnd()
+    body = CHAT if "chat" in route else {**BODY, "echo": echo}
+    plain = front_end.post({**body, "stream": True}, route)
+    front_end.run()
+    text = "".join(map(text_of, front_end.events(plain)))
+    if stops is not None:
+        places = {"first": text[3:6], "late": text[20:22], "late but longer": text[20:25] + "\0"}
+        body = {**body, "stop": [places[stop] for stop in stops]}
+    stream = front_end.post({**body, "stream": True, "speculation": WITH_SOURCES}, route)
+    whole = front_end.post({**body, "speculation": WITH_SOURCES}, route)
+    front_end.run()
+    events = front_end.events(stream)
+    for event in events:
+        assert joined(event["choices"][0]["sources"]) == text_of(event)
+    streamed = "".join(map(text_of, events))
+    assert text.startswith(streamed)
+    choice = front_end.answer(whole)["choices"][0]
+    assert joined(choice["sources"]) == streamed
+    first = choice["sources"][0]
+    assert (first == ["hello", "prompt"]) is (echo and "chat" not in route)
+
+
+def test_accepted_tokens_of_a_prediction_are_told_from_the_targets() -> None:
+    front_end = FrontEnd()
+    body = {**BODY, "logit_bias": ASCII, "max_tokens": 13}
+    plain = front_end.post(body)
+    front_end.run()
+    text = front_end.answer(plain)["choices"][0]["text"]
+    assert len(text) == 13
+    options = {"mode": "fixed", "gamma": 3, "drafter": "prediction", **WITH_SOURCES}
+    wrong = text[:6] + ("?" if text[6] != "?" else "!") + text[7:]
+    right, other = (
+        front_end.post(
+            {**body, "stream": True, "prediction": {"type": "content", "content": guess}, "speculation": options}
+        )
+        for guess in (text, wrong)
+    )
+    front_end.run()
+    sources = [piece for event in front_end.events(right) for piece in event["choices"][0]["sources"]]
+    # The first token ends the prefill; every round then adds one of the target's to three accepted ones.
+    assert sources == [[character, "prediction" if place % 4 else "target"] for place, character in enumerate(text)]
+    sources = [piece for event in front_end.events(other) for piece in event["choices"][0]["sources"]]
+    assert joined(sources) == text
+    assert sources[5] == [text[5], "prediction"]
+    assert sources[6] == [text[6], "target"]
+
+
+@pytest.mark.parametrize("drafter", ["auto", "model", "lookup"])
+def test_sources_count_what_the_speculation_object_counts(drafter: str) -> None:
+    front_end = FrontEnd()
+    options = {"mode": "fixed", "gamma": 3, "drafter": drafter, **WITH_SOURCES}
+    asked = front_end.post({**BODY, "logit_bias": ASCII, "max_tokens": 120, "speculation": options})
+    front_end.run()
+    answer = front_end.answer(asked)
+    counts = Counter(name for _, name in answer["choices"][0]["sources"])
+    accepted = {name: tally["accepted"] for name, tally in answer["speculation"]["drafters"].items()}
+    assert counts.total() == 120
+    assert {name: count for name, count in accepted.items() if count} == {
+        name: count for name, count in counts.items() if name != "target"
+    }
+    if drafter != "lookup":
+        assert counts["model"] > 0
+
+
+def test_without_drafts_all_is_the_targets() -> None:
+    front_end = FrontEnd()
+    asked = front_end.post({**BODY, "speculation": {"mode": "off", **WITH_SOURCES}})
+    front_end.run()
+    assert {name for _, name in front_end.answer(asked)["choices"][0]["sources"]} == {"target"}
+
+
+@pytest.mark.parametrize("speculation", [None, {}, {"mode": "fixed", "gamma": 2}, {"sources": False}])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["v1/completions", "v1/chat/completions"])
+def test_a_request_that_does_not_ask_has_no_field(route: str, speculation: object, *, stream: bool) -> None:
+    front_end = FrontEnd()
+    body = CHAT if "chat" in route else BODY
+    asked = front_end.post({**body, "stream": stream, "speculation": speculation}, route)
+    front_end.run()
+    assert front_end.status[asked] == 200
+    assert '"sources"' not in front_end.text(asked)
+
+
+def test_it_must_be_a_boolean() -> None:
+    front_end = FrontEnd()
+    asked = front_end.post({**BODY, "speculation": {"sources": "yes"}})
+    front_end.run()
+    assert front_end.status[asked] == 400
+    assert front_end.answer(asked)["error"]["param"] == "speculation.sources"
+
+
+def test_the_size_of_a_response_counts_them() -> None:
+    size = ResponseSize(FakeVocabulary(200), chat=False)
+    size.add_text(b'"\xf0')
+    before = size.bytes
+    size.add_source(b'"\xf0')
+    assert size.bytes - before >= len(', ["\\"\\ufffd", "prediction"]')
+
+
+def test_openapi_describes_them() -> None:
+    schemas = openapi()["components"]["schemas"]
+    assert schemas["SpeculationOptions"]["properties"]["sources"]["type"] == "boolean"
+    for choice in ("CompletionChoice", "ChatChoice", "ChatChunkChoice"):
+        assert "sources" in schemas[choice]["properties"]
+        assert "sources" not in schemas[choice]["required"]
+    names = schemas["ChatChoice"]["properties"]["sources"]["items"]["prefixItems"][1]["enum"]
+    assert set(names) == {"model", "lookup", "prediction", "grammar", "target", "prompt"}

@@ -1,0 +1,141 @@
+"""`scripts/chat` as a person runs it, with a server with the tiny pair: through pipes, and in a terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import time
+
+import pytest
+
+from server import PROJECT, Server, free_ports, until
+from streams import sequences
+
+pytestmark = pytest.mark.server
+
+# From the last line of an answer on.
+ENDED = r"(stopped|tokens/s)[^>]*"
+FIGURES = r"\d+ tokens in \d+\.\d\d s: \d+\.\d tokens/s"
+GAIN = r", \d\.\d\d tokens a round; decoding took \S+ s, without drafts \S+ s by estimate \(speed-up \S+\)"
+
+
+def chat(port: int, *options: str, lines: str = "") -> subprocess.CompletedProcess[str]:
+    """What it says to these lines."""
+    command = ["scripts/chat", "--port", str(port), *options]
+    return subprocess.run(command, cwd=PROJECT, input=lines, capture_output=True, text=True, timeout=120, check=False)
+
+
+class Terminal:
+    """The program in a terminal of its own."""
+
+    def __init__(self, *command: str, **variables: str) -> None:
+        self.shown = ""
+        self._terminal, program = pty.openpty()
+        environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **variables}
+        environment = {name: value for name, value in environment.items() if value}
+        # A session of its own, whose terminal is the first one opened: Ctrl-C then reaches the program.
+        self.process = subprocess.Popen(
+            ["setsid", "--ctty", *command], cwd=PROJECT, env=environment, stdin=program, stdout=program, stderr=program
+        )
+        os.close(program)
+
+    def type(self, keys: str) -> None:
+        os.write(self._terminal, keys.encode())
+
+    def read_until(self, pattern: str, seconds: float = 60) -> str:
+        """All that is shown from now on, up to a match."""
+        end = time.monotonic() + seconds
+        seen = b""
+        while not re.search(pattern, seen.decode(errors="replace")):
+            assert time.monotonic() < end, f"{pattern} not in {seen!r}"
+            if select.select([self._terminal], [], [], 0.1)[0]:
+                seen += os.read(self._terminal, 65536)
+        return seen.decode(errors="replace")
+
+
+def test_answers_come_with_their_figures(server: Server) -> None:
+    asked = chat(server.port, "--max-tokens", "40", lines="Hello\n/plain\nHello again\n/fast\n/compare\n")
+    assert asked.returncode == 0, asked.stderr
+    assert "\x1b" not in asked.stdout
+    assert not asked.stderr
+    # Everything before the figures is text, as the server gives it to others.
+    client = server.client()
+    answer = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=40, temperature=0
+    )
+    text = answer.choices[0].message.content or ""
+    assert asked.stdout.startswith(re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text))
+    assert re.search(f"^{FIGURES}{GAIN}$", asked.stdout, re.MULTILINE)
+    assert re.search(f"^{FIGURES}, without drafts$", asked.stdout, re.MULTILINE)
+    table = asked.stdout[asked.stdout.index("┏") :]
+    assert "/plain" in table
+    assert "/fast" in table
+
+
+def test_a_terminal_has_colours_prompts_and_keys(server: Server) -> None:
+    terminal = Terminal("scripts/chat", "--port", str(server.port), NO_COLOR="")
+    greeting = terminal.read_until("fast> ")
+    assert "tiny: \x1b[32mdraft model\x1b[0m" in greeting
+    terminal.type("Hello\n")
+    terminal.read_until("\x1b\\[32m")
+    terminal.type("\x03")
+    terminal.read_until(f"{ENDED}fast> ")
+    until(lambda: sequences(server) == (0, 0), "the answer ends on the server")
+    terminal.type("/plain\n")
+    terminal.read_until("plain> ")
+    terminal.type("Hello\n")
+    assert "\x1b[32m" not in terminal.read_until(f"{ENDED}plain> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(30) == 0
+
+
+def test_a_terminal_without_colours_has_none(server: Server) -> None:
+    terminal = Terminal("scripts/chat", "--port", str(server.port), "--max-tokens", "20", NO_COLOR="1")
+    terminal.read_until("fast> ")
+    terminal.type("Hello\n")
+    assert not re.search(r"\x1b\[3\d", terminal.read_until(f"{FIGURES}{GAIN}"))
+    terminal.type("/quit\n")
+    assert terminal.process.wait(30) == 0
+
+
+def test_a_refusal_is_a_sentence_and_the_chat_goes_on(server: Server) -> None:
+    asked = chat(server.port, "--max-tokens", "4", lines=f"{'too long ' * 400}\nHello\n")
+    assert asked.returncode == 0
+    assert "context holds 512 tokens" in asked.stdout
+    assert re.search(FIGURES, asked.stdout)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--host", "localhost", "--port", "{free}"], 1, "scripts/serve"),
+        (["--port", "80"], 2, "--port 80"),
+        (["--max-tokens", "0"], 2, "--max-tokens 0"),
+        (["--colour"], 2, "--help"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(options: list[str], code: int, words: str) -> None:
+    options = [option.format(free=free_ports()) for option in options]
+    outcome = subprocess.run(
+        ["scripts/chat", *options], cwd=PROJECT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert outcome.returncode == code
+    assert not outcome.stdout
+    assert outcome.stderr.startswith("specserve: ")
+    assert outcome.stderr.count("\n") == 1
+    assert words in outcome.stderr
+
+
+def test_a_wrong_key_is_one_sentence(server: Server) -> None:
+    keys = server.state / "key_file.json"
+    right = keys.read_text()
+    keys.write_text(right.replace(server.key, "wrong"))
+    try:
+        outcome = chat(server.port)
+    finally:
+        keys.write_text(right)
+    assert outcome.returncode == 1
+    assert re.fullmatch(r"specserve: http://\S+: Token Authorization failed.*\n", outcome.stderr)

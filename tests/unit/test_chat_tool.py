@@ -1,0 +1,86 @@
+"""`scripts/chat` shows any stream as text with colours, and nothing else that a terminal would obey."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from specserve.errors import RequestError
+from specserve.tools.chat import Chat, summary
+from specserve.tools.torchserve_process import State
+
+USAGE = {"completion_tokens": 30}
+SECONDS = {"prefill": 9.0, "draft": 0.25, "target": 0.75, "other": 0.5, "plain_estimate": 3.0}
+ACCOUNT = {"mode": "auto", "mean_acceptance_length": 2.5, "seconds": SECONDS, "estimated_speedup": 2.0}
+PIECES = [["def", "target"], [" f", "model"], ["()\x1b[2J\x07\x9b", "lookup"], ["\n\tß 世", "target"]]
+TOTALS = {"choices": [], "usage": USAGE, "speculation": ACCOUNT}
+SHOWN = "def f()\ufffd[2J\ufffd\ufffd\n\tß 世"
+
+
+def told(monkeypatch: pytest.MonkeyPatch, lines: str, *chunks: Any, colours: bool = False) -> tuple[str, list[Any]]:
+    """What is shown for these lines if every question is answered so, and what was asked."""
+    asked: list[Any] = []
+
+    def answered(_chat: Chat, messages: list[dict[str, str]], mode: str) -> Generator[dict[str, Any], None, None]:
+        asked.append((mode, [message["content"] for message in messages]))
+        for chunk in chunks:
+            if isinstance(chunk, BaseException):
+                raise chunk
+            yield chunk
+
+    monkeypatch.setattr(Chat, "_chunks", answered)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    output = io.StringIO()
+    console = Console(file=output, color_system="standard" if colours else None, width=120, highlight=False)
+    Chat(State.of(21200), "127.0.0.1", {}, console).run()
+    return output.getvalue(), asked
+
+
+def chunk(*pieces: list[str]) -> dict[str, Any]:
+    return {"choices": [{"sources": list(pieces)}], "usage": None}
+
+
+def test_the_text_is_coloured_by_source_without_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = told(monkeypatch, "write\n", chunk(*PIECES), TOTALS)
+    assert plain.startswith(f"{SHOWN}\n30 tokens")
+    coloured, _ = told(monkeypatch, "write\n", chunk(*PIECES), TOTALS, colours=True)
+    assert coloured.startswith("def\x1b[32m f\x1b[0m\x1b[36m()\ufffd[2J\ufffd\ufffd\x1b[0m\n\tß 世\n")
+
+
+def test_a_conversation_is_sent_until_it_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "one\n/plain\n\n two\n/new\n/fast\nthree\n/quit\nfour\n"
+    _, asked = told(monkeypatch, lines, chunk(["answer", "model"]), TOTALS)
+    assert asked == [("/fast", ["one"]), ("/plain", ["one", "answer", "two"]), ("/fast", ["three"])]
+
+
+def test_a_comparison_asks_the_last_question_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, asked = told(monkeypatch, "/compare\none\n/compare\ntwo\n", chunk(["answer", "model"]), TOTALS)
+    assert shown.strip().startswith("There is no question yet")
+    assert asked[1:] == [("/plain", ["one"]), ("/fast", ["one"]), ("/fast", ["one", "answer", "two"])]
+    assert shown.count("answer") == 4
+    assert shown.index("/plain") < shown.index("/fast")
+
+
+@pytest.mark.parametrize("error", [RequestError("The context is full."), KeyboardInterrupt()])
+def test_the_chat_goes_on_after_an_error_or_an_interrupted_answer(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    shown, asked = told(monkeypatch, "one\ntwo\n", chunk(["begun", "target"]), error)
+    kept = ["one", "begun", "two"] if isinstance(error, KeyboardInterrupt) else ["two"]
+    assert asked[1] == ("/fast", kept)
+    assert shown.count("begun\nstopped" if isinstance(error, KeyboardInterrupt) else "begun\nThe context is full.") == 2
+
+
+def test_the_summary_says_what_plain_decoding_would_have_taken() -> None:
+    assert summary(USAGE, ACCOUNT, 10.0) == (
+        "30 tokens in 10.00 s: 3.0 tokens/s, 2.50 tokens a round; decoding took 1.50 s, without drafts 3.00 s by "
+        "estimate (speed-up 2.00)"
+    )
+    assert summary(USAGE, ACCOUNT | {"mode": "off"}, 10.0) == "30 tokens in 10.00 s: 3.0 tokens/s, without drafts"
+    assert summary(USAGE, ACCOUNT | {"estimated_speedup": None}, 10.0).endswith("2.50 tokens a round")

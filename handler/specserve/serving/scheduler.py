@@ -19,7 +19,7 @@ from specserve.serving.prefix_cache import PrefixCache
 from specserve.speculation.controller import Controller
 from specserve.speculation.cost import Cost
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.round import Plan, Times, run_round
+from specserve.speculation.round import Plan, run_round
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ class Scheduler:
         # Sequences that wait for a slot are not counted: short rounds do not help them, early ends do.
         waiting = prefilling + min(len(self._waiting), self._cache.free)
         try:
-            times, shares, failed = run_round(self._target, self._drafters, plans, self._clock, waiting=waiting)
+            draft, target, shares, failed = run_round(self._target, self._drafters, plans, self._clock, waiting=waiting)
         except EngineError as error:
             self._fail((plan.sequence, error) for plan in plans)
             self._report_ends(self._end_completed())
@@ -248,7 +248,7 @@ class Scheduler:
                 generation.read_new_tokens()
         ended = self._end_completed()
         now = self._clock()
-        other = now - started - times.draft - times.target
+        other = now - started - draft - target
         share_of = {plan.sequence: share for plan, share in zip(plans, shares, strict=True)}
         for generation, (position, kv_len, rounds) in before.items():
             if generation.generated > position:
@@ -258,7 +258,7 @@ class Scheduler:
             share = share_of.get(generation)
             if share is not None:
                 stats = generation.stats
-                seconds = Times(times.draft * share, times.target * share, other * share)
+                seconds = draft * share, target * share, other * share
                 stats.add_seconds(*seconds, prefill=position == 0)
                 # A prefill has no drafts, and those of a round that was deferred or failed were not verified.
                 verified = stats.rounds > rounds

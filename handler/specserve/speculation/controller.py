@@ -160,7 +160,8 @@ def proposal_length(candidate: Candidate, probabilities: Many[float], rows: int,
         costs: of this round.
     """
     prefixes = list(accumulate(probabilities, mul, initial=candidate.prefix))[1:]
-    seconds = [costs.target(rows + n) - costs.target(rows) for n in range(1, len(prefixes) + 1)]
+    base = costs.target(rows)
+    seconds = [costs.target(rows + n) - base for n in range(1, len(prefixes) + 1)]
     length, gain = best_length(list(accumulate(prefixes)), seconds, costs.rate)
     instead = candidate._replace(room=min(candidate.room, len(prefixes)))
     return length if gain > model_steps([instead], rows, costs)[1] else 0
@@ -183,7 +184,6 @@ class _SequenceState:
     def __init__(self) -> None:
         self.acceptance = SequenceAcceptance(_FIRST_ACCEPTANCE)
         self.loss_seconds = 0.0
-        self.plain_seconds = 0.0
         self._tokens = 0.0
         self._plain_tokens = 0.0
 
@@ -197,7 +197,6 @@ class _SequenceState:
         self._tokens = _FADE * self._tokens + tokens
         self._plain_tokens = _FADE * self._plain_tokens + 1 + draft_seconds / plain_step
         self.loss_seconds += draft_seconds - (tokens - 1) * plain_step
-        self.plain_seconds += tokens * plain_step
 
 
 class Controller:
@@ -263,8 +262,9 @@ class Controller:
             costs: of this round.
         """
         state = self._state(sequence)
-        step = state.plain_seconds / max(1, sequence.generated - 1)
-        if state.loss_seconds > _LOSS_SHARE * state.plain_seconds + _LOSS_STEPS * step:
+        plain = sequence.stats.plain_seconds
+        step = plain / max(1, sequence.generated - 1)
+        if state.loss_seconds > _LOSS_SHARE * plain + _LOSS_STEPS * step:
             return None
         acceptance = state.acceptance.next_token
         if pending <= _SHORT_CATCH_UP:

@@ -50,18 +50,11 @@ class Plan(NamedTuple):
         return self.rows - 1 if self.decides else self.rows
 
 
-class Times(NamedTuple):
-    """Seconds that a round spent drafting, in the target's forward pass, and on the rest."""
-
-    draft: float
-    target: float
-    other: float
-
-
 class Report(NamedTuple):
     """What a round took, the share of each plan, and the sequences that failed, with the reason."""
 
-    times: Times
+    draft_seconds: float
+    target_seconds: float
     shares: list[float]
     failed: list[tuple[Sequence, Exception]]
 
@@ -172,9 +165,8 @@ def run_round(
     # Computing distributions and verifying take time for every row, so they belong to the cost of a pass.
     rows = sum(plan.rows + len(proposal.tokens) for plan, proposal in zip(plans, proposals, strict=True))
     controller.target.observe(rows, kv_len, done - drafted)
-    times = Times(drafted - started, verified - drafted, done - verified)
     total = sum(map(sum, seconds))
-    return Report(times, [sum(share) / total for share in seconds], failed)
+    return Report(drafted - started, verified - drafted, [sum(share) / total for share in seconds], failed)
 
 
 class Seconds(NamedTuple):

@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <thread>
@@ -145,6 +146,41 @@ class Activations {
     int32_t * sums_;
 };
 
+// Which panels of a product are computed: all, or of the head some groups of columns (specserve_compute_head).
+class Columns {
+  public:
+    Columns(const ggml_tensor * op, int64_t panels, int lanes) : panels_(panels), lanes_(lanes) {
+        if (library().head_groups != nullptr && std::strcmp(op->name, "result_output") == 0) {
+            groups_ = library().head_groups;
+            panels_ = library().head_count * kHeadGroup / lanes;
+            while (panel(panels_ - 1) >= panels) {
+                panels_--;  // the last group may be cut short
+            }
+        }
+    }
+
+    int64_t panels() const { return panels_; }
+
+    int64_t panel(int64_t i) const {
+        const int64_t column = i * lanes_;
+        return groups_ == nullptr ? i : (groups_[column / kHeadGroup] * kHeadGroup + column % kHeadGroup) / lanes_;
+    }
+
+    // One thread's share of the columns that are not computed, to be done before a barrier.
+    void clear(const ggml_tensor * op, int thread, int threads) const {
+        if (groups_ != nullptr) {
+            const int64_t size = ggml_nelements(op);
+            auto * out = static_cast<float *>(op->data);
+            std::fill(out + size * thread / threads, out + size * (thread + 1) / threads, -INFINITY);
+        }
+    }
+
+  private:
+    const int32_t * groups_ = nullptr;
+    int64_t panels_;
+    int64_t lanes_;
+};
+
 class Product : public ggml::cpu::tensor_traits {
     bool work_size(int threads, const ggml_tensor * op, size_t & size) override {
         size = kAlignment + Pieces::bytes(threads) + Activations::bytes(described(op->src[0]), ggml_nrows(op->src[1]));
@@ -155,7 +191,8 @@ class Product : public ggml::cpu::tensor_traits {
         const ggml_tensor * x = op->src[1];
         const Weights weights = described(op->src[0]);
         const Kernels & kernels = kernels_of(op->src[0]);
-        const int64_t panels = panels_of(weights, kernels);
+        const Columns columns(op, panels_of(weights, kernels), kernels.lanes);
+        const int64_t panels = columns.panels();
         const int64_t panel_bytes = kernels.panel_bytes(weights.format, weights.k);
         const int64_t rows = ggml_nrows(x);
         const bool several_tiles = rows > kernels.max_tile;
@@ -174,6 +211,7 @@ class Product : public ggml::cpu::tensor_traits {
         };
         activations.quantise([&](int64_t row) { return reinterpret_cast<const float *>(row_of(x, row)); }, params->ith,
                              params->nth);
+        columns.clear(op, params->ith, params->nth);
         pieces.begin(params->ith);
         if (params->ith == 0) {
             library().products.fetch_add(1, std::memory_order_relaxed);
@@ -186,7 +224,7 @@ class Product : public ggml::cpu::tensor_traits {
                 // The rows of a result lie one after another, also those of several sequences.
                 auto * out = reinterpret_cast<float *>(row_of(op, activations.first_row(t)));
                 for (int64_t panel = p * piece; panel < end; panel++) {
-                    kernels.multiply(weights, panel, activations.tile(t), out, op->ne[0]);
+                    kernels.multiply(weights, columns.panel(panel), activations.tile(t), out, op->ne[0]);
                 }
             }
         }

@@ -67,6 +67,13 @@ EXPORT const char * specserve_use(const char * variant) {
 // attention is ours: with any format it is.
 EXPORT void specserve_take(unsigned formats) { library().formats = formats; }
 
+// From now on passes compute these ascending groups of 16 columns of the head, the product that llama.cpp names
+// result_output; other columns are minus infinity. Null for the whole head. The array must outlive the passes.
+EXPORT void specserve_compute_head(const int32_t * groups, int64_t count) {
+    library().head_groups = groups;
+    library().head_count = count;
+}
+
 // How often a graph came to a product or to attention of ours, since the library was loaded.
 EXPORT int64_t specserve_products() { return library().products.load(); }
 EXPORT int64_t specserve_attentions() { return library().attentions.load(); }

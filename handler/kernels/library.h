@@ -14,7 +14,11 @@ struct Library {
     unsigned formats = 0;               // bit n: weights of format n that are loaded from now on are taken
     std::atomic<int64_t> products{0};   // calls of compute_forward, counted by thread 0
     std::atomic<int64_t> attentions{0};
+    const int32_t * head_groups = nullptr;  // groups of columns of the head that passes compute; null: all
+    int64_t head_count = 0;
 };
+
+constexpr int64_t kHeadGroup = 16;  // columns of a group: one or two panels
 
 Library & library();
 

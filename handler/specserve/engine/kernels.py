@@ -10,9 +10,14 @@ import ctypes
 import hashlib
 import importlib.metadata
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from specserve.engine.llama_model import start_backend
 
@@ -102,7 +107,8 @@ def declare(loaded: ctypes.CDLL) -> None:
     loaded.specserve_run_product.restype = ctypes.c_double
     pointer = ctypes.c_void_p
     loaded.specserve_run_product.argtypes = [*two, *sizes, pointer, ctypes.c_int, pointer, ctypes.c_int, pointer]
-    loaded.specserve_attend.restype = None
+    loaded.specserve_compute_head.restype = loaded.specserve_attend.restype = None
+    loaded.specserve_compute_head.argtypes = [pointer, ctypes.c_int64]
     loaded.specserve_attend.argtypes = [*sizes, ctypes.c_int, ctypes.c_float, ctypes.c_int, *[pointer] * 5]
 
 
@@ -184,6 +190,25 @@ def speed(name: str, threads: int) -> float:
         return sum(float(time_product(ours, *sizes, rows, threads, _TIMES)) for rows in _TIMED_ROWS)
 
     return seconds(ours=False) / seconds(ours=True)
+
+
+@contextmanager
+def head_limited_to(groups: NDArray[np.int32] | None) -> Iterator[None]:
+    """Let forward passes compute these columns of a model's head only; the other logits are -inf.
+
+    Args:
+        groups: numbers of groups of 16 columns, ascending; None for the whole head. A head in a format without a kernel
+            here is always computed as a whole.
+    """
+    if groups is None:
+        yield
+        return
+    compute_head = library().specserve_compute_head
+    compute_head(groups.ctypes.data, groups.size)
+    try:
+        yield
+    finally:
+        compute_head(None, 0)
 
 
 class Roof(NamedTuple):

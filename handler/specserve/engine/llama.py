@@ -10,6 +10,7 @@ import numpy as np
 
 from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
+from specserve.engine.draft_head import DraftHead
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import EngineError, ModelLoadError
 
@@ -22,6 +23,15 @@ class LlamaEngine:
     With specserve's attention kernel (engine/kernels.py) a row reads the cells of its own sequence only, and its result
     depends neither on where in the cache they are nor on other rows. llama.cpp's kernel reads the cells of all
     sequences, and sums in their order.
+
+    Args:
+        model: its weights.
+        n_slots: number of sequences.
+        context_length: maximum tokens of a sequence.
+        threads: compute threads.
+        max_rows: maximum rows of a forward pass.
+        max_logits: maximum rows of logits of a forward pass.
+        head: which logits are computed; others are -inf. Without specserve's kernels, or by default, all are.
 
     Raises:
         ModelLoadError: there is no memory for the context, or the model's cache cannot be truncated.
@@ -36,6 +46,7 @@ class LlamaEngine:
         threads: int,
         max_rows: int,
         max_logits: int,
+        head: DraftHead | None = None,
     ) -> None:
         self.n_slots = n_slots
         self.max_rows = max_rows
@@ -43,7 +54,8 @@ class LlamaEngine:
         self.slot_length = min(context_length, model.trained_context)
         self.width = model.size
         params = llama_cpp.llama_context_default_params()
-        self._own_attention = kernels.in_use().variant is not None
+        self._own_kernels = kernels.in_use().variant is not None
+        self._head = head if self._own_kernels else None
         # Padding rows need no further cells: they stay within a slot's length.
         params.n_ctx = n_slots * context_length
         params.n_seq_max = n_slots
@@ -99,7 +111,7 @@ class LlamaEngine:
 
     def kv_len(self, slots: Iterable[int]) -> int:
         """Return how many cached tokens attention reads for a row; tokens that slots share count for each."""
-        return max((self._lengths[slot] for slot in slots), default=0) if self._own_attention else sum(self._lengths)
+        return max((self._lengths[slot] for slot in slots), default=0) if self._own_kernels else sum(self._lengths)
 
     def forward(self, rows: list[Row]) -> FloatArray:
         """Run one forward pass; see `Engine.forward`."""
@@ -120,7 +132,9 @@ class LlamaEngine:
         self._positions[:count] = positions
         self._wants[:count] = wants
         self._batch.n_tokens = count
-        code = llama_cpp.llama_decode(self._context, self._batch)
+        groups = None if self._head is None else self._head.groups(tokens)
+        with kernels.head_limited_to(groups):
+            code = llama_cpp.llama_decode(self._context, self._batch)
         if code != 0:
             for slot in set(slots):
                 self._remove_from(slot, self._lengths[slot])

@@ -9,6 +9,7 @@ from pathlib import Path
 from specserve.config import HandlerConfig, ModelConfig, usable_cores
 from specserve.engine import kernels
 from specserve.engine.base import Engine
+from specserve.engine.draft_head import DraftHead
 from specserve.engine.invariance import Invariance, probe
 from specserve.engine.kernels import Kernels
 from specserve.engine.llama import LlamaEngine
@@ -128,7 +129,8 @@ def open_engines(
 def _open_draft(
     draft_model: LlamaModel, target_model: LlamaModel, config: HandlerConfig, target_cost: Cost
 ) -> tuple[DraftModel, Cost]:
-    engine = _engine(draft_model, config, max(_MAX_LOGITS // 2, config.sequences))
+    head = DraftHead(draft_model.size, draft_model.end_tokens())
+    engine = _engine(draft_model, config, max(_MAX_LOGITS // 2, config.sequences), head)
     cost = _cost(engine, draft_model, config, target_cost)
     draft = DraftModel(
         engine,
@@ -146,7 +148,7 @@ def _go_on_without(error: ModelLoadError) -> None:
 
 
 def _cost(engine: Engine, model: LlamaModel, config: HandlerConfig, target: Cost | None = None) -> Cost:
-    code = f"{kernels.identity()} {build_description()}"
+    code = f"{kernels.identity()} {build_description()} {'a draft' if target else ''}"
     try:
         table = measured_cost(engine, model.path, threads=_threads(config), kernels=code)
     except EngineError as error:
@@ -177,7 +179,7 @@ def _check_context(model: LlamaModel, config: HandlerConfig) -> None:
         )
 
 
-def _engine(model: LlamaModel, config: HandlerConfig, max_logits: int) -> LlamaEngine:
+def _engine(model: LlamaModel, config: HandlerConfig, max_logits: int, head: DraftHead | None = None) -> LlamaEngine:
     return LlamaEngine(
         model,
         n_slots=config.sequences,
@@ -185,6 +187,7 @@ def _engine(model: LlamaModel, config: HandlerConfig, max_logits: int) -> LlamaE
         threads=_threads(config),
         max_rows=config.prefill_rows + _MAX_LOGITS,
         max_logits=max(max_logits, config.sequences),
+        head=head,
     )
 
 

@@ -1,0 +1,90 @@
+"""A draft model's head computes the columns of frequent and recent tokens; the others are impossible, not wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kernel_products import needs_kernels
+from specserve.config import processor
+from specserve.engine import draft_head, kernels
+from specserve.engine.base import FloatArray, Row
+from specserve.engine.draft_head import GROUP, DraftHead
+from specserve.engine.llama import LlamaEngine
+from specserve.engine.llama_model import LlamaModel
+from tiny_formats import quantise_as
+from tiny_models import write_tiny
+
+HERE = [name for name in kernels.VARIANTS if re.search(rf"\b{name}\b", processor())]
+SIZE = 100 * GROUP
+FREQUENT = 3 * GROUP
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_head, "_FREQUENT", FREQUENT)
+    monkeypatch.setattr(draft_head, "_RECENT", 8)
+
+
+def test_frequent_tokens_and_those_that_end_an_answer_are_always_computed() -> None:
+    head = DraftHead(SIZE, always=[50 * GROUP + 1])
+    for _ in range(20):
+        assert list(head.groups([0])) == [0, 1, 2, 50]
+
+
+def test_a_token_that_was_read_is_computed_until_enough_others_have_been_read() -> None:
+    head = DraftHead(SIZE, always=[])
+    assert list(head.groups([70 * GROUP, 3])) == [0, 1, 2, 70]
+    assert list(head.groups([90 * GROUP + 5])) == [0, 1, 2, 70, 90]
+    assert list(head.groups([1] * 6)) == [0, 1, 2, 70, 90]
+    assert list(head.groups([1])) == [0, 1, 2, 90]
+
+
+def test_the_last_token_of_an_odd_vocabulary_has_a_group() -> None:
+    assert list(DraftHead(SIZE + 1, always=[]).groups([SIZE])) == [0, 1, 2, 100]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    write_tiny(directory / "single.gguf", "qwen2", "target")
+    return quantise_as(directory / "single.gguf", directory / "q4_0.gguf", "q4_0")
+
+
+@pytest.fixture(params=HERE)
+def variant(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each variant that this processor supports."""
+    assert kernels.use("auto", variant=request.param).variant == request.param
+    yield request.param
+    kernels.use("off")
+
+
+def logits(path: Path, head: DraftHead | None) -> FloatArray:
+    """The logits after each of three tokens, shape (3, vocabulary)."""
+    model = LlamaModel(path)
+    engine = LlamaEngine(model, n_slots=1, context_length=64, threads=2, max_rows=8, max_logits=8, head=head)
+    return engine.forward([Row(token, 0, position, True) for position, token in enumerate((40, 41, 42))]).copy()
+
+
+@needs_kernels
+@pytest.mark.usefixtures("variant")
+def test_what_is_computed_has_the_same_bits_and_the_rest_is_impossible(model: Path) -> None:
+    whole = logits(model, None)
+    size = whole.shape[1]
+    assert size % GROUP, "the vocabulary has to end within a group"
+    cut = logits(model, DraftHead(size, always=[size - 1]))
+    computed = np.zeros(size, bool)
+    computed[:FREQUENT] = computed[size - size % GROUP :] = True
+    assert np.array_equal(cut[:, computed], whole[:, computed])
+    assert np.isneginf(cut[:, ~computed]).all()
+    assert np.array_equal(logits(model, None), whole), "other engines compute the whole head"
+
+
+def test_llama_cpps_kernels_compute_the_whole_head(model: Path) -> None:
+    kernels.use("off")
+    size = LlamaModel(model).size
+    assert np.isfinite(logits(model, DraftHead(size, always=[]))).all()

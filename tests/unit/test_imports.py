@@ -16,7 +16,7 @@ ALLOWED = {
     "errors": set(),
     "config": {"errors"},
     "sequence": {"errors"},
-    "engine": {"errors", "sequence", "config"},
+    "engine": {"errors", "sequence", "config", "sampling.distribution"},
     "sampling": {"errors", "sequence"},
     "grammar": {"errors", "sequence", "engine.base"},
     "speculation": {"errors", "sequence", "config", "engine.base", "sampling"},

@@ -155,6 +155,8 @@ class Generation(Sequence):
         nothing_to_do = self.max_tokens == 0 and not self.scores_prompt
         self.finish_reason: FinishReason | None = "length" if nothing_to_do else None
         self.error: RequestError | None = None
+        # Whether an EOS token ended it, which is not one of its tokens.
+        self.ended_by_eos = False
         # Over all tokens, an EOS token included: so an empty completion has one too.
         self.mean_logprob = -math.inf
         self._vocabulary = vocabulary
@@ -253,7 +255,8 @@ class Generation(Sequence):
             self._spans[-1] = (self._spans[-1][0], self._text.length)
         scores = self.scores[: len(self._spans) + eos]
         self.mean_logprob = sum(score.logprob for score in scores) / len(scores) if scores else -math.inf
-        self.truncate(len(self._spans), eos=eos)
+        self.ended_by_eos = eos
+        self.truncate(len(self._spans))
 
     @property
     def has_text(self) -> bool:

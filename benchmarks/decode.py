@@ -35,7 +35,6 @@ from specserve.sequence import SamplingParams, SequenceStats, SpeculationParams,
 from specserve.serving.generation import Generation
 from specserve.serving.loading import Models, load_models, open_engines
 from specserve.serving.scheduler import Scheduler
-from specserve.speculation.controller import Controller
 from specserve.speculation.drafters import Drafters
 from specserve.tools.archive import prepared_handler
 
@@ -87,14 +86,11 @@ class Lane:
     config: HandlerConfig
     target: Engine
     drafters: Drafters
-    controller: Controller
 
     def start(self, task: Task, temperature: float) -> tuple[Scheduler, Generation]:
         """Submit a prompt to a new scheduler, whose caches are empty."""
         vocabulary = self.models.vocabulary
-        scheduler = Scheduler(
-            self.target, self.drafters, self.controller, prefill_rows=self.config.prefill_rows, idle_tokens=0
-        )
+        scheduler = Scheduler(self.target, self.drafters, prefill_rows=self.config.prefill_rows, idle_tokens=0)
         generation = Generation(
             vocabulary.encode(task.text, special=True),
             SamplingParams(temperature=temperature, seed=1),

@@ -86,14 +86,13 @@ class Sampler:
         self._models = models
         self._config = config
         self._tokens = tokens
-        self._wait = max_wait(config.max_wait_ms, models.controller.target)
+        self._wait = max_wait(config.max_wait_ms, models.drafters.controller.target)
 
     def answers(self, schemas: list[dict[str, Any]], mode: dict[str, Any]) -> list[Generation]:
         """One sampled answer for each schema."""
         scheduler = Scheduler(
             self._models.target,
             self._models.drafters,
-            self._models.controller,
             prefill_rows=self._config.prefill_rows,
             idle_tokens=0,
             max_wait_seconds=self._wait,

@@ -235,7 +235,6 @@ class Simulation:
         scheduler = Scheduler(
             target,
             Drafters(self._controller, LookupProposer(), model=model, vocabulary=width, clock=self._clock),
-            self._controller,
             prefill_rows=64,
             idle_tokens=0,
             max_wait_seconds=self._max_wait_seconds,

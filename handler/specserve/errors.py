@@ -39,7 +39,7 @@ class ConstraintError(SpecserveError):
     """A grammar has become too costly to follow; its sequence cannot continue."""
 
 
-class MaskDeferred(ConstraintError):
+class MaskDeferred(SpecserveError):
     """The round has no time left for another grammar mask; the sequence continues in the next round."""
 
 

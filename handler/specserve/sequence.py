@@ -116,9 +116,8 @@ class Tally(NamedTuple):
 class SequenceStats:
     """What the rounds of a sequence did, and its share of the seconds they took.
 
-    `plain_seconds` is what its tokens after the first would have taken without drafts, by the cost model. The fields
-    that begin with `last_` are of the last round: the drafter of each draft, how many were accepted, and the estimated
-    seconds of one plain decode step.
+    `rounds` counts decode rounds. `plain_seconds` is what the tokens after the first would have taken without drafts,
+    by the cost model.
     """
 
     rounds: int = 0
@@ -129,14 +128,6 @@ class SequenceStats:
     target_seconds: float = 0.0
     other_seconds: float = 0.0
     plain_seconds: float = 0.0
-    last_sources: list[DrafterName] = field(default_factory=list)
-    last_accepted: int = 0
-    last_step: float = 0.0
-
-    def add_plain(self, tokens: int, step: float) -> None:
-        """Add the plain decode time of a round's tokens, `step` seconds each."""
-        self.last_step = step
-        self.plain_seconds += tokens * step
 
     def add_seconds(self, draft: float, target: float, other: float, *, prefill: bool) -> None:
         """Add a share of a round's time."""
@@ -147,29 +138,17 @@ class SequenceStats:
             self.target_seconds += target
             self.other_seconds += other
 
-    def add_round(self, sources: list[DrafterName], accepted: int) -> None:
+    def add_round(self, sources: Tokens[DrafterName], accepted: int, plain_seconds: float) -> None:
         """Count a decode round by the drafter of each of its drafts; the round that ends a prefill is not one."""
         self.rounds += 1
         self.gammas[len(sources)] += 1
-        self.last_sources, self.last_accepted = sources, accepted
+        self.plain_seconds += plain_seconds
         for index, drafter in enumerate(sources):
             self._tally(drafter, 1, int(index < accepted))
 
-    def uncount(self, tokens: int, *, eos: bool) -> None:
-        """Take the last `tokens` tokens of the last round out of the counts: the completion ended before them.
-
-        The first of them may be the EOS token, for which plain decoding needs a step as well.
-        """
-        self.plain_seconds -= (tokens - eos) * self.last_step
-        # The last token of a round is not a draft.
-        kept = min(self.last_accepted, max(0, self.last_accepted + 1 - tokens))
-        for drafter in self.last_sources[kept : self.last_accepted]:
-            self._tally(drafter, 0, -1)
-        self.last_accepted = kept
-
     @classmethod
     def total(cls, parts: Iterable[SequenceStats]) -> SequenceStats:
-        """The sum over several sequences, without the fields of the last round."""
+        """The sum over several sequences."""
         total = cls()
         for stats in parts:
             total.rounds += stats.rounds
@@ -222,8 +201,9 @@ class Sequence:
 
     `target_cached` and `draft_cached` say how many leading tokens the caches hold; which tokens still have to be fed
     follows from them. A draft model may have begun in the middle, at `draft_start`: its cache holds the tokens between
-    the two. `cached_tokens` is the number of prompt tokens that the target's cache already held, and `deferred` the
-    number of consecutive rounds that had no time for the sequence's grammar mask.
+    the two. `cached_tokens` is the number of prompt tokens that the target's cache already held, `round_number` the
+    number of rounds that have decided tokens, which keys the noise of the next one, and `deferrals` the number of those
+    since then that had no time for the sequence's grammar mask.
 
     Args:
         max_tokens: the most tokens after the prompt; 0 only prefills it.
@@ -263,8 +243,8 @@ class Sequence:
         self.prompt_scores: list[TokenScore] = []
         self.scores: list[TokenScore] = []
         self.sources: list[Source] = []
-        self.rounds = 0
-        self.deferred = 0
+        self.round_number = 0
+        self.deferrals = 0
         self.slot = -1
         self.target_cached = 0
         self.draft_start = 0
@@ -323,14 +303,8 @@ class Sequence:
         self.prediction = np.zeros(0, np.int32)
         self.prompt_scores, self.scores, self.sources = [], [], []
 
-    def truncate(self, generated: int, *, eos: bool) -> None:
-        """Drop all but the first `generated` tokens after the prompt, and count only those as accepted.
-
-        Args:
-            generated: tokens of the completion.
-            eos: whether the first dropped token is an EOS token.
-        """
-        self.stats.uncount(self.generated - generated, eos=eos)
+    def truncate(self, generated: int) -> None:
+        """Drop all but the first `generated` tokens after the prompt."""
         del self.tokens[self.prompt_length + generated :]
         del self.scores[generated:]
         del self.sources[generated:]

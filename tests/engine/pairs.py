@@ -87,7 +87,6 @@ class Pair:
         return Scheduler(
             self.models.target,
             self.models.drafters,
-            self.models.controller,
             prefill_rows=self.config.prefill_rows,
             idle_tokens=idle_tokens,
         )

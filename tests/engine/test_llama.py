@@ -97,7 +97,7 @@ def speculate(architecture: str, tiny_file: TinyFile, gammas: list[int], *, toge
     reader = DraftModel(engine_for(draft), cost, window=512, max_rows=16, vocabulary=target.size, context_length=4096)
     controller = Controller(cost, cost)
     drafters = Drafters(controller, model=reader, vocabulary=target.size)
-    scheduler = Scheduler(engine_for(target), drafters, controller, prefill_rows=16, idle_tokens=4096)
+    scheduler = Scheduler(engine_for(target), drafters, prefill_rows=16, idle_tokens=4096)
     sequences: list[Sequence] = []
     for prompt, gamma in zip(PROMPTS, gammas, strict=True):
         generation = Generation(

@@ -51,7 +51,6 @@ class FrontEnd:
             AlternatingGrammars(200),
             self.target,
             Drafters(controller, PredictionProposer(), LookupProposer(), model=model, vocabulary=200),
-            controller,
             Kernels(None, (), "a fake engine computes"),
         )
         models = replace(models, chat_template=ChatTemplate(TEMPLATE, bos="", eos=""))

@@ -197,7 +197,7 @@ def test_an_exception_in_a_round_is_a_500_for_its_requests_only(
     live = front_end.post({**BODY, "max_tokens": 50})
     front_end.turn()
     with monkeypatch.context() as patch:
-        patch.setattr(front_end.handler._scheduler, "_plan", lambda: 1 / 0)
+        patch.setattr(front_end.handler._scheduler, "_schedule", lambda: 1 / 0)
         front_end.run()
     assert front_end.status[live] == 500
     assert texts(answer_to(front_end, BODY))

@@ -10,8 +10,13 @@ import pytest
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
 from specserve.sequence import TokenScore
-from specserve.serving.generation import MAX_RESPONSE_BYTES, ResponseSize
-from specserve.serving.openai.logprobs import OutputToken, chat_logprobs, completion_logprobs
+from specserve.serving.generation import OutputToken
+from specserve.serving.openai.logprobs import (
+    MAX_RESPONSE_BYTES,
+    ResponseSize,
+    chat_logprobs,
+    completion_logprobs,
+)
 
 # The largest tokens of a vocabulary: 128 spaces, a character of four bytes, half of one, and a plain letter.
 PIECES = [b" " * 128, "🙂".encode(), b"\xf0\x9f", b"a", b'"\\\n' * 20]
@@ -49,8 +54,7 @@ def test_the_estimate_is_between_the_size_and_twice_the_size(top: int, *, chat: 
     )
     size = ResponseSize(vocabulary, chat=chat)
     for score in scores:
-        size.add_text(vocabulary.piece(score.token))
-        size.add_score(score)
+        size.add_token(vocabulary.piece(score.token), score)
     written = len(json.dumps({"text": text, "logprobs": logprobs}))
     assert written - 100 <= size.bytes
     # Alternatives that read alike are told once on v1/completions; of other texts little is counted that is not there.
@@ -81,6 +85,6 @@ def test_a_response_that_exceeds_the_limit_ends_with_an_error(monkeypatch: pytes
 def test_prompt_scores_count_once_per_choice() -> None:
     score = TokenScore(0, -1.0, [])
     one, three = (ResponseSize(FakeVocabulary(200), chat=False, choices=n) for n in (1, 3))
-    one.add_prompt_score(score)
-    three.add_prompt_score(score)
+    one.add_prompt_scores([score])
+    three.add_prompt_scores([score])
     assert three.bytes == 3 * one.bytes > 0

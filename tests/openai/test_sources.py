@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
 from specserve.sequence import SamplingParams, Source, SpeculationParams
-from specserve.serving.generation import Generation, ResponseSize
+from specserve.serving.generation import Generation
+from specserve.serving.openai.logprobs import ResponseSize
 from specserve.serving.openai.openapi import openapi
 from test_detokenizer import split
 
@@ -189,11 +190,10 @@ def test_it_must_be_a_boolean() -> None:
 
 
 def test_the_size_of_a_response_counts_them() -> None:
-    size = ResponseSize(FakeVocabulary(200), chat=False)
-    size.add_text(b'"\xf0')
-    before = size.bytes
-    size.add_source(b'"\xf0')
-    assert size.bytes - before >= len(', ["\\"\\ufffd", "prediction"]')
+    plain, sourced = (ResponseSize(FakeVocabulary(200), chat=False, sources=sources) for sources in (False, True))
+    for size in (plain, sourced):
+        size.add_token(b'"\xf0', None)
+    assert sourced.bytes - plain.bytes >= len(', ["\\"\\ufffd", "prediction"]')
 
 
 def test_openapi_describes_them() -> None:

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.serving.openai.stream import TextStream
+from specserve.serving.detokenizer import Detokenizer
 
 
 def released(pieces: list[bytes], stops: list[str]) -> tuple[list[str], bool]:
     """The text that each piece and the end released, and whether a stop string was found."""
-    stream = TextStream(stops)
+    stream = Detokenizer(stops)
     texts = []
     for piece in pieces:
         stream.push(piece)
@@ -102,7 +102,7 @@ def lines_run(work: Callable[[], object]) -> int:
 def test_a_character_costs_the_same_with_much_text_held_back() -> None:
     """Of sixteen stop strings of 1,000 characters one holds everything back, and the others nearly nothing."""
     stops = ["a" * 999 + "b", *("a" * length + "b" * (1000 - length) for length in range(1, 16))]
-    stream = TextStream(stops)
+    stream = Detokenizer(stops)
 
     def push() -> None:
         for _ in range(20):

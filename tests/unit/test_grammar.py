@@ -639,7 +639,6 @@ def test_masks_beyond_a_rounds_time_are_deferred_to_the_next_round(model: LlamaM
     compiler.begin_round(0)
     assert allowed(constraint, []) == before
     assert not constraint.complete(x)
-    assert issubclass(MaskDeferred, ConstraintError)
     for ask in (constraint.allowed, compiler.json_object().allowed, lambda text: constraint.forced(text, 4)):
         with pytest.raises(MaskDeferred):
             ask(x)
@@ -651,9 +650,8 @@ def test_a_mask_that_takes_longer_than_a_round_ends_its_request(model: LlamaMode
     compiler = GrammarCompiler(model)
     constraint = compiler.gbnf(EXPRESSION)
     compiler.begin_round(1e-9)
-    with pytest.raises(ConstraintError, match="takes too much time") as error:
+    with pytest.raises(ConstraintError, match="takes too much time"):
         constraint.allowed([])
-    assert not isinstance(error.value, MaskDeferred)
 
 
 HARD = 'root ::= ([a-y ]{1,900} | [b-y ]{1,900} | ([ac-y ] [a-y ]{5,900}){1,90}) "z" [a-y]{900}'

@@ -285,7 +285,7 @@ def test_the_acceptance_rate_rejects_a_rule_that_accepts_wrongly(wrong: Rule) ->
 
 def coupled_token(row: FloatArray, seed: int, position: int = 0, noise: Callable[..., Noise] = Noise) -> int:
     """The target's own choice at a position."""
-    return verify_coupled([row], [], [], noise(seed, 0, 0, position)).next_token
+    return verify_coupled([row], [], noise(seed, 0, 0, position)).next_token
 
 
 def narrow_pvalue(trials: int, noise: Callable[..., Noise] = Noise) -> float:
@@ -334,7 +334,7 @@ def test_choices_at_different_positions_are_independent() -> None:
 def test_coupled_text_is_the_same_whatever_was_drafted(seed: int, drafts: list[int]) -> None:
     p = softmax(2 * np.random.default_rng(2).normal(size=(9, 8)))
     alone = [coupled_token(p[i], seed, i) for i in range(len(drafts) + 1)]
-    n_accepted, token = verify_coupled(p, [], drafts, Noise(seed, 0, 3, 0))
+    n_accepted, token = verify_coupled(p, drafts, Noise(seed, 0, 3, 0))
     assert [*drafts[:n_accepted], token] == alone[: n_accepted + 1]
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
+from specserve.sampling.distribution import FloatArray
 
-FloatArray = NDArray[np.floating]
+__all__ = ["Engine", "FloatArray", "Row", "Vocabulary"]
 
 
 class Row(NamedTuple):

@@ -2,112 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal, NamedTuple, Protocol
 
 from specserve.engine.base import Vocabulary
 from specserve.errors import ConstraintError, RequestError
 from specserve.observability.records import EndRecord, RequestInfo
 from specserve.sequence import SamplingParams, Sequence, Source, SpeculationParams, TokenScore
-from specserve.serving.openai.logprobs import OutputToken, entry, spelling
-from specserve.serving.openai.response_schema import FinishReason
-from specserve.serving.openai.stream import TextStream
+from specserve.serving.detokenizer import Detokenizer
 
-# Of one response, in bytes. Writing 8 MiB of JSON takes up to 0.5 s without a round (benchmarks/worst_cases.py), and
-# TorchServe keeps it with those of other requests in memory (max_response_size in config/config.properties).
-MAX_RESPONSE_BYTES = 8 * 2**20
-# A float of the greatest length in JSON, and the bytes of separators or of an offset beside a token.
-_NUMBER = -123.45678901234567
-_SEPARATORS = 4
-# What stands in JSON around a piece of text and its source.
-_SOURCE_BYTES = len(', ["", "prediction"]')
+FinishReason = Literal["stop", "length"]
 
 
-class ResponseSize:
-    """An upper bound of the bytes of one response's JSON, counted while the tokens of all its sequences come.
+class OutputToken(NamedTuple):
+    """A scored token, and the offset of its text in the output, in characters."""
 
-    Args:
-        vocabulary: the target's.
-        chat: whether scores have the form of v1/chat/completions, which spells tokens as bytes too.
-        choices: how many choices repeat the prompt's scores.
-        initial: bytes that are known in advance.
-        limit: bytes; beyond them the request fails.
-    """
+    score: TokenScore
+    offset: int
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        *,
-        chat: bool,
-        choices: int = 1,
-        initial: int = 0,
-        limit: int = MAX_RESPONSE_BYTES,
-    ) -> None:
-        self._vocabulary = vocabulary
-        self._chat = chat
-        self._choices = choices
-        self._limit = limit
-        self.bytes = initial
-        self._entry_bytes: dict[int, int] = {}
 
-    def add_text(self, piece: bytes) -> None:
-        """Add a token's text.
+class SizeLimit(Protocol):
+    """Counts the bytes of one response, which several sequences may share."""
+
+    def add_token(self, piece: bytes, score: TokenScore | None) -> None:
+        """Add a token of the output.
 
         Raises:
             RequestError: 400; the response has become too large.
         """
-        self._add(len(json.dumps(piece.decode("utf-8", errors="replace"))) - 2)
 
-    def add_source(self, piece: bytes) -> None:
-        """Add a token's source, beside which its text is repeated.
-
-        Raises:
-            RequestError: 400; the response has become too large.
-        """
-        self.add_text(piece)
-        self._add(_SOURCE_BYTES)
-
-    def add_score(self, score: TokenScore) -> None:
-        """Add a token's log-probability and those of its alternatives.
-
-        Raises:
-            RequestError: 400; the response has become too large.
-        """
-        self._add(self._score_bytes(score))
-
-    def add_prompt_score(self, score: TokenScore) -> None:
-        """Add the log-probabilities of a prompt token.
-
-        Raises:
-            RequestError: 400; the response has become too large.
-        """
-        self._add(self._choices * self._score_bytes(score))
-
-    def _score_bytes(self, score: TokenScore) -> int:
-        # v1/completions lists the token both beside the alternatives and among them.
-        return sum(map(self._bytes_of, [score.token, score.token, *(token for token, _ in score.top)]))
-
-    def _bytes_of(self, token: int) -> int:
-        known = self._entry_bytes.get(token)
-        if known is None:
-            name = spelling(token, self._vocabulary)
-            form = entry(token, _NUMBER, self._vocabulary) if self._chat else {name: _NUMBER}
-            known = self._entry_bytes[token] = len(json.dumps(form)) + _SEPARATORS
-        return known
-
-    def _add(self, count: int) -> None:
-        self.bytes += count
-        if self.bytes > self._limit:
-            raise RequestError(
-                f"The response takes more than {self._limit // 2**20} MB: ask for fewer answers, tokens or "
-                "log-probabilities.",
-                code="response_too_large",
-            )
+    def add_prompt_scores(self, scores: Iterable[TokenScore]) -> None:
+        """Add log-probabilities of the prompt; raises like `add_token`."""
 
 
 @dataclass
@@ -121,7 +50,7 @@ class Timestamps:
 
 
 class Generation(Sequence):
-    """A sequence that is decoded into text, up to EOS, a stop string, or the last allowed token.
+    """A sequence that is turned into text, up to EOS, a stop string, or the last allowed token.
 
     Args:
         prompt: its tokens.
@@ -131,7 +60,7 @@ class Generation(Sequence):
         stops: the stop strings.
         info: the request's labels.
         index: of this sequence in its request.
-        size: of the response, shared by all sequences of a request.
+        size: counts the bytes of the response.
         options: further arguments of `Sequence`.
     """
 
@@ -145,7 +74,7 @@ class Generation(Sequence):
         *,
         info: RequestInfo | None = None,
         index: int = 0,
-        size: ResponseSize | None = None,
+        size: SizeLimit | None = None,
         **options: Any,
     ) -> None:
         super().__init__(prompt, sampling, speculation, **options)
@@ -155,11 +84,13 @@ class Generation(Sequence):
         nothing_to_do = self.max_tokens == 0 and not self.scores_prompt
         self.finish_reason: FinishReason | None = "length" if nothing_to_do else None
         self.error: RequestError | None = None
+        # Whether an EOS token ended it, which is not one of its tokens.
+        self.ended_by_eos = False
         # Over all tokens, an EOS token included: so an empty completion has one too.
         self.mean_logprob = -math.inf
         self._vocabulary = vocabulary
-        self._text = TextStream(stops)
-        self._size = size or ResponseSize(vocabulary, chat=False)
+        self._text = Detokenizer(stops)
+        self._size = size
         self._prompt_scores_counted = 0
         # By token, the first and the last character of its text; the tokens that `take_tokens` has returned.
         self._spans: list[tuple[int, int]] = []
@@ -186,7 +117,7 @@ class Generation(Sequence):
     def free(self) -> None:
         """Drop all but the tokens, which describe what the slot's caches still hold."""
         super().free()
-        self._text, self._spans, self._size = TextStream(()), [], ResponseSize(self._vocabulary, chat=False)
+        self._text, self._spans, self._size = Detokenizer(()), [], None
 
     def end_record(self, now: float) -> EndRecord:
         """How it ended, for observers; without an end or an error it was cancelled."""
@@ -209,21 +140,21 @@ class Generation(Sequence):
         )
 
     def read_new_tokens(self) -> None:
-        """Decode the tokens of the last round into text, and end at EOS, a stop string or the last allowed token.
+        """Turn the tokens of the last round into text, and end at EOS, a stop string or the last allowed token.
 
         Tokens after the end are dropped, and so is EOS. With `max_tokens` 0 it ends when its prompt is prefilled.
         """
         if self.max_tokens == 0 and not self.target_pending:
             self._end("length")
         try:
-            for score in self.prompt_scores[self._prompt_scores_counted :]:
-                self._size.add_prompt_score(score)
-            self._prompt_scores_counted = len(self.prompt_scores)
-            self._decode()
+            if self._size is not None:
+                self._size.add_prompt_scores(self.prompt_scores[self._prompt_scores_counted :])
+                self._prompt_scores_counted = len(self.prompt_scores)
+            self._detokenize()
         except (ConstraintError, RequestError) as error:
             self.fail(error)
 
-    def _decode(self) -> None:
+    def _detokenize(self) -> None:
         while self.finish_reason is None and len(self._spans) < self.generated:
             token = self.tokens[self.prompt_length + len(self._spans)]
             if self._vocabulary.is_end_token(token):
@@ -232,11 +163,9 @@ class Generation(Sequence):
             begin = self._text.length
             piece = self._vocabulary.piece(token)
             self._text.push(piece)
-            self._size.add_text(piece)
-            if self.keeps_sources:
-                self._size.add_source(piece)
-            if self.top_logprobs is not None:
-                self._size.add_score(self.scores[len(self._spans)])
+            if self._size is not None:
+                scored = self.top_logprobs is not None
+                self._size.add_token(piece, self.scores[len(self._spans)] if scored else None)
             self._spans.append((begin, self._text.length))
             if self._text.stopped or self._grammar_is_complete():
                 self._end("stop")
@@ -253,7 +182,8 @@ class Generation(Sequence):
             self._spans[-1] = (self._spans[-1][0], self._text.length)
         scores = self.scores[: len(self._spans) + eos]
         self.mean_logprob = sum(score.logprob for score in scores) / len(scores) if scores else -math.inf
-        self.truncate(len(self._spans), eos=eos)
+        self.ended_by_eos = eos
+        self.truncate(len(self._spans))
 
     @property
     def has_text(self) -> bool:

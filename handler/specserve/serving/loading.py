@@ -49,7 +49,6 @@ class Models:
     grammars: Grammars
     target: Engine
     drafters: Drafters
-    controller: Controller
     kernels: Kernels
     draft: LlamaModel | None = None
     chat_template: ChatTemplate | None = None
@@ -71,7 +70,7 @@ def load_models(config: HandlerConfig) -> Models:
     draft_model = None if config.draft is None else _draft_model(config.draft)
     if draft_model is not None:
         check_same_vocabulary(target_model, draft_model)
-    target, drafters, controller = open_engines(target_model, draft_model, config)
+    target, drafters = open_engines(target_model, draft_model, config)
     grammars = GrammarCompiler(target_model, config.grammar_seconds)
     # Otherwise all streams would wait for it when the first grammar comes.
     grammars.prepare()
@@ -80,7 +79,6 @@ def load_models(config: HandlerConfig) -> Models:
         grammars=grammars,
         target=target,
         drafters=drafters,
-        controller=controller,
         kernels=in_use,
         draft=draft_model,
         chat_template=_chat_template(target_model),
@@ -98,8 +96,8 @@ def _draft_model(config: ModelConfig) -> LlamaModel | None:
 
 def open_engines(
     target_model: LlamaModel, draft_model: LlamaModel | None, config: HandlerConfig
-) -> tuple[LlamaEngine, Drafters, Controller]:
-    """Open engines for loaded models, with their drafters and controller; a model may have several engines.
+) -> tuple[LlamaEngine, Drafters]:
+    """Open engines for loaded models, with their drafters; a model may have several engines.
 
     Raises:
         ModelLoadError: there is no memory for the target's cache, or a forward pass of it failed.
@@ -114,16 +112,15 @@ def open_engines(
             _go_on_without(error)
         else:
             _report_cost(draft_cost.seconds(1, 0), target_cost.seconds(1, 0))
-    controller = Controller(target_cost, draft_cost)
     drafters = Drafters(
-        controller,
+        Controller(target_cost, draft_cost),
         PredictionProposer(),
         GrammarProposer(),
         LookupProposer(),
         model=draft,
         vocabulary=target_model.size,
     )
-    return target, drafters, controller
+    return target, drafters
 
 
 def _open_draft(

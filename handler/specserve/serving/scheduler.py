@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from operator import itemgetter
 from time import perf_counter
@@ -16,10 +16,9 @@ from specserve.observability.records import Observer, RoundRecord
 from specserve.sequence import Sequence
 from specserve.serving.generation import Generation
 from specserve.serving.prefix_cache import PrefixCache
-from specserve.speculation.controller import Controller
 from specserve.speculation.cost import Cost
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.round import Plan, run_round
+from specserve.speculation.round import Outcome, Plan, Report, run_round
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +36,7 @@ class Scheduler:
 
     Args:
         target: the target's engine.
-        drafters: propose drafts.
-        controller: knows what forward passes cost.
+        drafters: propose drafts; their controller knows what forward passes cost.
         prefill_rows: the most prompt tokens in a round.
         idle_tokens: the most tokens of finished sequences that stay in the cache.
         max_wait_seconds: the most that prefill may add to a round of sequences that decode.
@@ -51,7 +49,6 @@ class Scheduler:
         self,
         target: Engine,
         drafters: Drafters,
-        controller: Controller,
         *,
         prefill_rows: int,
         idle_tokens: int,
@@ -62,7 +59,7 @@ class Scheduler:
     ) -> None:
         self._target = target
         self._drafters = drafters
-        self._controller = controller
+        self._controller = drafters.controller
         self._prefill_rows = prefill_rows
         self._max_wait_seconds = max_wait_seconds
         self._begin_masks = begin_masks
@@ -109,25 +106,49 @@ class Scheduler:
 
     def fail_all(self, reason: Exception) -> None:
         """End every running sequence with an error; those that wait go on."""
-        self._fail((generation, reason) for generation in self._running)
+        self._fail(dict.fromkeys(self._running, reason))
         self._report_ends(self._end_completed())
 
     def step(self) -> None:
-        """Admit what fits, run one round, and end what is complete.
+        """Run a round over what is scheduled, if anything is.
 
         A failed forward pass ends every sequence of the round with an error; the scheduler goes on.
         """
+        plans = self._schedule()
+        if not plans:
+            return
+        started = self._clock()
+        if self._begin_masks is not None:
+            # Grammar masks may delay other sequences as long as prefill may.
+            self._begin_masks(self._max_wait_seconds)
+        # Sequences that wait for a slot are not counted: short rounds do not help them, early ends do.
+        waiting = sum(not g.generated for g in self._running) + min(len(self._waiting), self._cache.free)
+        try:
+            report = run_round(self._target, self._drafters, plans, self._clock, waiting=waiting)
+        except EngineError as error:
+            self._fail({plan.sequence: error for plan in plans})
+            self._report_ends(self._end_completed())
+        else:
+            self._postprocess(report, started)
+
+    def _schedule(self) -> list[Plan]:
+        """Admit what fits, and plan the round: all sequences that decode, and prefill chunks of the oldest others.
+
+        The round that ends a prefill has no drafts, so that the first token comes sooner.
+        """
         self._admit()
-        if self._running:
-            self._run_round(self._plan())
+        plans = self._decodes([generation for generation in self._running if generation.generated])
+        if len(plans) < len(self._running):
+            plans += self._prefills(plans)
+        return sorted(plans, key=lambda plan: plan.sequence.slot)
 
     def _admit(self) -> None:
         """Give free slots to waiting sequences; one waits while most of its prompt is being prefilled for another."""
-        deferred: list[list[int]] = []
+        postponed: list[list[int]] = []
         for generation in self._by_request() if self._cache.free else ():
             if not self._cache.free:
                 return
-            if generation.tokens in deferred:
+            if generation.tokens in postponed:
                 continue
             try:
                 admitted = self._cache.assign(generation, (g for g in self._running if not g.generated))
@@ -143,7 +164,7 @@ class Scheduler:
                 self._running.append(generation)
                 generation.timestamps.start = self._clock()
             else:
-                deferred.append(generation.tokens)
+                postponed.append(generation.tokens)
 
     def _by_request(self) -> list[Generation]:
         """The waiting sequences in order of admission: requests take turns, so that a large `n` delays no other."""
@@ -154,34 +175,35 @@ class Scheduler:
             taken[generation.info.request] += 1
         return [generation for _, generation in sorted(zip(turns, self._waiting, strict=True), key=itemgetter(0))]
 
-    def _plan(self) -> list[Plan]:
-        """All sequences that decode, with their drafts, and prefill chunks of the oldest others if there is room.
-
-        The round that ends a prefill has no drafts, so that the first token comes sooner.
-        """
-        decoding = [generation for generation in self._running if generation.generated]
-        # Every running sequence may need one row of logits, and those that decode one more per draft.
-        deferred = {sequence: n for sequence in decoding if (n := self._drafters.deferred(sequence)) is not None}
-        most_drafts = (self._target.max_logits - len(self._running) - sum(deferred.values())) // max(1, len(decoding))
+    def _decodes(self, decoding: list[Generation]) -> list[Plan]:
+        """The plans of the sequences that decode, with the most drafts that each may have."""
+        # A round that was deferred verifies the same drafts again.
+        deferred = {sequence: n for sequence in decoding if (n := self._drafters.deferred_tokens(sequence)) is not None}
+        # Every running sequence may need the logits of one row, and those that decode of one more per draft.
+        most = (self._target.max_logits - len(self._running) - sum(deferred.values())) // max(1, len(decoding))
         if len({sequence.info.request for sequence in decoding}) > 1:
-            most_drafts = self._drafts_in_time(len(decoding), max(0, most_drafts))
+            most = self._drafts_in_time(len(decoding), max(0, most))
         constrained = sum(sequence.constraint is not None for sequence in decoding)
         plans = []
         for sequence in decoding:
-            drafts = max(0, min(sequence.speculation.max_drafts, sequence.remaining - 1, most_drafts))
+            drafts = max(0, min(sequence.speculation.max_drafts, sequence.remaining - 1, most))
             drafts = self._drafts_with_masks(sequence, drafts, constrained)
             plans.append(Plan(sequence, 1, deferred.get(sequence, drafts)))
-        verified = sum(1 + plan.gamma for plan in plans)
-        prefills = len(decoding) < len(self._running)
-        rows_left = min(self._chunk(plans), self._target.max_rows - verified) if prefills else 0
+        return plans
+
+    def _prefills(self, decoding: list[Plan]) -> list[Plan]:
+        """Prefill chunks beside these plans, as far as the pass has room."""
+        verified = sum(1 + plan.gamma for plan in decoding)
+        rows_left = min(self._chunk(decoding), self._target.max_rows - verified)
         logits_left = self._target.max_logits - verified
+        plans = []
         for sequence in self._running:
             if rows_left > 0 and logits_left > 0 and not sequence.generated:
                 rows = min(rows_left, sequence.target_pending, logits_left if sequence.scores_prompt else rows_left)
                 plans.append(Plan(sequence, rows, 0))
                 rows_left -= rows
                 logits_left -= rows if sequence.scores_prompt else 1
-        return sorted(plans, key=lambda plan: plan.sequence.slot)
+        return plans
 
     def _drafts_in_time(self, sequences: int, most: int) -> int:
         """How many drafts each sequence may have, up to `most`: they may delay other requests as long as prefill may.
@@ -226,57 +248,69 @@ class Scheduler:
         waits = {chunk: (others * (before + added[chunk]) + len(decoding) * added[chunk]) / chunk for chunk in fitting}
         return max(chunk for chunk in fitting if waits[chunk] <= _EQUAL * min(waits.values()))
 
-    def _run_round(self, plans: list[Plan]) -> None:
-        """Run a round, add its time to the statistics, and end what is complete."""
-        started = self._clock()
-        if self._begin_masks is not None:
-            # Grammar masks may delay other sequences as long as prefill may.
-            self._begin_masks(self._max_wait_seconds)
-        before = {g: (g.generated, g.target_cached, g.stats.rounds) for g in self._running}
-        prefilling = sum(not generation.generated for generation in self._running)
-        # Sequences that wait for a slot are not counted: short rounds do not help them, early ends do.
-        waiting = prefilling + min(len(self._waiting), self._cache.free)
-        try:
-            draft, target, shares, failed = run_round(self._target, self._drafters, plans, self._clock, waiting=waiting)
-        except EngineError as error:
-            self._fail((plan.sequence, error) for plan in plans)
-            self._report_ends(self._end_completed())
-            return
-        self._fail(failed)
-        for generation in self._running:
+    def _postprocess(self, report: Report, started: float) -> None:
+        """Apply a round: turn new tokens into text, end what is complete, and record what each sequence got."""
+        self._fail({sequence: one.error for sequence, one in report.outcomes.items() if one.error})
+        running = list(self._running)
+        for generation in running:
             if not generation.done:
                 generation.read_new_tokens()
         ended = self._end_completed()
         now = self._clock()
-        other = now - started - draft - target
-        share_of = {plan.sequence: share for plan, share in zip(plans, shares, strict=True)}
-        for generation, (position, kv_len, rounds) in before.items():
-            if generation.generated > position:
-                if generation.timestamps.first_token is None:
-                    generation.timestamps.first_token = now
-                generation.timestamps.last_token = now
-            share = share_of.get(generation)
-            if share is not None:
-                stats = generation.stats
-                seconds = draft * share, target * share, other * share
-                stats.add_seconds(*seconds, prefill=position == 0)
-                # A prefill has no drafts, and those of a round that was deferred or failed were not verified.
-                verified = stats.rounds > rounds
-                drafts, accepted = (stats.last_sources, stats.last_accepted) if verified else ([], 0)
-                tokens = generation.answer[position:]
-                info, index = generation.info, generation.index
-                record = RoundRecord(info, index, position, kv_len, drafts, accepted, tokens, *seconds, len(before))
-                for observer in self._observers:
-                    observer.round(record)
+        other = now - started - report.draft_seconds - report.target_seconds
+        parts = report.draft_seconds, report.target_seconds, other
+        for generation in running:
+            if (outcome := report.outcomes.get(generation)) is not None:
+                self._record(generation, outcome, parts, now, live=len(running))
         self._report_ends(ended)
 
-    def _fail(self, failures: Iterable[tuple[Sequence, Exception]]) -> None:
+    def _record(
+        self, generation: Generation, outcome: Outcome, parts: tuple[float, float, float], now: float, *, live: int
+    ) -> None:
+        """Add a round to the timestamps and statistics of a sequence, and tell the observers.
+
+        Args:
+            generation: that was in the round.
+            outcome: of the round.
+            parts: seconds of drafting, of the target's pass, and of everything else, for all sequences together.
+            now: the end of the round.
+            live: number of sequences that ran.
+        """
+        tokens = generation.answer[outcome.position :]
+        times, stats = generation.timestamps, generation.stats
+        if tokens:
+            times.last_token = now
+            times.first_token = now if times.first_token is None else times.first_token
+        draft, target, other = (outcome.share * part for part in parts)
+        stats.add_seconds(draft, target, other, prefill=outcome.position == 0)
+        # Of drafts after the end of the text none counts as accepted.
+        accepted = min(outcome.n_accepted, len(tokens))
+        if outcome.plain_step is not None:
+            # Plain decoding takes a step for the EOS token as well.
+            steps = len(tokens) + generation.ended_by_eos
+            stats.add_round(outcome.sources, accepted, steps * outcome.plain_step)
+        record = RoundRecord(
+            generation.info,
+            generation.index,
+            position=outcome.position,
+            kv_len=outcome.kv_len,
+            drafts=outcome.sources,
+            accepted=accepted,
+            tokens=tokens,
+            draft=draft,
+            target=target,
+            other=other,
+            live=live,
+        )
+        for observer in self._observers:
+            observer.round(record)
+
+    def _fail(self, errors: Mapping[Sequence, Exception]) -> None:
         """End sequences with an error; nothing of them stays cached."""
-        reasons = dict(failures)
         for generation in self._running:
-            if generation in reasons:
-                logger.error("specserve: a sequence failed: %s", reasons[generation])
-                generation.fail(reasons[generation])
+            if generation in errors:
+                logger.error("specserve: a sequence failed: %s", errors[generation])
+                generation.fail(errors[generation])
                 generation.target_cached = 0
                 generation.truncate_draft(0)
 

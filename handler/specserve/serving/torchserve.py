@@ -115,11 +115,10 @@ class Handler:
         self._holdback = Holdback(config.speculation.holdback)
         self._metrics = Metrics(served, self._holdback, send, time.monotonic)
         self._draft_model_up = models.drafters.has_model
-        self._max_wait_seconds = max_wait(config.max_wait_ms, models.controller.target)
+        self._max_wait_seconds = max_wait(config.max_wait_ms, models.drafters.controller.target)
         self._scheduler = Scheduler(
             models.target,
             models.drafters,
-            models.controller,
             prefill_rows=config.prefill_rows,
             idle_tokens=config.idle_tokens,
             max_wait_seconds=self._max_wait_seconds,
@@ -249,7 +248,7 @@ class Handler:
             draft=models.draft,
             kernels=models.kernels,
             invariance=models.invariance,
-            controller=models.controller,
+            controller=models.drafters.controller,
             draft_model_up=models.drafters.has_model,
             live=self._scheduler.running,
             waiting=self._scheduler.waiting,

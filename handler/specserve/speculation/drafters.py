@@ -9,9 +9,8 @@ from time import perf_counter
 from typing import ClassVar, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
-from specserve.engine.base import FloatArray
-from specserve.errors import ConstraintError, DraftError
-from specserve.sampling.distribution import argmax, confidence, is_greedy, one_hot, to_distribution
+from specserve.errors import ConstraintError, DraftError, MaskDeferred
+from specserve.sampling.distribution import FloatArray, argmax, confidence, is_greedy, one_hot, to_distribution
 from specserve.sampling.logits import process_logits
 from specserve.sampling.noise import Noise
 from specserve.sequence import DrafterName, Sequence
@@ -53,8 +52,8 @@ class GrammarProposer:
             return FreeTokens([], [])
         try:
             tokens = sequence.constraint.forced([*sequence.answer, *drafts], limit)
-        except ConstraintError:
-            # The target's row of this position meets the same grammar and ends the request.
+        except (ConstraintError, MaskDeferred):
+            # The target's logits of this position meet the same grammar: verification says what is to be done.
             return FreeTokens([], [])
         return FreeTokens(tokens, [_FORCED_CONFIDENCE] * len(tokens))
 
@@ -169,7 +168,7 @@ class Drafters:
         proposal.deferred = True
         self._deferred[proposal.sequence] = proposal
 
-    def deferred(self, sequence: Sequence) -> int | None:
+    def deferred_tokens(self, sequence: Sequence) -> int | None:
         """The number of draft tokens that a sequence has to verify in its next round; None where it is free."""
         proposal = self._deferred.get(sequence)
         return None if proposal is None else len(proposal.tokens)
@@ -276,8 +275,8 @@ class Drafters:
         try:
             shaped = process_logits(logits, sequence, proposal.tokens)
             best = argmax(shaped)
-        except (FloatingPointError, ConstraintError):
-            # The request's grammar, not the model: the target's row of this position says what is to be done.
+        except (FloatingPointError, ConstraintError, MaskDeferred):
+            # The request's grammar, not the model: verification meets it too, and says what is to be done.
             return False
         sure = confidence(shaped)
         probability = self.controller.acceptance(sequence, "model", sure)

@@ -93,14 +93,14 @@ def verify_block(p: Distributions, q: Distributions, drafts: Sequence[int], nois
     return Verdict(n_accepted, recover(p[n_accepted], q[n_accepted], uniform, weight_there))
 
 
-def verify_coupled(p: Distributions, _q: Distributions, drafts: Sequence[int], noise: NoiseSource) -> Verdict:
+def verify_coupled(p: Distributions, drafts: Sequence[int], noise: NoiseSource) -> Verdict:
     """Coupled verification (Daliri et al. 2024, arXiv 2408.07978): the target's own choice, whatever was drafted.
 
     At every position the target's token wins an exponential race whose noise is keyed by seed and position; drafts are
     accepted while they equal it. So one seed gives one output, with any drafts or none. A draft sampled with the same
     noise mostly equals the target's token.
 
-    Args and noise are those of `verify_token`, but q is not needed and the noise is that of positions.
+    Args are those of `verify_token` without q; the noise is that of positions.
     """
     for i, x in enumerate(drafts):
         token = race(p[i], partial(noise.exponentials, i))
@@ -144,7 +144,7 @@ class Rule(NamedTuple):
 RULES: dict[str, Rule] = {
     "token": Rule(sample_alone, verify_token),
     "block": Rule(sample_alone, verify_block),
-    "coupled": Rule(sample_coupled, verify_coupled),
+    "coupled": Rule(sample_coupled, lambda p, _q, drafts, noise: verify_coupled(p, drafts, noise)),
 }
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
 from itertools import accumulate
 from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
 
-from specserve.engine.base import Engine, FloatArray, Row
+from specserve.engine.base import Engine, Row
 from specserve.errors import ConstraintError, MaskDeferred
-from specserve.sampling.distribution import argmax, confidence, is_greedy, to_distribution
+from specserve.sampling.distribution import FloatArray, argmax, confidence, is_greedy, to_distribution
 from specserve.sampling.logits import process_logits, score
 from specserve.sampling.noise import Noise
-from specserve.sequence import Sequence
+from specserve.sequence import DrafterName, Sequence
 from specserve.speculation.controller import Lesson
 from specserve.speculation.cost import Cost
 from specserve.speculation.drafters import Drafters, Proposal
@@ -50,13 +51,34 @@ class Plan(NamedTuple):
         return self.rows - 1 if self.decides else self.rows
 
 
+class Outcome(NamedTuple):
+    """What a round did for one plan.
+
+    Args:
+        position: number of tokens after the prompt before the round; 0 in a prefill.
+        kv_len: number of tokens in the target's cache before the round.
+        share: of the round's time, by the cost model.
+        sources: the drafter of each verified draft.
+        n_accepted: how many of them were accepted.
+        plain_step: estimated seconds of one decode step without drafts; None if the round was not a decode step.
+        error: why the sequence failed.
+    """
+
+    position: int
+    kv_len: int
+    share: float
+    sources: Many[DrafterName] = ()
+    n_accepted: int = 0
+    plain_step: float | None = None
+    error: Exception | None = None
+
+
 class Report(NamedTuple):
-    """What a round took, the share of each plan, and the sequences that failed, with the reason."""
+    """What a round took, in seconds, and did for each sequence."""
 
     draft_seconds: float
     target_seconds: float
-    shares: list[float]
-    failed: list[tuple[Sequence, Exception]]
+    outcomes: dict[Sequence, Outcome]
 
 
 class TargetDistributions:
@@ -108,7 +130,7 @@ def run_round(
     """Draft for the plans with a gamma, run the target once over all rows, and decide tokens.
 
     Decided tokens are appended to the sequences, both KV caches are truncated to them, and the controller learns from
-    what was accepted. Caches of sequences that failed are left to the caller.
+    what was accepted. Statistics and the caches of sequences that failed are left to the caller.
 
     Args:
         target: whose slots hold what the sequences say.
@@ -121,52 +143,27 @@ def run_round(
         EngineError: the target failed. Its caches are as before; the caller truncates those of the draft model.
     """
     started = clock()
-    controller = drafters.controller
+    cost = drafters.controller.target
     proposals = [drafters.begin(plan.sequence, plan.gamma, _noise(plan.sequence)) for plan in plans]
     kv_len = target.kv_len([plan.sequence.slot for plan in plans])
     drafters.propose(proposals, sum(plan.rows for plan in plans), kv_len, waiting)
     drafted = clock()
-    logits = run_pass(target, _batch(plans, proposals), controller.target)
+    logits = run_pass(target, _batch(plans, proposals), cost)
     verified = clock()
-    seconds = _seconds(plans, proposals, controller.target, kv_len)
-    failed: list[tuple[Sequence, Exception]] = []
+    seconds = _seconds(plans, proposals, cost, kv_len)
+    total = sum(map(sum, seconds))
+    outcomes = {}
     for index, own_logits in _in_turn(plans, proposals, logits):
-        plan, proposal = plans[index], proposals[index]
-        sequence = plan.sequence
-        try:
-            if plan.scores_prompt:
-                _score_prompt(sequence, own_logits[: plan.rows])
-            if plan.decides:
-                decoding = sequence.generated > 0
-                p = TargetDistributions(own_logits[-1 - len(proposal.tokens) :], sequence, proposal.tokens)
-                verdict = _verify(p, proposal)
-                n_accepted = verdict.n_accepted
-                if sequence.speculation.max_drafts:
-                    controller.learn(sequence, _lessons(sequence, p, proposal, verdict), p.confidence(n_accepted))
-                _commit(sequence, p, proposal, verdict)
-                target.truncate(sequence.slot, sequence.target_cached)
-                drafters.truncate(sequence, sequence.target_cached)
-                if decoding:
-                    drafts = seconds[index].drafts - proposal.prefill_seconds
-                    controller.count_round(sequence, n_accepted + 1, seconds[index].plain, drafts)
-                    sequence.stats.add_plain(n_accepted + 1, seconds[index].plain)
-            else:
-                sequence.target_cached += plan.rows
-        except MaskDeferred:
-            # Nothing was decided: the next round feeds the last row again, and verifies the same drafts.
-            sequence.deferred += 1
-            sequence.target_cached += plan.rows - 1
-            drafters.defer(proposal)
-            target.truncate(sequence.slot, sequence.target_cached)
-            drafters.truncate(sequence, sequence.target_cached)
-        except (FloatingPointError, ConstraintError) as error:
-            failed.append((sequence, error))
+        plan, added = plans[index], seconds[index]
+        before = Outcome(plan.sequence.generated, plan.sequence.target_cached, sum(added) / total)
+        outcomes[plan.sequence] = _apply(
+            target, drafters, plan, proposals[index], own_logits, seconds=added, outcome=before
+        )
     done = clock()
     # Computing distributions and verifying take time for every row, so they belong to the cost of a pass.
     rows = sum(plan.rows + len(proposal.tokens) for plan, proposal in zip(plans, proposals, strict=True))
-    controller.target.observe(rows, kv_len, done - drafted)
-    total = sum(map(sum, seconds))
-    return Report(drafted - started, verified - drafted, [sum(share) / total for share in seconds], failed)
+    cost.observe(rows, kv_len, done - drafted)
+    return Report(drafted - started, verified - drafted, outcomes)
 
 
 class Seconds(NamedTuple):
@@ -199,12 +196,62 @@ def _in_turn(plans: list[Plan], proposals: list[Proposal], logits: FloatArray) -
     """Indices of the plans with their rows of logits, those first that were deferred most often in succession."""
     counts = [plan.rows - plan.first_logits + len(p.tokens) for plan, p in zip(plans, proposals, strict=True)]
     firsts = [0, *accumulate(counts)]
-    for index in sorted(range(len(plans)), key=lambda index: -plans[index].sequence.deferred):
+    for index in sorted(range(len(plans)), key=lambda index: -plans[index].sequence.deferrals):
         yield index, logits[firsts[index] : firsts[index + 1]]
 
 
+def _apply(
+    target: Engine,
+    drafters: Drafters,
+    plan: Plan,
+    proposal: Proposal,
+    logits: FloatArray,
+    *,
+    seconds: Seconds,
+    outcome: Outcome,
+) -> Outcome:
+    """Verify the drafts of one sequence and append what is decided, or take note of its prefill chunk.
+
+    Args:
+        target: its cache is truncated to the decided tokens, and so is the draft model's.
+        drafters: their controller learns.
+        plan: of the sequence.
+        proposal: its drafts.
+        logits: its rows.
+        seconds: what it added to the round.
+        outcome: before anything is decided.
+    """
+    sequence, controller = plan.sequence, drafters.controller
+    try:
+        if plan.scores_prompt:
+            _score_prompt(sequence, logits[: plan.rows])
+        if not plan.decides:
+            sequence.target_cached += plan.rows
+            return outcome
+        p = TargetDistributions(logits[-1 - len(proposal.tokens) :], sequence, proposal.tokens)
+        verdict = _verify(p, proposal)
+        if sequence.speculation.max_drafts:
+            controller.learn(sequence, _lessons(sequence, p, proposal, verdict), p.confidence(verdict.n_accepted))
+        _commit(sequence, p, proposal, verdict)
+    except MaskDeferred:
+        # Nothing was decided: the next round feeds the last token again, and verifies the same drafts.
+        sequence.deferrals += 1
+        sequence.target_cached += plan.rows - 1
+        drafters.defer(proposal)
+    except (FloatingPointError, ConstraintError) as error:
+        return outcome._replace(error=error)
+    else:
+        if outcome.position:  # the round that ends a prefill has no drafts
+            n_accepted = verdict.n_accepted
+            controller.count_round(sequence, n_accepted + 1, seconds.plain, seconds.drafts - proposal.prefill_seconds)
+            outcome = outcome._replace(sources=proposal.sources, n_accepted=n_accepted, plain_step=seconds.plain)
+    target.truncate(sequence.slot, sequence.target_cached)
+    drafters.truncate(sequence, sequence.target_cached)
+    return outcome
+
+
 def _noise(sequence: Sequence) -> Noise:
-    return Noise(sequence.seed, sequence.choice, sequence.rounds, sequence.generated)
+    return Noise(sequence.seed, sequence.choice, sequence.round_number, sequence.generated)
 
 
 def _batch(plans: list[Plan], proposals: list[Proposal]) -> list[Row]:
@@ -236,10 +283,8 @@ def _score_prompt(sequence: Sequence, logits: FloatArray) -> None:
 def _commit(sequence: Sequence, p: TargetDistributions, proposal: Proposal, verdict: Verdict) -> None:
     """Append the accepted draft tokens and the rule's own token."""
     n_accepted, next_token = verdict
-    if sequence.generated:  # the round that ends a prefill has no drafts
-        sequence.stats.add_round(proposal.sources, n_accepted)
-    sequence.rounds += 1
-    sequence.deferred = 0
+    sequence.round_number += 1
+    sequence.deferrals = 0
     decided = [*proposal.tokens[:n_accepted], next_token]
     if sequence.top_logprobs is not None:
         sequence.scores += [score(p.logits[index], token, sequence.top_logprobs) for index, token in enumerate(decided)]

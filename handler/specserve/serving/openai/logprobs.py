@@ -1,21 +1,82 @@
-"""Log-probabilities in OpenAI's forms: tokens as text, with their offsets."""
+"""Log-probabilities in OpenAI's forms: tokens as text, with their offsets; and how many bytes a response takes."""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
-from typing import NamedTuple
+import json
+from collections.abc import Iterable, Sequence
 
 from specserve.engine.base import Vocabulary
+from specserve.errors import RequestError
 from specserve.sequence import TokenScore
+from specserve.serving.generation import OutputToken
 from specserve.serving.openai.response_schema import ChatLogprobs, CompletionLogprobs, TopLogprob
 
+# Of one response, in bytes. Writing 8 MiB of JSON takes up to 0.5 s without a round (benchmarks/worst_cases.py), and
+# TorchServe keeps it with those of other requests in memory (max_response_size in config/config.properties).
+MAX_RESPONSE_BYTES = 8 * 2**20
+# A float of the greatest length in JSON, and the bytes of separators or of an offset beside a token.
+_NUMBER = -123.45678901234567
+_SEPARATORS = 4
+# What stands in JSON around a piece of text and its source.
+_SOURCE_BYTES = len(', ["", "prediction"]')
 
-class OutputToken(NamedTuple):
-    """A scored token, and the offset of its text in the output, in characters."""
 
-    score: TokenScore
-    offset: int
+class ResponseSize:
+    """An upper bound of the bytes of one response's JSON, counted while the tokens of all its sequences come.
+
+    Args:
+        vocabulary: the target's.
+        chat: whether scores have the form of v1/chat/completions, which spells tokens as bytes too.
+        sources: whether the text is repeated beside its sources.
+        choices: how many choices repeat the prompt's scores.
+        initial: bytes that are known in advance.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, *, chat: bool, sources: bool = False, choices: int = 1, initial: int = 0
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._chat = chat
+        self._sources = sources
+        self._choices = choices
+        self.bytes = initial
+        self._entry_bytes: dict[int, int] = {}
+
+    def add_token(self, piece: bytes, score: TokenScore | None) -> None:
+        """Add a token of the output.
+
+        Raises:
+            RequestError: 400; the response has become too large.
+        """
+        text = len(json.dumps(piece.decode("utf-8", errors="replace"))) - 2
+        source = text + _SOURCE_BYTES if self._sources else 0
+        self._add(text + source + (self._score_bytes(score) if score else 0))
+
+    def add_prompt_scores(self, scores: Iterable[TokenScore]) -> None:
+        """Add log-probabilities of the prompt; raises like `add_token`."""
+        self._add(self._choices * sum(map(self._score_bytes, scores)))
+
+    def _score_bytes(self, score: TokenScore) -> int:
+        # v1/completions lists the token both beside the alternatives and among them.
+        return sum(map(self._bytes_of, [score.token, score.token, *(token for token, _ in score.top)]))
+
+    def _bytes_of(self, token: int) -> int:
+        known = self._entry_bytes.get(token)
+        if known is None:
+            name = spelling(token, self._vocabulary)
+            form = entry(token, _NUMBER, self._vocabulary) if self._chat else {name: _NUMBER}
+            known = self._entry_bytes[token] = len(json.dumps(form)) + _SEPARATORS
+        return known
+
+    def _add(self, count: int) -> None:
+        self.bytes += count
+        if self.bytes > MAX_RESPONSE_BYTES:
+            raise RequestError(
+                f"The response takes more than {MAX_RESPONSE_BYTES // 2**20} MB: ask for fewer answers, tokens or "
+                "log-probabilities.",
+                code="response_too_large",
+            )
 
 
 def completion_logprobs(

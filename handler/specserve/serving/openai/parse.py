@@ -12,7 +12,8 @@ from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.observability.records import Group, RequestInfo, family_label
 from specserve.sequence import Constraint, SamplingParams, SpeculationParams, Verification
-from specserve.serving.generation import MAX_RESPONSE_BYTES, Generation, ResponseSize
+from specserve.serving.generation import Generation
+from specserve.serving.openai.logprobs import MAX_RESPONSE_BYTES, ResponseSize
 from specserve.serving.openai.request_schema import (
     ChatRequest,
     CompletionRequest,
@@ -172,7 +173,11 @@ def to_generations(
     if scored is None and request.candidates > request.choices:
         scored = 0  # the best candidates are those with the highest log-probability
     size = ResponseSize(
-        vocabulary, chat=isinstance(request, ChatRequest), choices=request.choices, initial=_echoed(request, prompts)
+        vocabulary,
+        chat=isinstance(request, ChatRequest),
+        sources=request.wants_sources,
+        choices=request.choices,
+        initial=_echoed(request, prompts),
     )
     result = [
         [

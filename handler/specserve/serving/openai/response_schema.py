@@ -7,8 +7,7 @@ from typing import Literal, NotRequired
 from typing_extensions import TypedDict
 
 from specserve.sequence import Source
-
-FinishReason = Literal["stop", "length"]
+from specserve.serving.generation import FinishReason
 
 
 class CompletionLogprobs(TypedDict):

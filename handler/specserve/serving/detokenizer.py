@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 
-class TextStream:
+class Detokenizer:
     """The text of one sequence; its end is held back while it may be the beginning of a stop string.
 
     Text is returned once, by `take`; it ends before the first stop string. `length` counts the characters that were

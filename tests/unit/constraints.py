@@ -12,10 +12,11 @@ from specserve.errors import ConstraintError, MaskDeferred
 
 
 class Alternating:
-    """Tokens of even and of odd ids in turn, for at most `length` tokens; `fails_at` places it gives up."""
+    """Tokens of even and of odd ids in turn, none below `least`, at most `length`; after `fails_at` it gives up."""
 
-    def __init__(self, size: int, *, length: int = 10**6, fails_at: int | None = None) -> None:
-        self._even = np.arange(size) % 2 == 0
+    def __init__(self, size: int, *, length: int = 10**6, fails_at: int | None = None, least: int = 0) -> None:
+        tokens = np.arange(size)
+        self._by_parity: list[NDArray[np.bool_]] = [(tokens % 2 == parity) & (tokens >= least) for parity in (0, 1)]
         self._length = length
         self._fails_at = fails_at
 
@@ -24,8 +25,7 @@ class Alternating:
     def allowed(self, written: Sequence[int]) -> NDArray[np.bool_]:
         if self._fails_at is not None and len(written) >= self._fails_at:
             raise ConstraintError("The grammar has become too costly to follow.")
-        even: NDArray[np.bool_] = self._even if len(written) % 2 == 0 else np.logical_not(self._even)
-        return even
+        return self._by_parity[len(written) % 2]
 
     def complete(self, written: Sequence[int]) -> bool:
         self.allowed(written)
@@ -59,17 +59,23 @@ class Shared:
 
 
 class Slow(Alternating):
-    """An alternating grammar whose masks take a part of a round's time; known ones take none, as in grammar.py."""
+    """An alternating grammar whose masks take a part of a round's time; known ones take none.
 
-    def __init__(self, size: int, shared: Shared, *, mask_seconds: float = 0.0) -> None:
+    A mask takes `mask_seconds` by estimate, and `late_seconds` after one was deferred.
+    """
+
+    def __init__(self, size: int, shared: Shared, *, mask_seconds: float = 0.0, late_seconds: float = 0.0) -> None:
         super().__init__(size)
         self._shared = shared
         self._known: set[tuple[int, ...]] = set()
+        self._seconds = mask_seconds, late_seconds
         self.mask_seconds = mask_seconds
 
     def allowed(self, written: Sequence[int]) -> NDArray[np.bool_]:
         if tuple(written) not in self._known:
+            self.mask_seconds = self._seconds[1]
             self._shared.spend()
+            self.mask_seconds = self._seconds[0]
             self._known.add(tuple(written))
         return super().allowed(written)
 
@@ -77,6 +83,7 @@ class Slow(Alternating):
         try:
             return super().complete(written)
         except MaskDeferred:
+            self.mask_seconds = self._seconds[0]
             return False
 
 

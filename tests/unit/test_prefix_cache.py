@@ -68,13 +68,25 @@ def test_the_prefix_of_a_running_sequence_is_copied() -> None:
     assert bench.target.cache[running.slot] == [*SYSTEM, 2]
 
 
-def test_a_short_common_prefix_is_copied_so_that_the_longer_one_stays_cached() -> None:
+@pytest.mark.parametrize("later", [[], [[2] * 20]])
+def test_a_short_common_prefix_is_copied_so_that_the_longer_one_stays_cached(later: list[list[int]]) -> None:
     bench = Bench()
     first = bench.finish(SYSTEM)
+    for prompt in later:
+        bench.finish(prompt)
     other = bench.start([*SYSTEM[:4], *[2] * 30], prefill=False)
     assert other.slot != first.slot
     assert other.cached_tokens == 4
     assert bench.target.cache[first.slot] == SYSTEM
+
+
+def test_two_conversations_that_take_turns_keep_a_slot_each() -> None:
+    bench = Bench()
+    turns = [bench.finish([token] * 10) for token in (1, 2)]
+    assert turns[0].slot != turns[1].slot
+    for earlier in turns:
+        later = bench.start([*earlier.tokens, 3, 4])
+        assert (later.slot, later.cached_tokens) == (earlier.slot, 10)
 
 
 def test_a_prompt_whose_tokens_are_scored_reuses_nothing() -> None:
@@ -89,7 +101,7 @@ def test_a_prompt_that_is_being_prefilled_for_another_sequence_waits() -> None:
     other = sequence_of([*SYSTEM, 4])
     assert not bench.cache.assign(other, [prefilling])
     assert bench.cache.free == 1
-    assert bench.cache.assign(sequence_of([5, 6]), [prefilling])
+    assert bench.cache.assign(sequence_of([*SYSTEM[:2], *[5] * 20]), [prefilling]), "it shares little"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,165 @@
+"""A scheduler over a fake target and a fake draft model, which refuse every row that does not continue their caches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from typing import Any
+
+import numpy as np
+
+from costs import proportional
+from fake_engine import FakeEngine, FakeVocabulary
+from specserve.observability.records import EndRecord, Observer, RequestInfo, RoundRecord
+from specserve.sequence import DrafterName, SamplingParams, SpeculationMode, SpeculationParams, Verification
+from specserve.serving.generation import Generation
+from specserve.serving.scheduler import Scheduler
+from specserve.speculation.controller import Controller
+from specserve.speculation.cost import Cost
+from specserve.speculation.draft_model import DraftModel
+from specserve.speculation.drafters import Drafters, Proposer
+from specserve.speculation.prediction import PredictionProposer
+
+VOCABULARY = 24
+END_TOKEN = VOCABULARY - 1
+SLOTS = 3
+GREEDY = SamplingParams(temperature=0)
+SEEDED = SamplingParams(seed=7)
+ENDLESS = SamplingParams(temperature=0, logit_bias=((END_TOKEN, -math.inf),))
+
+
+class FakePair:
+    """Target and draft model with their scheduler; every step checks both caches.
+
+    Args:
+        vocabulary: the target's.
+        blend: how much the draft model differs from the target, from 0 to 1.
+        prefill_rows: the most prompt tokens in a round.
+        draft_rows: the most tokens in a pass of the draft model.
+        draft_width: the size of its vocabulary; None makes it the target's.
+        window: the longest prompt it reads, in tokens.
+        draft_context: the context it was trained for, in tokens.
+        costs: of the target's and of the draft model's passes.
+        proposers: asked before the draft model.
+        options: further arguments of `Scheduler`.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocabulary: FakeVocabulary | None = None,
+        blend: float = 0.3,
+        prefill_rows: int = 8,
+        draft_rows: int = 8,
+        draft_width: int | None = None,
+        window: int = 4096,
+        draft_context: int = 8192,
+        costs: tuple[Cost, Cost] | None = None,
+        proposers: Many[Proposer] | None = None,
+        **options: Any,
+    ) -> None:
+        self.vocabulary = vocabulary or FakeVocabulary(VOCABULARY)
+        width = self.vocabulary.size
+        self.target = FakeEngine(vocabulary=width, n_slots=SLOTS)
+        self.draft = FakeEngine(vocabulary=draft_width or width, n_slots=SLOTS, blend=blend)
+        target_cost, draft_cost = costs or (proportional(), proportional())
+        model = DraftModel(
+            self.draft, draft_cost, window=window, max_rows=draft_rows, vocabulary=width, context_length=draft_context
+        )
+        self.controller = Controller(target_cost, draft_cost)
+        asked = [PredictionProposer()] if proposers is None else proposers
+        self.drafters = Drafters(self.controller, *asked, model=model, vocabulary=width)
+        options = {"idle_tokens": 4096, **options}
+        self.scheduler = Scheduler(self.target, self.drafters, self.controller, prefill_rows=prefill_rows, **options)
+        self._waiting: list[Generation] = []
+        self._holders: dict[int, Generation] = {}
+
+    def submit(
+        self,
+        prompt: list[int],
+        *,
+        gamma: int = 3,
+        verification: Verification = "block",
+        drafter: DrafterName | None = None,
+        mode: SpeculationMode = "fixed",
+        sampling: SamplingParams = GREEDY,
+        max_tokens: int = 20,
+        stops: Many[str] = (),
+        request: str = "",
+        **options: Any,
+    ) -> Generation:
+        """Queue a sequence; `options` are further arguments of `Sequence`."""
+        speculation = SpeculationParams(gamma, verification, drafter, mode)
+        info = RequestInfo(request)
+        generation = Generation(
+            prompt, sampling, speculation, self.vocabulary, stops, info=info, max_tokens=max_tokens, **options
+        )
+        self.scheduler.submit(generation)
+        self._waiting.append(generation)
+        return generation
+
+    def step(self, count: int = 1) -> None:
+        """Run rounds, and compare both caches with what the sequences say of them."""
+        for _ in range(count):
+            self.scheduler.step()
+            self._check_caches()
+
+    def run(self, *generations: Generation) -> None:
+        """Step until these sequences are done; without any, until all are."""
+        self.run_until(lambda: all(one.done for one in generations) if generations else not self.scheduler.busy)
+
+    def run_until(self, condition: Callable[[], bool]) -> None:
+        """Step until this holds."""
+        for _ in range(10_000):
+            if condition():
+                return
+            self.step()
+        raise AssertionError("The scheduler does not come to an end.")
+
+    def _check_caches(self) -> None:
+        started = [generation for generation in self._waiting if generation.timestamps.start is not None]
+        started.sort(key=lambda generation: generation.timestamps.start or 0.0)
+        self._holders |= {generation.slot: generation for generation in started}
+        self._waiting = [generation for generation in self._waiting if generation.timestamps.start is None]
+        for slot, sequence in self._holders.items():
+            assert self.target.cache[slot] == sequence.tokens[: sequence.target_cached]
+            if self.drafters.has_model:
+                assert self.draft.cache[slot] == sequence.tokens[sequence.draft_start : sequence.draft_cached]
+
+
+class Everything(Observer):
+    """Keeps all records."""
+
+    def __init__(self) -> None:
+        self.rounds: list[RoundRecord] = []
+        self.ends: list[EndRecord] = []
+
+    def round(self, record: RoundRecord) -> None:
+        self.rounds.append(record)
+
+    def end(self, record: EndRecord) -> None:
+        self.ends.append(record)
+
+
+def plain_greedy(prompt: list[int], max_tokens: int) -> list[int]:
+    """The target's own greedy output, without any cache, up to its end token."""
+    target = FakeEngine(vocabulary=VOCABULARY, n_slots=1)
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_tokens:
+        token = int(np.argmax(target.logits(tokens)))
+        if token == END_TOKEN:
+            break
+        tokens.append(token)
+    return tokens[len(prompt) :]
+
+
+def spelled(tokens: list[int]) -> str:
+    """The text of these tokens."""
+    return b"".join(map(FakeVocabulary(VOCABULARY).piece, tokens)).decode()
+
+
+def ending_prompt() -> list[int]:
+    """A prompt whose greedy output ends by itself, after 2 to 11 tokens."""
+    pairs = ([a, b] for a in range(END_TOKEN) for b in range(END_TOKEN))
+    return next(prompt for prompt in pairs if 2 <= len(plain_greedy(prompt, 50)) < 12)

@@ -1,0 +1,133 @@
+"""The draft model: what it reads and copies, vocabularies that differ from the target's, and its faults."""
+
+from __future__ import annotations
+
+import pytest
+
+from constraints import Alternating
+from costs import proportional
+from fake_engine import FakeEngine
+from fake_pair import ENDLESS, GREEDY, SLOTS, VOCABULARY, FakePair, plain_greedy
+from specserve.sequence import SamplingParams, Sequence, SpeculationParams
+from specserve.speculation.draft_model import DraftModel, DraftText
+
+
+def model_and_texts(*lengths: int, window: int = 64) -> tuple[DraftModel, list[DraftText]]:
+    """A draft model that has read nothing, and prompts of these lengths in slots of their own."""
+    engine = FakeEngine(vocabulary=VOCABULARY, n_slots=SLOTS)
+    model = DraftModel(engine, proportional(), window=window, max_rows=8, vocabulary=VOCABULARY, context_length=8192)
+    texts = [DraftText(Sequence([1] * n, GREEDY, SpeculationParams(3), max_tokens=9), []) for n in lengths]
+    for slot, text in enumerate(texts):
+        text.sequence.slot = slot
+    return model, texts
+
+
+def test_no_token_is_read_twice_while_all_drafts_are_accepted() -> None:
+    pair = FakePair(blend=0.0)
+    pair.submit([1, 2, 3], max_tokens=30)
+    pair.run()
+    positions = [row.position for row in pair.draft.decoded]
+    assert positions == sorted(set(positions))
+
+
+def test_a_reading_says_how_many_tokens_of_each_sequence_were_read_the_shortest_catch_up_first() -> None:
+    model, texts = model_and_texts(3, 20)
+    assert model.read(texts).rows == [3, 5]
+    assert [model.read(texts[1:]).rows for _ in range(3)] == [[8], [7], [0]]
+
+
+def test_it_drafts_again_after_tokens_of_others_that_follow_its_own_draft() -> None:
+    model, [text] = model_and_texts(4)
+    assert model.read([text]).logits
+    assert model.read([DraftText(text.sequence, [5])]).logits
+    assert model.read([DraftText(text.sequence, [5, 6, 7, 8])]).logits
+
+
+def test_a_short_answer_to_a_long_prompt_has_drafts_in_fixed_mode_too() -> None:
+    pair = FakePair()
+    short = pair.submit([7, 3, 5] * 20)
+    pair.run()
+    assert short.stats.drafted
+
+
+def test_a_long_catch_up_does_not_delay_the_drafts_of_other_sequences() -> None:
+    pair = FakePair(blend=0.0)
+    long = pair.submit([n % 23 for n in range(120)], max_tokens=100)
+    short = pair.submit([1, 2, 3])
+    pair.run(short)
+    assert long.draft_cached < len(long.tokens) - 1
+    assert short.stats.mean_acceptance_length > 3
+
+
+def test_a_sequence_that_begins_as_one_of_which_only_the_end_was_read_does_not_wait_for_it() -> None:
+    """Nothing can be copied from there."""
+    pair = FakePair(blend=0.0, window=32)
+    shared = [7] * 20
+    first = pair.submit([*shared, *[5] * 60], max_tokens=200, sampling=ENDLESS)
+    pair.run_until(lambda: first.draft_start > 0)
+    second = pair.submit([*shared, *[6] * 10], sampling=ENDLESS)
+    pair.run(second)
+    assert not first.done
+    assert second.stats.drafters["model"].drafted > 0
+
+
+def test_it_begins_anew_before_a_sequence_exceeds_its_context() -> None:
+    pair = FakePair(blend=0.0, draft_context=32)
+    generation = pair.submit([1, 2, 3], max_tokens=100, sampling=ENDLESS)
+    pair.run()
+    assert max(row.position for row in pair.draft.decoded) < 32
+    assert generation.stats.accepted > 60
+
+
+def test_predicted_tokens_that_its_vocabulary_lacks_are_not_read() -> None:
+    """Its engine would refuse the row, and the draft model would be given up for every sequence."""
+    prompt = [1, 2, 3]
+    truth = plain_greedy(prompt, 20)
+    unknown = max(truth)
+    pair = FakePair(draft_width=unknown)
+    generation = pair.submit(prompt, gamma=6, prediction=truth)
+    pair.run()
+    assert generation.answer == truth
+    assert all(row.token < unknown for row in pair.draft.decoded)
+    other = pair.submit([1])
+    pair.run()
+    assert other.stats.drafters["model"].drafted > 0
+
+
+@pytest.mark.parametrize("draft_width", [VOCABULARY - 5, VOCABULARY + 5])
+def test_a_narrower_or_wider_vocabulary_drafts_what_both_know(draft_width: int) -> None:
+    pair = FakePair(draft_width=draft_width, blend=0.5)
+    prompt = [1, 2, VOCABULARY - 2]  # its last token is unknown to the narrower one
+    greedy = pair.submit(prompt)
+    sampled = pair.submit([1, 2], max_tokens=40, sampling=SamplingParams(temperature=1.5, seed=3))
+    pair.run()
+    assert greedy.answer == plain_greedy(prompt, 20)
+    assert sampled.stats.drafted > 0
+    assert max(row.token for row in pair.draft.decoded) < draft_width
+
+
+def test_a_model_that_has_nothing_the_grammar_allows_has_not_failed() -> None:
+    pair = FakePair(draft_width=4)
+    pair.submit([1, 2], max_tokens=2, constraint=Alternating(VOCABULARY, least=5), gamma=1)
+    pair.run()
+    later = pair.submit([1, 2], max_tokens=30, sampling=SamplingParams(temperature=0, top_k=4))
+    pair.run()
+    assert later.stats.drafted > 0
+
+
+@pytest.mark.parametrize("failing_pass", range(8))
+@pytest.mark.parametrize("fault", ["fail_after", "poison_after"])
+def test_a_failed_pass_costs_the_speculation_and_nothing_else(fault: str, failing_pass: int) -> None:
+    """The pass may be one that reads the prompt, or any depth of a round."""
+    pair = FakePair()
+    prompt = list(range(12))
+    drafted, plain = pair.submit(prompt), pair.submit([4, 5], gamma=0)
+    setattr(pair.draft, fault, failing_pass)
+    pair.run()
+    assert getattr(pair.draft, fault) is None, "the draft model never came to fail"
+    assert drafted.answer == plain_greedy(prompt, 20)
+    assert plain.answer == plain_greedy([4, 5], 20)
+    passes = len(pair.draft.decoded)
+    pair.submit([1, 2])
+    pair.run()
+    assert len(pair.draft.decoded) == passes, "a broken draft model is asked no more"

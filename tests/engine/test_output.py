@@ -1,0 +1,246 @@
+"""Output does not depend on speculation: that of greedy and seeded requests, and the distribution of sampled ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from constraints import Alternating, Shared, Slow
+from costs import flat
+from fake_engine import FakeEngine, FakeVocabulary
+from fake_pair import END_TOKEN, ENDLESS, SEEDED, SLOTS, FakePair, plain_greedy
+from specserve.sampling.distribution import FloatArray, draw, to_distribution
+from specserve.sampling.logits import penalise
+from specserve.sampling.noise import Purpose
+from specserve.sequence import SamplingParams, Verification
+from specserve.speculation import drafters
+from specserve.speculation.drafters import Draft, Drafters, GrammarProposer, Proposal
+from specserve.speculation.lookup import LookupProposer
+from specserve.speculation.prediction import PredictionProposer
+from specserve.speculation.rejection import RULES, NoiseSource
+
+prompts = st.lists(st.integers(0, END_TOKEN - 1), min_size=1, max_size=30)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    jobs=st.lists(st.tuples(prompts, st.integers(0, 6), st.integers(1, 30)), min_size=1, max_size=6),
+    blend=st.sampled_from([0.0, 0.2, 0.5, 1.0]),
+    prefill_rows=st.integers(1, 40),
+    draft_rows=st.integers(4, 40),
+)
+def test_greedy_speculative_output_is_the_targets_whatever_runs_beside_it(
+    jobs: list[tuple[list[int], int, int]], blend: float, prefill_rows: int, draft_rows: int
+) -> None:
+    pair = FakePair(blend=blend, prefill_rows=prefill_rows, draft_rows=draft_rows)
+    generations = [pair.submit(prompt, gamma=gamma, max_tokens=most) for prompt, gamma, most in jobs]
+    pair.run()
+    for generation, (prompt, _, most) in zip(generations, jobs, strict=True):
+        assert generation.answer == plain_greedy(prompt, most)
+        assert generation.finish_reason == ("length" if generation.generated == most else "stop")
+
+
+@pytest.mark.parametrize("gamma", [1, 4])
+def test_penalties_and_biases_change_greedy_output_alike_with_and_without_speculation(gamma: int) -> None:
+    bias = ((3, 2.0), (5, -100.0))
+    sampling = SamplingParams(temperature=0, frequency_penalty=1.5, presence_penalty=0.3, logit_bias=bias)
+    pair = FakePair()
+    plain, speculative = (pair.submit([1, 2, 3], gamma=n, sampling=sampling) for n in (0, gamma))
+    pair.run()
+    assert speculative.answer == plain.answer != plain_greedy([1, 2, 3], 20)
+    assert 5 not in plain.answer
+    assert speculative.stats.accepted > 0
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 3, 6])
+def test_a_seed_gives_one_output_by_coupled_verification_whatever_the_speculation_and_the_company(gamma: int) -> None:
+    """A prompt longer than the draft model reads in a round, cold and warm, alone and beside others."""
+    prompt = list(range(20))
+    alone = FakePair()
+    expected = alone.submit(prompt, sampling=SEEDED, verification="coupled")
+    alone.run()
+    pair = FakePair(blend=0.8, prefill_rows=5)
+    neighbour = pair.submit([5, 6, 7], max_tokens=200, sampling=ENDLESS)
+    for cached in (0, 19):
+        generation = pair.submit(prompt, gamma=gamma, sampling=SEEDED, verification="coupled")
+        pair.run(generation)
+        assert generation.answer == expected.answer
+        assert generation.cached_tokens == cached
+    assert not neighbour.done
+
+
+def test_a_choice_has_the_same_output_alone_and_among_its_siblings() -> None:
+    def outputs(*choices: int) -> list[list[int]]:
+        pair = FakePair()
+        several = [pair.submit([1, 2, 3], sampling=SEEDED, verification="coupled", choice=choice) for choice in choices]
+        pair.run()
+        return [generation.answer for generation in several]
+
+    assert outputs(0, 1, 2) == [*outputs(0), *outputs(1), *outputs(2)]
+
+
+@pytest.mark.parametrize("verification", RULES)
+def test_a_seed_gives_the_same_output_again_and_none_gives_others(verification: Verification) -> None:
+    def output(sampling: SamplingParams) -> tuple[int, ...]:
+        pair = FakePair()
+        generation = pair.submit([1, 2], sampling=sampling, verification=verification)
+        pair.run()
+        return tuple(generation.answer)
+
+    assert output(SEEDED) == output(SEEDED)
+    assert len({output(SamplingParams()) for _ in range(4)}) > 1
+
+
+TRIALS = 3_000
+FALSE_ALARM_RATE = 1e-4
+SAMPLING = SamplingParams(temperature=0.9, top_k=4, presence_penalty=0.8, logit_bias=((2, 0.5),))
+# Right, wrong, and right again.
+PREDICTION = [0, 1, 2, 3, 4, 5, 0, 2, 4, 1]
+GRAMMAR: Callable[[Shared], Alternating] = lambda _shared: Alternating(6)  # noqa: E731
+# Each round has time for one mask; where one has to wait, the next round plans no drafts.
+LATE_MASKS: Callable[[Shared], Alternating] = lambda shared: Slow(6, shared, late_seconds=1.0)  # noqa: E731
+CASES: dict[str, dict[str, Any]] = {
+    "the draft model": {},
+    "a grammar": {"grammar": GRAMMAR},
+    "masks that wait": {"grammar": LATE_MASKS},
+    "a prediction": {"prediction": PREDICTION, "drafter": "prediction"},
+    # At these costs some tokens are worth a draft and others are not, of either source.
+    "adaptive lengths": {"mode": "adaptive", "draft_seconds": 0.38},
+    "adaptive lengths with a prediction": {"mode": "adaptive", "draft_seconds": 0.1, "prediction": PREDICTION},
+}
+
+
+class NeverEnding(FakeVocabulary):
+    def is_end_token(self, token: int) -> bool:
+        del token
+        return False
+
+
+def exact_distribution(grammar: Alternating | None) -> dict[tuple[int, ...], float]:
+    """The probabilities of the target's first three tokens after the prompt [1, 2]."""
+    target = FakeEngine(vocabulary=6, n_slots=1)
+
+    def next_token(output: tuple[int, ...]) -> FloatArray:
+        logits = penalise(target.logits([1, 2, *output]), SAMPLING, [1, 2], output)
+        if grammar is not None:
+            logits = np.where(grammar.allowed(output), logits, -np.inf)
+        return to_distribution(logits, SAMPLING)
+
+    exact: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        exact = {
+            (*output, token): probability * float(p)
+            for output, probability in exact.items()
+            for token, p in enumerate(next_token(output))
+        }
+    return exact
+
+
+def pvalue(
+    verification: Verification,
+    *,
+    grammar: Callable[[Shared], Alternating] | None = None,
+    draft_seconds: float = 0.1,
+    **options: Any,
+) -> float:
+    """Chi-square of three tokens that scheduler, drafters and round have decided, against the exact distribution."""
+    shared = Shared(SLOTS if grammar is LATE_MASKS else 10**9)
+    pair = FakePair(
+        vocabulary=NeverEnding(6),
+        blend=0.6,
+        window=32,
+        costs=(flat(), flat(draft_seconds)),
+        proposers=[PredictionProposer(), GrammarProposer(), LookupProposer()],
+        max_wait_seconds=1.0,
+        begin_masks=shared.begin_round,
+    )
+    counts: Counter[tuple[int, ...]] = Counter()
+    gammas: Counter[int] = Counter()
+    for seed in range(0, TRIALS, SLOTS):
+        generations = [
+            pair.submit(
+                [1, 2],
+                verification=verification,
+                sampling=replace(SAMPLING, seed=seed + n),
+                max_tokens=4,
+                constraint=grammar(shared) if grammar else None,
+                **options,
+            )
+            for n in range(SLOTS)
+        ]
+        pair.run()
+        counts.update(tuple(generation.answer[:3]) for generation in generations)
+        for generation in generations:
+            gammas += generation.stats.gammas
+    assert min(gammas[0], gammas[1]) > TRIALS / 10, "the number of drafts does not vary"
+    exact = exact_distribution(Alternating(6) if grammar else None)
+    likely = [output for output, probability in exact.items() if probability * TRIALS >= 5]
+    observed = [counts[output] for output in likely]
+    expected = [exact[output] * TRIALS for output in likely]
+    rest = TRIALS - sum(observed), TRIALS - sum(expected)
+    return float(chisquare([*observed, rest[0]], [*expected, rest[1]]).pvalue)
+
+
+@pytest.mark.parametrize("verification", RULES)
+@pytest.mark.parametrize("case", CASES)
+def test_sampled_output_has_the_targets_distribution(case: str, verification: Verification) -> None:
+    """3,000 outputs of three tokens each; false-alarm rate 1e-4."""
+    assert pvalue(verification, **CASES[case]) > FALSE_ALARM_RATE
+
+
+def draft_anew_after_a_deferral(planted: pytest.MonkeyPatch) -> None:
+    planted.setattr(Drafters, "defer", lambda *_: None)
+
+
+def claim_less_certainty_than_there_was(planted: pytest.MonkeyPatch) -> None:
+    def half_certain(token: int, size: int) -> FloatArray:
+        spread = np.full(size, 0.5 / (size - 1))
+        spread[token] = 0.5
+        return spread
+
+    planted.setattr(drafters, "one_hot", half_certain)
+
+
+def drop_a_draft_for_its_own_low_probability(planted: pytest.MonkeyPatch) -> None:
+    """What a controller must not do: look at the token that was drawn, and then decide whether it was drawn."""
+    add_any = Proposal.add
+
+    def add(self: Proposal, draft: Draft, acceptance: float) -> None:
+        if draft.q[draft.token] > 0.3:
+            add_any(self, draft, acceptance)
+        else:
+            self.ended = True
+
+    planted.setattr(Proposal, "add", add)
+
+
+def share_noise_between_drafter_and_rule(planted: pytest.MonkeyPatch) -> None:
+    def sample(q: FloatArray, position: int, noise: NoiseSource) -> int:
+        return draw(q, noise.uniform(Purpose.ACCEPT, position))
+
+    planted.setitem(RULES, "token", RULES["token"]._replace(sample=sample))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "case"),
+    [
+        (draft_anew_after_a_deferral, "masks that wait"),
+        (claim_less_certainty_than_there_was, "a prediction"),
+        (drop_a_draft_for_its_own_low_probability, "the draft model"),
+        (drop_a_draft_for_its_own_low_probability, "adaptive lengths"),
+        (share_noise_between_drafter_and_rule, "the draft model"),
+    ],
+)
+def test_the_distribution_test_detects(
+    mistake: Callable[[pytest.MonkeyPatch], None], case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mistake(monkeypatch)
+    assert pvalue("token", **CASES[case]) < FALSE_ALARM_RATE

@@ -1,0 +1,211 @@
+"""One round: what it decides, where it ends an answer, what it scores, and to which sequences its time is charged."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import numpy as np
+import pytest
+
+from constraints import Alternating
+from costs import FixedCost, flat, proportional, table
+from fake_engine import FakeEngine
+from fake_pair import VOCABULARY, Everything, FakePair, ending_prompt, plain_greedy, spelled
+from specserve.sampling.distribution import FloatArray
+from specserve.sequence import SamplingParams, Verification
+from specserve.speculation.cost import Cost
+from specserve.speculation.rejection import RULES
+
+PROMPT = [1, 2, 3]
+
+
+def test_a_perfect_draft_is_always_accepted_and_a_round_gives_one_token_more() -> None:
+    pair = FakePair(blend=0.0)
+    stats = pair.submit(PROMPT, gamma=3, max_tokens=17).stats
+    pair.run()
+    assert stats.accepted == stats.drafted == 12
+    assert stats.rounds == 4  # one token ends the prefill, then four rounds of four
+    assert stats.mean_acceptance_length == 4
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 12))
+def test_max_tokens_end_the_answer_and_nothing_after_them_is_drafted(max_tokens: int) -> None:
+    pair = FakePair(blend=0.0)
+    generation = pair.submit(PROMPT, gamma=5, max_tokens=max_tokens)
+    pair.run()
+    assert (generation.generated, generation.finish_reason) == (max_tokens, "length")
+    assert generation.stats.drafted == generation.stats.accepted
+
+
+def test_an_end_token_inside_a_draft_ends_the_answer_and_is_not_part_of_it() -> None:
+    pair = FakePair(blend=0.0)
+    generation = pair.submit(ending_prompt(), gamma=12)
+    pair.run()
+    stats = generation.stats
+    assert (generation.answer, generation.finish_reason) == (plain_greedy(ending_prompt(), 50), "stop")
+    assert (stats.rounds, stats.accepted) == (1, generation.generated - 1)
+    assert stats.plain_seconds == pytest.approx(generation.generated * stats.last_step)
+
+
+@pytest.mark.parametrize("last", [3, 6, 9])
+def test_a_stop_string_inside_a_draft_ends_the_answer_before_it_and_nothing_after_it_is_counted(last: int) -> None:
+    """The first token ends the prefill; without speculation each of the others would take a step."""
+    text = spelled(plain_greedy(PROMPT, 20))
+    stop = text[last - 1 : last + 1]
+    pair = FakePair(blend=0.0)
+    generation = pair.submit(PROMPT, gamma=12, stops=[stop])
+    pair.run()
+    stats = generation.stats
+    assert (generation.take_text(), generation.finish_reason) == (text[: text.index(stop)], "stop")
+    assert generation.generated == last + 1
+    assert (stats.rounds, stats.accepted) == (1, last)
+    assert stats.plain_seconds == pytest.approx(last * stats.last_step)
+
+
+@pytest.mark.parametrize(("idle_tokens", "reused"), [(4096, 9), (0, 0)])
+def test_an_end_inside_a_draft_leaves_caches_that_the_next_request_can_continue(idle_tokens: int, reused: int) -> None:
+    pair = FakePair(blend=0.0, idle_tokens=idle_tokens)
+    first = pair.submit(PROMPT, gamma=8, max_tokens=9)
+    pair.run()
+    prompt = first.tokens[:10]
+    second = pair.submit(prompt, max_tokens=12)
+    pair.run()
+    assert second.cached_tokens == reused
+    assert second.answer == plain_greedy(prompt, 12)
+
+
+@pytest.mark.parametrize("fault", ["fail_after", "poison_after"])
+def test_a_failed_pass_or_logits_that_are_not_finite_end_the_answers_of_that_round_alone(fault: str) -> None:
+    pair = FakePair()
+    failed = pair.submit(PROMPT, max_tokens=10)
+    pair.step()
+    setattr(pair.target, fault, 0)
+    pair.step()
+    assert failed.error
+    assert failed.error.status == 500
+    after = pair.submit(PROMPT, max_tokens=10)
+    pair.run()
+    assert after.answer == plain_greedy(PROMPT, 10)
+
+
+def test_a_round_is_charged_to_the_sequences_that_lengthen_it() -> None:
+    """Decoding is shared equally, and drafts and prompts are charged by their rows.
+
+    A pass takes ten seconds and one more for each row, one of the draft model half a second a row: for three accepted
+    drafts it reads four tokens.
+    """
+    seen = Everything()
+    costs = FixedCost(table(lambda rows: 10.0 + rows), most=32), proportional(0.5)
+    pair = FakePair(blend=0.0, costs=costs, observers=[seen], prefill_rows=5)
+    pair.submit([4, 5], gamma=0, max_tokens=100, request="plain")
+    pair.submit(PROMPT, gamma=3, max_tokens=100, request="drafted")
+    pair.step(3)
+    pair.submit([7] * 30, request="prefilled")
+    pair.step()
+    seconds = {record.info.request: record.target for record in seen.rounds[-3:]}
+    expected = {"plain": 6, "drafted": 6 + 3 + 4 * 0.5, "prefilled": 5}
+    total = sum(expected.values()) / sum(seconds.values())
+    assert {request: total * one for request, one in seconds.items()} == pytest.approx(expected)
+
+
+def test_a_sequence_is_not_charged_for_its_neighbours_drafts() -> None:
+    pair = FakePair(blend=1.0)
+    drafted = pair.submit(PROMPT, max_tokens=100)
+    beside = pair.submit([4, 5], gamma=16, mode="adaptive", max_tokens=100)
+    pair.run_until(lambda: drafted.done or beside.generated >= 90)
+    assert drafted.stats.drafted > 20
+    assert beside.stats.drafted == 0
+    # One whose drafts have lost time may have none.
+    costs = pair.controller.costs([beside], 0, 0)
+    assert pair.controller.candidate(beside, 1.0, 1, 8, costs)
+
+
+def test_what_is_decided_from_a_pass_belongs_to_its_cost() -> None:
+    """Every look at this clock takes a second: one after the pass of three rows, one after what was decided from it."""
+    expected = Cost(table(lambda rows: rows * 2 / 3), most=32)
+    pair = FakePair(costs=(expected, flat()), clock=map(float, count()).__next__)
+    pair.submit(PROMPT, gamma=0)
+    pair.step()
+    assert expected.factor == pytest.approx(1.0)
+
+
+PENALISED = SamplingParams(temperature=0, frequency_penalty=1.0, logit_bias=((3, 4.0),))
+
+
+def logprobs_after(context: list[int]) -> FloatArray:
+    """What the fake target alone gives every token, float64."""
+    logits = FakeEngine(vocabulary=VOCABULARY, n_slots=1).logits(context).astype(np.float64)
+    return np.asarray(logits - np.log(np.exp(logits).sum()))
+
+
+@pytest.mark.parametrize("gamma", [0, 4])
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.7, top_k=3, seed=3), PENALISED])
+def test_every_token_is_scored_by_the_target_alone_speculated_or_not(gamma: int, sampling: SamplingParams) -> None:
+    pair = FakePair()
+    sequence = pair.submit(PROMPT, gamma=gamma, sampling=sampling, top_logprobs=3)
+    pair.run()
+    assert len(sequence.scores) == sequence.generated > 0
+    for position, score in enumerate(sequence.scores, start=len(PROMPT)):
+        expected = logprobs_after(sequence.tokens[:position])
+        assert score.token == sequence.tokens[position]
+        assert score.logprob == pytest.approx(expected[score.token], abs=1e-5)
+        assert [token for token, _ in score.top] == list(np.argsort(-expected)[:3])
+        assert [logprob for _, logprob in score.top] == pytest.approx(np.sort(expected)[::-1][:3], abs=1e-5)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 9])
+@pytest.mark.parametrize("prefill_rows", [1, 5, 64])
+def test_a_prompt_is_scored_from_its_second_token_on_whatever_is_cached(max_tokens: int, prefill_rows: int) -> None:
+    pair = FakePair(prefill_rows=prefill_rows)
+    prompt = [n % 11 for n in range(30)]
+    first = pair.submit(prompt, max_tokens=5)
+    pair.submit([7, 7], max_tokens=60)
+    pair.run(first)
+    generation = pair.submit(prompt, max_tokens=max_tokens, top_logprobs=2, scores_prompt=True)
+    pair.run()
+    scores = generation.prompt_scores
+    assert [score.token for score in scores] == prompt[1:]
+    for position, score in enumerate(scores, start=1):
+        assert score.logprob == pytest.approx(logprobs_after(prompt[:position])[prompt[position]], abs=1e-5)
+    assert generation.answer == plain_greedy(prompt, max_tokens)
+    assert len(generation.scores) == generation.generated
+
+
+@pytest.mark.parametrize("verification", RULES)
+def test_an_answer_follows_its_grammar_while_speculating(verification: Verification) -> None:
+    pair = FakePair(blend=0.6)
+    generations = [
+        pair.submit(
+            [1, 2],
+            sampling=SamplingParams(seed=seed),
+            verification=verification,
+            max_tokens=15,
+            constraint=Alternating(VOCABULARY),
+        )
+        for seed in range(5)
+    ]
+    pair.run()
+    for generation in generations:
+        assert all(token % 2 == position % 2 for position, token in enumerate(generation.answer))
+        assert generation.stats.accepted > 0
+
+
+def test_an_answer_ends_where_its_grammar_does() -> None:
+    pair = FakePair()
+    generation = pair.submit([1, 2], constraint=Alternating(VOCABULARY, length=6))
+    pair.run()
+    assert (generation.generated, generation.finish_reason) == (6, "stop")
+
+
+@pytest.mark.parametrize("gamma", [0, 3])
+def test_a_grammar_that_becomes_too_costly_ends_its_answer_alone_and_the_draft_model_stays(gamma: int) -> None:
+    """Without drafts it is first seen when the new tokens are read, with drafts in the round."""
+    pair = FakePair()
+    failing = pair.submit([1, 2], gamma=gamma, max_tokens=30, constraint=Alternating(VOCABULARY, fails_at=7))
+    other = pair.submit([3, 4], max_tokens=30)
+    pair.run()
+    assert failing.error
+    assert other.answer == plain_greedy([3, 4], 30)
+    later = pair.submit([5, 6], max_tokens=30)
+    pair.run()
+    assert later.stats.accepted > 0

@@ -71,7 +71,7 @@ class FakePair:
         asked = [PredictionProposer()] if proposers is None else proposers
         self.drafters = Drafters(self.controller, *asked, model=model, vocabulary=width)
         options = {"idle_tokens": 4096, **options}
-        self.scheduler = Scheduler(self.target, self.drafters, self.controller, prefill_rows=prefill_rows, **options)
+        self.scheduler = Scheduler(self.target, self.drafters, prefill_rows=prefill_rows, **options)
         self._waiting: list[Generation] = []
         self._holders: dict[int, Generation] = {}
 

@@ -44,12 +44,12 @@ def test_an_end_token_inside_a_draft_ends_the_answer_and_is_not_part_of_it() -> 
     stats = generation.stats
     assert (generation.answer, generation.finish_reason) == (plain_greedy(ending_prompt(), 50), "stop")
     assert (stats.rounds, stats.accepted) == (1, generation.generated - 1)
-    assert stats.plain_seconds == pytest.approx(generation.generated * stats.last_step)
+    assert stats.plain_seconds == pytest.approx(generation.generated)
 
 
 @pytest.mark.parametrize("last", [3, 6, 9])
 def test_a_stop_string_inside_a_draft_ends_the_answer_before_it_and_nothing_after_it_is_counted(last: int) -> None:
-    """The first token ends the prefill; without speculation each of the others would take a step."""
+    """The first token ends the prefill; without speculation each of the others would take a step of one second."""
     text = spelled(plain_greedy(PROMPT, 20))
     stop = text[last - 1 : last + 1]
     pair = FakePair(blend=0.0)
@@ -59,7 +59,7 @@ def test_a_stop_string_inside_a_draft_ends_the_answer_before_it_and_nothing_afte
     assert (generation.take_text(), generation.finish_reason) == (text[: text.index(stop)], "stop")
     assert generation.generated == last + 1
     assert (stats.rounds, stats.accepted) == (1, last)
-    assert stats.plain_seconds == pytest.approx(last * stats.last_step)
+    assert stats.plain_seconds == pytest.approx(last)
 
 
 @pytest.mark.parametrize(("idle_tokens", "reused"), [(4096, 9), (0, 0)])

@@ -15,7 +15,7 @@ from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
 from specserve.engine.kernels import Kernels
 from specserve.observability.metrics import Served
 from specserve.serving.loading import Models
-from specserve.serving.openai.template import ChatTemplate
+from specserve.serving.openai.prompt import ChatTemplate
 from specserve.serving.torchserve import Handler
 from specserve.speculation.controller import Controller
 from specserve.speculation.draft_model import DraftModel
@@ -35,6 +35,7 @@ class FrontEnd:
         self.draft = FakeEngine(vocabulary=200, n_slots=SLOTS, blend=0.3)
         self.handler = Handler()
         vocabulary: Any = FakeVocabulary(200)
+        grammars: Any = AlternatingGrammars(200)
         config = HandlerConfig(
             model_id="tiny",
             target=ModelConfig(path=Path("t")),
@@ -48,7 +49,7 @@ class FrontEnd:
         controller = Controller(flat(0.01), flat(0.001))
         models = Models(
             vocabulary,
-            AlternatingGrammars(200),
+            grammars,
             self.target,
             Drafters(controller, PredictionProposer(), LookupProposer(), model=model, vocabulary=200),
             Kernels(None, (), "a fake engine computes"),

@@ -26,7 +26,8 @@ from specserve.observability.trace import Trace
 from specserve.serving.engine_loop import EngineLoop, engine_thread
 from specserve.serving.loading import Models, load_models
 from specserve.serving.openai.openapi import openapi
-from specserve.serving.openai.parse import Prompt, Tokenizer, to_generations
+from specserve.serving.openai.parse import to_generations
+from specserve.serving.openai.prompt import Prompt, Tokenizer
 from specserve.serving.openai.request_schema import AnyRequest, ChatRequest, CompletionRequest, parse_body
 from specserve.serving.openai.response import (
     ChatResponse,

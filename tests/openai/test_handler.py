@@ -346,6 +346,39 @@ def test_a_long_body_is_sent_to_the_handler_once(front_end: FrontEnd) -> None:
     assert front_end.status[refused] == 400
 
 
+def test_long_bodies_beyond_a_bound_are_refused_while_others_wait_to_be_parsed(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is tokenized until the test lets go; one alone is taken whatever its length, and so are short ones."""
+    monkeypatch.setattr(torchserve, "_PARSE_SECONDS", 0.01)
+    monkeypatch.setattr(torchserve, "_MAX_WAITING_BYTES", 300_000)
+    may = threading.Event()
+    encode = FakeVocabulary.encode
+
+    def slow(vocabulary: FakeVocabulary, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
+        assert may.wait(10)
+        return encode(vocabulary, text, special=special, begin=begin)
+
+    monkeypatch.setattr(FakeVocabulary, "encode", slow)
+    alone = front_end.post({**BODY, "user": "x" * 400_000})
+    front_end.turn()
+    refused, short = (front_end.post({**BODY, "user": "x" * length}) for length in (100_000, 50_000))
+    front_end.turn()
+    front_end.leave(alone)
+    taken, beyond, room = (front_end.post({**BODY, "user": "x" * length}) for length in (150_000, 200_000, 100_000))
+    front_end.turn()
+    refusals = [front_end.status.pop(identity) for identity in (refused, beyond)]
+    assert refusals == [503, 503]
+    assert "send this one again" in front_end.answer(refused)["error"]["message"]
+    assert not front_end.status
+    may.set()
+    front_end.run()
+    assert [front_end.status[identity] for identity in (short, taken, room)] == [200, 200, 200]
+    again = front_end.post({**BODY, "user": "x" * 400_000})
+    front_end.run()
+    assert front_end.status[again] == 200
+
+
 def test_a_grammar_that_becomes_too_costly_after_the_status_is_an_error_object(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:

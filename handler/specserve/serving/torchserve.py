@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -57,6 +56,16 @@ logger = logging.getLogger(__name__)
 _STATUS_SECONDS = 2.0
 _LONG_BODY = 64 * 1024
 
+# Bytes of long bodies that may wait to be parsed, beyond one that is alone; a further one is refused.
+_MAX_WAITING_BYTES = 2 * 1024 * 1024
+
+_BUSY = RequestError(
+    "The server is reading other long requests; send this one again.",
+    status=503,
+    kind="server_error",
+    code="overloaded",
+)
+
 # How long a call waits for new requests to be parsed, in seconds; most take a few milliseconds. Compiling a grammar may
 # take half a second and tokenising half a megabyte a whole one. No round runs during the wait; after it they go on.
 _PARSE_SECONDS = 0.1
@@ -66,9 +75,10 @@ _GENERATING = frozenset({"", "v1/completions", "v1/chat/completions"})
 
 
 class Parsing(NamedTuple):
-    """A new request: when it arrived, and its response once it is parsed."""
+    """A new request: when it arrived, the bytes of its body, and its response once it is parsed."""
 
     arrival: float
+    size: int
     response: Future[Response]
 
 
@@ -165,21 +175,22 @@ class Handler:
 
         It waits for the parser for a limited time, so that no request holds up running streams.
         """
-        unanswered = [(i, identity) for i, identity in context.request_ids.items() if identity not in self._responses]
-        new = [(index, request_id) for index, request_id in unanswered if request_id not in self._parsing]
-        for index, request_id in new:
+        unanswered = {i: identity for i, identity in context.request_ids.items() if identity not in self._responses}
+        new = {index: request_id for index, request_id in unanswered.items() if request_id not in self._parsing}
+        for index, request_id in new.items():
             route = (context.get_request_header(index, "url_path") or "").strip("/")
-            self._parsing[request_id] = Parsing(called, self._parse(request_id, route, data[index]))
+            size = sum(map(len, data[index].values()))
+            self._parsing[request_id] = Parsing(called, size, self._parse(request_id, route, data[index], size))
         until = time.monotonic() + (_PARSE_SECONDS if new or not self._scheduler.busy else 0.0)
         parsed: set[str] = set()
-        for index, request_id in unanswered:
-            arrival, future = self._parsing[request_id]
+        for request_id in unanswered.values():
+            arrival, size, future = self._parsing[request_id]
             try:
                 response = future.result(timeout=max(0.0, until - time.monotonic()))
             except TimeoutError:
                 continue
             del self._parsing[request_id]
-            response.status_deadline = arrival + _status_seconds(context, index)
+            response.status_deadline = arrival + (_STATUS_SECONDS if size <= _LONG_BODY else 0.0)
             self._responses[request_id] = response
             for generation in response.generations:
                 if not generation.done:
@@ -187,12 +198,17 @@ class Handler:
             parsed.add(request_id)
         return parsed
 
-    def _parse(self, request_id: str, route: str, row: dict[str, Any]) -> Future[Response]:
+    def _parse(self, request_id: str, route: str, row: dict[str, Any], size: int) -> Future[Response]:
         """Parse in the parser thread what is to be generated; other routes ask the scheduler and stay in this one."""
-        if route in _GENERATING:
-            return self._parser.submit(self._respond, request_id, route, row)
+        others = self._parsing.values()
+        waiting = sum(other.size for other in others if other.size > _LONG_BODY and not other.response.done())
         answered: Future[Response] = Future()
-        answered.set_result(self._respond(request_id, route, row))
+        if route not in _GENERATING:
+            answered.set_result(self._respond(request_id, route, row))
+        elif size > _LONG_BODY and waiting and waiting + size > _MAX_WAITING_BYTES:
+            answered.set_result(JsonResponse(_BUSY.status, _BUSY.body()))
+        else:
+            return self._parser.submit(self._respond, request_id, route, row)
         return answered
 
     def _drop_cancelled(self, present: set[str]) -> None:
@@ -377,14 +393,6 @@ def _traces(config: HandlerConfig, models: Models, served: Served) -> list[Obser
         raise ConfigError(
             f"`handler.trace.directory`: {trace.directory} cannot be written ({error.strerror})."
         ) from error
-
-
-def _status_seconds(context: Context, index: int) -> float:
-    """How long the status of a row's response stays open."""
-    # Clients spell the header in two ways; a chunked body has none, and may be long.
-    spelled = (context.get_request_header(index, name) for name in ("content-length", "Content-Length"))
-    length = next((int(value) for value in spelled if value and value.isdecimal()), math.inf)
-    return _STATUS_SECONDS if length <= _LONG_BODY else 0.0
 
 
 def _body(row: dict[str, Any]) -> object:

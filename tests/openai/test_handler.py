@@ -22,9 +22,10 @@ from front_end import SLOTS, FakeContext, FrontEnd
 from specserve.observability.metrics import Metrics
 from specserve.serving import torchserve
 from specserve.serving.generation import Generation
+from specserve.serving.openai.openapi import openapi
 from specserve.serving.openai.response import GenerationResponse
+from specserve.serving.routes import Routes
 from specserve.serving.scheduler import Scheduler
-from specserve.serving.torchserve import Handler
 
 
 @pytest.fixture
@@ -184,6 +185,12 @@ def test_the_bare_model_is_the_completions_route_too(front_end: FrontEnd, route:
     assert front_end.answer(identity)["object"] == "text_completion"
 
 
+def test_the_openapi_document_lists_the_routes(front_end: FrontEnd) -> None:
+    routes = front_end.handler._routes
+    listed = {path.removeprefix("/") for path in openapi()["paths"]}
+    assert listed == {*routes._generating, *routes._complete_ones, "v1/models/{id}"} - {""}
+
+
 def test_models_are_listed_and_looked_up(front_end: FrontEnd) -> None:
     models, one = front_end.post(None, "v1/models"), front_end.post(None, "v1/models/qwen")
     none = front_end.post(None, "v1/models/gpt-4")
@@ -246,7 +253,7 @@ def test_rounds_run_between_calls_and_everything_else_between_rounds(
         (GenerationResponse, "next_events"),
         (GenerationResponse, "body"),
         (Metrics, "emit"),
-        (Handler, "_speculation_status"),
+        (Routes, "_speculation"),
     ):
         between_rounds(owner, name)
     front_end.post({**BODY, "max_tokens": 100, "ignore_eos": True})
@@ -474,7 +481,8 @@ def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason(front_end: 
 
 
 def test_a_model_without_a_chat_template_says_so(front_end: FrontEnd) -> None:
-    front_end.handler._models = replace(front_end.handler._models, chat_template=None)
+    routes = front_end.handler._routes
+    routes._models = replace(routes._models, chat_template=None)
     chat = front_end.post(CHAT, "v1/chat/completions")
     front_end.run()
     assert "no chat template" in front_end.answer(chat)["error"]["message"]

@@ -30,7 +30,8 @@ from specserve.grammar.constraint import GrammarCompiler
 from specserve.grammar.schema import MAX_TEXT
 from specserve.serving.generation import Generation
 from specserve.serving.loading import Models, load_models
-from specserve.serving.openai.parse import Tokenizer, to_generations
+from specserve.serving.openai.parse import to_generations
+from specserve.serving.openai.prompt import Tokenizer
 from specserve.serving.openai.request_schema import CompletionRequest, parse_body
 from specserve.serving.scheduler import Scheduler, max_wait
 from specserve.tools.archive import prepared_handler

@@ -62,6 +62,11 @@ class RequestError(SpecserveError):
         self.status = status
         self.kind = kind
 
+    @classmethod
+    def invalid(cls, param: str, message: str) -> RequestError:
+        """The error of a field whose value cannot be used."""
+        return cls(message, param=param, code="invalid_value")
+
     def body(self) -> dict[str, dict[str, str | None]]:
         """OpenAI's error object, ready for JSON."""
         return {

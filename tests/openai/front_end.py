@@ -15,7 +15,7 @@ from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
 from specserve.engine.kernels import Kernels
 from specserve.observability.metrics import Served
 from specserve.serving.loading import Models
-from specserve.serving.openai.template import ChatTemplate
+from specserve.serving.openai.prompt import ChatTemplate
 from specserve.serving.torchserve import Handler
 from specserve.speculation.controller import Controller
 from specserve.speculation.draft_model import DraftModel
@@ -35,6 +35,7 @@ class FrontEnd:
         self.draft = FakeEngine(vocabulary=200, n_slots=SLOTS, blend=0.3)
         self.handler = Handler()
         vocabulary: Any = FakeVocabulary(200)
+        grammars: Any = AlternatingGrammars(200)
         config = HandlerConfig(
             model_id="tiny",
             target=ModelConfig(path=Path("t")),
@@ -48,7 +49,7 @@ class FrontEnd:
         controller = Controller(flat(0.01), flat(0.001))
         models = Models(
             vocabulary,
-            AlternatingGrammars(200),
+            grammars,
             self.target,
             Drafters(controller, PredictionProposer(), LookupProposer(), model=model, vocabulary=200),
             Kernels(None, (), "a fake engine computes"),
@@ -57,7 +58,6 @@ class FrontEnd:
         self.handler.start(config, lambda _config: models, Served("qwen", "1.0"))
         self.rows: dict[str, dict[str, Any]] = {}
         self.routes: dict[str, str | None] = {}
-        self.lengths: dict[str, int] = {}
         self.chunks: dict[str, list[str]] = {}
         self.status: dict[str, int] = {}
         self.content_type: dict[str, str] = {}
@@ -67,12 +67,12 @@ class FrontEnd:
         self._count = 0
 
     def post(self, body: object, route: str | None = "v1/completions") -> str:
-        """Send a request; returns its id."""
+        """Send a request, its body as JSON unless it is bytes; returns its id."""
         self._count += 1
         identity = f"r{self._count}"
-        self.rows[identity] = {"body": body} if body is not None else {}
+        sent = body if isinstance(body, bytes | bytearray) else json.dumps(body).encode()
+        self.rows[identity] = {"body": sent} if body is not None else {}
         self.routes[identity] = route
-        self.lengths[identity] = len(json.dumps(body)) if isinstance(body, dict) else 0
         self.chunks[identity] = []
         return identity
 
@@ -142,10 +142,9 @@ class FakeContext:
         self.status: dict[int, int] = {}
         self.types: dict[int, str] = {}
         self._routes = [front_end.routes[identity] for identity in order]
-        self._lengths = [str(front_end.lengths[identity]) for identity in order]
 
     def get_request_header(self, idx: int, key: str) -> str | None:
-        return {"url_path": self._routes[idx], "Content-Length": self._lengths[idx]}.get(key)
+        return {"url_path": self._routes[idx]}.get(key)
 
     def set_response_status(self, code: int, phrase: str, idx: int) -> None:
         assert phrase

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specserve.errors import ModelLoadError, RequestError
-from specserve.serving.openai.template import ChatTemplate
+from specserve.serving.openai.prompt import ChatTemplate
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello <b>"}]
 

@@ -22,9 +22,10 @@ from front_end import SLOTS, FakeContext, FrontEnd
 from specserve.observability.metrics import Metrics
 from specserve.serving import torchserve
 from specserve.serving.generation import Generation
+from specserve.serving.openai.openapi import openapi
 from specserve.serving.openai.response import GenerationResponse
+from specserve.serving.routes import Routes
 from specserve.serving.scheduler import Scheduler
-from specserve.serving.torchserve import Handler
 
 
 @pytest.fixture
@@ -184,6 +185,12 @@ def test_the_bare_model_is_the_completions_route_too(front_end: FrontEnd, route:
     assert front_end.answer(identity)["object"] == "text_completion"
 
 
+def test_the_openapi_document_lists_the_routes(front_end: FrontEnd) -> None:
+    routes = front_end.handler._routes
+    listed = {path.removeprefix("/") for path in openapi()["paths"]}
+    assert listed == {*routes._generating, *routes._complete_ones, "v1/models/{id}"} - {""}
+
+
 def test_models_are_listed_and_looked_up(front_end: FrontEnd) -> None:
     models, one = front_end.post(None, "v1/models"), front_end.post(None, "v1/models/qwen")
     none = front_end.post(None, "v1/models/gpt-4")
@@ -246,7 +253,7 @@ def test_rounds_run_between_calls_and_everything_else_between_rounds(
         (GenerationResponse, "next_events"),
         (GenerationResponse, "body"),
         (Metrics, "emit"),
-        (Handler, "_speculation_status"),
+        (Routes, "_speculation"),
     ):
         between_rounds(owner, name)
     front_end.post({**BODY, "max_tokens": 100, "ignore_eos": True})
@@ -346,6 +353,39 @@ def test_a_long_body_is_sent_to_the_handler_once(front_end: FrontEnd) -> None:
     assert front_end.status[refused] == 400
 
 
+def test_long_bodies_beyond_a_bound_are_refused_while_others_wait_to_be_parsed(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is tokenized until the test lets go; one alone is taken whatever its length, and so are short ones."""
+    monkeypatch.setattr(torchserve, "_PARSE_SECONDS", 0.01)
+    monkeypatch.setattr(torchserve, "_MAX_WAITING_BYTES", 300_000)
+    may = threading.Event()
+    encode = FakeVocabulary.encode
+
+    def slow(vocabulary: FakeVocabulary, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
+        assert may.wait(10)
+        return encode(vocabulary, text, special=special, begin=begin)
+
+    monkeypatch.setattr(FakeVocabulary, "encode", slow)
+    alone = front_end.post({**BODY, "user": "x" * 400_000})
+    front_end.turn()
+    refused, short = (front_end.post({**BODY, "user": "x" * length}) for length in (100_000, 50_000))
+    front_end.turn()
+    front_end.leave(alone)
+    taken, beyond, room = (front_end.post({**BODY, "user": "x" * length}) for length in (150_000, 200_000, 100_000))
+    front_end.turn()
+    refusals = [front_end.status.pop(identity) for identity in (refused, beyond)]
+    assert refusals == [503, 503]
+    assert "send this one again" in front_end.answer(refused)["error"]["message"]
+    assert not front_end.status
+    may.set()
+    front_end.run()
+    assert [front_end.status[identity] for identity in (short, taken, room)] == [200, 200, 200]
+    again = front_end.post({**BODY, "user": "x" * 400_000})
+    front_end.run()
+    assert front_end.status[again] == 200
+
+
 def test_a_grammar_that_becomes_too_costly_after_the_status_is_an_error_object(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,7 +481,8 @@ def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason(front_end: 
 
 
 def test_a_model_without_a_chat_template_says_so(front_end: FrontEnd) -> None:
-    front_end.handler._models = replace(front_end.handler._models, chat_template=None)
+    routes = front_end.handler._routes
+    routes._models = replace(routes._models, chat_template=None)
     chat = front_end.post(CHAT, "v1/chat/completions")
     front_end.run()
     assert "no chat template" in front_end.answer(chat)["error"]["message"]

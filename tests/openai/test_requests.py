@@ -13,7 +13,8 @@ from fake_engine import FakeVocabulary
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
 from specserve.errors import RequestError
 from specserve.serving.generation import Generation
-from specserve.serving.openai.parse import Prompt, Tokenizer, to_generations
+from specserve.serving.openai.parse import to_generations
+from specserve.serving.openai.prompt import Prompt, Tokenizer
 from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest, GenerationRequest, parse_body
 
 VOCABULARY = FakeVocabulary(200)
@@ -30,7 +31,8 @@ def generations_of(
     request: GenerationRequest, prompts: list[Prompt], config: HandlerConfig = CONFIG
 ) -> list[list[Generation]]:
     """The generations of a request with these prompts."""
-    return to_generations(request, prompts, VOCABULARY, AlternatingGrammars(VOCABULARY.size), config)
+    grammars: Any = AlternatingGrammars(VOCABULARY.size)
+    return to_generations(request, prompts, VOCABULARY, grammars, config)
 
 
 def groups_of(body: object, config: HandlerConfig = CONFIG) -> list[list[Generation]]:
@@ -468,7 +470,8 @@ def test_a_prediction_is_cut_to_the_context() -> None:
     guess = {"type": "content", "content": "b" * 1_000_000}
     request = parse_body({"prompt": "a", "prediction": guess}, CompletionRequest)
     prompts = Tokenizer(vocabulary, CONFIG).completion(request)
-    [[generation]] = to_generations(request, prompts, vocabulary, AlternatingGrammars(200), CONFIG)
+    grammars: Any = AlternatingGrammars(200)
+    [[generation]] = to_generations(request, prompts, vocabulary, grammars, CONFIG)
     assert len(generation.prediction) == CONFIG.context_length
     assert vocabulary.longest < 10_000
 

@@ -13,8 +13,8 @@ from specserve.engine.invariance import Invariance
 from specserve.engine.kernels import Kernels, calls
 from specserve.engine.llama_model import LlamaModel, build_description
 from specserve.observability.control_group import Speedup
-from specserve.speculation.controller import Controller
 from specserve.speculation.cost import Cost
+from specserve.speculation.drafters import Drafters
 
 _PACKAGES = ("llama-cpp-python", "llguidance", "numpy", "pydantic", "torchserve")
 _DIGITS = 4
@@ -47,8 +47,7 @@ def speculation_status(
     draft: LlamaModel | None,
     kernels: Kernels,
     invariance: Invariance | None,
-    controller: Controller,
-    draft_model_up: bool,
+    drafters: Drafters,
     live: int,
     waiting: int,
     holdback: Speedup | None,
@@ -62,14 +61,13 @@ def speculation_status(
         draft: the draft model's, if it was loaded.
         kernels: those in use.
         invariance: the target's, if it was measured.
-        controller: has the costs, and what drafts have shown.
-        draft_model_up: whether the draft model is in use.
+        drafters: their controller has the costs, and what drafts have shown.
         live: number of running sequences.
         waiting: number of waiting sequences.
         holdback: the speed-up against the control group.
         max_wait_seconds: the most that prefill may add to a round.
     """
-    limits = config.speculation
+    limits, controller = config.speculation, drafters.controller
     pairs = (("target", config.target, target), ("draft", config.draft, draft))
     costs: dict[str, Cost | None] = {"target": controller.target, "draft": controller.draft}
     return {
@@ -100,7 +98,7 @@ def speculation_status(
             "idle_tokens": config.idle_tokens,
         },
         "sequences": {"live": live, "waiting": waiting, "slots": config.sequences},
-        "draft_model_up": draft_model_up,
+        "draft_model_up": drafters.has_model,
         "holdback": None if holdback is None else holdback._asdict(),
     }
 

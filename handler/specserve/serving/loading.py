@@ -18,8 +18,7 @@ from specserve.errors import EngineError, ModelLoadError
 from specserve.grammar.constraint import GrammarCompiler
 from specserve.observability.status import describe
 from specserve.serving.costs import measured_cost
-from specserve.serving.openai.parse import Grammars
-from specserve.serving.openai.template import ChatTemplate
+from specserve.serving.openai.prompt import ChatTemplate
 from specserve.speculation.controller import Controller
 from specserve.speculation.cost import Cost
 from specserve.speculation.draft_model import DraftModel
@@ -46,7 +45,7 @@ class Models:
     """
 
     vocabulary: LlamaModel
-    grammars: Grammars
+    grammars: GrammarCompiler
     target: Engine
     drafters: Drafters
     kernels: Kernels

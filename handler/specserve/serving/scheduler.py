@@ -61,7 +61,7 @@ class Scheduler:
         self._drafters = drafters
         self._controller = drafters.controller
         self._prefill_rows = prefill_rows
-        self._max_wait_seconds = max_wait_seconds
+        self.max_wait_seconds = max_wait_seconds
         self._begin_masks = begin_masks
         self._clock = clock
         self._observers = observers
@@ -120,7 +120,7 @@ class Scheduler:
         started = self._clock()
         if self._begin_masks is not None:
             # Grammar masks may delay other sequences as long as prefill may.
-            self._begin_masks(self._max_wait_seconds)
+            self._begin_masks(self.max_wait_seconds)
         # Sequences that wait for a slot are not counted: short rounds do not help them, early ends do.
         waiting = sum(not g.generated for g in self._running) + min(len(self._waiting), self._cache.free)
         try:
@@ -212,7 +212,7 @@ class Scheduler:
         """
         target, draft = self._controller.target, self._controller.draft
         kv_len = self._target.kv_len([generation.slot for generation in self._running])
-        longest = target.seconds(sequences, kv_len) + self._max_wait_seconds
+        longest = target.seconds(sequences, kv_len) + self.max_wait_seconds
         step = draft.seconds(sequences, kv_len) if draft else 0.0
         fitting = (n for n in range(most, 0, -1) if n * step + target.seconds(sequences * (1 + n), kv_len) <= longest)
         return next(fitting, 0)
@@ -224,7 +224,7 @@ class Scheduler:
         longer than before.
         """
         seconds = 0.0 if sequence.constraint is None else sequence.constraint.mask_seconds
-        share = self._max_wait_seconds / 2 / max(1, constrained)
+        share = self.max_wait_seconds / 2 / max(1, constrained)
         return drafts if (drafts + 1) * seconds <= share else max(0, int(share / seconds) - 1)
 
     def _chunk(self, decoding: list[Plan]) -> int:
@@ -238,7 +238,7 @@ class Scheduler:
         # The controller has not decided yet; with many sequences it mostly drafts little.
         rows = sum(1 if plan.sequence.speculation.adaptive else 1 + plan.gamma for plan in decoding)
         others = len(self._waiting) + len(self._running) - len(decoding)
-        longest = self._max_wait_seconds if decoding else math.inf
+        longest = self.max_wait_seconds if decoding else math.inf
         before = cost.seconds(rows, kv_len)
         least = min(_MIN_CHUNK, self._prefill_rows)
         chunks = range(least, self._prefill_rows + 1)

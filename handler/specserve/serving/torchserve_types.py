@@ -11,7 +11,7 @@ from ts.metrics.metric_type_enum import MetricTypes
 from specserve.observability.metrics import ALL, Sample
 
 StoppingCriterion = Callable[[object], bool | None]
-PHRASES = {200: "OK", 400: "Bad Request", 404: "Not Found", 500: "Internal Server Error"}
+PHRASES = {200: "OK", 400: "Bad Request", 404: "Not Found", 500: "Internal Server Error", 503: "Service Unavailable"}
 
 
 class MetricsCache(Protocol):

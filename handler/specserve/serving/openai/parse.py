@@ -1,19 +1,20 @@
-"""Turns validated requests into generations: tokenizes prompts, compiles grammars, and applies the server's limits."""
+"""Turns validated requests into generations: applies the server's limits and compiles grammars."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from specserve.config import HandlerConfig
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
+from specserve.grammar.constraint import Constraint, GrammarCompiler
 from specserve.observability.records import Group, RequestInfo, family_label
-from specserve.sequence import Constraint, SamplingParams, SpeculationParams, Verification
+from specserve.sequence import SamplingParams, SpeculationParams, Verification
 from specserve.serving.generation import Generation
 from specserve.serving.openai.logprobs import MAX_RESPONSE_BYTES, ResponseSize
+from specserve.serving.openai.prompt import BYTES_PER_TOKEN, Prompt, too_long
 from specserve.serving.openai.request_schema import (
     ChatRequest,
     CompletionRequest,
@@ -24,119 +25,15 @@ from specserve.serving.openai.request_schema import (
     text_of,
 )
 
-
-class Grammar(Constraint, Protocol):
-    """A constraint that several sequences can follow independently."""
-
-    def fork(self) -> Grammar:
-        """An independent copy."""
-
-
-class Grammars(Protocol):
-    """Compiles constraints; what cannot be compiled is a RequestError that says why."""
-
-    def begin_round(self, seconds: float) -> None:
-        """Give the masks of a round this much time, of all sequences together; further ones are deferred."""
-
-    def json_object(self) -> Grammar:
-        """Any JSON object."""
-
-    def json_schema(self, schema: dict[str, object]) -> Grammar:
-        """JSON that follows a schema."""
-
-    def gbnf(self, text: str) -> Grammar:
-        """Text that follows a grammar in llama.cpp's notation."""
-
-
-# The most bytes per token, on average over a whole text; tokenizing takes more than linear time.
-_BYTES_PER_TOKEN = 8
 # Bytes of JSON per log-probability, about; a response that is too large by this estimate is refused at once.
 _SCORE_BYTES = 80
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt as tokens, and as the text that `echo` returns."""
-
-    tokens: list[int]
-    text: str
-
-
-class Tokenizer:
-    """Tokenizes prompts; one that cannot fit is refused before it is tokenized as a whole."""
-
-    def __init__(self, vocabulary: Vocabulary, config: HandlerConfig) -> None:
-        self._vocabulary = vocabulary
-        self._most = config.context_length
-        longest = max(len(vocabulary.name(token)) for token in range(vocabulary.size))
-        # 512 KiB for 4,096 tokens of up to 128 bytes.
-        self._most_bytes = self._most * longest
-
-    def completion(self, request: CompletionRequest) -> list[Prompt]:
-        """The prompts of v1/completions; with a suffix, in the model's fill-in-the-middle form.
-
-        Raises:
-            RequestError: 400; a prompt is too long, a token id is out of range, or the model cannot fill in the middle.
-        """
-        suffix = self._tokens(request.suffix, "suffix", begin=False) if request.suffix else []
-        return [self._prompt(prompt, suffix) for prompt in request.prompts]
-
-    def _prompt(self, prompt: str | list[int], suffix: list[int]) -> Prompt:
-        vocabulary = self._vocabulary
-        if isinstance(prompt, str):
-            text = prompt
-            tokens = self._tokens(prompt, "prompt", special=True, begin=not suffix)
-        else:
-            tokens = prompt
-            if len(tokens) > self._most:
-                raise _too_long("prompt", self._most, str(len(tokens)))
-            if any(not 0 <= token < vocabulary.size for token in tokens):
-                raise _invalid("prompt", f"Token ids must lie between 0 and {vocabulary.size - 1}.")
-            text = b"".join(map(vocabulary.piece, tokens)).decode("utf-8", errors="replace")
-        if suffix:
-            between = vocabulary.infill(tokens, suffix)
-            if between is None:
-                raise _invalid(
-                    "suffix", "This model has no tokens for filling in the middle, so it cannot use a 'suffix'."
-                )
-            tokens = between
-        return Prompt(self._not_empty(tokens, "prompt"), text)
-
-    def chat(self, text: str) -> Prompt:
-        """The prompt that a chat template has rendered.
-
-        Raises:
-            RequestError: 400; it is too long, or it is empty and the model needs at least one token.
-        """
-        return Prompt(self._not_empty(self._tokens(text, "messages", special=True), "messages"), text)
-
-    def _tokens(self, text: str, param: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        """The tokens of a text; one with too many bytes is refused, and of a long one the beginning is tried first."""
-        if len(text.encode()) > self._most_bytes:
-            raise _too_long(param, self._most, f"more than {self._most}")
-        beginning = text[: _BYTES_PER_TOKEN * self._most]
-        if len(beginning) < len(text):
-            least = len(self._vocabulary.encode(beginning, special=special, begin=begin))
-            # Twice as many, since the beginning may be cut inside a word.
-            if least > 2 * self._most:
-                raise _too_long(param, self._most, f"more than {self._most}")
-        return self._vocabulary.encode(text, special=special, begin=begin)
-
-    def _not_empty(self, tokens: list[int], param: str) -> list[int]:
-        """The tokens; instead of none, the model's start token."""
-        if tokens:
-            return tokens
-        start = self._vocabulary.bos_token()
-        if start is None:
-            raise RequestError("The prompt is empty; this model needs at least one token.", param=param)
-        return [start]
 
 
 def to_generations(
     request: GenerationRequest,
     prompts: list[Prompt],
     vocabulary: Vocabulary,
-    grammars: Grammars,
+    grammars: GrammarCompiler,
     config: HandlerConfig,
     *,
     request_id: str = "",
@@ -168,7 +65,7 @@ def to_generations(
     prediction = "" if request.prediction is None else text_of(request.prediction.content)
     # As far as an output can reach.
     most = config.context_length
-    predicted = vocabulary.encode(prediction[: _BYTES_PER_TOKEN * most], begin=False)[:most] if prediction else []
+    predicted = vocabulary.encode(prediction[: BYTES_PER_TOKEN * most], begin=False)[:most] if prediction else []
     scored = request.scored
     if scored is None and request.candidates > request.choices:
         scored = 0  # the best candidates are those with the highest log-probability
@@ -212,7 +109,7 @@ def _max_tokens(request: GenerationRequest, prompt: Prompt, config: HandlerConfi
     room = config.context_length - len(prompt.tokens)
     if room < (request.most_tokens != 0):
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
-        raise _too_long(param, config.context_length, str(len(prompt.tokens)))
+        raise too_long(param, config.context_length, str(len(prompt.tokens)))
     most = room if config.max_tokens is None else min(room, config.max_tokens)
     return most if request.most_tokens is None else min(request.most_tokens, most)
 
@@ -222,9 +119,11 @@ def _check_caps(request: GenerationRequest, prompts: list[Prompt], config: Handl
     asked, cap = request.most_tokens, config.max_tokens
     if asked is not None and cap is not None and asked > cap:
         chat = isinstance(request, ChatRequest) and request.max_completion_tokens is not None
-        raise _invalid("max_completion_tokens" if chat else "max_tokens", f"An answer has at most {cap} tokens here.")
+        raise RequestError.invalid(
+            "max_completion_tokens" if chat else "max_tokens", f"An answer has at most {cap} tokens here."
+        )
     if len(prompts) * request.candidates > config.max_answers:
-        raise _invalid(
+        raise RequestError.invalid(
             "n" if request.candidates == request.choices else "best_of",
             f"A request may ask for at most {config.max_answers} answers in all on this server.",
         )
@@ -249,7 +148,7 @@ def _check_response_size(request: GenerationRequest, prompts: list[Prompt], grou
     size = request.choices * scores + echoed
     if size > MAX_RESPONSE_BYTES:
         chat = isinstance(request, ChatRequest)
-        raise _invalid(
+        raise RequestError.invalid(
             "top_logprobs" if chat else "logprobs" if scores > echoed else "echo",
             f"The log-probabilities and echoed prompts of this request may take {size // 2**20} MB, over "
             f"{MAX_RESPONSE_BYTES // 2**20}: ask for fewer answers, tokens or alternatives, or set 'max_tokens'.",
@@ -274,14 +173,14 @@ def _sampling(request: GenerationRequest, vocabulary: Vocabulary) -> SamplingPar
 def _biases(biases: dict[str, float], vocabulary: Vocabulary) -> tuple[tuple[int, float], ...]:
     for token in biases:
         if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary.size):
-            raise _invalid(
+            raise RequestError.invalid(
                 "logit_bias",
                 f"'logit_bias' names tokens by their ids, 0 to {vocabulary.size - 1}; '{token}' is none.",
             )
     return tuple((int(token), bias) for token, bias in biases.items())
 
 
-def _grammar(request: GenerationRequest, grammars: Grammars) -> Grammar | None:
+def _grammar(request: GenerationRequest, grammars: GrammarCompiler) -> Constraint | None:
     if request.grammar is not None:
         return grammars.gbnf(request.grammar)
     if isinstance(request.response_format, JsonSchema):
@@ -305,7 +204,7 @@ def _speculation(
     limits = config.speculation
     drafter = None if options.drafter == "auto" else options.drafter
     if config.draft is None and drafter == "model":
-        raise _invalid("speculation.drafter", "This server has no draft model.")
+        raise RequestError.invalid("speculation.drafter", "This server has no draft model.")
     verification = options.verification or _verification(sampling)
     if group == "auto":
         return SpeculationParams(limits.max_gamma, verification, drafter, "adaptive")
@@ -313,7 +212,9 @@ def _speculation(
         return SpeculationParams(0, verification, drafter, "off")
     gamma = limits.gamma if options.gamma is None else options.gamma
     if gamma > limits.max_gamma:
-        raise _invalid("speculation.gamma", f"'speculation.gamma' may be at most {limits.max_gamma} on this server.")
+        raise RequestError.invalid(
+            "speculation.gamma", f"'speculation.gamma' may be at most {limits.max_gamma} on this server."
+        )
     return SpeculationParams(gamma, verification, drafter, "fixed")
 
 
@@ -322,15 +223,3 @@ def _verification(sampling: SamplingParams) -> Verification:
     if sampling.temperature == 0:
         return "token"  # the name that describes `verify_greedy` best
     return "block" if sampling.seed is None else "coupled"
-
-
-def _too_long(param: str, most: int, length: str) -> RequestError:
-    return RequestError(
-        f"This model's context holds {most} tokens, prompt and answer together; the prompt alone has {length}.",
-        param=param,
-        code="context_length_exceeded",
-    )
-
-
-def _invalid(param: str, message: str) -> RequestError:
-    return RequestError(message, param=param, code="invalid_value")

@@ -13,7 +13,7 @@ from specserve.errors import RequestError
 from specserve.sequence import SequenceStats, Tally
 from specserve.serving.generation import Generation
 from specserve.serving.openai.logprobs import chat_logprobs, completion_logprobs, joined, prompt_logprobs
-from specserve.serving.openai.parse import Prompt
+from specserve.serving.openai.prompt import Prompt
 from specserve.serving.openai.request_schema import AnyRequest, ChatRequest, CompletionRequest
 from specserve.serving.openai.response_schema import (
     ChatChoice,

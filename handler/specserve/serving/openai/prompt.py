@@ -1,0 +1,150 @@
+"""Prompts as tokens: chat messages in the model's template, and the tokenizer with its limits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from specserve.config import HandlerConfig
+from specserve.engine.base import Vocabulary
+from specserve.errors import ModelLoadError, RequestError
+from specserve.serving.openai.request_schema import CompletionRequest
+
+# The most bytes per token, on average over a whole text; tokenizing takes more than linear time.
+BYTES_PER_TOKEN = 8
+
+
+class ChatTemplate:
+    """The chat template of a GGUF; it is untrusted code, so it runs in Jinja's sandbox.
+
+    Raises:
+        ModelLoadError: the template cannot be compiled.
+    """
+
+    def __init__(self, source: str, *, bos: str, eos: str) -> None:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = _strftime_now
+        # Jinja's own filter escapes HTML; chat templates expect this one.
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise ModelLoadError(f"The model's chat template cannot be compiled: {error}.") from error
+        self._tokens = {"bos_token": bos, "eos_token": eos}
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt for the assistant's next message.
+
+        Raises:
+            RequestError: 400; the template refuses these messages.
+        """
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._tokens)
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+            raise RequestError(
+                f"The model's chat template refuses these messages: {error}.", param="messages", code="invalid_value"
+            ) from error
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as tokens, and as the text that `echo` returns."""
+
+    tokens: list[int]
+    text: str
+
+
+class Tokenizer:
+    """Tokenizes prompts; one that cannot fit is refused before it is tokenized as a whole."""
+
+    def __init__(self, vocabulary: Vocabulary, config: HandlerConfig) -> None:
+        self._vocabulary = vocabulary
+        self._most = config.context_length
+        longest = max(len(vocabulary.name(token)) for token in range(vocabulary.size))
+        # 512 KiB for 4,096 tokens of up to 128 bytes.
+        self._most_bytes = self._most * longest
+
+    def completion(self, request: CompletionRequest) -> list[Prompt]:
+        """The prompts of v1/completions; with a suffix, in the model's fill-in-the-middle form.
+
+        Raises:
+            RequestError: 400; a prompt is too long, a token id is out of range, or the model cannot fill in the middle.
+        """
+        suffix = self._tokens(request.suffix, "suffix", begin=False) if request.suffix else []
+        return [self._prompt(prompt, suffix) for prompt in request.prompts]
+
+    def _prompt(self, prompt: str | list[int], suffix: list[int]) -> Prompt:
+        vocabulary = self._vocabulary
+        if isinstance(prompt, str):
+            text = prompt
+            tokens = self._tokens(prompt, "prompt", special=True, begin=not suffix)
+        else:
+            tokens = prompt
+            if len(tokens) > self._most:
+                raise too_long("prompt", self._most, str(len(tokens)))
+            if any(not 0 <= token < vocabulary.size for token in tokens):
+                raise RequestError.invalid("prompt", f"Token ids must lie between 0 and {vocabulary.size - 1}.")
+            text = b"".join(map(vocabulary.piece, tokens)).decode("utf-8", errors="replace")
+        if suffix:
+            between = vocabulary.infill(tokens, suffix)
+            if between is None:
+                raise RequestError.invalid(
+                    "suffix", "This model has no tokens for filling in the middle, so it cannot use a 'suffix'."
+                )
+            tokens = between
+        return Prompt(self._not_empty(tokens, "prompt"), text)
+
+    def chat(self, text: str) -> Prompt:
+        """The prompt that a chat template has rendered.
+
+        Raises:
+            RequestError: 400; it is too long, or it is empty and the model needs at least one token.
+        """
+        return Prompt(self._not_empty(self._tokens(text, "messages", special=True), "messages"), text)
+
+    def _tokens(self, text: str, param: str, *, special: bool = False, begin: bool = True) -> list[int]:
+        """The tokens of a text; one with too many bytes is refused, and of a long one the beginning is tried first."""
+        if len(text.encode()) > self._most_bytes:
+            raise too_long(param, self._most, f"more than {self._most}")
+        beginning = text[: BYTES_PER_TOKEN * self._most]
+        if len(beginning) < len(text):
+            least = len(self._vocabulary.encode(beginning, special=special, begin=begin))
+            # Twice as many, since the beginning may be cut inside a word.
+            if least > 2 * self._most:
+                raise too_long(param, self._most, f"more than {self._most}")
+        return self._vocabulary.encode(text, special=special, begin=begin)
+
+    def _not_empty(self, tokens: list[int], param: str) -> list[int]:
+        """The tokens; instead of none, the model's start token."""
+        if tokens:
+            return tokens
+        start = self._vocabulary.bos_token()
+        if start is None:
+            raise RequestError("The prompt is empty; this model needs at least one token.", param=param)
+        return [start]
+
+
+def too_long(param: str, most: int, length: str) -> RequestError:
+    """The error of a prompt of `length` tokens that the context cannot hold."""
+    return RequestError(
+        f"This model's context holds {most} tokens, prompt and answer together; the prompt alone has {length}.",
+        param=param,
+        code="context_length_exceeded",
+    )

@@ -1,0 +1,160 @@
+"""The routes of the API: what each responds to the body of a request."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from specserve.config import HandlerConfig
+from specserve.errors import RequestError
+from specserve.observability.control_group import Holdback
+from specserve.observability.status import SpeculationStatus, speculation_status
+from specserve.serving.loading import Models
+from specserve.serving.openai.openapi import openapi
+from specserve.serving.openai.parse import to_generations
+from specserve.serving.openai.prompt import Prompt, Tokenizer
+from specserve.serving.openai.request_schema import AnyRequest, ChatRequest, CompletionRequest, parse_body
+from specserve.serving.openai.response import (
+    ChatResponse,
+    CompletionResponse,
+    GenerationResponse,
+    JsonResponse,
+    Response,
+    model_list,
+    model_object,
+)
+from specserve.serving.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class Routes:
+    """Makes the response to a request: one to be generated, or one that is complete.
+
+    Args:
+        config: of the server.
+        models: as loaded.
+        scheduler: asked by routes that do not generate, so these may not run beside a round.
+        holdback: draws the control group.
+        name: of the model in TorchServe, which is one of its ids.
+    """
+
+    def __init__(
+        self, config: HandlerConfig, models: Models, scheduler: Scheduler, holdback: Holdback, name: str
+    ) -> None:
+        self._config = config
+        self._models = models
+        self._scheduler = scheduler
+        self._holdback = holdback
+        self._model_ids = list(dict.fromkeys([config.model_id, name]))
+        self._created = int(time.time())
+        self._tokenizer = Tokenizer(models.vocabulary, config)
+        # The bare URL of a model takes completions.
+        self._generating: dict[str, Callable[[object, str], Response]] = {
+            "": self._complete,
+            "v1/completions": self._complete,
+            "v1/chat/completions": self._chat,
+        }
+        self._complete_ones: dict[str, Callable[[], Mapping[str, Any]]] = {
+            "v1/models": lambda: model_list(self._model_ids, self._created),
+            "v1/speculation": self._speculation,
+            "v1/openapi.json": openapi,
+        }
+
+    def generates(self, route: str) -> bool:
+        """Whether a route generates text."""
+        return route in self._generating
+
+    def respond(self, request_id: str, route: str, body: object) -> Response:
+        """The response to a request; whatever is wrong with it is an error response.
+
+        Args:
+            request_id: TorchServe's.
+            route: the path after the model's version.
+            body: bytes or a decoded JSON value; None without one.
+        """
+        try:
+            return self._respond(request_id, route, body)
+        except RequestError as error:
+            return JsonResponse(error.status, error.body())
+        except Exception:
+            logger.exception("specserve: request %s could not be parsed", request_id)
+            failure = RequestError("The server failed to read this request.", status=500, kind="server_error")
+            return JsonResponse(failure.status, failure.body())
+
+    def _respond(self, request_id: str, route: str, body: object) -> Response:
+        if route in self._generating:
+            if body is None:
+                raise RequestError("The request has no JSON body; send it with content-type application/json.")
+            return self._generating[route](body, request_id)
+        if route in self._complete_ones:
+            return JsonResponse(200, self._complete_ones[route]())
+        if route.startswith("v1/models/"):
+            model = self._known_model(route.removeprefix("v1/models/"))
+            return JsonResponse(200, model_object(model, self._created))
+        *most, last = filter(None, [*self._generating, *self._complete_ones])
+        message = f"There is no route '{route}'; this server has {', '.join(most)} and {last}."
+        raise RequestError(message, status=404, code="unknown_url")
+
+    def _speculation(self) -> SpeculationStatus:
+        models, scheduler = self._models, self._scheduler
+        return speculation_status(
+            self._config,
+            target=models.vocabulary,
+            draft=models.draft,
+            kernels=models.kernels,
+            invariance=models.invariance,
+            drafters=models.drafters,
+            live=scheduler.running,
+            waiting=scheduler.waiting,
+            holdback=self._holdback.speedup(),
+            max_wait_seconds=scheduler.max_wait_seconds,
+        )
+
+    def _complete(self, body: object, request_id: str) -> Response:
+        request = parse_body(body, CompletionRequest)
+        prompts = self._tokenizer.completion(request)
+        return self._generate(CompletionResponse, request, prompts, request_id)
+
+    def _chat(self, body: object, request_id: str) -> Response:
+        request = parse_body(body, ChatRequest)
+        if self._models.chat_template is None:
+            raise RequestError("This model has no chat template; use v1/completions.", code="unsupported_value")
+        text = self._models.chat_template.render([message.for_template() for message in request.messages])
+        return self._generate(ChatResponse, request, [self._tokenizer.chat(text)], request_id)
+
+    def _generate(
+        self, kind: type[GenerationResponse[AnyRequest]], request: AnyRequest, prompts: list[Prompt], request_id: str
+    ) -> Response:
+        """The response to a valid request, with its generations before their first round."""
+        models = self._models
+        model = self._known_model(request.model)
+        candidates = to_generations(
+            request,
+            prompts,
+            models.vocabulary,
+            models.grammars,
+            self._config,
+            request_id=request_id,
+            held_back=self._holdback.draw(),
+        )
+        return kind(request, prompts, candidates, vocabulary=models.vocabulary, request_id=request_id, model=model)
+
+    def _known_model(self, model: str | None) -> str:
+        """The id that a request has named, or the first one.
+
+        Raises:
+            RequestError: 404; there is no such model.
+        """
+        if model is None:
+            return self._model_ids[0]
+        if model not in self._model_ids:
+            raise RequestError(
+                f"The model '{model}' does not exist here; this server has {', '.join(self._model_ids)}.",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        return model

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from constraints import AlternatingGrammars
 from costs import flat
@@ -14,6 +15,8 @@ from fake_engine import FakeEngine, FakeVocabulary
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
 from specserve.engine.kernels import Kernels
 from specserve.observability.metrics import Served
+from specserve.serving import torchserve
+from specserve.serving.engine_loop import engine_thread
 from specserve.serving.loading import Models
 from specserve.serving.openai.prompt import ChatTemplate
 from specserve.serving.torchserve import Handler
@@ -27,14 +30,23 @@ SLOTS = 4
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 
 
+class Vocabulary(FakeVocabulary):
+    """A target's vocabulary, with what v1/speculation says of the model."""
+
+    weights = 1000, 4000
+
+    def description(self) -> str:
+        return "a fake model"
+
+
 class FrontEnd:
     """TorchServe with rows of live requests, which have a body until the first reply."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, time_slice_ms: int = 0, chat_template: str | None = TEMPLATE, holdback: float = 0) -> None:
         self.target = FakeEngine(vocabulary=200, n_slots=SLOTS)
         self.draft = FakeEngine(vocabulary=200, n_slots=SLOTS, blend=0.3)
         self.handler = Handler()
-        vocabulary: Any = FakeVocabulary(200)
+        vocabulary: Any = Vocabulary(200)
         grammars: Any = AlternatingGrammars(200)
         config = HandlerConfig(
             model_id="tiny",
@@ -42,8 +54,8 @@ class FrontEnd:
             draft=ModelConfig(path=Path("d")),
             sequences=SLOTS,
             context_length=256,
-            time_slice_ms=0,
-            speculation=SpeculationConfig(holdback=0),
+            time_slice_ms=time_slice_ms,
+            speculation=SpeculationConfig(holdback=holdback),
         )
         model = DraftModel(self.draft, flat(0.001), window=64, max_rows=32, vocabulary=200, context_length=4096)
         controller = Controller(flat(0.01), flat(0.001))
@@ -54,8 +66,11 @@ class FrontEnd:
             Drafters(controller, PredictionProposer(), LookupProposer(), model=model, vocabulary=200),
             Kernels(None, (), "a fake engine computes"),
         )
-        models = replace(models, chat_template=ChatTemplate(TEMPLATE, bos="", eos=""))
-        self.handler.start(config, lambda _config: models, Served("qwen", "1.0"))
+        if chat_template is not None:
+            models = replace(models, chat_template=ChatTemplate(chat_template, bos="", eos=""))
+        self._engine_thread = engine_thread()
+        with mock.patch.object(torchserve, "engine_thread", return_value=self._engine_thread):
+            self.handler.start(config, lambda _config: models, Served("qwen", "1.0"))
         self.rows: dict[str, dict[str, Any]] = {}
         self.routes: dict[str, str | None] = {}
         self.chunks: dict[str, list[str]] = {}
@@ -102,9 +117,8 @@ class FrontEnd:
             self.rows[identity] = {}
         for identity in self.finished & self.rows.keys():
             del self.rows[identity]
-        started = self.handler._loop._slice
-        if started and self.settles:
-            started.result()
+        if self.settles:
+            self._engine_thread.submit(lambda: None).result()
 
     def run(self) -> None:
         """Take turns until no request is left."""
@@ -113,6 +127,18 @@ class FrontEnd:
                 return
             self.turn()
         raise AssertionError(f"Unanswered: {list(self.rows)}")
+
+    def status_of_speculation(self) -> Any:
+        """What v1/speculation says now."""
+        identity = self.post(None, "v1/speculation")
+        self.turn()
+        assert self.status[identity] == 200
+        return self.answer(identity)
+
+    def sequences(self) -> tuple[int, int]:
+        """How many sequences are live, and how many wait."""
+        told = self.status_of_speculation()["sequences"]
+        return told["live"], told["waiting"]
 
     def text(self, identity: str) -> str:
         """All that a client received."""

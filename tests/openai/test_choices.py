@@ -180,36 +180,26 @@ def test_a_failure_of_one_choice_is_one_error_and_frees_all_slots(front_end: Fro
     front_end.run()
     assert front_end.status[whole] == 500
     assert front_end.events(stream)[-1]["error"]["type"] == "server_error"
-    assert not front_end.handler._scheduler.busy
+    assert front_end.sequences() == (0, 0)
 
 
 def test_a_cancelled_request_ends_all_its_choices(front_end: FrontEnd) -> None:
     leaving = front_end.post({**BODY, "n": 12, "stream": True, "max_tokens": 100})
     front_end.turn()
     front_end.leave(leaving)
-    front_end.turn()
-    assert not front_end.handler._scheduler.busy
+    assert front_end.sequences() == (0, 0)
 
 
-def test_an_exception_in_a_round_is_a_500_for_its_requests_only(
-    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("call", "turns"), [("truncate", 0), ("forward", 1)])
+def test_an_exception_before_or_in_a_round_is_a_500_for_its_requests_only(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, call: str, turns: int
 ) -> None:
-    live = front_end.post({**BODY, "max_tokens": 50})
-    front_end.turn()
+    """A slot is truncated before its first round."""
+    unlucky = front_end.post({**BODY, "max_tokens": 50})
+    for _ in range(turns):
+        front_end.turn()
     with monkeypatch.context() as patch:
-        patch.setattr(front_end.handler._scheduler, "_schedule", lambda: 1 / 0)
-        front_end.run()
-    assert front_end.status[live] == 500
-    assert texts(answer_to(front_end, BODY))
-
-
-@pytest.mark.parametrize("what", ["assign", "_choose"])
-def test_an_exception_before_the_first_round_is_a_500(
-    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(front_end.handler._scheduler._cache, what, lambda *_: 1 / 0)
-        unlucky = front_end.post(BODY)
+        patch.setattr(front_end.target, call, lambda *_: 1 / 0)
         front_end.run()
     assert front_end.status[unlucky] == 500
     assert texts(answer_to(front_end, BODY))

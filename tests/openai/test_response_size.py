@@ -66,8 +66,8 @@ def test_the_estimate_is_between_the_size_and_twice_the_size(top: int, *, chat: 
 def test_a_response_that_exceeds_the_limit_ends_with_an_error(monkeypatch: pytest.MonkeyPatch, *, stream: bool) -> None:
     front_end = FrontEnd()
     wide: Any = Wide(200)
-    monkeypatch.setattr(type(front_end.handler._models.vocabulary), "piece", wide.piece)
-    monkeypatch.setattr(type(front_end.handler._models.vocabulary), "name", wide.name)
+    monkeypatch.setattr(FakeVocabulary, "piece", wide.piece)
+    monkeypatch.setattr(FakeVocabulary, "name", wide.name)
     messages = [{"role": "user", "content": "hi"}]
     body = {"messages": messages, "n": 8, "max_tokens": 200, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
     large = front_end.post({**body, "stream": stream}, "v1/chat/completions")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specserve.serving.detokenizer import Detokenizer
+from work import lines_run
 
 
 def released(pieces: list[bytes], stops: list[str]) -> tuple[list[str], bool]:
@@ -79,24 +76,6 @@ def test_a_stop_string_across_pieces_is_not_released() -> None:
 @pytest.mark.parametrize("stops", [["ab", "b"], ["b", "ab"]])
 def test_of_two_stops_in_one_piece_the_earlier_ends_the_text(stops: list[str]) -> None:
     assert "".join(released([b"xxab"], stops)[0]) == "xx"
-
-
-def lines_run(work: Callable[[], object]) -> int:
-    """Number of Python lines that `work` runs: a measure that does not depend on the machine."""
-    count = 0
-
-    def trace(_frame: FrameType, _event: str, _argument: object) -> Any:
-        nonlocal count
-        count += 1
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def test_a_character_costs_the_same_with_much_text_held_back() -> None:

@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -87,6 +88,12 @@ def allowed(constraint: Constraint, written: list[int]) -> list[int]:
     return np.flatnonzero(mask).tolist()
 
 
+def follow(constraint: Constraint, text: list[int]) -> None:
+    """Ask for the mask after every beginning of an answer."""
+    for length in range(len(text)):
+        assert constraint.allowed(text[:length]) is not None
+
+
 def accepts(constraint: Constraint, model: LlamaModel, text: str) -> bool:
     """Whether the text may end where it does."""
     mask = constraint.allowed(in_bytes(model, text.encode()))
@@ -121,33 +128,21 @@ def check_person(person: dict[str, Any]) -> None:
         check_person(person["boss"])
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_sampled_answer_is_valid_by_its_schema(architecture: str, compilers: Compilers) -> None:
-    model, compiler = compilers[architecture]
-    constraint = compiler.json_schema(PERSON)
-    for seed in range(12):
-        check_person(json.loads(walk(constraint.fork(), model, seed)))
+def check_object(text: object) -> None:
+    assert isinstance(text, dict)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_sampled_json_object_is_an_object(architecture: str, compilers: Compilers) -> None:
-    model, compiler = compilers[architecture]
-    for seed in range(12):
-        assert isinstance(json.loads(walk(compiler.json_object(), model, seed)), dict)
+def check_expression(text: str) -> None:
+    while (reduced := re.sub(r"\(x([+*]x)*\)", "x", re.sub(r"[0-9]{1,2}", "x", text))) != text:
+        text = reduced
+    assert re.fullmatch(r"x([+*]x)*", text)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_sampled_answer_follows_its_grammar(architecture: str, compilers: Compilers) -> None:
-    model, compiler = compilers[architecture]
-    constraint = compiler.gbnf(EXPRESSION)
-    for seed in range(12):
-        text = walk(constraint.fork(), model, seed).decode()
-        while (reduced := re.sub(r"\(x([+*]x)*\)", "x", re.sub(r"[0-9]{1,2}", "x", text))) != text:
-            text = reduced
-        assert re.fullmatch(r"x([+*]x)*", text)
-
-
-GRAMMARS = ["person", "object", "expression"]
+CHECKS: dict[str, Callable[[str], None]] = {
+    "person": lambda text: check_person(json.loads(text)),
+    "object": lambda text: check_object(json.loads(text)),
+    "expression": check_expression,
+}
 
 
 def compiled(compiler: GrammarCompiler, name: str) -> Constraint:
@@ -157,7 +152,16 @@ def compiled(compiler: GrammarCompiler, name: str) -> Constraint:
     return compiler.json_schema(PERSON) if name == "person" else compiler.json_object()
 
 
-@pytest.mark.parametrize("name", GRAMMARS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_sampled_answer_follows_its_grammar(name: str, architecture: str, compilers: Compilers) -> None:
+    model, compiler = compilers[architecture]
+    constraint = compiled(compiler, name)
+    for seed in range(12):
+        CHECKS[name](walk(constraint.fork(), model, seed).decode())
+
+
+@pytest.mark.parametrize("name", CHECKS)
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_a_mask_depends_on_the_written_tokens_alone(
@@ -192,25 +196,18 @@ def test_masks_after_rejected_drafts_are_dropped(compiler: GrammarCompiler, mode
     assert set(allowed(constraint, [])) == {token for token in range(model.size) if model.piece(token) in {b"a", b"c"}}
 
 
-def test_few_masks_are_cached_for_a_long_answer(compiler: GrammarCompiler, model: LlamaModel) -> None:
-    constraint = compiler.gbnf("root ::= [a-z]*")
-    written: list[int] = []
-    for _ in range(300):
-        assert constraint.allowed(written) is not None
-        written.append(in_bytes(model, b"q")[0])
-    assert len(constraint._masks) <= 64
-
-
-def test_layouts_of_a_deep_and_long_answer_take_little_memory(compiler: GrammarCompiler, model: LlamaModel) -> None:
-    """Each token opens another array."""
+@pytest.mark.parametrize("method", ["allowed", "forced"])
+def test_a_long_answer_takes_little_memory(method: str, compiler: GrammarCompiler, model: LlamaModel) -> None:
+    """Masks and layouts are kept for the last positions alone; each of these tokens opens another array."""
     constraint = compiler.json_schema({"type": "array"})
     written = in_bytes(model, b"[ " * 500)
+    ask = constraint.allowed if method == "allowed" else lambda tokens: constraint.forced(tokens, 4)
     tracemalloc.start()
     for length in range(0, len(written), 2):
-        constraint.forced(written[:length], 4)
+        ask(written[:length])
     memory, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert memory < 2_000_000
+    assert memory < 100_000
 
 
 def test_a_rollback_beyond_the_cached_layouts_reads_the_answer_again(
@@ -306,12 +303,25 @@ def test_whitespace_between_forced_characters_follows_the_answers_layout(
         assert token in allowed(constraint, [*indented, *forced[:position]])
 
 
-def test_forced_tokens_do_not_need_tokens_of_single_bytes(compiler: GrammarCompiler, model: LlamaModel) -> None:
-    constraint = compiler.json_schema({"const": "a constant text"})
-    whole = constraint.forced([], 50)
-    constraint._special = constraint._special._replace(single_byte={})
-    assert constraint.forced([], 50) == whole
-    assert len(text_of(model, whole)) > 10
+class Chunks(FakeVocabulary):
+    """A vocabulary of the pieces of one text, five bytes each, and none of single bytes."""
+
+    def __init__(self, text: str) -> None:
+        self._pieces = [text[start : start + 5].encode() for start in range(0, len(text), 5)]
+        super().__init__(len(self._pieces) + 1)
+
+    def piece(self, token: int) -> bytes:
+        return b"" if self.is_end_token(token) else self._pieces[token]
+
+    def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
+        del special, begin
+        return [self._pieces.index(text[start : start + 5].encode()) for start in range(0, len(text), 5)]
+
+
+def test_forced_tokens_do_not_need_tokens_of_single_bytes() -> None:
+    text = '"25 bytes are 5 tokens."'
+    constraint = GrammarCompiler(Chunks(text)).json_schema({"const": json.loads(text)})
+    assert constraint.forced([], 50) == [0, 1, 2, 3]
 
 
 def test_forks_do_not_disturb_each_other(compiler: GrammarCompiler, model: LlamaModel) -> None:
@@ -612,23 +622,19 @@ def test_an_ambiguous_grammar_is_given_up_before_its_masks_take_long(
 ) -> None:
     """42 bytes whose every text of n characters has more than 2 to the n readings: masks grow with the cube of n."""
     constraint = compiler.gbnf('root ::= root root | root root root | "a"')
-    text = in_bytes(model, b"a" * 200)
     with pytest.raises(ConstraintError, match="cannot be followed further"):
-        assert not [length for length in range(200) if constraint.allowed(text[:length]) is None]
+        follow(constraint, in_bytes(model, b"a" * 200))
 
 
 def test_all_answers_to_a_request_share_a_budget_and_other_requests_have_their_own(model: LlamaModel) -> None:
-    compiler = GrammarCompiler(model, seconds=1e-9)
-    constraint = compiler.gbnf(EXPRESSION)
+    compiler = GrammarCompiler(model, seconds=0.002)  # some hundred masks
+    constraint, other_request = compiler.gbnf(EXPRESSION), compiler.gbnf(EXPRESSION)
     other_answer = constraint.fork()
     with pytest.raises(ConstraintError, match="takes too much time"):
-        constraint.allowed([])
+        follow(constraint, in_bytes(model, b"x" + b"+x" * 5_000))
     with pytest.raises(ConstraintError, match="takes too much time"):
-        other_answer.allowed(in_bytes(model, b"x"))
-    other = compiler.gbnf(EXPRESSION)
-    compiler._seconds = 100
-    assert other._request_budget.spent == 0
-    assert allowed(compiler.gbnf(EXPRESSION), [])
+        other_answer.allowed([])
+    assert allowed(other_request, [])
 
 
 def test_masks_beyond_a_rounds_time_are_deferred_to_the_next_round(model: LlamaModel) -> None:
@@ -680,26 +686,24 @@ def test_a_grammar_that_one_answer_has_exhausted_fails_for_all_that_share_it(com
 
 
 def test_a_grammar_is_compiled_once_and_few_are_cached(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[str] = []
-    plain = GrammarCompiler._compile
+    compile_one, compiled = llguidance.LLMatcher, []
 
-    def counting(compiler: GrammarCompiler, lark: str, *rest: Any) -> Any:
-        compiled.append(lark)
-        return plain(compiler, lark, *rest)
+    def counting(*arguments: Any, **options: Any) -> llguidance.LLMatcher:
+        compiled.append(arguments)
+        return compile_one(*arguments, **options)
 
-    monkeypatch.setattr(GrammarCompiler, "_compile", counting)
+    monkeypatch.setattr(llguidance, "LLMatcher", counting)
     compiler = GrammarCompiler(model)
     first, second = (compiler.json_schema(PERSON) for _ in range(2))
-    assert len(compiled) == 1
-    assert first._request_budget is not second._request_budget
     assert walk(first, model, 1) == walk(second, model, 1)
-    for number in range(20):
+    assert len(compiled) == 1
+    for number in range(8):
         compiler.gbnf(f'root ::= "{number}"')
-    assert len(compiler._cache) == 8
-    compiler.gbnf('root ::= "19"')
-    assert len(compiled) == 21
+    for number in range(8):
+        compiler.gbnf(f'root ::= "{number}"')
+    assert len(compiled) == 9
     compiler.json_schema(PERSON)
-    assert len(compiled) == 22
+    assert len(compiled) == 10
 
 
 def test_an_exhausted_grammar_is_compiled_again_for_the_next_request(

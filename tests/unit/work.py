@@ -1,0 +1,26 @@
+"""The work of a call, counted in Python lines: a measure that does not depend on the machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+def lines_run(work: Callable[[], object]) -> int:
+    """The number of Python lines that `work` runs."""
+    count = 0
+
+    def trace(_frame: FrameType, _event: str, _argument: object) -> Any:
+        nonlocal count
+        count += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count

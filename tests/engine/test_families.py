@@ -11,7 +11,7 @@ from gguf import GGUFWriter
 
 import tiny_models as tiny
 from pairs import PLAIN, Pair, TinyFiles, drafting
-from specserve.config import HandlerConfig, ModelConfig
+from specserve.config import ModelConfig
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ModelLoadError, RequestError
@@ -243,15 +243,14 @@ def test_a_draft_for_which_there_is_no_room_is_left_out_and_said_so(
     files: TinyFiles, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = files.config("qwen2")
-    open_engine = loading._engine
 
-    def without_room(model: LlamaModel, config: HandlerConfig, *more: Any) -> LlamaEngine:
+    def without_room(model: LlamaModel, **options: Any) -> LlamaEngine:
         if whole.draft and model.path == whole.draft.path:
             raise ModelLoadError(f"{model.path}: there is no memory for it.")
-        return open_engine(model, config, *more)
+        return LlamaEngine(model, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "_engine", without_room)
+        patch.setattr(loading, "LlamaEngine", without_room)
         alone = Pair(whole)
     assert not alone.models.drafters.has_model
     plain, speculative = (one.answer(PROMPTS[0], max_tokens=40, temperature=0) for one in (alone, Pair(whole)))

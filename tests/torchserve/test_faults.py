@@ -19,8 +19,11 @@ ENTRY = "speculative_handler.py"
 FAULTY = '''
 from pathlib import Path
 
+from specserve.engine.llama import LlamaEngine
 from specserve.errors import EngineError
 from specserve.serving.torchserve import Handler
+
+forward = LlamaEngine.forward
 
 
 class FaultyHandler(Handler):
@@ -29,21 +32,18 @@ class FaultyHandler(Handler):
     def start(self, config, load, served, send):
         def load_faulty(config):
             models = load(config)
-            for name, engine in (("target", models.target), ("draft", models.drafters._model._engine)):
-                engine.forward = failing(engine.forward, Path({faults!r}) / name)
+
+            def attempt(engine, rows):
+                fault = Path({faults!r}) / ("target" if engine is models.target else "draft")
+                if fault.exists():
+                    fault.unlink()
+                    raise EngineError("It was told to fail.")
+                return forward(engine, rows)
+
+            LlamaEngine.forward = attempt
             return models
 
         super().start(config, load_faulty, served, send)
-
-
-def failing(forward, fault):
-    def attempt(rows):
-        if fault.exists():
-            fault.unlink()
-            raise EngineError("It was told to fail.")
-        return forward(rows)
-
-    return attempt
 '''
 
 

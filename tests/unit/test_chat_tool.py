@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 import sys
-from collections.abc import Generator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from requests import Session
 from rich.console import Console
 
-from specserve.errors import RequestError
 from specserve.tools.chat import Chat, summary
 from specserve.tools.torchserve_process import State
 
@@ -22,18 +24,33 @@ TOTALS = {"choices": [], "usage": USAGE, "speculation": ACCOUNT}
 SHOWN = "def f()\ufffd[2J\ufffd\ufffd\n\tß 世"
 
 
+class Answer(contextlib.nullcontext[Any]):
+    """A stream of these chunks, one of which may be an interrupt."""
+
+    ok = True
+
+    def __init__(self, chunks: tuple[Any, ...]) -> None:
+        super().__init__(self)
+        self._chunks = chunks
+
+    def iter_lines(self) -> Iterator[bytes]:
+        for chunk in self._chunks:
+            if isinstance(chunk, BaseException):
+                raise chunk
+            yield b"data: " + json.dumps(chunk).encode()
+            yield b""
+        yield b"data: [DONE]"
+
+
 def told(monkeypatch: pytest.MonkeyPatch, lines: str, *chunks: Any, colours: bool = False) -> tuple[str, list[Any]]:
     """What is shown for these lines if every question is answered so, and what was asked."""
     asked: list[Any] = []
 
-    def answered(_chat: Chat, messages: list[dict[str, str]], mode: str) -> Generator[dict[str, Any], None, None]:
-        asked.append((mode, [message["content"] for message in messages]))
-        for chunk in chunks:
-            if isinstance(chunk, BaseException):
-                raise chunk
-            yield chunk
+    def request(_session: Session, _method: str, _url: str, *, json: Any, **_options: Any) -> Answer:
+        asked.append((json["speculation"]["mode"], [message["content"] for message in json["messages"]]))
+        return Answer(chunks)
 
-    monkeypatch.setattr(Chat, "_chunks", answered)
+    monkeypatch.setattr(Session, "request", request)
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     monkeypatch.delenv("NO_COLOR", raising=False)
     output = io.StringIO()
@@ -56,24 +73,22 @@ def test_the_text_is_coloured_by_source_without_control_characters(monkeypatch: 
 def test_a_conversation_is_sent_until_it_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = "one\n/plain\n\n two\n/new\n/fast\nthree\n/quit\nfour\n"
     _, asked = told(monkeypatch, lines, chunk(["answer", "model"]), TOTALS)
-    assert asked == [("/fast", ["one"]), ("/plain", ["one", "answer", "two"]), ("/fast", ["three"])]
+    assert asked == [("auto", ["one"]), ("off", ["one", "answer", "two"]), ("auto", ["three"])]
 
 
 def test_a_comparison_asks_the_last_question_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     shown, asked = told(monkeypatch, "/compare\none\n/compare\ntwo\n", chunk(["answer", "model"]), TOTALS)
     assert shown.strip().startswith("There is no question yet")
-    assert asked[1:] == [("/plain", ["one"]), ("/fast", ["one"]), ("/fast", ["one", "answer", "two"])]
+    assert asked[1:] == [("off", ["one"]), ("auto", ["one"]), ("auto", ["one", "answer", "two"])]
     assert shown.count("answer") == 4
     assert shown.index("/plain") < shown.index("/fast")
 
 
-@pytest.mark.parametrize("error", [RequestError("The context is full."), KeyboardInterrupt()])
-def test_the_chat_goes_on_after_an_error_or_an_interrupted_answer(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
+@pytest.mark.parametrize("error", [{"error": {"message": "The context is full."}}, KeyboardInterrupt()])
+def test_the_chat_goes_on_after_an_error_or_an_interrupted_answer(monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
     shown, asked = told(monkeypatch, "one\ntwo\n", chunk(["begun", "target"]), error)
     kept = ["one", "begun", "two"] if isinstance(error, KeyboardInterrupt) else ["two"]
-    assert asked[1] == ("/fast", kept)
+    assert asked[1] == ("auto", kept)
     assert shown.count("begun\nstopped" if isinstance(error, KeyboardInterrupt) else "begun\nThe context is full.") == 2
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import stat
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +109,14 @@ def test_files_are_rotated_within_their_size(tmp_path: Path) -> None:
     assert lines(tmp_path)[-1]["request"] == "r1999"
 
 
-def test_a_full_disk_stops_the_trace_with_one_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_stops_the_trace_with_one_log_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> bool:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     writer = trace(tmp_path)
-    writer._files.close()
-    writer._files.stream = open("/dev/full", "w", encoding="utf-8")  # noqa: PTH123, SIM115
+    monkeypatch.setattr(RotatingFileHandler, "shouldRollover", full)
     for _ in range(3):
         writer.round(a_round("r", [], 0, [1]))
     assert [record.getMessage().count("No space left") for record in caplog.records] == [1]

@@ -394,11 +394,10 @@ def test_two_processes_get_the_same_logits(tiny: Path, best: str) -> None:
 # ---- the choice ----
 
 
-def test_the_check_at_load_covers_every_kernel_and_takes_under_half_a_second(best: str) -> None:
-    """The time is a promise of the design, measured in benchmarks; here only that all of them are asked."""
-    assert best
-    for name in kernels.FORMATS:
-        assert 0 < kernels.largest_error(name) < 0.03
+@pytest.mark.usefixtures("best")
+@pytest.mark.parametrize("name", kernels.FORMATS)
+def test_the_check_at_load_finds_the_rounding_of_every_format_and_no_more(name: str) -> None:
+    assert 0 < kernels.largest_error(name) < 0.03
 
 
 def test_a_format_slower_than_llama_cpps_is_not_selected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,10 +184,15 @@ def test_the_bare_model_is_the_completions_route_too(front_end: FrontEnd, route:
     assert front_end.answer(identity)["object"] == "text_completion"
 
 
-def test_the_openapi_document_lists_the_routes(front_end: FrontEnd) -> None:
-    routes = front_end.handler._routes
-    listed = {path.removeprefix("/") for path in openapi()["paths"]}
-    assert listed == {*routes._generating, *routes._complete_ones, "v1/models/{id}"} - {""}
+def test_every_route_of_the_openapi_document_is_served_and_a_refusal_names_the_others(front_end: FrontEnd) -> None:
+    listed = [path.removeprefix("/") for path in openapi()["paths"]]
+    assert len(listed) == 6
+    answered = [front_end.post({}, path.format(id="qwen")) for path in listed]
+    unknown = front_end.post({}, "v1/edits")
+    front_end.run()
+    assert {front_end.status[identity] for identity in answered} == {200, 400}
+    message = front_end.answer(unknown)["error"]["message"]
+    assert all(path in message for path in listed if "{" not in path)
 
 
 def test_models_are_listed_and_looked_up(front_end: FrontEnd) -> None:

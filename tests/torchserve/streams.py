@@ -29,6 +29,12 @@ def sequences(server: Server) -> tuple[int, int]:
     return told["live"], told["waiting"]
 
 
+def ended(server: Server, reason: str) -> float:
+    """How many sequences have ended so, as Prometheus is told a moment later."""
+    series = server.metrics().items()
+    return sum(value for name, value in series if "texts_total" in name and f'reason="{reason}"' in name)
+
+
 def read(server: Server, body: dict[str, Any]) -> tuple[list[str], str | None]:
     """The pieces of a stream, and how it ended if not well."""
     pieces: list[str] = []

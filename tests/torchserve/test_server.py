@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +10,8 @@ import openai
 import pytest
 import requests
 
-from server import Server
+from server import Server, until
+from streams import ended, sequences
 
 pytestmark = pytest.mark.server
 
@@ -200,27 +200,14 @@ def test_a_wrong_token_is_torchserves_own_400(server: Server) -> None:
     assert answer.json()["type"] == "InvalidKeyException"
 
 
-def test_clients_that_leave_their_streams_free_their_slots(server: Server) -> None:
-    """Every slot is taken by a stream of 480 tokens that is left after a chunk; the next request need not wait."""
-    begun = time.monotonic()
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: stream_text(server, max_tokens=480, temperature=0), range(8)))
-    all_read = time.monotonic() - begun
-    for _ in range(8):
-        stream = complete(server, stream=True, max_tokens=480, temperature=0)
-        next(iter(stream))
-        stream.close()
-    begun = time.monotonic()
-    complete(server, max_tokens=1)
-    assert time.monotonic() - begun < all_read / 2
-
-
-def test_a_client_that_leaves_a_whole_answer_frees_its_slots_too(server: Server) -> None:
-    """A hundred answers of 480 tokens take a minute; a request that would wait for them runs into its own timeout."""
-    many = {"prompt": PROMPT, "n": 100, "max_tokens": 480, "ignore_eos": True, "stream": False}
-    # The call returns with the status, which is settled after two seconds.
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_sequences(server: Server, *, stream: bool) -> None:
+    """The call returns with the status, which for a whole answer is settled after two seconds."""
+    before = ended(server, "cancelled")
+    many = {"prompt": PROMPT, "n": 100, "max_tokens": 480, "ignore_eos": True, "stream": stream}
     server.post(many, stream=True).close()
-    assert complete(server, max_tokens=1, timeout=20).usage.completion_tokens == 1
+    until(lambda: ended(server, "cancelled") > before, "sequences that were cancelled")
+    until(lambda: sequences(server) == (0, 0), "an idle server")
 
 
 def test_the_worker_never_stumbled(server: Server) -> None:

@@ -11,7 +11,7 @@ import pytest
 import requests
 
 from server import Server, until
-from streams import sequences
+from streams import ended, sequences
 
 pytestmark = pytest.mark.server
 
@@ -200,12 +200,13 @@ def test_a_grammar_that_is_too_costly_is_a_400_and_touches_nobody_else(server: S
         assert beside.result().usage.completion_tokens == 300
 
 
-def test_a_client_that_leaves_a_whole_answer_by_a_grammar_frees_its_slot_soon(server: Server) -> None:
+def test_a_client_that_leaves_a_whole_answer_by_a_grammar_ends_its_sequences(server: Server) -> None:
     """Its status opens after two seconds; from then on TorchServe hears of the leave, and the body comes no more."""
+    before = ended(server, "cancelled")
     body = {"prompt": PROMPT, "max_tokens": 480, "n": 64, "grammar": "root ::= [a-z ]{900}", "seed": 1}
     with pytest.raises(requests.Timeout):
         requests.post(
             f"{server.url}/v1/completions", json=body, headers={"Authorization": f"Bearer {server.key}"}, timeout=0.5
         )
-    assert sequences(server)[0] > 0
-    until(lambda: sequences(server) == (0, 0), "the end of an answer whose client left", seconds=6)
+    until(lambda: ended(server, "cancelled") > before, "sequences that were cancelled")
+    until(lambda: sequences(server) == (0, 0), "an idle server")

@@ -227,6 +227,9 @@ class Compared(int):
         Compared.count += 1
         return int(self) == other
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     __hash__ = int.__hash__
 
 

@@ -3,7 +3,7 @@
 Scheduler, drafters and controller are those of the server. Only the two engines are replaced: they return the recorded
 logits of a real pair, and advance a simulated clock by the cost of each pass.
 
-    .venv/bin/python benchmarks/simulate.py [--recordings FILE] [--machines NAME ...]
+    .venv/bin/python benchmarks/simulate.py [--recordings FILE] [--machines NAME ...] [--set acceptance._FADE=.7 ...]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from statistics import mean
@@ -394,7 +395,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recordings", type=Path, default=RECORDINGS, help="a file that record.py wrote")
     parser.add_argument("--machines", nargs="+", choices=MACHINES, default=list(MACHINES), help="only these machines")
+    parser.add_argument("--set", nargs="+", default=[], metavar="MODULE.NAME=VALUE", help="constants of speculation/")
     options = parser.parse_args()
+    for constant in options.set:
+        name, value = constant.split("=")
+        module, name = name.split(".")
+        setattr(import_module(f"specserve.speculation.{module}"), name, float(value))
     recordings = read_recordings(options.recordings) + [synthetic(kind) for kind in PROCESSES]
     # In random order, as a server would see them.
     Random(1).shuffle(recordings)

@@ -13,7 +13,7 @@ from specserve.sequence import SamplingParams, Sequence, SpeculationParams
 from specserve.speculation.controller import (
     Candidate,
     Controller,
-    Lesson,
+    Observation,
     RoundCosts,
     best_length,
     model_steps,
@@ -174,7 +174,7 @@ def test_greedy_and_sampled_sequences_are_learned_from_apart() -> None:
     controller = Controller(stairs(), flat(0.1))
     before = controller.acceptance(sequence(SAMPLED), "model", 0.9)
     for _ in range(100):
-        controller.learn(sequence(), [Lesson("model", 0.9, 0.0, 0.9)], 0.9)
+        controller.learn(sequence(), [Observation("model", 0.9, 0.0, 0.9)], 0.9)
     assert controller.acceptance(sequence(), "model", 0.9) < 0.2
     assert controller.acceptance(sequence(SAMPLED), "model", 0.9) == before
 
@@ -182,7 +182,7 @@ def test_greedy_and_sampled_sequences_are_learned_from_apart() -> None:
 def test_what_one_sequence_shows_counts_for_the_next() -> None:
     controller = Controller(stairs(), flat(0.1))
     for _ in range(100):
-        controller.learn(sequence(), [Lesson("prediction", 0.5, 1.0, 0.9)], 0.9)
+        controller.learn(sequence(), [Observation("prediction", 0.5, 1.0, 0.9)], 0.9)
     assert controller.acceptance(sequence(), "prediction", 0.5) > 0.9
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from specserve.grammar.constraint import Layout
+from specserve.grammar.layout import Layout
 
 VALUE = {
     "name": 'a "quoted, [odd]: {name} \\',

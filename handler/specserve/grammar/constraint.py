@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from time import thread_time
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import llguidance
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from specserve.engine.base import Vocabulary
 from specserve.errors import ConstraintError, MaskDeferred, RequestError
 from specserve.grammar.gbnf import UnusableGrammar, gbnf_to_lark
+from specserve.grammar.layout import WHITESPACE, Layout
 from specserve.grammar.schema import UnusableSchema, schema_text
 from specserve.sequence import common_prefix
 
@@ -58,91 +58,6 @@ _CACHED_GRAMMARS = 8
 _TIMED_MASKS = 8
 # Share of a round's mask time that searching for one sequence's forced tokens may take.
 _FORCING_SHARE = 0.1
-
-_WHITESPACE = frozenset(b" \n\r\t")
-_QUOTE, _BACKSLASH = b'"\\'
-# Brackets; the layout of deeper ones is assumed to be the same.
-_MAX_DEPTH = 32
-
-
-class Layout(NamedTuple):
-    """The whitespace of a JSON text so far, from which the whitespace before the next character is predicted.
-
-    A gap is the whitespace between two adjacent characters. It is identified by the kinds of both, and by the depth.
-    The kind of a character is itself for `,` and `:`, `[` and `]` for brackets of both kinds, and `v` for the rest.
-
-    Args:
-        depth: number of open brackets.
-        last: kind of the last character that is not whitespace; empty at the start.
-        gap: the whitespace since.
-        in_string: whether the text ends inside a string.
-        escaped: whether the text ends with a backslash that escapes the next character.
-        gaps: the last gap of each identity (last, next, depth).
-    """
-
-    depth: int = 0
-    last: str = ""
-    gap: bytes = b""
-    in_string: bool = False
-    escaped: bool = False
-    gaps: Mapping[tuple[str, str, int], bytes] = MappingProxyType({})
-
-    def read(self, text: bytes) -> Layout:
-        """Return the layout after `text`, which need not be JSON."""
-        layout = self
-        for character in text:
-            layout = layout._read_one(character)
-        return layout
-
-    def _read_one(self, character: int) -> Layout:
-        if self.in_string:
-            if self.escaped or character == _BACKSLASH:
-                return self._replace(escaped=not self.escaped)
-            return self._replace(in_string=character != _QUOTE)
-        if character in _WHITESPACE:
-            return self._replace(gap=self.gap + bytes([character]))
-        kind, gaps = _kind(character), self.gaps
-        identity = self._identity(kind)
-        # Two adjacent characters of kind `v` belong to one number or literal.
-        if identity[:2] != ("v", "v") and gaps.get(identity) != self.gap:
-            gaps = {**gaps, identity: self.gap}
-        depth = self.depth + (kind == "[") - (kind == "]")
-        last = "v" if kind == "]" else kind
-        return Layout(depth, last, b"", character == _QUOTE, escaped=False, gaps=gaps)
-
-    def before(self, character: int) -> bytes | None:
-        """Return the whitespace that is expected before `character`; None if nothing is known, or it is exceeded."""
-        expected = self._expected(_kind(character))
-        if expected is None or not expected.startswith(self.gap):
-            return None
-        return expected[len(self.gap) :]
-
-    def _identity(self, kind: str) -> tuple[str, str, int]:
-        return self.last, "v" if kind == "[" else kind, 0 if self.last == ":" else min(self.depth, _MAX_DEPTH)
-
-    def _expected(self, kind: str) -> bytes | None:
-        """Return the last gap of this identity, or else what the layout elsewhere suggests."""
-        seen = self.gaps.get(self._identity(kind))
-        if seen is not None or self.last == ":":
-            return seen
-        if kind in {",", ":"}:
-            return b""
-        opened = self.gaps.get(("[", "v", min(self.depth, _MAX_DEPTH)))
-        if opened is not None and not opened.startswith(b"\n"):
-            # A list or object on one line.
-            return self.gaps.get((":", "v", 0), b"") if self.last == "," else opened
-        first = self.gaps.get(("[", "v", 1))
-        if first is None or not first.startswith(b"\n"):
-            return first
-        return b"\n" + first[1:] * (self.depth - (kind == "]"))
-
-
-def _kind(character: int) -> str:
-    if character in b"[{":
-        return "["
-    if character in b"]}":
-        return "]"
-    return chr(character) if character in b",:" else "v"
 
 
 class SpecialTokens(NamedTuple):
@@ -295,7 +210,7 @@ class Constraint:
         """Return the only allowed character beside whitespace, preceded by the predicted whitespace."""
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         allowed = [byte for byte, token in self._special.single_byte.items() if bits[token]]
-        others = [byte for byte in allowed if byte not in _WHITESPACE]
+        others = [byte for byte in allowed if byte not in WHITESPACE]
         gap = layout.before(others[0]) if len(others) == 1 else None
         return b"" if gap is None else gap + bytes(others)
 

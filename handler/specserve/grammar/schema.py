@@ -25,69 +25,32 @@ MAX_EXACT = 2**53
 # Each doubles the alternatives of an object.
 MAX_DEPENDENCIES = 4
 
+# Keywords whose values are, or hold, subschemas.
 IN_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 IN_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 SINGLE = frozenset({"items", "additionalItems", "additionalProperties"})
 JOINABLE = frozenset({"anyOf", "oneOf", "allOf", "$ref", "enum", "const"})
-VALUES = frozenset(
-    [
-        "$ref",
-        "const",
-        "enum",
-        "type",
-        "minItems",
-        "maxItems",
-        "required",
-        "minProperties",
-        "maxProperties",
-        "minLength",
-        "maxLength",
-        "pattern",
-        "format",
-        "minimum",
-        "maximum",
-        "exclusiveMinimum",
-        "exclusiveMaximum",
-        "multipleOf",
-    ]
+# Keywords whose values are none: numbers that count something, which may be written as 2.0, and all others.
+COUNTS = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"})
+VALUES = (
+    COUNTS
+    | {"$ref", "const", "enum", "type", "required", "pattern", "format"}
+    | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 )
 # Assertions of any JSON Schema draft that the compiler ignores. A keyword in none of these sets is an annotation.
-ASSERTIONS = frozenset(
-    [
-        "$dynamicRef",
-        "$recursiveRef",
-        "contains",
-        "dependencies",
-        "dependentRequired",
-        "dependentSchemas",
-        "disallow",
-        "divisibleBy",
-        "extends",
-        "if",
-        "not",
-        "propertyDependencies",
-        "propertyNames",
-        "unevaluatedItems",
-        "unevaluatedProperties",
-        "uniqueItems",
-    ]
+ASSERTIONS = (
+    frozenset({"if", "not", "contains", "uniqueItems", "propertyNames", "unevaluatedItems", "unevaluatedProperties"})
+    | {"dependencies", "dependentRequired", "dependentSchemas", "propertyDependencies"}
+    | {"$dynamicRef", "$recursiveRef", "disallow", "divisibleBy", "extends"}
 )
 # Keywords whose values are never subschemas.
 NO_SCHEMAS = frozenset({"const", "default", "enum", "example", "examples"})
 # Formats that JSON Schema defines and llguidance 1.9 does not support; other unknown formats are annotations.
-FORMATS = frozenset(
-    [
-        "idn-email",
-        "idn-hostname",
-        "iri",
-        "iri-reference",
-        "json-pointer",
-        "regex",
-        "relative-json-pointer",
-        "uri-reference",
-        "uri-template",
-    ]
-)
+FORMATS = frozenset({"idn-email", "idn-hostname", "iri", "iri-reference", "uri-reference", "uri-template"}) | {
+    "json-pointer",
+    "relative-json-pointer",
+    "regex",
+}
 KNOWN_FORMATS = frozenset(
     ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"]
 )
@@ -113,8 +76,6 @@ MAX_HOSTNAME = 253
 # for "a\\u0001b". In a class beside others they are merely not written.
 _UNSPELLED = r"[\x00-\x07\x0b\x0e-\x1f\x7f]"
 _UNSPELLED_IN_PATTERN = rf"(?:{_UNSPELLED}|\\(?:[av]|(?:x|u00)(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])|[xu]\{{))"
-# Numbers that count something, which may be written as 2.0.
-COUNTS = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"})
 
 
 class UnusableSchema(ValueError):

@@ -1,1 +1,1 @@
-"""From a row of logits to a distribution and a token: penalties, cuts, noise."""
+"""From logits to a distribution and a token: penalties, truncation, noise."""

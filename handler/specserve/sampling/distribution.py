@@ -1,4 +1,4 @@
-"""From a row of logits to a probability distribution, and from a distribution to a token."""
+"""From logits to a probability distribution, and from a distribution to a token."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from numpy.typing import NDArray
 FloatArray = NDArray[np.floating]
 IntArray = NDArray[np.intp]
 
+# Columns of the matrix whose lines are consecutive weights: long lines are added fast, and sums of columns are few
+# beside a vocabulary of 150,000 tokens.
 _COLUMNS = 1024
 
-# Single precision cannot divide by much less, and nothing but a tie to six digits would see the difference.
+# The temperature below which single precision could not divide; only a tie to six digits would see the difference.
 _GREEDY_BELOW = 1e-6
-# Logits further below the largest hold a few thousandths of the probability together, and most of the vocabulary.
+# In logits: those further below the largest hold a few thousandths of the probability together, and most of the
+# vocabulary.
 _NEGLIGIBLE = 12.0
 
 
@@ -42,7 +45,7 @@ class Sampling(Protocol):
 def to_distribution(logits: FloatArray, sampling: Sampling) -> FloatArray:
     """The distribution a token is sampled from: temperature, then top_k, top_p and min_p, then normalised.
 
-    The same function makes p of the target's logits and q of the draft's; greedy is a one-hot row.
+    The same function makes p of the target's logits and q of the draft's; greedy is one-hot.
 
     Args:
         logits: shape (vocabulary,), -inf for what is impossible; not changed.
@@ -72,7 +75,7 @@ def to_distribution(logits: FloatArray, sampling: Sampling) -> FloatArray:
 
 
 def is_greedy(sampling: Sampling) -> bool:
-    """Whether a request's distributions are all one-hot rows."""
+    """Whether a request's distributions are all one-hot."""
     return sampling.temperature < _GREEDY_BELOW
 
 
@@ -100,9 +103,9 @@ def confidence(logits: FloatArray) -> float:
 
 def one_hot(token: int, size: int, dtype: np.dtype[np.floating] | type[np.floating] = np.float32) -> FloatArray:
     """The distribution of a certain token, shape (size,)."""
-    row = np.zeros(size, dtype)
-    row[token] = 1
-    return row
+    certain = np.zeros(size, dtype)
+    certain[token] = 1
+    return certain
 
 
 def draw(weights: FloatArray, uniform: float) -> int:
@@ -142,7 +145,7 @@ def _first(rates: FloatArray, exponentials: FloatArray) -> int:
 
 
 def _column(weights: FloatArray, column: int) -> FloatArray:
-    """The weights of a column of `_column_sums`, the last of which is the incomplete last row; float64."""
+    """The weights of a column of `_column_sums`, the last of which is the incomplete last line; float64."""
     whole = weights.size - weights.size % _COLUMNS
     return (weights[whole:] if column == _COLUMNS else weights[column:whole:_COLUMNS]).astype(np.float64)
 
@@ -154,10 +157,10 @@ def _token(weights: FloatArray, column: int, index: int) -> int:
 
 
 def _column_sums(weights: FloatArray) -> FloatArray:
-    """The sums of every _COLUMNS-th weight, and last that of the incomplete last row; float64.
+    """The sums of every _COLUMNS-th weight, and last that of the incomplete last line; float64.
 
-    Adding row to row is many times faster than adding along rows. In single precision it rounds a column of a
-    150,000-token row by at most 1e-5 of itself, no more than the logits were rounded.
+    Adding line to line is many times faster than adding along lines. In single precision it rounds the sum of a column,
+    for 150,000 tokens, by at most 1e-5 of itself, no more than the logits were rounded.
     """
     whole = weights.size - weights.size % _COLUMNS
     sums = np.empty(_COLUMNS + 1)

@@ -1,7 +1,7 @@
-"""Logit biases, penalties and grammar masks, and log-probabilities of a row of logits.
+"""Logit biases, penalties and grammar masks, and log-probabilities.
 
-Every row is a function of the tokens before it, draft tokens included, so there is no state to roll back when drafts
-are rejected; the target's row and the draft model's row are treated alike.
+All are functions of the tokens before a position, draft tokens included, so there is no state to roll back when drafts
+are rejected; the target's logits and the draft model's are treated alike.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def score(logits: FloatArray, token: int, top: int) -> TokenScore:
     """A token's log-probability by the target alone: temperature 1, before biases, penalties, grammars and truncation.
 
     Args:
-        logits: the target's row for the token's position, shape (vocabulary,).
+        logits: the target's for the token's position, shape (vocabulary,).
         token: the one that was generated there.
         top: how many of the most probable tokens to name, the most probable first.
 

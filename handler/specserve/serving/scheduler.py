@@ -22,12 +22,12 @@ from specserve.speculation.round import Outcome, Plan, Report, run_round
 
 logger = logging.getLogger(__name__)
 
-# The smallest prefill chunk, in tokens: a smaller one takes as long on most machines.
+# The smallest prefill chunk, in tokens: a smaller one takes nearly as long (benchmarks/cost_curve.py).
 _MIN_CHUNK = 4
 # The default of `max_wait_ms`, in seconds; or, on a slow machine, in forward passes of one token, since the chunks that
-# fit into 0.25 s would be so small that every prompt takes much longer.
+# fit into 0.25 s would be so small that every prompt takes much longer (benchmarks/RESULTS.md, decisions).
 _WAIT_SECONDS, _WAIT_PASSES = 0.25, 10
-# Chunks whose wait per token is within this factor of the least are equal, as far as a measurement can tell.
+# Chunks whose wait per token is within this factor of the least are equal, since timings vary by a few per cent.
 _EQUAL = 1.03
 
 

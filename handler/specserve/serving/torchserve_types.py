@@ -34,13 +34,13 @@ class Context(Protocol):
     stopping_criteria: list[StoppingCriterion]
 
     def get_request_header(self, idx: int, key: str) -> str | None:
-        """A header of the row's request; `url_path` is what follows the version in the URL."""
+        """A header of the entry's request; `url_path` is what follows the version in the URL."""
 
     def set_response_status(self, code: int, phrase: str, idx: int) -> None:
-        """Set the HTTP status of the row's response."""
+        """Set the HTTP status of the entry's response."""
 
     def set_response_content_type(self, idx: int, value: str) -> None:
-        """Set the content type of the row's response."""
+        """Set the content type of the entry's response."""
 
 
 def receive_bodies_as_bytes() -> None:

@@ -11,16 +11,26 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 
+# A pair of figures in brackets says how much half and twice the constant (or as stated) change the mean and the slowest
+# recorded answer of the adaptive mode at most, in times plain decoding, at three sets of costs: 3B and 1.5B with our
+# kernels, 3B with llama.cpp's (benchmarks/simulate.py --set acceptance._FADE=.7; the means are 2.13, 1.84 and 1.44).
+
 # Log-odds of confidence that separate a calibration's bins: about .12, .27, .5, .73, .88, .95, .982, .9975.
 _EDGES = (-2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 6.0)
-# Positions that a bin remembers, and positions that its prior counts as. Both are flat optima (benchmarks/simulate.py).
+# Positions that a bin remembers [.004, .000], and positions that its prior counts as [.009, .028].
 _MEMORY, _PRIOR_WEIGHT = 400.0, 8.0
-# Share of a sequence's acceptance estimate that the latest position does not replace: about the last seven count.
+# Share of a sequence's acceptance estimate that the latest position does not replace, so that about seven count
+# [.019, .028, by .7 and .92], and positions that its prior counts as [.005, .029].
 _FADE, _PRIOR_POSITIONS = 0.85, 2.0
+# The same for the estimate over about fifty positions [.005, .023, by .96 and .99], its prior [.055, .041, by .55 and
+# .75], and positions that this counts as [.018, .024].
 _LONG_FADE, _LONG_PRIOR, _LONG_PRIOR_POSITIONS = 0.98, 0.65, 6.0
-# Learning rate of an offset at its first position, and the least; it falls as 1 / (1 + positions / 6).
+# Learning rate of an offset, in log-odds: at the first position [.022, .026], and the least [.009, .024]; it falls as
+# 1 / (1 + positions / 6) [.004, .025].
 _RATE, _LEAST_RATE, _RATE_POSITIONS = 0.5, 0.1, 6
-_LARGEST_OFFSET = 2.5
+# Offset of lookup on a sequence that has not repeated itself yet, in log-odds: its proposals are judged also when they
+# are not drafted [.022, .034, by 0].
+_LOOKUP_OFFSET = -1.0
 
 
 def log_odds(probability: float) -> float:
@@ -76,8 +86,7 @@ class SequenceAcceptance:
     """
 
     def __init__(self, prior: float) -> None:
-        # A sequence is taken not to repeat itself until it does: lookup's proposals are judged also when not drafted.
-        self._offsets = {"lookup": -1.0}
+        self._offsets = {"lookup": _LOOKUP_OFFSET}
         self._positions: dict[str, int] = {}
         self._expected, self._weight = _PRIOR_POSITIONS * prior, _PRIOR_POSITIONS
         self._long_expected, self._long_weight = _LONG_PRIOR_POSITIONS * _LONG_PRIOR, _LONG_PRIOR_POSITIONS
@@ -105,8 +114,7 @@ class SequenceAcceptance:
         seen = self._positions.get(source, 0)
         self._positions[source] = seen + 1
         rate = max(_LEAST_RATE, _RATE / (1 + seen / _RATE_POSITIONS))
-        offset = self._offsets.get(source, 0.0) + rate * (label - self.probability(source, pooled))
-        self._offsets[source] = min(_LARGEST_OFFSET, max(-_LARGEST_OFFSET, offset))
+        self._offsets[source] = self._offsets.get(source, 0.0) + rate * (label - self.probability(source, pooled))
 
     def expect(self, pooled: float) -> None:
         """The target was so confident at a position that the draft model would be accepted with this probability."""

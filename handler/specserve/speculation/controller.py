@@ -20,6 +20,8 @@ from specserve.sequence import Sequence
 from specserve.speculation.acceptance import Calibration, SequenceAcceptance
 from specserve.speculation.cost import Cost
 
+# A pair of figures in brackets says how much half and twice the constant change mean and slowest: see acceptance.py.
+
 # Acceptance probability by confidence, lowest bin first, before anything was verified: measured with a 1.5B and a 0.5B
 # of one family (recordings of benchmarks/record.py, counted by the bins of acceptance.py; no command prints them).
 # "target" is no source: the probability that the draft model's token is accepted, by the target's confidence there.
@@ -28,23 +30,25 @@ _PRIORS = {
     "target": (0.05, 0.2, 0.46, 0.68, 0.83, 0.9, 0.95, 0.98, 0.99),
     "lookup": (0.04, 0.12, 0.25, 0.42, 0.6, 0.75, 0.85, 0.92, 0.97),
 }
-# Prediction and grammar start as calibrated: about the centre of each bin.
+# Prediction and grammar start as calibrated: about the centre of each bin, as a probability.
 _CALIBRATED = (0.07, 0.18, 0.38, 0.62, 0.82, 0.92, 0.965, 0.985, 0.995)
-# Acceptance probability of the draft model on a sequence that has shown nothing yet.
+# Acceptance probability of the draft model on a sequence that has shown nothing yet [.005, .012, by .65 and .85].
 _FIRST_ACCEPTANCE = 0.75
-# Tokens of catch-up that are part of an ordinary round: the bonus token, and accepted tokens of other sources.
+# Tokens of catch-up that are part of an ordinary round: the bonus token, and accepted tokens of other sources
+# [.012, .017].
 _SHORT_CATCH_UP = 4
-# A longer catch-up has to promise this many times its cost, spread over min(remaining, generated + 48) tokens at 3
-# tokens a round (benchmarks/simulate.py; RESULTS.md, decisions).
+# A longer catch-up has to promise this many times its cost (benchmarks/RESULTS.md, decisions) [.072, .032, by 1.25 and
+# 2.5], spread over min(remaining, generated + 48) tokens [.067, .040] at 3 tokens a round [.032, .032, by 2 and 4].
+# What one set of costs gains by other values another loses.
 _CATCH_UP_GAIN, _HORIZON, _TOKENS_PER_ROUND = 1.75, 48, 3
-# What drafts may cost a sequence, net of what they brought: a share of its plain decoding time, and so many plain
-# steps. It bounds what an adversary can cost (tests/engine/test_simulation.py).
+# What drafts may cost a sequence, net of what they brought: a share of its plain decoding time [.005, .000], and so
+# many plain steps [.005, .000]. It bounds what an adversary can cost (tests/engine/test_simulation.py).
 _LOSS_SHARE, _LOSS_STEPS = 0.01, 4.0
-# Share of a sequence's measured speedup that the latest round does not replace.
+# Share of a sequence's measured speedup that the latest round does not replace [.013, .035, by .7 and .92].
 _FADE = 0.85
 
 
-class Lesson(NamedTuple):
+class Observation(NamedTuple):
     """A proposed token that verification reached: its source and confidence, and how probably it was accepted.
 
     `target_confidence` is the target's at that position; None for a token that was proposed but not drafted.
@@ -275,11 +279,11 @@ class Controller:
         catch_up = _CATCH_UP_GAIN * (costs.draft(pending) - costs.draft(1)) / rounds
         return Candidate(prefix, state.acceptance.long_run, 1, room, catch_up)
 
-    def learn(self, sequence: Sequence, lessons: Many[Lesson], confidence: float) -> None:
+    def learn(self, sequence: Sequence, observations: Many[Observation], confidence: float) -> None:
         """Learn from the tokens that verification reached, and from the target's confidence after the accepted ones."""
         own = self._state(sequence).acceptance
         by_target = self._calibration(sequence, "target")
-        for source, sure, label, target_sure in lessons:
+        for source, sure, label, target_sure in observations:
             calibration = self._calibration(sequence, source)
             own.learn(source, calibration.probability(sure), label)
             calibration.learn(sure, label)

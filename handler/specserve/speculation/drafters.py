@@ -28,7 +28,8 @@ from specserve.speculation.rejection import RULES
 
 logger = logging.getLogger(__name__)
 
-# Confidence in a token that a grammar forces: the same characters could be split into other tokens.
+# Assumed probability that a forced token is right: the same characters could be split into other tokens. The controller
+# learns from then on what verification shows.
 _FORCED_CONFIDENCE = 0.9
 
 
@@ -135,7 +136,7 @@ class Drafters:
         controller: decides for sequences in adaptive mode; the others take what they ask for.
         proposers: asked in this order, until one has something worth drafting.
         model: the draft model, where there is one.
-        vocabulary: the width of the target's rows.
+        vocabulary: the width of the target's logits.
         clock: seconds, for the cost of the draft model's passes.
     """
 
@@ -223,7 +224,7 @@ class Drafters:
             self._model.truncate(sequence, length)
 
     def _propose_free(self, proposal: Proposal, rows: int, costs: RoundCosts) -> int:
-        """Draft what the first proposer offers that has anything worth a row; how many tokens that is."""
+        """Draft what the first proposer offers that is worth verifying; how many tokens that is."""
         sequence = proposal.sequence
         for proposer in self._proposers:
             if proposal.room <= 0 or sequence.speculation.drafter not in {None, proposer.name}:
@@ -270,7 +271,7 @@ class Drafters:
         return Candidate(proposal.prefix, self.controller.next_acceptance(sequence), pending, proposal.room)
 
     def _draw(self, logits: FloatArray, proposal: Proposal, rows: int, costs: RoundCosts) -> bool:
-        """Draw a draft from a row of the model's logits; False where the grammar leaves none, or it does not pay."""
+        """Draw a draft from the model's logits; False where the grammar leaves none, or it does not pay."""
         sequence = proposal.sequence
         try:
             shaped = process_logits(logits, sequence, proposal.tokens)

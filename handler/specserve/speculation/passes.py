@@ -13,6 +13,7 @@ from specserve.speculation.cost import Cost, CostTable, faster_half, row_counts,
 # KV cache lengths, in tokens, that passes are timed after, and the most rows of a timed pass.
 _NEAR, _FAR = 64, 320
 _MOST_ROWS = 32
+# Tokens of a pass that fills the cache before passes are timed.
 _CHUNK = 64
 # Rows that are timed after the long context: every row attends to the same cache, so what the context adds is
 # proportional to the number of rows, and one factor is fitted to these.

@@ -13,17 +13,20 @@ from weakref import WeakKeyDictionary
 from specserve.sequence import DrafterName, Sequence
 from specserve.speculation.lookup import FreeTokens, HitRates, Kind
 
-# A run of so many equal tokens is no coincidence: alignment is searched for until then, and next from there.
+# All in tokens, and assumed. A run of so many equal tokens is no coincidence: alignment is searched for until then, and
+# next from there.
 _TRUSTED = 4
 # Longer suffixes of the output are not distinguished.
 _LONGEST = 32
-# Occurrences of a pair of tokens that are compared, on either side of where the output left the prediction.
+# Occurrences of a pair of tokens that are compared, on either side of where the output left the prediction; this bounds
+# the work for each token.
 _NEAREST = 16
-# How many tokens ahead of there a single equal token counts as a match.
+# How far ahead of there a single equal token counts as a match.
 _AHEAD = 64
 
 # How often the next token was as predicted: at the beginning, after the first different token, after more of them,
-# and after 1, 2 to 3, 4 to 7, 8 to 15, 16 to 31 and 32 equal tokens.
+# and after 1, 2 to 3, 4 to 7, 8 to 15, 16 to 31 and 32 equal tokens. Only a beginning: each sequence counts its own (no
+# command prints them).
 _PRIORS: dict[Kind, float] = {("start", 0): 0.5, ("left", 0): 0.3, ("lost", 0): 0.1}
 _PRIORS |= {("run", bits): rate for bits, rate in enumerate((0.35, 0.52, 0.75, 0.93, 0.975, 0.995), 1)}
 

@@ -29,7 +29,7 @@ class NoiseSource(Protocol):
 
 
 class Distributions(Protocol):
-    """Rows of probabilities by draft position: a list of arrays, or one that computes a row when it is asked for."""
+    """Distributions by draft position: a list of arrays, or one that computes each when it is asked for."""
 
     def __getitem__(self, index: int, /) -> FloatArray:
         """The distribution of the token after `index` drafts, shape (vocabulary,)."""
@@ -49,8 +49,8 @@ def verify_token(p: Distributions, q: Distributions, drafts: Sequence[int], nois
     is recovered from norm(max(0, p_i - q_i)); if all are accepted, the bonus token is drawn from p_gamma.
 
     Args:
-        p: gamma + 1 rows, each of shape (vocabulary,); rows after a rejection are never read.
-        q: gamma rows, q[i] the distribution that drafts[i] was sampled from.
+        p: gamma + 1 distributions, each of shape (vocabulary,); those after a rejection are never read.
+        q: gamma distributions, q[i] the one that drafts[i] was sampled from.
         drafts: gamma tokens.
         noise: the round's numbers; ACCEPT, RECOVER and BONUS are used.
     """
@@ -71,7 +71,7 @@ def verify_block(p: Distributions, q: Distributions, drafts: Sequence[int], nois
     accepted, and after it the next token is recovered from norm(max(0, w_i p_{i+1} - q_{i+1})), or drawn from
     p_{gamma+1} as the bonus. (Indices count from 1 here, as in the paper.)
 
-    Args and noise are those of `verify_token`; a row of p after a draft token of probability 0 is never read.
+    Args and noise are those of `verify_token`; p after a draft token of probability 0 is never read.
     """
     gamma = len(drafts)
     n_accepted, weight_there, weight = 0, 1.0, 1.0

@@ -16,7 +16,7 @@ from specserve.sampling.distribution import FloatArray, argmax, confidence, is_g
 from specserve.sampling.logits import process_logits, score
 from specserve.sampling.noise import Noise
 from specserve.sequence import DrafterName, Sequence
-from specserve.speculation.controller import Lesson
+from specserve.speculation.controller import Observation
 from specserve.speculation.cost import Cost
 from specserve.speculation.drafters import Drafters, Proposal
 from specserve.speculation.passes import run_pass
@@ -231,7 +231,7 @@ def _apply(
         p = TargetDistributions(logits[-1 - len(proposal.tokens) :], sequence, proposal.tokens)
         verdict = _verify(p, proposal)
         if sequence.speculation.max_drafts:
-            controller.learn(sequence, _lessons(sequence, p, proposal, verdict), p.confidence(verdict.n_accepted))
+            controller.learn(sequence, _observations(sequence, p, proposal, verdict), p.confidence(verdict.n_accepted))
         _commit(sequence, p, proposal, verdict)
     except MaskDeferred:
         # Nothing was decided: the next round feeds the last token again, and verifies the same drafts.
@@ -294,7 +294,9 @@ def _commit(sequence: Sequence, p: TargetDistributions, proposal: Proposal, verd
     sequence.tokens += decided
 
 
-def _lessons(sequence: Sequence, p: TargetDistributions, proposal: Proposal, verdict: Verdict) -> list[Lesson]:
+def _observations(
+    sequence: Sequence, p: TargetDistributions, proposal: Proposal, verdict: Verdict
+) -> list[Observation]:
     """What verification showed of the draft tokens that it reached, up to the first rejected one.
 
     The first position of a round is always reached, so proposals that were not drafted are judged by it too.
@@ -302,12 +304,12 @@ def _lessons(sequence: Sequence, p: TargetDistributions, proposal: Proposal, ver
     n_accepted, next_token = verdict
     exact = sequence.speculation.verification != "coupled" and not is_greedy(sequence.sampling)
     first = proposal.tokens[0] if n_accepted else next_token
-    lessons = []
+    observations = []
     for token, source, sure in proposal.undrafted:
         label = float(p[0][token]) if exact else float(token == first)
-        lessons.append(Lesson(source, sure, label, None))
+        observations.append(Observation(source, sure, label, None))
     for index, draft in enumerate(proposal.drafts[: n_accepted + 1]):
         # The probability of acceptance, where it is known, says more than the outcome.
         label = float(np.minimum(p[index], draft.q).sum()) if exact else float(index < n_accepted)
-        lessons.append(Lesson(draft.source, draft.confidence, label, p.confidence(index)))
-    return lessons
+        observations.append(Observation(draft.source, draft.confidence, label, p.confidence(index)))
+    return observations

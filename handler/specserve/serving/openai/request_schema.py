@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 from specserve.errors import RequestError
 from specserve.sequence import Verification
 
+# Entries of `stop` and of `logit_bias`, and answers to one request (SECURITY.md).
 _MAX_STOPS = 16
 _MAX_BIASES = 1024
 _MAX_CHOICES = 128

@@ -11,6 +11,7 @@ stream alone. A client that is not answered in time leaves. SECURITY.md has the 
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 import time
@@ -27,12 +28,18 @@ import requests
 from common import argument_parser, print_result
 from servers import Endpoint, specserve_endpoint, start_specserve
 from specserve.config import load_yaml
+from specserve.tools.torchserve_process import State
 
 Body = dict[str, Any]
 
 PORT = 9080
 # Pieces of a stream after which a case begins.
 BEGUN = 5
+# The prompt family of all cases, and what Prometheus reads of their time.
+FAMILY = "case"
+ROUND_SECONDS = re.compile(
+    rf'^specserve_(?:draft|target|other)_seconds_total{{.*family="{FAMILY}".*}} (\S+)', re.MULTILINE
+)
 CHAT, COMPLETION = "v1/chat/completions", "v1/completions"
 AMBIGUOUS = 'root ::= root root | root root root | "a"'
 EXPONENTIAL = 'root ::= ([a-y ]{1,900} | [b-y ]{1,900} | ([ac-y ] [a-y ]{5,900}){1,90}) "z" [a-y]{900}'
@@ -337,9 +344,11 @@ def slow_connections(port: int, count: int) -> Iterator[None]:
 class Measure:
     """Sends cases beside a stream, and notes what they cost."""
 
-    def __init__(self, endpoint: Endpoint, seconds: float) -> None:
+    def __init__(self, endpoint: Endpoint, metrics: str, seconds: float) -> None:
         self._endpoint = endpoint
+        self._metrics = metrics
         self._seconds = seconds
+        self._round_seconds = self._total_round_seconds()
 
     def alone(self, name: str, limit: str) -> dict[str, Any]:
         """The stream by itself, for five seconds."""
@@ -352,7 +361,7 @@ class Measure:
 
     def case(self, one: Case) -> dict[str, Any]:
         """One request, or copies of it, to the answer or until the client leaves."""
-        body = json.dumps(one.body())
+        body = json.dumps(one.body() | {"metadata": {"prompt_family": FAMILY}})
 
         def send() -> tuple[str, int]:
             with ThreadPoolExecutor(one.copies) as pool:
@@ -388,7 +397,7 @@ class Measure:
             ended = time.monotonic()
             # What an answer holds up may be seen a piece later.
             time.sleep(0.5)
-            return {
+            row = {
                 "case": name,
                 "limit": limit,
                 "answer": answer,
@@ -397,6 +406,16 @@ class Measure:
                 "mebibytes": self._endpoint.resident_mib() - held,
                 "kilobytes_out": round(size / 1000),
             }
+        before, self._round_seconds = self._round_seconds, self._total_round_seconds()
+        return row | {"engine_seconds": round(self._round_seconds - before, 2)}
+
+    def _total_round_seconds(self) -> float:
+        """The cases' share of all rounds in the engine's thread, once none of them is running."""
+        while requests.get(f"{self._endpoint.url}/v1/speculation", timeout=60).json()["sequences"]["live"]:
+            time.sleep(0.1)
+        # TorchServe reads the worker's metrics a moment later.
+        time.sleep(0.5)
+        return sum(map(float, ROUND_SECONDS.findall(requests.get(self._metrics, timeout=60).text)))
 
 
 def show(row: dict[str, Any]) -> None:
@@ -405,6 +424,7 @@ def show(row: dict[str, Any]) -> None:
         row["answer"],
         f"{row['seconds']:.1f}",
         f"{row['longest_gap']:.2f}",
+        f"{row['engine_seconds']:.1f}",
         row["mebibytes"],
         row["kilobytes_out"],
     ]
@@ -423,9 +443,11 @@ def main() -> None:
     with ExitStack() as stack:
         port = options.port
         endpoint = specserve_endpoint(port) if options.running else start_specserve(stack, options.config, port)
-        measure = Measure(endpoint, options.seconds or (5 if options.quick else 20))
-        print("| request | bounded by | answer | seconds | longest gap of the other stream, s | MiB more | kB out |")
-        print("|---|---|---|---|---|---|---|")
+        metrics = f"http://127.0.0.1:{State.of(port).ports.metrics}/metrics"
+        measure = Measure(endpoint, metrics, options.seconds or (5 if options.quick else 20))
+        columns = "request | bounded by | answer | seconds | longest gap of the other stream, s"
+        print(f"| {columns} | share of the engine's thread, s | MiB more | kB out |")
+        print("|---|---|---|---|---|---|---|---|")
         rows.append(measure.alone("none: the other stream alone", ""))
         show(rows[-1])
         for one in CASES:

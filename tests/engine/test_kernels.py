@@ -33,8 +33,7 @@ SOURCES = Path(__file__).parents[2] / "handler" / "kernels"
 ROWS = (*range(1, 18), 32, 33)
 
 
-FLAGS = {"avx512_vnni": "avx512_vnni", "avx_vnni": "avx_vnni", "avx2": "avx2"}
-HERE = [name for name in kernels.VARIANTS if re.search(rf"\b{FLAGS[name]}\b", processor())]
+HERE = [name for name in kernels.VARIANTS if re.search(rf"\b{name}\b", processor())]
 
 
 @pytest.fixture(params=HERE)
@@ -415,47 +414,46 @@ def test_a_format_that_is_slow_once_is_measured_again(monkeypatch: pytest.Monkey
     kernels.use("off")
 
 
-@pytest.mark.parametrize("mode", ["auto", "off"])
-def test_without_a_library_llama_cpps_kernels_are_used_and_the_reason_is_given(
-    mode: kernels.Mode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(kernels, "library_path", lambda: tmp_path / kernels.FILE)
-    kernels.library.cache_clear()
-    chosen = kernels.use(mode)
-    kernels.library.cache_clear()
-    assert chosen.variant is None
-    assert ("not built" if mode == "auto" else "`kernels: off`") in chosen.sentence
-    assert kernels.in_use() == chosen
+def is_absent(patch: pytest.MonkeyPatch, directory: Path) -> None:
+    patch.setattr(kernels, "library_path", lambda: directory / kernels.FILE)
 
 
-def test_with_another_llama_cpp_python_its_own_kernels_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def is_no_library(patch: pytest.MonkeyPatch, directory: Path) -> None:
+    (directory / kernels.FILE).write_text("no library")
+    is_absent(patch, directory)
+
+
+def lacks_a_function(patch: pytest.MonkeyPatch, _directory: Path) -> None:
+    patch.setattr(ctypes, "CDLL", lambda *_arguments: object())
+
+
+def is_for_another_llama_cpp(patch: pytest.MonkeyPatch, _directory: Path) -> None:
     real = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "llama-cpp-python" else real(name))
-    kernels.library.cache_clear()
-    chosen = kernels.use("auto")
-    kernels.library.cache_clear()
-    assert chosen.variant is None
-    assert "9.9 is installed" in chosen.sentence
+    patch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "llama-cpp-python" else real(name))
 
 
-def test_a_file_that_is_no_library_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / kernels.FILE).write_text("no library")
-    monkeypatch.setattr(kernels, "library_path", lambda: tmp_path / kernels.FILE)
-    kernels.library.cache_clear()
-    chosen = kernels.use("auto")
-    kernels.library.cache_clear()
-    assert chosen.variant is None
-    assert "does not fit" in chosen.sentence
-
-
-def test_a_library_without_a_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("broken", "mode", "reason"),
+    [
+        (is_absent, "auto", "not built"),
+        (is_absent, "off", "`kernels: off`"),
+        (is_no_library, "auto", "does not fit"),
+        (lacks_a_function, "auto", "does not fit"),
+        (is_for_another_llama_cpp, "auto", "9.9 is installed"),
+    ],
+)
+def test_without_a_library_that_fits_llama_cpps_kernels_are_used_and_the_reason_is_given(
+    broken: Callable[[pytest.MonkeyPatch, Path], None], mode: kernels.Mode, reason: str, tmp_path: Path
+) -> None:
     assert kernels.library_path().exists()
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_arguments: object())
-    kernels.library.cache_clear()
-    chosen = kernels.use("auto")
+    with pytest.MonkeyPatch.context() as patch:
+        broken(patch, tmp_path)
+        kernels.library.cache_clear()
+        chosen = kernels.use(mode)
     kernels.library.cache_clear()
     assert chosen.variant is None
-    assert "does not fit" in chosen.sentence
+    assert reason in chosen.sentence
+    assert kernels.in_use() == chosen
 
 
 # ---- sanitizers ----

@@ -75,19 +75,6 @@ def rows(tokens: list[int], *, slot: int = 0, start: int = 0, wants: str = "last
     return [Row(t, slot, start + i, wants == "all" or (wants == "last" and i == last)) for i, t in enumerate(tokens)]
 
 
-def greedy_answer(engine: LlamaEngine, model: LlamaModel, prompt: list[int], count: int) -> list[int]:
-    """Plain greedy decoding, one row a step."""
-    engine.truncate(0, 0)
-    tokens = list(prompt)
-    logits = engine.forward(rows(prompt))
-    while True:
-        token = int(np.argmax(logits[0]))
-        if model.is_end_token(token) or len(tokens) == len(prompt) + count:
-            return tokens[len(prompt) :]
-        tokens.append(token)
-        logits = engine.forward(rows([token], start=len(tokens) - 1))
-
-
 def speculate(architecture: str, tiny_file: TinyFile, gammas: list[int], *, together: bool) -> list[Sequence]:
     """Greedy answers to the prompts, one after the other or all at once."""
     target = LlamaModel(tiny_file(architecture, "target"))
@@ -112,27 +99,20 @@ def speculate(architecture: str, tiny_file: TinyFile, gammas: list[int], *, toge
     return sequences
 
 
-def test_greedy_answers_are_the_same_with_and_without_drafts(architecture: str, tiny_file: TinyFile) -> None:
-    model = LlamaModel(tiny_file(architecture, "target"))
-    plain = engine_for(model)
-    for sequence in speculate(architecture, tiny_file, [1, 3, 7], together=False):
-        prompt = sequence.tokens[: sequence.prompt_length]
-        assert sequence.tokens[sequence.prompt_length :] == greedy_answer(plain, model, prompt, 60)
-        assert 0 < sequence.stats.accepted < sequence.stats.drafted
-
-
-def test_several_greedy_sequences_choose_the_targets_argmax_or_a_near_tie(
-    architecture: str, tiny_file: TinyFile
+@pytest.mark.parametrize("together", [False, True])
+def test_greedy_sequences_choose_the_targets_argmax_or_a_near_tie(
+    architecture: str, tiny_file: TinyFile, *, together: bool
 ) -> None:
     """Attention over a shared cache sums in another order, which may turn a near-tie."""
     model = LlamaModel(tiny_file(architecture, "target"))
     alone = engine_for(model, max_logits=64)
-    for sequence in speculate(architecture, tiny_file, [3, 3, 3], together=True):
+    for sequence in speculate(architecture, tiny_file, [1, 3, 7], together=together):
+        assert 0 < sequence.stats.accepted < sequence.stats.drafted
         alone.truncate(0, 0)
         for position, token in enumerate(sequence.tokens[:-1]):
             [logits] = alone.forward(rows([token], start=position))
             if position + 1 >= sequence.prompt_length:
-                assert logits[sequence.tokens[position + 1]] > logits.max() - 0.05
+                assert logits[sequence.tokens[position + 1]] >= logits.max() - (0.05 if together else 0)
 
 
 def test_rows_of_several_slots_in_one_pass_have_the_logits_of_separate_passes(engine: LlamaEngine) -> None:

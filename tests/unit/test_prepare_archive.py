@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+NUMBERS = ["minWorkers", "maxWorkers", "startupTimeout"]
+
+
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The models directory, empty."""
@@ -165,11 +168,26 @@ def test_an_archive_is_replaced_and_no_temporary_file_remains(weights: Path, sto
     assert [path.name for path in store.iterdir()] == ["qwen.mar"]
 
 
-@pytest.mark.parametrize("key", ["minWorkers", "maxWorkers", "startupTimeout"])
-def test_an_invalid_number_among_torchserves_keys_is_a_one_line_error(weights: Path, key: str) -> None:
-    for value in ("2", None, "10m"):
-        with pytest.raises(ConfigError, match=f"`{key}`: Input should be a valid integer"):
-            archive(config(weights.parent, {"path": str(weights)}, **{key: value}))
+@pytest.mark.parametrize(
+    ("keys", "names", "reason"),
+    [
+        *(({key: "2"}, (), f"`{key}`: Input should be a valid integer") for key in NUMBERS),
+        ({"startupTimeout": None}, (), "`startupTimeout`: Input should be a valid integer"),
+        ({"startupTimeout": "10m"}, (), "`startupTimeout`: Input should be a valid integer"),
+        # TorchServe would hang with a second worker.
+        ({"minWorkers": 2}, (), "`minWorkers: 2` would hang"),
+        ({"maxWorkers": 2}, (), "`maxWorkers: 2` would hang"),
+        ({"continuousBatching": False}, (), "`continuousBatching: true` is missing"),
+        # No URL can hold them.
+        ({}, ("a b", "1.0"), "--name 'a b': may hold letters, digits"),
+        ({}, ("a", "1/0"), "--version '1/0': may hold letters, digits"),
+    ],
+)
+def test_an_archive_that_torchserve_could_not_serve_is_a_one_line_error(
+    weights: Path, keys: dict[str, Any], names: tuple[str, ...], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        archive(config(weights.parent, {"path": str(weights)}, **keys), *names)
 
 
 def test_an_error_of_the_operating_system_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,25 +225,6 @@ def test_the_archive_contains_the_kernels(weights: Path, store: Path, tmp_path: 
     worker = tmp_path / "worker"
     library = worker / "specserve" / "engine" / kernels.FILE
     assert printed_in_a_worker(program, weights, store, worker) == [str(library), "True"]
-
-
-@pytest.mark.parametrize(
-    ("name", "version", "wrong"), [("a b", "1.0", "--name 'a b'"), ("a", "1/0", "--version '1/0'")]
-)
-def test_a_name_that_no_url_can_hold_is_refused(weights: Path, name: str, version: str, wrong: str) -> None:
-    with pytest.raises(ConfigError, match=f"{wrong}: may hold letters, digits"):
-        archive(config(weights.parent, {"path": str(weights)}), name, version)
-
-
-def test_a_configuration_without_continuous_batching_is_refused(weights: Path) -> None:
-    with pytest.raises(ConfigError, match="`continuousBatching: true` is missing"):
-        archive(config(weights.parent, {"path": str(weights)}, continuousBatching=False))
-
-
-@pytest.mark.parametrize("key", ["minWorkers", "maxWorkers"])
-def test_a_second_worker_is_refused_since_torchserve_would_hang(weights: Path, key: str) -> None:
-    with pytest.raises(ConfigError, match=f"`{key}: 2` would hang"):
-        archive(config(weights.parent, {"path": str(weights)}, **{key: 2}))
 
 
 MODEL_YAMLS = [path for path in sorted(paths.CONFIG.glob("*.yaml")) if "\nhandler:" in path.read_text(encoding="utf-8")]

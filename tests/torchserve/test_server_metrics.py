@@ -70,11 +70,11 @@ def test_v1_speculation_says_what_runs_and_what_it_costs(server: Server) -> None
     assert told["limits"]["max_wait_ms"] >= 250
 
 
-@pytest.fixture
-def traced(tmp_path: Path) -> Iterator[tuple[Server, Path]]:
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
     """A server that traces."""
-    directory = tmp_path / "trace"
-    with running(config=tiny_but(tmp_path, handler={"trace": {"directory": str(directory), "text": True}})) as server:
+    directory = tmp_path_factory.mktemp("trace")
+    with running(config=tiny_but(directory, handler={"trace": {"directory": str(directory), "text": True}})) as server:
         yield server, directory / "qwen-1.0.jsonl"
 
 

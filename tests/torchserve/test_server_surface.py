@@ -56,13 +56,6 @@ def test_several_prompts_with_several_answers_each(server: Server) -> None:
     assert accepted(answer) > 0
 
 
-def test_a_stream_of_several_answers(server: Server) -> None:
-    seen = set()
-    for chunk in chat(server, n=3, max_tokens=20, stream=True):
-        seen.add(chunk.choices[0].index)
-    assert seen == {0, 1, 2}
-
-
 def test_logprobs_are_the_same_with_and_without_speculation(server: Server) -> None:
     plain, speculative = (
         complete(server, temperature=0, logprobs=3, extra_body={"speculation": {"mode": mode}})
@@ -143,11 +136,6 @@ def test_the_middle_between_two_texts(server: Server) -> None:
     assert answer.choices[0].text != plain.choices[0].text
 
 
-def test_ignoring_the_end_of_the_text(server: Server) -> None:
-    answers = [complete(server, max_tokens=300, seed=seed, extra_body={"ignore_eos": True}) for seed in range(3)]
-    assert [answer.choices[0].finish_reason for answer in answers] == ["length"] * 3
-
-
 @pytest.mark.parametrize("mode", ["auto", "off"])
 def test_a_prediction_is_accepted_and_counted(server: Server, mode: str) -> None:
     text = chat(server, temperature=0, max_tokens=100).choices[0].message.content
@@ -161,22 +149,6 @@ def test_a_prediction_is_accepted_and_counted(server: Server, mode: str) -> None
     details = answer.usage.completion_tokens_details
     assert (details.accepted_prediction_tokens > 20) == (mode == "auto")
     assert details.rejected_prediction_tokens < 60
-
-
-def test_chat_logprobs_name_tokens_and_alternatives(server: Server) -> None:
-    answer = chat(server, logprobs=True, top_logprobs=2, max_tokens=12)
-    content = answer.choices[0].logprobs.content
-    # A character may take several tokens, none of which is text by itself.
-    text = b"".join(bytes(token.bytes) for token in content).decode("utf-8", errors="replace")
-    assert text == answer.choices[0].message.content
-    assert all(len(token.top_logprobs) == 2 for token in content)
-
-
-def test_tools_are_refused_clearly(server: Server) -> None:
-    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    with pytest.raises(openai.BadRequestError, match="'tools' is not supported by this server") as caught:
-        chat(server, tools=[tool])
-    assert caught.value.param == "tools"
 
 
 def test_an_answer_is_sent_back_in_the_next_turn_as_clients_do(server: Server) -> None:

@@ -120,3 +120,11 @@ class CoarseRace(Noise):
     def exponentials(self, index: int, part: int, count: int) -> NDArray[np.float64]:
         """Multiples of 1 / 1024."""
         return np.floor(super().exponentials(index, part, count) * 1024) / 1024
+
+
+class AlikeEverywhere(Noise):
+    """WRONG for coupled verification: every position has the same numbers."""
+
+    def __init__(self, seed: int, choice: int, round_number: int, position: int) -> None:
+        del position
+        super().__init__(seed, choice, round_number, 0)

@@ -47,4 +47,5 @@ def test_exponentials_are_exponential_and_never_zero() -> None:
     """Kolmogorov-Smirnov on a million numbers, false-alarm rate 1e-4; float32 would hold zeros."""
     numbers = Noise(1, 0, 0, 0).exponentials(0, 0, 1_000_000)
     assert stats.kstest(numbers, "expon").pvalue > 1e-4
+    assert stats.kstest(1.01 * numbers, "expon").pvalue < 1e-4, "another rate is seen"
     assert numbers.min() > 0

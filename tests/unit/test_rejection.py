@@ -20,6 +20,7 @@ from enumeration import Rule, distance, expected_acceptance, law_by_rounds, law_
 from rules import (
     WRONG_BLOCK_RULES,
     WRONG_RULES,
+    AlikeEverywhere,
     CoarseRace,
     KeyedByPosition,
     UniformRace,
@@ -103,7 +104,7 @@ def test_enumeration_rejects_a_wrong_rule(wrong: Rule) -> None:
 
 
 def test_block_accepts_at_least_as_much_as_token() -> None:
-    for seed in range(40):
+    for seed in range(8):
         rng = np.random.default_rng(seed)
         p, q = (random_table(rng, 3, 4) for _ in "pq")
         token, block = (expected_acceptance(rule, p, q, 3) for rule in DRAWING_RULES)
@@ -196,9 +197,8 @@ def adversarial_pair() -> tuple[FloatArray, FloatArray]:
 
 @pytest.mark.parametrize("rule", DRAWING_RULES)
 def test_the_narrow_adversarial_case(rule: Rule) -> None:
-    """200,000 trials."""
     p, q = adversarial_pair()
-    counts = first_tokens(rule, p, q, 200_000)
+    counts = first_tokens(rule, p, q, 50_000)
     assert stats.chisquare(counts, p * counts.sum()).pvalue > FALSE_ALARM
 
 
@@ -321,13 +321,21 @@ def test_a_race_with_coarse_numbers_is_rejected_on_a_wide_vocabulary_only() -> N
     assert wide_pvalue(20_000, CoarseRace) < FALSE_ALARM
 
 
-def test_choices_at_different_positions_are_independent() -> None:
-    """A contingency table of two positions, 20,000 seeds."""
+def independence_pvalue(trials: int, noise: Callable[..., Noise] = Noise) -> float:
+    """A contingency table of the choices at two positions."""
     p = softmax(np.random.default_rng(1).normal(size=4))
     table = np.zeros((4, 4))
-    for seed in range(20_000):
-        table[coupled_token(p, seed, 0), coupled_token(p, seed, 1)] += 1
-    assert stats.chi2_contingency(table).pvalue > FALSE_ALARM
+    for seed in range(trials):
+        table[coupled_token(p, seed, 0, noise), coupled_token(p, seed, 1, noise)] += 1
+    return float(stats.chi2_contingency(table).pvalue)
+
+
+def test_choices_at_different_positions_are_independent() -> None:
+    assert independence_pvalue(20_000) > FALSE_ALARM
+
+
+def test_noise_that_positions_share_is_rejected() -> None:
+    assert independence_pvalue(2_000, AlikeEverywhere) < FALSE_ALARM
 
 
 @given(st.integers(0, 2**32), st.lists(st.integers(0, 7), max_size=6))

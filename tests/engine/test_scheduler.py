@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from constraints import Shared, Slow
-from costs import flat, proportional
+from costs import FixedCost, flat, proportional
 from fake_engine import FakeEngine
 from fake_pair import ENDLESS, SLOTS, VOCABULARY, Everything, FakePair, plain_greedy
 from specserve.sequence import SamplingParams, SpeculationParams
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import max_wait
+from specserve.speculation.cost import CostTable
 
 LONG = [n % 23 for n in range(300)]
 
@@ -153,6 +154,27 @@ def test_drafts_delay_other_requests_no_longer_than_configured(requests: list[st
     generations = [pair.submit([n], gamma=6, max_tokens=40, request=one) for n, one in enumerate(requests)]
     pair.run(generations[0])
     assert max(generations[0].stats.gammas) == gamma
+
+
+def test_a_request_without_drafts_leaves_the_time_for_drafts_to_the_others() -> None:
+    """A draft takes two seconds, one in each model; a request in mode off adds nothing to either."""
+    pair = FakePair(max_wait_seconds=9.0)
+    pair.submit([1], gamma=6, mode="off", max_tokens=40, request="off")
+    drafted = pair.submit([2], gamma=6, max_tokens=40, request="drafted")
+    pair.run(drafted)
+    assert max(drafted.stats.gammas) == 4
+
+
+def test_the_time_of_drafts_is_that_of_the_draft_models_own_cache() -> None:
+    """Its window is shorter than the prompts, after all of which each of its rows would take 50 s."""
+    rows = tuple(range(1, 33))
+    dearer = FixedCost(CostTable(rows, (64, 512), (tuple(map(float, rows)), tuple(100.0 * n for n in rows))), most=32)
+    pair = FakePair(max_wait_seconds=9.0, prefill_rows=64, window=16, costs=(proportional(), dearer))
+    generations = [pair.submit([*LONG, n], gamma=6, max_tokens=200, request=str(n)) for n in range(2)]
+    pair.run_until(lambda: all(generation.generated for generation in generations))
+    before = generations[0].stats.gammas.copy()
+    pair.step()
+    assert generations[0].stats.gammas - before == {2: 1}
 
 
 def test_a_prompt_that_delays_nobody_is_prefilled_as_fast_as_can_be() -> None:

@@ -182,7 +182,8 @@ class Scheduler:
         # Every running sequence may need the logits of one row, and those that decode of one more per draft.
         most = (self._target.max_logits - len(self._running) - sum(deferred.values())) // max(1, len(decoding))
         if len({sequence.info.request for sequence in decoding}) > 1:
-            most = self._drafts_in_time(len(decoding), max(0, most))
+            drafting = sum(generation.speculation.max_drafts > 0 for generation in decoding)
+            most = self._drafts_in_time(len(decoding), drafting, max(0, most))
         constrained = sum(sequence.constraint is not None for sequence in decoding)
         plans = []
         for sequence in decoding:
@@ -205,17 +206,22 @@ class Scheduler:
                 logits_left -= rows if sequence.scores_prompt else 1
         return plans
 
-    def _drafts_in_time(self, sequences: int, most: int) -> int:
+    def _drafts_in_time(self, decoding: int, drafting: int, most: int) -> int:
         """How many drafts each sequence may have, up to `most`: they may delay other requests as long as prefill may.
 
         Adaptive sequences stop earlier anyway; this bounds requests that fix a large gamma.
+
+        Args:
+            decoding: number of sequences that decode.
+            drafting: how many of these may have drafts.
+            most: the limit without regard to time.
         """
         target, draft = self._controller.target, self._controller.draft
         kv_len = self._target.kv_len([generation.slot for generation in self._running])
-        longest = target.seconds(sequences, kv_len) + self.max_wait_seconds
-        step = draft.seconds(sequences, kv_len) if draft else 0.0
-        fitting = (n for n in range(most, 0, -1) if n * step + target.seconds(sequences * (1 + n), kv_len) <= longest)
-        return next(fitting, 0)
+        longest = target.seconds(decoding, kv_len) + self.max_wait_seconds
+        step = draft.seconds(drafting, self._drafters.draft_kv_len) if draft else 0.0
+        seconds = {n: n * step + target.seconds(decoding + drafting * n, kv_len) for n in range(1, most + 1)}
+        return max((n for n in seconds if seconds[n] <= longest), default=0)
 
     def _drafts_with_masks(self, sequence: Sequence, drafts: int, constrained: int) -> int:
         """How many of `drafts` drafts have time for their grammar masks.
@@ -285,15 +291,15 @@ class Scheduler:
         stats.add_seconds(draft, target, other, prefill=outcome.position == 0)
         # Of drafts after the end of the text none counts as accepted.
         accepted = min(outcome.n_accepted, len(tokens))
-        if outcome.plain_step is not None:
+        if outcome.plain_seconds is not None:
             # Plain decoding takes a step for the EOS token as well.
             steps = len(tokens) + generation.ended_by_eos
-            stats.add_round(outcome.sources, accepted, steps * outcome.plain_step)
+            stats.add_round(outcome.sources, accepted, steps * outcome.plain_seconds)
         record = RoundRecord(
             generation.info,
             generation.index,
             position=outcome.position,
-            kv_len=outcome.kv_len,
+            kv_len=outcome.target_cached,
             drafts=outcome.sources,
             accepted=accepted,
             tokens=tokens,

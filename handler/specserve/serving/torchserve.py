@@ -5,13 +5,22 @@ the entry has the request's body until the first reply to it. A reply is a whole
 Where a call has nothing to say yet, it deletes the entry's id from `context.request_ids`: then nothing is sent, and the
 entry comes again, body included. Once a chunk is sent, the HTTP status is final.
 
-Three threads share the work, and no object at the same time:
+Three threads share the work:
 
 - TorchServe's thread runs `handle`: it owns the responses, and replies.
 - The engine thread runs rounds, in slices. While one runs it owns the scheduler, all generations that were submitted,
   both models, the metrics and the trace; between `EngineLoop.join` and `start` they belong to TorchServe's thread.
 - The parser's thread turns bodies into generations, which are its own until they are submitted. It has the tokenizer,
   the grammar compiler, and the draw of the control group.
+
+The parser's thread also works while rounds run. What it then shares with the engine thread is safe without a lock:
+
+- The vocabulary is only read.
+- `CompiledGrammar.failures`: the engine thread appends, the parser's reads. One that reads too early gives its request
+  a grammar that has just failed, and that request ends with the same error as those before it.
+- The round's time for grammar masks: `GrammarCompiler.begin_round` sets it and constraints spend it, both in the engine
+  thread; the parser's only hands it to new constraints.
+- `Holdback`: `draw` uses only the random generator; `observe`, `speedup` and `reset` use only the two samples.
 """
 
 from __future__ import annotations

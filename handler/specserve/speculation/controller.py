@@ -45,18 +45,19 @@ _CATCH_UP_GAIN, _HORIZON, _TOKENS_PER_ROUND = 1.75, 48, 3
 # many plain steps [.005, .000]. It bounds what an adversary can cost (tests/engine/test_simulation.py).
 _LOSS_SHARE, _LOSS_STEPS = 0.01, 4.0
 # Share of a sequence's measured speedup that the latest round does not replace [.013, .035, by .7 and .92].
-_FADE = 0.85
+_SPEEDUP_FADE = 0.85
 
 
 class Observation(NamedTuple):
-    """A proposed token that verification reached: its source and confidence, and how probably it was accepted.
+    """A proposed token that verification reached: its source and confidence, and whether it was accepted.
 
-    `target_confidence` is the target's at that position; None for a token that was proposed but not drafted.
+    `accepted` is 0, 1, or the probability with which the token was accepted. `target_confidence` is the target's at
+    that position; None for a token that was proposed but not drafted.
     """
 
     source: str
     confidence: float
-    label: float
+    accepted: float
     target_confidence: float | None
 
 
@@ -187,20 +188,30 @@ class _SequenceState:
 
     def __init__(self) -> None:
         self.acceptance = SequenceAcceptance(_FIRST_ACCEPTANCE)
-        self.loss_seconds = 0.0
-        self._tokens = 0.0
-        self._plain_tokens = 0.0
+        self._decoded = 0
+        self._plain_seconds = 0.0
+        self._loss_seconds = 0.0
+        self._recent_tokens = 0.0
+        self._recent_plain_tokens = 0.0
 
     @property
     def speedup(self) -> float:
         """Recent tokens in units of what plain decoding yields in the same time; at least 1, since that is free."""
-        return max(1.0, self._tokens / self._plain_tokens) if self._plain_tokens else 1.0
+        return max(1.0, self._recent_tokens / self._recent_plain_tokens) if self._recent_plain_tokens else 1.0
 
-    def count_round(self, tokens: int, plain_step: float, draft_seconds: float) -> None:
-        """A round gave `tokens`; without drafts it would have taken `plain_step` for one."""
-        self._tokens = _FADE * self._tokens + tokens
-        self._plain_tokens = _FADE * self._plain_tokens + 1 + draft_seconds / plain_step
-        self.loss_seconds += draft_seconds - (tokens - 1) * plain_step
+    @property
+    def has_lost(self) -> bool:
+        """Whether its drafts have cost more, net of what they brought, than drafts may."""
+        plain_step = self._plain_seconds / max(1, self._decoded)
+        return self._loss_seconds > _LOSS_SHARE * self._plain_seconds + _LOSS_STEPS * plain_step
+
+    def count_round(self, tokens: int, plain_seconds: float, draft_seconds: float) -> None:
+        """A round gave `tokens`; without drafts it would have taken `plain_seconds` for one."""
+        self._decoded += tokens
+        self._plain_seconds += tokens * plain_seconds
+        self._loss_seconds += draft_seconds - (tokens - 1) * plain_seconds
+        self._recent_tokens = _SPEEDUP_FADE * self._recent_tokens + tokens
+        self._recent_plain_tokens = _SPEEDUP_FADE * self._recent_plain_tokens + 1 + draft_seconds / plain_seconds
 
 
 class Controller:
@@ -266,9 +277,7 @@ class Controller:
             costs: of this round.
         """
         state = self._state(sequence)
-        plain = sequence.stats.plain_seconds
-        step = plain / max(1, sequence.generated - 1)
-        if state.loss_seconds > _LOSS_SHARE * plain + _LOSS_STEPS * step:
+        if state.has_lost:
             return None
         acceptance = state.acceptance.next_token
         if pending <= _SHORT_CATCH_UP:
@@ -294,20 +303,20 @@ class Controller:
             if source == "model":
                 own.learn("target", pooled, label)
                 by_target.learn(target_sure, label)
-        # So the position of a rejection counts twice. Counted once, the slowest text of benchmarks/simulate.py is at 0.998
-        # instead of 1.018 of plain decoding (1.5B by 0.5B, our kernels), and the mean is the same.
+        # So the position of a rejection counts twice. Counted once, the slowest text of benchmarks/simulate.py is at
+        # 0.998 instead of 1.018 of plain decoding (1.5B by 0.5B, our kernels), and the mean is the same.
         own.expect(by_target.probability(confidence))
 
-    def count_round(self, sequence: Sequence, tokens: int, plain_step: float, draft_seconds: float) -> None:
+    def count_round(self, sequence: Sequence, tokens: int, plain_seconds: float, draft_seconds: float) -> None:
         """Account for a decoding round of a sequence.
 
         Args:
             sequence: one that decoded.
             tokens: how many it was given.
-            plain_step: its share of the round without any drafts, in seconds.
+            plain_seconds: its share of the pass, had no sequence drafted.
             draft_seconds: what its drafts added in both models, a long catch-up left out.
         """
-        self._state(sequence).count_round(tokens, plain_step, draft_seconds)
+        self._state(sequence).count_round(tokens, plain_seconds, draft_seconds)
 
     def _state(self, sequence: Sequence) -> _SequenceState:
         if sequence not in self._states:

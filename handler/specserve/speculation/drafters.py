@@ -160,6 +160,11 @@ class Drafters:
         """Whether there is a draft model, and it works."""
         return self._model is not None
 
+    @property
+    def draft_kv_len(self) -> int:
+        """How many tokens of its KV cache a row of the draft model attends to; 0 without a model."""
+        return self._model.kv_len if self._model else 0
+
     def defer(self, proposal: Proposal) -> None:
         """Keep a proposal that a round could not verify to its end, for the sequence's next round.
 
@@ -191,7 +196,7 @@ class Drafters:
         if not drafting:
             return
         decoding = [proposal.sequence for proposal in proposals if proposal.sequence.generated]
-        costs = self.controller.costs(decoding, kv_len, self._model.kv_len if self._model else 0, waiting)
+        costs = self.controller.costs(decoding, kv_len, self.draft_kv_len, waiting)
         rows += sum(len(proposal.tokens) for proposal in proposals)
         for proposal in drafting:
             rows += self._propose_free(proposal, rows, costs)
@@ -279,8 +284,8 @@ class Drafters:
         except (FloatingPointError, ConstraintError, MaskDeferred):
             # The request's grammar, not the model: verification meets it too, and says what is to be done.
             return False
-        sure = confidence(shaped)
-        probability = self.controller.acceptance(sequence, "model", sure)
+        model_confidence = confidence(shaped)
+        probability = self.controller.acceptance(sequence, "model", model_confidence)
         if sequence.speculation.adaptive:
             acceptance = self.controller.next_acceptance(sequence)
             candidate = Candidate(proposal.prefix, acceptance, 1, proposal.room)
@@ -291,5 +296,5 @@ class Drafters:
         else:
             q = to_distribution(shaped, sequence.sampling)
             token = RULES[sequence.speculation.verification].sample(q, len(proposal.tokens), proposal.noise)
-        proposal.add(Draft(token, q, "model", sure), probability)
+        proposal.add(Draft(token, q, "model", model_confidence), probability)
         return True

@@ -4,6 +4,10 @@ A rule sees the target's distributions p, the distributions q that the drafts we
 Whatever was drafted, the output is distributed exactly as if every token were sampled from p. How many tokens
 are drafted may depend on all that was drafted before, also on q of the next position, but never on the token that is
 sampled from it: a stopping time.
+
+A round accepts the first drafts, 0 to gamma of them, and adds one token of the target: after a rejection the recovered
+token, which replaces the first rejected draft; after gamma accepted drafts the bonus token. Indices count from 0: p_i
+is the target's distribution after i drafts, and draft x_i was sampled from q_i.
 """
 
 from __future__ import annotations
@@ -25,7 +29,10 @@ class NoiseSource(Protocol):
         """A number in [0, 1), independent of every other (purpose, index) and of every other round."""
 
     def exponentials(self, index: int, part: int, count: int) -> FloatArray:
-        """Standard exponential numbers that belong to a position of the sequence, shape (count,)."""
+        """Standard exponential numbers that belong to a position of the sequence, shape (count,).
+
+        Part 0 draws the column of tokens, part 1 + c the token within column c (see `distribution.race`).
+        """
 
 
 class Distributions(Protocol):
@@ -56,7 +63,8 @@ def verify_token(p: Distributions, q: Distributions, drafts: Sequence[int], nois
     """
     for i, x in enumerate(drafts):
         p_i, q_i = p[i], q[i]
-        if noise.uniform(Purpose.ACCEPT, i) * float(q_i[x]) >= float(p_i[x]):
+        accepted = noise.uniform(Purpose.ACCEPT, i) * float(q_i[x]) < float(p_i[x])
+        if not accepted:
             return Verdict(i, recover(p_i, q_i, noise.uniform(Purpose.RECOVER, i)))
     return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
 
@@ -66,10 +74,10 @@ def verify_block(p: Distributions, q: Distributions, drafts: Sequence[int], nois
 
     It accepts at least as many drafts in expectation as token verification.
 
-    With w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)) and w_0 = 1, the first i drafts may end the block with probability
-    h_i = s_i / (s_i + 1 - w_i), s_i = sum max(0, w_i p_{i+1} - q_{i+1}), and h_gamma = w_gamma. The longest such i is
-    accepted, and after it the next token is recovered from norm(max(0, w_i p_{i+1} - q_{i+1})), or drawn from
-    p_{gamma+1} as the bonus. (Indices count from 1 here, as in the paper.)
+    Let w_n be the weight of the first n drafts: w_0 = 1, w_n = min(1, w_{n-1} p_{n-1}(x_{n-1}) / q_{n-1}(x_{n-1})). The
+    block may end after n accepted drafts with probability h_n = s_n / (s_n + 1 - w_n), s_n = sum max(0, w_n p_n - q_n),
+    and h_gamma = w_gamma. The largest such n is taken, or 0. The next token is recovered from
+    norm(max(0, w_n p_n - q_n)), or drawn from p_gamma as the bonus. (The paper counts positions from 1.)
 
     Args and noise are those of `verify_token`; p after a draft token of probability 0 is never read.
     """
@@ -81,8 +89,9 @@ def verify_block(p: Distributions, q: Distributions, drafts: Sequence[int], nois
             break
         if i + 1 < gamma:
             excess = float(residual(p[i + 1], q[i + 1], weight).sum(dtype=np.float64))
-            # No residual and weight 1: p = q at this index, and the block may end here.
-            ends = excess / (excess + 1 - weight) if excess + 1 > weight else 1.0
+            # A denominator of 0 is no residual and weight 1: p = q at this index, and the block may end here.
+            denominator = excess + 1 - weight
+            ends = excess / denominator if denominator > 0 else 1.0
         else:
             ends = weight
         if noise.uniform(Purpose.ACCEPT, i) < ends:
@@ -102,12 +111,7 @@ def verify_coupled(p: Distributions, drafts: Sequence[int], noise: NoiseSource) 
 
     Args are those of `verify_token` without q; the noise is that of positions.
     """
-    for i, x in enumerate(drafts):
-        token = race(p[i], partial(noise.exponentials, i))
-        if token != x:
-            return Verdict(i, token)
-    gamma = len(drafts)
-    return Verdict(gamma, race(p[gamma], partial(noise.exponentials, gamma)))
+    return accept_equal(lambda index: race(p[index], partial(noise.exponentials, index)), drafts)
 
 
 def verify_greedy(argmax: Callable[[int], int], drafts: Sequence[int]) -> Verdict:
@@ -117,11 +121,16 @@ def verify_greedy(argmax: Callable[[int], int], drafts: Sequence[int]) -> Verdic
         argmax: the target's most probable token by index; indices after a rejection are never asked for.
         drafts: gamma tokens.
     """
+    return accept_equal(argmax, drafts)
+
+
+def accept_equal(choose: Callable[[int], int], drafts: Sequence[int]) -> Verdict:
+    """Accept drafts while they equal the target's own choice at their index, which is the next token after them."""
     for i, x in enumerate(drafts):
-        token = argmax(i)
+        token = choose(i)
         if token != x:
             return Verdict(i, token)
-    return Verdict(len(drafts), argmax(len(drafts)))
+    return Verdict(len(drafts), choose(len(drafts)))
 
 
 def sample_alone(q: FloatArray, index: int, noise: NoiseSource) -> int:

@@ -16,7 +16,7 @@ from specserve.sampling.distribution import FloatArray, argmax, confidence, is_g
 from specserve.sampling.logits import process_logits, score
 from specserve.sampling.noise import Noise
 from specserve.sequence import DrafterName, Sequence
-from specserve.speculation.controller import Observation
+from specserve.speculation.controller import Controller, Observation
 from specserve.speculation.cost import Cost
 from specserve.speculation.drafters import Drafters, Proposal
 from specserve.speculation.passes import run_pass
@@ -56,20 +56,21 @@ class Outcome(NamedTuple):
 
     Args:
         position: number of tokens after the prompt before the round; 0 in a prefill.
-        kv_len: number of tokens in the target's cache before the round.
+        target_cached: number of the sequence's tokens in the target's cache before the round.
         share: of the round's time, by the cost model.
         sources: the drafter of each verified draft.
         n_accepted: how many of them were accepted.
-        plain_step: estimated seconds of one decode step without drafts; None if the round was not a decode step.
+        plain_seconds: this sequence's share of the pass, had no sequence drafted; None where no drafts were verified:
+            in prefill, deferred and failed rounds.
         error: why the sequence failed.
     """
 
     position: int
-    kv_len: int
+    target_cached: int
     share: float
     sources: Many[DrafterName] = ()
     n_accepted: int = 0
-    plain_step: float | None = None
+    plain_seconds: float | None = None
     error: Exception | None = None
 
 
@@ -84,7 +85,8 @@ class Report(NamedTuple):
 class TargetDistributions:
     """The target's distributions after 0, 1, 2, ... draft tokens, each computed when a rule first asks for it.
 
-    Those after a rejection are never asked for, and a softmax over a large vocabulary takes time.
+    A softmax over a large vocabulary takes time. Token, coupled and greedy verification never ask for rows after a
+    rejection; block verification asks for those of all drafts, up to a draft of probability 0.
 
     Args:
         logits: the target's rows, from that of the last decided token on; overwritten by its next pass.
@@ -150,14 +152,13 @@ def run_round(
     drafted = clock()
     logits = run_pass(target, _batch(plans, proposals), cost)
     verified = clock()
-    seconds = _seconds(plans, proposals, cost, kv_len)
-    total = sum(map(sum, seconds))
+    plan_costs = _plan_costs(plans, proposals, cost, kv_len)
+    total = sum(map(sum, plan_costs))
     outcomes = {}
     for index, own_logits in _in_turn(plans, proposals, logits):
-        plan, added = plans[index], seconds[index]
-        before = Outcome(plan.sequence.generated, plan.sequence.target_cached, sum(added) / total)
+        plan, plan_cost = plans[index], plan_costs[index]
         outcomes[plan.sequence] = _apply(
-            target, drafters, plan, proposals[index], own_logits, seconds=added, outcome=before
+            target, drafters, plan, proposals[index], own_logits, cost=plan_cost, share=sum(plan_cost) / total
         )
     done = clock()
     # Computing distributions and verifying take time for every row, so they belong to the cost of a pass.
@@ -166,26 +167,26 @@ def run_round(
     return Report(drafted - started, verified - drafted, outcomes)
 
 
-class Seconds(NamedTuple):
+class PlanCost(NamedTuple):
     """What one plan adds to a round by the cost model: without its drafts, and its drafts in both models."""
 
-    plain: float
-    drafts: float
+    plain_seconds: float
+    draft_seconds: float
 
 
-def _seconds(plans: list[Plan], proposals: list[Proposal], cost: Cost, kv_len: int) -> list[Seconds]:
+def _plan_costs(plans: list[Plan], proposals: list[Proposal], cost: Cost, kv_len: int) -> list[PlanCost]:
     """What each plan adds: decoding is shared equally, prefill and drafts are charged by their rows."""
-    decoding = sum(plan.sequence.generated > 0 for plan in plans)
-    fed = sum(plan.rows for plan in plans)
-    drafts = sum(len(proposal.tokens) for proposal in proposals)
-    decode = cost.seconds(decoding, kv_len)
-    plain = cost.seconds(fed, kv_len)
+    n_decoding = sum(plan.sequence.generated > 0 for plan in plans)
+    plain_rows = sum(plan.rows for plan in plans)
+    draft_rows = sum(len(proposal.tokens) for proposal in proposals)
+    decode = cost.seconds(n_decoding, kv_len)
+    plain = cost.seconds(plain_rows, kv_len)
     # Rows that make a pass cheaper by estimate are charged nothing.
-    draft_row = max(0.0, cost.seconds(fed + drafts, kv_len) - plain) / max(1, drafts)
-    prompt_row = max(0.0, plain - decode) / max(1, fed - decoding)
+    draft_row = max(0.0, cost.seconds(plain_rows + draft_rows, kv_len) - plain) / max(1, draft_rows)
+    prompt_row = max(0.0, plain - decode) / max(1, plain_rows - n_decoding)
     return [
-        Seconds(
-            decode / decoding if plan.sequence.generated else plan.rows * prompt_row,
+        PlanCost(
+            decode / n_decoding if plan.sequence.generated else plan.rows * prompt_row,
             len(proposal.tokens) * draft_row + proposal.seconds,
         )
         for plan, proposal in zip(plans, proposals, strict=True)
@@ -207,47 +208,62 @@ def _apply(
     proposal: Proposal,
     logits: FloatArray,
     *,
-    seconds: Seconds,
-    outcome: Outcome,
+    cost: PlanCost,
+    share: float,
 ) -> Outcome:
-    """Verify the drafts of one sequence and append what is decided, or take note of its prefill chunk.
+    """Decide the tokens of one sequence, or take note of its prefill chunk, and say what the round did for it.
 
     Args:
         target: its cache is truncated to the decided tokens, and so is the draft model's.
-        drafters: their controller learns.
-        plan: of the sequence.
-        proposal: its drafts.
-        logits: its rows.
-        seconds: what it added to the round.
-        outcome: before anything is decided.
+        drafters: keep a proposal that is deferred; their controller learns.
+        plan: what the sequence was to do in the round.
+        proposal: its drafts, which the target has read.
+        logits: the target's rows that belong to the plan, from `first_logits` on.
+        cost: what the plan added to the round.
+        share: of the round's time, for the outcome.
     """
-    sequence, controller = plan.sequence, drafters.controller
+    sequence, decides = plan.sequence, plan.decides
+    position, target_cached = sequence.generated, sequence.target_cached
+    verdict: Verdict | None = None
     try:
-        if plan.scores_prompt:
-            _score_prompt(sequence, logits[: plan.rows])
-        if not plan.decides:
-            sequence.target_cached += plan.rows
-            return outcome
-        p = TargetDistributions(logits[-1 - len(proposal.tokens) :], sequence, proposal.tokens)
-        verdict = _verify(p, proposal)
-        if sequence.speculation.max_drafts:
-            controller.learn(sequence, _observations(sequence, p, proposal, verdict), p.confidence(verdict.n_accepted))
-        _commit(sequence, p, proposal, verdict)
+        verdict = _decide(drafters.controller, plan, proposal, logits)
     except MaskDeferred:
         # Nothing was decided: the next round feeds the last token again, and verifies the same drafts.
         sequence.deferrals += 1
         sequence.target_cached += plan.rows - 1
         drafters.defer(proposal)
     except (FloatingPointError, ConstraintError) as error:
-        return outcome._replace(error=error)
-    else:
-        if outcome.position:  # the round that ends a prefill has no drafts
-            n_accepted = verdict.n_accepted
-            controller.count_round(sequence, n_accepted + 1, seconds.plain, seconds.drafts - proposal.prefill_seconds)
-            outcome = outcome._replace(sources=proposal.sources, n_accepted=n_accepted, plain_step=seconds.plain)
-    target.truncate(sequence.slot, sequence.target_cached)
-    drafters.truncate(sequence, sequence.target_cached)
-    return outcome
+        return Outcome(position, target_cached, share, error=error)
+    if decides:
+        target.truncate(sequence.slot, sequence.target_cached)
+        drafters.truncate(sequence, sequence.target_cached)
+    if verdict is None or not position:  # the round that ends a prefill has no drafts
+        return Outcome(position, target_cached, share)
+    plain, n_accepted = cost.plain_seconds, verdict.n_accepted
+    drafters.controller.count_round(sequence, n_accepted + 1, plain, cost.draft_seconds - proposal.prefill_seconds)
+    return Outcome(position, target_cached, share, proposal.sources, n_accepted, plain)
+
+
+def _decide(controller: Controller, plan: Plan, proposal: Proposal, logits: FloatArray) -> Verdict | None:
+    """Verify the drafts of one sequence, learn from that, and append what is decided; None for a prefill chunk.
+
+    Raises:
+        MaskDeferred: the round has no time left for the sequence's grammar mask; nothing was decided.
+        FloatingPointError: the target's logits are not finite.
+        ConstraintError: the sequence's grammar cannot be followed further.
+    """
+    sequence = plan.sequence
+    if plan.scores_prompt:
+        _score_prompt(sequence, logits[: plan.rows])
+    if not plan.decides:
+        sequence.target_cached += plan.rows
+        return None
+    p = TargetDistributions(logits[-1 - len(proposal.tokens) :], sequence, proposal.tokens)
+    verdict = _verify(p, proposal)
+    if sequence.speculation.max_drafts:
+        controller.learn(sequence, _observations(sequence, p, proposal, verdict), p.confidence(verdict.n_accepted))
+    _commit(sequence, p, proposal, verdict)
+    return verdict
 
 
 def _noise(sequence: Sequence) -> Noise:
@@ -302,14 +318,14 @@ def _observations(
     The first position of a round is always reached, so proposals that were not drafted are judged by it too.
     """
     n_accepted, next_token = verdict
-    exact = sequence.speculation.verification != "coupled" and not is_greedy(sequence.sampling)
+    # Where the probability of acceptance is known, it says more than the outcome; for block verification it is a proxy.
+    knows_probability = sequence.speculation.verification != "coupled" and not is_greedy(sequence.sampling)
     first = proposal.tokens[0] if n_accepted else next_token
     observations = []
-    for token, source, sure in proposal.undrafted:
-        label = float(p[0][token]) if exact else float(token == first)
-        observations.append(Observation(source, sure, label, None))
+    for undrafted in proposal.undrafted:
+        accepted = float(p[0][undrafted.token]) if knows_probability else float(undrafted.token == first)
+        observations.append(Observation(undrafted.source, undrafted.confidence, accepted, None))
     for index, draft in enumerate(proposal.drafts[: n_accepted + 1]):
-        # The probability of acceptance, where it is known, says more than the outcome.
-        label = float(np.minimum(p[index], draft.q).sum()) if exact else float(index < n_accepted)
-        observations.append(Observation(draft.source, draft.confidence, label, p.confidence(index)))
+        accepted = float(np.minimum(p[index], draft.q).sum()) if knows_probability else float(index < n_accepted)
+        observations.append(Observation(draft.source, draft.confidence, accepted, p.confidence(index)))
     return observations

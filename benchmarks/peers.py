@@ -109,7 +109,7 @@ class Ours:
         self._seconds += perf_counter() - started
 
     def result(self) -> Row:
-        """Text and tokens, seconds after the first token and of the prompt, drafted and accepted tokens if known.
+        """Text and tokens, EOS included; seconds of the prompt and after it; drafted and accepted tokens if known.
 
         Raises:
             EnvironmentFailure: the request failed.
@@ -120,7 +120,7 @@ class Ours:
         stats = sequence.stats
         return {
             "text": self._text,
-            "tokens": sequence.generated,
+            "tokens": sequence.generated + (sequence.finish_reason == "stop"),
             "seconds": stats.decode_seconds,
             "prompt_seconds": stats.prefill_seconds,
             "drafted": stats.drafted,
@@ -173,7 +173,7 @@ class Peer:
         return {
             "text": answer.text,
             "tokens": answer.tokens,
-            "seconds": answer.chunks[-1] - answer.chunks[0],
+            "seconds": answer.end - answer.chunks[0],
             "prompt_seconds": answer.chunks[0],
             "drafted": answer.timings.get("draft_n", 0),
             "accepted": answer.timings.get("draft_n_accepted", 0),

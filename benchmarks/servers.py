@@ -140,6 +140,7 @@ class Answer:
 
     sent: float
     chunks: list[float] = field(default_factory=list)
+    end: float = 0.0
     text: str = ""
     tokens: int = 0
     speculation: dict[str, Any] = field(default_factory=dict)
@@ -199,6 +200,7 @@ def receive(answer: Answer, endpoint: Endpoint, prompt: str, max_tokens: int, cl
                     answer.tokens = event["usage"]["completion_tokens"]
                 answer.speculation = event.get("speculation", answer.speculation)
                 answer.timings = event.get("timings", answer.timings)
+        answer.end = clock()
         # llama-cpp-python's server does not count the tokens of a stream; it sends one a chunk.
         answer.tokens = answer.tokens or len(answer.chunks)
     except (requests.RequestException, ValueError, KeyError) as error:

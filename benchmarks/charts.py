@@ -18,11 +18,30 @@ from matplotlib.figure import Figure
 
 RESULTS = Path(__file__).parent / "results"
 MAX_MODES = 8
+# Of ours, llama.cpp and other engines.
+LINE_STYLES = ("-", "--", ":", "-.")
+
+
+def best_settings(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Our adaptive mode, and the fastest setting of every other engine for each family, named after the engine."""
+    best: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        engine = row["mode"].split()[0]
+        if engine == "specserve" and row["mode"] != "specserve adaptive":
+            continue
+        mode = "specserve" if engine == "specserve" else f"{engine}, its best setting"
+        key = row["family"], mode
+        if key not in best or best[key]["ratio"] < row["ratio"]:
+            best[key] = row | {"mode": mode}
+    return sorted(best.values(), key=lambda row: row["mode"] != "specserve")
 
 
 def speed_by_family(result: dict[str, Any]) -> Figure:
     """Bars of greedy speed relative to plain decoding, by family and mode (decode.py, peers.py requests)."""
     rows = [row for row in result["rows"] if not row["temperature"]]
+    plain = "plain decoding"
+    if result["benchmark"] == "peers":
+        rows, plain = best_settings(rows), "llama-server without drafts"
     ratios = {(row["family"], row["mode"]): row["ratio"] for row in rows}
     families = list(dict.fromkeys(row["family"] for row in rows))
     modes = [mode for mode in dict.fromkeys(row["mode"] for row in rows) if mode != "plain"][:MAX_MODES]
@@ -33,7 +52,7 @@ def speed_by_family(result: dict[str, Any]) -> Figure:
         axes.bar(positions, [ratios.get((family, mode), 0) for family in families], width, label=mode)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(families)), families)
-    axes.set(ylabel="speed, plain decoding = 1", title=f"{result['models']['target']} ({result['machine']['cpu']})")
+    axes.set(ylabel=f"speed, {plain} = 1", title=f"{result['models']['target']} ({result['machine']['cpu']})")
     axes.legend(fontsize="small", ncols=min(4, len(modes)))
     return figure
 
@@ -46,8 +65,11 @@ def cost_by_rows(result: dict[str, Any]) -> Figure:
         if not row["prefill"]:
             lines.setdefault((row["file"], row["engine"]), []).append((row["rows"], row["ms"]))
     colours = {file: f"C{number}" for number, file in enumerate(dict.fromkeys(file for file, _ in lines))}
+    engines = sorted(
+        {engine for _, engine in lines}, key=lambda engine: (engine != "ours", engine != "llama.cpp", engine)
+    )
     for (file, engine), points in lines.items():
-        style: dict[str, Any] = {"linestyle": "-" if engine == "ours" else "--", "color": colours[file]}
+        style: dict[str, Any] = {"linestyle": LINE_STYLES[engines.index(engine)], "color": colours[file]}
         axes.plot(*zip(*points, strict=True), label=f"{file}, {engine}", marker="o", markersize=3, **style)
     axes.set(xlabel="rows of a pass", ylabel="ms", ylim=(0, None), title=f"Cost of a pass ({result['machine']['cpu']})")
     axes.legend(fontsize="x-small")
@@ -55,7 +77,7 @@ def cost_by_rows(result: dict[str, Any]) -> Figure:
 
 
 def load_by_clients(result: dict[str, Any]) -> Figure:
-    """Throughput, time to first token and gaps between chunks, by number of clients (load.py)."""
+    """Throughput, time to first token and gaps between chunks, by clients (load.py, peers.py clients)."""
     rows = [row for row in result["rows"] if row["load"].endswith(" clients") and "tokens_per_second" in row]
     columns = {
         "tokens_per_second": "tokens a second, all clients",
@@ -79,7 +101,7 @@ def load_by_clients(result: dict[str, Any]) -> Figure:
 def draw(result: dict[str, Any]) -> Figure | None:
     """The chart of a result, if there is one for its kind."""
     first = result["rows"][0]
-    if result["benchmark"] == "load" and "load" in first:
+    if first.get("load", "").endswith(" clients"):
         return load_by_clients(result)
     if "engine" in first:
         return cost_by_rows(result)

@@ -4,7 +4,7 @@ The roof is what no kernel can beat: a pass reads all weights once and multiplie
 at least bytes / bandwidth and products / (0.7 x peak). Both are measured in between, and the best counts, since other
 guests of the host take their share of its memory. Each engine is a process that works only in its turns
 (pass_worker.py), so that changes in the machine's speed affect all alike. `peers.py passes` adds ik_llama.cpp and
-OpenVINO GenAI, which are built below .cache/peers/ the first time (a quarter of an hour on two cores).
+OpenVINO GenAI.
 
     .venv/bin/python benchmarks/cost_curve.py [--quick] [--models FILE.gguf ...] [--variant NAME] [--turns N]
 """
@@ -16,8 +16,6 @@ import os
 import re
 import subprocess
 import sys
-import tarfile
-import venv
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -27,34 +25,20 @@ from statistics import median
 from time import sleep
 
 from gguf import GGUFReader
-from rich.console import Console
 
 from common import MAX_INTERFERENCE, Row, argument_parser, print_result, print_table, with_interference
 from pass_worker import MARK, Pass, Setting
+from peer_engines import PEERS, Command, build_ik, install_packages
 from perplexity import forms_of_the_target, read_text, use_all_formats
-from servers import run_logged
 from specserve.config import load_yaml, usable_cores
 from specserve.engine import kernels
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import EnvironmentFailure
 from specserve.tools.download import fetch
 from specserve.tools.models import requantise
-from specserve.tools.paths import DEFAULT_CONFIG, PROJECT
+from specserve.tools.paths import DEFAULT_CONFIG
 
-CACHE = PROJECT / ".cache" / "peers"
 WORKER = Path(__file__).with_name("pass_worker.py")
-IK = "ik-llama-cpp-python==0.1.5"
-OPENVINO = "openvino-genai==2026.4.1.0"
-# ik_llama.cpp without attention for quantised caches, examples and tests, none of which is measured.
-IK_BUILD = {
-    "CMAKE_BUILD_TYPE": "Release",
-    "BUILD_SHARED_LIBS": "ON",
-    "GGML_NATIVE": "ON",
-    "GGML_IQK_FA_ALL_QUANTS": "OFF",
-    "LLAMA_BUILD_TESTS": "OFF",
-    "LLAMA_BUILD_EXAMPLES": "OFF",
-    "LLAMA_BUILD_SERVER": "OFF",
-}
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 # Tokens in the cache before a pass, and rows of a prefill, which takes as long as 30 to 100 passes of one row.
 CONTEXT, PREFILL, PREFILL_TURNS = 64, 512, 3
@@ -67,66 +51,24 @@ SETTLE_SECONDS = 0.02
 REACHABLE = 0.7
 
 
-@dataclass(frozen=True)
-class Command:
-    """How a worker is started."""
-
-    arguments: list[str | Path]
-    environment: dict[str, str] = field(default_factory=dict)
-
-
-def _virtual_environment(directory: Path, *packages: str) -> Path:
-    """The Python of a virtual environment with these packages."""
-    python, note = directory / "bin" / "python", directory / "packages.txt"
-    if not note.exists() or note.read_text(encoding="utf-8").split() != list(packages):
-        with Console(stderr=True).status(f"installing {' '.join(packages)}"):
-            venv.create(directory, with_pip=True)
-            run_logged([python, "-m", "pip", "install", *packages], directory / "install.log")
-        note.write_text("\n".join(packages), encoding="utf-8")
-    return python
-
-
-def install_ik(variant: str | None) -> Command:
-    """Build ik_llama.cpp for this processor from the sources in its Python package.
+def ik_worker(variant: str | None) -> Command:
+    """ik_llama.cpp through its Python package, which is used from its sources: installing would build it again.
 
     Raises:
-        EnvironmentFailure: the sources cannot be fetched or compiled.
+        EnvironmentFailure: it cannot be built.
     """
     del variant
-    home = CACHE / "ik"
-    python = _virtual_environment(home / "venv", "numpy")
-    source, built, log = home / "source", home / "build" / "src" / "libllama.so", home / "build.log"
-    if not source.exists():
-        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
-        run_logged([*pip, "--dest", home, IK], log)
-        with tarfile.open(next(home.glob("*.tar.gz"))) as archive:
-            archive.extractall(home, filter="data")
-        next(path for path in home.glob("ik_llama_cpp_python-*") if path.is_dir()).rename(source)
-    if not built.exists():
-        defined = [f"-D{name}={value}" for name, value in IK_BUILD.items()]
-        with Console(stderr=True).status("building ik_llama.cpp"):
-            run_logged(["cmake", "-S", source / "vendor" / "ik_llama.cpp", "-B", home / "build", *defined], log)
-            parallel = ["--target", "llama", "--parallel", str(usable_cores())]
-            run_logged(["cmake", "--build", home / "build", *parallel], log)
-    # The module is used from its sources: installing it would build everything again.
-    return Command([python, WORKER, "ik"], {"IK_LLAMA_CPP_LIB_PATH": str(built), "PYTHONPATH": str(source)})
-
-
-def install_openvino(variant: str | None) -> Command:
-    """Install OpenVINO GenAI from its wheel.
-
-    Raises:
-        EnvironmentFailure: it cannot be installed.
-    """
-    del variant
-    return Command([_virtual_environment(CACHE / "openvino", OPENVINO), WORKER, "openvino"])
+    home = build_ik()
+    library = home / "build" / "src" / "libllama.so"
+    environment = {"IK_LLAMA_CPP_LIB_PATH": str(library), "PYTHONPATH": str(home / "package")}
+    return Command([install_packages(), WORKER, "ik"], environment)
 
 
 ENGINES: dict[str, Callable[[str | None], Command]] = {
     "ours": lambda variant: Command([sys.executable, WORKER, "ours", *([variant] if variant else [])]),
     "llama.cpp": lambda _: Command([sys.executable, WORKER, "stock"]),
-    "ik_llama.cpp": install_ik,
-    "OpenVINO": install_openvino,
+    "ik_llama.cpp": ik_worker,
+    "OpenVINO": lambda _: Command([install_packages(), WORKER, "openvino"]),
 }
 
 
@@ -134,7 +76,7 @@ class Worker:
     """A pass_worker.py process."""
 
     def __init__(self, name: str, command: Command, setting: Setting) -> None:
-        self._log = CACHE / f"{name}.log"
+        self._log = PEERS / "logs" / f"passes-{name}.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("w", encoding="utf-8") as errors:
             self._process = subprocess.Popen(

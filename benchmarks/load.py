@@ -1,4 +1,4 @@
-"""What does each client get when several send requests at once over HTTP, from this server and from others?
+"""What does each client get when several send requests at once over HTTP, from this server and from llama-server?
 
 Clients stream completions of prompts that share no prefix. Closed loop: each client sends its next request when the
 last one is answered. Open loop: requests arrive at random at a rate. The servers take turns, so that all are measured
@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from statistics import median, quantiles
 import requests
 
 from common import ResultsFile, Row, argument_parser, print_result, print_table, read_tasks
+from peer_engines import Job, start
 from servers import (
     SLOTS,
     Answer,
@@ -30,7 +31,6 @@ from servers import (
     closed_loop,
     events,
     open_loop,
-    start_others,
     start_specserve,
     stream,
     unique_prompts,
@@ -38,10 +38,14 @@ from servers import (
 from specserve.config import load_yaml
 
 CLIENTS = (1, 2, 4, 8, 16)
+# Other servers; peers.py compares all.
+OTHERS = ("llama-server plain", "llama-server draft 3")
 NOTES = (
     "greedy streams; every prompt begins with a line of its own, so no prefix is cached",
     "gap: between two chunks with text; llama-server sends a chunk a token, specserve one or more rounds",
 )
+# Puts a load on a server once.
+Load = Callable[[Endpoint], list[Answer]]
 # Texts of about 500 tokens in the shared system prompt, and the lengths of answers in tokens.
 PREFIX_TEXTS, SHORT_ANSWER, LONG_ANSWER = 3, 4, 64
 
@@ -82,7 +86,7 @@ def summarise(load: str, server: str, turns: list[list[Answer]], resident_mib: i
     return row | {"mib": resident_mib, "errors": len(errors), "first_error": errors[0] if errors else None}
 
 
-def take_turns(load: str, endpoints: list[Endpoint], turn: Callable[[Endpoint], list[Answer]], turns: int) -> list[Row]:
+def take_turns(load: str, endpoints: list[Endpoint], turn: Load, turns: int) -> list[Row]:
     """Put the same load on every server, one after the other, `turns` times; returns a row for each server."""
     answers: dict[str, list[list[Answer]]] = {endpoint.name: [] for endpoint in endpoints}
     resident = dict.fromkeys(answers, 0)
@@ -91,6 +95,27 @@ def take_turns(load: str, endpoints: list[Endpoint], turn: Callable[[Endpoint], 
             answers[endpoint.name].append(turn(endpoint))
             resident[endpoint.name] = max(resident[endpoint.name], endpoint.resident_mib())
     return [summarise(load, name, answers[name], resident[name]) for name in answers]
+
+
+def closed_loops(clients: Iterable[int], requests_each: int = 2, max_tokens: int = 96) -> dict[str, Load]:
+    """Loads by name: numbers of clients, the requests of each client in a turn, and the tokens of an answer."""
+    return {
+        f"{count} clients": partial(closed_loop, clients=count, number=requests_each * count, max_tokens=max_tokens)
+        for count in clients
+    }
+
+
+def measure(loads: dict[str, Load], endpoints: list[Endpoint], results: ResultsFile, turns: int) -> list[Row]:
+    """Put every load on all servers, unless the file of results has it."""
+    for load, turn in loads.items():
+        if load not in results:
+            results.add(load, take_turns(load, endpoints, turn, turns))
+    return [row for load in loads for row in results[load]]
+
+
+def specserve_modes(ours: Endpoint) -> list[Endpoint]:
+    """Our server, with speculation and without."""
+    return [replace(ours, name=f"specserve {mode}", extra={"speculation": {"mode": mode}}) for mode in ("auto", "off")]
 
 
 def checked(endpoint: Endpoint, answer: Answer) -> Answer:
@@ -180,27 +205,25 @@ def main() -> None:
     parser.add_argument("--turns", type=int, help="of every server under each load (default: 2)")
     parser.add_argument("--max-tokens", type=int, default=96, help="of an answer")
     parser.add_argument("--ours", action="store_true", help="without the other servers")
-    parser.add_argument("--python", action="store_true", help="llama-cpp-python's server as well")
     parser.add_argument("--prefix", action="store_true", help="measure cached prefixes instead")
     parser.add_argument("--overhead", action="store_true", help="measure TorchServe's overhead instead")
     parser.add_argument("--results", type=Path, help="file that keeps every load, from which a run is resumed")
     options = parser.parse_args()
     clients = options.clients if options.clients is not None else ((1, 4) if options.quick else CLIENTS)
     turns = options.turns or (1 if options.quick else 2)
-    loads = {
-        f"{count} clients": partial(closed_loop, clients=count, number=options.requests * count) for count in clients
-    }
+    loads = closed_loops(clients, options.requests, options.max_tokens)
+    number = options.requests * SLOTS
     loads |= {
-        f"{rate} a second": partial(open_loop, rate=rate, number=options.requests * SLOTS) for rate in options.rate
+        f"{rate} a second": partial(open_loop, rate=rate, number=number, max_tokens=options.max_tokens)
+        for rate in options.rate
     }
     results = ResultsFile(options.results)
     with ExitStack() as stack:
         alone = options.ours or options.quick or options.overhead
-        others = [] if alone else start_others(stack, options.config, python=options.python)
+        processes, failures = start(stack, Job.of(options.config, SLOTS), () if alone else OTHERS)
+        others = [process.endpoint(name) for name, process in processes.items()]
         ours = start_specserve(stack, options.config, options.port)
-        modes = [
-            replace(ours, name=f"specserve {mode}", extra={"speculation": {"mode": mode}}) for mode in ("auto", "off")
-        ]
+        modes = specserve_modes(ours)
         for endpoint in [*modes, *others]:
             checked(endpoint, stream(endpoint, unique_prompts(1)[0], 8))
         if options.overhead:
@@ -209,14 +232,11 @@ def main() -> None:
             cached = [replace(endpoint, extra={}) for endpoint in others]
             rows = measure_prefix([ours, *cached], 1 if options.quick else 5)
         else:
-            for load, run in loads.items():
-                if load not in results:
-                    turn = partial(run, max_tokens=options.max_tokens)
-                    results.add(load, take_turns(load, [*modes, *others], turn, turns))
-            rows = [row for load in loads for row in results[load]]
+            rows = measure(loads, [*modes, *others], results, turns)
     print_table("streams", rows, omit=["first_error"])
     _, handler = load_yaml(options.config)
-    print_result("load", {"target": handler.model_id}, rows, NOTES)
+    notes = [*NOTES, *(f"{name} did not run: {reason}" for name, reason in failures.items())]
+    print_result("load", {"target": handler.model_id}, rows, notes)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """How fast is this engine beside other CPU engines, on the same GGUF files and with the same number of threads?
 
-`requests`: greedy answers of one client beside llama-server, plain, with the draft model and with its n-gram drafts;
-ratios are to llama-server's plain answer to the same prompt. All answer side by side: an engine works only in its
-turns, and the one with the fewest tokens has the next one. llama-server is built the first time, in ten minutes.
-`passes`: cost_curve.py with all engines: ours, llama.cpp, ik_llama.cpp and OpenVINO GenAI. load.py measures several
-clients.
+`requests`: greedy answers of one client. All answer side by side: an engine works only in its turns, and the one with
+the shortest answer has the next one. Ratios are to llama-server's plain answer to the same prompt.
+`clients`: several clients at once over HTTP, as in load.py.
+`passes`: cost_curve.py with all engines: ours, llama.cpp, ik_llama.cpp and OpenVINO GenAI.
+Engines are built the first time (peer_engines.py). One that cannot be built or run is named with the reason.
 
-    .venv/bin/python benchmarks/peers.py requests|passes [--quick] [--config FILE] [--results FILE]
+    .venv/bin/python benchmarks/peers.py requests|clients|passes [--quick] [--settings NAME ...] [--results FILE]
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter
 
-import requests
 from rich.console import Console
 from rich.progress import track
 
 import cost_curve
+import load
 from common import (
     FAMILIES,
     MAX_INTERFERENCE,
@@ -39,20 +40,39 @@ from common import (
 )
 from decode import ADAPTIVE, FIXED, Lane, open_lanes
 from decode import PLAIN as OURS_PLAIN
-from servers import REQUEST_TIMEOUT_SECONDS, ServerProcess, build_llama_server, draft_options, events, llama_server
+from peer_engines import SETTINGS, Job, start
+from servers import SLOTS, Answer, ServerProcess, receive, start_specserve, stream, unique_prompts
+from specserve.errors import EnvironmentFailure
 from specserve.serving.generation import Generation
 from specserve.serving.loading import load_models
 from specserve.serving.scheduler import Scheduler
-from specserve.tools.archive import handler_of
-from specserve.tools.models import prepare
+from specserve.tools.archive import prepared_handler
 
 REQUEST_FAMILIES = ("code", "json", "prose", "chat", "summarise", "edit")
 PLAIN = "llama-server plain"
-DRAFT_LENGTHS = (2, 3, 4, 7, 15)
-N_GRAM = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
-QUICK_MODES = ("llama-server draft 3", "llama-server draft 7", "llama-server ngram-simple")
+QUICK_SETTINGS = (
+    PLAIN,
+    "llama-server draft 3",
+    "llama-server ngram-simple",
+    "ik_llama.cpp plain",
+    "ik_llama.cpp draft 3",
+    "OpenVINO plain",
+    "OpenVINO draft 3",
+    "llama-cpp-python plain",
+    "llama-cpp-python lookup 10",
+)
+CLIENTS = (1, 4, 8)
+CLIENT_SETTINGS = (
+    PLAIN,
+    "llama-server draft 3",
+    "ik_llama.cpp plain",
+    "ik_llama.cpp draft 3",
+    "OpenVINO plain",
+    "OpenVINO draft 3",
+    "llama-cpp-python plain",
+)
 TURN_SECONDS = 1.0
-# llama-server processes beside the plain one at a time: their repacked weights must fit into memory together.
+# Servers beside the one that ratios are to: repacked weights and caches must fit into memory together.
 SERVERS_AT_A_TIME = 4
 
 
@@ -63,6 +83,7 @@ class Ours:
         self.name = f"specserve {lane.mode.name}"
         self._lane = lane
         self._running: tuple[Scheduler, Generation] | None = None
+        self._text = ""
         self._seconds = 0.0
 
     @property
@@ -72,54 +93,51 @@ class Ours:
 
     @property
     def progress(self) -> tuple[int, float]:
-        """Tokens so far, and the seconds of its turns."""
-        return self._running[1].generated if self._running else 0, self._seconds
+        """Characters so far, and the seconds of its turns."""
+        return len(self._text), self._seconds
 
-    def start(self, prompt: list[int], task: Task) -> None:
+    def start(self, task: Task) -> None:
         """Take a prompt."""
-        del prompt
-        self._running, self._seconds = self._lane.start(task, 0.0), 0.0
+        self._running, self._text, self._seconds = self._lane.start(task, 0.0), "", 0.0
 
     def turn(self) -> None:
         """Run whole rounds for about TURN_SECONDS."""
         started = perf_counter()
         while self._running and not self.done and perf_counter() - started < TURN_SECONDS:
             self._running[0].step()
+            self._text += self._running[1].take_text()
         self._seconds += perf_counter() - started
 
     def result(self) -> Row:
-        """Tokens, seconds after the first token, seconds of the prompt, rounds, drafted and accepted tokens.
+        """Text and tokens, EOS included; seconds of the prompt and after it; drafted and accepted tokens if known.
 
         Raises:
-            SystemExit: the sequence failed.
+            EnvironmentFailure: the request failed.
         """
         if self._running is None or self._running[1].error:
-            raise SystemExit(f"{self.name}: {self._running and self._running[1].error}")
+            raise EnvironmentFailure(str(self._running and self._running[1].error))
         sequence = self._running[1]
         stats = sequence.stats
         return {
-            "tokens": sequence.answer,
+            "text": self._text,
+            "tokens": sequence.generated + (sequence.finish_reason == "stop"),
             "seconds": stats.decode_seconds,
             "prompt_seconds": stats.prefill_seconds,
-            "rounds": stats.rounds,
             "drafted": stats.drafted,
             "accepted": stats.accepted,
         }
 
 
-class LlamaServer:
-    """A llama-server process, which is stopped outside its turns."""
+class Peer:
+    """A setting of another engine: a server whose process is stopped outside its turns."""
 
     def __init__(self, name: str, process: ServerProcess) -> None:
         self.name = name
         self._process = process
         self._thread = threading.Thread()
-        self._tokens: list[int] = []
-        self._times: list[float] = []
+        self._answer = Answer(0.0)
         self._resumed: float | None = None
         self._seconds = 0.0
-        self._timings: Row = {}
-        self._error: Exception | None = None
         process.pause()
 
     @property
@@ -129,13 +147,14 @@ class LlamaServer:
 
     @property
     def progress(self) -> tuple[int, float]:
-        """Tokens so far, and the seconds of its turns."""
-        return len(self._tokens), self._seconds
+        """Characters so far, and the seconds of its turns."""
+        return len(self._answer.text), self._seconds
 
-    def start(self, prompt: list[int], task: Task) -> None:
+    def start(self, task: Task) -> None:
         """Send a prompt; the process receives it in its first turn."""
-        self._tokens, self._times, self._seconds, self._error = [], [], 0.0, None
-        self._thread = threading.Thread(target=self._read, args=(prompt, task.max_tokens), daemon=True)
+        self._answer, self._seconds = Answer(0.0), 0.0
+        sent = (self._answer, self._process.endpoint(self.name), task.text, task.max_tokens, self._clock)
+        self._thread = threading.Thread(target=receive, args=sent, daemon=True)
         self._thread.start()
 
     def turn(self) -> None:
@@ -147,72 +166,57 @@ class LlamaServer:
         self._seconds, self._resumed = self._clock(), None
 
     def result(self) -> Row:
-        """See `Ours.result`.
-
-        Raises:
-            SystemExit: the request failed.
-        """
-        if self._error or not self._times:
-            raise SystemExit(f"{self.name}: {self._error or 'no answer'}")
-        accepted = self._timings.get("draft_n_accepted", 0)
+        """See `Ours.result`."""
+        answer = self._answer
+        if answer.error:
+            raise EnvironmentFailure(answer.error)
         return {
-            "tokens": self._tokens,
-            "seconds": self._times[-1] - self._times[0],
-            "prompt_seconds": self._times[0],
-            "rounds": len(self._tokens) - 1 - accepted,
-            "drafted": self._timings.get("draft_n", 0),
-            "accepted": accepted,
+            "text": answer.text,
+            "tokens": answer.tokens,
+            "seconds": answer.end - answer.chunks[0],
+            "prompt_seconds": answer.chunks[0],
+            "drafted": answer.timings.get("draft_n", 0),
+            "accepted": answer.timings.get("draft_n_accepted", 0),
         }
 
     def _clock(self) -> float:
         """Seconds that the process has run for this prompt."""
         return self._seconds + (perf_counter() - self._resumed if self._resumed is not None else 0.0)
 
-    def _read(self, prompt: list[int], max_tokens: int) -> None:
-        body = {
-            "prompt": prompt,
-            "n_predict": max_tokens,
-            "temperature": 0,
-            "cache_prompt": False,
-            "return_tokens": True,
-            "stream": True,
-        }
-        url, timeout = f"{self._process.url}/completion", REQUEST_TIMEOUT_SECONDS
-        try:
-            with requests.post(url, json=body, stream=True, timeout=timeout) as response:
-                response.raise_for_status()
-                for event in events(response):
-                    if event["tokens"]:
-                        self._tokens += event["tokens"]
-                        self._times.append(self._clock())
-                    self._timings = event.get("timings", {})
-        except (requests.RequestException, KeyError, ValueError) as error:
-            self._error = error
 
+def answer_side_by_side(contestants: list[Ours | Peer], task: Task) -> tuple[dict[str, Row], dict[str, str]]:
+    """Answer a prompt with all engines; the one with the shortest answer always has the next turn.
 
-def answer_side_by_side(contestants: list[Ours | LlamaServer], prompt: list[int], task: Task) -> dict[str, Row]:
-    """Answer a prompt with all engines; the one with the fewest tokens always has the next turn."""
+    Returns:
+        The answers, and why others failed, by name.
+    """
     for contestant in contestants:
-        contestant.start(prompt, task)
+        contestant.start(task)
     while waiting := [contestant for contestant in contestants if not contestant.done]:
         min(waiting, key=lambda contestant: contestant.progress).turn()
-    return {contestant.name: contestant.result() for contestant in contestants}
+    answers, failures = {}, {}
+    for contestant in contestants:
+        try:
+            answers[contestant.name] = contestant.result()
+        except EnvironmentFailure as reason:
+            failures[contestant.name] = str(reason)
+    return answers, failures
 
 
 def summarise(family: str, mode: str, pairs: list[tuple[Row, Row]]) -> Row:
-    """One row of the result, from pairs of llama-server's plain answer and this mode's, one for each prompt."""
+    """One row of the result, from pairs of a reference answer and this mode's, one for each prompt."""
 
     def speed(answer: Row) -> float:
-        return float((len(answer["tokens"]) - 1) / answer["seconds"])
+        return float((answer["tokens"] - 1) / answer["seconds"])
 
     def speed_with_prefill(answer: Row) -> float:
-        return float(len(answer["tokens"]) / (answer["seconds"] + answer["prompt_seconds"]))
+        return float(answer["tokens"] / (answer["seconds"] + answer["prompt_seconds"]))
 
     answers = [answer for _, answer in pairs]
     ratios = [speed(answer) / speed(plain) for plain, answer in pairs]
     with_prefill = [speed_with_prefill(answer) / speed_with_prefill(plain) for plain, answer in pairs]
     low, _, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-    drafted, accepted, rounds = (sum(answer[key] for answer in answers) for key in ("drafted", "accepted", "rounds"))
+    drafted, accepted = (sum(answer[key] for answer in answers) for key in ("drafted", "accepted"))
     return {
         "family": family,
         "temperature": 0.0,
@@ -222,76 +226,102 @@ def summarise(family: str, mode: str, pairs: list[tuple[Row, Row]]) -> Row:
         "ratio_with_prefill": round(median(with_prefill), 3),
         "spread": [round(low, 3), round(high, 3)],
         "acceptance_rate": round(accepted / drafted, 3) if drafted else None,
-        "mean_acceptance_length": round((accepted + rounds) / rounds, 3),
-        "same_text_as_plain": sum(answer["tokens"] == plain["tokens"] for plain, answer in pairs),
+        "prompt_seconds": round(median(answer["prompt_seconds"] for answer in answers), 3),
+        "same_text": sum(answer["text"] == plain["text"] for plain, answer in pairs),
         "prompts": len(pairs),
     }
 
 
-def compare_requests(config: Path, tasks: list[Task], results: ResultsFile, *, quick: bool) -> None:
+def compare_requests(config: Path, settings: Sequence[str], tasks: list[Task], results: ResultsFile) -> None:
     """Print a table and one JSON object."""
-    binary = build_llama_server()
-    prepared = prepare(config)
-    handler = handler_of(config, prepared).model_copy(update={"sequences": 1})
-    models = load_models(handler)
-    lanes = open_lanes(models, handler, [OURS_PLAIN, FIXED[3], ADAPTIVE])
-    modes = {f"llama-server {kind}": ["--spec-type", kind] for kind in N_GRAM}
-    if prepared.draft:
-        modes |= {f"llama-server draft {length}": draft_options(prepared.draft, length) for length in DRAFT_LENGTHS}
-    names = {"target": prepared.target.name, "draft": prepared.draft.name if prepared.draft else None}
-    chosen = [mode for mode in modes if mode in QUICK_MODES] if quick else list(modes)
-    pairs: dict[tuple[str, str], list[tuple[Row, Row]]] = {}
+    job = Job.of(config, slots=1)
+    handler = prepared_handler(config).model_copy(update={"sequences": 1})
+    lanes = open_lanes(load_models(handler), handler, [OURS_PLAIN, FIXED[3], ADAPTIVE])
+    names = {"target": job.target.name, "draft": job.draft.name if job.draft else None}
+    others = [setting for setting in settings if setting != PLAIN]
+    found: dict[tuple[str, str], list[tuple[Row, Row]]] = {}
+    failures: dict[str, str] = {}
     disturbed = 0
-    for first in range(0, len(chosen), SERVERS_AT_A_TIME):
-        group = chosen[first : first + SERVERS_AT_A_TIME]
+    for first in range(0, max(1, len(others)), SERVERS_AT_A_TIME):
+        group = others[first : first + SERVERS_AT_A_TIME]
         with ExitStack() as stack:
-            contestants: list[Ours | LlamaServer] = []
-            for number, name in enumerate([PLAIN, *group]):
-                process = llama_server(
-                    binary, prepared.target, modes.get(name, ()), slots=1, config=handler, log=f"peer-{number}.log"
-                )
-                stack.callback(process.stop)
-                process.wait_ready()
-                contestants.append(LlamaServer(name, process))
+            processes, unready = start(stack, job, [PLAIN, *group])
+            failures |= unready
+            contestants: list[Ours | Peer] = [Peer(name, process) for name, process in processes.items()]
             contestants += [Ours(lane) for lane in lanes]
+            if PLAIN in failures:
+                raise SystemExit(f"{PLAIN}, which ratios are to, did not run: {failures[PLAIN]}")
             for task in track(tasks, ", ".join(group), console=Console(stderr=True)):
                 key = [names, task.name, group]
                 if key not in results:
-                    prompt = models.vocabulary.encode(task.text, special=True)
-                    measured = with_interference(partial(answer_side_by_side, contestants, prompt, task))
-                    results.add(key, measured)
-                answers, others = results[key]
-                disturbed += others > MAX_INTERFERENCE
-                for mode, answer in answers.items():
-                    pairs.setdefault((task.family, mode), []).append((answers[PLAIN], answer))
-    rows = [summarise(family, mode, found) for (family, mode), found in sorted(pairs.items())]
+                    results.add(key, with_interference(partial(answer_side_by_side, contestants, task)))
+                (answers, failed), interference = results[key]
+                failures |= failed
+                contestants = [contestant for contestant in contestants if contestant.name not in failed]
+                disturbed += interference > MAX_INTERFERENCE
+                for mode, answer in answers.items() if PLAIN in answers else ():
+                    found.setdefault((task.family, mode), []).append((answers[PLAIN], answer))
+    rows = [summarise(family, mode, pairs) for (family, mode), pairs in sorted(found.items())]
     print_table("greedy decoding, ratios to llama-server plain of the same run", rows)
     notes = [
         "greedy, one sequence, one slot; seconds of the prompt count in ratio_with_prefill only",
-        "n-gram drafts have llama-server's default lengths; ngram-mod and ngram-cache also remember earlier prompts",
+        "n-gram drafts have their engine's default lengths; ngram-mod and ngram-cache also remember earlier prompts",
         f"{disturbed} prompts were answered while other processes used more than {MAX_INTERFERENCE:.0%} of a core",
+        *(f"{name} did not run: {reason}" for name, reason in failures.items()),
     ]
+    print(*notes, sep="\n")
     print_result("peers", names, rows, notes, measured="requests")
 
 
+def compare_clients(config: Path, settings: Sequence[str], results: ResultsFile, *, port: int, quick: bool) -> None:
+    """Print a table and one JSON object."""
+    job = Job.of(config, slots=SLOTS)
+    with ExitStack() as stack:
+        processes, failures = start(stack, job, settings)
+        endpoints = [
+            *load.specserve_modes(start_specserve(stack, config, port)),
+            *(process.endpoint(name) for name, process in processes.items()),
+        ]
+        for endpoint in endpoints:
+            load.checked(endpoint, stream(endpoint, unique_prompts(1)[0], 8))
+        rows = load.measure(load.closed_loops(CLIENTS), endpoints, results, turns=1 if quick else 2)
+    print_table("streams", rows, omit=["first_error"])
+    notes = [*load.NOTES, *(f"{name} did not run: {reason}" for name, reason in failures.items())]
+    print(*notes, sep="\n")
+    files = {"target": job.target.name, "draft": job.draft.name if job.draft else None}
+    print_result("peers", files, rows, notes, measured="clients")
+
+
 def main() -> None:
-    """Compare requests or passes."""
-    parser = argument_parser(__doc__, quick="requests: two prompts a family, fewer modes; passes: one file, few passes")
-    parser.add_argument("what", choices=("requests", "passes"), help="what is compared")
+    """Compare requests, clients or passes."""
+    parser = argument_parser(
+        __doc__,
+        quick="requests: two prompts a family, fewer settings; clients: one turn; passes: one file, few passes",
+    )
+    parser.add_argument("what", choices=("requests", "clients", "passes"), help="what is compared")
+    parser.add_argument(
+        "--settings", nargs="+", choices=SETTINGS, metavar="NAME", help=f"of other engines: {', '.join(SETTINGS)}"
+    )
     parser.add_argument("--prompts", type=int, help="requests: number of prompts of each family")
     parser.add_argument(
         "--families", nargs="+", choices=FAMILIES, default=REQUEST_FAMILIES, help="requests: only these"
     )
-    parser.add_argument("--results", type=Path, help="requests: file that keeps every answer, to resume from")
+    parser.add_argument("--port", type=int, default=9800, help="clients: the first of five free ports")
+    parser.add_argument("--results", type=Path, help="file that keeps every answer or load, to resume from")
     options = parser.parse_args()
     # Without this a terminated run would leave the servers running.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    results = ResultsFile(options.results)
     if options.what == "passes":
         cost_curve.measure("peers", list(cost_curve.ENGINES), quick=options.quick)
+    elif options.what == "clients":
+        settings = options.settings or CLIENT_SETTINGS
+        compare_clients(options.config, settings, results, port=options.port, quick=options.quick)
     else:
         limit = options.prompts or (2 if options.quick else None)
         tasks = [task for family in options.families for task in read_tasks(family, limit)]
-        compare_requests(options.config, tasks, ResultsFile(options.results), quick=options.quick)
+        settings = options.settings or (QUICK_SETTINGS if options.quick else SETTINGS)
+        compare_requests(options.config, settings, tasks, results)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,16 @@
-"""Servers under test, ours and others', and clients that stream completions from them."""
+"""Servers under test, and clients that stream completions from them."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
-import re
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
-import sys
-import tarfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -26,94 +22,39 @@ from typing import Any
 
 import psutil
 import requests
-from rich.console import Console
 
 from common import read_tasks
-from specserve.config import HandlerConfig, usable_cores
 from specserve.errors import EnvironmentFailure
-from specserve.tools import files
-from specserve.tools.archive import handler_of
-from specserve.tools.models import prepare
-from specserve.tools.paths import PROJECT, models_directory
+from specserve.tools.paths import PROJECT
 from specserve.tools.torchserve_process import State
 
 SLOTS = 8
 LOAD_TIMEOUT_SECONDS = 300
 REQUEST_TIMEOUT_SECONDS = 900
-# Sources are those that llama-cpp-python is built from, options those of its build, with the server added.
-LLAMA_SERVER_BUILD = {
-    "CMAKE_BUILD_TYPE": "Release",
-    "BUILD_SHARED_LIBS": "ON",
-    "LLAMA_BUILD_SERVER": "ON",
-    "LLAMA_BUILD_TESTS": "OFF",
-    "LLAMA_BUILD_EXAMPLES": "OFF",
-    "LLAMA_BUILD_APP": "OFF",
-    "LLAMA_BUILD_UI": "OFF",
-    "LLAMA_USE_PREBUILT_UI": "OFF",
-    "LLAMA_OPENSSL": "OFF",
-}
 
 
-def run_logged(command: list[str | Path], log: Path, *, cwd: Path | None = None) -> None:
-    """Run a command of a build, with cmake and ninja of our virtual environment on PATH.
+@dataclass(frozen=True)
+class Endpoint:
+    """A server's base URL, further fields of each request to it, its resident memory in MiB, and its API key."""
 
-    Raises:
-        EnvironmentFailure: it failed.
-    """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path}
-    program = shutil.which(command[0], path=path)
-    if program is None:
-        raise EnvironmentFailure(f"{command[0]} is not on PATH: pip install {Path(command[0]).name}.")
-    with log.open("a", encoding="utf-8") as output:
-        done = subprocess.run(
-            [program, *command[1:]], stdout=output, stderr=output, check=False, env=environment, cwd=cwd
-        )
-    if done.returncode:
-        raise EnvironmentFailure(f"{Path(command[0]).name} {command[1]} failed; see {log}.")
-
-
-def build_llama_server() -> Path:
-    """Return llama-server of the llama.cpp that llama-cpp-python pins; fetches and compiles it the first time.
-
-    Raises:
-        EnvironmentFailure: the sources cannot be fetched or compiled.
-    """
-    lock = (PROJECT / "requirements.lock").read_text(encoding="utf-8")
-    pinned = re.search(r"^llama-cpp-python==(\S+).*(?:\n .*)*", lock, re.MULTILINE)
-    if pinned is None:
-        raise EnvironmentFailure("requirements.lock does not name llama-cpp-python.")
-    home = models_directory().parent / f"llama-server-{pinned[1]}"
-    binary = home / "build" / "bin" / "llama-server"
-    with files.locked(home / ".lock", "llama-server is being built"):
-        if not (home / "source").is_dir():
-            (home / "requirement.txt").write_text(pinned[0], encoding="utf-8")
-            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps"]
-            only = ["--no-binary", "llama-cpp-python", "--require-hashes", "-r", "requirement.txt", "-d", "."]
-            run_logged([*pip, *only], home / "log", cwd=home)
-            with tarfile.open(next(home.glob("llama_cpp_python-*.tar.gz"))) as archive:
-                archive.extractall(home / "unpacked", filter="data")
-            next((home / "unpacked").glob("*/vendor/llama.cpp")).replace(home / "source")
-        if not binary.is_file():
-            with Console(stderr=True).status(f"building llama-server, ten minutes on two cores (log: {home}/log)"):
-                options = [f"-D{name}={value}" for name, value in LLAMA_SERVER_BUILD.items()]
-                run_logged(["cmake", "-S", "source", "-B", "build", *options], home / "log", cwd=home)
-                parallel = ["-j", str(usable_cores())]
-                run_logged(["cmake", "--build", "build", "--target", "llama-server", *parallel], home / "log", cwd=home)
-    return binary
+    name: str
+    url: str
+    extra: dict[str, Any] = field(default_factory=dict)
+    resident_mib: Callable[[], int] = lambda: 0
+    key: str | None = None
 
 
 class ServerProcess:
-    """A server that `command` starts on a free port.
+    """A server on a free port.
 
     Args:
-        command: the command line for a port.
+        command: the command line, which takes `--port` too.
         log: where its output goes.
+        environment: what is added to the environment.
         ready: a route that answers when the model is loaded.
     """
 
-    def __init__(self, command: Callable[[int], list[str | Path]], log: Path, *, ready: str) -> None:
+    def __init__(self, command: list[str | Path], log: Path, *, environment: dict[str, str], ready: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port: int = free.getsockname()[1]
@@ -122,7 +63,13 @@ class ServerProcess:
         self._ready = ready
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w", encoding="utf-8") as output:
-            self._process = subprocess.Popen(command(port), stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            self._process = subprocess.Popen(
+                [*command, "--port", str(port)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=os.environ | environment,
+            )
 
     def wait_ready(self) -> None:
         """Wait until the model is loaded.
@@ -139,7 +86,8 @@ class ServerProcess:
                 pass
             time.sleep(0.1)
         self.stop()
-        raise EnvironmentFailure(f"A server to compare with did not become ready; see {self.log}.")
+        output = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        raise EnvironmentFailure(f"it did not become ready: {output[-1] if output else 'no message'} (log: {self.log})")
 
     def pause(self) -> None:
         """Stop the process (SIGSTOP) so that it uses no core."""
@@ -154,47 +102,13 @@ class ServerProcess:
         self._process.kill()
         self._process.wait()
 
+    def endpoint(self, name: str) -> Endpoint:
+        """Where clients reach it; its prompt cache stays unused."""
+        return Endpoint(name, self.url, {"cache_prompt": False}, self.resident_mib)
+
     def resident_mib(self) -> int:
         """Resident memory of the process in MiB."""
         return int(psutil.Process(self._process.pid).memory_info().rss) >> 20
-
-
-def llama_server(
-    binary: Path, model: Path, options: Iterable[str], *, slots: int, config: HandlerConfig, log: str
-) -> ServerProcess:
-    """A llama-server of so many slots, with our context length for each and our number of threads."""
-    threads = config.threads or usable_cores()
-    common: list[str | Path] = [
-        "-m",
-        model,
-        "-t",
-        str(threads),
-        "-np",
-        str(slots),
-        "-c",
-        str(slots * config.context_length),
-    ]
-    # States saved in RAM would take memory from the other servers.
-    common += ["--no-ui", "--cache-ram", "0"]
-    return ServerProcess(
-        lambda port: [binary, "--port", str(port), *common, *options], binary.parent / log, ready="/health"
-    )
-
-
-def draft_options(draft: Path, length: int) -> list[str]:
-    """llama-server's options for a draft model and drafts of up to `length` tokens."""
-    return ["--model-draft", str(draft), "--spec-type", "draft-simple", "--spec-draft-n-max", str(length)]
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """A server's base URL, further fields of each request to it, its resident memory in MiB, and its API key."""
-
-    name: str
-    url: str
-    extra: dict[str, Any] = field(default_factory=dict)
-    resident_mib: Callable[[], int] = lambda: 0
-    key: str | None = None
 
 
 def start_specserve(stack: ExitStack, config: Path, port: int) -> Endpoint:
@@ -220,54 +134,17 @@ def _worker_mib(port: int) -> int:
     return sum(int(process.memory_info().rss) >> 20 for process in mine)
 
 
-def start_others(stack: ExitStack, config: Path, *, python: bool = False) -> list[Endpoint]:
-    """llama-server, plain and with 3 drafts, and llama-cpp-python's server, with our files and number of threads.
-
-    llama-cpp-python's server (dependency group `peer`) answers one request after the other. The stack stops them all.
-    """
-    binary = build_llama_server()
-    prepared = prepare(config)
-    handler = handler_of(config, prepared)
-    modes = {"llama-server plain": list[str]()}
-    if prepared.draft:
-        modes["llama-server draft 3"] = draft_options(prepared.draft, 3)
-    processes = {}
-    for number, (name, options) in enumerate(modes.items()):
-        processes[name] = llama_server(
-            binary, prepared.target, options, slots=SLOTS, config=handler, log=f"load-{number}.log"
-        )
-        stack.callback(processes[name].stop)
-    if python:
-        # By default a new request would interrupt the running one.
-        settings = {
-            "model": prepared.target,
-            "n_threads": handler.threads or usable_cores(),
-            "n_ctx": handler.context_length,
-        }
-        flags = [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
-        flags += ["--interrupt_requests", "False"]
-        processes["llama_cpp.server"] = ServerProcess(
-            lambda port: [sys.executable, "-m", "llama_cpp.server", "--port", str(port), *flags],
-            binary.parent / "llama_cpp_server.log",
-            ready="/v1/models",
-        )
-        stack.callback(processes["llama_cpp.server"].stop)
-    for process in processes.values():
-        process.wait_ready()
-    return [
-        Endpoint(name, process.url, {"cache_prompt": False} if name in modes else {}, process.resident_mib)
-        for name, process in processes.items()
-    ]
-
-
 @dataclass
 class Answer:
-    """Timestamps of one streamed answer in seconds, its number of tokens, and our server's `speculation` object."""
+    """One streamed answer: timestamps in seconds, its text and number of tokens, and what the server says about it."""
 
     sent: float
     chunks: list[float] = field(default_factory=list)
+    end: float = 0.0
+    text: str = ""
     tokens: int = 0
     speculation: dict[str, Any] = field(default_factory=dict)
+    timings: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
 
     @property
@@ -295,6 +172,13 @@ def events(response: requests.Response) -> Iterator[dict[str, Any]]:
 
 def stream(endpoint: Endpoint, prompt: str, max_tokens: int) -> Answer:
     """Stream one greedy completion; a failure is recorded in the answer."""
+    answer = Answer(perf_counter())
+    receive(answer, endpoint, prompt, max_tokens, perf_counter)
+    return answer
+
+
+def receive(answer: Answer, endpoint: Endpoint, prompt: str, max_tokens: int, clock: Callable[[], float]) -> None:
+    """Stream one greedy completion into an answer, whose timestamps are those of `clock`."""
     body = {
         "prompt": prompt,
         "max_tokens": max_tokens,
@@ -304,23 +188,25 @@ def stream(endpoint: Endpoint, prompt: str, max_tokens: int) -> Answer:
     }
     headers = {"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {}
     url, timeout = f"{endpoint.url}/v1/completions", REQUEST_TIMEOUT_SECONDS
-    answer = Answer(perf_counter())
     try:
         with requests.post(url, json=body | endpoint.extra, headers=headers, stream=True, timeout=timeout) as response:
             response.raise_for_status()
             for event in events(response):
-                if any(choice.get("text") for choice in event.get("choices", ())):
-                    answer.chunks.append(perf_counter())
+                text = "".join(choice.get("text") or "" for choice in event.get("choices", ()))
+                if text:
+                    answer.chunks.append(clock())
+                    answer.text += text
                 if event.get("usage"):
                     answer.tokens = event["usage"]["completion_tokens"]
-                    answer.speculation = event.get("speculation", {})
+                answer.speculation = event.get("speculation", answer.speculation)
+                answer.timings = event.get("timings", answer.timings)
+        answer.end = clock()
         # llama-cpp-python's server does not count the tokens of a stream; it sends one a chunk.
         answer.tokens = answer.tokens or len(answer.chunks)
     except (requests.RequestException, ValueError, KeyError) as error:
         answer.error = f"{type(error).__name__}: {error}"
     if not answer.error and not answer.chunks:
         answer.error = "no text"
-    return answer
 
 
 def unique_prompts(number: int) -> list[str]:

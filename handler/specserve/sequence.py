@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections import Counter
+from collections import Counter, abc
 from collections.abc import Iterable
-from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -78,7 +77,7 @@ class Constraint(Protocol):
     def mask_seconds(self) -> float:
         """The current time of one call of `allowed`."""
 
-    def allowed(self, written: Tokens[int]) -> NDArray[np.bool_] | None:
+    def allowed(self, written: abc.Sequence[int]) -> NDArray[np.bool_] | None:
         """The tokens that may follow this beginning of the completion, shape (vocabulary,); None allows all.
 
         Raises:
@@ -86,10 +85,10 @@ class Constraint(Protocol):
             MaskDeferred: the round has no time left for it.
         """
 
-    def complete(self, written: Tokens[int]) -> bool:
+    def complete(self, written: abc.Sequence[int]) -> bool:
         """Whether the completion can only end here."""
 
-    def forced(self, written: Tokens[int], limit: int) -> list[int]:
+    def forced(self, written: abc.Sequence[int], limit: int) -> list[int]:
         """At most `limit` tokens that are likely to spell the only characters the grammar allows next.
 
         Raises:
@@ -138,7 +137,7 @@ class SequenceStats:
             self.target_seconds += target
             self.other_seconds += other
 
-    def add_round(self, sources: Tokens[DrafterName], accepted: int, plain_seconds: float) -> None:
+    def add_round(self, sources: abc.Sequence[DrafterName], accepted: int, plain_seconds: float) -> None:
         """Count a decode round by the drafter of each of its drafts; the round that ends a prefill is not one."""
         self.rounds += 1
         self.gammas[len(sources)] += 1
@@ -225,7 +224,7 @@ class Sequence:
         top_logprobs: int | None = None,
         scores_prompt: bool = False,
         constraint: Constraint | None = None,
-        prediction: Tokens[int] = (),
+        prediction: abc.Sequence[int] = (),
         keeps_sources: bool = False,
     ) -> None:
         self.tokens = list(prompt)

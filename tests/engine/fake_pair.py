@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Many
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,7 @@ class FakePair:
         window: int = 4096,
         draft_context: int = 8192,
         costs: tuple[Cost, Cost] | None = None,
-        proposers: Many[Proposer] | None = None,
+        proposers: abc.Sequence[Proposer] | None = None,
         **options: Any,
     ) -> None:
         self.vocabulary = vocabulary or FakeVocabulary(VOCABULARY)
@@ -85,7 +85,7 @@ class FakePair:
         mode: SpeculationMode = "fixed",
         sampling: SamplingParams = GREEDY,
         max_tokens: int = 20,
-        stops: Many[str] = (),
+        stops: abc.Sequence[str] = (),
         request: str = "",
         **options: Any,
     ) -> Generation:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Tokens
 from itertools import chain
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -141,7 +141,7 @@ def gap_of(plain: Plain, text: list[int]) -> float | None:
     return None
 
 
-def accepts_every_draft(argmax: Callable[[int], int], drafts: Tokens[int]) -> Verdict:
+def accepts_every_draft(argmax: Callable[[int], int], drafts: abc.Sequence[int]) -> Verdict:
     """WRONG: the target's second choice is as good as its first."""
     return Verdict(len(drafts) - 1, drafts[-1]) if drafts else verify_greedy(argmax, drafts)
 

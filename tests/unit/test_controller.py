@@ -224,7 +224,7 @@ def test_a_long_catch_up_needs_more_evidence_than_a_draft_does() -> None:
 def test_no_long_catch_up_is_made_while_a_prompt_is_read() -> None:
     controller = Controller(stairs(), proportional(0.01))
     one = sequence()
-    beside = controller.costs([one], 0, 0, waiting=1)
+    beside = controller.costs([one], 0, 0, awaiting_first_token=1)
     assert controller.candidate(one, 1.0, 100, 8, controller.costs([one], 0, 0))
     assert controller.candidate(one, 1.0, 100, 8, beside) is None
     assert controller.candidate(one, 1.0, 2, 8, beside)

@@ -87,12 +87,12 @@ class Metrics:
     Args:
         served: the first labels of every sample.
         holdback: told the TPOT of sequences that may be compared.
-        send: given every sample.
+        send: given every sample; None sends none.
         clock: seconds.
     """
 
     def __init__(
-        self, served: Served, holdback: Holdback, send: Callable[[Sample], None], clock: Callable[[], float]
+        self, served: Served, holdback: Holdback, send: Callable[[Sample], None] | None, clock: Callable[[], float]
     ) -> None:
         self._served = served
         self._holdback = holdback
@@ -173,7 +173,8 @@ class Metrics:
             return
         self._last_sent = now
         for sample in self._take(gauges):
-            self._send(sample)
+            if self._send:
+                self._send(sample)
 
     def _take(self, gauges: Gauges) -> Iterator[Sample]:
         counts, observed = self._counts, self._observed

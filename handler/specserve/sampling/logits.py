@@ -6,7 +6,7 @@ are rejected; the target's logits and the draft model's are treated alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Tokens
+from collections import abc
 
 import numpy as np
 
@@ -14,7 +14,9 @@ from specserve.sampling.distribution import FloatArray
 from specserve.sequence import SamplingParams, Sequence, TokenScore
 
 
-def penalise(logits: FloatArray, sampling: SamplingParams, prompt: Tokens[int], output: Tokens[int]) -> FloatArray:
+def penalise(
+    logits: FloatArray, sampling: SamplingParams, prompt: abc.Sequence[int], output: abc.Sequence[int]
+) -> FloatArray:
     """The logits after biases and penalties.
 
     First `logit_bias` is added to its tokens. Then `repetition_penalty` divides the positive logits of tokens of
@@ -40,7 +42,7 @@ def penalise(logits: FloatArray, sampling: SamplingParams, prompt: Tokens[int], 
     return shaped
 
 
-def process_logits(logits: FloatArray, sequence: Sequence, drafts: Tokens[int]) -> FloatArray:
+def process_logits(logits: FloatArray, sequence: Sequence, drafts: abc.Sequence[int]) -> FloatArray:
     """The logits of the token after a sequence and these drafts of it: what p, or q of a draft token, is made of.
 
     The grammar comes last, so that nothing can make a token possible that it forbids.

@@ -108,7 +108,7 @@ class Routes:
             invariance=models.invariance,
             drafters=models.drafters,
             live=scheduler.running,
-            waiting=scheduler.waiting,
+            waiting=scheduler.queued,
             holdback=self._holdback.speedup(),
             max_wait_seconds=scheduler.max_wait_seconds,
         )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, deque
+from collections import Counter, abc, deque
 from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Many
 from operator import itemgetter
 from time import perf_counter
 
@@ -22,7 +21,7 @@ from specserve.speculation.round import Outcome, Plan, Report, run_round
 
 logger = logging.getLogger(__name__)
 
-# The smallest prefill chunk, in tokens: a smaller one takes nearly as long (benchmarks/cost_curve.py).
+# The least budget of a round for prefill, in tokens: a smaller chunk takes nearly as long (benchmarks/cost_curve.py).
 _MIN_CHUNK = 4
 # The default of `max_wait_ms`, in seconds; or, on a slow machine, in forward passes of one token, since the chunks that
 # fit into 0.25 s would be so small that every prompt takes much longer (benchmarks/RESULTS.md, decisions).
@@ -55,7 +54,7 @@ class Scheduler:
         max_wait_seconds: float = math.inf,
         begin_masks: Callable[[float], None] | None = None,
         clock: Callable[[], float] = perf_counter,
-        observers: Many[Observer] = (),
+        observers: abc.Sequence[Observer] = (),
     ) -> None:
         self._target = target
         self._drafters = drafters
@@ -66,18 +65,18 @@ class Scheduler:
         self._clock = clock
         self._observers = observers
         self._cache = PrefixCache(target, drafters, idle_tokens)
-        self._waiting: deque[Generation] = deque()
+        self._queue: deque[Generation] = deque()
         self._running: list[Generation] = []
 
     @property
     def busy(self) -> bool:
         """Whether any sequence is unfinished."""
-        return bool(self._waiting or self._running)
+        return bool(self._queue or self._running)
 
     @property
     def prefilling(self) -> bool:
         """Whether the next round prefills a prompt."""
-        return bool(self._waiting and self._cache.free) or any(not g.generated for g in self._running)
+        return bool(self._queue and self._cache.free) or any(not g.generated for g in self._running)
 
     @property
     def running(self) -> int:
@@ -85,19 +84,19 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def waiting(self) -> int:
+    def queued(self) -> int:
         """Number of sequences without a slot."""
-        return len(self._waiting)
+        return len(self._queue)
 
     def submit(self, generation: Generation, waited: float = 0.0) -> None:
         """Queue a sequence that arrived `waited` seconds ago; it starts in the first round that has a free slot."""
         generation.timestamps.arrival = self._clock() - waited
-        self._waiting.append(generation)
+        self._queue.append(generation)
 
     def cancel(self, generation: Generation) -> None:
         """Drop a sequence; its slot is free in the next round. One that has ended is left as it is."""
-        if generation in self._waiting:
-            self._waiting.remove(generation)
+        if generation in self._queue:
+            self._queue.remove(generation)
             self._report_ends([generation])
         elif generation in self._running:
             self._running.remove(generation)
@@ -122,9 +121,9 @@ class Scheduler:
             # Grammar masks may delay other sequences as long as prefill may.
             self._begin_masks(self.max_wait_seconds)
         # Sequences that wait for a slot are not counted: short rounds do not help them, early ends do.
-        waiting = sum(not g.generated for g in self._running) + min(len(self._waiting), self._cache.free)
+        awaiting = sum(not g.generated for g in self._running) + min(len(self._queue), self._cache.free)
         try:
-            report = run_round(self._target, self._drafters, plans, self._clock, waiting=waiting)
+            report = run_round(self._target, self._drafters, plans, self._clock, awaiting_first_token=awaiting)
         except EngineError as error:
             self._fail({plan.sequence: error for plan in plans})
             self._report_ends(self._end_completed())
@@ -153,14 +152,14 @@ class Scheduler:
             try:
                 admitted = self._cache.assign(generation, (g for g in self._running if not g.generated))
             except Exception as error:
-                # It is in no queue from here on, so it has to end here.
+                # It is not retried, so it has to end here.
                 logger.exception("specserve: a sequence cannot be started")
-                self._waiting.remove(generation)
+                self._queue.remove(generation)
                 generation.fail(error)
                 self._report_ends([generation])
                 continue
             if admitted:
-                self._waiting.remove(generation)
+                self._queue.remove(generation)
                 self._running.append(generation)
                 generation.timestamps.start = self._clock()
             else:
@@ -170,26 +169,26 @@ class Scheduler:
         """The waiting sequences in order of admission: requests take turns, so that a large `n` delays no other."""
         taken = Counter(generation.info.request for generation in self._running)
         turns = []
-        for generation in self._waiting:
+        for generation in self._queue:
             turns.append(taken[generation.info.request])
             taken[generation.info.request] += 1
-        return [generation for _, generation in sorted(zip(turns, self._waiting, strict=True), key=itemgetter(0))]
+        return [generation for _, generation in sorted(zip(turns, self._queue, strict=True), key=itemgetter(0))]
 
     def _decodes(self, decoding: list[Generation]) -> list[Plan]:
         """The plans of the sequences that decode, with the most drafts that each may have."""
         # A round that was deferred verifies the same drafts again.
-        deferred = {sequence: n for sequence in decoding if (n := self._drafters.deferred_tokens(sequence)) is not None}
+        deferred = {one: n for one in decoding if (n := self._drafters.deferred_tokens(one)) is not None}
         # Every running sequence may need the logits of one row, and those that decode of one more per draft.
         most = (self._target.max_logits - len(self._running) - sum(deferred.values())) // max(1, len(decoding))
-        if len({sequence.info.request for sequence in decoding}) > 1:
+        if len({generation.info.request for generation in decoding}) > 1:
             drafting = sum(generation.speculation.max_drafts > 0 for generation in decoding)
             most = self._drafts_in_time(len(decoding), drafting, max(0, most))
-        constrained = sum(sequence.constraint is not None for sequence in decoding)
+        constrained = sum(generation.constraint is not None for generation in decoding)
         plans = []
-        for sequence in decoding:
-            drafts = max(0, min(sequence.speculation.max_drafts, sequence.remaining - 1, most))
-            drafts = self._drafts_with_masks(sequence, drafts, constrained)
-            plans.append(Plan(sequence, 1, deferred.get(sequence, drafts)))
+        for generation in decoding:
+            gamma = max(0, min(generation.speculation.max_drafts, generation.remaining - 1, most))
+            gamma = self._drafts_with_masks(generation, gamma, constrained)
+            plans.append(Plan(generation, 1, deferred.get(generation, gamma)))
         return plans
 
     def _prefills(self, decoding: list[Plan]) -> list[Plan]:
@@ -198,12 +197,12 @@ class Scheduler:
         rows_left = min(self._chunk(decoding), self._target.max_rows - verified)
         logits_left = self._target.max_logits - verified
         plans = []
-        for sequence in self._running:
-            if rows_left > 0 and logits_left > 0 and not sequence.generated:
-                rows = min(rows_left, sequence.target_pending, logits_left if sequence.scores_prompt else rows_left)
-                plans.append(Plan(sequence, rows, 0))
+        for generation in self._running:
+            if rows_left > 0 and logits_left > 0 and not generation.generated:
+                rows = min(rows_left, generation.target_pending, logits_left if generation.scores_prompt else rows_left)
+                plans.append(Plan(generation, rows, 0))
                 rows_left -= rows
-                logits_left -= rows if sequence.scores_prompt else 1
+                logits_left -= rows if generation.scores_prompt else 1
         return plans
 
     def _drafts_in_time(self, decoding: int, drafting: int, most: int) -> int:
@@ -223,27 +222,27 @@ class Scheduler:
         seconds = {n: n * step + target.seconds(decoding + drafting * n, kv_len) for n in range(1, most + 1)}
         return max((n for n in seconds if seconds[n] <= longest), default=0)
 
-    def _drafts_with_masks(self, sequence: Sequence, drafts: int, constrained: int) -> int:
-        """How many of `drafts` drafts have time for their grammar masks.
+    def _drafts_with_masks(self, generation: Generation, gamma: int, constrained: int) -> int:
+        """How many of `gamma` drafts have time for their grammar masks, among so many constrained sequences.
 
         The masks of all constrained sequences get half of `max_wait_seconds`; the other half is for masks that take
         longer than before.
         """
-        seconds = 0.0 if sequence.constraint is None else sequence.constraint.mask_seconds
+        seconds = 0.0 if generation.constraint is None else generation.constraint.mask_seconds
         share = self.max_wait_seconds / 2 / max(1, constrained)
-        return drafts if (drafts + 1) * seconds <= share else max(0, int(share / seconds) - 1)
+        return gamma if (gamma + 1) * seconds <= share else max(0, int(share / seconds) - 1)
 
     def _chunk(self, decoding: list[Plan]) -> int:
         """The prefill chunk, in tokens, that minimises the total wait of all sequences per prefilled token.
 
-        Sequences that decode wait for what the chunk adds to the round, at most `max_wait_seconds`; the others wait for
-        the whole round. Of equal chunks the largest is taken.
+        Sequences that decode wait for what the chunk adds to the round: at most `max_wait_seconds`, unless even the
+        least chunk takes longer. The others wait for the whole round. Of equal chunks the largest is taken.
         """
         cost = self._controller.target
         kv_len = self._target.kv_len([generation.slot for generation in self._running])
         # The controller has not decided yet; with many sequences it mostly drafts little.
         rows = sum(1 if plan.sequence.speculation.adaptive else 1 + plan.gamma for plan in decoding)
-        others = len(self._waiting) + len(self._running) - len(decoding)
+        others = len(self._queue) + len(self._running) - len(decoding)
         longest = self.max_wait_seconds if decoding else math.inf
         before = cost.seconds(rows, kv_len)
         least = min(_MIN_CHUNK, self._prefill_rows)
@@ -267,11 +266,11 @@ class Scheduler:
         parts = report.draft_seconds, report.target_seconds, other
         for generation in running:
             if (outcome := report.outcomes.get(generation)) is not None:
-                self._record(generation, outcome, parts, now, live=len(running))
+                self._record(generation, outcome, parts, now, n_running=len(running))
         self._report_ends(ended)
 
     def _record(
-        self, generation: Generation, outcome: Outcome, parts: tuple[float, float, float], now: float, *, live: int
+        self, generation: Generation, outcome: Outcome, parts: tuple[float, float, float], now: float, *, n_running: int
     ) -> None:
         """Add a round to the timestamps and statistics of a sequence, and tell the observers.
 
@@ -280,7 +279,7 @@ class Scheduler:
             outcome: of the round.
             parts: seconds of drafting, of the target's pass, and of everything else, for all sequences together.
             now: the end of the round.
-            live: number of sequences that ran.
+            n_running: number of sequences that ran.
         """
         tokens = generation.answer[outcome.position :]
         times, stats = generation.timestamps, generation.stats
@@ -306,7 +305,7 @@ class Scheduler:
             draft=draft,
             target=target,
             other=other,
-            live=live,
+            live=n_running,
         )
         for observer in self._observers:
             observer.round(record)

@@ -5,6 +5,11 @@ the entry has the request's body until the first reply to it. A reply is a whole
 Where a call has nothing to say yet, it deletes the entry's id from `context.request_ids`: then nothing is sent, and the
 entry comes again, body included. Once a chunk is sent, the HTTP status is final.
 
+A call of `handle` is `join`, then work on what the last slice of rounds has produced, then `start`. `join` waits for
+the slice that the call before has started, if any; after `interrupt` that ends with its current round. If none was
+started, `run` runs one while the call waits. `start` begins a slice that runs on after the call has returned, unless
+there is nothing to run or the next round prefills.
+
 Three threads share the work:
 
 - TorchServe's thread runs `handle`: it owns the responses, and replies.
@@ -20,6 +25,7 @@ The parser's thread also works while rounds run. What it then shares with the en
   a grammar that has just failed, and that request ends with the same error as those before it.
 - The round's time for grammar masks: `GrammarCompiler.begin_round` sets it and constraints spend it, both in the engine
   thread; the parser's only hands it to new constraints.
+- What copies of a grammar's matcher share: llguidance has a lock of its own for it.
 - `Holdback`: `draw` uses only the random generator; `observe`, `speedup` and `reset` use only the two samples.
 """
 
@@ -40,7 +46,7 @@ from specserve.observability.records import Observer
 from specserve.observability.trace import Trace
 from specserve.serving.engine_loop import EngineLoop, engine_thread
 from specserve.serving.loading import Models, load_models
-from specserve.serving.openai.response import GenerationResponse, JsonResponse, Response
+from specserve.serving.openai.response import JsonResponse, Response
 from specserve.serving.routes import Routes
 from specserve.serving.scheduler import Scheduler, max_wait
 from specserve.serving.torchserve_types import (
@@ -84,10 +90,6 @@ class Parsing(NamedTuple):
     response: Future[Response]
 
 
-def _discard(_sample: Sample) -> None:
-    """Metrics are not collected."""
-
-
 class Handler:
     """Has new requests parsed, runs the scheduler, and replies to every entry."""
 
@@ -110,9 +112,9 @@ class Handler:
         config: HandlerConfig,
         load: Callable[[HandlerConfig], Models],
         served: Served,
-        send: Callable[[Sample], None] = _discard,
+        send: Callable[[Sample], None] | None = None,
     ) -> None:
-        """Load the models and begin to serve; `send` is given every sample of a metric.
+        """Load the models and begin to serve; `send` is given every sample of a metric; None sends none.
 
         Raises:
             SpecserveError: a model cannot be loaded, or the trace cannot be written.
@@ -160,9 +162,10 @@ class Handler:
         context.stopping_criteria = [whole_response] * len(data)
         for index, request_id in entries.items():
             response = self._responses.get(request_id)
-            if response is None or (was_started and request_id in submitted and not response.done):
-                # It is not parsed yet, or had no round yet: an error of its first round can still be its status. An
-                # entry that is left out comes again.
+            had_no_round = was_started and request_id in submitted
+            if response is None or (had_no_round and not response.done):
+                # Not parsed yet, or an error of its first round can still be its status. An entry that is left out
+                # comes again.
                 del context.request_ids[index]
             else:
                 replies[index] = self._reply(context, index, response)
@@ -227,11 +230,7 @@ class Handler:
         if response.error:
             self._cancel(response)
         # An error before the first event is a response with a status, even to a request for a stream.
-        if (
-            isinstance(response, GenerationResponse)
-            and response.streams
-            and (response.status_sent or not response.error)
-        ):
+        if response.streams and (response.status_sent or not response.error):
             return self._next_chunk(context, index, response)
         if not response.done:
             return self._wait(context, index, response)
@@ -255,7 +254,7 @@ class Handler:
             del context.request_ids[index]
         return ""
 
-    def _next_chunk(self, context: Context, index: int, response: GenerationResponse[Any]) -> str:
+    def _next_chunk(self, context: Context, index: int, response: Response) -> str:
         """A stream's next events; an empty chunk lets TorchServe notice that the client has left."""
         # A first chunk that is also the last one would hang the client, so an empty one comes before it.
         last = response.status_sent and response.done
@@ -281,7 +280,7 @@ class Handler:
         self._metrics.emit(
             Gauges(
                 self._scheduler.running,
-                self._scheduler.waiting,
+                self._scheduler.queued,
                 self._config.sequences,
                 own_kernels=self._models.kernels.variant is not None,
                 draft_model=None if self._config.draft is None else self._draft_model_up,

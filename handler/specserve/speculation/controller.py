@@ -4,12 +4,19 @@ A draft token is accepted only if all before it are, so drafting n tokens gains 
 alpha_j are acceptance probabilities (Leviathan et al. 2023, arXiv 2211.17192, section 3.3, with a measured verify
 cost). Time is worth the tokens a second that decoding yields anyway. The largest gain over all n is taken, whatever
 shape the costs have.
+
+An example: alpha is .8 and then .7; a pass of the target takes 40 ms and 3 ms more for each further row, one of the
+draft model 12 ms, and plain decoding yields one token in 40 ms, the rate. One draft brings .8 tokens and costs 15 ms,
+which are worth 15 / 40 = .375: a gain of .425. Two bring .8 + .8 x .7 = 1.36 and cost 30 ms or .75: a gain of .61, so
+two are drafted. For block verification, which accepts more, the expected tokens are a lower bound.
+
+`model_steps` extends this to sequences that share passes; a first reader can skip it.
 """
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Many
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
@@ -17,21 +24,11 @@ from weakref import WeakKeyDictionary
 
 from specserve.sampling.distribution import is_greedy
 from specserve.sequence import Sequence
-from specserve.speculation.acceptance import Calibration, SequenceAcceptance
+from specserve.speculation.acceptance import CALIBRATED, PRIORS, Calibration, SequenceAcceptance
 from specserve.speculation.cost import Cost
 
 # A pair of figures in brackets says how much half and twice the constant change mean and slowest: see acceptance.py.
 
-# Acceptance probability by confidence, lowest bin first, before anything was verified: measured with a 1.5B and a 0.5B
-# of one family (recordings of benchmarks/record.py, counted by the bins of acceptance.py; no command prints them).
-# "target" is no source: the probability that the draft model's token is accepted, by the target's confidence there.
-_PRIORS = {
-    "model": (0.11, 0.3, 0.47, 0.7, 0.88, 0.95, 0.975, 0.99, 0.995),
-    "target": (0.05, 0.2, 0.46, 0.68, 0.83, 0.9, 0.95, 0.98, 0.99),
-    "lookup": (0.04, 0.12, 0.25, 0.42, 0.6, 0.75, 0.85, 0.92, 0.97),
-}
-# Prediction and grammar start as calibrated: about the centre of each bin, as a probability.
-_CALIBRATED = (0.07, 0.18, 0.38, 0.62, 0.82, 0.92, 0.965, 0.985, 0.995)
 # Acceptance probability of the draft model on a sequence that has shown nothing yet [.005, .012, by .65 and .85].
 _FIRST_ACCEPTANCE = 0.75
 # Tokens of catch-up that are part of an ordinary round: the bonus token, and accepted tokens of other sources
@@ -64,14 +61,14 @@ class Observation(NamedTuple):
 class RoundCosts(NamedTuple):
     """Seconds of passes in this round by their number of rows, and the value of its time.
 
-    `rate` is what all sequences together would otherwise get in a second of it, in tokens; `waiting` is whether any
-    sequence waits for its first token.
+    `rate` is what all sequences together would otherwise get in a second of it, in tokens; `holds_catch_up` is whether
+    no long catch-up may start, since some sequence awaits its first token.
     """
 
     target: Callable[[int], float]
     draft: Callable[[int], float]
     rate: float
-    waiting: bool = False
+    holds_catch_up: bool = False
 
 
 class Candidate(NamedTuple):
@@ -92,7 +89,7 @@ class Candidate(NamedTuple):
     catch_up: float = 0.0
 
 
-def best_length(tokens: Many[float], seconds: Many[float], rate: float) -> tuple[int, float]:
+def best_length(tokens: abc.Sequence[float], seconds: abc.Sequence[float], rate: float) -> tuple[int, float]:
     """The number of further draft tokens with the largest gain, and that gain in tokens; 0 and 0.0 if none pays.
 
     Args:
@@ -105,7 +102,7 @@ def best_length(tokens: Many[float], seconds: Many[float], rate: float) -> tuple
     return best, gains[best]
 
 
-def model_steps(candidates: Many[Candidate], rows: int, costs: RoundCosts) -> tuple[list[int], float]:
+def model_steps(candidates: abc.Sequence[Candidate], rows: int, costs: RoundCosts) -> tuple[list[int], float]:
     """Which sequences the draft model should draft one more token for, and the expected gain of going on.
 
     Sequences share the passes of both models. So for each k the k likeliest sequences draft n = 1, 2, ... more tokens
@@ -155,7 +152,7 @@ def _may_gain(candidate: Candidate, rate: float) -> bool:
     return tokens > rate * catch_up
 
 
-def proposal_length(candidate: Candidate, probabilities: Many[float], rows: int, costs: RoundCosts) -> int:
+def proposal_length(candidate: Candidate, probabilities: abc.Sequence[float], rows: int, costs: RoundCosts) -> int:
     """How many tokens of a proposal that cost nothing to draft; none where as many of the model's own gain more.
 
     Args:
@@ -233,22 +230,24 @@ class Controller:
         """By source, and whether it is sampled: acceptance probability by confidence, lowest bin first."""
         return {key: calibration.probabilities for key, calibration in self._calibrations.items()}
 
-    def costs(self, decoding: Many[Sequence], target_kv_len: int, draft_kv_len: int, waiting: int = 0) -> RoundCosts:
+    def costs(
+        self, decoding: abc.Sequence[Sequence], target_kv_len: int, draft_kv_len: int, awaiting_first_token: int = 0
+    ) -> RoundCosts:
         """What passes cost in this round, and what its time is worth.
 
         Args:
             decoding: the sequences that decode in this round.
             target_kv_len: tokens of the target's cache that a row attends to.
             draft_kv_len: the same of the draft model's.
-            waiting: how many sequences wait for their first token; time is worth as much to each of them.
+            awaiting_first_token: how many sequences do; time is worth as much to each of them.
         """
         plain = self.target.seconds(max(1, len(decoding)), target_kv_len)
         draft = self.draft
         return RoundCosts(
             target=lambda rows: self.target.seconds(rows, target_kv_len),
             draft=(lambda rows: draft.seconds(rows, draft_kv_len)) if draft else (lambda _rows: 0.0),
-            rate=(sum(self._state(sequence).speedup for sequence in decoding) + waiting) / plain,
-            waiting=waiting > 0,
+            rate=(sum(self._state(sequence).speedup for sequence in decoding) + awaiting_first_token) / plain,
+            holds_catch_up=awaiting_first_token > 0,
         )
 
     def acceptance(self, sequence: Sequence, source: str, confidence: float) -> float:
@@ -282,13 +281,13 @@ class Controller:
         acceptance = state.acceptance.next_token
         if pending <= _SHORT_CATCH_UP:
             return Candidate(prefix, acceptance, pending, room)
-        if costs.waiting:
+        if costs.holds_catch_up:
             return None
         rounds = max(1.0, min(sequence.remaining, _HORIZON + sequence.generated) / _TOKENS_PER_ROUND)
         catch_up = _CATCH_UP_GAIN * (costs.draft(pending) - costs.draft(1)) / rounds
         return Candidate(prefix, state.acceptance.long_run, 1, room, catch_up)
 
-    def learn(self, sequence: Sequence, observations: Many[Observation], confidence: float) -> None:
+    def learn(self, sequence: Sequence, observations: abc.Sequence[Observation], confidence: float) -> None:
         """Learn from the tokens that verification reached, and from the target's confidence after the accepted ones."""
         own = self._state(sequence).acceptance
         by_target = self._calibration(sequence, "target")
@@ -326,5 +325,5 @@ class Controller:
     def _calibration(self, sequence: Sequence, source: str) -> Calibration:
         key = (source, not is_greedy(sequence.sampling))
         if key not in self._calibrations:
-            self._calibrations[key] = Calibration(_PRIORS.get(source, _CALIBRATED))
+            self._calibrations[key] = Calibration(PRIORS.get(source, CALIBRATED))
         return self._calibrations[key]

@@ -183,20 +183,20 @@ class Drafters:
         """The proposal of a sequence for this round: the deferred one, or an empty one."""
         return self._deferred.pop(sequence, None) or Proposal(sequence, gamma, noise)
 
-    def propose(self, proposals: list[Proposal], rows: int, kv_len: int, waiting: int = 0) -> None:
+    def propose(self, proposals: list[Proposal], rows: int, kv_len: int, awaiting_first_token: int = 0) -> None:
         """Add drafts to the proposals, at most `gamma` each.
 
         Args:
             proposals: empty or deferred, one for each sequence of the round.
             rows: of the target's pass without drafts.
             kv_len: how many tokens a row of that pass attends to.
-            waiting: how many sequences wait for their first token.
+            awaiting_first_token: how many sequences do.
         """
         drafting = [proposal for proposal in proposals if proposal.gamma > 0 and not proposal.deferred]
         if not drafting:
             return
         decoding = [proposal.sequence for proposal in proposals if proposal.sequence.generated]
-        costs = self.controller.costs(decoding, kv_len, self.draft_kv_len, waiting)
+        costs = self.controller.costs(decoding, kv_len, self.draft_kv_len, awaiting_first_token)
         rows += sum(len(proposal.tokens) for proposal in proposals)
         for proposal in drafting:
             rows += self._propose_free(proposal, rows, costs)

@@ -6,8 +6,8 @@ share a state; it grows by at most two states, and on average by constant work, 
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Tokens
 from typing import ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -195,7 +195,7 @@ class Lookup:
             self._end = self._automaton.append(token, end)
             self._tokens.append(token)
 
-    def propose(self, drafts: Tokens[int], most: int) -> FreeTokens:
+    def propose(self, drafts: abc.Sequence[int], most: int) -> FreeTokens:
         """What followed the newest earlier occurrence of the longest suffix of the sequence and these drafts.
 
         The continuation may run on into the drafts and into the proposal itself, so that periodic sequences continue

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, abc
 from collections.abc import Iterable
-from collections.abc import Sequence as Tokens
 from itertools import pairwise
 from typing import ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
@@ -88,7 +87,7 @@ class Aligner:
             self._output.append(token)
             self._alignment = self._step(self._alignment, self._output)
 
-    def propose(self, drafts: Tokens[int], most: int) -> FreeTokens:
+    def propose(self, drafts: abc.Sequence[int], most: int) -> FreeTokens:
         """What the prediction says after the output and these drafts.
 
         Args:

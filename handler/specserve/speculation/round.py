@@ -1,9 +1,17 @@
-"""One round of speculative decoding over all running sequences: draft, verify, accept."""
+"""One round of speculative decoding over all running sequences: draft, verify, accept.
+
+One round of one sequence, whose tokens are [a b c]; the target's cache holds a and b (`target_cached` 2), c is pending:
+
+    draft   d, e                          at most gamma tokens, after c
+    target  rows c, d, e                  one pass; their logits give p_0 (after c), p_1 (after d), p_2 (after e)
+    verify  Verdict(1, x)                 d is accepted, e is rejected, and x is recovered in its place
+    commit  tokens [a b c d x]            `target_cached` 4: e is truncated from the cache, x is the next pending token
+"""
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Many
 from itertools import accumulate
 from time import perf_counter
 from typing import NamedTuple
@@ -26,7 +34,7 @@ from specserve.speculation.rejection import RULES, Verdict, verify_greedy
 class Plan(NamedTuple):
     """What one sequence does in a round: feed `rows` of its pending tokens, and verify up to `gamma` draft tokens.
 
-    Only a plan that feeds all pending tokens decides new ones; fewer rows are a prefill chunk.
+    Only a plan that feeds all pending tokens decides new ones (none with max_tokens 0); fewer rows are a prefill chunk.
     """
 
     sequence: Sequence
@@ -68,7 +76,7 @@ class Outcome(NamedTuple):
     position: int
     target_cached: int
     share: float
-    sources: Many[DrafterName] = ()
+    sources: abc.Sequence[DrafterName] = ()
     n_accepted: int = 0
     plain_seconds: float | None = None
     error: Exception | None = None
@@ -127,7 +135,7 @@ def run_round(
     plans: list[Plan],
     clock: Callable[[], float] = perf_counter,
     *,
-    waiting: int = 0,
+    awaiting_first_token: int = 0,
 ) -> Report:
     """Draft for the plans with a gamma, run the target once over all rows, and decide tokens.
 
@@ -139,7 +147,7 @@ def run_round(
         drafters: all sources of drafts.
         plans: in the order of their slots.
         clock: seconds.
-        waiting: how many sequences wait for their first token.
+        awaiting_first_token: how many sequences do.
 
     Raises:
         EngineError: the target failed. Its caches are as before; the caller truncates those of the draft model.
@@ -148,7 +156,7 @@ def run_round(
     cost = drafters.controller.target
     proposals = [drafters.begin(plan.sequence, plan.gamma, _noise(plan.sequence)) for plan in plans]
     kv_len = target.kv_len([plan.sequence.slot for plan in plans])
-    drafters.propose(proposals, sum(plan.rows for plan in plans), kv_len, waiting)
+    drafters.propose(proposals, sum(plan.rows for plan in plans), kv_len, awaiting_first_token)
     drafted = clock()
     logits = run_pass(target, _batch(plans, proposals), cost)
     verified = clock()

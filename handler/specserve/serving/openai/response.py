@@ -38,6 +38,8 @@ class Response(ABC):
         generations: the sequences that it is made of.
     """
 
+    streams = False
+
     def __init__(self, generations: list[Generation]) -> None:
         self.generations = generations
         self.status_sent = False
@@ -62,6 +64,10 @@ class Response(ABC):
     @abstractmethod
     def body(self) -> Mapping[str, Any]:
         """The whole JSON object; the response must be done."""
+
+    def next_events(self) -> str:
+        """The events of a stream since the last call; '' of a response that is no stream."""
+        return ""
 
 
 class JsonResponse(Response):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import re
 from typing import Any
 
 import gguf
@@ -11,9 +12,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from specserve.config import processor
 from specserve.engine import kernels
 
 Floats = NDArray[np.float32]
+# The variants that this processor supports, the best one first. A named variant is used whatever its speed: on a busy
+# machine the comparison with llama.cpp's kernels may turn out either way.
+HERE = [name for name in kernels.VARIANTS if re.search(rf"\b{name}\b", processor())]
 BLOCK = {"Q4_0": 32, "Q8_0": 32, "Q4_K": 256, "Q6_K": 256}
 
 needs_kernels = pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernels are for x86-64")

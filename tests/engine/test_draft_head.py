@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kernel_products import needs_kernels
-from specserve.config import processor
+from kernel_products import HERE, needs_kernels
 from specserve.engine import draft_head, kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.draft_head import GROUP, DraftHead
@@ -19,7 +17,6 @@ from specserve.engine.llama_model import LlamaModel
 from tiny_formats import quantise_as
 from tiny_models import write_tiny
 
-HERE = [name for name in kernels.VARIANTS if re.search(rf"\b{name}\b", processor())]
 SIZE = 100 * GROUP
 FREQUENT = 3 * GROUP
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,9 @@ import pytest
 from gguf import GGUFWriter
 
 import tiny_models as tiny
-from pairs import PLAIN, Pair, TinyFiles, drafting
+from pairs import KERNELS, PLAIN, Pair, TinyFiles, drafting
 from specserve.config import ModelConfig
+from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ModelLoadError, RequestError
@@ -45,8 +46,14 @@ def never_ending(pair: Pair) -> dict[str, Any]:
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_greedy_text_is_the_same_token_for_token_with_and_without_speculation(pair: Pair, prompt: str) -> None:
+    """Each token has the largest logit, or with llama.cpp's kernels nearly, if the text is fed token by token."""
     plain = pair.answer(prompt, max_tokens=60, temperature=0, speculation=PLAIN).sequence
     assert plain.stats.drafted == 0
+    target = pair.models.target
+    target.truncate(0, 0)
+    for position, (token, following) in enumerate(pairwise(plain.tokens)):
+        [logits] = target.forward([Row(token, 0, position, wants_logits=True)])
+        assert position + 1 < plain.prompt_length or logits[following] >= logits.max() - 0.05 * (KERNELS == "off")
     for gamma in GAMMAS:
         speculative = pair.answer(prompt, max_tokens=60, temperature=0, speculation=drafting(gamma)).sequence
         assert speculative.answer == plain.answer

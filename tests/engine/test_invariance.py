@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fake_engine import FakeEngine
-from kernel_products import needs_kernels
+from kernel_products import HERE, needs_kernels
 from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.invariance import Invariance, probe
@@ -162,7 +162,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def measure(path: Path, mode: Literal["auto", "off"], *, threads: int = 2) -> Invariance:
-    kernels.use(mode, threads=threads)
+    kernels.use(mode, threads=threads, variant=next(iter(HERE), None))
     model = LlamaModel(path)
     engine = LlamaEngine(model, n_slots=2, context_length=SLOT_TOKENS, threads=threads, max_rows=128, max_logits=64)
     try:

@@ -6,7 +6,6 @@ import ctypes
 import gc
 import importlib.metadata
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,8 +17,7 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
-from kernel_products import BLOCK, attention, exact, exact_attention, needs_kernels, product, quantised
-from specserve.config import processor
+from kernel_products import BLOCK, HERE, attention, exact, exact_attention, needs_kernels, product, quantised
 from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
@@ -33,9 +31,6 @@ SOURCES = Path(__file__).parents[2] / "handler" / "kernels"
 ROWS = (*range(1, 18), 32, 33)
 
 
-HERE = [name for name in kernels.VARIANTS if re.search(rf"\b{name}\b", processor())]
-
-
 @pytest.fixture(params=HERE)
 def variant(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each variant that this processor supports."""
@@ -46,10 +41,9 @@ def variant(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def best() -> Iterator[str]:
-    """The variant that is selected on this processor."""
-    chosen = kernels.use("auto", variant="").variant
-    assert chosen is not None
-    yield chosen
+    """The best variant that this processor supports."""
+    assert kernels.use("auto", variant=HERE[0]).variant == HERE[0]
+    yield HERE[0]
     kernels.use("off")
 
 
@@ -379,8 +373,8 @@ def test_two_processes_get_the_same_logits(tiny: Path, best: str) -> None:
     _, engine = open_engine(tiny)
     program = (
         "import sys, pathlib; sys.path[:0] = sys.argv[2:]\n"
-        "from specserve.engine import kernels; from test_kernels import logits, open_engine\n"
-        "kernels.use('auto', variant='')\n"
+        "from specserve.engine import kernels; from test_kernels import HERE, logits, open_engine\n"
+        "kernels.use('auto', variant=HERE[0])\n"
         "print(logits(open_engine(pathlib.Path(sys.argv[1]))[1]).tobytes().hex())"
     )
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support"), str(SOURCES.parent)]
@@ -454,6 +448,17 @@ def test_without_a_library_that_fits_llama_cpps_kernels_are_used_and_the_reason_
     assert chosen.variant is None
     assert reason in chosen.sentence
     assert kernels.in_use() == chosen
+
+
+@pytest.mark.usefixtures("variant")
+def test_a_variant_tells_what_the_machine_could_do_at_most() -> None:
+    """As benchmarks/cost_curve.py asks it; nothing makes a core read or multiply 1e13 bytes a second."""
+    roof = kernels.roof(1)
+    assert 0 < roof.bytes_per_second < 1e13
+    assert 0 < roof.products_per_second < 1e13
+    kernels.use("off")
+    with pytest.raises(kernels.Unusable):
+        kernels.roof(1)
 
 
 # ---- sanitizers ----

@@ -13,23 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from costs import proportional
 from pairs import TinyFiles
 from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
-from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
+from specserve.engine.llama_model import LlamaModel
 from specserve.errors import EngineError, ModelLoadError
-from specserve.sequence import SamplingParams, Sequence, SpeculationParams
-from specserve.serving.generation import Generation
-from specserve.serving.scheduler import Scheduler
-from specserve.speculation.controller import Controller
-from specserve.speculation.draft_model import DraftModel
-from specserve.speculation.drafters import Drafters
 from tiny_models import ARCHITECTURES
 
 SLOTS = 3
 CONTEXT = 256
-PROMPTS = ["The quick brown fox", "def accept(p, q):", "héllo 世界 🙂, once upon a time there was a"]
 
 TinyFile = Callable[[str, str], Path]
 
@@ -73,46 +65,6 @@ def rows(tokens: list[int], *, slot: int = 0, start: int = 0, wants: str = "last
     """Rows that feed `tokens` to a slot."""
     last = len(tokens) - 1
     return [Row(t, slot, start + i, wants == "all" or (wants == "last" and i == last)) for i, t in enumerate(tokens)]
-
-
-def speculate(architecture: str, tiny_file: TinyFile, gammas: list[int], *, together: bool) -> list[Sequence]:
-    """Greedy answers to the prompts, one after the other or all at once."""
-    target = LlamaModel(tiny_file(architecture, "target"))
-    draft = LlamaModel(tiny_file(architecture, "draft"))
-    check_same_vocabulary(target, draft)
-    cost = proportional()
-    reader = DraftModel(engine_for(draft), cost, window=512, max_rows=16, vocabulary=target.size, context_length=4096)
-    controller = Controller(cost, cost)
-    drafters = Drafters(controller, model=reader, vocabulary=target.size)
-    scheduler = Scheduler(engine_for(target), drafters, prefill_rows=16, idle_tokens=4096)
-    sequences: list[Sequence] = []
-    for prompt, gamma in zip(PROMPTS, gammas, strict=True):
-        generation = Generation(
-            target.encode(prompt), SamplingParams(temperature=0), SpeculationParams(gamma), target, max_tokens=60
-        )
-        sequences.append(generation)
-        scheduler.submit(generation)
-        while scheduler.busy and not together:
-            scheduler.step()
-    while scheduler.busy:
-        scheduler.step()
-    return sequences
-
-
-@pytest.mark.parametrize("together", [False, True])
-def test_greedy_sequences_choose_the_targets_argmax_or_a_near_tie(
-    architecture: str, tiny_file: TinyFile, *, together: bool
-) -> None:
-    """Attention over a shared cache sums in another order, which may turn a near-tie."""
-    model = LlamaModel(tiny_file(architecture, "target"))
-    alone = engine_for(model, max_logits=64)
-    for sequence in speculate(architecture, tiny_file, [1, 3, 7], together=together):
-        assert 0 < sequence.stats.accepted < sequence.stats.drafted
-        alone.truncate(0, 0)
-        for position, token in enumerate(sequence.tokens[:-1]):
-            [logits] = alone.forward(rows([token], start=position))
-            if position + 1 >= sequence.prompt_length:
-                assert logits[sequence.tokens[position + 1]] >= logits.max() - (0.05 if together else 0)
 
 
 def test_rows_of_several_slots_in_one_pass_have_the_logits_of_separate_passes(engine: LlamaEngine) -> None:
@@ -162,11 +114,6 @@ def test_all_slots_can_be_filled_to_the_last_token(engine: LlamaEngine) -> None:
             engine.forward(rows([5] * 64, slot=slot, start=start))
     engine.truncate(1, 100)
     assert engine.forward(rows([5], slot=1, start=100)).shape[0] == 1
-
-
-def test_the_pieces_of_an_encoded_text_join_to_the_text(model: LlamaModel) -> None:
-    for prompt in PROMPTS:
-        assert b"".join(map(model.piece, model.encode(prompt))).decode() == prompt
 
 
 def test_a_missing_file_is_a_one_line_error(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
-from specserve.engine.llama_model import LlamaModel, write_pure_q4_0
+from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ConfigError
 from tiny_models import ARCHITECTURES, ROLES, write_tiny
 
@@ -137,12 +137,6 @@ def test_merges_are_used(target: Writer) -> None:
     assert len(target.model.encode(text)) < len(text) / 2
 
 
-def test_special_tokens_are_parsed_only_on_request(load: Load) -> None:
-    model = load("qwen2", "target").model
-    assert len(model.encode("<|im_end|>", special=True)) == 1
-    assert len(model.encode("<|im_end|>")) > 1
-
-
 def test_qwen2_has_its_markers(load: Load) -> None:
     model = load("qwen2", "target").model
     assert set(map(model.name, model.end_tokens())) == {b"<|im_end|>", b"<|endoftext|>"}
@@ -163,17 +157,6 @@ def test_qwen2_and_llama_have_a_chat_template_and_gpt2_has_none(target: Writer, 
 
 
 # Pairs
-
-
-def test_a_draft_has_its_targets_vocabulary(target: Writer, draft: Writer) -> None:
-    assert draft.pieces == target.pieces
-
-
-def test_another_vocabulary_differs_in_texts_alone(load: Load, target: Writer, architecture: str) -> None:
-    other = load(architecture, "other")
-    assert other.model.size == target.model.size
-    assert other.pieces[:250] == target.pieces[:250]
-    assert sum(a != b for a, b in zip(target.pieces, other.pieces, strict=True)) > 100
 
 
 def test_the_draft_mostly_agrees_with_greedy_tokens(target: Writer, draft: Writer) -> None:
@@ -248,12 +231,3 @@ def test_an_unknown_model_is_refused(tmp_path: Path, architecture: str, role: st
     with pytest.raises(ConfigError, match=f"{architecture} {role}.*qwen2.*target"):
         write_tiny(tmp_path / "tiny.gguf", architecture, role)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_model_can_be_quantised(tmp_path: Path, architecture: str) -> None:
-    whole, small = tmp_path / "f32.gguf", tmp_path / "q4_0.gguf"
-    write_tiny(whole, architecture, "target")
-    assert write_pure_q4_0(whole, small)
-    writer = Writer(small)
-    assert np.isfinite(writer.begin(TEXTS[0])).all()
-    writer.close()

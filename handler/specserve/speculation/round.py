@@ -212,14 +212,8 @@ def _apply(
 ) -> Outcome:
     """Verify the drafts of one sequence and append what is decided, or take note of its prefill chunk.
 
-    Args:
-        target: its cache is truncated to the decided tokens, and so is the draft model's.
-        drafters: their controller learns.
-        plan: of the sequence.
-        proposal: its drafts.
-        logits: its rows.
-        seconds: what it added to the round.
-        outcome: before anything is decided.
+    Both caches are truncated to the decided tokens. `seconds` is what the sequence added to the round, and `outcome` is
+    that of a round which decides nothing.
     """
     sequence, controller = plan.sequence, drafters.controller
     try:

@@ -16,7 +16,6 @@ from specserve.engine.base import FloatArray, Row
 from specserve.engine.invariance import Invariance, probe
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
-from specserve.observability.status import describe
 from tiny_formats import FORMATS, quantise_as
 from tiny_models import ARCHITECTURES, write_tiny
 
@@ -187,10 +186,10 @@ def test_with_llama_cpps_kernels_logits_are_not_batch_invariant(tiny: dict[str, 
 
 
 def test_the_description_names_the_conditions() -> None:
-    everywhere = describe(Invariance(0.0, 0.0, 0.0, None))
+    everywhere = Invariance(0.0, 0.0, 0.0, None).sentence
     assert "repeat exactly" in everywhere
-    rows = describe(Invariance(0.02, 0.0, 0.0, 0.0))
+    rows = Invariance(0.02, 0.0, 0.0, 0.0).sentence
     assert "the number of rows in a forward pass (by up to 0.02)" in rows
-    crowd = describe(Invariance(0.0, 0.0, 0.3, 0.0))
+    crowd = Invariance(0.0, 0.0, 0.3, 0.0).sentence
     assert "the position in the cache (by up to 0.3)" in crowd
     assert "repeat exactly alone" in crowd

@@ -21,7 +21,7 @@ ALLOWED = {
     "sampling": {"errors", "sequence"},
     "grammar": {"errors", "sequence", "engine.base"},
     "speculation": {"errors", "sequence", "config", "engine.base", "sampling"},
-    "observability": {"errors", "config", "sequence", "engine", "speculation"},
+    "observability": {"errors", "config", "sequence"},
     "serving": {"errors", "sequence", "config", "observability", "engine", "grammar", "sampling", "speculation"},
     "tools": {"errors", "sequence", "config", "engine", "sampling", "speculation"},
 }

@@ -54,6 +54,31 @@ class Invariance(NamedTuple):
         """The largest difference under any condition."""
         return float(np.max([self.rows, self.chunks, self.layout, self.neighbours or 0.0]))
 
+    @property
+    def sentence(self) -> str:
+        """Whether greedy and seeded texts repeat, in one sentence for the operator."""
+        if self.any_batch:
+            return (
+                "the target gave the same logits for all numbers of rows, prefill chunks, cache positions and "
+                "neighbours that were tried: greedy and seeded outputs repeat exactly, as far as a short trial can tell"
+            )
+        causes = {
+            "the number of rows in a forward pass": self.rows,
+            "the prefill chunks": self.chunks,
+            "the position in the cache": self.layout,
+            "the neighbours in a forward pass": self.neighbours,
+        }
+        named = ", ".join(f"{cause} (by up to {difference:.2g})" for cause, difference in causes.items() if difference)
+        exactly = (
+            "repeat exactly alone in an empty cache; beside or after other requests they "
+            if self.single_sequence
+            else ""
+        )
+        return (
+            f"the target's logits differ with {named}: greedy and seeded outputs {exactly}may differ between runs "
+            "where two tokens are nearly equal"
+        )
+
 
 def probe(engine: Engine, slot_tokens: int) -> Invariance:
     """Measure the differences on one sequence of random tokens.

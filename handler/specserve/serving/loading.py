@@ -16,7 +16,6 @@ from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
 from specserve.errors import EngineError, ModelLoadError
 from specserve.grammar.constraint import GrammarCompiler
-from specserve.observability.status import describe
 from specserve.serving.costs import measured_cost
 from specserve.serving.openai.prompt import ChatTemplate
 from specserve.speculation.controller import Controller
@@ -207,5 +206,5 @@ def _report_cost(draft: float, target: float) -> None:
 def _measured_invariance(target: Engine, config: HandlerConfig) -> Invariance:
     invariance = probe(target, min(config.context_length, _PROBE_TOKENS))
     level = logging.INFO if invariance.single_sequence else logging.WARNING
-    logger.log(level, "specserve: %s", describe(invariance))
+    logger.log(level, "specserve: %s", invariance.sentence)
     return invariance

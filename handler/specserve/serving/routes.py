@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from specserve.config import HandlerConfig
+import specserve
+from specserve.config import HandlerConfig, ModelConfig, processor, usable_cores
+from specserve.engine.kernels import calls
+from specserve.engine.llama_model import LlamaModel, build_description
 from specserve.errors import RequestError
 from specserve.observability.control_group import Holdback
-from specserve.observability.status import SpeculationStatus, speculation_status
 from specserve.serving.loading import Models
 from specserve.serving.openai.openapi import openapi
 from specserve.serving.openai.parse import to_generations
@@ -25,9 +28,15 @@ from specserve.serving.openai.response import (
     model_list,
     model_object,
 )
+from specserve.serving.openai.response_schema import SpeculationStatus
 from specserve.serving.scheduler import Scheduler
+from specserve.speculation.cost import Cost
 
 logger = logging.getLogger(__name__)
+
+# Whose versions v1/speculation tells, and decimals of its numbers.
+_PACKAGES = ("llama-cpp-python", "llguidance", "numpy", "pydantic", "torchserve")
+_DIGITS = 4
 
 
 class Routes:
@@ -99,19 +108,44 @@ class Routes:
         raise RequestError(message, status=404, code="unknown_url")
 
     def _speculation(self) -> SpeculationStatus:
-        models, scheduler = self._models, self._scheduler
-        return speculation_status(
-            self._config,
-            target=models.vocabulary,
-            draft=models.draft,
-            kernels=models.kernels,
-            invariance=models.invariance,
-            drafters=models.drafters,
-            live=scheduler.running,
-            waiting=scheduler.queued,
-            holdback=self._holdback.speedup(),
-            max_wait_seconds=scheduler.max_wait_seconds,
-        )
+        """What this server runs, what that costs here, and what its controller has learned; measures nothing."""
+        config, models, scheduler = self._config, self._models, self._scheduler
+        limits, controller, holdback = config.speculation, models.drafters.controller, self._holdback.speedup()
+        pairs = (("target", config.target, models.vocabulary), ("draft", config.draft, models.draft))
+        costs = {"target": controller.target, "draft": controller.draft}
+        return {
+            "object": "speculation",
+            "model": config.model_id,
+            "versions": {"specserve": specserve.__version__, **{name: _version(name) for name in _PACKAGES}},
+            "build": build_description(),
+            "processor": next((line for line in processor().splitlines() if line.startswith("model name")), ""),
+            "threads": config.threads or usable_cores(),
+            "models": {
+                role: _model(file, model) for role, file, model in pairs if file is not None and model is not None
+            },
+            "batch_invariance": {"sentence": "not measured"}
+            if models.invariance is None
+            else {**models.invariance._asdict(), "sentence": models.invariance.sentence},
+            "kernels": {**models.kernels._asdict(), **calls()._asdict()},
+            "costs": {role: _table(cost) for role, cost in costs.items() if cost is not None},
+            # By source and kind of sampling: how often drafts are accepted, those of least confidence first.
+            "controller": {
+                f"{source}, {'sampled' if sampled else 'greedy'}": [round(rate, _DIGITS) for rate in rates]
+                for (source, sampled), rates in controller.learned.items()
+            },
+            "limits": {
+                "mode": limits.mode,
+                "gamma": limits.gamma,
+                "max_gamma": limits.max_gamma,
+                "window": limits.window,
+                "context_length": config.context_length,
+                "max_wait_ms": round(1000 * scheduler.max_wait_seconds),
+                "idle_tokens": config.idle_tokens,
+            },
+            "sequences": {"live": scheduler.running, "waiting": scheduler.queued, "slots": config.sequences},
+            "draft_model_up": models.drafters.has_model,
+            "holdback": None if holdback is None else holdback._asdict(),
+        }
 
     def _complete(self, body: object, request_id: str) -> Response:
         request = parse_body(body, CompletionRequest)
@@ -158,3 +192,32 @@ class Routes:
                 code="model_not_found",
             )
         return model
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _model(file: ModelConfig, model: LlamaModel) -> dict[str, str | int | None]:
+    parameters, size = model.weights
+    return {
+        "file": None if file.path is None else file.path.name,
+        "sha256": file.sha256,
+        "description": model.description(),
+        "parameters": parameters,
+        "bytes": size,
+    }
+
+
+def _table(cost: Cost) -> dict[str, list[int] | list[float]]:
+    near, far = cost.table.seconds
+    return {
+        "rows": list(cost.table.rows),
+        "kv_len": list(cost.table.kv_len),
+        "milliseconds_near": [round(1000 * seconds, _DIGITS) for seconds in near],
+        "milliseconds_far": [round(1000 * seconds, _DIGITS) for seconds in far],
+        "milliseconds_now": [round(1000 * cost.exactly(rows, 0), _DIGITS) for rows in cost.table.rows],
+    }

@@ -274,12 +274,7 @@ class Scheduler:
     ) -> None:
         """Add a round to the timestamps and statistics of a sequence, and tell the observers.
 
-        Args:
-            generation: that was in the round.
-            outcome: of the round.
-            parts: seconds of drafting, of the target's pass, and of everything else, for all sequences together.
-            now: the end of the round.
-            n_running: number of sequences that ran.
+        The `parts` of its time are seconds of drafting, of the target's pass, and of everything else.
         """
         tokens = generation.answer[outcome.position :]
         times, stats = generation.timestamps, generation.stats

@@ -302,7 +302,7 @@ class Controller:
             if source == "model":
                 own.learn("target", pooled, label)
                 by_target.learn(target_sure, label)
-        # So the position of a rejection counts twice. Counted once, the slowest text of benchmarks/simulate.py is at
+        # So the position of a rejection counts twice. Counted once, the slowest answer of benchmarks/simulate.py is at
         # 0.998 instead of 1.018 of plain decoding (1.5B by 0.5B, our kernels), and the mean is the same.
         own.expect(by_target.probability(confidence))
 

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 import specserve
-from specserve.observability.status import SpeculationStatus
 from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
 from specserve.serving.openai.response_schema import (
     ChatCompletion,
@@ -19,6 +18,7 @@ from specserve.serving.openai.response_schema import (
     FrontEndError,
     Model,
     ModelList,
+    SpeculationStatus,
 )
 
 Json = dict[str, Any]

@@ -41,14 +41,7 @@ def to_generations(
 ) -> list[list[Generation]]:
     """The sequences of a request: by prompt, the candidates of which the best are returned.
 
-    Args:
-        request: as validated.
-        prompts: its prompts.
-        vocabulary: the target's.
-        grammars: compiles constraints.
-        config: of the server.
-        request_id: TorchServe's.
-        held_back: whether the request is drawn for the control group; it is not if it sets `speculation`.
+    A request that is `held_back` was drawn for the control group, which it joins unless it sets `speculation`.
 
     Raises:
         RequestError: 400; a prompt, a grammar or `speculation` does not fit.

@@ -210,6 +210,26 @@ class ModelList(TypedDict):
     data: list[Model]
 
 
+class SpeculationStatus(TypedDict):
+    """The response of v1/speculation, for operators."""
+
+    object: Literal["speculation"]
+    model: str
+    versions: dict[str, str]
+    build: str
+    processor: str
+    threads: int
+    models: dict[str, dict[str, str | int | None]]
+    batch_invariance: dict[str, float | str | None]
+    kernels: dict[str, str | int | tuple[str, ...] | None]
+    costs: dict[str, dict[str, list[int] | list[float]]]
+    controller: dict[str, list[float]]
+    limits: dict[str, int | str]
+    sequences: dict[str, int]
+    draft_model_up: bool
+    holdback: dict[str, float] | None
+
+
 class ErrorDetail(TypedDict):
     """What is wrong, and in which field."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -144,14 +145,15 @@ def exact_distribution(grammar: Alternating | None) -> dict[tuple[int, ...], flo
     return exact
 
 
-def pvalue(
+def outputs(
     verification: Verification,
+    trials: int,
     *,
     grammar: Callable[[Shared], Alternating] | None = None,
     draft_seconds: float = 0.1,
     **options: Any,
-) -> float:
-    """Chi-square of three tokens that scheduler, drafters and round have decided, against the exact distribution."""
+) -> tuple[list[tuple[int, ...]], Counter[int]]:
+    """Three tokens for each seed that scheduler, drafters and round have decided, and how many were drafted a round."""
     shared = Shared(SLOTS if grammar is LATE_MASKS else 10**9)
     pair = FakePair(
         vocabulary=NeverEnding(6),
@@ -162,9 +164,9 @@ def pvalue(
         max_wait_seconds=1.0,
         begin_masks=shared.begin_round,
     )
-    counts: Counter[tuple[int, ...]] = Counter()
+    found: list[tuple[int, ...]] = []
     gammas: Counter[int] = Counter()
-    for seed in range(0, TRIALS, SLOTS):
+    for seed in range(0, trials, SLOTS):
         generations = [
             pair.submit(
                 [1, 2],
@@ -177,11 +179,18 @@ def pvalue(
             for n in range(SLOTS)
         ]
         pair.run()
-        counts.update(tuple(generation.answer[:3]) for generation in generations)
+        found += [tuple(generation.answer[:3]) for generation in generations]
         for generation in generations:
             gammas += generation.stats.gammas
+    return found, gammas
+
+
+def pvalue(verification: Verification, case: str) -> float:
+    """Chi-square of the outputs against the exact distribution."""
+    found, gammas = outputs(verification, TRIALS, **CASES[case])
     assert min(gammas[0], gammas[1]) > TRIALS / 10, "the number of drafts does not vary"
-    exact = exact_distribution(Alternating(6) if grammar else None)
+    counts = Counter(found)
+    exact = exact_distribution(Alternating(6) if "grammar" in CASES[case] else None)
     likely = [output for output, probability in exact.items() if probability * TRIALS >= 5]
     observed = [counts[output] for output in likely]
     expected = [exact[output] * TRIALS for output in likely]
@@ -189,11 +198,21 @@ def pvalue(
     return float(chisquare([*observed, rest[0]], [*expected, rest[1]]).pvalue)
 
 
-@pytest.mark.parametrize("verification", RULES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "verification"),
+    [*product(CASES, ("token", "block")), ("the draft model", "coupled"), ("a grammar", "coupled")],
+)
 def test_sampled_output_has_the_targets_distribution(case: str, verification: Verification) -> None:
     """2,400 outputs of three tokens each; false-alarm rate 1e-4."""
-    assert pvalue(verification, **CASES[case]) > FALSE_ALARM_RATE
+    assert pvalue(verification, case) > FALSE_ALARM_RATE
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_coupled_output_is_the_same_with_any_drafts_and_without(case: str) -> None:
+    plain, _ = outputs("coupled", 99, grammar=GRAMMAR if "grammar" in CASES[case] else None, gamma=0)
+    drafted, gammas = outputs("coupled", 99, **CASES[case])
+    assert drafted == plain
+    assert gammas[1] + gammas[2] > 50
 
 
 def draft_anew_after_a_deferral(planted: pytest.MonkeyPatch) -> None:
@@ -243,4 +262,4 @@ def test_a_planted_mistake_changes_the_distribution(
     mistake: Callable[[pytest.MonkeyPatch], None], case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mistake(monkeypatch)
-    assert pvalue("token", **CASES[case]) < FALSE_ALARM_RATE
+    assert pvalue("token", case) < FALSE_ALARM_RATE

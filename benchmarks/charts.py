@@ -45,7 +45,7 @@ def speed_by_family(result: dict[str, Any]) -> Figure:
     ratios = {(row["family"], row["mode"]): row["ratio"] for row in rows}
     families = list(dict.fromkeys(row["family"] for row in rows))
     modes = [mode for mode in dict.fromkeys(row["mode"] for row in rows) if mode != "plain"][:MAX_MODES]
-    figure, axes = plt.subplots(figsize=(10, 4))
+    figure, axes = plt.subplots(figsize=(10, 4), layout="constrained")
     width = 0.8 / len(modes)
     for number, mode in enumerate(modes):
         positions = [index + (number - (len(modes) - 1) / 2) * width for index in range(len(families))]
@@ -53,13 +53,13 @@ def speed_by_family(result: dict[str, Any]) -> Figure:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(families)), families)
     axes.set(ylabel=f"speed, {plain} = 1", title=f"{result['models']['target']} ({result['machine']['cpu']})")
-    axes.legend(fontsize="small", ncols=min(4, len(modes)))
+    figure.legend(loc="outside lower center", fontsize="small", ncols=min(5, len(modes)))
     return figure
 
 
 def cost_by_rows(result: dict[str, Any]) -> Figure:
     """Milliseconds of a pass by its number of rows, a line for each file and engine (cost_curve.py)."""
-    figure, axes = plt.subplots(figsize=(7, 4))
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for row in result["rows"]:
         if not row["prefill"]:
@@ -84,7 +84,7 @@ def load_by_clients(result: dict[str, Any]) -> Figure:
         "ttft_s": "time to first token, s, median",
         "gap_p99_s": "gap between chunks, s, p99",
     }
-    figure, panels = plt.subplots(1, len(columns), figsize=(13, 4))
+    figure, panels = plt.subplots(1, len(columns), figsize=(13, 4), layout="constrained")
     for axes, (column, title) in zip(panels, columns.items(), strict=True):
         for server in dict.fromkeys(row["server"] for row in rows):
             mine = [row for row in rows if row["server"] == server]
@@ -94,7 +94,7 @@ def load_by_clients(result: dict[str, Any]) -> Figure:
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({int(row["load"].split()[0]) for row in rows}))
         axes.xaxis.set_major_formatter("{x:.0f}")
-    panels[0].legend(fontsize="small")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize="small", ncols=5)
     return figure
 
 
@@ -120,7 +120,6 @@ def main() -> None:
     for path in options.files or sorted(RESULTS.glob("*.json")):
         figure = draw(json.loads(path.read_text(encoding="utf-8").splitlines()[-1]))
         if figure:
-            figure.tight_layout()
             figure.savefig(options.out / f"{path.stem}.svg", metadata={"Date": None})
             plt.close(figure)
             print(options.out / f"{path.stem}.svg")

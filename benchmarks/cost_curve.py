@@ -28,7 +28,7 @@ from gguf import GGUFReader
 
 from common import MAX_INTERFERENCE, Row, argument_parser, print_result, print_table, with_interference
 from pass_worker import MARK, Pass, Setting
-from peer_engines import PEERS, Command, build_ik, install_packages
+from peer_engines import IK, PEERS, Command, build_ik, install_packages, unpack
 from perplexity import forms_of_the_target, read_text, use_all_formats
 from specserve.config import load_yaml, usable_cores
 from specserve.engine import kernels
@@ -58,9 +58,8 @@ def ik_worker(variant: str | None) -> Command:
         EnvironmentFailure: it cannot be built.
     """
     del variant
-    home = build_ik()
-    library = home / "build" / "src" / "libllama.so"
-    environment = {"IK_LLAMA_CPP_LIB_PATH": str(library), "PYTHONPATH": str(home / "package")}
+    library = build_ik() / "src" / "libllama.so"
+    environment = {"IK_LLAMA_CPP_LIB_PATH": str(library), "PYTHONPATH": str(unpack(IK) / "package")}
     return Command([install_packages(), WORKER, "ik"], environment)
 
 

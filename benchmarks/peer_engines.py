@@ -129,41 +129,59 @@ def install_packages() -> Path:
     return python
 
 
-def build(package: str, tree: str, options: dict[str, str]) -> Path:
-    """Compile the llama-server in a package's sources; returns the directory with `package` and `build`.
+def unpack(package: str) -> Path:
+    """The directory that has a package's sources in `package`; they are fetched the first time.
 
     Raises:
-        EnvironmentFailure: the sources cannot be fetched or compiled.
+        EnvironmentFailure: they cannot be fetched.
     """
     entry = next(entry for entry in _locked_packages() if entry.startswith(f"{package}=="))
     home = PEERS / entry.split()[0].replace("==", "-")
-    log = home / "log"
-    with files.locked(home / ".lock", f"{package} is being built"):
+    with files.locked(home / ".lock", f"{package} is being fetched"):
         if not (home / "package").is_dir():
             (home / "requirement.txt").write_text(entry, encoding="utf-8")
             source = ["--no-deps", "--no-build-isolation", "--no-binary", package]
             pip: list[str | Path] = [sys.executable, *PIP, "download", *source]
-            run_logged([*pip, "--require-hashes", "-r", "requirement.txt", "-d", "."], log, cwd=home)
+            run_logged([*pip, "--require-hashes", "-r", "requirement.txt", "-d", "."], home / "log", cwd=home)
             with tarfile.open(next(home.glob("*.tar.gz"))) as archive:
                 archive.extractall(home / "unpacked", filter="data")
             next((home / "unpacked").iterdir()).rename(home / "package")
-        if not (home / "build" / "bin" / "llama-server").is_file():
-            with Console(stderr=True).status(f"building {package}, ten minutes on two cores (log: {log})"):
-                defined = [f"-D{name}={value}" for name, value in options.items()]
-                run_logged(["cmake", "-S", home / "package" / tree, "-B", home / "build", *defined], log)
-                parallel = ["--target", "llama-server", "--parallel", str(usable_cores())]
-                run_logged(["cmake", "--build", home / "build", *parallel], log)
     return home
+
+
+def build(home: Path, source: Path, options: dict[str, str]) -> Path:
+    """The directory `build` in `home`, with a llama-server, which is compiled the first time.
+
+    Raises:
+        EnvironmentFailure: it cannot be compiled.
+    """
+    log, directory = home / "log", home / "build"
+    with files.locked(home / ".lock", f"{home.name} is being built"):
+        if not (directory / "bin" / "llama-server").is_file():
+            with Console(stderr=True).status(f"building {home.name}, some ten minutes on two cores (log: {log})"):
+                defined = [f"-D{name}={value}" for name, value in options.items()]
+                run_logged(["cmake", "-S", source, "-B", directory, *defined], log)
+                parallel = ["--target", "llama-server", "--parallel", str(usable_cores())]
+                run_logged(["cmake", "--build", directory, *parallel], log)
+    return directory
 
 
 def build_llama() -> Path:
     """`build` llama.cpp as llama-cpp-python pins it."""
-    return build(LLAMA, "vendor/llama.cpp", LLAMA_BUILD)
+    home = unpack(LLAMA)
+    return build(home, home / "package" / "vendor" / "llama.cpp", LLAMA_BUILD)
 
 
 def build_ik() -> Path:
     """`build` ik_llama.cpp."""
-    return build(IK, "vendor/ik_llama.cpp", IK_BUILD)
+    home = unpack(IK)
+    source = home / "package" / "vendor" / "ik_llama.cpp"
+    # The package lacks the script that writes this file from its template.
+    info = source / "common" / "build-info.cpp"
+    if not info.exists():
+        template = info.with_suffix(".cpp.in").read_text(encoding="utf-8")
+        info.write_text(re.sub(r"@\w+@", "unknown", template.replace("@BUILD_NUMBER@", "0")), encoding="utf-8")
+    return build(home, source, IK_BUILD)
 
 
 def _options(**values: object) -> list[str]:
@@ -173,13 +191,13 @@ def _options(**values: object) -> list[str]:
 def llama_server(job: Job) -> Command:
     """llama-server; states saved in RAM would take memory from the other servers."""
     context = _options(threads=job.threads, parallel=job.slots, ctx_size=job.slots * job.context_length, cache_ram=0)
-    return Command([build_llama() / "build" / "bin" / "llama-server", "-m", job.target, *context, "--no-ui"])
+    return Command([build_llama() / "bin" / "llama-server", "-m", job.target, *context, "--no-ui"])
 
 
 def ik_server(job: Job) -> Command:
     """ik_llama.cpp's llama-server, with weights repacked at load; flash attention and an F16 cache are its defaults."""
     context = _options(threads=job.threads, parallel=job.slots, ctx_size=job.slots * job.context_length, cache_ram=0)
-    return Command([build_ik() / "build" / "bin" / "llama-server", "-m", job.target, *context, "--run-time-repack"])
+    return Command([build_ik() / "bin" / "llama-server", "-m", job.target, *context, "--run-time-repack"])
 
 
 def openvino_server(job: Job) -> Command:
@@ -191,8 +209,7 @@ def openvino_server(job: Job) -> Command:
 
 def llama_cpp_python_server(job: Job) -> Command:
     """llama-cpp-python's server, with the library of `build_llama`; by default a request would interrupt another."""
-    home = build_llama()
-    environment = {"PYTHONPATH": str(home / "package"), "LLAMA_CPP_LIB_PATH": str(home / "build" / "bin")}
+    environment = {"PYTHONPATH": str(unpack(LLAMA) / "package"), "LLAMA_CPP_LIB_PATH": str(build_llama() / "bin")}
     options = ["--n_threads", str(job.threads), "--n_ctx", str(job.context_length), "--interrupt_requests", "False"]
     server: list[str | Path] = [install_packages(), "-m", "llama_cpp.server", "--model", job.target, *options]
     return Command(server, environment, ready="/v1/models")

@@ -163,12 +163,14 @@ def test_a_response_of_megabytes_arrives(server: Server) -> None:
     assert len(answer.model_dump_json()) > 4_000_000
 
 
-def test_a_grammar_that_is_too_costly_is_a_400_and_touches_nobody_else(server: Server) -> None:
+def test_a_grammar_that_is_too_costly_is_an_error_and_touches_nobody_else(server: Server) -> None:
+    """A 400, or on a busy machine, where it takes over two seconds to find out, an error object under 200."""
     hard = 'root ::= (.{1,900} | [^a]{1,900} | ([^b] .{5,900}){1,90}) "z" .{900}'
     with ThreadPoolExecutor(1) as pool:
         beside = pool.submit(complete, server, max_tokens=300, extra_body={"ignore_eos": True})
-        with pytest.raises(openai.BadRequestError, match="grammar cannot be followed further"):
-            complete(server, max_tokens=400, seed=1, extra_body={"grammar": hard})
+        refused = server.post({"prompt": PROMPT, "max_tokens": 400, "seed": 1, "grammar": hard})
+        assert refused.status_code in {200, 400}
+        assert "grammar cannot be followed further" in refused.json()["error"]["message"]
         assert beside.result().usage.completion_tokens == 300
 
 

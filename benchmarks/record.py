@@ -26,7 +26,7 @@ from specserve.engine.llama_model import LlamaModel
 from specserve.sampling.distribution import confidence, race, to_distribution
 from specserve.sampling.noise import Noise
 from specserve.sequence import SamplingParams
-from specserve.speculation.passes import read
+from specserve.speculation.measure import prefill
 from specserve.tools.archive import prepared_handler
 
 # A family with a schema or a prediction has the prompts of another family.
@@ -51,7 +51,7 @@ def record(
     answer: list[int] = []
     sure = []
     target.truncate(0, 0)
-    read(target, prompt[:-1])
+    prefill(target, prompt[:-1])
     while len(answer) < task.max_tokens and not (answer and model.is_end_token(answer[-1])):
         tokens = [*prompt, *answer]
         [logits] = target.forward([Row(tokens[-1], 0, len(tokens) - 1, wants_logits=True)])
@@ -75,7 +75,7 @@ def teacher_force(
 ) -> tuple[list[bool], list[float]]:
     """By index of the answer: whether the draft (over `width` tokens) chooses the same token, and its confidence."""
     draft.truncate(0, 0)
-    read(draft, prompt[:-1])
+    prefill(draft, prompt[:-1])
     hit, sure = [], []
     tokens = [*prompt, *answer]
     for start in range(len(prompt) - 1, len(tokens) - 1, _CHUNK):

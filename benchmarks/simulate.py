@@ -131,7 +131,7 @@ class ReplayEngine:
     def forward(self, rows: list[Row]) -> FloatArray:
         """The recorded logits after each row; see `Engine.forward`."""
         counts = Counter(row.slot for row in rows)
-        self._clock.now += self._cost.exactly(len(rows), self.kv_len(counts))
+        self._clock.now += self._cost.seconds(len(rows), self.kv_len(counts))
         for row in rows:
             self._lengths[row.slot] = row.position + 1
         return np.array([self._row(row) for row in rows if row.wants_logits], np.float32)
@@ -209,8 +209,8 @@ class Simulation:
     ) -> None:
         self._clock = Clock()
         self._tables = target, draft
-        target_cost = Cost(target, most=64)
-        self._draft_cost = Cost(draft, most=64, target=target_cost)
+        target_cost = Cost(target)
+        self._draft_cost = Cost(draft, target=target_cost)
         self._controller = Controller(target_cost, self._draft_cost)
         self._speculation = speculation
         self._window = window
@@ -227,7 +227,7 @@ class Simulation:
         width = max(len({*r.prompt, *r.answer}) for r in recordings) + 1 + _OTHERS
         replays = [Replay.begin(r, number, width, self._speculation) for number, r in enumerate(recordings)]
         target, draft = (
-            ReplayEngine(replays, width, Cost(table, most=64), self._clock, self._slots, draft=is_draft)
+            ReplayEngine(replays, width, Cost(table), self._clock, self._slots, draft=is_draft)
             for table, is_draft in zip(self._tables, (False, True), strict=True)
         )
         model = DraftModel(
@@ -355,7 +355,7 @@ def compare(target: CostTable, draft: CostTable, recordings: list[Recording]) ->
     for name, policy in policies.items():
         simulation = Simulation(target, draft, policy)
         seconds[name] = [simulation.run(recording)[0] for recording in recordings]
-    costs = Cost(target, most=64), Cost(draft, most=64)
+    costs = Cost(target), Cost(draft)
     seconds["oracle, model"] = [oracle(recording, *costs) for recording in recordings]
     families = dict.fromkeys((r.name if r.family == "synthetic" else r.family, r.temperature) for r in recordings)
     for family, temperature in families:

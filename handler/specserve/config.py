@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from specserve.errors import ConfigError
 
@@ -56,10 +56,7 @@ class ModelConfig(_Section):
     file: str | None = Field(default=None, description="Its name in the models directory.")
     sha256: Sha256 | None = None
     sources: list[Source] = []
-    requantise: Literal["q4_0", "best"] | None = Field(
-        default=None,
-        description="q4_0: every tensor; best, for a draft model: the format that is fastest on this machine.",
-    )
+    requantise: Literal["q4_0"] | None = Field(default=None, description="q4_0: every tensor, by scripts/prepare.")
 
     @model_validator(mode="after")
     def _has_a_path(self) -> ModelConfig:
@@ -151,16 +148,6 @@ class HandlerConfig(_Section):
     time_slice_ms: float = Field(default=40.0, ge=0, description="Time between two looks for new requests, in ms.")
     speculation: SpeculationConfig = SpeculationConfig()
     trace: TraceConfig | None = None
-
-    @field_validator("target")
-    @classmethod
-    def _target_keeps_its_format(cls, target: ModelConfig) -> ModelConfig:
-        if target.requantise == "best":
-            raise ValueError(
-                "`requantise: best` is for a draft, since another format changes the text of a target; "
-                "write `requantise: q4_0`, or leave it out to serve the published file"
-            )
-        return target
 
 
 def cache_directory() -> Path:

@@ -12,15 +12,13 @@ import pytest
 from costs import proportional
 from specserve.engine.llama_model import LlamaModel
 from specserve.tools import doctor, paths
-from specserve.tools.doctor import check_costs, check_quantisation, check_threads
-from specserve.tools.files import ModelFile, hashed
-from specserve.tools.models import Prepared, requantise
+from specserve.tools.doctor import check_costs, check_threads
 from tiny_models import write_tiny
 
 PROJECT = Path(__file__).parents[2]
 TOPICS = [
-    *("machine", "kernels", "models", "repeating", "pair", "costs"),
-    *("threads", "greedy", "sampling", "gain", "quantisation"),
+    *("machine", "kernels", "models", "repeating", "pair"),
+    *("costs", "threads", "greedy", "sampling"),
 ]
 
 
@@ -35,7 +33,6 @@ def test_every_check_reports() -> None:
     assert all(found[topic]["well"] for topic in ("kernels", "models", "repeating", "pair", "greedy", "sampling"))
     assert found["greedy"]["facts"]["differing"] == 0
     assert found["sampling"]["facts"]["standard_deviations"].keys() == {"token", "block", "coupled"}
-    assert set(found["quantisation"]["facts"]) == {"pure Q4_0", "published"}
 
 
 @pytest.fixture
@@ -45,42 +42,6 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "published.gguf"
     write_tiny(file, "qwen2", "target")
     return file
-
-
-def compared(
-    monkeypatch: pytest.MonkeyPatch, served: Path, published: Path, took: tuple[float, float]
-) -> tuple[bool, str]:
-    """The finding if a pass of one row takes `took[0]` seconds with the served file and `took[1]` with the other."""
-    monkeypatch.setattr(doctor, "time_passes", lambda _engines: [(seconds, 3 * seconds) for seconds in took])
-    found = check_quantisation(Prepared(served, None, published), 1)
-    return found.well, found.sentence
-
-
-def test_the_published_file_is_never_advised_against(monkeypatch: pytest.MonkeyPatch, published: Path) -> None:
-    well, said = compared(monkeypatch, published, published, (0.03, 0.02))
-    assert well
-    assert "published 30 and 90, pure Q4_0 20 and 60" in said
-    assert "coarser model" in said
-
-
-def test_a_requantised_target_that_is_no_faster_is_advised_against(
-    monkeypatch: pytest.MonkeyPatch, published: Path
-) -> None:
-    pure = requantise(hashed(published))
-    for took in ((0.03, 0.02), (0.03, 0.03)):
-        well, said = compared(monkeypatch, pure, published, took)
-        assert not well
-        assert "remove `requantise:` below `target:`" in said
-    assert compared(monkeypatch, pure, published, (0.02, 0.03))[0]
-
-
-def test_a_failed_requantisation_is_reported_only(monkeypatch: pytest.MonkeyPatch, published: Path) -> None:
-    broken = published.with_name("broken.gguf")
-    broken.write_bytes(published.read_bytes()[:5000])
-    monkeypatch.setattr(doctor, "requantise", lambda _file: requantise(ModelFile(broken, "0")))
-    well, said = compared(monkeypatch, published, published, (0.03, 0.02))
-    assert well
-    assert "pure Q4_0, could not be tried" in said
 
 
 @pytest.mark.parametrize(("draft", "well"), [(0.003, True), (0.006, False)])

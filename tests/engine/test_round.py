@@ -95,7 +95,7 @@ def test_a_round_is_charged_to_the_sequences_that_lengthen_it() -> None:
     drafts it reads four tokens.
     """
     seen = Everything()
-    costs = FixedCost(table(lambda rows: 10.0 + rows), most=32), proportional(0.5)
+    costs = FixedCost(table(lambda rows: 10.0 + rows)), proportional(0.5)
     pair = FakePair(blend=0.0, costs=costs, observers=[seen], prefill_rows=5)
     pair.submit([4, 5], gamma=0, max_tokens=100, request="plain")
     pair.submit(PROMPT, gamma=3, max_tokens=100, request="drafted")
@@ -122,7 +122,7 @@ def test_a_sequence_is_not_charged_for_its_neighbours_drafts() -> None:
 
 def test_what_is_decided_from_a_pass_belongs_to_its_cost() -> None:
     """Every look at this clock takes a second: one after the pass of three rows, one after what was decided from it."""
-    expected = Cost(table(lambda rows: rows * 2 / 3), most=32)
+    expected = Cost(table(lambda rows: rows * 2 / 3))
     pair = FakePair(costs=(expected, flat()), clock=map(float, count()).__next__)
     pair.submit(PROMPT, gamma=0)
     pair.step()

@@ -11,8 +11,8 @@ from costs import FixedCost, flat, proportional
 from fake_engine import FakeEngine
 from fake_pair import ENDLESS, SLOTS, VOCABULARY, Everything, FakePair, plain_greedy
 from specserve.sequence import SamplingParams, SpeculationParams
+from specserve.serving.budget import max_wait
 from specserve.serving.generation import Generation
-from specserve.serving.scheduler import max_wait
 from specserve.speculation.cost import CostTable
 
 LONG = [n % 23 for n in range(300)]
@@ -168,7 +168,7 @@ def test_a_request_without_drafts_leaves_the_time_for_drafts_to_the_others() -> 
 def test_the_time_of_drafts_is_that_of_the_draft_models_own_cache() -> None:
     """A row of its takes 1 s after the 16 tokens of its window, and 43 s after the whole prompt."""
     rows = tuple(range(1, 33))
-    dearer = FixedCost(CostTable(rows, (64, 512), (tuple(map(float, rows)), tuple(100.0 * n for n in rows))), most=32)
+    dearer = FixedCost(CostTable(rows, (64, 512), (tuple(map(float, rows)), tuple(100.0 * n for n in rows))))
     pair = FakePair(max_wait_seconds=9.0, prefill_rows=64, window=16, costs=(proportional(), dearer))
     generations = [pair.submit([*LONG, n], gamma=6, sampling=ENDLESS, max_tokens=40, request=str(n)) for n in range(2)]
     pair.step(15)

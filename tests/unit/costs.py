@@ -22,15 +22,15 @@ def table(cost: Callable[[int], float], *, most: int = 32) -> CostTable:
 
 
 def proportional(seconds: float = 1.0) -> Cost:
-    """Every row costs the same: nothing is ever padded, and no draft of a model can pay."""
-    return FixedCost(table(lambda rows: seconds * rows), most=32)
+    """Every row costs the same: no draft of a model can pay."""
+    return FixedCost(table(lambda rows: seconds * rows))
 
 
 def flat(seconds: float = 1.0) -> Cost:
     """All passes cost the same, as where memory alone counts: the more rows, the better."""
-    return FixedCost(table(lambda rows: seconds + rows * 1e-6), most=32)
+    return FixedCost(table(lambda rows: seconds + rows * 1e-6))
 
 
 def stairs(seconds: float = 1.0, width: int = 4) -> Cost:
     """A pass costs as much as the next multiple of `width` rows, and a row more or less nothing; one alone is cheap."""
-    return FixedCost(table(lambda rows: seconds * (1 if rows == 1 else 1.7 * (-(-rows // width)))), most=32)
+    return FixedCost(table(lambda rows: seconds * (1 if rows == 1 else 1.7 * (-(-rows // width)))))

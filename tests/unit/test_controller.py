@@ -18,7 +18,6 @@ from specserve.speculation.controller import (
     best_length,
     model_steps,
     proposal_length,
-    worth_drawing,
 )
 
 MOST = 9
@@ -55,7 +54,7 @@ def test_one_sequence_is_drafted_for_exactly_where_some_number_of_drafts_pays(
     candidate: Candidate, costs: RoundCosts
 ) -> None:
     chosen, gain = model_steps([candidate], 1, costs)
-    best = max(gain_of([(candidate, gamma)], 1, costs) for gamma in range(candidate.room + 1))
+    best = max(gain_of([(candidate, gamma)], 1, costs) for gamma in range(candidate.remaining + 1))
     assert gain == pytest.approx(best, abs=1e-9)
     assert bool(chosen) == (best > 0)
 
@@ -78,19 +77,19 @@ def test_at_the_best_rate_of_all_lengths_nothing_gains_and_just_below_it_the_bes
 @given(
     prefixes=st.lists(probabilities, min_size=1, max_size=4),
     acceptance=probabilities,
-    room=st.integers(1, 4),
+    remaining=st.integers(1, 4),
     costs=st.builds(costs_of, curves, curves, st.floats(0.01, 3)),
 )
 def test_no_other_choice_of_sequences_gains_more(
-    prefixes: list[float], acceptance: float, room: int, costs: RoundCosts
+    prefixes: list[float], acceptance: float, remaining: int, costs: RoundCosts
 ) -> None:
     """Brute force over every subset and every common number of further steps."""
-    candidates = [Candidate(prefix, acceptance, 1, room) for prefix in prefixes]
+    candidates = [Candidate(prefix, acceptance, 1, remaining) for prefix in prefixes]
     best = max(
         gain_of([(one, gamma) for one in chosen], len(candidates), costs)
         for count in range(len(candidates) + 1)
         for chosen in combinations(candidates, count)
-        for gamma in range(1, room + 1)
+        for gamma in range(1, remaining + 1)
     )
     _, gain = model_steps(candidates, len(candidates), costs)
     assert gain == pytest.approx(max(0.0, best), abs=1e-9)
@@ -133,13 +132,6 @@ def test_a_weak_proposal_gives_way_to_a_model_that_is_likelier_to_be_right() -> 
 def test_nothing_is_drafted_where_a_row_costs_as_much_as_a_token_is_worth() -> None:
     costs = costs_of([float(rows) for rows in range(50)], [0.01 * rows for rows in range(50)], 1.0)
     assert model_steps([Candidate(1.0, 0.99, 1, MOST)], 1, costs) == ([], 0.0)
-
-
-def test_a_computed_token_is_drawn_only_where_its_row_pays() -> None:
-    costs = costs_of(STAIRS, [0.3] * 50, 1.0)
-    candidate = Candidate(0.9, 0.6, 1, MOST)
-    assert worth_drawing(candidate, 0.2, 3, costs)
-    assert not worth_drawing(candidate, 0.2, 4, costs)
 
 
 def test_the_best_length_is_none_where_all_lose() -> None:

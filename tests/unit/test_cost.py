@@ -1,4 +1,4 @@
-"""The cost of passes: a staircase that is measured once and followed from then on."""
+"""What a pass costs: measured once by its rows and context, and followed from then on."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from fake_engine import FakeEngine
 from specserve.engine.base import FloatArray, Row
-from specserve.errors import EngineError
-from specserve.speculation.cost import Cost, CostTable, row_counts, typical
-from specserve.speculation.passes import measure, run_pass
+from specserve.speculation.cost import Cost, CostTable
+from specserve.speculation.measure import measure, row_counts, typical
 
 ROWS = (1, 2, 3, 4, 8)
 # Four rows cost less than two, as where weights are repacked for four.
@@ -19,34 +18,37 @@ SECONDS = (1.0, 1.9, 2.6, 1.7, 3.0)
 TABLE = CostTable(ROWS, (100, 300), (SECONDS, tuple(2 * cost for cost in SECONDS)))
 
 
-def test_between_two_stairs_a_pass_is_padded_up_to_the_cheaper_one() -> None:
-    cost = Cost(TABLE, most=64)
-    assert [cost.padded(rows, 0) for rows in range(1, 10)] == [1, 4, 4, 4, 8, 8, 8, 8, 9]
-    assert [cost.seconds(rows, 0) for rows in (0, 1, 2, 3, 4, 5)] == [0, 1.0, 1.7, 1.7, 1.7, 3.0]
+def test_numbers_of_rows_between_two_that_were_measured_are_interpolated() -> None:
+    cost = Cost(TABLE)
+    assert [cost.seconds(rows, 0) for rows in (0, 1, 2, 3, 4, 6, 8)] == [
+        0,
+        1.0,
+        1.9,
+        2.6,
+        1.7,
+        pytest.approx(2.35),
+        3.0,
+    ]
 
 
 def test_beyond_what_was_measured_rows_cost_what_the_last_ones_did() -> None:
-    assert Cost(TABLE, most=64).seconds(16, 0) == pytest.approx(6.0)
-
-
-def test_rows_that_the_engine_cannot_run_are_not_padded_to() -> None:
-    assert Cost(TABLE, most=4).padded(5, 0) == 5
+    assert Cost(TABLE).seconds(16, 0) == pytest.approx(6.0)
 
 
 @given(kv_len=st.integers(0, 5000))
 def test_the_context_raises_costs_on_the_line_through_both_measurements(kv_len: int) -> None:
     grain = kv_len // 64 * 64
     expected = 1 + max(0, grain - 100) / 200
-    assert Cost(TABLE, most=64).seconds(1, kv_len) == pytest.approx(expected)
+    assert Cost(TABLE).seconds(1, kv_len) == pytest.approx(expected)
 
 
 def test_a_longer_context_that_was_measured_to_be_cheaper_is_taken_for_noise() -> None:
     table = CostTable((1,), (100, 300), ((1.0,), (0.9,)))
-    assert Cost(table, most=1).seconds(1, 4000) == 1.0
+    assert Cost(table).seconds(1, 4000) == 1.0
 
 
 def test_costs_follow_a_machine_that_has_become_slower() -> None:
-    cost = Cost(TABLE, most=64)
+    cost = Cost(TABLE)
     for _ in range(200):
         for rows, measured in ((1, 1.0), (4, 1.7)):
             cost.observe(rows, 0, 1.5 * measured)
@@ -54,7 +56,7 @@ def test_costs_follow_a_machine_that_has_become_slower() -> None:
 
 
 def test_what_is_not_run_is_taken_to_have_changed_like_what_is() -> None:
-    cost = Cost(TABLE, most=64)
+    cost = Cost(TABLE)
     for _ in range(200):
         cost.observe(4, 0, 2 * 1.7)
     assert cost.seconds(4, 0) == pytest.approx(2 * 1.7, rel=0.05)
@@ -63,20 +65,20 @@ def test_what_is_not_run_is_taken_to_have_changed_like_what_is() -> None:
 
 
 def test_one_pass_that_was_held_up_hardly_moves_the_costs() -> None:
-    cost = Cost(TABLE, most=64)
+    cost = Cost(TABLE)
     cost.observe(1, 0, 1000.0)
     assert cost.seconds(1, 0) == pytest.approx(1.0, abs=0.03)
 
 
 def test_a_pass_that_is_wider_than_any_measured_says_nothing_of_the_machine() -> None:
-    cost = Cost(TABLE, most=64)
+    cost = Cost(TABLE)
     cost.observe(9, 0, 1000.0)
     assert cost.seconds(1, 0) == 1.0
 
 
 def test_a_model_that_is_not_run_becomes_slower_and_faster_with_the_machine() -> None:
-    target = Cost(TABLE, most=64)
-    draft = Cost(TABLE, most=64, target=target)
+    target = Cost(TABLE)
+    draft = Cost(TABLE, target=target)
     for _ in range(200):
         target.observe(1, 0, 0.7)
     assert draft.seconds(1, 0) == target.seconds(1, 0) == pytest.approx(0.7, rel=0.05)
@@ -84,11 +86,11 @@ def test_a_model_that_is_not_run_becomes_slower_and_faster_with_the_machine() ->
 
 def test_a_draft_that_was_measured_in_a_better_moment_is_priced_as_it_is_and_the_target_with_it_is_not() -> None:
     """The measurements of two models are minutes apart, on a machine that others use."""
-    target = Cost(TABLE, most=64)
-    draft = Cost(TABLE, most=64, target=target)
+    target = Cost(TABLE)
+    draft = Cost(TABLE, target=target)
     for _ in range(200):
         for rows in (1, 4):
-            target.observe(rows, 0, Cost(TABLE, most=64).seconds(rows, 0))
+            target.observe(rows, 0, Cost(TABLE).seconds(rows, 0))
         draft.observe(1, 0, 1.3)
     assert draft.seconds(1, 0) == pytest.approx(1.3, rel=0.05)
     assert target.seconds(1, 0) == pytest.approx(1.0, rel=0.05)
@@ -130,7 +132,7 @@ def true_cost(rows: int, kv_len: int) -> float:
 def test_a_staircase_is_measured_although_the_machine_is_held_up_now_and_then() -> None:
     machine = Machine()
     table = measure(machine, clock=lambda: machine.now)
-    cost = Cost(table, most=64)
+    cost = Cost(table)
     for rows in (1, 4, 8, 16, 32):
         for kv_len in (64, 320, 1024):
             assert cost.seconds(rows, kv_len) == pytest.approx(true_cost(rows, kv_len), rel=0.02)
@@ -151,53 +153,3 @@ def test_the_engines_limits_are_kept_when_measuring(context: int, max_rows: int,
     table = measure(machine, clock=lambda: machine.now)
     assert table.rows[-1] <= min(max_rows, max_logits)
     assert max(row.position for row in machine.decoded) < context
-
-
-def rows(count: int, start: int = 0) -> list[Row]:
-    return [Row(7, 0, start + i, wants_logits=True) for i in range(count)]
-
-
-def test_a_padded_pass_gives_the_logits_of_the_rows_asked_for_and_leaves_no_pad_in_the_cache() -> None:
-    engine, plain = (FakeEngine(vocabulary=50, n_slots=1) for _ in range(2))
-    logits = run_pass(engine, rows(3), Cost(TABLE, most=64))
-    assert logits.tolist() == plain.forward(rows(3)).tolist()
-    assert (len(engine.decoded), engine.cache) == (4, plain.cache)
-
-
-def test_pads_ask_for_no_logits_where_a_prompt_is_read() -> None:
-    engine = FakeEngine(vocabulary=50, n_slots=1)
-    prompt = [Row(7, 0, place, wants_logits=place == 2) for place in range(3)]
-    assert len(run_pass(engine, prompt, Cost(TABLE, most=64))) == 1
-    assert [row.wants_logits for row in engine.decoded] == [False, False, True, False]
-
-
-def test_a_slot_that_is_nearly_full_and_an_engine_at_its_limit_are_not_padded() -> None:
-    engine = FakeEngine(vocabulary=50, n_slots=1)
-    engine.slot_length = 3
-    run_pass(engine, rows(3), Cost(TABLE, most=64))
-    narrow = FakeEngine(vocabulary=50, n_slots=1)
-    narrow.max_logits = 3
-    run_pass(narrow, rows(3), Cost(TABLE, most=64))
-    assert (len(engine.decoded), len(narrow.decoded)) == (3, 3)
-
-
-def test_a_pass_that_fails_leaves_the_cache_as_it_was() -> None:
-    engine = FakeEngine(vocabulary=50, n_slots=1)
-    engine.fail_after = 0
-    with pytest.raises(EngineError):
-        run_pass(engine, rows(3), Cost(TABLE, most=64))
-    assert engine.cache == [[]]
-
-
-def crowd(counts: dict[int, int]) -> list[Row]:
-    return [Row(7, slot, place, wants_logits=True) for slot, count in counts.items() for place in range(count)]
-
-
-@pytest.mark.parametrize(("counts", "run"), [({0: 1, 2: 2}, 4), ({1: 3}, 4), ({0: 2, 1: 2}, 4), ({3: 1, 0: 2}, 4)])
-def test_a_pass_of_several_slots_is_filled_up_and_every_row_has_its_own_logits(
-    counts: dict[int, int], run: int
-) -> None:
-    engine, plain = (FakeEngine(vocabulary=50, n_slots=5) for _ in range(2))
-    logits = run_pass(engine, crowd(counts), Cost(TABLE, most=64))
-    assert logits.tolist() == plain.forward(crowd(counts)).tolist()
-    assert (len(engine.decoded), engine.cache) == (run, plain.cache)

@@ -11,7 +11,7 @@ import pytest
 
 from fake_engine import FakeEngine
 from specserve.engine.base import FloatArray, Row
-from specserve.serving.costs import measured_cost
+from specserve.speculation.measure import measured_cost
 
 
 class Counted(FakeEngine):

@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "handler" / "specserve"
 
-# What each room may import of ours; its own modules are always allowed.
+# What each package may import of ours; its own modules are always allowed.
 ALLOWED = {
     "errors": set(),
     "config": {"errors"},
@@ -59,14 +59,14 @@ def name_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_a_module_imports_only_rooms_below_its_own(path: Path) -> None:
-    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def test_a_module_imports_only_packages_below_its_own(path: Path) -> None:
+    package = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     for name in imports(path):
         if not name.startswith("specserve."):
             continue
         target = name.removeprefix("specserve.")
-        inside = target == room or target.startswith(f"{room}.")
-        allowed = any(target == place or target.startswith(f"{place}.") for place in ALLOWED[room])
+        inside = target == package or target.startswith(f"{package}.")
+        allowed = any(target == place or target.startswith(f"{place}.") for place in ALLOWED[package])
         assert inside or allowed, f"{name_of(path)} imports {name}"
 
 

@@ -67,7 +67,7 @@ def config(directory: Path, target: dict[str, Any], **torchserve: Any) -> Path:
 
 def test_without_requantise_a_model_is_used_as_it_is(weights: Path, directory: Path) -> None:
     prepared = models.prepare(config(weights.parent, {"path": str(weights)}))
-    assert prepared == models.Prepared(weights, None, weights)
+    assert prepared == models.Prepared(weights, None)
     assert not list(directory.glob("*.gguf"))
 
 
@@ -148,7 +148,7 @@ def test_the_archive_holds_the_handler_the_package_and_the_model_yaml(weights: P
     assert (manifest["handler"], manifest["configFile"]) == ("speculative_handler.py", "model.yaml")
 
 
-def test_relative_paths_are_resolved_and_requantise_is_kept(weights: Path, directory: Path) -> None:
+def test_relative_paths_are_resolved(weights: Path, directory: Path) -> None:
     target = {"path": str(weights), "requantise": "q4_0"}
     file = config(weights.parent, target)
     document = yaml.safe_load(file.read_text())
@@ -159,7 +159,6 @@ def test_relative_paths_are_resolved_and_requantise_is_kept(weights: Path, direc
     assert handler.trace.directory == weights.parent / "traces"
     assert handler.target.path
     assert handler.target.path.parent == directory
-    assert handler.target.requantise == "q4_0"
 
 
 def test_an_archive_is_replaced_and_no_temporary_file_remains(weights: Path, store: Path) -> None:

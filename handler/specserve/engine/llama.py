@@ -56,7 +56,6 @@ class LlamaEngine:
         params = llama_cpp.llama_context_default_params()
         self._own_kernels = kernels.in_use().variant is not None
         self._head = head if self._own_kernels else None
-        # Padding rows need no further cells: they stay within a slot's length.
         params.n_ctx = n_slots * context_length
         params.n_seq_max = n_slots
         params.n_batch = params.n_ubatch = max_rows

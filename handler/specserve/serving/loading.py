@@ -16,13 +16,13 @@ from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
 from specserve.errors import EngineError, ModelLoadError
 from specserve.grammar.constraint import GrammarCompiler
-from specserve.serving.costs import measured_cost
 from specserve.serving.openai.prompt import ChatTemplate
 from specserve.speculation.controller import Controller
 from specserve.speculation.cost import Cost
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters, GrammarProposer
 from specserve.speculation.lookup import LookupProposer
+from specserve.speculation.measure import measured_cost
 from specserve.speculation.prediction import PredictionProposer
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ def _cost(engine: Engine, model: LlamaModel, config: HandlerConfig, target: Cost
         table = measured_cost(engine, model.path, threads=_threads(config), kernels=code)
     except EngineError as error:
         raise ModelLoadError(f"{model.path}: its forward passes cannot be timed: {error}") from error
-    return Cost(table, most=min(engine.max_rows, engine.max_logits), target=target)
+    return Cost(table, target=target)
 
 
 def _threads(config: HandlerConfig) -> int:

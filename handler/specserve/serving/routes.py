@@ -219,5 +219,5 @@ def _table(cost: Cost) -> dict[str, list[int] | list[float]]:
         "kv_len": list(cost.table.kv_len),
         "milliseconds_near": [round(1000 * seconds, _DIGITS) for seconds in near],
         "milliseconds_far": [round(1000 * seconds, _DIGITS) for seconds in far],
-        "milliseconds_now": [round(1000 * cost.exactly(rows, 0), _DIGITS) for rows in cost.table.rows],
+        "milliseconds_now": [round(1000 * cost.seconds(rows, 0), _DIGITS) for rows in cost.table.rows],
     }

@@ -13,21 +13,13 @@ from specserve.engine.base import Engine
 from specserve.errors import EngineError
 from specserve.observability.records import Observer, RoundRecord
 from specserve.sequence import Sequence
+from specserve.serving.budget import drafts_in_time, drafts_with_masks, prefill_chunk
 from specserve.serving.generation import Generation
 from specserve.serving.prefix_cache import PrefixCache
-from specserve.speculation.cost import Cost
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.round import Outcome, Plan, Report, run_round
 
 logger = logging.getLogger(__name__)
-
-# The least budget of a round for prefill, in tokens: a smaller chunk takes nearly as long (benchmarks/cost_curve.py).
-_MIN_CHUNK = 4
-# The default of `max_wait_ms`, in seconds; or, on a slow machine, in forward passes of one token, since the chunks that
-# fit into 0.25 s would be so small that every prompt takes much longer (benchmarks/RESULTS.md, decisions).
-_WAIT_SECONDS, _WAIT_PASSES = 0.25, 10
-# Chunks whose wait per token is within this factor of the least are equal, since timings vary by a few per cent.
-_EQUAL = 1.03
 
 
 class Scheduler:
@@ -181,20 +173,45 @@ class Scheduler:
         # Every running sequence may need the logits of one row, and those that decode of one more per draft.
         most = (self._target.max_logits - len(self._running) - sum(deferred.values())) // max(1, len(decoding))
         if len({generation.info.request for generation in decoding}) > 1:
-            drafting = sum(generation.speculation.max_drafts > 0 for generation in decoding)
-            most = self._drafts_in_time(len(decoding), drafting, max(0, most))
+            most = self._drafts_in_time(decoding, most)
         constrained = sum(generation.constraint is not None for generation in decoding)
         plans = []
         for generation in decoding:
             gamma = max(0, min(generation.speculation.max_drafts, generation.remaining - 1, most))
-            gamma = self._drafts_with_masks(generation, gamma, constrained)
+            if generation.constraint is not None:
+                mask_seconds = generation.constraint.mask_seconds
+                gamma = drafts_with_masks(gamma, mask_seconds, constrained=constrained, max_wait=self.max_wait_seconds)
             plans.append(Plan(generation, 1, deferred.get(generation, gamma)))
         return plans
+
+    def _drafts_in_time(self, decoding: list[Generation], most: int) -> int:
+        """The most drafts of a sequence, up to `most`, for which sequences of other requests can wait."""
+        drafting = sum(generation.speculation.max_drafts > 0 for generation in decoding)
+        draft = self._controller.draft if self._drafters.has_model else None
+        return drafts_in_time(
+            self._controller.target,
+            self._kv_len(),
+            draft.seconds(drafting, self._drafters.draft_kv_len) if draft else 0.0,
+            decoding=len(decoding),
+            drafting=drafting,
+            most=most,
+            max_wait=self.max_wait_seconds,
+        )
 
     def _prefills(self, decoding: list[Plan]) -> list[Plan]:
         """Prefill chunks beside these plans, as far as the pass has room."""
         verified = sum(1 + plan.gamma for plan in decoding)
-        rows_left = min(self._chunk(decoding), self._target.max_rows - verified)
+        chunk = prefill_chunk(
+            self._controller.target,
+            self._kv_len(),
+            # The controller has not decided yet; with many sequences it mostly drafts little.
+            rows=sum(1 if plan.sequence.speculation.adaptive else 1 + plan.gamma for plan in decoding),
+            decoding=len(decoding),
+            others=len(self._queue) + len(self._running) - len(decoding),
+            most=self._prefill_rows,
+            max_wait=self.max_wait_seconds,
+        )
+        rows_left = min(chunk, self._target.max_rows - verified)
         logits_left = self._target.max_logits - verified
         plans = []
         for generation in self._running:
@@ -205,53 +222,8 @@ class Scheduler:
                 logits_left -= rows if generation.scores_prompt else 1
         return plans
 
-    def _drafts_in_time(self, decoding: int, drafting: int, most: int) -> int:
-        """How many drafts each sequence may have, up to `most`: they may delay other requests as long as prefill may.
-
-        Adaptive sequences stop earlier anyway; this bounds requests that fix a large gamma.
-
-        Args:
-            decoding: number of sequences that decode.
-            drafting: how many of these may have drafts.
-            most: the limit without regard to time.
-        """
-        target, draft = self._controller.target, self._controller.draft
-        kv_len = self._target.kv_len([generation.slot for generation in self._running])
-        longest = target.seconds(decoding, kv_len) + self.max_wait_seconds
-        step = draft.seconds(drafting, self._drafters.draft_kv_len) if draft else 0.0
-        seconds = {n: n * step + target.seconds(decoding + drafting * n, kv_len) for n in range(1, most + 1)}
-        return max((n for n in seconds if seconds[n] <= longest), default=0)
-
-    def _drafts_with_masks(self, generation: Generation, gamma: int, constrained: int) -> int:
-        """How many of `gamma` drafts have time for their grammar masks, among so many constrained sequences.
-
-        The masks of all constrained sequences get half of `max_wait_seconds`; the other half is for masks that take
-        longer than before.
-        """
-        seconds = 0.0 if generation.constraint is None else generation.constraint.mask_seconds
-        share = self.max_wait_seconds / 2 / max(1, constrained)
-        return gamma if (gamma + 1) * seconds <= share else max(0, int(share / seconds) - 1)
-
-    def _chunk(self, decoding: list[Plan]) -> int:
-        """The prefill chunk, in tokens, that minimises the total wait of all sequences per prefilled token.
-
-        Sequences that decode wait for what the chunk adds to the round: at most `max_wait_seconds`, unless even the
-        least chunk takes longer. The others wait for the whole round. Of equal chunks the largest is taken.
-        """
-        cost = self._controller.target
-        kv_len = self._target.kv_len([generation.slot for generation in self._running])
-        # The controller has not decided yet; with many sequences it mostly drafts little.
-        rows = sum(1 if plan.sequence.speculation.adaptive else 1 + plan.gamma for plan in decoding)
-        others = len(self._queue) + len(self._running) - len(decoding)
-        longest = self.max_wait_seconds if decoding else math.inf
-        before = cost.seconds(rows, kv_len)
-        least = min(_MIN_CHUNK, self._prefill_rows)
-        chunks = range(least, self._prefill_rows + 1)
-        # By estimate a forward pass may be cheaper with a chunk; no wait is below zero.
-        added = {chunk: max(0.0, cost.seconds(rows + chunk, kv_len) - before) for chunk in chunks}
-        fitting = [chunk for chunk in chunks if added[chunk] <= longest] or [least]
-        waits = {chunk: (others * (before + added[chunk]) + len(decoding) * added[chunk]) / chunk for chunk in fitting}
-        return max(chunk for chunk in fitting if waits[chunk] <= _EQUAL * min(waits.values()))
+    def _kv_len(self) -> int:
+        return self._target.kv_len([generation.slot for generation in self._running])
 
     def _postprocess(self, report: Report, started: float) -> None:
         """Apply a round: turn new tokens into text, end what is complete, and record what each sequence got."""
@@ -327,15 +299,3 @@ class Scheduler:
             record = generation.end_record(self._clock())
             for observer in self._observers:
                 observer.end(record)
-
-
-def max_wait(milliseconds: float | None, cost: Cost) -> float:
-    """The seconds that prefill may add to a round of sequences that decode.
-
-    Args:
-        milliseconds: as configured; None derives it from the machine's speed.
-        cost: of the target's forward passes.
-    """
-    if milliseconds is not None:
-        return milliseconds / 1000
-    return max(_WAIT_SECONDS, _WAIT_PASSES * cost.seconds(1, 0))

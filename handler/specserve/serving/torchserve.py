@@ -44,11 +44,12 @@ from specserve.observability.control_group import Holdback
 from specserve.observability.metrics import Gauges, Metrics, Sample, Served
 from specserve.observability.records import Observer
 from specserve.observability.trace import Trace
+from specserve.serving.budget import max_wait
 from specserve.serving.engine_loop import EngineLoop, engine_thread
 from specserve.serving.loading import Models, load_models
 from specserve.serving.openai.response import JsonResponse, Response
 from specserve.serving.routes import Routes
-from specserve.serving.scheduler import Scheduler, max_wait
+from specserve.serving.scheduler import Scheduler
 from specserve.serving.torchserve_types import (
     PHRASES,
     Context,

@@ -78,14 +78,14 @@ class Candidate(NamedTuple):
         prefix: the probability that all its drafts so far are accepted.
         acceptance: that of its next draft token, before it is drafted.
         pending: tokens that the draft model reads before it drafts the next one.
-        room: how many more tokens it may have.
+        remaining: how many more tokens it may have.
         catch_up: this round's share of the seconds of a long catch-up; 0 for a short one.
     """
 
     prefix: float
     acceptance: float
     pending: int
-    room: int
+    remaining: int
     catch_up: float = 0.0
 
 
@@ -117,24 +117,25 @@ def model_steps(candidates: abc.Sequence[Candidate], rows: int, costs: RoundCost
     Returns:
         Indices into `candidates`, and the gain in tokens; none and 0.0 where nothing pays.
     """
-    able = [index for index, candidate in enumerate(candidates) if _may_gain(candidate, costs.rate)]
-    order = sorted(able, key=lambda i: -candidates[i].prefix * candidates[i].acceptance)
-    depth = max((candidates[index].room for index in able), default=0)
+    # Those that begin a long catch-up come last, so that its cost does not keep the others from drafting.
+    likeliest = sorted(range(len(candidates)), key=lambda i: -candidates[i].prefix * candidates[i].acceptance)
+    order = sorted(likeliest, key=lambda i: candidates[i].catch_up > 0)
+    depth = max((candidate.remaining for candidate in candidates), default=0)
     tokens, extra_rows, width = [0.0] * depth, [0] * depth, [0] * depth
     base, pending, catch_up = costs.target(rows), 0, 0.0
     best: tuple[list[int], float] = [], 0.0
     for count, index in enumerate(order, 1):
-        prefix, acceptance, unread, room, catch_up_seconds = candidates[index]
+        prefix, acceptance, unread, remaining, catch_up_seconds = candidates[index]
         pending += unread
         catch_up += catch_up_seconds
         gained = 0.0
         for n in range(depth):
-            if n < room:
+            if n < remaining:
                 prefix *= acceptance
                 gained += prefix
                 width[n] += 1
             tokens[n] += gained
-            extra_rows[n] += min(n + 1, room)
+            extra_rows[n] += min(n + 1, remaining)
         drafting = accumulate(costs.draft(width[n]) if n else catch_up + costs.draft(pending) for n in range(depth))
         seconds = [steps + costs.target(rows + extra) - base for steps, extra in zip(drafting, extra_rows, strict=True)]
         _, gain = best_length(tokens, seconds, costs.rate)
@@ -143,20 +144,11 @@ def model_steps(candidates: abc.Sequence[Candidate], rows: int, costs: RoundCost
     return best
 
 
-def _may_gain(candidate: Candidate, rate: float) -> bool:
-    """Whether all the tokens that a sequence may have could be worth its catch-up, were everything else free."""
-    prefix, acceptance, _, room, catch_up = candidate
-    if room <= 0:
-        return False
-    tokens = prefix * acceptance * (1 - acceptance**room) / (1 - acceptance) if acceptance < 1 else prefix * room
-    return tokens > rate * catch_up
-
-
 def proposal_length(candidate: Candidate, probabilities: abc.Sequence[float], rows: int, costs: RoundCosts) -> int:
     """How many tokens of a proposal that cost nothing to draft; none where as many of the model's own gain more.
 
     Args:
-        candidate: the sequence without the proposal; its room is 0 where the model may not draft.
+        candidate: the sequence without the proposal; its remaining is 0 where the model may not draft.
         probabilities: acceptance probability of each proposed token.
         rows: of the target's pass by now.
         costs: of this round.
@@ -165,19 +157,8 @@ def proposal_length(candidate: Candidate, probabilities: abc.Sequence[float], ro
     base = costs.target(rows)
     seconds = [costs.target(rows + n) - base for n in range(1, len(prefixes) + 1)]
     length, gain = best_length(list(accumulate(prefixes)), seconds, costs.rate)
-    instead = candidate._replace(room=min(candidate.room, len(prefixes)))
+    instead = candidate._replace(remaining=min(candidate.remaining, len(prefixes)))
     return length if gain > model_steps([instead], rows, costs)[1] else 0
-
-
-def worth_drawing(candidate: Candidate, probability: float, rows: int, costs: RoundCosts) -> bool:
-    """Whether a token that the draft model has computed should be drawn, now that its acceptance probability is known.
-
-    Asked before the token is drawn: one that was drawn stays in the round, so the length is a stopping time.
-    """
-    prefix = candidate.prefix * probability
-    gain = prefix - costs.rate * (costs.target(rows + 1) - costs.target(rows))
-    after = Candidate(prefix, candidate.acceptance, 1, candidate.room - 1)
-    return gain > 0 or gain + model_steps([after], rows + 1, costs)[1] > 0
 
 
 class _SequenceState:
@@ -260,7 +241,7 @@ class Controller:
         return self._state(sequence).acceptance.next_token
 
     def candidate(
-        self, sequence: Sequence, prefix: float, pending: int, room: int, costs: RoundCosts
+        self, sequence: Sequence, prefix: float, pending: int, remaining: int, costs: RoundCosts
     ) -> Candidate | None:
         """A sequence in adaptive mode as the draft model may go on with it; None where it may not.
 
@@ -272,7 +253,7 @@ class Controller:
             sequence: in adaptive mode.
             prefix: the probability that all its drafts so far are accepted.
             pending: tokens that the draft model has to read before it drafts.
-            room: how many more tokens it may have.
+            remaining: how many more tokens it may have.
             costs: of this round.
         """
         state = self._state(sequence)
@@ -280,12 +261,12 @@ class Controller:
             return None
         acceptance = state.acceptance.next_token
         if pending <= _SHORT_CATCH_UP:
-            return Candidate(prefix, acceptance, pending, room)
+            return Candidate(prefix, acceptance, pending, remaining)
         if costs.holds_catch_up:
             return None
         rounds = max(1.0, min(sequence.remaining, _HORIZON + sequence.generated) / _TOKENS_PER_ROUND)
         catch_up = _CATCH_UP_GAIN * (costs.draft(pending) - costs.draft(1)) / rounds
-        return Candidate(prefix, state.acceptance.long_run, 1, room, catch_up)
+        return Candidate(prefix, state.acceptance.long_run, 1, remaining, catch_up)
 
     def learn(self, sequence: Sequence, observations: abc.Sequence[Observation], confidence: float) -> None:
         """Learn from the tokens that verification reached, and from the target's confidence after the accepted ones."""

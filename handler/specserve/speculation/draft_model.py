@@ -11,7 +11,6 @@ from specserve.engine.base import Engine, FloatArray, Row
 from specserve.errors import DraftError, EngineError
 from specserve.sequence import Sequence
 from specserve.speculation.cost import Cost
-from specserve.speculation.passes import run_pass
 
 
 class Reading(NamedTuple):
@@ -97,7 +96,7 @@ class DraftModel:
             self._last = len(rows), self.kv_len
             if not rows:
                 return Reading({}, [0] * len(texts))
-            logits = run_pass(self._engine, rows, self._cost)
+            logits = self._engine.forward(rows)
         except EngineError as error:
             raise DraftError(f"The draft model failed: {error}") from error
         if not np.isfinite(logits.max(initial=0.0)):

@@ -20,7 +20,6 @@ from specserve.speculation.controller import (
     RoundCosts,
     model_steps,
     proposal_length,
-    worth_drawing,
 )
 from specserve.speculation.draft_model import DraftModel, DraftText
 from specserve.speculation.lookup import FreeTokens
@@ -110,7 +109,7 @@ class Proposal:
         self.prefix *= acceptance
 
     @property
-    def room(self) -> int:
+    def remaining(self) -> int:
         """How many more tokens may be drafted."""
         return self.gamma - len(self.tokens)
 
@@ -216,7 +215,7 @@ class Drafters:
                 if first[index]:
                     proposal.prefill_seconds += step * (read - 1)
                 logits = reading.logits.get(index)
-                if logits is None or not self._draw(logits, proposal, rows, costs):
+                if logits is None or not self._draw(logits, proposal):
                     proposal.ended = True
                     continue
                 rows += 1
@@ -232,9 +231,9 @@ class Drafters:
         """Draft what the first proposer offers that is worth verifying; how many tokens that is."""
         sequence = proposal.sequence
         for proposer in self._proposers:
-            if proposal.room <= 0 or sequence.speculation.drafter not in {None, proposer.name}:
+            if proposal.remaining <= 0 or sequence.speculation.drafter not in {None, proposer.name}:
                 continue
-            tokens, confidences = proposer.propose(sequence, proposal.tokens, proposal.room)
+            tokens, confidences = proposer.propose(sequence, proposal.tokens, proposal.remaining)
             if not tokens:
                 continue
             probabilities = [self.controller.acceptance(sequence, proposer.name, one) for one in confidences]
@@ -256,7 +255,7 @@ class Drafters:
 
     def _choose(self, proposals: list[Proposal], rows: int, costs: RoundCosts) -> list[Proposal]:
         """The sequences whose next token the model drafts in this step."""
-        able = [(p, self._candidate(p, costs)) for p in proposals if not p.ended and p.room > 0]
+        able = [(p, self._candidate(p, costs)) for p in proposals if not p.ended and p.remaining > 0]
         fixed = [p for p, candidate in able if candidate and not p.sequence.speculation.adaptive]
         adaptive = [(p, candidate) for p, candidate in able if candidate and p.sequence.speculation.adaptive]
         chosen, _ = model_steps([candidate for _, candidate in adaptive], rows + len(fixed), costs)
@@ -272,11 +271,11 @@ class Drafters:
         if not self._model.knows(text):
             return None
         if sequence.speculation.adaptive:
-            return self.controller.candidate(sequence, proposal.prefix, pending, proposal.room, costs)
-        return Candidate(proposal.prefix, self.controller.next_acceptance(sequence), pending, proposal.room)
+            return self.controller.candidate(sequence, proposal.prefix, pending, proposal.remaining, costs)
+        return Candidate(proposal.prefix, self.controller.next_acceptance(sequence), pending, proposal.remaining)
 
-    def _draw(self, logits: FloatArray, proposal: Proposal, rows: int, costs: RoundCosts) -> bool:
-        """Draw a draft from the model's logits; False where the grammar leaves none, or it does not pay."""
+    def _draw(self, logits: FloatArray, proposal: Proposal) -> bool:
+        """Draw a draft from the model's logits; False where the grammar leaves none."""
         sequence = proposal.sequence
         try:
             shaped = process_logits(logits, sequence, proposal.tokens)
@@ -284,17 +283,11 @@ class Drafters:
         except (FloatingPointError, ConstraintError, MaskDeferred):
             # The request's grammar, not the model: verification meets it too, and says what is to be done.
             return False
-        model_confidence = confidence(shaped)
-        probability = self.controller.acceptance(sequence, "model", model_confidence)
-        if sequence.speculation.adaptive:
-            acceptance = self.controller.next_acceptance(sequence)
-            candidate = Candidate(proposal.prefix, acceptance, 1, proposal.room)
-            if not worth_drawing(candidate, probability, rows, costs):
-                return False
         if is_greedy(sequence.sampling):
             token, q = best, one_hot(best, self._vocabulary)
         else:
             q = to_distribution(shaped, sequence.sampling)
             token = RULES[sequence.speculation.verification].sample(q, len(proposal.tokens), proposal.noise)
-        proposal.add(Draft(token, q, "model", model_confidence), probability)
+        sure = confidence(shaped)
+        proposal.add(Draft(token, q, "model", sure), self.controller.acceptance(sequence, "model", sure))
         return True

@@ -27,7 +27,6 @@ from specserve.sequence import DrafterName, Sequence
 from specserve.speculation.controller import Controller, Observation
 from specserve.speculation.cost import Cost
 from specserve.speculation.drafters import Drafters, Proposal
-from specserve.speculation.passes import run_pass
 from specserve.speculation.rejection import RULES, Verdict, verify_greedy
 
 
@@ -158,7 +157,7 @@ def run_round(
     kv_len = target.kv_len([plan.sequence.slot for plan in plans])
     drafters.propose(proposals, sum(plan.rows for plan in plans), kv_len, awaiting_first_token)
     drafted = clock()
-    logits = run_pass(target, _batch(plans, proposals), cost)
+    logits = target.forward(_batch(plans, proposals))
     verified = clock()
     plan_costs = _plan_costs(plans, proposals, cost, kv_len)
     total = sum(map(sum, plan_costs))

@@ -110,20 +110,14 @@ def pack(document: dict[str, Any], store: Path, name: str = paths.NAME, version:
 def resolve(document: dict[str, Any], prepared: Prepared, config_file: Path) -> dict[str, Any]:
     """Return the model YAML with absolute paths of the files to load instead of their sources."""
     handler = {key: value for key, value in document["handler"].items() if key != "models_directory"}
-    handler["target"] = _resolved_model(prepared.target, handler["target"])
-    if prepared.draft:
-        handler["draft"] = _resolved_model(prepared.draft, handler["draft"])
+    for role, path in (("target", prepared.target), ("draft", prepared.draft)):
+        if path:
+            handler[role] = {"path": str(path), "sha256": files.hashed(path).sha256}
     if handler.get("trace"):
         # A worker's current directory is one of TorchServe's.
         directory = (config_file.absolute().parent / Path(handler["trace"]["directory"]).expanduser()).resolve()
         handler["trace"] = {**handler["trace"], "directory": str(directory)}
     return {**document, "handler": handler}
-
-
-def _resolved_model(path: Path, model: dict[str, Any]) -> dict[str, str]:
-    # `requantise` stays, since v1/speculation's advice depends on it.
-    resolved = {"path": str(path), "sha256": files.hashed(path).sha256}
-    return resolved | ({"requantise": model["requantise"]} if model.get("requantise") else {})
 
 
 def stage(building: Path, document: dict[str, Any]) -> None:

@@ -18,33 +18,28 @@ from specserve.engine import kernels
 from specserve.engine.invariance import probe
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
-from specserve.errors import SpecserveError
 from specserve.speculation.cost import Cost
-from specserve.speculation.passes import measure, read, timed
+from specserve.speculation.measure import measure, prefill, timed
 from specserve.tools import cli, files
 from specserve.tools.doctor_checks import (
+    CONTEXT,
+    PROMPTS,
+    Answer,
     answer_distributions,
     binned,
     first_difference,
+    greedy_answer,
     greedy_with_drafts,
     is_wrong,
     largest_deviations,
-)
-from specserve.tools.draft_choice import (
-    CONTEXT,
-    KV_LEN,
-    PROMPTS,
-    Answer,
-    Observed,
-    argmax_matches,
-    fastest,
-    greedy_answer,
     loaded,
     one_slot_engine,
 )
-from specserve.tools.models import Prepared, prepare, requantise
+from specserve.tools.models import Prepared, prepare
 
 _MAX_ROWS = 64
+# KV length at which passes are timed: about that of the prompts and answers.
+KV_LEN = 64
 _REPETITIONS = 3
 # Rounds of each rule at each position, and positions of each answer, for the test of the distribution.
 _TRIALS = 5000
@@ -98,7 +93,7 @@ def examine(handler: HandlerConfig, prepared: Prepared) -> Iterator[Finding]:
     with ExitStack() as stack:
         model, target = stack.enter_context(loaded(prepared.target, threads, _MAX_ROWS))
         yield check_invariance(target)
-        target_cost = Cost(measure(target), most=_MAX_ROWS)
+        target_cost = Cost(measure(target))
         if prepared.draft is None:
             yield check_costs(target_cost, None)
             yield check_threads(model, threads)
@@ -106,7 +101,7 @@ def examine(handler: HandlerConfig, prepared: Prepared) -> Iterator[Finding]:
             draft_model, draft = stack.enter_context(loaded(prepared.draft, threads, _MAX_ROWS))
             check_same_vocabulary(model, draft_model)
             yield Finding("pair", f"Target and draft have one vocabulary, of {model.size} tokens.")
-            pair = Pair(model, target, draft, (target_cost, Cost(measure(draft), most=_MAX_ROWS)))
+            pair = Pair(model, target, draft, (target_cost, Cost(measure(draft))))
             yield check_costs(*pair.costs)
             yield check_threads(model, threads)
             prompts = [model.encode(prompt) for prompt in PROMPTS]
@@ -114,9 +109,6 @@ def examine(handler: HandlerConfig, prepared: Prepared) -> Iterator[Finding]:
             target.truncate(0, 0)
             yield check_greedy(pair, answers)
             yield check_distributions(pair, answers)
-            yield check_gamma(pair, answers, handler.speculation.max_gamma)
-    # Last, after the pair is closed: there may be no memory for a third model beside it.
-    yield check_quantisation(prepared, threads)
 
 
 def check_machine(threads: int, prepared: Prepared) -> Finding:
@@ -177,14 +169,14 @@ def check_invariance(target: LlamaEngine) -> Finding:
 
 def check_costs(target: Cost, draft: Cost | None) -> Finding:
     """Cost of passes of several rows, and of the draft's relative to the target's."""
-    one = target.exactly(1, KV_LEN)
-    curve = {rows: target.exactly(rows, KV_LEN) / one for rows in target.table.rows}
+    one = target.seconds(1, KV_LEN)
+    curve = {rows: target.seconds(rows, KV_LEN) / one for rows in target.table.rows}
     facts: dict[str, Any] = {"target_ms": 1000 * one, "v": {rows: round(v, 2) for rows, v in curve.items()}}
     shown = ", ".join(f"{rows}: {curve[rows]:.1f}" for rows in (4, 8, 16) if rows in curve)
     sentence = f"A step of the target takes {1000 * one:.0f} ms; more rows at once cost, in steps: {shown}"
     if draft is None:
         return Finding("costs", f"{sentence}. There is no draft model.", facts=facts)
-    share = draft.exactly(1, KV_LEN) / one
+    share = draft.seconds(1, KV_LEN) / one
     facts["draft_share"] = share
     sentence += f". A step of the draft takes {share:.2f} of one of the target"
     if share > 0.5:
@@ -250,52 +242,11 @@ def check_distributions(pair: Pair, answers: list[Answer]) -> Finding:
     return Finding("sampling", sentence, facts=facts)
 
 
-def check_gamma(pair: Pair, answers: list[Answer], max_gamma: int) -> Finding:
-    """The fastest gamma on a few answers, and whether the configuration allows it."""
-    matches = [argmax_matches(pair.draft, prompt, answer, pair.vocabulary.size) for prompt, answer in answers]
-    pair.draft.truncate(0, 0)
-    target, draft = pair.costs
-    best = fastest(Observed(matches, draft), target, 15)
-    plain = 1 / target.seconds(1, KV_LEN)
-    facts = {"gamma": best.gamma, "tokens_per_second": best.tokens_per_second, "plain": plain}
-    sentence = (
-        f"On {len(answers)} short answers {best.gamma} drafts a round are best: {best.tokens_per_second:.1f} tokens/s, "
-        f"plain {plain:.1f}"
-    )
-    if best.tokens_per_second < plain:
-        advice = "this draft does not pay here, and `mode: auto` leaves it alone"
-        return Finding("gain", f"{sentence}; {advice}.", facts=facts)
-    if best.gamma > max_gamma:
-        return Finding("gain", f"{sentence}; raise `speculation.max_gamma` to {best.gamma}.", False, facts)
-    return Finding("gain", f"{sentence}; `mode: auto` finds that by itself.", facts=facts)
-
-
-def check_quantisation(prepared: Prepared, threads: int) -> Finding:
-    """Whether the target is faster as published or as pure Q4_0; a missing variant is written."""
-    is_pure = prepared.target != prepared.published
-    served, other = ("pure Q4_0", "published") if is_pure else ("published", "pure Q4_0")
-    try:
-        file = prepared.published if is_pure else requantise(files.hashed(prepared.published))
-        with loaded(prepared.target, threads, _MAX_ROWS) as (_, one), loaded(file, threads, _MAX_ROWS) as (_, two):
-            seconds = dict(zip((served, other), time_passes([one, two]), strict=True))
-    except SpecserveError as error:
-        return Finding("quantisation", f"The target's other form, {other}, could not be tried: {error}")
-    shown = ", ".join(f"{form} {1000 * row:.0f} and {1000 * four:.0f}" for form, (row, four) in seconds.items())
-    sentence = f"One row and four take, in milliseconds by form of the target, {shown}"
-    facts = {form: {"row_ms": 1000 * row, "four_rows_ms": 1000 * four} for form, (row, four) in seconds.items()}
-    if is_pure and seconds[served][0] * _FASTER > seconds[other][0]:
-        advice = "remove `requantise:` below `target:`, the published file is the better model and no slower"
-        return Finding("quantisation", f"{sentence}: {advice}.", False, facts)
-    return Finding(
-        "quantisation", f"{sentence}; pure Q4_0 is the coarser model (benchmarks/perplexity.py).", facts=facts
-    )
-
-
 def time_passes(engines: Sequence[LlamaEngine]) -> list[tuple[float, float]]:
     """Return the median seconds of passes of one row and of four for each engine; the engines take turns."""
     for engine in engines:
         engine.truncate(0, 0)
-        read(engine, [position % engine.width for position in range(KV_LEN)])
+        prefill(engine, [position % engine.width for position in range(KV_LEN)])
         timed(engine, KV_LEN, 4)
     turns = [[(timed(engine, KV_LEN, 1), timed(engine, KV_LEN, 4)) for engine in engines] for _ in range(_REPETITIONS)]
     for engine in engines:

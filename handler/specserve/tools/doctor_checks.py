@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from specserve.engine.base import Engine
-from specserve.sampling.distribution import FloatArray, to_distribution
+from specserve.engine.base import Engine, FloatArray, Row, Vocabulary
+from specserve.engine.llama import LlamaEngine
+from specserve.engine.llama_model import LlamaModel
+from specserve.errors import EngineError, ModelLoadError
+from specserve.sampling.distribution import to_distribution
 from specserve.sampling.noise import Noise
 from specserve.sequence import SamplingParams, SpeculationParams
 from specserve.sequence import Sequence as Request
@@ -17,10 +22,20 @@ from specserve.speculation.controller import Controller
 from specserve.speculation.cost import Cost
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
+from specserve.speculation.measure import prefill
 from specserve.speculation.rejection import RULES, Rule
 from specserve.speculation.round import Plan, run_round
-from specserve.tools.draft_choice import answer_logits
 
+PROMPTS = (
+    "def quicksort(items: list[int]) -> list[int]:\n",
+    '[\n  {"name": "Ada Lovelace", "born": 1815, "country": "England"},\n  {"name": "Alan Turing", ',
+    "The lighthouse keeper climbed the stairs once more, since",
+)
+CONTEXT = 512
+# Longest answer to each prompt, in tokens, and rows of a pass.
+_TOKENS, _MAX_ROWS = 40, 64
+# Prompt and answer, as tokens.
+Answer = tuple[list[int], list[int]]
 GAMMA = 3
 # The most probable tokens of either model keep their own bin; all others share one, which no rule can notice.
 _TOP_TOKENS = 500
@@ -142,3 +157,52 @@ def largest_deviations(pairs: Sequence[tuple[list[FloatArray], list[FloatArray]]
 def is_wrong(standard_deviations: float) -> bool:
     """Whether a deviation is too large to be chance."""
     return standard_deviations > _WRONG
+
+
+def one_slot_engine(model: LlamaModel, threads: int, max_logits: int) -> LlamaEngine:
+    """Return a context for one short sequence."""
+    return LlamaEngine(
+        model, n_slots=1, context_length=CONTEXT, threads=threads, max_rows=_MAX_ROWS, max_logits=max_logits
+    )
+
+
+@contextlib.contextmanager
+def loaded(path: Path, threads: int, max_logits: int) -> Iterator[tuple[LlamaModel, LlamaEngine]]:
+    """Load a model and a context of it, and close both at the end.
+
+    Raises:
+        ModelLoadError: the model cannot be loaded, or a forward pass failed.
+    """
+    with contextlib.ExitStack() as stack:
+        model = LlamaModel(path)
+        stack.callback(model.close)
+        engine = one_slot_engine(model, threads, max_logits)
+        stack.callback(engine.close)
+        try:
+            yield model, engine
+        except EngineError as error:
+            raise ModelLoadError(f"{path}: cannot be measured: {error}") from error
+
+
+def greedy_answer(engine: Engine, vocabulary: Vocabulary, prompt: list[int]) -> list[int]:
+    """Return the model's greedy answer, at most a few dozen tokens."""
+    tokens = list(prompt)
+    engine.truncate(0, 0)
+    prefill(engine, prompt[:-1])
+    while len(tokens) < len(prompt) + _TOKENS:
+        [logits] = engine.forward([Row(tokens[-1], 0, len(tokens) - 1, wants_logits=True)])
+        tokens.append(int(np.argmax(logits)))
+        if vocabulary.is_end_token(tokens[-1]):
+            break
+    return tokens[len(prompt) :]
+
+
+def answer_logits(engine: Engine, prompt: list[int], answer: list[int]) -> Iterator[FloatArray]:
+    """Yield the logits that precede each token of an answer; each row is overwritten by a later pass."""
+    tokens = [*prompt, *answer]
+    step = min(engine.max_rows, engine.max_logits)
+    engine.truncate(0, 0)
+    prefill(engine, prompt[:-1])
+    for first in range(len(prompt) - 1, len(tokens) - 1, step):
+        positions = range(first, min(first + step, len(tokens) - 1))
+        yield from engine.forward([Row(tokens[position], 0, position, wants_logits=True) for position in positions])

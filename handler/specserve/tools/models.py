@@ -10,12 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from specserve.config import HandlerConfig, ModelConfig, load_yaml, usable_cores
-from specserve.engine import kernels
+from specserve.config import ModelConfig, load_yaml
 from specserve.errors import ModelLoadError
 from specserve.tools import cli, files, paths
 from specserve.tools.download import fetch
-from specserve.tools.draft_choice import fastest_draft
 from specserve.tools.files import ModelFile
 
 TARGET_CHANGED = (
@@ -33,11 +31,10 @@ sys.exit(not write_pure_q4_0(Path(sys.argv[1]), Path(sys.argv[2])))
 
 @dataclass(frozen=True)
 class Prepared:
-    """The files that a worker loads, and the target as it was downloaded."""
+    """The files that a worker loads."""
 
     target: Path
     draft: Path | None
-    published: Path
 
 
 def prepare(config_file: Path) -> Prepared:
@@ -46,32 +43,19 @@ def prepare(config_file: Path) -> Prepared:
     Raises:
         ConfigError: the configuration is wrong.
         EnvironmentFailure: a file is not available.
-        ModelLoadError: a file cannot be requantised, or the draft does not fit the target (`requantise: best`).
+        ModelLoadError: a file cannot be requantised.
     """
     _, handler = load_yaml(config_file)
-    source = fetch(handler.target, config_file, handler.models_directory)
-    target = _as_configured(handler.target, source)
+
+    def prepared(model: ModelConfig) -> Path:
+        source = fetch(model, config_file, handler.models_directory)
+        return source.path if model.requantise is None else requantise(source)
+
+    target = prepared(handler.target)
+    draft = None if handler.draft is None else prepared(handler.draft)
     if handler.target.requantise:
         cli.say(TARGET_CHANGED)
-    return Prepared(target, _draft(handler, config_file, target), source.path)
-
-
-def _draft(handler: HandlerConfig, config_file: Path, target: Path) -> Path | None:
-    model = handler.draft
-    if model is None:
-        return None
-    published = fetch(model, config_file, handler.models_directory)
-    if model.requantise != "best":
-        return _as_configured(model, published)
-    threads = handler.threads or usable_cores()
-    kernels.use(handler.kernels, threads=threads)
-    return fastest_draft(
-        target, published.path, requantise(published), threads=threads, max_gamma=handler.speculation.max_gamma
-    )
-
-
-def _as_configured(model: ModelConfig, source: ModelFile) -> Path:
-    return source.path if model.requantise is None else requantise(source)
+    return Prepared(target, draft)
 
 
 def requantise(source: ModelFile) -> Path:

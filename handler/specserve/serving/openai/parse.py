@@ -99,11 +99,11 @@ def to_generations(
 def _max_tokens(request: GenerationRequest, prompt: Prompt, config: HandlerConfig) -> int:
     """The most output tokens, as far as the context has room after the prompt."""
     # A prompt without output may fill it.
-    room = config.context_length - len(prompt.tokens)
-    if room < (request.most_tokens != 0):
+    rest = config.context_length - len(prompt.tokens)
+    if rest < (request.most_tokens != 0):
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
         raise too_long(param, config.context_length, str(len(prompt.tokens)))
-    most = room if config.max_tokens is None else min(room, config.max_tokens)
+    most = rest if config.max_tokens is None else min(rest, config.max_tokens)
     return most if request.most_tokens is None else min(request.most_tokens, most)
 
 

@@ -9,6 +9,7 @@ compares two answers to the same prompt. No server is involved; load.py measures
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,8 @@ ONE_DRAFTER = [
     Mode(f"{drafter} alone", SpeculationParams(16, mode="adaptive", drafter=drafter))
     for drafter in ("model", "lookup", "prediction", "grammar")
 ]
+MODES = (*FIXED.values(), ADAPTIVE, *ONE_DRAFTER)
+QUICK_MODES = (FIXED[3].name, ADAPTIVE.name)
 
 
 @dataclass(frozen=True)
@@ -167,12 +170,11 @@ def summarise(family: str, temperature: float, mode: str, pairs: list[tuple[Run,
     }
 
 
-def modes_for(family: str, *, quick: bool) -> list[Mode]:
-    """The modes compared on a family; `prediction` and `grammar` alone only where the request has one."""
-    if quick:
-        return [PLAIN, FIXED[3], ADAPTIVE]
+def modes_for(family: str, names: Iterable[str]) -> list[Mode]:
+    """Plain decoding and the named modes; `prediction` and `grammar` alone only where the request has one."""
     unused = {"prediction", "grammar"} - {{"edit, predicted": "prediction", "schema": "grammar"}.get(family)}
-    return [PLAIN, *FIXED.values(), ADAPTIVE, *(mode for mode in ONE_DRAFTER if mode.speculation.drafter not in unused)]
+    modes = [mode for mode in MODES if mode.name in names]
+    return [PLAIN, *(mode for mode in modes if mode.speculation.drafter not in unused)]
 
 
 def main() -> None:
@@ -180,23 +182,26 @@ def main() -> None:
     parser = argument_parser(__doc__, quick="three prompts a family, three modes, greedy only")
     parser.add_argument("--prompts", type=int, help="number of prompts of each family")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, help="only these families")
+    names = [mode.name for mode in MODES]
+    parser.add_argument("--modes", nargs="+", choices=names, metavar="MODE", help=f"only these of {', '.join(names)}")
     parser.add_argument("--temperatures", nargs="+", type=float, help="default: 0 and 0.8, with --quick 0")
     parser.add_argument("--results", type=Path, help="file that keeps every answer, from which a run is resumed")
     options = parser.parse_args()
     config = prepared_handler(options.config)
     models = load_models(config.model_copy(update={"sequences": 1}))
     results = ResultsFile(options.results)
+    chosen = options.modes or (QUICK_MODES if options.quick else names)
     families = options.families or (QUICK_FAMILIES if options.quick else FAMILIES)
     temperatures = options.temperatures or TEMPERATURES[: 1 if options.quick else None]
     lanes = open_lanes(
         models,
         config,
-        list(dict.fromkeys(mode for family in families for mode in modes_for(family, quick=options.quick))),
+        list(dict.fromkeys(mode for family in families for mode in modes_for(family, chosen))),
     )
     rows = []
     disturbed = 0
     for family in families:
-        modes = modes_for(family, quick=options.quick)
+        modes = modes_for(family, chosen)
         family_lanes = [lane for lane in lanes if lane.mode in modes]
         tasks = list(read_tasks(family, options.prompts or (3 if options.quick else None)))
         for temperature in temperatures:

@@ -61,7 +61,7 @@ QUICK_SETTINGS = (
     "llama-cpp-python plain",
     "llama-cpp-python lookup 10",
 )
-CLIENTS = (1, 4, 8)
+CLIENTS = (1, 2, 4, 8, 16)
 # Together they take 18 of 24 GB of memory.
 CLIENT_SETTINGS = (PLAIN, "llama-server draft 3", "ik_llama.cpp plain", "OpenVINO plain", "llama-cpp-python plain")
 TURN_SECONDS = 1.0

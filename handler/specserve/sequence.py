@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from collections import Counter, abc
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ Verification = Literal["token", "block", "coupled"]
 DrafterName = Literal["model", "lookup", "prediction", "grammar"]
 # Who wrote a token: the drafter of an accepted one; the target also where it replaced a draft.
 Source = Literal[DrafterName, "target"]
-SpeculationMode = Literal["off", "fixed", "adaptive"]
+SpeculationMode = Literal["off", "fixed", "auto"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class SpeculationParams:
     """How many tokens are drafted per round, by which drafter, and how they are verified.
 
     Args:
-        gamma: draft tokens per round in mode `fixed`, their maximum in mode `adaptive`.
+        gamma: draft tokens per round in mode `fixed`, their maximum in mode `auto`.
         verification: the rule of rejection.py.
         drafter: the only drafter to use; None tries each in turn.
         mode: no drafts, `gamma` of them, or as many as the controller decides.
@@ -62,7 +62,7 @@ class SpeculationParams:
     @property
     def adaptive(self) -> bool:
         """Whether the controller decides how many tokens are drafted."""
-        return self.mode == "adaptive"
+        return self.mode == "auto"
 
     @property
     def max_drafts(self) -> int:
@@ -86,13 +86,18 @@ class Constraint(Protocol):
         """
 
     def complete(self, written: abc.Sequence[int]) -> bool:
-        """Whether the completion can only end here."""
+        """Whether the completion can only end here.
+
+        Raises:
+            ConstraintError: the grammar has become too costly to follow.
+        """
 
     def forced(self, written: abc.Sequence[int], limit: int) -> list[int]:
         """At most `limit` tokens that are likely to spell the only characters the grammar allows next.
 
         Raises:
             ConstraintError: the grammar has become too costly to follow.
+            MaskDeferred: the round has no time left for it.
         """
 
 
@@ -104,24 +109,19 @@ class TokenScore(NamedTuple):
     top: list[tuple[int, float]]
 
 
-class Tally(NamedTuple):
-    """Numbers of drafted and of accepted tokens."""
-
-    drafted: int = 0
-    accepted: int = 0
-
-
 @dataclass
 class SequenceStats:
     """What the rounds of a sequence did, and its share of the seconds they took.
 
-    `rounds` counts decode rounds. `plain_seconds` is what the tokens after the first would have taken without drafts,
-    by the cost model.
+    `rounds` counts decode rounds, `gammas` those by their number of draft tokens, `drafted_by` and `accepted_by` draft
+    tokens by drafter. `plain_seconds` is what the tokens after the first would have taken without drafts, by the cost
+    model.
     """
 
     rounds: int = 0
-    drafters: dict[str, Tally] = field(default_factory=dict)
     gammas: Counter[int] = field(default_factory=Counter)
+    drafted_by: Counter[str] = field(default_factory=Counter)
+    accepted_by: Counter[str] = field(default_factory=Counter)
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
@@ -137,43 +137,32 @@ class SequenceStats:
             self.target_seconds += target
             self.other_seconds += other
 
-    def add_round(self, sources: abc.Sequence[DrafterName], accepted: int, plain_seconds: float) -> None:
+    def add_round(self, drafters: abc.Sequence[DrafterName], accepted: int, plain_seconds: float) -> None:
         """Count a decode round by the drafter of each of its drafts; the round that ends a prefill is not one."""
         self.rounds += 1
-        self.gammas[len(sources)] += 1
+        self.gammas[len(drafters)] += 1
+        self.drafted_by.update(drafters)
+        self.accepted_by.update(drafters[:accepted])
         self.plain_seconds += plain_seconds
-        for index, drafter in enumerate(sources):
-            self._tally(drafter, 1, int(index < accepted))
 
     @classmethod
     def total(cls, parts: Iterable[SequenceStats]) -> SequenceStats:
         """The sum over several sequences."""
         total = cls()
         for stats in parts:
-            total.rounds += stats.rounds
-            total.gammas += stats.gammas
-            total.prefill_seconds += stats.prefill_seconds
-            total.draft_seconds += stats.draft_seconds
-            total.target_seconds += stats.target_seconds
-            total.other_seconds += stats.other_seconds
-            total.plain_seconds += stats.plain_seconds
-            for drafter, tally in stats.drafters.items():
-                total._tally(drafter, *tally)
+            for one in fields(cls):
+                setattr(total, one.name, getattr(total, one.name) + getattr(stats, one.name))
         return total
-
-    def _tally(self, drafter: str, drafted: int, accepted: int) -> None:
-        before = self.drafters.get(drafter, Tally())
-        self.drafters[drafter] = Tally(before.drafted + drafted, before.accepted + accepted)
 
     @property
     def drafted(self) -> int:
-        """Number of drafted tokens, of all drafters."""
-        return sum(tally.drafted for tally in self.drafters.values())
+        """Number of draft tokens."""
+        return self.drafted_by.total()
 
     @property
     def accepted(self) -> int:
-        """Number of drafted tokens that were accepted and emitted."""
-        return sum(tally.accepted for tally in self.drafters.values())
+        """Number of draft tokens that were accepted and emitted."""
+        return self.accepted_by.total()
 
     @property
     def decode_seconds(self) -> float:
@@ -198,11 +187,11 @@ def common_prefix(left: list[int], right: list[int], most: int | None = None) ->
 class Sequence:
     """A prompt and the tokens decided after it, in one slot of each model's KV cache.
 
-    `target_cached` and `draft_cached` say how many leading tokens the caches hold; which tokens still have to be fed
-    follows from them. A draft model may have begun in the middle, at `draft_start`: its cache holds the tokens between
-    the two. `cached_tokens` is the number of prompt tokens that the target's cache already held, `round_number` the
-    number of rounds that have decided tokens, which keys the noise of the next one, and `deferrals` the number of those
-    since then that had no time for the sequence's grammar mask.
+    The target's cache holds the first `target_cached` tokens, the draft model's those from `draft_start` to
+    `draft_end`; which tokens still have to be fed follows from that. `cached_tokens` is how many tokens of the prompt
+    the target's cache already held when the sequence got its slot. `round_number` counts the rounds that have decided
+    tokens and keys the noise of the next one; `deferrals` counts the rounds since the last of these that had no time
+    for the sequence's grammar mask. `states` holds what drafters and the controller know of the sequence, by owner.
 
     Args:
         max_tokens: the most tokens after the prompt; 0 only prefills it.
@@ -238,7 +227,7 @@ class Sequence:
         self.keeps_sources = keeps_sources
         self.scores_prompt = scores_prompt
         self.constraint = constraint
-        self.prediction = np.array(prediction, np.int32)
+        self.prediction = prediction
         self.prompt_scores: list[TokenScore] = []
         self.scores: list[TokenScore] = []
         self.sources: list[Source] = []
@@ -247,14 +236,20 @@ class Sequence:
         self.slot = -1
         self.target_cached = 0
         self.draft_start = 0
-        self.draft_cached = 0
+        self.draft_end = 0
         self.cached_tokens = 0
+        self.states: dict[object, Any] = {}
         self.stats = SequenceStats()
 
     @property
     def generated(self) -> int:
         """Number of tokens decided after the prompt."""
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def decoding(self) -> bool:
+        """Whether the prefill is over, so that every round decides tokens."""
+        return self.generated > 0
 
     @property
     def prompt(self) -> list[int]:
@@ -276,31 +271,22 @@ class Sequence:
         """Number of tokens the target has not been fed; 1 while decoding, more during prefill."""
         return len(self.tokens) - self.target_cached
 
-    @property
-    def draft_cached_len(self) -> int:
-        """Number of tokens in the draft model's cache."""
-        return self.draft_cached - self.draft_start
-
     def truncate_draft(self, length: int) -> None:
         """Take note that the draft model's cache holds nothing after the first `length` tokens."""
-        self.draft_cached = min(self.draft_cached, length)
-        if self.draft_cached <= self.draft_start:
-            self.draft_start = self.draft_cached = 0
+        self.draft_end = min(self.draft_end, length)
+        if self.draft_end <= self.draft_start:
+            self.draft_start = self.draft_end = 0
 
     def inherit_draft(self, other: Sequence, length: int) -> None:
         """Take over the draft model's cache of another sequence that shares the first `length` tokens."""
-        self.draft_start, self.draft_cached = other.draft_start, other.draft_cached
+        self.draft_start, self.draft_end = other.draft_start, other.draft_end
         self.truncate_draft(length)
 
-    def common_prefix(self, tokens: list[int], most: int) -> int:
-        """The number of leading tokens that this sequence shares with `tokens`, counted up to `most`."""
-        return common_prefix(self.tokens, tokens, most)
-
-    def free(self) -> None:
-        """Drop all but the tokens, which describe what the slot's caches still hold."""
+    def release(self) -> None:
+        """Drop what only the rounds need, such as a grammar's state of some megabytes; the tokens stay."""
         self.constraint = None
-        self.prediction = np.zeros(0, np.int32)
-        self.prompt_scores, self.scores, self.sources = [], [], []
+        self.prediction = ()
+        self.states.clear()
 
     def truncate(self, generated: int) -> None:
         """Drop all but the first `generated` tokens after the prompt."""

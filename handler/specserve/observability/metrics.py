@@ -108,9 +108,9 @@ class Metrics:
     def round(self, record: RoundRecord) -> None:
         """Count a round's time and tokens, and its drafts if it is not a prefill."""
         family = self.family(record.info.family)
-        self._count(DRAFT_SECONDS, record.draft, family)
-        self._count(TARGET_SECONDS, record.target, family)
-        self._count(OTHER_SECONDS, record.other, family)
+        self._count(DRAFT_SECONDS, record.draft_seconds, family)
+        self._count(TARGET_SECONDS, record.target_seconds, family)
+        self._count(OTHER_SECONDS, record.other_seconds, family)
         self._count(EMITTED, len(record.tokens), family, record.info.group)
         if not record.position:
             return

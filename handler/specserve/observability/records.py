@@ -44,9 +44,9 @@ class RoundRecord(NamedTuple):
         drafts: the drafter of each draft.
         accepted: number of accepted drafts.
         tokens: the tokens that were emitted.
-        draft: seconds of drafting.
-        target: seconds of the target's forward pass.
-        other: seconds of everything else.
+        draft_seconds: of drafting.
+        target_seconds: of the target's forward pass.
+        other_seconds: of everything else.
         live: number of running sequences.
     """
 
@@ -57,9 +57,9 @@ class RoundRecord(NamedTuple):
     drafts: Sequence[str]
     accepted: int
     tokens: list[int]
-    draft: float
-    target: float
-    other: float
+    draft_seconds: float
+    target_seconds: float
+    other_seconds: float
     live: int
 
 

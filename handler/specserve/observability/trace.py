@@ -75,7 +75,9 @@ class Trace:
             "drafts": record.drafts,
             "accepted": record.accepted,
             "tokens": len(record.tokens),
-            "seconds": [round(seconds, 6) for seconds in (record.draft, record.target, record.other)],
+            "seconds": [
+                round(seconds, 6) for seconds in (record.draft_seconds, record.target_seconds, record.other_seconds)
+            ],
             "live": record.live,
         }
         if self._text is not None:

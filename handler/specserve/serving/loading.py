@@ -20,10 +20,9 @@ from specserve.serving.openai.prompt import ChatTemplate
 from specserve.speculation.controller import Controller
 from specserve.speculation.cost import Cost
 from specserve.speculation.draft_model import DraftModel
-from specserve.speculation.drafters import Drafters, GrammarProposer
-from specserve.speculation.lookup import LookupProposer
+from specserve.speculation.drafters import Drafters
 from specserve.speculation.measure import measured_cost
-from specserve.speculation.prediction import PredictionProposer
+from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from specserve.engine.base import Engine
-from specserve.sequence import Sequence
+from specserve.sequence import Sequence, common_prefix
 from specserve.speculation.draft_model import worth_waiting
 from specserve.speculation.drafters import Drafters
 
@@ -33,7 +33,7 @@ class Slot:
         if self.sequence is None or sequence.scores_prompt:
             return 0
         # The last token of a prompt is always fed: the first token is sampled from its logits.
-        return self.sequence.common_prefix(sequence.tokens, min(self.cached_len, len(sequence.tokens) - 1))
+        return common_prefix(self.sequence.tokens, sequence.tokens, min(self.cached_len, len(sequence.tokens) - 1))
 
 
 class PrefixCache:
@@ -53,7 +53,7 @@ class PrefixCache:
         self.slots = [Slot(index) for index in range(target.n_slots)]
 
     @property
-    def free(self) -> int:
+    def free_slots(self) -> int:
         """Number of free slots."""
         return sum(not slot.in_use for slot in self.slots)
 
@@ -70,7 +70,7 @@ class PrefixCache:
         source = max(self.slots, key=lambda slot: (slot.common_prefix(sequence), not slot.in_use))
         shared = source.common_prefix(sequence)
         most = 0 if sequence.scores_prompt else len(sequence.tokens) - 1
-        soon = max((other.common_prefix(sequence.tokens, most) for other in prefilling), default=0)
+        soon = max((common_prefix(other.tokens, sequence.tokens, most) for other in prefilling), default=0)
         if worth_waiting(sequence, shared, soon):
             return False
         slot = self._choose(sequence, source, shared)
@@ -90,8 +90,8 @@ class PrefixCache:
         slot = self.slots[sequence.slot]
         self._releases += 1
         slot.in_use, slot.released = False, self._releases
-        # The slot refers to the sequence for its tokens; a grammar's state may be megabytes.
-        sequence.constraint = None
+        # The slot refers to the sequence for its tokens.
+        sequence.release()
         self._truncate(sequence)
         self._evict()
 
@@ -132,4 +132,4 @@ class PrefixCache:
     def _truncate(self, sequence: Sequence) -> None:
         """Make both caches hold what the sequence says they hold."""
         self._target.truncate(sequence.slot, sequence.target_cached)
-        self._drafters.truncate(sequence, sequence.draft_cached)
+        self._drafters.truncate(sequence, sequence.draft_end)

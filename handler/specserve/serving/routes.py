@@ -112,7 +112,7 @@ class Routes:
         config, models, scheduler = self._config, self._models, self._scheduler
         limits, controller, holdback = config.speculation, models.drafters.controller, self._holdback.speedup()
         pairs = (("target", config.target, models.vocabulary), ("draft", config.draft, models.draft))
-        costs = {"target": controller.target, "draft": controller.draft}
+        costs = {"target": controller.target_cost, "draft": controller.draft_cost}
         return {
             "object": "speculation",
             "model": config.model_id,
@@ -128,10 +128,10 @@ class Routes:
             else {**models.invariance._asdict(), "sentence": models.invariance.sentence},
             "kernels": {**models.kernels._asdict(), **calls()._asdict()},
             "costs": {role: _table(cost) for role, cost in costs.items() if cost is not None},
-            # By source and kind of sampling: how often drafts are accepted, those of least confidence first.
+            # By drafter and kind of sampling: how often drafts are accepted, those of least confidence first.
             "controller": {
-                f"{source}, {'sampled' if sampled else 'greedy'}": [round(rate, _DIGITS) for rate in rates]
-                for (source, sampled), rates in controller.learned.items()
+                f"{drafter}, {'sampled' if sampled else 'greedy'}": [round(rate, _DIGITS) for rate in rates]
+                for (drafter, sampled), rates in controller.learned.items()
             },
             "limits": {
                 "mode": limits.mode,

@@ -6,7 +6,6 @@ import logging
 import math
 from collections import Counter, abc, deque
 from collections.abc import Callable, Iterable, Mapping
-from operator import itemgetter
 from time import perf_counter
 
 from specserve.engine.base import Engine
@@ -68,7 +67,7 @@ class Scheduler:
     @property
     def prefilling(self) -> bool:
         """Whether the next round prefills a prompt."""
-        return bool(self._queue and self._cache.free) or any(not g.generated for g in self._running)
+        return bool(self._queue and self._cache.free_slots) or any(not g.decoding for g in self._running)
 
     @property
     def running(self) -> int:
@@ -113,7 +112,7 @@ class Scheduler:
             # Grammar masks may delay other sequences as long as prefill may.
             self._begin_masks(self.max_wait_seconds)
         # Sequences that wait for a slot are not counted: short rounds do not help them, early ends do.
-        awaiting = sum(not g.generated for g in self._running) + min(len(self._queue), self._cache.free)
+        awaiting = sum(not g.decoding for g in self._running) + min(len(self._queue), self._cache.free_slots)
         try:
             report = run_round(self._target, self._drafters, plans, self._clock, awaiting_first_token=awaiting)
         except EngineError as error:
@@ -128,21 +127,21 @@ class Scheduler:
         The round that ends a prefill has no drafts, so that the first token comes sooner.
         """
         self._admit()
-        plans = self._decodes([generation for generation in self._running if generation.generated])
+        plans = self._decode_plans([generation for generation in self._running if generation.decoding])
         if len(plans) < len(self._running):
-            plans += self._prefills(plans)
+            plans += self._prefill_plans(plans)
         return sorted(plans, key=lambda plan: plan.sequence.slot)
 
     def _admit(self) -> None:
         """Give free slots to waiting sequences; one waits while most of its prompt is being prefilled for another."""
         postponed: list[list[int]] = []
-        for generation in self._by_request() if self._cache.free else ():
-            if not self._cache.free:
+        for generation in self._by_request():
+            if not self._cache.free_slots:
                 return
             if generation.tokens in postponed:
                 continue
             try:
-                admitted = self._cache.assign(generation, (g for g in self._running if not g.generated))
+                admitted = self._cache.assign(generation, (g for g in self._running if not g.decoding))
             except Exception as error:
                 # It is not retried, so it has to end here.
                 logger.exception("specserve: a sequence cannot be started")
@@ -159,17 +158,18 @@ class Scheduler:
 
     def _by_request(self) -> list[Generation]:
         """The waiting sequences in order of admission: requests take turns, so that a large `n` delays no other."""
-        taken = Counter(generation.info.request for generation in self._running)
-        turns = []
-        for generation in self._queue:
-            turns.append(taken[generation.info.request])
-            taken[generation.info.request] += 1
-        return [generation for _, generation in sorted(zip(turns, self._queue, strict=True), key=itemgetter(0))]
+        admitted = Counter(generation.info.request for generation in self._running)
 
-    def _decodes(self, decoding: list[Generation]) -> list[Plan]:
+        def rank(generation: Generation) -> int:
+            admitted[generation.info.request] += 1
+            return admitted[generation.info.request]
+
+        return sorted(self._queue, key=rank)
+
+    def _decode_plans(self, decoding: list[Generation]) -> list[Plan]:
         """The plans of the sequences that decode, with the most drafts that each may have."""
         # A round that was deferred verifies the same drafts again.
-        deferred = {one: n for one in decoding if (n := self._drafters.deferred_tokens(one)) is not None}
+        deferred = {g: n for g in decoding if (n := self._drafters.deferred_tokens(g)) is not None}
         # Every running sequence may need the logits of one row, and those that decode of one more per draft.
         most = (self._target.max_logits - len(self._running) - sum(deferred.values())) // max(1, len(decoding))
         if len({generation.info.request for generation in decoding}) > 1:
@@ -187,22 +187,22 @@ class Scheduler:
     def _drafts_in_time(self, decoding: list[Generation], most: int) -> int:
         """The most drafts of a sequence, up to `most`, for which sequences of other requests can wait."""
         drafting = sum(generation.speculation.max_drafts > 0 for generation in decoding)
-        draft = self._controller.draft if self._drafters.has_model else None
+        draft_cost = self._controller.draft_cost if self._drafters.has_model else None
         return drafts_in_time(
-            self._controller.target,
+            self._controller.target_cost,
             self._kv_len(),
-            draft.seconds(drafting, self._drafters.draft_kv_len) if draft else 0.0,
+            draft_cost.seconds(drafting, self._drafters.draft_kv_len) if draft_cost else 0.0,
             decoding=len(decoding),
             drafting=drafting,
             most=most,
             max_wait=self.max_wait_seconds,
         )
 
-    def _prefills(self, decoding: list[Plan]) -> list[Plan]:
+    def _prefill_plans(self, decoding: list[Plan]) -> list[Plan]:
         """Prefill chunks beside these plans, as far as the pass has room."""
         verified = sum(1 + plan.gamma for plan in decoding)
         chunk = prefill_chunk(
-            self._controller.target,
+            self._controller.target_cost,
             self._kv_len(),
             # The controller has not decided yet; with many sequences it mostly drafts little.
             rows=sum(1 if plan.sequence.speculation.adaptive else 1 + plan.gamma for plan in decoding),
@@ -215,7 +215,7 @@ class Scheduler:
         logits_left = self._target.max_logits - verified
         plans = []
         for generation in self._running:
-            if rows_left > 0 and logits_left > 0 and not generation.generated:
+            if rows_left > 0 and logits_left > 0 and not generation.decoding:
                 rows = min(rows_left, generation.target_pending, logits_left if generation.scores_prompt else rows_left)
                 plans.append(Plan(generation, rows, 0))
                 rows_left -= rows
@@ -227,7 +227,7 @@ class Scheduler:
 
     def _postprocess(self, report: Report, started: float) -> None:
         """Apply a round: turn new tokens into text, end what is complete, and record what each sequence got."""
-        self._fail({sequence: one.error for sequence, one in report.outcomes.items() if one.error})
+        self._fail({sequence: outcome.error for sequence, outcome in report.outcomes.items() if outcome.error})
         running = list(self._running)
         for generation in running:
             if not generation.done:
@@ -253,25 +253,25 @@ class Scheduler:
         if tokens:
             times.last_token = now
             times.first_token = now if times.first_token is None else times.first_token
-        draft, target, other = (outcome.share * part for part in parts)
-        stats.add_seconds(draft, target, other, prefill=outcome.position == 0)
+        draft, target, other = outcome.draft_share * parts[0], outcome.share * parts[1], outcome.share * parts[2]
+        stats.add_seconds(draft, target, other, prefill=outcome.prefill)
         # Of drafts after the end of the text none counts as accepted.
         accepted = min(outcome.n_accepted, len(tokens))
         if outcome.plain_seconds is not None:
             # Plain decoding takes a step for the EOS token as well.
             steps = len(tokens) + generation.ended_by_eos
-            stats.add_round(outcome.sources, accepted, steps * outcome.plain_seconds)
+            stats.add_round(outcome.drafters, accepted, steps * outcome.plain_seconds)
         record = RoundRecord(
             generation.info,
             generation.index,
             position=outcome.position,
             kv_len=outcome.target_cached,
-            drafts=outcome.sources,
+            drafts=outcome.drafters,
             accepted=accepted,
             tokens=tokens,
-            draft=draft,
-            target=target,
-            other=other,
+            draft_seconds=draft,
+            target_seconds=target,
+            other_seconds=other,
             live=n_running,
         )
         for observer in self._observers:

@@ -133,7 +133,7 @@ class Handler:
             models.drafters,
             prefill_rows=config.prefill_rows,
             idle_tokens=config.idle_tokens,
-            max_wait_seconds=max_wait(config.max_wait_ms, models.drafters.controller.target),
+            max_wait_seconds=max_wait(config.max_wait_ms, models.drafters.controller.target_cost),
             begin_masks=models.grammars.begin_round,
             observers=[self._metrics, *_traces(config, models, served)],
         )
@@ -183,7 +183,7 @@ class Handler:
             response = self._responses.pop(request_id)
             self._cancel(response)
             for generation in response.generations:
-                generation.free()
+                generation.drop_output()
 
     def _parse_new(self, data: list[dict[str, Any]], context: Context, called: float) -> bool:
         """Begin to parse the requests that came with this call; returns whether there are any."""

@@ -1,7 +1,7 @@
 """How likely draft tokens are to be accepted, learned online from those that were verified.
 
-A source (the draft model, lookup, ...) states its confidence in each token it proposes. One calibration a source maps
-confidence to acceptance over all sequences; one log-odds offset a source and sequence says how this sequence differs.
+A drafter (the draft model, lookup, ...) states its confidence in each token it proposes. One calibration a drafter maps
+confidence to acceptance over all sequences; one log-odds offset a drafter and sequence says how this sequence differs.
 Only positions that the verification reached teach anything: what follows a rejection was never compared.
 """
 
@@ -11,15 +11,13 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 
-# A pair of figures in brackets says how much half and twice the constant (or as stated) change the mean and the slowest
-# recorded answer of the adaptive mode at most, in times plain decoding, at three sets of costs: 3B and 1.5B with our
-# kernels, 3B with llama.cpp's (benchmarks/simulate.py --set acceptance._FADE=.7; the means are 2.13, 1.84 and 1.44).
+# What half and twice of a constant change is in benchmarks/RESULTS.md, sensitivity.
 
 # Log-odds of confidence that separate a calibration's bins: about .12, .27, .5, .73, .88, .95, .982, .9975.
 _EDGES = (-2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 6.0)
 # Acceptance probability by confidence, lowest bin first, before anything was verified: measured with a 1.5B and a 0.5B
 # of one family (recordings of benchmarks/record.py, counted by these bins; no command prints them).
-# "target" is no source: the probability that the draft model's token is accepted, by the target's confidence there.
+# "target" is no drafter: the probability that the draft model's token is accepted, by the target's confidence there.
 PRIORS = {
     "model": (0.11, 0.3, 0.47, 0.7, 0.88, 0.95, 0.975, 0.99, 0.995),
     "target": (0.05, 0.2, 0.46, 0.68, 0.83, 0.9, 0.95, 0.98, 0.99),
@@ -27,19 +25,17 @@ PRIORS = {
 }
 # Prediction and grammar start as calibrated: about the centre of each bin, as a probability.
 CALIBRATED = (0.07, 0.18, 0.38, 0.62, 0.82, 0.92, 0.965, 0.985, 0.995)
-# Positions that a bin remembers [.004, .000], and positions that its prior counts as [.009, .028].
+# Positions that a bin remembers, and positions that its prior counts as.
 _MEMORY, _PRIOR_WEIGHT = 400.0, 8.0
-# Share of a sequence's acceptance estimate that the latest position does not replace, so that about seven count
-# [.019, .028, by .7 and .92], and positions that its prior counts as [.005, .029].
+# Share of a sequence's acceptance estimate that the latest position does not replace, so that about seven count, and
+# positions that its prior counts as.
 _FADE, _PRIOR_POSITIONS = 0.85, 2.0
-# The same for the estimate over about fifty positions [.005, .023, by .96 and .99], its prior [.055, .041, by .55 and
-# .75], and positions that this counts as [.018, .024].
+# The same for the estimate over about fifty positions, its prior, and positions that this counts as.
 _LONG_FADE, _LONG_PRIOR, _LONG_PRIOR_POSITIONS = 0.98, 0.65, 6.0
-# Learning rate of an offset, in log-odds: at the first position [.022, .026], and the least [.009, .024]; it falls as
-# 1 / (1 + positions / 6) [.004, .025].
+# Learning rate of an offset, in log-odds: at the first position, and the least; it falls as 1 / (1 + positions / 6).
 _RATE, _LEAST_RATE, _RATE_POSITIONS = 0.5, 0.1, 6
 # Offset of lookup on a sequence that has not repeated itself yet, in log-odds: its proposals are judged also when they
-# are not drafted [.022, .034, by 0].
+# are not drafted.
 _LOOKUP_OFFSET = -1.0
 
 
@@ -55,7 +51,7 @@ def sigmoid(odds: float) -> float:
 
 
 class Calibration:
-    """Acceptance probability by confidence of one source, over all sequences; recent positions weigh most.
+    """Acceptance probability by confidence of one drafter, over all sequences; recent positions weigh most.
 
     Args:
         prior: acceptance probability of each bin before anything was verified, lowest confidence first.
@@ -101,9 +97,9 @@ class SequenceAcceptance:
         self._expected, self._weight = _PRIOR_POSITIONS * prior, _PRIOR_POSITIONS
         self._long_expected, self._long_weight = _LONG_PRIOR_POSITIONS * _LONG_PRIOR, _LONG_PRIOR_POSITIONS
 
-    def probability(self, source: str, pooled: float) -> float:
+    def probability(self, drafter: str, pooled: float) -> float:
         """The acceptance probability, from that of all sequences and this one's offset."""
-        return sigmoid(log_odds(pooled) + self._offsets.get(source, 0.0))
+        return sigmoid(log_odds(pooled) + self._offsets.get(drafter, 0.0))
 
     @property
     def next_token(self) -> float:
@@ -119,12 +115,12 @@ class SequenceAcceptance:
         """The same over about fifty positions, if that is lower: what a long catch-up is judged by."""
         return min(self.next_token, self.probability("target", self._long_expected / self._long_weight))
 
-    def learn(self, source: str, pooled: float, label: float) -> None:
+    def learn(self, drafter: str, pooled: float, label: float) -> None:
         """One step of online logistic regression towards the offset that explains this sequence's labels."""
-        seen = self._positions.get(source, 0)
-        self._positions[source] = seen + 1
+        seen = self._positions.get(drafter, 0)
+        self._positions[drafter] = seen + 1
         rate = max(_LEAST_RATE, _RATE / (1 + seen / _RATE_POSITIONS))
-        self._offsets[source] = self._offsets.get(source, 0.0) + rate * (label - self.probability(source, pooled))
+        self._offsets[drafter] = self._offsets.get(drafter, 0.0) + rate * (label - self.probability(drafter, pooled))
 
     def expect(self, pooled: float) -> None:
         """The target was so confident at a position that the draft model would be accepted with this probability."""

@@ -9,24 +9,24 @@ import numpy as np
 
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.errors import DraftError, EngineError
-from specserve.sequence import Sequence
+from specserve.sequence import Sequence, common_prefix
 from specserve.speculation.cost import Cost
 
 
-class Reading(NamedTuple):
+class PassResult(NamedTuple):
     """The result of a pass, by index of the sequences that were asked for.
 
     Args:
         logits: after the last token of a sequence, shape (vocabulary of the target,); none for a sequence that has
             not caught up yet. Overwritten by the next pass.
-        rows: how many tokens of each sequence were read.
+        n_read: how many tokens of each sequence were read.
     """
 
     logits: dict[int, FloatArray]
-    rows: list[int]
+    n_read: list[int]
 
 
-class DraftText(NamedTuple):
+class DraftedSequence(NamedTuple):
     """A sequence and the draft tokens after it."""
 
     sequence: Sequence
@@ -75,80 +75,80 @@ class DraftModel:
         """How many tokens of its KV cache a row attends to."""
         return self._engine.kv_len(range(self._engine.n_slots))
 
-    def pending(self, text: DraftText) -> int:
+    def pending(self, drafted: DraftedSequence) -> int:
         """How many tokens it reads before it can draft the next one."""
-        return min(len(text) - text.sequence.draft_cached, self._window)
+        return min(len(drafted) - drafted.sequence.draft_end, self._window)
 
-    def knows(self, text: DraftText) -> bool:
+    def can_read(self, drafted: DraftedSequence) -> bool:
         """Whether its vocabulary has every token that it would have to read."""
-        tokens = text.sequence.tokens
-        begin = len(text) - self.pending(text)
-        return max((*tokens[begin:], *text.drafts[max(0, begin - len(tokens)) :]), default=0) < self._engine.width
+        tokens = drafted.sequence.tokens
+        begin = len(drafted) - self.pending(drafted)
+        return max((*tokens[begin:], *drafted.drafts[max(0, begin - len(tokens)) :]), default=0) < self._engine.width
 
-    def read(self, texts: list[DraftText]) -> Reading:
+    def read(self, sequences: list[DraftedSequence]) -> PassResult:
         """Catch up with these sequences in one pass.
 
         Raises:
             DraftError: the pass failed, or the cache of another slot could not be copied.
         """
         try:
-            rows, complete = self._unread(texts)
+            rows, complete = self._unread(sequences)
             self._last = len(rows), self.kv_len
             if not rows:
-                return Reading({}, [0] * len(texts))
+                return PassResult({}, [0] * len(sequences))
             logits = self._engine.forward(rows)
         except EngineError as error:
             raise DraftError(f"The draft model failed: {error}") from error
         if not np.isfinite(logits.max(initial=0.0)):
             raise DraftError("The draft model failed: its logits are not finite.")
         by_slot = Counter(row.slot for row in rows)
-        return Reading(
+        return PassResult(
             {index: self._fitted(row) for index, row in zip(complete, logits, strict=True)},
-            [by_slot[text.sequence.slot] for text in texts],
+            [by_slot[drafted.sequence.slot] for drafted in sequences],
         )
 
-    def took(self, seconds: float) -> None:
+    def observe_cost(self, seconds: float) -> None:
         """Tell the cost model what the last pass, and drafting from its logits, took."""
         rows, kv_len = self._last
         if rows:
             self._cost.observe(rows, kv_len, seconds)
 
-    def _unread(self, texts: list[DraftText]) -> tuple[list[Row], list[int]]:
+    def _unread(self, sequences: list[DraftedSequence]) -> tuple[list[Row], list[int]]:
         """The rows to read, and the indices of the sequences that have caught up with them."""
         rows: list[Row] = []
         complete: list[int] = []
         reading: dict[int, int] = {}
-        for index in sorted(range(len(texts)), key=lambda index: self.pending(texts[index])):
-            text = texts[index]
-            sequence = text.sequence
-            if not self._begin(text, reading):
+        for index in sorted(range(len(sequences)), key=lambda index: self.pending(sequences[index])):
+            drafted = sequences[index]
+            sequence = drafted.sequence
+            if not self._begin(drafted, reading):
                 continue
-            reading[sequence.slot] = sequence.draft_cached
-            first = sequence.draft_cached
-            end = min(len(text), first + self._max_rows - len(rows))
-            tokens = [*sequence.tokens[first:], *text.drafts[max(0, first - len(sequence.tokens)) :]]
+            reading[sequence.slot] = sequence.draft_end
+            first = sequence.draft_end
+            end = min(len(drafted), first + self._max_rows - len(rows))
+            tokens = [*sequence.tokens[first:], *drafted.drafts[max(0, first - len(sequence.tokens)) :]]
             for token, position in zip(tokens, range(first, end), strict=False):
-                rows.append(Row(token, sequence.slot, position - sequence.draft_start, position == len(text) - 1))
-            sequence.draft_cached = end
-            if end == len(text):
+                rows.append(Row(token, sequence.slot, position - sequence.draft_start, position == len(drafted) - 1))
+            sequence.draft_end = end
+            if end == len(drafted):
                 complete.append(index)
         return rows, complete
 
-    def _begin(self, text: DraftText, reading: dict[int, int]) -> bool:
+    def _begin(self, drafted: DraftedSequence, reading: dict[int, int]) -> bool:
         """Set where a sequence is read from; False if another slot is prefilling most of it in this pass.
 
         Args:
-            text: to be read.
+            drafted: the sequence to be read.
             reading: by slot, what was cached before this pass.
         """
-        sequence = text.sequence
-        if len(text) - sequence.draft_cached > 2:
-            source, most, soon = -1, sequence.draft_cached, sequence.draft_cached
+        sequence = drafted.sequence
+        if len(drafted) - sequence.draft_end > 2:
+            source, most, soon = -1, sequence.draft_end, sequence.draft_end
             for slot, other in self._readers.items():
                 if slot == sequence.slot:
                     continue
                 # The last token is always read: its logits are those that are drafted from.
-                shared = other.common_prefix(sequence.tokens, min(other.draft_cached, len(sequence.tokens) - 1))
+                shared = common_prefix(other.tokens, sequence.tokens, min(other.draft_end, len(sequence.tokens) - 1))
                 if shared <= other.draft_start:
                     # Its cache begins after the common prefix.
                     continue
@@ -156,15 +156,18 @@ class DraftModel:
                 soon = max(soon, shared)
                 if now > max(most, other.draft_start):
                     source, most = slot, now
-            if worth_waiting(sequence, max(most, len(text) - self._window), soon):
+            if worth_waiting(sequence, max(most, len(drafted) - self._window), soon):
                 return False
-            if source >= 0 and len(text) - most <= self._window:
+            if source >= 0 and len(drafted) - most <= self._window:
                 other = self._readers[source]
                 self._engine.copy(source, sequence.slot, most - other.draft_start)
-                sequence.draft_start, sequence.draft_cached = other.draft_start, most
-        if len(text) - sequence.draft_cached > self._window or len(text) - sequence.draft_start > self._context_length:
+                sequence.draft_start, sequence.draft_end = other.draft_start, most
+        if (
+            len(drafted) - sequence.draft_end > self._window
+            or len(drafted) - sequence.draft_start > self._context_length
+        ):
             self._engine.truncate(sequence.slot, 0)
-            sequence.draft_start = sequence.draft_cached = max(0, len(text) - self._window)
+            sequence.draft_start = sequence.draft_end = max(0, len(drafted) - self._window)
         return True
 
     def _fitted(self, logits: FloatArray) -> FloatArray:
@@ -175,5 +178,5 @@ class DraftModel:
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Only the first `length` tokens are decided: truncate the cache to them."""
         sequence.truncate_draft(length)
-        self._engine.truncate(sequence.slot, sequence.draft_cached_len)
+        self._engine.truncate(sequence.slot, sequence.draft_end - sequence.draft_start)
         self._readers[sequence.slot] = sequence

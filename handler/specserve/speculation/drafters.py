@@ -1,4 +1,7 @@
-"""A round's drafts: token by token from the cheapest source that has something to propose, as far as it pays."""
+"""A round's drafts: what the free proposers offer, then tokens of the draft model, as far as each pays.
+
+After every token of the draft model the proposers (proposers.py) are asked again, so one draft may mix drafters.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import ClassVar, NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
 from specserve.errors import ConstraintError, DraftError, MaskDeferred
-from specserve.sampling.distribution import FloatArray, argmax, confidence, is_greedy, one_hot, to_distribution
+from specserve.sampling.distribution import FloatArray, confidence, is_greedy, one_hot, to_distribution
 from specserve.sampling.logits import process_logits
 from specserve.sampling.noise import Noise
 from specserve.sequence import DrafterName, Sequence
@@ -21,49 +23,19 @@ from specserve.speculation.controller import (
     model_steps,
     proposal_length,
 )
-from specserve.speculation.draft_model import DraftModel, DraftText
-from specserve.speculation.lookup import FreeTokens
+from specserve.speculation.draft_model import DraftedSequence, DraftModel
+from specserve.speculation.proposers import Proposer
 from specserve.speculation.rejection import RULES
 
 logger = logging.getLogger(__name__)
 
-# Assumed probability that a forced token is right: the same characters could be split into other tokens. The controller
-# learns from then on what verification shows.
-_FORCED_CONFIDENCE = 0.9
-
-
-class Proposer(Protocol):
-    """A source of tokens that are a function of the sequence, drafts included, and of nothing that was drawn."""
-
-    name: ClassVar[DrafterName]
-
-    def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
-        """At most `limit` tokens that may follow the sequence and these drafts of it; none is an answer."""
-
-
-class GrammarProposer:
-    """Proposes the characters that the request's grammar leaves no choice about."""
-
-    name: ClassVar[DrafterName] = "grammar"
-
-    def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
-        """The forced tokens, as the tokenizer would write them; see `Proposer.propose`."""
-        if sequence.constraint is None:
-            return FreeTokens([], [])
-        try:
-            tokens = sequence.constraint.forced([*sequence.answer, *drafts], limit)
-        except (ConstraintError, MaskDeferred):
-            # The target's logits of this position meet the same grammar: verification says what is to be done.
-            return FreeTokens([], [])
-        return FreeTokens(tokens, [_FORCED_CONFIDENCE] * len(tokens))
-
 
 class Draft(NamedTuple):
-    """A draft token, the distribution q it was sampled from, its source, and the source's confidence in it."""
+    """A draft token, the distribution q it was sampled from, its drafter, and the drafter's confidence in it."""
 
     token: int
     q: FloatArray
-    source: DrafterName
+    drafter: DrafterName
     confidence: float
 
 
@@ -71,7 +43,7 @@ class Undrafted(NamedTuple):
     """The first token of a proposal that was not worth drafting: verification shows all the same if it was right."""
 
     token: int
-    source: str
+    drafter: DrafterName
     confidence: float
 
 
@@ -80,11 +52,13 @@ class Proposal:
     """The drafts of one sequence in one round.
 
     Args:
-        sequence: which may have up to `gamma` drafts.
-        gamma: tokens.
-        noise: of this round.
+        sequence: the one that they follow.
+        gamma: the most drafts that it may have.
+        noise: the random numbers of this round.
         seconds: the sequence's share of the draft model's passes, by the cost model.
-        prefill_seconds: the part of them that read the prompt, which all rounds that follow profit from.
+        prefill_seconds: the part of them that read the sequence before the model's first draft of it.
+        drafts: in order.
+        undrafted: what was proposed instead of a first draft, and not drafted.
         prefix: the estimated probability that all drafts so far are accepted.
         ended: whether the draft model has nothing more to add.
         deferred: whether it comes from an earlier round that could not verify it to its end; nothing is added.
@@ -97,7 +71,6 @@ class Proposal:
     prefill_seconds: float = 0.0
     drafts: list[Draft] = field(default_factory=list)
     undrafted: list[Undrafted] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
     prefix: float = 1.0
     ended: bool = False
     deferred: bool = False
@@ -105,13 +78,17 @@ class Proposal:
     def add(self, draft: Draft, acceptance: float) -> None:
         """Draft one more token; it stays in the round whatever it is."""
         self.drafts.append(draft)
-        self.tokens.append(draft.token)
         self.prefix *= acceptance
 
     @property
     def remaining(self) -> int:
         """How many more tokens may be drafted."""
-        return self.gamma - len(self.tokens)
+        return self.gamma - len(self.drafts)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The draft tokens, in order."""
+        return [draft.token for draft in self.drafts]
 
     @property
     def q(self) -> list[FloatArray]:
@@ -119,20 +96,20 @@ class Proposal:
         return [draft.q for draft in self.drafts]
 
     @property
-    def sources(self) -> list[DrafterName]:
-        """The sources of the drafts, in order."""
-        return [draft.source for draft in self.drafts]
+    def drafters(self) -> list[DrafterName]:
+        """The drafters of the drafts, in order."""
+        return [draft.drafter for draft in self.drafts]
 
 
 class Drafters:
-    """All sources of drafts, and the controller that weighs them.
+    """All drafters, and the controller that weighs them.
 
-    After every draft the proposers are asked first, since they cost nothing; the model drafts where they have nothing
-    to propose, or nothing as good. A drawn token is never taken back, and whether a further one is drawn is decided
-    before it is: the length of a proposal is a stopping time, which every rule of rejection.py allows.
+    The proposers are asked first, since they cost nothing; the model drafts where they have nothing to propose, or
+    nothing as good. A drawn token is never taken back, and whether a further one is drawn is decided before it is: the
+    length of a proposal is a stopping time, which every rule of rejection.py allows.
 
     Args:
-        controller: decides for sequences in adaptive mode; the others take what they ask for.
+        controller: decides for sequences in mode `auto`; the others take what they ask for.
         proposers: asked in this order, until one has something worth drafting.
         model: the draft model, where there is one.
         vocabulary: the width of the target's logits.
@@ -152,7 +129,6 @@ class Drafters:
         self._model = model
         self._vocabulary = vocabulary
         self._clock = clock
-        self._deferred: WeakKeyDictionary[Sequence, Proposal] = WeakKeyDictionary()
 
     @property
     def has_model(self) -> bool:
@@ -171,16 +147,17 @@ class Drafters:
         accepted, which biases the output.
         """
         proposal.deferred = True
-        self._deferred[proposal.sequence] = proposal
+        proposal.sequence.states[self] = proposal
 
     def deferred_tokens(self, sequence: Sequence) -> int | None:
         """The number of draft tokens that a sequence has to verify in its next round; None where it is free."""
-        proposal = self._deferred.get(sequence)
-        return None if proposal is None else len(proposal.tokens)
+        proposal: Proposal | None = sequence.states.get(self)
+        return None if proposal is None else len(proposal.drafts)
 
     def begin(self, sequence: Sequence, gamma: int, noise: Noise) -> Proposal:
         """The proposal of a sequence for this round: the deferred one, or an empty one."""
-        return self._deferred.pop(sequence, None) or Proposal(sequence, gamma, noise)
+        deferred: Proposal | None = sequence.states.pop(self, None)
+        return deferred or Proposal(sequence, gamma, noise)
 
     def propose(self, proposals: list[Proposal], rows: int, kv_len: int, awaiting_first_token: int = 0) -> None:
         """Add drafts to the proposals, at most `gamma` each.
@@ -189,38 +166,36 @@ class Drafters:
             proposals: empty or deferred, one for each sequence of the round.
             rows: of the target's pass without drafts.
             kv_len: how many tokens a row of that pass attends to.
-            awaiting_first_token: how many sequences do.
+            awaiting_first_token: number of sequences in prefill.
         """
         drafting = [proposal for proposal in proposals if proposal.gamma > 0 and not proposal.deferred]
         if not drafting:
             return
-        decoding = [proposal.sequence for proposal in proposals if proposal.sequence.generated]
+        decoding = [proposal.sequence for proposal in proposals if proposal.sequence.decoding]
         costs = self.controller.costs(decoding, kv_len, self.draft_kv_len, awaiting_first_token)
-        rows += sum(len(proposal.tokens) for proposal in proposals)
+        rows += sum(len(proposal.drafts) for proposal in proposals)
         for proposal in drafting:
             rows += self._propose_free(proposal, rows, costs)
         while self._model and (chosen := self._choose(drafting, rows, costs)):
             began = self._clock()
-            first = ["model" not in proposal.sequence.stats.drafters for proposal in chosen]
             try:
-                reading = self._model.read([DraftText(p.sequence, p.tokens) for p in chosen])
+                logits, n_read = self._model.read([DraftedSequence(p.sequence, p.tokens) for p in chosen])
             except DraftError as error:
                 logger.error("specserve: %s Decoding goes on without it.", error)
                 self._model = None
                 return
-            step = costs.draft(sum(reading.rows)) / max(1, sum(reading.rows))
+            seconds_per_row = costs.draft_seconds(sum(n_read)) / max(1, sum(n_read))
             for index, proposal in enumerate(chosen):
-                read = reading.rows[index]
-                proposal.seconds += step * read
-                if first[index]:
-                    proposal.prefill_seconds += step * (read - 1)
-                logits = reading.logits.get(index)
-                if logits is None or not self._draw(logits, proposal):
+                proposal.seconds += seconds_per_row * n_read[index]
+                if not proposal.sequence.stats.drafted_by["model"]:
+                    # The model joins the sequence: all its rounds profit from what was read of the prompt.
+                    proposal.prefill_seconds += seconds_per_row * (n_read[index] - 1)
+                if index not in logits or not self._draw(logits[index], proposal):
                     proposal.ended = True
                     continue
                 rows += 1
                 rows += self._propose_free(proposal, rows, costs)
-            self._model.took(self._clock() - began)
+            self._model.observe_cost(self._clock() - began)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Only the first `length` tokens of a sequence are decided; the draft model's cache forgets the rest."""
@@ -228,28 +203,29 @@ class Drafters:
             self._model.truncate(sequence, length)
 
     def _propose_free(self, proposal: Proposal, rows: int, costs: RoundCosts) -> int:
-        """Draft what the first proposer offers that is worth verifying; how many tokens that is."""
-        sequence = proposal.sequence
+        """Draft what the first proposer offers that is worth verifying; returns how many tokens that is."""
+        sequence, remaining = proposal.sequence, proposal.remaining
+        if remaining <= 0:
+            return 0
         for proposer in self._proposers:
-            if proposal.remaining <= 0 or sequence.speculation.drafter not in {None, proposer.name}:
+            if sequence.speculation.drafter not in {None, proposer.name}:
                 continue
-            tokens, confidences = proposer.propose(sequence, proposal.tokens, proposal.remaining)
+            tokens, confidences = proposer.propose(sequence, proposal.tokens, remaining)
             if not tokens:
                 continue
             probabilities = [self.controller.acceptance(sequence, proposer.name, one) for one in confidences]
-            candidate = self._candidate(proposal, costs)
+            candidate = self._candidate(proposal, costs) or Candidate(proposal.prefix, 0.0, 0, 0)
             if sequence.speculation.adaptive:
-                known = candidate or Candidate(proposal.prefix, 0.0, 0, 0)
-                length = proposal_length(known, probabilities, rows, costs)
+                length = proposal_length(candidate, probabilities, rows, costs)
             else:
-                # So many drafts are wanted in any case; the model gives those that it is likelier to be right about.
-                least = candidate.acceptance if candidate else 0.0
-                length = next((i for i, probability in enumerate(probabilities) if probability < least), len(tokens))
+                # A fixed number of drafts is made in any case; the model makes those that it is likelier to get right.
+                unlikely = (i for i, probability in enumerate(probabilities) if probability < candidate.acceptance)
+                length = next(unlikely, len(tokens))
             for token, one, probability in zip(tokens[:length], confidences, probabilities, strict=False):
                 proposal.add(Draft(token, one_hot(token, self._vocabulary), proposer.name, one), probability)
             if length:
                 return length
-            if not proposal.tokens:
+            if not proposal.drafts:
                 proposal.undrafted.append(Undrafted(tokens[0], proposer.name, confidences[0]))
         return 0
 
@@ -266,28 +242,27 @@ class Drafters:
         sequence = proposal.sequence
         if self._model is None or sequence.speculation.drafter not in {None, "model"}:
             return None
-        text = DraftText(sequence, proposal.tokens)
-        pending = self._model.pending(text)
-        if not self._model.knows(text):
+        drafted = DraftedSequence(sequence, proposal.tokens)
+        if not self._model.can_read(drafted):
             return None
+        pending = self._model.pending(drafted)
         if sequence.speculation.adaptive:
             return self.controller.candidate(sequence, proposal.prefix, pending, proposal.remaining, costs)
         return Candidate(proposal.prefix, self.controller.next_acceptance(sequence), pending, proposal.remaining)
 
     def _draw(self, logits: FloatArray, proposal: Proposal) -> bool:
-        """Draw a draft from the model's logits; False where the grammar leaves none."""
+        """Draw a draft token from the model's logits; False where the grammar leaves none."""
         sequence = proposal.sequence
         try:
             shaped = process_logits(logits, sequence, proposal.tokens)
-            best = argmax(shaped)
+            q = to_distribution(shaped, sequence.sampling)
         except (FloatingPointError, ConstraintError, MaskDeferred):
-            # The request's grammar, not the model: verification meets it too, and says what is to be done.
+            # The grammar forbids all tokens that the draft's head computes, or cannot say now what it allows.
             return False
         if is_greedy(sequence.sampling):
-            token, q = best, one_hot(best, self._vocabulary)
+            token = int(q.argmax())
         else:
-            q = to_distribution(shaped, sequence.sampling)
-            token = RULES[sequence.speculation.verification].sample(q, len(proposal.tokens), proposal.noise)
+            token = RULES[sequence.speculation.verification].sample(q, len(proposal.drafts), proposal.noise)
         sure = confidence(shaped)
         proposal.add(Draft(token, q, "model", sure), self.controller.acceptance(sequence, "model", sure))
         return True

@@ -31,7 +31,8 @@ class NoiseSource(Protocol):
     def exponentials(self, index: int, part: int, count: int) -> FloatArray:
         """Standard exponential numbers that belong to a position of the sequence, shape (count,).
 
-        Part 0 draws the column of tokens, part 1 + c the token within column c (see `distribution.race`).
+        The vocabulary races in two levels: part 0 is for its groups of tokens, part 1 + c for the tokens of group c
+        (see `distribution.race`).
         """
 
 
@@ -111,21 +112,18 @@ def verify_coupled(p: Distributions, drafts: Sequence[int], noise: NoiseSource) 
 
     Args are those of `verify_token` without q; the noise is that of positions.
     """
-    return accept_equal(lambda index: race(p[index], partial(noise.exponentials, index)), drafts)
+    return verify_greedy(lambda index: race(p[index], partial(noise.exponentials, index)), drafts)
 
 
-def verify_greedy(argmax: Callable[[int], int], drafts: Sequence[int]) -> Verdict:
-    """Greedy verification: what every rule comes to where all distributions are one-hot, without computing them.
+def verify_greedy(choose: Callable[[int], int], drafts: Sequence[int]) -> Verdict:
+    """Accept drafts while they equal the target's own choice at their index, which is the next token after them.
+
+    With the argmax as the choice it is what every rule comes to where all distributions are one-hot.
 
     Args:
-        argmax: the target's most probable token by index; indices after a rejection are never asked for.
+        choose: the target's choice by index; indices after a rejection are never asked for.
         drafts: gamma tokens.
     """
-    return accept_equal(argmax, drafts)
-
-
-def accept_equal(choose: Callable[[int], int], drafts: Sequence[int]) -> Verdict:
-    """Accept drafts while they equal the target's own choice at their index, which is the next token after them."""
     for i, x in enumerate(drafts):
         token = choose(i)
         if token != x:

@@ -24,7 +24,7 @@ from specserve.sampling.distribution import FloatArray, argmax, confidence, is_g
 from specserve.sampling.logits import process_logits, score
 from specserve.sampling.noise import Noise
 from specserve.sequence import DrafterName, Sequence
-from specserve.speculation.controller import Controller, Observation
+from specserve.speculation.controller import Observation
 from specserve.speculation.cost import Cost
 from specserve.speculation.drafters import Drafters, Proposal
 from specserve.speculation.rejection import RULES, Verdict, verify_greedy
@@ -34,6 +34,7 @@ class Plan(NamedTuple):
     """What one sequence does in a round: feed `rows` of its pending tokens, and verify up to `gamma` draft tokens.
 
     Only a plan that feeds all pending tokens decides new ones (none with max_tokens 0); fewer rows are a prefill chunk.
+    The properties are those before the round is applied to the sequence.
     """
 
     sequence: Sequence
@@ -48,7 +49,7 @@ class Plan(NamedTuple):
     @property
     def scores_prompt(self) -> bool:
         """Whether the rows of this round belong to a prompt whose tokens are scored."""
-        return self.sequence.scores_prompt and not self.sequence.generated
+        return self.sequence.scores_prompt and not self.sequence.decoding
 
     @property
     def first_logits(self) -> int:
@@ -62,23 +63,30 @@ class Outcome(NamedTuple):
     """What a round did for one plan.
 
     Args:
-        position: number of tokens after the prompt before the round; 0 in a prefill.
+        position: number of tokens after the prompt before the round.
         target_cached: number of the sequence's tokens in the target's cache before the round.
-        share: of the round's time, by the cost model.
-        sources: the drafter of each verified draft.
+        draft_share: the sequence's share of the time of drafting, by the cost model.
+        share: its share of the rest of the round's time.
+        drafters: the drafter of each verified draft.
         n_accepted: how many of them were accepted.
-        plain_seconds: this sequence's share of the pass, had no sequence drafted; None where no drafts were verified:
-            in prefill, deferred and failed rounds.
+        plain_seconds: this sequence's share of the pass, had no sequence drafted; None unless a decode round has
+            decided tokens.
         error: why the sequence failed.
     """
 
     position: int
     target_cached: int
+    draft_share: float
     share: float
-    sources: abc.Sequence[DrafterName] = ()
+    drafters: abc.Sequence[DrafterName] = ()
     n_accepted: int = 0
     plain_seconds: float | None = None
     error: Exception | None = None
+
+    @property
+    def prefill(self) -> bool:
+        """Whether the sequence was in prefill, the round that ends it included."""
+        return self.position == 0
 
 
 class Report(NamedTuple):
@@ -142,67 +150,86 @@ def run_round(
     what was accepted. Statistics and the caches of sequences that failed are left to the caller.
 
     Args:
-        target: whose slots hold what the sequences say.
-        drafters: all sources of drafts.
+        target: the target's engine; its slots hold what the sequences say.
+        drafters: all drafters, with their controller.
         plans: in the order of their slots.
         clock: seconds.
-        awaiting_first_token: how many sequences do.
+        awaiting_first_token: number of sequences in prefill.
 
     Raises:
         EngineError: the target failed. Its caches are as before; the caller truncates those of the draft model.
     """
     started = clock()
-    cost = drafters.controller.target
+    target_cost = drafters.controller.target_cost
     proposals = [drafters.begin(plan.sequence, plan.gamma, _noise(plan.sequence)) for plan in plans]
+    # What attention reads for a row: its own sequence with our kernels, so the longest counts; all with llama.cpp's.
     kv_len = target.kv_len([plan.sequence.slot for plan in plans])
     drafters.propose(proposals, sum(plan.rows for plan in plans), kv_len, awaiting_first_token)
     drafted = clock()
     logits = target.forward(_batch(plans, proposals))
     verified = clock()
-    plan_costs = _plan_costs(plans, proposals, cost, kv_len)
-    total = sum(map(sum, plan_costs))
+    costs = _plan_costs(plans, proposals, target_cost, kv_len)
+    shares = _shares([cost.plain_seconds + cost.rows_seconds for cost in costs])
+    draft_shares = _shares([cost.model_seconds for cost in costs])
     outcomes = {}
-    for index, own_logits in _in_turn(plans, proposals, logits):
-        plan, plan_cost = plans[index], plan_costs[index]
-        outcomes[plan.sequence] = _apply(
-            target, drafters, plan, proposals[index], own_logits, cost=plan_cost, share=sum(plan_cost) / total
+    for index, own_logits in _longest_deferred_first(plans, proposals, logits):
+        sequence = plans[index].sequence
+        before = Outcome(sequence.generated, sequence.target_cached, draft_shares[index], shares[index])
+        outcomes[sequence] = _apply(
+            target, drafters, plans[index], proposals[index], own_logits, cost=costs[index], before=before
         )
     done = clock()
     # Computing distributions and verifying take time for every row, so they belong to the cost of a pass.
-    rows = sum(plan.rows + len(proposal.tokens) for plan, proposal in zip(plans, proposals, strict=True))
-    cost.observe(rows, kv_len, done - drafted)
+    rows = sum(plan.rows + len(proposal.drafts) for plan, proposal in zip(plans, proposals, strict=True))
+    target_cost.observe(rows, kv_len, done - drafted)
     return Report(drafted - started, verified - drafted, outcomes)
 
 
 class PlanCost(NamedTuple):
-    """What one plan adds to a round by the cost model: without its drafts, and its drafts in both models."""
+    """Seconds that one plan adds to a round by the cost model.
+
+    Args:
+        plain_seconds: in the target's pass, without its drafts.
+        rows_seconds: in the target's pass, for its drafts.
+        model_seconds: in the draft model's passes of this round.
+    """
 
     plain_seconds: float
-    draft_seconds: float
+    rows_seconds: float
+    model_seconds: float
 
 
 def _plan_costs(plans: list[Plan], proposals: list[Proposal], cost: Cost, kv_len: int) -> list[PlanCost]:
     """What each plan adds: decoding is shared equally, prefill and drafts are charged by their rows."""
-    n_decoding = sum(plan.sequence.generated > 0 for plan in plans)
+    n_decoding = sum(plan.sequence.decoding for plan in plans)
     plain_rows = sum(plan.rows for plan in plans)
-    draft_rows = sum(len(proposal.tokens) for proposal in proposals)
+    draft_rows = sum(len(proposal.drafts) for proposal in proposals)
     decode = cost.seconds(n_decoding, kv_len)
     plain = cost.seconds(plain_rows, kv_len)
-    # Rows that make a pass cheaper by estimate are charged nothing.
+    # An estimate may fall with more rows; no plan is charged less than nothing.
     draft_row = max(0.0, cost.seconds(plain_rows + draft_rows, kv_len) - plain) / max(1, draft_rows)
     prompt_row = max(0.0, plain - decode) / max(1, plain_rows - n_decoding)
     return [
         PlanCost(
-            decode / n_decoding if plan.sequence.generated else plan.rows * prompt_row,
-            len(proposal.tokens) * draft_row + proposal.seconds,
+            decode / n_decoding if plan.sequence.decoding else plan.rows * prompt_row,
+            len(proposal.drafts) * draft_row,
+            0.0 if proposal.deferred else proposal.seconds,
         )
         for plan, proposal in zip(plans, proposals, strict=True)
     ]
 
 
-def _in_turn(plans: list[Plan], proposals: list[Proposal], logits: FloatArray) -> Iterator[tuple[int, FloatArray]]:
+def _shares(seconds: list[float]) -> list[float]:
+    """Each one's share of the sum; equal shares of nothing."""
+    total = sum(seconds)
+    return [one / total if total else 1 / len(seconds) for one in seconds]
+
+
+def _longest_deferred_first(
+    plans: list[Plan], proposals: list[Proposal], logits: FloatArray
+) -> Iterator[tuple[int, FloatArray]]:
     """Indices of the plans with their rows of logits, those first that were deferred most often in succession."""
-    counts = [plan.rows - plan.first_logits + len(p.tokens) for plan, p in zip(plans, proposals, strict=True)]
+    counts = [plan.rows - plan.first_logits + len(p.drafts) for plan, p in zip(plans, proposals, strict=True)]
     firsts = [0, *accumulate(counts)]
     for index in sorted(range(len(plans)), key=lambda index: -plans[index].sequence.deferrals):
         yield index, logits[firsts[index] : firsts[index + 1]]
@@ -216,7 +243,7 @@ def _apply(
     logits: FloatArray,
     *,
     cost: PlanCost,
-    share: float,
+    before: Outcome,
 ) -> Outcome:
     """Decide the tokens of one sequence, or take note of its prefill chunk, and say what the round did for it.
 
@@ -227,50 +254,36 @@ def _apply(
         proposal: its drafts, which the target has read.
         logits: the target's rows that belong to the plan, from `first_logits` on.
         cost: what the plan added to the round.
-        share: of the round's time, for the outcome.
+        before: the outcome as far as it is known.
     """
-    sequence, decides = plan.sequence, plan.decides
-    position, target_cached = sequence.generated, sequence.target_cached
+    sequence, controller = plan.sequence, drafters.controller
     verdict: Verdict | None = None
     try:
-        verdict = _decide(drafters.controller, plan, proposal, logits)
+        if plan.scores_prompt:
+            _score_prompt(sequence, logits[: plan.rows])
+        if not plan.decides:
+            sequence.target_cached += plan.rows
+            return before
+        p = TargetDistributions(logits[-1 - len(proposal.drafts) :], sequence, proposal.tokens)
+        verdict = _verify(p, proposal)
+        if sequence.speculation.max_drafts:
+            controller.learn(sequence, _observations(sequence, p, proposal, verdict), p.confidence(verdict.n_accepted))
+        _commit(sequence, p, proposal, verdict)
     except MaskDeferred:
         # Nothing was decided: the next round feeds the last token again, and verifies the same drafts.
+        verdict = None
         sequence.deferrals += 1
         sequence.target_cached += plan.rows - 1
         drafters.defer(proposal)
     except (FloatingPointError, ConstraintError) as error:
-        return Outcome(position, target_cached, share, error=error)
-    if decides:
-        target.truncate(sequence.slot, sequence.target_cached)
-        drafters.truncate(sequence, sequence.target_cached)
-    if verdict is None or not position:  # the round that ends a prefill has no drafts
-        return Outcome(position, target_cached, share)
-    plain, n_accepted = cost.plain_seconds, verdict.n_accepted
-    drafters.controller.count_round(sequence, n_accepted + 1, plain, cost.draft_seconds - proposal.prefill_seconds)
-    return Outcome(position, target_cached, share, proposal.sources, n_accepted, plain)
-
-
-def _decide(controller: Controller, plan: Plan, proposal: Proposal, logits: FloatArray) -> Verdict | None:
-    """Verify the drafts of one sequence, learn from that, and append what is decided; None for a prefill chunk.
-
-    Raises:
-        MaskDeferred: the round has no time left for the sequence's grammar mask; nothing was decided.
-        FloatingPointError: the target's logits are not finite.
-        ConstraintError: the sequence's grammar cannot be followed further.
-    """
-    sequence = plan.sequence
-    if plan.scores_prompt:
-        _score_prompt(sequence, logits[: plan.rows])
-    if not plan.decides:
-        sequence.target_cached += plan.rows
-        return None
-    p = TargetDistributions(logits[-1 - len(proposal.tokens) :], sequence, proposal.tokens)
-    verdict = _verify(p, proposal)
-    if sequence.speculation.max_drafts:
-        controller.learn(sequence, _observations(sequence, p, proposal, verdict), p.confidence(verdict.n_accepted))
-    _commit(sequence, p, proposal, verdict)
-    return verdict
+        return before._replace(error=error)
+    target.truncate(sequence.slot, sequence.target_cached)
+    drafters.truncate(sequence, sequence.target_cached)
+    if verdict is None or before.prefill:  # the round that ends a prefill has no drafts
+        return before
+    draft_seconds = cost.rows_seconds + proposal.seconds - proposal.prefill_seconds
+    controller.count_round(sequence, verdict.n_accepted + 1, cost.plain_seconds, draft_seconds)
+    return before._replace(drafters=proposal.drafters, n_accepted=verdict.n_accepted, plain_seconds=cost.plain_seconds)
 
 
 def _noise(sequence: Sequence) -> Noise:
@@ -312,7 +325,7 @@ def _commit(sequence: Sequence, p: TargetDistributions, proposal: Proposal, verd
     if sequence.top_logprobs is not None:
         sequence.scores += [score(p.logits[index], token, sequence.top_logprobs) for index, token in enumerate(decided)]
     if sequence.keeps_sources:
-        sequence.sources += [*proposal.sources[:n_accepted], "target"]
+        sequence.sources += [*proposal.drafters[:n_accepted], "target"]
     sequence.target_cached = len(sequence.tokens) + n_accepted
     sequence.tokens += decided
 
@@ -331,8 +344,8 @@ def _observations(
     observations = []
     for undrafted in proposal.undrafted:
         accepted = float(p[0][undrafted.token]) if knows_probability else float(undrafted.token == first)
-        observations.append(Observation(undrafted.source, undrafted.confidence, accepted, None))
+        observations.append(Observation(undrafted.drafter, undrafted.confidence, accepted, None))
     for index, draft in enumerate(proposal.drafts[: n_accepted + 1]):
         accepted = float(np.minimum(p[index], draft.q).sum()) if knows_probability else float(index < n_accepted)
-        observations.append(Observation(draft.source, draft.confidence, accepted, p.confidence(index)))
+        observations.append(Observation(draft.drafter, draft.confidence, accepted, p.confidence(index)))
     return observations

@@ -200,7 +200,7 @@ def _speculation(
         raise RequestError.invalid("speculation.drafter", "This server has no draft model.")
     verification = options.verification or _verification(sampling)
     if group == "auto":
-        return SpeculationParams(limits.max_gamma, verification, drafter, "adaptive")
+        return SpeculationParams(limits.max_gamma, verification, drafter, "auto")
     if group != "fixed":
         return SpeculationParams(0, verification, drafter, "off")
     gamma = limits.gamma if options.gamma is None else options.gamma

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, Literal
 
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
-from specserve.sequence import SequenceStats, Tally
+from specserve.sequence import SequenceStats
 from specserve.serving.generation import Generation
 from specserve.serving.openai.logprobs import chat_logprobs, completion_logprobs, joined, prompt_logprobs
 from specserve.serving.openai.prompt import Prompt
@@ -196,22 +196,22 @@ class GenerationResponse(Response, Generic[AnyRequest]):
     def _usage(self, stats: SequenceStats) -> Usage:
         prompt_tokens = sum(group[0].prompt_length for group in self._candidates)
         completion_tokens = sum(generation.generated for generation in self.generations)
-        prediction = stats.drafters.get("prediction", Tally())
+        predicted = stats.accepted_by["prediction"]
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(group[0].cached_tokens for group in self._candidates)},
             "completion_tokens_details": {
-                "accepted_prediction_tokens": prediction.accepted,
-                "rejected_prediction_tokens": prediction.drafted - prediction.accepted,
+                "accepted_prediction_tokens": predicted,
+                "rejected_prediction_tokens": stats.drafted_by["prediction"] - predicted,
             },
         }
 
     def _speculation(self, stats: SequenceStats) -> Speculation:
         params = self.generations[0].speculation
         return {
-            "mode": "auto" if params.mode == "adaptive" else params.mode,
+            "mode": params.mode,
             "verification": params.verification,
             "rounds": stats.rounds,
             "drafted_tokens": stats.drafted,
@@ -219,7 +219,8 @@ class GenerationResponse(Response, Generic[AnyRequest]):
             "mean_acceptance_length": round(stats.mean_acceptance_length, 3),
             "gamma_histogram": {str(gamma): count for gamma, count in sorted(stats.gammas.items())},
             "drafters": {
-                name: {"drafted": tally.drafted, "accepted": tally.accepted} for name, tally in stats.drafters.items()
+                name: {"drafted": drafted, "accepted": stats.accepted_by[name]}
+                for name, drafted in stats.drafted_by.items()
             },
             "seconds": {
                 "prefill": round(stats.prefill_seconds, 6),

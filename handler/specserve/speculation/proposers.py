@@ -1,22 +1,30 @@
-"""Prompt lookup: a sequence may continue as it did after the last occurrence of its present suffix.
+"""Drafters that cost no forward pass: what followed before, what the client predicted, what the grammar forces.
 
-A suffix automaton (Blumer et al. 1985) holds every run of tokens of the sequence. Runs that end at the same positions
-share a state; it grows by at most two states, and on average by constant work, for every token.
+Lookup: a sequence may continue as it did after the last occurrence of its present suffix. A suffix automaton (Blumer et
+al. 1985) holds every run of tokens of the sequence. Runs that end at the same positions share a state; it grows by at
+most two states, and on average by constant work, for every token.
+
+Prediction: the output is aligned with the client's prediction across insertions, deletions and replacements.
 """
 
 from __future__ import annotations
 
-from collections import abc
+from bisect import bisect_left
+from collections import Counter, abc
 from collections.abc import Iterable, Mapping
-from typing import ClassVar, NamedTuple
-from weakref import WeakKeyDictionary
+from itertools import pairwise
+from typing import ClassVar, NamedTuple, Protocol
 
+from specserve.errors import ConstraintError, MaskDeferred
 from specserve.sequence import DrafterName, Sequence
 
 Kind = tuple[str, int]
 
-# Proposals that a prior counts as, and the share of the counts that remains after each; .94 and .985 instead, and half
-# and twice the prior, change mean and slowest answer of benchmarks/simulate.py by .007 and .022 at most.
+# Assumed probability that a forced token is right: the same characters could be split into other tokens. The controller
+# learns from then on what verification shows.
+_FORCED_CONFIDENCE = 0.9
+
+# Proposals that a prior counts as, and the share of the counts that remains after each (RESULTS.md, sensitivity).
 _PRIOR_WEIGHT = 6.0
 _MEMORY = 0.97
 
@@ -26,6 +34,15 @@ class FreeTokens(NamedTuple):
 
     tokens: list[int]
     confidence: list[float]
+
+
+class Proposer(Protocol):
+    """A source of draft tokens that are a function of the sequence, its drafts included, and of nothing drawn."""
+
+    name: ClassVar[DrafterName]
+
+    def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
+        """At most `limit` tokens that may follow the sequence and these drafts of it; none is an answer."""
 
 
 class HitRates:
@@ -66,7 +83,7 @@ _RATES = {
     "once": (0.45, 0.68, 0.82, 0.91, 0.96),
     "repeated": (0.70, 0.82, 0.91, 0.94, 0.98),
 }
-_PRIORS = {
+_LOOKUP_PRIORS = {
     (evidence, bits): rate
     for evidence, rates in _RATES.items()
     for bits, rate in enumerate(rates, _SHORTEST.bit_length())
@@ -176,7 +193,7 @@ class Lookup:
     def __init__(self) -> None:
         self._tokens: list[int] = []
         self._automaton = _Automaton()
-        self._record = HitRates(_PRIORS)
+        self._record = HitRates(_LOOKUP_PRIORS)
         self._end = _Match(0, 0)
         self._source = 0
 
@@ -238,18 +255,176 @@ class Lookup:
         return "repeated" if followed > 1 else "once", bits
 
 
+# All in tokens, and assumed. A run of so many equal tokens is no coincidence: alignment is searched for until then, and
+# next from there.
+_TRUSTED = 4
+# Occurrences of a pair of tokens that are compared, on either side of where the output left the prediction; this bounds
+# the work for each token.
+_NEAREST = 16
+# How far ahead of there a single equal token counts as a match.
+_AHEAD = 64
+
+# How often the next token was as predicted: at the beginning, after the first different token, after more of them,
+# and after 1, 2 to 3, 4 to 7, 8 to 15, 16 to 31 and 32 equal tokens. Only a beginning: each sequence counts its own (no
+# command prints them).
+_ALIGNMENT_PRIORS: dict[Kind, float] = {("start", 0): 0.5, ("left", 0): 0.3, ("lost", 0): 0.1}
+_ALIGNMENT_PRIORS |= {("run", bits): rate for bits, rate in enumerate((0.35, 0.52, 0.75, 0.93, 0.975, 0.995), 1)}
+
+
+class _Alignment(NamedTuple):
+    """The output's next token is aligned with the prediction's token at `position`.
+
+    The last `run` tokens were equal, counted up to _LONGEST. At `trusted` a run of _TRUSTED tokens last ended.
+    """
+
+    position: int = 0
+    run: int = 0
+    trusted: int = 0
+
+    @property
+    def kind(self) -> Kind:
+        """What the confidence of a proposal from here depends on."""
+        if self.run:
+            return "run", self.run.bit_length()
+        if not self.position:
+            return "start", 0
+        return ("left" if self.position == self.trusted + 1 else "lost"), 0
+
+
+class Aligner:
+    """Aligns a growing output with its prediction, and proposes what the prediction says next.
+
+    Where the output leaves the prediction, each further token looks for the position at which both continue alike: the
+    one that the longest suffix of the output leads up to, and among equals the nearest to where the output left. A
+    single token is enough if the prediction has it only once or, with little confidence, a short way ahead. Until a
+    position is found, the output is taken to replace it token for token.
+
+    Args:
+        prediction: tokens.
+    """
+
+    def __init__(self, prediction: Iterable[int]) -> None:
+        self._prediction = [int(token) for token in prediction]
+        self._output: list[int] = []
+        self._record = HitRates(_ALIGNMENT_PRIORS)
+        self._alignment = _Alignment()
+        # After which positions the prediction has a pair of tokens, ascending; and each token that occurs only once.
+        self._pairs: dict[tuple[int, int], list[int]] = {}
+        for position, pair in enumerate(pairwise(self._prediction), 2):
+            self._pairs.setdefault(pair, []).append(position)
+        counts = Counter(self._prediction)
+        self._once = {token: position for position, token in enumerate(self._prediction, 1) if counts[token] == 1}
+
+    def __len__(self) -> int:
+        """Number of tokens of the output that were added."""
+        return len(self._output)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Add decided tokens of the output, in order; each first confirms or refutes what would have been proposed."""
+        for token in tokens:
+            position, kind = self._alignment.position, self._alignment.kind
+            if position < len(self._prediction):
+                self._record.add(kind, right=self._prediction[position] == token)
+            self._output.append(token)
+            self._alignment = self._step(self._alignment, self._output)
+
+    def propose(self, drafts: abc.Sequence[int], most: int) -> FreeTokens:
+        """What the prediction says after the output and these drafts.
+
+        Args:
+            drafts: draft tokens after the decided output; they are not added.
+            most: the most tokens to propose.
+        """
+        alignment = self._alignment
+        output = self._output[-_LONGEST:]
+        for token in drafts:
+            output.append(token)
+            alignment = self._step(alignment, output)
+        tokens = self._prediction[alignment.position : alignment.position + max(most, 0)]
+        confidence = []
+        for _ in tokens:
+            confidence.append(self._record.confidence(alignment.kind))
+            alignment = _Alignment(alignment.position + 1, min(alignment.run + 1, _LONGEST), alignment.trusted)
+        return FreeTokens(tokens, confidence)
+
+    def _step(self, alignment: _Alignment, output: list[int]) -> _Alignment:
+        """The alignment after one more token."""
+        position, run, trusted = alignment
+        follows = position < len(self._prediction) and self._prediction[position] == output[-1]
+        if follows and run + 1 >= _TRUSTED:
+            return _Alignment(position + 1, min(run + 1, _LONGEST), position + 1)
+        positions = self._candidates(output, trusted)
+        if follows:
+            positions.insert(0, position + 1)
+        if not positions:
+            return _Alignment(position + 1, 0, trusted)
+        # Of equals the first is taken: the one that was expected, or else the nearest.
+        runs = [self._agreement(end, output) for end in positions]
+        run = max(runs)
+        position = positions[runs.index(run)]
+        return _Alignment(position, run, position if run >= _TRUSTED else trusted)
+
+    def _candidates(self, output: list[int], trusted: int) -> list[int]:
+        """Positions after a token equal to the last one of the output, the most plausible first."""
+        token = output[-1]
+        positions = self._pairs.get((output[-2], token)) if len(output) > 1 else None
+        if positions:
+            middle = bisect_left(positions, trusted + 1)
+            near = positions[max(middle - _NEAREST, 0) : middle + _NEAREST]
+            return sorted(near, key=lambda position: (abs(position - trusted), position < trusted))
+        if token in self._once:
+            return [self._once[token]]
+        ahead = self._prediction[trusted : trusted + _AHEAD]
+        return [trusted + ahead.index(token) + 1] if token in ahead else []
+
+    def _agreement(self, end: int, output: list[int]) -> int:
+        """How many tokens before a position of the prediction equal the output's last ones, counted up to _LONGEST."""
+        most = min(end, len(output), _LONGEST)
+        return next((n for n in range(most) if self._prediction[end - 1 - n] != output[-1 - n]), most)
+
+
 class LookupProposer:
     """Proposes what followed the last time the sequence ended as it does now."""
 
     name: ClassVar[DrafterName] = "lookup"
 
-    def __init__(self) -> None:
-        self._indices: WeakKeyDictionary[Sequence, Lookup] = WeakKeyDictionary()
-
     def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
-        """The continuation of the longest and newest match; see `drafters.Proposer`."""
-        if sequence not in self._indices:
-            self._indices[sequence] = Lookup()
-        index = self._indices[sequence]
+        """The continuation of the longest and newest match; see `Proposer.propose`."""
+        if self not in sequence.states:
+            sequence.states[self] = Lookup()
+        index: Lookup = sequence.states[self]
         index.extend(sequence.tokens[len(index) :])
         return index.propose(drafts, limit)
+
+
+class PredictionProposer:
+    """Proposes what the client predicted, from where the output is aligned with it."""
+
+    name: ClassVar[DrafterName] = "prediction"
+
+    def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
+        """The prediction's next tokens; see `Proposer.propose`."""
+        if not sequence.prediction:
+            return FreeTokens([], [])
+        if self not in sequence.states:
+            sequence.states[self] = Aligner(sequence.prediction)
+        aligner: Aligner = sequence.states[self]
+        aligner.extend(sequence.answer[len(aligner) :])
+        return aligner.propose(drafts, limit)
+
+
+class GrammarProposer:
+    """Proposes the characters that the request's grammar leaves no choice about."""
+
+    name: ClassVar[DrafterName] = "grammar"
+
+    def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
+        """The forced tokens, as the tokenizer would write them; see `Proposer.propose`."""
+        if sequence.constraint is None:
+            return FreeTokens([], [])
+        try:
+            tokens = sequence.constraint.forced([*sequence.answer, *drafts], limit)
+        except (ConstraintError, MaskDeferred):
+            # Verification asks the grammar about the same position, and fails or defers the sequence.
+            return FreeTokens([], [])
+        return FreeTokens(tokens, [_FORCED_CONFIDENCE] * len(tokens))

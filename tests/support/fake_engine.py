@@ -14,8 +14,8 @@ class FakeEngine:
     """A model whose next-token logits are a pure function of the last `memory` tokens.
 
     `blend` 0 gives the target, 1 an unrelated model, and values in between a draft that often agrees with the target.
-    Rows that do not continue the tokens of their slot are refused. After `fail_after` more passes one pass raises,
-    after `poison_after` one returns NaN.
+    A row whose position is not the cached length of its slot is an `EngineError`. After `fail_after` more forward
+    passes one raises an `EngineError`, after `poison_after` more one returns NaN logits; None is never.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class FakeEngine:
         self._memory = memory
         self._blend = blend
         self._sharpness = sharpness
-        self._known: dict[tuple[int, ...], FloatArray] = {}
+        self._cached_logits: dict[tuple[int, ...], FloatArray] = {}
 
     def cached_len(self, slot: int) -> int:
         """Return the number of cached tokens of a slot."""
@@ -46,11 +46,11 @@ class FakeEngine:
     def logits(self, context: list[int]) -> FloatArray:
         """Return the logits after `context`, shape (vocabulary,)."""
         key = tuple(context[-self._memory :])
-        if key not in self._known:
+        if key not in self._cached_logits:
             own, other = (np.random.default_rng([i, self.width, *key]).normal(size=self.width) for i in (0, 1))
             mixed = (1 - self._blend) * own + self._blend * other
-            self._known[key] = (self._sharpness * mixed).astype(np.float32)
-        return self._known[key]
+            self._cached_logits[key] = (self._sharpness * mixed).astype(np.float32)
+        return self._cached_logits[key]
 
     def forward(self, rows: list[Row]) -> FloatArray:
         """Run one forward pass; see `Engine.forward`."""
@@ -77,10 +77,10 @@ class FakeEngine:
         return logits
 
     def _is_due(self, fault: str) -> bool:
-        """Count down the passes before a fault, which happens once."""
-        left = getattr(self, fault)
-        setattr(self, fault, None if left in {None, 0} else left - 1)
-        return bool(left == 0)
+        """Count down the forward passes before a fault, which happens once."""
+        remaining = getattr(self, fault)
+        setattr(self, fault, None if remaining in {None, 0} else remaining - 1)
+        return bool(remaining == 0)
 
     def truncate(self, slot: int, length: int) -> None:
         """Remove all but the first `length` tokens of a slot."""
@@ -103,7 +103,7 @@ class FakeVocabulary:
         self.size = size
 
     def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        """Return one token a byte; there are no special ones."""
+        """Return one token per byte; there are no special tokens."""
         del special, begin
         return [byte % (self.size - 1) for byte in text.encode("utf-8")]
 

@@ -1,4 +1,4 @@
-"""Writes tiny GGUF models: tokenisers, sampling and acceptance rates like those of real models, meaningless text.
+"""Writes tiny GGUF models: tokenisers, entropy and acceptance rates resemble real models, the output is meaningless.
 
 python tests/support/tiny_models.py {qwen2|llama|gpt2} {target|draft|other} FILE.gguf
 """
@@ -23,9 +23,11 @@ from specserve.errors import ConfigError
 ARCHITECTURES = ("qwen2", "llama", "gpt2")
 ROLES = ("target", "draft", "other")
 LAYERS, WIDTH, HEADS, FEED_FORWARD, CONTEXT, MERGES = 2, 64, 4, 128, 2048, 160
-# Chosen so that the target has 2 to 3 bits of entropy a token, and the draft's argmax is right for 3 of 4 tokens.
+# The scale of the logits, and the share of noise in a draft's weights: the target has 2 to 3 bits of entropy per token,
+# and the draft's argmax is the target's for 3 of 4 tokens.
 SHARPNESS, DRIFT = 4.0, 0.075
-NEVER, OPENING, END = -6.0, -1.0, 2.8
+# Logit biases: of tokens that are hardly ever generated, of first bytes of a character, and of the end token.
+RARE_BIAS, FIRST_BYTE_BIAS, END_BIAS = -6.0, -1.0, 2.8
 END_OF_TEXT = {"qwen2": "<|im_end|>", "llama": "</s>", "gpt2": "<|endoftext|>"}
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -48,13 +50,13 @@ def accept(self, target: list[float], draft: list[int], count: int = 2048) -> li
 
 {"name": "get_weather", "arguments": {"city": "Paris", "days": 3, "units": ["metric", null, true, false]}}
 """
-# GPT-2 names the bytes that print after themselves and the others by the characters from 256 on.
+# GPT-2 names printable bytes by themselves, and the others by the characters from 256 on.
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-HIDDEN = [byte for byte in range(256) if byte not in PRINTABLE]
-BYTE_NAMES = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + n) for n, byte in enumerate(HIDDEN)}
+UNPRINTABLE = [byte for byte in range(256) if byte not in PRINTABLE]
+BYTE_NAMES = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + n) for n, byte in enumerate(UNPRINTABLE)}
 SPECIALS = ["endoftext", "im_start", "im_end", "fim_prefix", "fim_middle", "fim_suffix"]
-# llama.cpp's own pre-tokenisers, with Python's nearest classes for \p{L} and \p{N}.
-WORDS = {
+# llama.cpp's pre-tokenisers, with Python's nearest classes for \p{L} and \p{N}.
+PRE_TOKENISERS = {
     "qwen2": r"'(?:[sdmt]|ll|ve|re)|[^\r\n\w]?[^\W\d_]+|\d| ?(?:[^\s\w]|_)+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "llama": r" *[^ \n]+",
     "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+",
@@ -76,7 +78,7 @@ def write_tiny(path: Path, architecture: str, role: str) -> None:
     if architecture not in ARCHITECTURES or role not in ROLES:
         raise ConfigError(f"No tiny model is a {architecture} {role}: choose of {ARCHITECTURES}, {ROLES}.")
     corpus = CORPUS.swapcase() if role == "other" else CORPUS
-    merges = _learn(corpus, architecture)
+    merges = _learn_merges(corpus, architecture)
     bytewise = architecture != "llama"
     tokens = _byte_pairs(merges, architecture) if bytewise else _sentence_pieces(corpus, merges)
     weights = _weights(architecture, tokens, DRIFT if role == "draft" else 0.0)
@@ -84,8 +86,8 @@ def write_tiny(path: Path, architecture: str, role: str) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tiny-") as directory:
         partial = Path(directory) / path.name
         writer = GGUFWriter(partial, architecture)
-        _describe_shape(writer, architecture)
-        _describe_tokeniser(writer, architecture, tokens, merges)
+        _write_hyperparameters(writer, architecture)
+        _write_tokeniser(writer, architecture, tokens, merges)
         for name, values in weights.items():
             writer.add_tensor(name, values)
         writer.write_header_to_file()
@@ -95,9 +97,9 @@ def write_tiny(path: Path, architecture: str, role: str) -> None:
         partial.replace(path)
 
 
-def _learn(corpus: str, architecture: str) -> Merges:
+def _learn_merges(corpus: str, architecture: str) -> Merges:
     """Byte-pair encoding: the pairs of symbols to merge, most frequent first."""
-    words: list[str] = re.findall(WORDS[architecture], corpus)
+    words: list[str] = re.findall(PRE_TOKENISERS[architecture], corpus)
     if architecture == "llama":
         words = [word.replace(" ", "▁") for word in words]
     else:
@@ -138,7 +140,7 @@ def _sentence_pieces(corpus: str, merges: Merges) -> list[_Token]:
     """Return Llama's vocabulary: special tokens, a fallback for every byte, the merges, the characters."""
     tokens = [_Token("<unk>", TokenType.UNKNOWN), _Token("<s>"), _Token("</s>")]
     for byte in range(256):
-        # Printable ASCII has pieces of its own; only a line feed and parts of characters need their bytes.
+        # Printable ASCII has its own pieces; only line feeds and parts of characters use byte tokens.
         text = bytes([byte]) if byte == ord("\n") or byte >= 0x80 else b""
         tokens.append(_Token(f"<0x{byte:02X}>", TokenType.BYTE, text))
     characters = sorted({"▁", *map(chr, range(0x21, 0x7F)), *"".join(corpus.split())})
@@ -146,8 +148,8 @@ def _sentence_pieces(corpus: str, merges: Merges) -> list[_Token]:
     return tokens + [_Token(piece, TokenType.NORMAL, piece.replace("▁", " ").encode()) for piece in pieces]
 
 
-def _describe_shape(writer: GGUFWriter, architecture: str) -> None:
-    """Write the metadata of the layers."""
+def _write_hyperparameters(writer: GGUFWriter, architecture: str) -> None:
+    """Write the hyperparameters."""
     writer.add_name(f"specserve tiny {architecture}")
     writer.add_file_type(LlamaFileType.ALL_F32)
     writer.add_context_length(CONTEXT)
@@ -162,8 +164,8 @@ def _describe_shape(writer: GGUFWriter, architecture: str) -> None:
         writer.add_layer_norm_rms_eps(1e-5)
 
 
-def _describe_tokeniser(writer: GGUFWriter, architecture: str, tokens: list[_Token], merges: Merges) -> None:
-    """Write the vocabulary, the special tokens and, for the two that chat, the template."""
+def _write_tokeniser(writer: GGUFWriter, architecture: str, tokens: list[_Token], merges: Merges) -> None:
+    """Write the vocabulary, the special tokens and, except for gpt2, the chat template."""
     id_of = {token.name: index for index, token in enumerate(tokens)}
     writer.add_token_list([token.name for token in tokens])
     writer.add_token_types([token.kind for token in tokens])
@@ -172,7 +174,7 @@ def _describe_tokeniser(writer: GGUFWriter, architecture: str, tokens: list[_Tok
     if architecture == "llama":
         writer.add_tokenizer_model("llama")
         writer.add_token_scores([-float(index) for index in id_of.values()])
-        # Llama's files prepend a space, with which a decoded text would differ from the encoded one.
+        # Llama's files prepend a space, so that decoding would not give the encoded text back.
         writer.add_add_space_prefix(False)
         writer.add_unk_token_id(id_of["<unk>"])
         writer.add_bos_token_id(id_of["<s>"])
@@ -203,12 +205,12 @@ def _preference(token: _Token) -> tuple[float, bool, bool]:
     if token.text and _printable(token.text):
         return 0.0, False, False
     if token.text and _printable(token.text + b"\x80"):
-        return OPENING, True, False
-    return NEVER, False, len(token.text) == 1 and 0x80 <= token.text[0] < 0xC0
+        return FIRST_BYTE_BIAS, True, False
+    return RARE_BIAS, False, len(token.text) == 1 and 0x80 <= token.text[0] < 0xC0
 
 
 def _weights(architecture: str, tokens: list[_Token], drift: float) -> dict[str, Array]:
-    """Return the tensors: a random function of the tokens so far, to which a draft adds some noise."""
+    """Return the tensors of a random network; those of a draft are the target's with `drift` of noise."""
     seed = ARCHITECTURES.index(architecture)
     shared, noise = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 1])
 
@@ -223,10 +225,10 @@ def _weights(architecture: str, tokens: list[_Token], drift: float) -> dict[str,
         logit_bias, opens, closes = _preference(token)
         embedding[index, :2] = 3.0, 5.0 * opens
         output[index, :2] = logit_bias, 8.0 * closes
-    # The end token is always possible and seldom likely: its logit varies less than those of other tokens.
+    # The end token is always possible and rarely likely: its logit varies less than those of other tokens.
     end = next(index for index, token in enumerate(tokens) if token.name == END_OF_TEXT[architecture])
     output[end] *= 0.3
-    output[end, 0] = END
+    output[end, 0] = END_BIAS
     tensors = {"token_embd.weight": embedding, "output.weight": output}
     for norm in ("output_norm", *(f"blk.{n}.{part}_norm" for n in range(LAYERS) for part in ("attn", "ffn"))):
         tensors[f"{norm}.weight"] = np.ones(WIDTH, np.float32)

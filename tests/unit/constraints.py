@@ -1,4 +1,4 @@
-"""A grammar simple enough to be enumerated: which tokens may follow depends on how many stand there already."""
+"""Fake grammar constraints, simple enough to enumerate: the mask depends only on the number of generated tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from specserve.errors import ConstraintError, MaskDeferred
 
 
 class Alternating:
-    """Tokens of even and of odd ids in turn, none below `least`, at most `length`; after `fails_at` it gives up."""
+    """Allows even and odd token ids in turn, none below `least`.
+
+    The output is complete after `length` tokens; from `fails_at` tokens on every call is a `ConstraintError`.
+    """
 
     def __init__(self, size: int, *, length: int = 10**6, fails_at: int | None = None, least: int = 0) -> None:
         tokens = np.arange(size)
@@ -32,7 +35,7 @@ class Alternating:
         return len(written) >= self._length
 
     def forced(self, written: Sequence[int], limit: int) -> list[int]:
-        """Nothing is forced where half of all tokens may follow."""
+        """Return no tokens: half of all are allowed everywhere."""
         self.allowed(written)
         return [0] * min(0, limit)
 
@@ -41,7 +44,7 @@ class Alternating:
 
 
 class Shared:
-    """The time of a round for masks: so many of them, for all sequences together."""
+    """A round's budget for masks, counted in masks and shared by all sequences."""
 
     def __init__(self, masks: int) -> None:
         self._masks = masks
@@ -59,24 +62,24 @@ class Shared:
 
 
 class Slow(Alternating):
-    """An alternating grammar whose masks take a part of a round's time; known ones take none.
+    """An alternating grammar whose masks use up the shared budget; a mask is computed once and then free.
 
-    A mask takes `mask_seconds` by estimate, and `late_seconds` after one was deferred.
+    The estimate for the next mask is `mask_seconds`, and `late_seconds` after one was deferred.
     """
 
     def __init__(self, size: int, shared: Shared, *, mask_seconds: float = 0.0, late_seconds: float = 0.0) -> None:
         super().__init__(size)
         self._shared = shared
-        self._known: set[tuple[int, ...]] = set()
+        self._computed: set[tuple[int, ...]] = set()
         self._seconds = mask_seconds, late_seconds
         self.mask_seconds = mask_seconds
 
     def allowed(self, written: Sequence[int]) -> NDArray[np.bool_]:
-        if tuple(written) not in self._known:
+        if tuple(written) not in self._computed:
             self.mask_seconds = self._seconds[1]
             self._shared.spend()
             self.mask_seconds = self._seconds[0]
-            self._known.add(tuple(written))
+            self._computed.add(tuple(written))
         return super().allowed(written)
 
     def complete(self, written: Sequence[int]) -> bool:
@@ -88,13 +91,13 @@ class Slow(Alternating):
 
 
 class AlternatingGrammars:
-    """Makes the same grammar of everything, over a vocabulary of `size`."""
+    """A compiler that turns everything into an alternating grammar over a vocabulary of `size`."""
 
     def __init__(self, size: int) -> None:
         self._size = size
 
     def begin_round(self, seconds: float) -> None:
-        """Its masks take no time."""
+        """Ignore the budget: these masks take no time."""
 
     def json_object(self) -> Alternating:
         return Alternating(self._size)

@@ -1,4 +1,4 @@
-"""Costs that tests can reason about: they do not follow what passes take, which says nothing of a fake engine."""
+"""Costs of forward passes for tests: fixed, since the measured times of a fake engine mean nothing."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from specserve.speculation.cost import Cost, CostTable
 
 
 class FixedCost(Cost):
-    """A cost that stays as measured."""
+    """A cost that ignores observed times."""
 
     def observe(self, rows: int, kv_len: int, seconds: float) -> None:
-        """Learn nothing."""
+        """Do nothing."""
 
 
-def table(cost: Callable[[int], float], *, most: int = 32) -> CostTable:
-    """A table that measured every number of rows, whatever the context."""
-    rows = tuple(range(1, most + 1))
+def table(cost: Callable[[int], float], *, max_rows: int = 32) -> CostTable:
+    """A table with an entry for every number of rows, the same at every KV length."""
+    rows = tuple(range(1, max_rows + 1))
     seconds = tuple(map(cost, rows))
     return CostTable(rows, (64, 512), (seconds, seconds))
 
 
 def proportional(seconds: float = 1.0) -> Cost:
-    """Every row costs the same: no draft of a model can pay."""
+    """A pass costs as much as its rows together: a draft of the draft model can never pay."""
     return FixedCost(table(lambda rows: seconds * rows))
 
 
 def flat(seconds: float = 1.0) -> Cost:
-    """All passes cost the same, as where memory alone counts: the more rows, the better."""
+    """All passes cost nearly the same, as when memory bandwidth is the only limit."""
     return FixedCost(table(lambda rows: seconds + rows * 1e-6))
 
 
 def stairs(seconds: float = 1.0, width: int = 4) -> Cost:
-    """A pass costs as much as the next multiple of `width` rows, and a row more or less nothing; one alone is cheap."""
+    """Cost in steps: as much as the next multiple of `width` rows, and less for a single row."""
     return FixedCost(table(lambda rows: seconds * (1 if rows == 1 else 1.7 * (-(-rows // width)))))

@@ -1,4 +1,4 @@
-"""Rules that look right and are not: every test of losslessness must reject the ones it is meant to catch."""
+"""Wrong verification rules and noise sources: each test of losslessness must reject those it is meant to detect."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ def recovers_from_p(p: Distributions, q: Distributions, drafts: Sequence[int], n
     return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
 
 
-def shares_one_number(p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource) -> Verdict:
-    """WRONG: the number that rejected a draft also recovers the next token."""
+def recovers_with_the_accept_number(
+    p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource
+) -> Verdict:
+    """WRONG: the number that rejected a draft also samples the recovered token."""
     for i, x in enumerate(drafts):
         uniform = noise.uniform(Purpose.ACCEPT, i)
         if uniform * q[i][x] >= p[i][x]:
@@ -29,8 +31,10 @@ def shares_one_number(p: Distributions, q: Distributions, drafts: Sequence[int],
     return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
 
 
-def shares_the_drafts_numbers(p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource) -> Verdict:
-    """WRONG: a draft is judged by the number it was sampled with."""
+def accepts_with_the_draft_number(
+    p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource
+) -> Verdict:
+    """WRONG: a draft is accepted or rejected by the number that sampled it."""
     for i, x in enumerate(drafts):
         if noise.uniform(Purpose.DRAFT, i) * q[i][x] >= p[i][x]:
             return Verdict(i, recover(p[i], q[i], noise.uniform(Purpose.RECOVER, i)))
@@ -38,7 +42,7 @@ def shares_the_drafts_numbers(p: Distributions, q: Distributions, drafts: Sequen
 
 
 def accepts_likely_drafts(p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource) -> Verdict:
-    """WRONG: any draft the target finds at all likely is kept ("typical acceptance")."""
+    """WRONG: every draft with p(x) of at least 0.1 is accepted ("typical acceptance")."""
     for i, x in enumerate(drafts):
         if p[i][x] < 0.1:
             return Verdict(i, recover(p[i], q[i], noise.uniform(Purpose.RECOVER, i)))
@@ -52,9 +56,9 @@ def _wrong_block(
     noise: NoiseSource,
     *,
     last_rule_everywhere: bool = False,
-    weighed: bool = True,
+    weighted: bool = True,
 ) -> Verdict:
-    """Block verification, written anew with one of its parts wrong."""
+    """Block verification, reimplemented with one part wrong."""
     gamma = len(drafts)
     n_accepted, weight_there, weight = 0, 1.0, 1.0
     for i, x in enumerate(drafts):
@@ -70,43 +74,43 @@ def _wrong_block(
     if n_accepted == gamma:
         return Verdict(gamma, draw(p[gamma], noise.uniform(Purpose.BONUS, gamma)))
     uniform = noise.uniform(Purpose.RECOVER, n_accepted)
-    return Verdict(n_accepted, recover(p[n_accepted], q[n_accepted], uniform, weight_there if weighed else 1.0))
+    return Verdict(n_accepted, recover(p[n_accepted], q[n_accepted], uniform, weight_there if weighted else 1.0))
 
 
-def ends_a_block_anywhere_by_its_weight(
+def ends_block_by_weight_at_every_draft(
     p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource
 ) -> Verdict:
-    """WRONG: what holds for a block's last draft, that it stays with probability w, is taken to hold for all."""
+    """WRONG: a block may end after any draft with probability w, which is right for the last draft only."""
     return _wrong_block(p, q, drafts, noise, last_rule_everywhere=True)
 
 
-def recovers_from_a_block_as_from_a_token(
+def recovers_from_the_unweighted_residual(
     p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource
 ) -> Verdict:
-    """WRONG: behind a block the residual is of p and q, not of w p and q."""
-    return _wrong_block(p, q, drafts, noise, weighed=False)
+    """WRONG: after a rejection the residual is that of p and q instead of w p and q."""
+    return _wrong_block(p, q, drafts, noise, weighted=False)
 
 
-# One draft is no block: only longer rounds show these.
-WRONG_BLOCK_RULES = [ends_a_block_anywhere_by_its_weight, recovers_from_a_block_as_from_a_token]
-WRONG_RULES = [recovers_from_p, shares_one_number, shares_the_drafts_numbers, accepts_likely_drafts]
+# Wrong only in rounds of two or more drafts.
+WRONG_BLOCK_RULES = [ends_block_by_weight_at_every_draft, recovers_from_the_unweighted_residual]
+WRONG_RULES = [recovers_from_p, recovers_with_the_accept_number, accepts_with_the_draft_number, accepts_likely_drafts]
 
 
 class KeyedByPosition(Noise):
-    """WRONG for token and block verification: a number belongs to a position of the text instead of a round."""
+    """WRONG for token and block verification: numbers are keyed by the position in the output instead of the round."""
 
     def uniform(self, purpose: Purpose, index: int) -> float:
-        """The number of the position that lies `index` behind the round's start."""
-        at = Noise(self._seed_number, 0, 0, 0)
-        return at.uniform(purpose, self._position + index)
+        """The number of the position `index` tokens after the start of the round."""
+        keyed = Noise(self._unpacked_seed, 0, 0, 0)
+        return keyed.uniform(purpose, self._position + index)
 
     def __init__(self, seed: int, choice: int, round_number: int, position: int) -> None:
         super().__init__(seed, choice, round_number, position)
-        self._seed_number = seed
+        self._unpacked_seed = seed
 
 
 class UniformRace(Noise):
-    """WRONG for coupled verification: the tokens race with uniform numbers instead of exponential ones."""
+    """WRONG for coupled verification: the race uses uniform instead of exponential numbers."""
 
     def exponentials(self, index: int, part: int, count: int) -> NDArray[np.float64]:
         """Uniform numbers."""
@@ -115,14 +119,14 @@ class UniformRace(Noise):
 
 
 class CoarseRace(Noise):
-    """WRONG for coupled verification: numbers of low precision, some of them exactly 0."""
+    """WRONG for coupled verification: numbers of low precision, some of which are exactly 0."""
 
     def exponentials(self, index: int, part: int, count: int) -> NDArray[np.float64]:
         """Multiples of 1 / 1024."""
         return np.floor(super().exponentials(index, part, count) * 1024) / 1024
 
 
-class AlikeEverywhere(Noise):
+class SameAtEveryPosition(Noise):
     """WRONG for coupled verification: every position has the same numbers."""
 
     def __init__(self, seed: int, choice: int, round_number: int, position: int) -> None:

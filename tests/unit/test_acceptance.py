@@ -1,4 +1,4 @@
-"""Acceptance probabilities of draft tokens: over all sequences, and for each."""
+"""Acceptance probabilities of draft tokens: calibrated over all sequences, and corrected for each."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ PRIOR = (0.1, 0.3, 0.5, 0.7, 0.9, 0.95, 0.98, 0.99, 0.995)
 
 
 @given(st.floats(0, 1))
-def test_log_odds_of_any_probability_are_finite_and_lead_back(probability: float) -> None:
+def test_sigmoid_inverts_log_odds_within_its_bounds(probability: float) -> None:
     assert sigmoid(log_odds(probability)) == pytest.approx(min(0.995, max(0.005, probability)))
 
 
-def test_a_calibration_begins_with_its_prior() -> None:
+def test_new_calibration_returns_its_prior() -> None:
     calibration = Calibration(PRIOR)
-    sure = [sigmoid(odds) for odds in (-3, -1.5, -0.5, 0.5, 1.5, 2.5, 3.5, 5, 7)]
-    assert [calibration.probability(one) for one in sure] == list(PRIOR)
+    confidences = [sigmoid(odds) for odds in (-3, -1.5, -0.5, 0.5, 1.5, 2.5, 3.5, 5, 7)]
+    assert [calibration.probability(confidence) for confidence in confidences] == list(PRIOR)
     assert (calibration.probability(0.0), calibration.probability(1.0)) == (PRIOR[0], PRIOR[-1])
 
 
-def test_an_overconfident_source_is_corrected() -> None:
+def test_calibration_corrects_an_overconfident_source() -> None:
     calibration = Calibration(PRIOR)
     generator = random.Random(1)
     for _ in range(500):
@@ -34,7 +34,7 @@ def test_an_overconfident_source_is_corrected() -> None:
     assert calibration.probability(0.5) == PRIOR[3]
 
 
-def test_old_positions_are_forgotten() -> None:
+def test_calibration_forgets_old_positions() -> None:
     calibration = Calibration(PRIOR)
     for label in (1.0, 0.0):
         for _ in range(3000):
@@ -43,19 +43,19 @@ def test_old_positions_are_forgotten() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=60))
-def test_probabilities_stay_within_0_and_1_whatever_is_learned(lessons: list[tuple[float, float]]) -> None:
+def test_probabilities_stay_between_0_and_1_for_any_labels(labelled: list[tuple[float, float]]) -> None:
     calibration, own = Calibration(PRIOR), SequenceAcceptance(0.75)
-    for sure, label in lessons:
-        pooled = calibration.probability(sure)
+    for confidence, label in labelled:
+        pooled = calibration.probability(confidence)
         own.learn("model", pooled, label)
         own.learn("target", pooled, label)
         own.expect(pooled)
-        calibration.learn(sure, label)
+        calibration.learn(confidence, label)
     for probability in (own.next_token, own.long_run, own.probability("model", 1.0), calibration.probability(0.9)):
         assert 0 < probability < 1
 
 
-def test_a_sequence_whose_drafts_fail_where_others_do_not_lowers_its_own_probabilities_only() -> None:
+def test_rejections_lower_only_the_probabilities_of_their_sequence() -> None:
     one, other = SequenceAcceptance(0.75), SequenceAcceptance(0.75)
     for _ in range(30):
         one.learn("model", 0.9, 0.0)
@@ -63,7 +63,7 @@ def test_a_sequence_whose_drafts_fail_where_others_do_not_lowers_its_own_probabi
     assert one.probability("prediction", 0.9) == other.probability("model", 0.9) == pytest.approx(0.9)
 
 
-def test_a_sequence_is_taken_not_to_repeat_itself_until_it_does() -> None:
+def test_lookup_acceptance_is_low_until_lookup_was_right() -> None:
     one = SequenceAcceptance(0.75)
     assert one.probability("lookup", 0.7) < 0.5
     for _ in range(5):
@@ -71,7 +71,7 @@ def test_a_sequence_is_taken_not_to_repeat_itself_until_it_does() -> None:
     assert one.probability("lookup", 0.7) > 0.6
 
 
-def test_the_next_tokens_estimate_follows_the_target_within_ten_positions_and_the_long_run_takes_fifty() -> None:
+def test_next_token_estimate_rises_within_12_positions_and_long_run_does_not() -> None:
     own = SequenceAcceptance(0.75)
     for _ in range(60):
         own.expect(0.3)
@@ -81,7 +81,7 @@ def test_the_next_tokens_estimate_follows_the_target_within_ten_positions_and_th
     assert own.long_run < 0.5
 
 
-def test_a_sequence_that_becomes_difficult_lowers_both_estimates_alike() -> None:
+def test_next_token_and_long_run_estimates_fall_equally_fast() -> None:
     own = SequenceAcceptance(0.75)
     for _ in range(60):
         own.expect(0.97)

@@ -1,4 +1,4 @@
-"""`scripts/chat` shows any stream as text with colours, and nothing else that a terminal would obey."""
+"""`scripts/chat`: text coloured by its source, control characters replaced, the conversation, and the commands."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from specserve.tools.torchserve_process import State
 
 USAGE = {"completion_tokens": 30}
 SECONDS = {"prefill": 9.0, "draft": 0.25, "target": 0.75, "other": 0.5, "plain_estimate": 3.0}
-ACCOUNT = {"mode": "auto", "mean_acceptance_length": 2.5, "seconds": SECONDS, "estimated_speedup": 2.0}
+SPECULATION = {"mode": "auto", "mean_acceptance_length": 2.5, "seconds": SECONDS, "estimated_speedup": 2.0}
 PIECES = [["def", "target"], [" f", "model"], ["()\x1b[2J\x07\x9b", "lookup"], ["\n\tß 世", "target"]]
-TOTALS = {"choices": [], "usage": USAGE, "speculation": ACCOUNT}
+LAST_CHUNK = {"choices": [], "usage": USAGE, "speculation": SPECULATION}
 SHOWN = "def f()\ufffd[2J\ufffd\ufffd\n\tß 世"
 
 
-class Answer(contextlib.nullcontext[Any]):
-    """A stream of these chunks, one of which may be an interrupt."""
+class Response(contextlib.nullcontext[Any]):
+    """A streaming response of these chunks; one that is an exception is raised."""
 
     ok = True
 
@@ -42,13 +42,13 @@ class Answer(contextlib.nullcontext[Any]):
         yield b"data: [DONE]"
 
 
-def told(monkeypatch: pytest.MonkeyPatch, lines: str, *chunks: Any, colours: bool = False) -> tuple[str, list[Any]]:
-    """What is shown for these lines if every question is answered so, and what was asked."""
-    asked: list[Any] = []
+def run_chat(monkeypatch: pytest.MonkeyPatch, lines: str, *chunks: Any, colours: bool = False) -> tuple[str, list[Any]]:
+    """The output for these input lines if every response is these chunks, and the mode and messages of each request."""
+    requests: list[Any] = []
 
-    def request(_session: Session, _method: str, _url: str, *, json: Any, **_options: Any) -> Answer:
-        asked.append((json["speculation"]["mode"], [message["content"] for message in json["messages"]]))
-        return Answer(chunks)
+    def request(_session: Session, _method: str, _url: str, *, json: Any, **_options: Any) -> Response:
+        requests.append((json["speculation"]["mode"], [message["content"] for message in json["messages"]]))
+        return Response(chunks)
 
     monkeypatch.setattr(Session, "request", request)
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
@@ -56,46 +56,46 @@ def told(monkeypatch: pytest.MonkeyPatch, lines: str, *chunks: Any, colours: boo
     output = io.StringIO()
     console = Console(file=output, color_system="standard" if colours else None, width=120, highlight=False)
     Chat(State.of(21200), "127.0.0.1", {}, console).run()
-    return output.getvalue(), asked
+    return output.getvalue(), requests
 
 
 def chunk(*pieces: list[str]) -> dict[str, Any]:
     return {"choices": [{"sources": list(pieces)}], "usage": None}
 
 
-def test_the_text_is_coloured_by_source_without_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, _ = told(monkeypatch, "write\n", chunk(*PIECES), TOTALS)
+def test_text_is_coloured_by_source_without_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = run_chat(monkeypatch, "write\n", chunk(*PIECES), LAST_CHUNK)
     assert plain.startswith(f"{SHOWN}\n30 tokens")
-    coloured, _ = told(monkeypatch, "write\n", chunk(*PIECES), TOTALS, colours=True)
+    coloured, _ = run_chat(monkeypatch, "write\n", chunk(*PIECES), LAST_CHUNK, colours=True)
     assert coloured.startswith("def\x1b[32m f\x1b[0m\x1b[36m()\ufffd[2J\ufffd\ufffd\x1b[0m\n\tß 世\n")
 
 
-def test_a_conversation_is_sent_until_it_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_request_holds_the_conversation_until_new_clears_it(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = "one\n/plain\n\n two\n/new\n/fast\nthree\n/quit\nfour\n"
-    _, asked = told(monkeypatch, lines, chunk(["answer", "model"]), TOTALS)
-    assert asked == [("auto", ["one"]), ("off", ["one", "answer", "two"]), ("auto", ["three"])]
+    _, requests = run_chat(monkeypatch, lines, chunk(["answer", "model"]), LAST_CHUNK)
+    assert requests == [("auto", ["one"]), ("off", ["one", "answer", "two"]), ("auto", ["three"])]
 
 
-def test_a_comparison_asks_the_last_question_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown, asked = told(monkeypatch, "/compare\none\n/compare\ntwo\n", chunk(["answer", "model"]), TOTALS)
+def test_compare_sends_the_last_question_without_and_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, requests = run_chat(monkeypatch, "/compare\none\n/compare\ntwo\n", chunk(["answer", "model"]), LAST_CHUNK)
     assert shown.strip().startswith("There is no question yet")
-    assert asked[1:] == [("off", ["one"]), ("auto", ["one"]), ("auto", ["one", "answer", "two"])]
+    assert requests[1:] == [("off", ["one"]), ("auto", ["one"]), ("auto", ["one", "answer", "two"])]
     assert shown.count("answer") == 4
     assert shown.index("/plain") < shown.index("/fast")
 
 
 @pytest.mark.parametrize("error", [{"error": {"message": "The context is full."}}, KeyboardInterrupt()])
-def test_the_chat_goes_on_after_an_error_or_an_interrupted_answer(monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
-    shown, asked = told(monkeypatch, "one\ntwo\n", chunk(["begun", "target"]), error)
+def test_chat_continues_after_an_error_or_an_interrupt(monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
+    shown, requests = run_chat(monkeypatch, "one\ntwo\n", chunk(["begun", "target"]), error)
     kept = ["one", "begun", "two"] if isinstance(error, KeyboardInterrupt) else ["two"]
-    assert asked[1] == ("auto", kept)
+    assert requests[1] == ("auto", kept)
     assert shown.count("begun\nstopped" if isinstance(error, KeyboardInterrupt) else "begun\nThe context is full.") == 2
 
 
-def test_the_summary_says_what_plain_decoding_would_have_taken() -> None:
-    assert summary(USAGE, ACCOUNT, 10.0) == (
+def test_summary_states_the_estimated_time_without_drafts() -> None:
+    assert summary(USAGE, SPECULATION, 10.0) == (
         "30 tokens in 10.00 s: 3.0 tokens/s, 2.50 tokens a round; decoding took 1.50 s, without drafts 3.00 s by "
         "estimate (speed-up 2.00)"
     )
-    assert summary(USAGE, ACCOUNT | {"mode": "off"}, 10.0) == "30 tokens in 10.00 s: 3.0 tokens/s, without drafts"
-    assert summary(USAGE, ACCOUNT | {"estimated_speedup": None}, 10.0).endswith("2.50 tokens a round")
+    assert summary(USAGE, SPECULATION | {"mode": "off"}, 10.0) == "30 tokens in 10.00 s: 3.0 tokens/s, without drafts"
+    assert summary(USAGE, SPECULATION | {"estimated_speedup": None}, 10.0).endswith("2.50 tokens a round")

@@ -20,11 +20,11 @@ from specserve.speculation.controller import (
     proposal_length,
 )
 
-MOST = 9
+MAX_DRAFTS = 9
 GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(temperature=1)
 STAIRS = [0.0] + [1.0] + [1.7] * 3 + [3.4] * 40
 probabilities = st.floats(0.01, 0.99)
-# Any costs that do not fall with the number of rows: where more rows are cheaper, `Cost.seconds` pads to them.
+# Costs that do not fall with the number of rows.
 curves = st.lists(st.floats(0.1, 10.0), min_size=50, max_size=50).map(sorted)
 
 
@@ -33,10 +33,10 @@ def costs_of(target: list[float], draft: list[float], rate: float) -> RoundCosts
 
 
 def gain_of(drafts: list[tuple[Candidate, int]], rows: int, costs: RoundCosts) -> float:
-    """Expected tokens minus what their time is worth, written down as the definition says."""
+    """Expected tokens minus what their time is worth, directly from the definition."""
     tokens = sum(one.prefix * one.acceptance**n for one, gamma in drafts for n in range(1, gamma + 1))
     seconds = sum(one.catch_up for one, gamma in drafts if gamma)
-    for n in range(1, MOST + 1):
+    for n in range(1, MAX_DRAFTS + 1):
         drafting = [one for one, gamma in drafts if gamma >= n]
         if drafting:
             seconds += costs.draft(sum(one.pending for one in drafting) if n == 1 else len(drafting))
@@ -46,13 +46,11 @@ def gain_of(drafts: list[tuple[Candidate, int]], rows: int, costs: RoundCosts) -
 
 @given(
     candidate=st.builds(
-        Candidate, probabilities, probabilities, st.integers(1, 4), st.integers(0, MOST), st.floats(0, 2)
+        Candidate, probabilities, probabilities, st.integers(1, 4), st.integers(0, MAX_DRAFTS), st.floats(0, 2)
     ),
     costs=st.builds(costs_of, curves, curves, st.floats(0.01, 3)),
 )
-def test_one_sequence_is_drafted_for_exactly_where_some_number_of_drafts_pays(
-    candidate: Candidate, costs: RoundCosts
-) -> None:
+def test_model_steps_drafts_for_one_sequence_iff_some_length_gains(candidate: Candidate, costs: RoundCosts) -> None:
     chosen, gain = model_steps([candidate], 1, costs)
     best = max(gain_of([(candidate, gamma)], 1, costs) for gamma in range(candidate.remaining + 1))
     assert gain == pytest.approx(best, abs=1e-9)
@@ -60,15 +58,15 @@ def test_one_sequence_is_drafted_for_exactly_where_some_number_of_drafts_pays(
 
 
 @given(acceptance=probabilities, target=curves, draft=curves)
-def test_at_the_best_rate_of_all_lengths_nothing_gains_and_just_below_it_the_best_length_does(
+def test_model_steps_gains_only_below_the_break_even_rate(
     acceptance: float, target: list[float], draft: list[float]
 ) -> None:
-    """At this rate single rounds add up to the most tokens a second (renewal reward)."""
+    """The break-even rate is the largest tokens per second of a round, over all draft lengths (renewal reward)."""
     rates = [
         sum(acceptance**i for i in range(gamma + 1)) / (gamma * draft[1] + target[gamma + 1])
-        for gamma in range(MOST + 1)
+        for gamma in range(MAX_DRAFTS + 1)
     ]
-    candidate = Candidate(1.0, acceptance, 1, MOST)
+    candidate = Candidate(1.0, acceptance, 1, MAX_DRAFTS)
     for rate, pays in ((max(rates) * 0.999, True), (max(rates) * 1.001, False)):
         _, gain = model_steps([candidate], 1, costs_of(target, draft, rate))
         assert (gain + 1 - rate * target[1] > 0) is pays
@@ -80,10 +78,10 @@ def test_at_the_best_rate_of_all_lengths_nothing_gains_and_just_below_it_the_bes
     remaining=st.integers(1, 4),
     costs=st.builds(costs_of, curves, curves, st.floats(0.01, 3)),
 )
-def test_no_other_choice_of_sequences_gains_more(
+def test_model_steps_finds_the_best_choice_of_sequences(
     prefixes: list[float], acceptance: float, remaining: int, costs: RoundCosts
 ) -> None:
-    """Brute force over every subset and every common number of further steps."""
+    """Brute force over every subset and every common number of further drafts."""
     candidates = [Candidate(prefix, acceptance, 1, remaining) for prefix in prefixes]
     best = max(
         gain_of([(one, gamma) for one in chosen], len(candidates), costs)
@@ -95,7 +93,7 @@ def test_no_other_choice_of_sequences_gains_more(
     assert gain == pytest.approx(max(0.0, best), abs=1e-9)
 
 
-def test_a_sequence_without_room_is_not_drafted_for_and_adds_no_cost_to_the_others() -> None:
+def test_model_steps_skips_a_full_sequence_without_charging_its_costs() -> None:
     full, other = Candidate(1.0, 0.99, 3, 0, 9.0), Candidate(0.9, 0.9, 1, 4)
     costs = RoundCosts(lambda rows: 1.0 + 0.01 * rows, lambda rows: 0.1 * rows, rate=1.0)
     chosen, gain = model_steps([full, other], 5, costs)
@@ -103,8 +101,10 @@ def test_a_sequence_without_room_is_not_drafted_for_and_adds_no_cost_to_the_othe
     assert gain == pytest.approx(model_steps([other], 5, costs)[1])
 
 
-@given(accepted=st.lists(probabilities, max_size=MOST), prefix=probabilities, target=curves, rate=st.floats(0.01, 3))
-def test_a_free_proposal_is_drafted_as_far_as_its_rows_pay(
+@given(
+    accepted=st.lists(probabilities, max_size=MAX_DRAFTS), prefix=probabilities, target=curves, rate=st.floats(0.01, 3)
+)
+def test_free_proposal_is_drafted_as_far_as_its_rows_pay(
     accepted: list[float], prefix: float, target: list[float], rate: float
 ) -> None:
     def gain(length: int) -> float:
@@ -118,23 +118,23 @@ def test_a_free_proposal_is_drafted_as_far_as_its_rows_pay(
     assert gain(length) == pytest.approx(max(gain(n) for n in range(len(accepted) + 1)))
 
 
-def test_rows_that_cost_nothing_are_filled_with_any_proposal() -> None:
+def test_free_proposal_fills_rows_that_cost_nothing() -> None:
     costs = costs_of(STAIRS, [9.0] * 50, 1.0)
     assert proposal_length(Candidate(1.0, 0.0, 0, 0), [0.9, 0.2, 0.01, 0.01], 1, costs) == 3
 
 
-def test_a_weak_proposal_gives_way_to_a_model_that_is_likelier_to_be_right() -> None:
+def test_unlikely_free_proposal_yields_to_the_draft_model() -> None:
     costs = costs_of(STAIRS, [0.1 + 0.01 * rows for rows in range(50)], 1.0)
-    assert proposal_length(Candidate(1.0, 0.95, 1, MOST), [0.3, 0.3, 0.3], 1, costs) == 0
-    assert proposal_length(Candidate(1.0, 0.95, 1, MOST), [0.99, 0.99, 0.99], 1, costs) == 3
+    assert proposal_length(Candidate(1.0, 0.95, 1, MAX_DRAFTS), [0.3, 0.3, 0.3], 1, costs) == 0
+    assert proposal_length(Candidate(1.0, 0.95, 1, MAX_DRAFTS), [0.99, 0.99, 0.99], 1, costs) == 3
 
 
-def test_nothing_is_drafted_where_a_row_costs_as_much_as_a_token_is_worth() -> None:
+def test_model_steps_drafts_nothing_when_a_row_costs_as_much_as_a_token() -> None:
     costs = costs_of([float(rows) for rows in range(50)], [0.01 * rows for rows in range(50)], 1.0)
-    assert model_steps([Candidate(1.0, 0.99, 1, MOST)], 1, costs) == ([], 0.0)
+    assert model_steps([Candidate(1.0, 0.99, 1, MAX_DRAFTS)], 1, costs) == ([], 0.0)
 
 
-def test_the_best_length_is_none_where_all_lose() -> None:
+def test_best_length_is_0_when_every_length_loses() -> None:
     assert best_length([0.5, 0.9], [1.0, 2.0], 1.0) == (0, 0.0)
     assert best_length([0.5, 2.5], [1.0, 2.0], 1.0) == (2, 0.5)
 
@@ -143,7 +143,7 @@ def sequence(sampling: SamplingParams = GREEDY, max_tokens: int = 100) -> Sequen
     return Sequence([1, 2, 3], sampling, SpeculationParams(8, mode="adaptive"), max_tokens=max_tokens)
 
 
-def test_time_is_worth_what_plain_decoding_yields_and_more_while_drafts_yield_more() -> None:
+def test_rate_is_that_of_plain_decoding_times_the_measured_speedup() -> None:
     controller = Controller(stairs(), flat(0.1))
     one, other = sequence(), sequence()
     assert controller.costs([one], 0, 0).rate == pytest.approx(1.0)
@@ -156,13 +156,13 @@ def test_time_is_worth_what_plain_decoding_yields_and_more_while_drafts_yield_mo
     assert controller.costs([one], 0, 0).rate == pytest.approx(1.0, abs=0.01)
 
 
-def test_sequences_that_wait_for_their_first_token_make_time_worth_more() -> None:
+def test_rate_counts_sequences_awaiting_their_first_token() -> None:
     controller = Controller(stairs(), flat(0.1))
-    alone, beside_three = (controller.costs([sequence()], 0, 0, waiting) for waiting in (0, 3))
-    assert beside_three.rate == pytest.approx(4 * alone.rate)
+    none_waiting, three_waiting = (controller.costs([sequence()], 0, 0, waiting) for waiting in (0, 3))
+    assert three_waiting.rate == pytest.approx(4 * none_waiting.rate)
 
 
-def test_greedy_and_sampled_sequences_are_learned_from_apart() -> None:
+def test_greedy_and_sampled_sequences_are_calibrated_separately() -> None:
     controller = Controller(stairs(), flat(0.1))
     before = controller.acceptance(sequence(SAMPLED), "model", 0.9)
     for _ in range(100):
@@ -171,14 +171,14 @@ def test_greedy_and_sampled_sequences_are_learned_from_apart() -> None:
     assert controller.acceptance(sequence(SAMPLED), "model", 0.9) == before
 
 
-def test_what_one_sequence_shows_counts_for_the_next() -> None:
+def test_calibration_is_shared_between_sequences() -> None:
     controller = Controller(stairs(), flat(0.1))
     for _ in range(100):
         controller.learn(sequence(), [Observation("prediction", 0.5, 1.0, 0.9)], 0.9)
     assert controller.acceptance(sequence(), "prediction", 0.5) > 0.9
 
 
-def test_the_targets_confidence_predicts_acceptance_without_any_draft() -> None:
+def test_next_acceptance_follows_the_targets_confidence_without_drafts() -> None:
     controller = Controller(stairs(), flat(0.1))
     one = sequence()
     for confidence, low, high in ((0.2, 0.0, 0.4), (0.999, 0.9, 1.0)):
@@ -187,7 +187,7 @@ def test_the_targets_confidence_predicts_acceptance_without_any_draft() -> None:
         assert low < controller.next_acceptance(one) < high
 
 
-def test_a_long_catch_up_is_charged_to_the_rounds_that_follow_and_a_short_one_to_this_round() -> None:
+def test_long_catch_up_is_spread_over_rounds_and_a_short_one_is_not() -> None:
     controller = Controller(stairs(), proportional(0.01))
     costs = controller.costs([sequence()], 0, 0)
     short, long = (controller.candidate(sequence(), 1.0, pending, 8, costs) for pending in (2, 100))
@@ -196,12 +196,12 @@ def test_a_long_catch_up_is_charged_to_the_rounds_that_follow_and_a_short_one_to
     assert long
     assert long.pending == 1
     assert 0 < long.catch_up < costs.draft(100) / 5
-    ending = controller.candidate(sequence(max_tokens=6), 1.0, 100, 8, costs)
-    assert ending
-    assert ending.catch_up > long.catch_up
+    nearly_finished = controller.candidate(sequence(max_tokens=6), 1.0, 100, 8, costs)
+    assert nearly_finished
+    assert nearly_finished.catch_up > long.catch_up
 
 
-def test_a_long_catch_up_needs_more_evidence_than_a_draft_does() -> None:
+def test_long_catch_up_is_judged_by_the_long_run_acceptance() -> None:
     controller = Controller(stairs(), proportional(0.01))
     one = sequence()
     for confidence in [0.2] * 60 + [0.999] * 12:
@@ -213,17 +213,17 @@ def test_a_long_catch_up_needs_more_evidence_than_a_draft_does() -> None:
     assert long.acceptance < 0.5 < short.acceptance
 
 
-def test_no_long_catch_up_is_made_while_a_prompt_is_read() -> None:
+def test_no_long_catch_up_starts_during_a_prefill() -> None:
     controller = Controller(stairs(), proportional(0.01))
     one = sequence()
-    beside = controller.costs([one], 0, 0, awaiting_first_token=1)
+    during_prefill = controller.costs([one], 0, 0, awaiting_first_token=1)
     assert controller.candidate(one, 1.0, 100, 8, controller.costs([one], 0, 0))
-    assert controller.candidate(one, 1.0, 100, 8, beside) is None
-    assert controller.candidate(one, 1.0, 2, 8, beside)
+    assert controller.candidate(one, 1.0, 100, 8, during_prefill) is None
+    assert controller.candidate(one, 1.0, 2, 8, during_prefill)
 
 
-def test_drafts_that_only_lose_are_stopped_after_a_few_and_probed_again_at_a_bounded_cost() -> None:
-    """Drafts that are always rejected although every estimate speaks for them: an adversary."""
+def test_drafts_that_only_lose_are_stopped_and_retried_at_a_bounded_cost() -> None:
+    """An adversary: drafts are always rejected although every estimate is in favour of drafting."""
     controller = Controller(stairs(), flat(0.2))
     one = sequence(max_tokens=10**6)
     costs = controller.costs([one], 0, 0)

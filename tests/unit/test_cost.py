@@ -1,4 +1,4 @@
-"""What a pass costs: measured once by its rows and context, and followed from then on."""
+"""The cost of a forward pass: measured by rows and KV length, then adjusted to the passes that are observed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from specserve.speculation.cost import Cost, CostTable
 from specserve.speculation.measure import measure, row_counts, typical
 
 ROWS = (1, 2, 3, 4, 8)
-# Four rows cost less than two, as where weights are repacked for four.
+# Four rows cost less than two, as with weights that are repacked for four rows.
 SECONDS = (1.0, 1.9, 2.6, 1.7, 3.0)
 TABLE = CostTable(ROWS, (100, 300), (SECONDS, tuple(2 * cost for cost in SECONDS)))
 
 
-def test_numbers_of_rows_between_two_that_were_measured_are_interpolated() -> None:
+def test_cost_is_interpolated_between_measured_numbers_of_rows() -> None:
     cost = Cost(TABLE)
     assert [cost.seconds(rows, 0) for rows in (0, 1, 2, 3, 4, 6, 8)] == [
         0,
@@ -31,23 +31,23 @@ def test_numbers_of_rows_between_two_that_were_measured_are_interpolated() -> No
     ]
 
 
-def test_beyond_what_was_measured_rows_cost_what_the_last_ones_did() -> None:
+def test_cost_is_proportional_to_rows_beyond_the_table() -> None:
     assert Cost(TABLE).seconds(16, 0) == pytest.approx(6.0)
 
 
 @given(kv_len=st.integers(0, 5000))
-def test_the_context_raises_costs_on_the_line_through_both_measurements(kv_len: int) -> None:
-    grain = kv_len // 64 * 64
-    expected = 1 + max(0, grain - 100) / 200
+def test_cost_is_linear_in_kv_length_through_both_measurements(kv_len: int) -> None:
+    rounded = kv_len // 64 * 64
+    expected = 1 + max(0, rounded - 100) / 200
     assert Cost(TABLE).seconds(1, kv_len) == pytest.approx(expected)
 
 
-def test_a_longer_context_that_was_measured_to_be_cheaper_is_taken_for_noise() -> None:
+def test_cost_does_not_fall_with_kv_length_even_if_measured_so() -> None:
     table = CostTable((1,), (100, 300), ((1.0,), (0.9,)))
     assert Cost(table).seconds(1, 4000) == 1.0
 
 
-def test_costs_follow_a_machine_that_has_become_slower() -> None:
+def test_cost_follows_a_machine_that_has_become_slower() -> None:
     cost = Cost(TABLE)
     for _ in range(200):
         for rows, measured in ((1, 1.0), (4, 1.7)):
@@ -55,7 +55,7 @@ def test_costs_follow_a_machine_that_has_become_slower() -> None:
     assert cost.seconds(8, 0) == pytest.approx(1.5 * 3.0, rel=0.05)
 
 
-def test_what_is_not_run_is_taken_to_have_changed_like_what_is() -> None:
+def test_passes_of_one_size_adjust_the_cost_of_all_sizes() -> None:
     cost = Cost(TABLE)
     for _ in range(200):
         cost.observe(4, 0, 2 * 1.7)
@@ -64,19 +64,19 @@ def test_what_is_not_run_is_taken_to_have_changed_like_what_is() -> None:
     assert cost.seconds(8, 0) == pytest.approx(2 * 3.0, rel=0.05)
 
 
-def test_one_pass_that_was_held_up_hardly_moves_the_costs() -> None:
+def test_one_delayed_pass_hardly_changes_the_cost() -> None:
     cost = Cost(TABLE)
     cost.observe(1, 0, 1000.0)
     assert cost.seconds(1, 0) == pytest.approx(1.0, abs=0.03)
 
 
-def test_a_pass_that_is_wider_than_any_measured_says_nothing_of_the_machine() -> None:
+def test_pass_with_more_rows_than_the_table_is_ignored() -> None:
     cost = Cost(TABLE)
     cost.observe(9, 0, 1000.0)
     assert cost.seconds(1, 0) == 1.0
 
 
-def test_a_model_that_is_not_run_becomes_slower_and_faster_with_the_machine() -> None:
+def test_draft_cost_follows_the_targets_passes() -> None:
     target = Cost(TABLE)
     draft = Cost(TABLE, target=target)
     for _ in range(200):
@@ -84,8 +84,8 @@ def test_a_model_that_is_not_run_becomes_slower_and_faster_with_the_machine() ->
     assert draft.seconds(1, 0) == target.seconds(1, 0) == pytest.approx(0.7, rel=0.05)
 
 
-def test_a_draft_that_was_measured_in_a_better_moment_is_priced_as_it_is_and_the_target_with_it_is_not() -> None:
-    """The measurements of two models are minutes apart, on a machine that others use."""
+def test_passes_of_the_draft_do_not_change_the_targets_cost() -> None:
+    """The tables of both models are measured minutes apart, on a machine with other load."""
     target = Cost(TABLE)
     draft = Cost(TABLE, target=target)
     for _ in range(200):
@@ -96,19 +96,19 @@ def test_a_draft_that_was_measured_in_a_better_moment_is_priced_as_it_is_and_the
     assert target.seconds(1, 0) == pytest.approx(1.0, rel=0.05)
 
 
-def test_nothing_makes_a_pass_too_fast_so_the_faster_half_is_typical() -> None:
+def test_typical_time_is_the_median_of_the_faster_half() -> None:
     assert typical([1.0, 1.1, 9.0, 1.2, 30.0]) == 1.1
     assert typical([2.0]) == 2.0
 
 
-def test_row_counts_begin_with_one_row_and_end_with_what_the_engine_can_do() -> None:
+def test_row_counts_start_at_1_and_stay_within_the_engines_maximum() -> None:
     assert row_counts(1) == (1,)
     assert row_counts(10) == (1, 2, 3, 4, 5, 6, 8)
     assert row_counts(32)[-1] == 32
 
 
 class Machine(FakeEngine):
-    """A staircase and attention by a clock of its own, held up in every seventh pass, and by so much more or less."""
+    """An engine with its own clock: `true_cost` with relative noise, and a long delay in every seventh pass."""
 
     def __init__(self, noise: float = 0.0) -> None:
         super().__init__(vocabulary=50, n_slots=1)
@@ -125,11 +125,11 @@ class Machine(FakeEngine):
 
 
 def true_cost(rows: int, kv_len: int) -> float:
-    """Four rows are one stair, and every row reads the context."""
+    """One second for every four rows begun, and attention to the context for every row."""
     return -(-rows // 4) + rows * kv_len / 4000
 
 
-def test_a_staircase_is_measured_although_the_machine_is_held_up_now_and_then() -> None:
+def test_measurement_finds_a_stepwise_cost_despite_delayed_passes() -> None:
     machine = Machine()
     table = measure(machine, clock=lambda: machine.now)
     cost = Cost(table)
@@ -139,7 +139,7 @@ def test_a_staircase_is_measured_although_the_machine_is_held_up_now_and_then() 
     assert machine.cached_len(0) == 0
 
 
-def test_what_the_context_adds_is_told_from_noise_that_is_larger() -> None:
+def test_measurement_finds_the_cost_of_context_despite_larger_noise() -> None:
     machine = Machine(noise=0.1)
     table = measure(machine, clock=lambda: machine.now)
     for rows, short, long in zip(table.rows, *table.seconds, strict=True):
@@ -147,7 +147,7 @@ def test_what_the_context_adds_is_told_from_noise_that_is_larger() -> None:
 
 
 @pytest.mark.parametrize(("context", "max_rows", "max_logits"), [(64, 256, 64), (40, 256, 64), (4096, 6, 3)])
-def test_the_engines_limits_are_kept_when_measuring(context: int, max_rows: int, max_logits: int) -> None:
+def test_measurement_stays_within_the_engines_limits(context: int, max_rows: int, max_logits: int) -> None:
     machine = Machine()
     machine.max_rows, machine.max_logits, machine.slot_length = max_rows, max_logits, context
     table = measure(machine, clock=lambda: machine.now)

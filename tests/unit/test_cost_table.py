@@ -14,8 +14,8 @@ from specserve.engine.base import FloatArray, Row
 from specserve.speculation.measure import measured_cost
 
 
-class Counted(FakeEngine):
-    """Counts its passes."""
+class CountingEngine(FakeEngine):
+    """An engine that counts its forward passes."""
 
     def __init__(self) -> None:
         super().__init__(vocabulary=50, n_slots=1)
@@ -34,22 +34,22 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def kept(model: Path) -> list[Path]:
+def cached_files(model: Path) -> list[Path]:
     return sorted((model.parent / "cache" / "costs").glob("*"))
 
 
-def test_a_model_is_measured_once(model: Path) -> None:
-    first, second = Counted(), Counted()
+def test_model_is_measured_once(model: Path) -> None:
+    first, second = CountingEngine(), CountingEngine()
     table = measured_cost(first, model, threads=2, kernels="usual")
     assert measured_cost(second, model, threads=2, kernels="usual") == table
     assert first.passes > 10
     assert second.passes == 0
-    [file] = kept(model)
+    [file] = cached_files(model)
     assert json.loads(file.read_text())["model"] == "model.gguf"
 
 
-def test_two_workers_that_start_together_do_not_measure_at_the_same_time(model: Path) -> None:
-    engines = [Counted() for _ in range(4)]
+def test_workers_that_start_together_measure_once(model: Path) -> None:
+    engines = [CountingEngine() for _ in range(4)]
     with ThreadPoolExecutor() as workers:
         tables = list(workers.map(lambda engine: measured_cost(engine, model, threads=2, kernels="usual"), engines))
     assert len(set(tables)) == 1
@@ -57,40 +57,40 @@ def test_two_workers_that_start_together_do_not_measure_at_the_same_time(model: 
 
 
 @pytest.mark.parametrize("change", ["threads", "kernels", "head", "tail", "slots"])
-def test_it_is_measured_again_when_anything_it_depends_on_has_changed(model: Path, change: str) -> None:
-    measured_cost(Counted(), model, threads=2, kernels="usual")
+def test_model_is_measured_again_when_a_dependency_has_changed(model: Path, change: str) -> None:
+    measured_cost(CountingEngine(), model, threads=2, kernels="usual")
     content = bytearray(model.read_bytes())
     if change in {"head", "tail"}:
         content[10 if change == "head" else -10] = 1
         model.write_bytes(bytes(content))
-    again = Counted()
-    again.n_slots = 3 if change == "slots" else 1
+    restarted = CountingEngine()
+    restarted.n_slots = 3 if change == "slots" else 1
     kernels = "others" if change == "kernels" else "usual"
-    measured_cost(again, model, threads=4 if change == "threads" else 2, kernels=kernels)
-    assert again.passes > 10
-    assert len(kept(model)) == 2
+    measured_cost(restarted, model, threads=4 if change == "threads" else 2, kernels=kernels)
+    assert restarted.passes > 10
+    assert len(cached_files(model)) == 2
 
 
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", '{"rows": [1], "kv_len": [1], "seconds": [[1], [1]]}', '{"rows": 1}']
 )
-def test_an_unreadable_file_is_measured_again_and_logged(
+def test_unreadable_table_is_measured_again_and_logged(
     model: Path, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    measured_cost(Counted(), model, threads=2, kernels="usual")
-    [file] = kept(model)
+    measured_cost(CountingEngine(), model, threads=2, kernels="usual")
+    [file] = cached_files(model)
     file.write_text(content)
-    again = Counted()
+    restarted = CountingEngine()
     with caplog.at_level(logging.WARNING):
-        measured_cost(again, model, threads=2, kernels="usual")
-    assert again.passes > 10
+        measured_cost(restarted, model, threads=2, kernels="usual")
+    assert restarted.passes > 10
     assert "cannot be used" in caplog.text
     assert json.loads(file.read_text())["rows"][0] == 1
 
 
-def test_an_unwritable_cache_is_logged(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_cache_is_logged(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     (model.parent / "cache").write_text("a file where the directory should be")
     with caplog.at_level(logging.WARNING):
-        table = measured_cost(Counted(), model, threads=2, kernels="usual")
+        table = measured_cost(CountingEngine(), model, threads=2, kernels="usual")
     assert table.rows[0] == 1
     assert "cannot be written" in caplog.text

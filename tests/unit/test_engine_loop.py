@@ -1,4 +1,4 @@
-"""The engine loop: how long its slices are, which are started, and in which thread they run."""
+"""The engine loop: how long its slices are, when one is started, and in which thread rounds run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 from specserve.serving.engine_loop import EngineLoop, engine_thread
 
 
-class Rounds:
-    """A scheduler with `left` rounds, each of which waits for `may`."""
+class FakeScheduler:
+    """A fake scheduler with `left` rounds, each of which waits for the event `may_finish`."""
 
     def __init__(self, left: int, *, prefilling: bool = False) -> None:
         self.left = left
         self.prefilling = prefilling
-        self.may = threading.Event()
-        self.begun = threading.Event()
+        self.may_finish = threading.Event()
+        self.started = threading.Event()
         self.threads: set[int] = set()
         self.faults: list[Exception] = []
 
@@ -27,8 +27,8 @@ class Rounds:
         return self.left > 0
 
     def step(self) -> None:
-        self.begun.set()
-        assert self.may.wait(10)
+        self.started.set()
+        assert self.may_finish.wait(10)
         self.threads.add(threading.get_ident())
         self.left -= 1
 
@@ -37,74 +37,74 @@ class Rounds:
         self.left = 0
 
 
-def loop_of(rounds: Any, seconds: float = math.inf) -> EngineLoop:
-    return EngineLoop(rounds, engine_thread(), seconds)
+def loop_of(scheduler: Any, seconds: float = math.inf) -> EngineLoop:
+    return EngineLoop(scheduler, engine_thread(), seconds)
 
 
-def test_a_slice_has_at_least_one_round() -> None:
-    rounds = Rounds(5)
-    rounds.may.set()
-    loop_of(rounds, 0).run()
-    assert (rounds.left, rounds.faults) == (4, [])
+def test_slice_has_at_least_one_round() -> None:
+    scheduler = FakeScheduler(5)
+    scheduler.may_finish.set()
+    loop_of(scheduler, 0).run()
+    assert (scheduler.left, scheduler.faults) == (4, [])
 
 
-def test_a_slice_ends_with_the_last_sequence() -> None:
-    rounds = Rounds(5)
-    rounds.may.set()
-    loop_of(rounds).run()
-    assert (rounds.left, rounds.faults) == (0, [])
+def test_slice_ends_with_the_last_sequence() -> None:
+    scheduler = FakeScheduler(5)
+    scheduler.may_finish.set()
+    loop_of(scheduler).run()
+    assert (scheduler.left, scheduler.faults) == (0, [])
 
 
-def test_a_started_slice_runs_before_join() -> None:
-    rounds = Rounds(5)
-    loop = loop_of(rounds)
+def test_started_slice_runs_before_join() -> None:
+    scheduler = FakeScheduler(5)
+    loop = loop_of(scheduler)
     loop.start()
-    assert rounds.begun.wait(10)
-    rounds.may.set()
+    assert scheduler.started.wait(10)
+    scheduler.may_finish.set()
     assert loop.join()
-    assert (rounds.left, rounds.faults) == (0, [])
+    assert (scheduler.left, scheduler.faults) == (0, [])
     assert not loop.join()
 
 
-def test_no_slice_is_started_with_a_prefill_or_without_sequences() -> None:
-    for rounds in (Rounds(5, prefilling=True), Rounds(0)):
-        loop = loop_of(rounds)
+def test_no_slice_starts_during_a_prefill_or_without_sequences() -> None:
+    for scheduler in (FakeScheduler(5, prefilling=True), FakeScheduler(0)):
+        loop = loop_of(scheduler)
         loop.start()
         assert not loop.join()
-        assert not rounds.begun.is_set()
+        assert not scheduler.started.is_set()
 
 
-def test_an_interrupt_ends_a_slice_after_its_current_round_and_not_the_next_one() -> None:
-    rounds = Rounds(5)
-    loop = loop_of(rounds)
+def test_interrupt_ends_the_running_slice_after_its_round_and_not_the_next() -> None:
+    scheduler = FakeScheduler(5)
+    loop = loop_of(scheduler)
     loop.start()
-    assert rounds.begun.wait(10)
+    assert scheduler.started.wait(10)
     loop.interrupt()
-    rounds.may.set()
+    scheduler.may_finish.set()
     assert loop.join()
-    assert rounds.left == 4
+    assert scheduler.left == 4
     loop.run()
-    assert (rounds.left, rounds.faults) == (0, [])
+    assert (scheduler.left, scheduler.faults) == (0, [])
 
 
 def test_every_round_runs_in_the_engine_thread() -> None:
-    rounds = Rounds(3)
-    rounds.may.set()
-    loop = loop_of(rounds, 0)
+    scheduler = FakeScheduler(3)
+    scheduler.may_finish.set()
+    loop = loop_of(scheduler, 0)
     loop.run()
     loop.start()
     loop.join()
     loop.run()
-    assert len(rounds.threads) == 1
-    assert threading.get_ident() not in rounds.threads
+    assert len(scheduler.threads) == 1
+    assert threading.get_ident() not in scheduler.threads
 
 
-def test_an_exception_fails_the_sequences_and_not_the_thread(caplog: pytest.LogCaptureFixture) -> None:
-    class Faulty(Rounds):
+def test_exception_in_a_round_fails_its_sequences_and_not_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+    class Faulty(FakeScheduler):
         def step(self) -> None:
             raise ZeroDivisionError("of ours")
 
-    rounds = Faulty(3)
-    loop_of(rounds).run()
-    assert [str(fault) for fault in rounds.faults] == ["of ours"]
+    scheduler = Faulty(3)
+    loop_of(scheduler).run()
+    assert [str(fault) for fault in scheduler.faults] == ["of ours"]
     assert "a round failed" in caplog.text

@@ -1,4 +1,4 @@
-"""Grammars: sampled answers follow them, masks depend on the tokens alone, and no grammar stalls a worker."""
+"""Grammar constraints: sampled answers match, masks depend on the tokens alone, and a grammar's cost is bounded."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def compiler(compilers: Compilers) -> GrammarCompiler:
 
 
 def in_bytes(model: LlamaModel, text: bytes) -> list[int]:
-    """Encode a text as one token a byte."""
+    """Encode a text as one token per byte."""
     token_of = {model.piece(token): token for token in reversed(range(model.size))}
     return [token_of[bytes([byte])] for byte in text]
 
@@ -77,44 +77,44 @@ def text_of(model: LlamaModel, tokens: list[int]) -> bytes:
     return b"".join(map(model.piece, tokens))
 
 
-def ends(model: LlamaModel) -> list[int]:
-    """All end tokens."""
+def end_tokens(model: LlamaModel) -> list[int]:
+    """All end tokens of the model."""
     return [token for token in range(model.size) if model.is_end_token(token)]
 
 
 def allowed(constraint: Constraint, written: list[int]) -> list[int]:
-    """The tokens that may follow, as a list."""
+    """The allowed tokens, as a list."""
     mask = constraint.allowed(written)
     assert mask is not None
     return np.flatnonzero(mask).tolist()
 
 
-def follow(constraint: Constraint, text: list[int]) -> None:
-    """Ask for the mask after every beginning of an answer."""
+def compute_masks(constraint: Constraint, text: list[int]) -> None:
+    """Compute the mask after every proper prefix of an answer."""
     for length in range(len(text)):
         assert constraint.allowed(text[:length]) is not None
 
 
 def accepts(constraint: Constraint, model: LlamaModel, text: str) -> bool:
-    """Whether the text may end where it does."""
+    """Whether the text is a complete answer: all end tokens are allowed after it."""
     mask = constraint.allowed(in_bytes(model, text.encode()))
-    return mask is not None and bool(mask[ends(model)].all())
+    return mask is not None and bool(mask[end_tokens(model)].all())
 
 
-def walk(constraint: Constraint, model: LlamaModel, seed: int, length: int = 60) -> bytes:
-    """Sample a text by the grammar; after `length` tokens it closes what is open and ends as soon as possible."""
-    dice = random.Random(seed)
+def sample_answer(constraint: Constraint, model: LlamaModel, seed: int, length: int = 60) -> bytes:
+    """Sample an answer; from `length` tokens on, close what is open and end as soon as possible."""
+    generator = random.Random(seed)
     written: list[int] = []
     for _ in range(3000):
         options = allowed(constraint, written)
         ending = [token for token in options if model.is_end_token(token)]
-        assert not ending or ending == ends(model)
+        assert not ending or ending == end_tokens(model)
         if ending and (len(written) >= length or len(ending) == len(options)):
             return text_of(model, written)
         options = [token for token in options if token not in ending]
         closing = [token for token in options if model.piece(token) in {b'"', b"}", b"]", b")", b"null", b"n"}]
-        written.append(dice.choice(closing if closing and len(written) >= length else options))
-    raise AssertionError("The walk does not end.")
+        written.append(generator.choice(closing if closing and len(written) >= length else options))
+    raise AssertionError("The answer does not end.")
 
 
 def check_expression(text: str) -> None:
@@ -131,7 +131,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
 
 
 def compiled(compiler: GrammarCompiler, name: str) -> Constraint:
-    """One of three kinds of grammar."""
+    """A constraint for one of the CHECKS."""
     if name == "expression":
         return compiler.gbnf(EXPRESSION)
     return compiler.json_schema(PERSON) if name == "person" else compiler.json_object()
@@ -139,20 +139,20 @@ def compiled(compiler: GrammarCompiler, name: str) -> Constraint:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("name", CHECKS)
-def test_a_sampled_answer_follows_its_grammar(name: str, architecture: str, compilers: Compilers) -> None:
+def test_sampled_answer_matches_its_grammar(name: str, architecture: str, compilers: Compilers) -> None:
     model, compiler = compilers[architecture]
     constraint = compiled(compiler, name)
     for seed in range(12):
-        CHECKS[name](walk(constraint.fork(), model, seed).decode())
+        CHECKS[name](sample_answer(constraint.fork(), model, seed).decode())
 
 
 @pytest.mark.parametrize("name", CHECKS)
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_a_mask_depends_on_the_written_tokens_alone(
+def test_mask_depends_on_the_tokens_alone(
     name: str, data: st.DataObject, compiler: GrammarCompiler, model: LlamaModel
 ) -> None:
-    """Calls before it do not matter: longer, shorter, other, ended and forbidden answers."""
+    """Earlier calls do not matter, with longer, shorter, different, ended and forbidden answers."""
     constraint = compiled(compiler, name)
     written: list[int] = []
     for _ in range(12):
@@ -166,14 +166,14 @@ def test_a_mask_depends_on_the_written_tokens_alone(
         if data.draw(st.integers(0, 9)) == 0:
             written = [*written, data.draw(st.integers(0, model.size - 1))]
         else:
-            steps = random.Random(data.draw(st.integers(0, 2**32)))
-            for _ in range(steps.randint(1, 6)):
-                written = [*written, steps.choice(allowed(constraint, written))]
+            generator = random.Random(data.draw(st.integers(0, 2**32)))
+            for _ in range(generator.randint(1, 6)):
+                written = [*written, generator.choice(allowed(constraint, written))]
                 if model.is_end_token(written[-1]):
                     break
 
 
-def test_masks_after_rejected_drafts_are_dropped(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_masks_of_rejected_drafts_are_dropped(compiler: GrammarCompiler, model: LlamaModel) -> None:
     constraint = compiler.gbnf('root ::= "a" "b" | "c" "d"')
     a, b, c, d = in_bytes(model, b"abcd")
     assert allowed(constraint, [a]) == [b]
@@ -182,8 +182,8 @@ def test_masks_after_rejected_drafts_are_dropped(compiler: GrammarCompiler, mode
 
 
 @pytest.mark.parametrize("method", ["allowed", "forced"])
-def test_a_long_answer_takes_little_memory(method: str, compiler: GrammarCompiler, model: LlamaModel) -> None:
-    """Masks and layouts are kept for the last positions alone; each of these tokens opens another array."""
+def test_memory_of_a_long_answer_is_bounded(method: str, compiler: GrammarCompiler, model: LlamaModel) -> None:
+    """Masks and layouts are cached for the last positions only; each of these tokens opens another array."""
     constraint = compiler.json_schema({"type": "array"})
     written = in_bytes(model, b"[ " * 500)
     ask = constraint.allowed if method == "allowed" else lambda tokens: constraint.forced(tokens, 4)
@@ -195,7 +195,7 @@ def test_a_long_answer_takes_little_memory(method: str, compiler: GrammarCompile
     assert memory < 100_000
 
 
-def test_a_rollback_beyond_the_cached_layouts_reads_the_answer_again(
+def test_rollback_beyond_the_cached_layouts_forces_the_same_tokens(
     compiler: GrammarCompiler, model: LlamaModel
 ) -> None:
     text = in_bytes(model, b"[ " * 40 + b"1,\t2 ,\t" * 20)
@@ -205,16 +205,16 @@ def test_a_rollback_beyond_the_cached_layouts_reads_the_answer_again(
         assert forced == compiler.json_schema({"type": "array"}).forced(text[:length], 4)
 
 
-def test_after_the_end_of_the_answer_there_is_no_mask(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_no_mask_after_an_end_token(compiler: GrammarCompiler, model: LlamaModel) -> None:
     constraint = compiler.gbnf('root ::= "a"+')
     [a] = in_bytes(model, b"a")
-    for end in ends(model):
+    for end in end_tokens(model):
         assert constraint.allowed([a, end]) is None
         assert constraint.allowed([a, end, a]) is None
     assert constraint.allowed([a]) is not None
 
 
-def test_after_a_forbidden_token_there_is_no_mask(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_no_mask_after_a_forbidden_token(compiler: GrammarCompiler, model: LlamaModel) -> None:
     constraint = compiler.gbnf('root ::= "ab"')
     a, b = in_bytes(model, b"ab")
     assert constraint.allowed([b]) is None
@@ -224,26 +224,24 @@ def test_after_a_forbidden_token_there_is_no_mask(compiler: GrammarCompiler, mod
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_all_end_tokens_are_allowed_where_the_grammar_ends_and_nowhere_else(
-    architecture: str, compilers: Compilers
-) -> None:
+def test_all_end_tokens_are_allowed_only_where_the_grammar_may_end(architecture: str, compilers: Compilers) -> None:
     model, compiler = compilers[architecture]
     constraint = compiler.gbnf('root ::= "a" [^b]*')
     mask = constraint.allowed([])
     assert mask is not None
-    assert not mask[ends(model)].any()
+    assert not mask[end_tokens(model)].any()
     mask = constraint.allowed(in_bytes(model, b"a"))
     assert mask is not None
-    assert mask[ends(model)].all()
+    assert mask[end_tokens(model)].all()
 
 
-def test_an_end_token_does_not_match_its_name(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_end_token_does_not_match_its_name(compiler: GrammarCompiler, model: LlamaModel) -> None:
     constraint = compiler.gbnf('root ::= "<|im_end|>" "."')
-    assert not set(ends(model)) & set(allowed(constraint, []))
+    assert not set(end_tokens(model)) & set(allowed(constraint, []))
     assert accepts(constraint, model, "<|im_end|>.")
 
 
-def test_an_answer_is_complete_where_nothing_can_follow(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_answer_is_complete_when_nothing_can_follow(compiler: GrammarCompiler, model: LlamaModel) -> None:
     constraint = compiler.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
     text = in_bytes(model, b'{"a": 12}')
     assert [constraint.complete(text[:length]) for length in range(len(text) + 1)] == [False] * len(text) + [True]
@@ -252,7 +250,7 @@ def test_an_answer_is_complete_where_nothing_can_follow(compiler: GrammarCompile
     assert compiler.gbnf('root ::= ""').complete([])
 
 
-def test_forced_tokens_are_the_only_text_that_may_follow(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_forced_tokens_spell_the_only_text_that_may_follow(compiler: GrammarCompiler, model: LlamaModel) -> None:
     constraint = compiler.gbnf('root ::= "{\\"name\\": \\"get_weather\\", " [0-9]+')
     before = allowed(constraint, [])
     tokens = constraint.forced([], 50)
@@ -263,12 +261,10 @@ def test_forced_tokens_are_the_only_text_that_may_follow(compiler: GrammarCompil
     for position, token in enumerate(tokens):
         assert token in allowed(constraint, tokens[:position])
     assert compiler.gbnf("root ::= [0-9]+").forced([], 8) == []
-    assert constraint.forced([ends(model)[0]], 8) == []
+    assert constraint.forced([end_tokens(model)[0]], 8) == []
 
 
-def test_whitespace_between_forced_characters_follows_the_answers_layout(
-    compiler: GrammarCompiler, model: LlamaModel
-) -> None:
+def test_forced_whitespace_follows_the_answers_layout(compiler: GrammarCompiler, model: LlamaModel) -> None:
     text = {"type": "string"}
     names = ["name", "surname", "address"]
     constraint = compiler.json_schema({"type": "object", "properties": dict.fromkeys(names, text), "required": names})
@@ -280,7 +276,7 @@ def test_whitespace_between_forced_characters_follows_the_answers_layout(
     assert allowed(constraint, indented) == before
     compact = in_bytes(model, b'{"name":"x"')
     assert b',"surname":"'.startswith(text_of(model, constraint.forced(compact, 50)))
-    # A layout that differs from the expected one: nothing is proposed.
+    # A layout that differs from the predicted one: nothing is forced.
     assert constraint.forced([*indented, *in_bytes(model, b",\t")], 50) == []
     assert constraint.forced(indented, 2) == constraint.forced(indented, 50)[:2]
     forced = constraint.forced(indented, 50)
@@ -289,7 +285,7 @@ def test_whitespace_between_forced_characters_follows_the_answers_layout(
 
 
 class Chunks(FakeVocabulary):
-    """A vocabulary of the pieces of one text, five bytes each, and none of single bytes."""
+    """A vocabulary of the five-byte pieces of one text, without tokens of single bytes."""
 
     def __init__(self, text: str) -> None:
         self._pieces = [text[start : start + 5].encode() for start in range(0, len(text), 5)]
@@ -303,13 +299,13 @@ class Chunks(FakeVocabulary):
         return [self._pieces.index(text[start : start + 5].encode()) for start in range(0, len(text), 5)]
 
 
-def test_forced_tokens_do_not_need_tokens_of_single_bytes() -> None:
+def test_forced_tokens_do_not_need_single_byte_tokens() -> None:
     text = '"25 bytes are 5 tokens."'
     constraint = GrammarCompiler(Chunks(text)).json_schema({"const": json.loads(text)})
     assert constraint.forced([], 50) == [0, 1, 2, 3]
 
 
-def test_forks_do_not_disturb_each_other(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_forks_are_independent(compiler: GrammarCompiler, model: LlamaModel) -> None:
     first = compiler.gbnf('root ::= "a" "b" | "c" "d"')
     second = first.fork()
     a, b, c, d = in_bytes(model, b"abcd")
@@ -319,7 +315,7 @@ def test_forks_do_not_disturb_each_other(compiler: GrammarCompiler, model: Llama
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_character_may_span_tokens_and_must_be_completed(architecture: str, compilers: Compilers) -> None:
+def test_character_may_span_tokens_and_must_be_completed(architecture: str, compilers: Compilers) -> None:
     model, compiler = compilers[architecture]
     constraint = compiler.json_schema({"type": "string", "maxLength": 1})
     pieces = {model.piece(token): token for token in reversed(range(model.size))}
@@ -339,7 +335,7 @@ def balanced(text: str) -> bool:
 
 
 def nested_words(text: str) -> bool:
-    """[a-z]+ and then a full stop, or a "b", such a text again and an exclamation mark."""
+    """A word of [ab]+ and then a full stop, or "b", such a text again and an exclamation mark."""
     splits = [(text[:i], text[i:]) for i in range(1, len(text))]
     return any(
         re.fullmatch("[ab]+", word) is not None
@@ -371,16 +367,16 @@ EXACT: list[tuple[str, str, Callable[[str], bool]]] = [
 ]
 
 
-@pytest.mark.parametrize(("grammar", "alphabet", "is_text"), EXACT, ids=[grammar for grammar, _, _ in EXACT])
-def test_a_grammar_accepts_exactly_its_texts(
-    grammar: str, alphabet: str, is_text: Callable[[str], bool], compiler: GrammarCompiler, model: LlamaModel
+@pytest.mark.parametrize(("grammar", "alphabet", "matches"), EXACT, ids=[grammar for grammar, _, _ in EXACT])
+def test_grammar_accepts_exactly_its_language(
+    grammar: str, alphabet: str, matches: Callable[[str], bool], compiler: GrammarCompiler, model: LlamaModel
 ) -> None:
-    """Over all short texts; longest-match lexing would lose some of them."""
+    """All texts of up to five characters; longest-match lexing would reject some of the right ones."""
     constraint = compiler.gbnf(grammar)
     for length in range(6):
         for letters in product(alphabet, repeat=length):
             text = "".join(letters)
-            assert accepts(constraint, model, text) == is_text(text), repr(text)
+            assert accepts(constraint, model, text) == matches(text), repr(text)
 
 
 @pytest.mark.parametrize(
@@ -409,7 +405,7 @@ def test_a_grammar_accepts_exactly_its_texts(
         ("root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(30)) + '\nr30 ::= "a"', "too big"),
     ],
 )
-def test_a_grammar_that_cannot_be_used_is_a_sentence(grammar: str, reason: str, compiler: GrammarCompiler) -> None:
+def test_unusable_grammar_is_a_one_line_error(grammar: str, reason: str, compiler: GrammarCompiler) -> None:
     check_refusal(lambda: compiler.gbnf(grammar), reason, "grammar")
 
 
@@ -423,7 +419,7 @@ def check_refusal(compile_it: Callable[[], Constraint], reason: str, param: str)
 
 
 def nested(depth: int) -> dict[str, Any]:
-    """Objects in objects."""
+    """Objects nested `depth` levels deep."""
     schema: dict[str, Any] = {"type": "null"}
     for _ in range(depth):
         schema = {"type": "object", "properties": {"a": schema}}
@@ -431,7 +427,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 def chain(length: int) -> dict[str, Any]:
-    """Definitions that refer each to the next."""
+    """Definitions that each refer to the next."""
     steps = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(length)}
     return {"$ref": "#/$defs/d0", "$defs": {**steps, f"d{length}": {"type": "null"}}}
 
@@ -499,19 +495,17 @@ def chain(length: int) -> dict[str, Any]:
         ({"properties": {f"p{i}": {} for i in range(400)}, "minProperties": 1}, "minProperties"),
     ],
 )
-def test_a_schema_that_cannot_be_promised_is_a_sentence(
-    schema: dict[str, Any], reason: str, compiler: GrammarCompiler
-) -> None:
+def test_unsupported_schema_is_a_one_line_error(schema: dict[str, Any], reason: str, compiler: GrammarCompiler) -> None:
     check_refusal(lambda: compiler.json_schema(schema), reason, "response_format")
 
 
 @pytest.mark.parametrize("schema", [nested(29), chain(1_900), {"const": json.loads("[" * 100 + "]" * 100)}])
-def test_the_deepest_schemas_that_are_taken_do_not_crash(schema: dict[str, Any], compiler: GrammarCompiler) -> None:
+def test_deepest_accepted_schemas_do_not_crash(schema: dict[str, Any], compiler: GrammarCompiler) -> None:
     assert compiler.json_schema(schema).allowed([]) is not None
 
 
 @pytest.mark.parametrize(
-    ("schema", "texts", "others"),
+    ("schema", "valid", "invalid"),
     [
         ({"$schema": "http://json-schema.org/draft-04/schema#", "const": 5}, ["5"], ["6"]),
         ({"$schema": "http://json-schema.org/draft-07/schema#", "prefixItems": [{"const": 5}]}, ["[5]"], ["[6]"]),
@@ -547,7 +541,7 @@ def test_the_deepest_schemas_that_are_taken_do_not_crash(schema: dict[str, Any],
             ['{"b":1,"a":1}'],
             ['{"a":1}', "{}"],
         ),
-        # Spelled otherwise it would be the property "a" all the same, with a value that "a" may not have.
+        # With escapes it would still be the property "a", with a value that "a" may not have.
         ({"type": "object", "properties": {"a": {"const": 1}}}, ['{"a":1}'], ['{"\\u0061":2}', '{"a":2}']),
         ({"type": "object", "minProperties": 1}, ['{"a":1}'], ["{}"]),
         ({"type": "array", "minItems": 1.0, "maxItems": 2.0}, ["[1]", "[1, 2]"], ["[]", "[1, 2, 3]"]),
@@ -577,12 +571,12 @@ def test_the_deepest_schemas_that_are_taken_do_not_crash(schema: dict[str, Any],
         ({"type": "string", "format": "date", "pattern": "^2"}, ['"2021-01-01"'], ['"1021-01-01"', '"2021-02-29"']),
     ],
 )
-def test_a_schema_means_the_same_whatever_draft_it_names(
-    schema: dict[str, Any], texts: list[str], others: list[str], compiler: GrammarCompiler, model: LlamaModel
+def test_schema_accepts_valid_and_rejects_invalid_texts_of_any_draft(
+    schema: dict[str, Any], valid: list[str], invalid: list[str], compiler: GrammarCompiler, model: LlamaModel
 ) -> None:
     constraint = compiler.json_schema(schema)
-    assert all(accepts(constraint, model, text) for text in texts)
-    assert not any(accepts(constraint, model, text) for text in others)
+    assert all(accepts(constraint, model, text) for text in valid)
+    assert not any(accepts(constraint, model, text) for text in invalid)
 
 
 def test_whitespace_inside_json_is_free_but_bounded(compiler: GrammarCompiler, model: LlamaModel) -> None:
@@ -593,7 +587,7 @@ def test_whitespace_inside_json_is_free_but_bounded(compiler: GrammarCompiler, m
     assert not accepts(constraint, model, "{} ")
 
 
-def test_a_grammar_that_grows_too_hard_fails_for_good(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_grammar_that_becomes_too_costly_fails_permanently(compiler: GrammarCompiler, model: LlamaModel) -> None:
     steps = "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(30))
     constraint = compiler.gbnf(f'root ::= r0 | "(" root ")"\n{steps}\nr30 ::= "a"?')
     assert allowed(constraint, [])
@@ -602,21 +596,19 @@ def test_a_grammar_that_grows_too_hard_fails_for_good(compiler: GrammarCompiler,
             constraint.allowed(written)
 
 
-def test_an_ambiguous_grammar_is_given_up_before_its_masks_take_long(
-    compiler: GrammarCompiler, model: LlamaModel
-) -> None:
-    """42 bytes whose every text of n characters has more than 2 to the n readings: masks grow with the cube of n."""
+def test_ambiguous_grammar_fails_before_its_masks_take_long(compiler: GrammarCompiler, model: LlamaModel) -> None:
+    """A text of n characters has more than 2 to the n parses: the time of a mask grows with the cube of n."""
     constraint = compiler.gbnf('root ::= root root | root root root | "a"')
     with pytest.raises(ConstraintError, match="cannot be followed further"):
-        follow(constraint, in_bytes(model, b"a" * 200))
+        compute_masks(constraint, in_bytes(model, b"a" * 200))
 
 
-def test_all_answers_to_a_request_share_a_budget_and_other_requests_have_their_own(model: LlamaModel) -> None:
-    compiler = GrammarCompiler(model, seconds=0.002)  # some hundred masks
+def test_time_budget_is_shared_by_answers_of_a_request_not_by_requests(model: LlamaModel) -> None:
+    compiler = GrammarCompiler(model, seconds=0.002)  # a few hundred masks
     constraint, other_request = compiler.gbnf(EXPRESSION), compiler.gbnf(EXPRESSION)
     other_answer = constraint.fork()
     with pytest.raises(ConstraintError, match="takes too much time"):
-        follow(constraint, in_bytes(model, b"x" + b"+x" * 5_000))
+        compute_masks(constraint, in_bytes(model, b"x" + b"+x" * 5_000))
     with pytest.raises(ConstraintError, match="takes too much time"):
         other_answer.allowed([])
     assert allowed(other_request, [])
@@ -637,7 +629,7 @@ def test_masks_beyond_a_rounds_time_are_deferred_to_the_next_round(model: LlamaM
     assert allowed(constraint, x) == allowed(compiler.gbnf(EXPRESSION), x)
 
 
-def test_a_mask_that_takes_longer_than_a_round_ends_its_request(model: LlamaModel) -> None:
+def test_mask_that_takes_longer_than_a_round_is_an_error(model: LlamaModel) -> None:
     compiler = GrammarCompiler(model)
     constraint = compiler.gbnf(EXPRESSION)
     compiler.begin_round(1e-9)
@@ -645,11 +637,11 @@ def test_a_mask_that_takes_longer_than_a_round_ends_its_request(model: LlamaMode
         constraint.allowed([])
 
 
-HARD = 'root ::= ([a-y ]{1,900} | [b-y ]{1,900} | ([ac-y ] [a-y ]{5,900}){1,90}) "z" [a-y]{900}'
+COSTLY = 'root ::= ([a-y ]{1,900} | [b-y ]{1,900} | ([ac-y ] [a-y ]{5,900}){1,90}) "z" [a-y]{900}'
 
 
-def until_it_fails(constraint: Constraint, written: list[int]) -> None:
-    """Sample allowed tokens uniformly."""
+def sample_until_error(constraint: Constraint, written: list[int]) -> None:
+    """Append uniformly sampled allowed tokens."""
     rng = np.random.default_rng(0)
     for _ in range(900):
         mask = constraint.allowed(written)
@@ -657,20 +649,20 @@ def until_it_fails(constraint: Constraint, written: list[int]) -> None:
         written.append(int(rng.choice(np.flatnonzero(mask))))
 
 
-def test_a_grammar_that_one_answer_has_exhausted_fails_for_all_that_share_it(compiler: GrammarCompiler) -> None:
-    """llguidance's copies share a budget, and one that finds it spent accepts nothing without an error."""
-    constraint = compiler.gbnf(HARD)
+def test_grammar_exhausted_by_one_answer_fails_for_all_its_forks(compiler: GrammarCompiler) -> None:
+    """Copies in llguidance share a budget; a copy that finds it exhausted rejects every token without an error."""
+    constraint = compiler.gbnf(COSTLY)
     other_answer = constraint.fork()
     written: list[int] = []
     with pytest.raises(ConstraintError):
-        until_it_fails(constraint, written)
+        sample_until_error(constraint, written)
     for other in (other_answer, constraint.fork(), constraint):
         for prefix in (written[:3], []):
             with pytest.raises(ConstraintError):
                 other.allowed(prefix)
 
 
-def test_a_grammar_is_compiled_once_and_few_are_cached(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_is_compiled_once_and_eight_are_cached(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_one, compiled = llguidance.LLMatcher, []
 
     def counting(*arguments: Any, **options: Any) -> llguidance.LLMatcher:
@@ -680,7 +672,7 @@ def test_a_grammar_is_compiled_once_and_few_are_cached(model: LlamaModel, monkey
     monkeypatch.setattr(llguidance, "LLMatcher", counting)
     compiler = GrammarCompiler(model)
     first, second = (compiler.json_schema(PERSON) for _ in range(2))
-    assert walk(first, model, 1) == walk(second, model, 1)
+    assert sample_answer(first, model, 1) == sample_answer(second, model, 1)
     assert len(compiled) == 1
     for number in range(8):
         compiler.gbnf(f'root ::= "{number}"')
@@ -691,31 +683,29 @@ def test_a_grammar_is_compiled_once_and_few_are_cached(model: LlamaModel, monkey
     assert len(compiled) == 10
 
 
-def test_an_exhausted_grammar_is_compiled_again_for_the_next_request(
-    compiler: GrammarCompiler, model: LlamaModel
-) -> None:
-    constraint = compiler.gbnf(HARD)
+def test_exhausted_grammar_is_compiled_again_for_the_next_request(compiler: GrammarCompiler, model: LlamaModel) -> None:
+    constraint = compiler.gbnf(COSTLY)
     with pytest.raises(ConstraintError):
-        until_it_fails(constraint, [])
-    assert compiler.gbnf(HARD).allowed(in_bytes(model, b"aaa")) is not None
+        sample_until_error(constraint, [])
+    assert compiler.gbnf(COSTLY).allowed(in_bytes(model, b"aaa")) is not None
 
 
 def threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-def test_no_threads_are_started(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_constraints_start_no_threads(compiler: GrammarCompiler, model: LlamaModel) -> None:
     before = threads()
-    walk(compiler.json_schema(PERSON), model, 0)
+    sample_answer(compiler.json_schema(PERSON), model, 0)
     assert threads() <= before
 
 
-def test_any_vocabulary_will_do() -> None:
+def test_compiler_works_with_any_vocabulary() -> None:
     constraint = GrammarCompiler(FakeVocabulary(200)).gbnf('root ::= "ab"')
     assert allowed(constraint, []) == [ord("a")]
     assert constraint.complete([ord("a"), ord("b")])
 
 
-def test_a_grammar_without_recursion_is_one_lexeme() -> None:
+def test_grammar_without_recursion_is_one_lexeme() -> None:
     assert "rule_" not in gbnf_to_lark('root ::= a a\na ::= "x"+')
     assert "rule_" in gbnf_to_lark('root ::= a a\na ::= "x" a | "y"')

@@ -1,4 +1,4 @@
-"""Imports point one way, so that a reader can walk from the mathematics to the server and never back."""
+"""Imports point one way: from the server to the algorithms, without cycles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "handler" / "specserve"
 
-# What each package may import of ours; its own modules are always allowed.
+# What each package may import of specserve, besides its own modules.
 ALLOWED = {
     "errors": set(),
     "config": {"errors"},
@@ -25,6 +25,7 @@ ALLOWED = {
     "serving": {"errors", "sequence", "config", "observability", "engine", "grammar", "sampling", "speculation"},
     "tools": {"errors", "sequence", "config", "engine", "sampling", "speculation"},
 }
+# Algorithms that import NumPy and the standard library only.
 PURE = tuple(
     f"{name}.py"
     for name in (
@@ -32,6 +33,7 @@ PURE = tuple(
         *("speculation/rejection", "speculation/cost", "speculation/acceptance"),
     )
 )
+# The modules that may import a library.
 OWNERS = {
     "llama_cpp": {"engine/llama.py", "engine/llama_model.py"},
     "llguidance": {"grammar/constraint.py"},
@@ -59,19 +61,19 @@ def name_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_a_module_imports_only_packages_below_its_own(path: Path) -> None:
+def test_module_imports_only_allowed_packages(path: Path) -> None:
     package = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     for name in imports(path):
         if not name.startswith("specserve."):
             continue
         target = name.removeprefix("specserve.")
         inside = target == package or target.startswith(f"{package}.")
-        allowed = any(target == place or target.startswith(f"{place}.") for place in ALLOWED[package])
+        allowed = any(target == entry or target.startswith(f"{entry}.") for entry in ALLOWED[package])
         assert inside or allowed, f"{name_of(path)} imports {name}"
 
 
-def test_no_imports_go_round_in_a_circle() -> None:
-    """Between modules, serving/openai counted as one."""
+def test_imports_have_no_cycles() -> None:
+    """Between modules; serving/openai counts as one."""
     units = {path: name_of(path).removesuffix(".py").replace("/", ".") for path in modules()}
     units = {path: "serving.openai" if name.startswith("serving.openai.") else name for path, name in units.items()}
     graph: dict[str, set[str]] = {}
@@ -83,13 +85,13 @@ def test_no_imports_go_round_in_a_circle() -> None:
 
 
 @pytest.mark.parametrize("name", PURE)
-def test_the_mathematics_imports_numpy_and_the_standard_library_only(name: str) -> None:
-    ours = {f"specserve.{module.removesuffix('.py').replace('/', '.')}" for module in PURE}
-    others = {module for module in imports(PACKAGE / name) if module not in ours}
+def test_pure_module_imports_only_numpy_and_the_standard_library(name: str) -> None:
+    pure = {f"specserve.{module.removesuffix('.py').replace('/', '.')}" for module in PURE}
+    others = {module for module in imports(PACKAGE / name) if module not in pure}
     assert {module.split(".")[0] for module in others} <= sys.stdlib_module_names | {"numpy"}
 
 
 @pytest.mark.parametrize("library", OWNERS)
-def test_only_its_owner_imports_a_library(library: str) -> None:
+def test_library_is_imported_only_by_its_owners(library: str) -> None:
     users = {name_of(path) for path in modules() if any(n.split(".")[0] == library for n in imports(path))}
     assert users <= OWNERS[library]

@@ -1,4 +1,4 @@
-"""Layout: the whitespace that is expected next in a JSON text."""
+"""Layout: the prediction of the whitespace that comes next in a JSON text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VALUE = {
 
 
 def gaps(text: bytes) -> list[tuple[bytes, bytes | None]]:
-    """The actual and the expected whitespace between all adjacent characters outside strings, numbers and literals."""
+    """Actual and predicted whitespace between all adjacent characters outside strings, numbers and literals."""
     found = []
     layout = Layout()
     position = 0
@@ -44,16 +44,16 @@ def gaps(text: bytes) -> list[tuple[bytes, bytes | None]]:
     ],
     ids=["two spaces", "four spaces", "tabs", "one line", "compact"],
 )
-def test_the_layout_of_a_dumped_value_is_predicted_after_its_first_entry(text: str) -> None:
+def test_whitespace_of_dumped_json_is_predicted_after_the_first_entry(text: str) -> None:
     seen = gaps(text.encode())
     wrong = [pair for pair in seen if pair[0] != pair[1]]
-    # Before the first bracket, the first entry and after the first colon nothing is known.
-    assert [expected for _, expected in wrong] == [None] * len(wrong)
+    # There is no prediction before the first bracket and the first entry, and after the first colon.
+    assert [predicted for _, predicted in wrong] == [None] * len(wrong)
     assert len(wrong) <= 3
     assert len(seen) > 50
 
 
-def test_lists_on_one_line_among_indented_entries_are_predicted() -> None:
+def test_one_line_lists_among_indented_entries_are_predicted() -> None:
     layout = Layout().read(b'{\n  "a": [1, 2],\n  "b": [')
     assert layout.before(ord("3")) == b""
     layout = layout.read(b"3")
@@ -63,7 +63,7 @@ def test_lists_on_one_line_among_indented_entries_are_predicted() -> None:
     assert layout.read(b"]").before(ord("}")) == b"\n"
 
 
-def test_the_rest_of_a_gap_is_expected_after_its_beginning() -> None:
+def test_rest_of_a_gap_is_predicted_after_its_start() -> None:
     layout = Layout().read(b'{\n    "a": 1,\n')
     assert layout.before(ord('"')) == b"    "
     assert layout.read(b"    ").before(ord('"')) == b""
@@ -71,7 +71,7 @@ def test_the_rest_of_a_gap_is_expected_after_its_beginning() -> None:
     assert layout.read(b"\t").before(ord('"')) is None
 
 
-def test_reading_does_not_change_the_earlier_layout() -> None:
+def test_read_does_not_change_the_earlier_layout() -> None:
     before = Layout().read(b'{"a":')
     after = before.read(b'  1, "b":')
     assert before == Layout().read(b'{"a":')
@@ -79,7 +79,7 @@ def test_reading_does_not_change_the_earlier_layout() -> None:
     assert before.before(ord("2")) is None
 
 
-def test_a_text_may_be_read_in_parts() -> None:
+def test_text_may_be_read_in_parts() -> None:
     text = json.dumps(VALUE, indent=2).encode()
     parts = Layout()
     for start in range(0, len(text), 7):
@@ -87,14 +87,14 @@ def test_a_text_may_be_read_in_parts() -> None:
     assert parts == Layout().read(text)
 
 
-def test_a_layout_of_deep_brackets_is_small() -> None:
+def test_layout_of_deep_brackets_is_small() -> None:
     layout = Layout()
     for depth in range(3000):
         layout = layout.read(b"[" + b" " * (depth % 40))
     assert len(layout.gaps) < 100
 
 
-def test_very_deep_brackets_share_one_layout() -> None:
+def test_brackets_beyond_the_maximum_depth_share_one_layout() -> None:
     deep = Layout().read(b"[" * 50 + b"1, ")
     assert deep.read(b"2,").before(ord("3")) == b" "
     assert deep.read(b"2]").before(ord("]")) == b""

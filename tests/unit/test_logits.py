@@ -1,4 +1,4 @@
-"""Biases and penalties, by their definitions."""
+"""Logit biases and penalties against their definitions."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ VOCABULARY = 8
 tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=12)
 
 
-def by_definition(logits: FloatArray, sampling: SamplingParams, prompt: list[int], written: list[int]) -> FloatArray:
-    """Token by token."""
-    shaped = logits.copy()
+def reference_logits(
+    logits: FloatArray, sampling: SamplingParams, prompt: list[int], generated: list[int]
+) -> FloatArray:
+    """The definitions of bias and penalties, token by token."""
+    processed = logits.copy()
     for token in range(VOCABULARY):
-        shaped[token] += dict(sampling.logit_bias).get(token, 0)
-        if token in prompt or token in written:
+        processed[token] += dict(sampling.logit_bias).get(token, 0)
+        if token in prompt or token in generated:
             factor = sampling.repetition_penalty
-            shaped[token] = shaped[token] / factor if shaped[token] > 0 else shaped[token] * factor
-        shaped[token] -= written.count(token) * sampling.frequency_penalty
-        shaped[token] -= (token in written) * sampling.presence_penalty
-    return shaped
+            processed[token] = processed[token] / factor if processed[token] > 0 else processed[token] * factor
+        processed[token] -= generated.count(token) * sampling.frequency_penalty
+        processed[token] -= (token in generated) * sampling.presence_penalty
+    return processed
 
 
 @settings(max_examples=300, deadline=None)
@@ -42,16 +44,16 @@ def by_definition(logits: FloatArray, sampling: SamplingParams, prompt: list[int
     tokens,
     tokens,
 )
-def test_shaping_is_its_definition(
-    logits: list[float], sampling: SamplingParams, prompt: list[int], written: list[int]
+def test_penalise_equals_its_definition(
+    logits: list[float], sampling: SamplingParams, prompt: list[int], generated: list[int]
 ) -> None:
     row = np.array(logits)
-    shaped = penalise(row, sampling, prompt, written)
-    np.testing.assert_allclose(shaped, by_definition(row, sampling, prompt, written), atol=1e-9)
+    processed = penalise(row, sampling, prompt, generated)
+    np.testing.assert_allclose(processed, reference_logits(row, sampling, prompt, generated), atol=1e-9)
     assert row.tolist() == logits
 
 
-def test_drafted_tokens_count_as_written() -> None:
+def test_draft_tokens_count_as_generated_for_penalties() -> None:
     sampling = SamplingParams(temperature=0, frequency_penalty=2.0)
     sequence = Sequence([1], sampling, SpeculationParams(), max_tokens=9)
     sequence.tokens += [2, 3]

@@ -1,4 +1,4 @@
-"""The samples that Prometheus is sent."""
+"""The samples that metrics emit for Prometheus."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def a_round(drafts: list[str], accepted: int, group: Group = "auto") -> RoundRec
     return RoundRecord(info(group), 0, 1, 50, drafts, accepted, [7] * (accepted + 1), 0.1, 0.2, 0.01, 1)
 
 
-def an_end(whose: RequestInfo | None = None, tpot: float | None = 0.1, choice: int = 0) -> EndRecord:
-    return EndRecord(whose or info(), choice, "stop", 40, 30, 20, waited=0.5, ttft=1.5, tpot=tpot)
+def an_end(request: RequestInfo | None = None, tpot: float | None = 0.1, choice: int = 0) -> EndRecord:
+    return EndRecord(request or info(), choice, "stop", 40, 30, 20, waited=0.5, ttft=1.5, tpot=tpot)
 
 
-class Sent(Metrics):
-    """Metrics with the samples that it has sent."""
+class RecordingMetrics(Metrics):
+    """Metrics that record the samples they emit."""
 
     def __init__(self, holdback: Holdback) -> None:
         self.samples: list[Sample] = []
@@ -35,8 +35,8 @@ class Sent(Metrics):
         super().__init__(SERVED, holdback, self.samples.append, lambda: self.now)
 
 
-def taken(metrics: Sent) -> defaultdict[tuple[str, ...], float]:
-    """New values by name and labels, without the labels model and version."""
+def emitted(metrics: RecordingMetrics) -> defaultdict[tuple[str, ...], float]:
+    """Newly emitted values by name and labels, without the labels model and version."""
     metrics.now += 10
     metrics.samples.clear()
     metrics.emit(GAUGES)
@@ -49,14 +49,14 @@ def taken(metrics: Sent) -> defaultdict[tuple[str, ...], float]:
 
 
 @pytest.fixture
-def metrics() -> Sent:
-    return Sent(Holdback(0.1))
+def metrics() -> RecordingMetrics:
+    return RecordingMetrics(Holdback(0.1))
 
 
-def test_a_round_counts_its_drafts_by_drafter_and_position(metrics: Sent) -> None:
+def test_round_counts_its_drafts_by_drafter_and_position(metrics: RecordingMetrics) -> None:
     metrics.round(a_round(["lookup", "model", "model"], 2))
     metrics.round(a_round([], 0))
-    values = taken(metrics)
+    values = emitted(metrics)
     assert values["specserve_draft_tokens_total", "code", "lookup"] == 1
     assert values["specserve_draft_tokens_total", "code", "model"] == 2
     assert values["specserve_accepted_tokens_total", "code", "lookup", "1"] == 1
@@ -70,29 +70,29 @@ def test_a_round_counts_its_drafts_by_drafter_and_position(metrics: Sent) -> Non
     assert values["specserve_target_seconds_total", "code"] == pytest.approx(0.4)
 
 
-def test_a_prefill_counts_time_and_no_drafts(metrics: Sent) -> None:
+def test_prefill_counts_time_and_no_drafts(metrics: RecordingMetrics) -> None:
     metrics.round(RoundRecord(info(), 0, 0, 0, [], 0, [], 0.0, 0.3, 0.01, 1))
     metrics.round(RoundRecord(info(), 0, 0, 64, [], 0, [7], 0.0, 0.2, 0.01, 1))
-    values = taken(metrics)
+    values = emitted(metrics)
     assert values["specserve_target_seconds_total", "code"] == pytest.approx(0.5)
     assert values["specserve_emitted_tokens_total", "code", "auto"] == 1
     assert not [name for name, *_ in values if name in {"specserve_rounds_total", "specserve_gamma"}]
 
 
-def test_counts_are_sent_once(metrics: Sent) -> None:
+def test_counts_are_emitted_once(metrics: RecordingMetrics) -> None:
     metrics.round(a_round(["model"], 1))
-    taken(metrics)
+    emitted(metrics)
     assert all(
         name.startswith(
             ("specserve_live", "specserve_waiting", "specserve_slots", "specserve_own", "specserve_draft_model")
         )
-        for name, *_ in taken(metrics)
+        for name, *_ in emitted(metrics)
     )
 
 
-def test_an_end_counts_its_times(metrics: Sent) -> None:
+def test_end_of_a_sequence_counts_its_latencies(metrics: RecordingMetrics) -> None:
     metrics.end(an_end())
-    values = taken(metrics)
+    values = emitted(metrics)
     assert values["specserve_texts_total", "code", "auto", "stop"] == 1
     assert values["specserve_prefix_cached_tokens_total", "code"] == 30
     assert values["specserve_wait_seconds", "code"] == 0.5
@@ -100,8 +100,8 @@ def test_an_end_counts_its_times(metrics: Sent) -> None:
     assert values["specserve_time_per_output_token_seconds", "code", "auto"] == 0.1
 
 
-def test_gauges_are_sent_every_time(metrics: Sent) -> None:
-    values = taken(metrics)
+def test_gauges_are_emitted_every_time(metrics: RecordingMetrics) -> None:
+    values = emitted(metrics)
     assert values["specserve_live_sequences",] == 2
     assert values["specserve_waiting_sequences",] == 1
     assert values["specserve_slots",] == 8
@@ -109,51 +109,51 @@ def test_gauges_are_sent_every_time(metrics: Sent) -> None:
     assert values["specserve_own_kernels",] == 1
 
 
-def test_a_sequence_without_drafts_for_some_rounds_is_paused_once_and_resumed_once(metrics: Sent) -> None:
+def test_pause_and_resume_of_speculation_are_counted_once(metrics: RecordingMetrics) -> None:
     for drafts in [["model"]] + [[]] * 20 + [["model"]] * 3:
         metrics.round(a_round(drafts, 0))
-    values = taken(metrics)
+    values = emitted(metrics)
     assert values["specserve_speculation_paused_total", "code"] == 1
     assert values["specserve_speculation_resumed_total", "code"] == 1
 
 
 @pytest.mark.parametrize("group", ["off", "fixed", "holdback"])
-def test_only_adaptive_sequences_are_paused(metrics: Sent, group: Group) -> None:
+def test_pauses_are_counted_for_adaptive_sequences_only(metrics: RecordingMetrics, group: Group) -> None:
     for _ in range(20):
         metrics.round(a_round([], 0, group))
-    assert taken(metrics)["specserve_speculation_paused_total", "code"] == 0
+    assert emitted(metrics)["specserve_speculation_paused_total", "code"] == 0
 
 
 @pytest.mark.parametrize(
-    ("named", "label"),
+    ("name", "label"),
     [("code", "code"), ("", "none"), ("Code|x:1", "other"), ("a" * 33, "other"), ("naïve", "other"), ("a\nb", "other")],
 )
-def test_a_family_is_a_short_plain_word_or_other(metrics: Sent, named: str, label: str) -> None:
-    assert metrics.family(family_label(named)) == label
+def test_family_label_is_a_short_plain_word_or_other(metrics: RecordingMetrics, name: str, label: str) -> None:
+    assert metrics.family(family_label(name)) == label
 
 
-def test_the_number_of_family_labels_is_bounded(metrics: Sent) -> None:
+def test_number_of_family_labels_is_bounded(metrics: RecordingMetrics) -> None:
     labels = {metrics.family(f"family-{number}") for number in range(1000)}
     assert len(labels) == 21
     assert metrics.family("family-0") == "family-0"
 
 
-def test_the_control_group_gives_the_speedup() -> None:
+def test_speedup_is_that_of_randomised_requests_over_the_control_group() -> None:
     holdback = Holdback(0.1)
-    metrics = Sent(holdback)
+    metrics = RecordingMetrics(holdback)
     for number in range(40):
         metrics.end(an_end(info("holdback"), tpot=0.2 + number / 1000))
         metrics.end(an_end(tpot=0.1 + number / 1000))
         metrics.end(an_end(info("off", randomised=False), tpot=9.0))
         metrics.end(an_end(info(randomised=False), tpot=9.0))
         metrics.end(an_end(info("holdback"), choice=1, tpot=0.001))
-    values = taken(metrics)
+    values = emitted(metrics)
     low, value, high = (values["specserve_holdback_speedup", bound] for bound in ("low", "value", "high"))
     assert low < value < high
     assert value == pytest.approx(2, rel=0.15)
 
 
-def test_samples_are_sent_at_intervals_and_when_nothing_runs(metrics: Sent) -> None:
+def test_samples_are_emitted_at_intervals_and_when_idle(metrics: RecordingMetrics) -> None:
     def sends(live: int, now: float) -> bool:
         metrics.now = now
         metrics.samples.clear()
@@ -167,7 +167,7 @@ def test_samples_are_sent_at_intervals_and_when_nothing_runs(metrics: Sent) -> N
     assert sends(live=1, now=4.0)
 
 
-def test_names_and_labels_are_ones_that_torchserve_can_carry() -> None:
+def test_metric_names_and_labels_are_valid_for_torchserve() -> None:
     assert len({metric.name for metric in ALL}) == len(ALL)
     for metric in ALL:
         assert metric.name.replace("_", "").isalnum()

@@ -1,4 +1,4 @@
-"""Engines answer in turns, one that fails is named, and the chart shows the best setting of each."""
+"""benchmarks/peers.py: engines answer in turns, failures are reported, and the chart shows each one's best setting."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from servers import ServerProcess, stream
 from specserve.errors import EnvironmentFailure
 
 TASK = Task("code", "hello", "Hello", 4)
-# Streams "Hello" and its own last options, a word a chunk.
+# Streams the prompt and its own last options, one word per chunk.
 SERVER = """
     import json, sys
     from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -47,7 +47,7 @@ SERVER = """
 
 @pytest.fixture
 def fake_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An engine "fake" whose settings are options of SERVER; "dead" ends at once and "missing" cannot be built."""
+    """An engine "fake" whose settings are options of SERVER; "dead" exits at once and "missing" cannot be built."""
 
     def missing(_: Job) -> Command:
         raise EnvironmentFailure("cmake is not on PATH")
@@ -66,7 +66,7 @@ def job(draft: str | None = "draft.gguf") -> Job:
 
 
 @pytest.mark.usefixtures("fake_engine")
-def test_engines_that_cannot_be_built_or_started_are_named() -> None:
+def test_engines_that_cannot_be_built_or_started_are_reported() -> None:
     with ExitStack() as stack:
         names = ["missing plain", "fake plain", "dead plain"]
         processes, failures = peer_engines.start(stack, job(), names)
@@ -76,14 +76,14 @@ def test_engines_that_cannot_be_built_or_started_are_named() -> None:
 
 
 @pytest.mark.usefixtures("fake_engine")
-def test_the_draft_models_path_takes_its_place_in_the_options() -> None:
+def test_draft_models_path_is_inserted_into_the_options() -> None:
     assert peer_engines.command(job(), "fake draft 3").arguments[-2:] == ["--draft", "draft.gguf"]
     with pytest.raises(EnvironmentFailure, match="no draft model"):
         peer_engines.command(job(draft=None), "fake draft 3")
 
 
 @pytest.mark.usefixtures("fake_engine")
-def test_servers_answer_in_turns_and_one_that_fails_does_not_end_the_run() -> None:
+def test_servers_answer_in_turns_and_a_failing_one_does_not_end_the_run() -> None:
     with ExitStack() as stack:
         processes, failures = peer_engines.start(stack, job(), ["fake plain", "fake draft 3", "fake broken"])
         assert not failures
@@ -98,7 +98,7 @@ def test_servers_answer_in_turns_and_one_that_fails_does_not_end_the_run() -> No
 
 
 @pytest.mark.usefixtures("fake_engine")
-def test_a_paused_server_does_not_answer_and_its_clock_stands_still() -> None:
+def test_paused_server_does_not_answer_and_its_clock_stops() -> None:
     with ExitStack() as stack:
         processes, _ = peer_engines.start(stack, job(), ["fake plain"])
         peer = Peer("fake plain", processes["fake plain"])
@@ -110,41 +110,41 @@ def test_a_paused_server_does_not_answer_and_its_clock_stands_still() -> None:
         assert peer.result()["prompt_seconds"] <= peer.progress[1]
 
 
-class Script:
-    """A contestant that writes so many characters a turn."""
+class FixedRate:
+    """An engine that generates a fixed number of characters per turn."""
 
     def __init__(self, name: str, characters: int, turns: list[str]) -> None:
         self.name, self._characters, self._turns = name, characters, turns
-        self._written = 0
+        self._generated = 0
 
     @property
     def done(self) -> bool:
-        return self._written >= 6
+        return self._generated >= 6
 
     @property
     def progress(self) -> tuple[int, float]:
-        return self._written, 0.0
+        return self._generated, 0.0
 
     def start(self, _: Task) -> None:
-        self._written = 0
+        self._generated = 0
 
     def turn(self) -> None:
         self._turns.append(self.name)
-        self._written += self._characters
+        self._generated += self._characters
 
     def result(self) -> Row:
-        return {"text": "x" * self._written}
+        return {"text": "x" * self._generated}
 
 
-def test_the_shortest_answer_has_the_next_turn() -> None:
+def test_engine_with_the_shortest_answer_has_the_next_turn() -> None:
     turns: list[str] = []
-    contestants = [Script("slow", 1, turns), Script("fast", 3, turns)]
-    answers, _ = answer_side_by_side(cast(list[Ours | Peer], contestants), TASK)
+    engines = [FixedRate("slow", 1, turns), FixedRate("fast", 3, turns)]
+    answers, _ = answer_side_by_side(cast(list[Ours | Peer], engines), TASK)
     assert turns == ["slow", "fast", "slow", "slow", "slow", "fast", "slow", "slow"]
     assert set(answers) == {"slow", "fast"}
 
 
-def test_the_last_chunk_tells_tokens_and_timings() -> None:
+def test_last_chunk_gives_tokens_and_timings() -> None:
     with ExitStack() as stack:
         arguments: list[str | Path] = [sys.executable, "-c", textwrap.dedent(SERVER), "one", "two"]
         process = ServerProcess(arguments, Path("/dev/null"), environment={}, ready="/health")
@@ -167,7 +167,7 @@ def a_result(tokens: int, seconds: float, prompt_seconds: float, text: str, draf
     }
 
 
-def test_a_ratio_compares_answers_to_the_same_prompt() -> None:
+def test_ratio_compares_answers_to_the_same_prompt() -> None:
     pairs = [
         (a_result(11, 1.0, 1.0, "a"), a_result(21, 1.0, 2.0, "a", drafted=8)),
         (a_result(21, 2.0, 1.0, "b"), a_result(21, 1.0, 1.0, "c")),
@@ -178,7 +178,7 @@ def test_a_ratio_compares_answers_to_the_same_prompt() -> None:
     assert row["ratio_with_prefill"] == pytest.approx((7 / 5.5 + 1.5) / 2, abs=0.001)
 
 
-def test_the_chart_has_the_best_setting_of_each_engine_and_our_adaptive_mode() -> None:
+def test_chart_has_each_engines_best_setting_and_our_adaptive_mode() -> None:
     def row(family: str, mode: str, ratio: float) -> dict[str, Any]:
         return {"family": family, "mode": mode, "ratio": ratio}
 
@@ -197,12 +197,12 @@ def test_the_chart_has_the_best_setting_of_each_engine_and_our_adaptive_mode() -
     ]
 
 
-def test_the_settings_that_are_compared_exist() -> None:
+def test_compared_settings_exist() -> None:
     assert set(QUICK_SETTINGS) <= set(SETTINGS)
     assert set(CLIENT_SETTINGS) <= set(SETTINGS)
 
 
-def test_the_packages_that_are_built_are_pinned_with_hashes() -> None:
+def test_built_packages_are_pinned_with_hashes() -> None:
     for name in (peer_engines.LLAMA, peer_engines.IK):
         (entry,) = [entry for entry in peer_engines._locked_packages() if entry.startswith(f"{name}==")]
         assert "--hash=sha256:" in entry

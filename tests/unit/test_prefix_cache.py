@@ -1,4 +1,4 @@
-"""The prefix cache: which slot a sequence gets, what it reuses, and what is evicted."""
+"""The prefix cache: which slot a sequence gets, which prefix it reuses, and which sequences are evicted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Bench:
         )
 
     def start(self, prompt: list[int], *, prefill: bool = True, scores_prompt: bool = False) -> Sequence:
-        """A sequence with a slot, and its prompt in the target's cache."""
+        """A sequence with a slot, after its prefill."""
         sequence = sequence_of(prompt, scores_prompt=scores_prompt)
         assert self.cache.assign(sequence, [])
         if prefill:
@@ -33,7 +33,7 @@ class Bench:
         return sequence
 
     def finish(self, prompt: list[int]) -> Sequence:
-        """A sequence that has finished."""
+        """A sequence that was prefilled and has finished."""
         sequence = self.start(prompt)
         self.cache.release(sequence)
         return sequence
@@ -44,7 +44,7 @@ def sequence_of(prompt: list[int], *, scores_prompt: bool = False) -> Sequence:
     return Sequence(prompt, *params, max_tokens=9, scores_prompt=scores_prompt)
 
 
-def test_a_prompt_that_continues_a_finished_sequence_gets_its_slot() -> None:
+def test_prompt_that_continues_a_finished_sequence_gets_its_slot() -> None:
     bench = Bench()
     first = bench.finish(SYSTEM)
     second = bench.start([*SYSTEM, 2, 4], prefill=False)
@@ -52,13 +52,13 @@ def test_a_prompt_that_continues_a_finished_sequence_gets_its_slot() -> None:
     assert bench.target.cache[second.slot] == SYSTEM
 
 
-def test_the_last_token_of_a_prompt_is_never_reused() -> None:
+def test_last_token_of_a_prompt_is_never_reused() -> None:
     bench = Bench()
     bench.finish(SYSTEM)
     assert bench.start(SYSTEM, prefill=False).cached_tokens == len(SYSTEM) - 1
 
 
-def test_the_prefix_of_a_running_sequence_is_copied() -> None:
+def test_prefix_of_a_running_sequence_is_copied() -> None:
     bench = Bench()
     running = bench.start([*SYSTEM, 2])
     other = bench.start([*SYSTEM, 4], prefill=False)
@@ -69,7 +69,7 @@ def test_the_prefix_of_a_running_sequence_is_copied() -> None:
 
 
 @pytest.mark.parametrize("later", [[], [[2] * 20]])
-def test_a_short_common_prefix_is_copied_so_that_the_longer_one_stays_cached(later: list[list[int]]) -> None:
+def test_short_common_prefix_is_copied_and_the_longer_one_stays_cached(later: list[list[int]]) -> None:
     bench = Bench()
     first = bench.finish(SYSTEM)
     for prompt in later:
@@ -80,7 +80,7 @@ def test_a_short_common_prefix_is_copied_so_that_the_longer_one_stays_cached(lat
     assert bench.target.cache[first.slot] == SYSTEM
 
 
-def test_two_conversations_that_take_turns_keep_a_slot_each() -> None:
+def test_alternating_conversations_keep_a_slot_each() -> None:
     bench = Bench()
     turns = [bench.finish([token] * 10) for token in (1, 2)]
     assert turns[0].slot != turns[1].slot
@@ -89,28 +89,28 @@ def test_two_conversations_that_take_turns_keep_a_slot_each() -> None:
         assert (later.slot, later.cached_tokens) == (earlier.slot, 10)
 
 
-def test_a_prompt_whose_tokens_are_scored_reuses_nothing() -> None:
+def test_prompt_whose_tokens_are_scored_reuses_nothing() -> None:
     bench = Bench()
     bench.finish(SYSTEM)
     assert bench.start([*SYSTEM, 2], prefill=False, scores_prompt=True).cached_tokens == 0
 
 
-def test_a_prompt_that_is_being_prefilled_for_another_sequence_waits() -> None:
+def test_sequence_waits_while_another_prefills_the_same_prompt() -> None:
     bench = Bench()
     prefilling = bench.start([*SYSTEM, 2], prefill=False)
     other = sequence_of([*SYSTEM, 4])
     assert not bench.cache.assign(other, [prefilling])
     assert bench.cache.free == 1
-    assert bench.cache.assign(sequence_of([*SYSTEM[:2], *[5] * 20]), [prefilling]), "it shares little"
+    assert bench.cache.assign(sequence_of([*SYSTEM[:2], *[5] * 20]), [prefilling]), "a short common prefix"
 
 
 @pytest.mark.parametrize(
-    ("idle_tokens", "left"), [(60, [20, 20, 20]), (59, [0, 20, 20]), (20, [0, 0, 20]), (0, [0] * 3)]
+    ("idle_tokens", "cached"), [(60, [20, 20, 20]), (59, [0, 20, 20]), (20, [0, 0, 20]), (0, [0] * 3)]
 )
-def test_sequences_that_finished_first_are_evicted_first(idle_tokens: int, left: list[int]) -> None:
+def test_sequences_that_finished_first_are_evicted_first(idle_tokens: int, cached: list[int]) -> None:
     bench = Bench(n_slots=3, idle_tokens=idle_tokens)
     sequences = [bench.start([token] * 20) for token in range(3)]
     for sequence in sequences:
         bench.cache.release(sequence)
-    assert [len(bench.target.cache[sequence.slot]) for sequence in sequences] == left
-    assert [sequence.target_cached for sequence in sequences] == left
+    assert [len(bench.target.cache[sequence.slot]) for sequence in sequences] == cached
+    assert [sequence.target_cached for sequence in sequences] == cached

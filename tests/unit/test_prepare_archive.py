@@ -1,4 +1,4 @@
-"""Preparing models, and the content of the archive that TorchServe loads."""
+"""Preparing models, and the contents of the archive that TorchServe loads."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def config(directory: Path, target: dict[str, Any], **torchserve: Any) -> Path:
     return path
 
 
-def test_without_requantise_a_model_is_used_as_it_is(weights: Path, directory: Path) -> None:
+def test_model_without_requantise_is_used_unchanged(weights: Path, directory: Path) -> None:
     prepared = models.prepare(config(weights.parent, {"path": str(weights)}))
     assert prepared == models.Prepared(weights, None)
     assert not list(directory.glob("*.gguf"))
 
 
-def test_requantising_writes_every_matrix_as_q4_0(weights: Path, directory: Path) -> None:
+def test_requantise_writes_every_matrix_as_q4_0(weights: Path, directory: Path) -> None:
     gguf = pytest.importorskip("gguf")
     written = models.requantise(files.hashed(weights))
     assert written.parent == directory
@@ -81,7 +81,7 @@ def test_requantising_writes_every_matrix_as_q4_0(weights: Path, directory: Path
     assert not list(directory.glob("*.partial"))
 
 
-def test_a_source_is_requantised_once_and_again_when_it_has_changed(weights: Path, directory: Path) -> None:
+def test_source_is_requantised_once_and_again_after_a_change(weights: Path, directory: Path) -> None:
     fetched = directory / "fetched.gguf"
     weights.rename(fetched)
     written = models.requantise(files.hashed(fetched))
@@ -94,7 +94,7 @@ def test_a_source_is_requantised_once_and_again_when_it_has_changed(weights: Pat
     assert written.stat().st_ino != before
 
 
-def test_a_checksum_that_cannot_be_cached_is_a_one_line_error(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksum_that_cannot_be_cached_is_a_one_line_error(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -103,7 +103,7 @@ def test_a_checksum_that_cannot_be_cached_is_a_one_line_error(weights: Path, mon
         files.hashed(weights)
 
 
-def test_files_of_one_name_from_two_directories_are_kept_apart(weights: Path, tmp_path: Path) -> None:
+def test_equal_names_in_two_directories_are_requantised_to_two_files(weights: Path, tmp_path: Path) -> None:
     other = tmp_path / "other" / "mine.gguf"
     other.parent.mkdir()
     write_tiny(other, "qwen2", "draft")
@@ -111,12 +111,12 @@ def test_files_of_one_name_from_two_directories_are_kept_apart(weights: Path, tm
     assert len(written) == 2
 
 
-def test_requantising_the_target_prints_what_it_means(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_requantising_the_target_prints_that_it_is_coarser(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
     models.prepare(config(weights.parent, {"path": str(weights), "requantise": "q4_0"}))
     assert "a slightly coarser model than the published file" in capsys.readouterr().out
 
 
-def test_a_file_that_is_no_gguf_is_a_one_line_error(tmp_path: Path, directory: Path) -> None:
+def test_requantising_a_file_that_is_no_gguf_is_a_one_line_error(tmp_path: Path, directory: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF, or so it says")
     with pytest.raises(ModelLoadError, match=r"broken\.gguf: cannot be requantised to Q4_0 \(.+\); check that"):
@@ -124,7 +124,7 @@ def test_a_file_that_is_no_gguf_is_a_one_line_error(tmp_path: Path, directory: P
     assert not list(directory.glob("broken*"))
 
 
-def test_the_archive_holds_the_handler_the_package_and_the_model_yaml(weights: Path, store: Path) -> None:
+def test_archive_holds_the_handler_the_package_and_the_model_yaml(weights: Path, store: Path) -> None:
     written = archive(config(weights.parent, {"path": "mine.gguf"}, maxBatchDelay=1), "mine", "2.0")
     assert written == store / "mine.mar"
     with zipfile.ZipFile(written) as content:
@@ -161,7 +161,7 @@ def test_relative_paths_are_resolved(weights: Path, directory: Path) -> None:
     assert handler.target.path.parent == directory
 
 
-def test_an_archive_is_replaced_and_no_temporary_file_remains(weights: Path, store: Path) -> None:
+def test_archive_is_replaced_and_no_temporary_file_remains(weights: Path, store: Path) -> None:
     file = config(weights.parent, {"path": str(weights)})
     assert archive(file) == archive(file)
     assert [path.name for path in store.iterdir()] == ["qwen.mar"]
@@ -177,19 +177,19 @@ def test_an_archive_is_replaced_and_no_temporary_file_remains(weights: Path, sto
         ({"minWorkers": 2}, (), "`minWorkers: 2` would hang"),
         ({"maxWorkers": 2}, (), "`maxWorkers: 2` would hang"),
         ({"continuousBatching": False}, (), "`continuousBatching: true` is missing"),
-        # No URL can hold them.
+        # These cannot be part of a URL.
         ({}, ("a b", "1.0"), "--name 'a b': may hold letters, digits"),
         ({}, ("a", "1/0"), "--version '1/0': may hold letters, digits"),
     ],
 )
-def test_an_archive_that_torchserve_could_not_serve_is_a_one_line_error(
+def test_archive_that_torchserve_cannot_serve_is_a_one_line_error(
     weights: Path, keys: dict[str, Any], names: tuple[str, ...], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         archive(config(weights.parent, {"path": str(weights)}, **keys), *names)
 
 
-def test_an_error_of_the_operating_system_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_operating_system_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def refused(_arguments: object) -> int:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/somewhere")
 
@@ -199,8 +199,8 @@ def test_an_error_of_the_operating_system_is_one_line(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == "specserve: /somewhere: Permission denied.\n"
 
 
-def printed_in_a_worker(program: str, weights: Path, store: Path, worker: Path) -> list[str]:
-    """The output, split into words, of a program that has the unpacked archive first on its path."""
+def printed_by_worker(program: str, weights: Path, store: Path, worker: Path) -> list[str]:
+    """The words that a program prints with the unpacked archive as its PYTHONPATH."""
     with zipfile.ZipFile(archive(config(weights.parent, {"path": str(weights)}))) as content:
         content.extractall(worker)
     command = [sys.executable, "-c", program]
@@ -210,13 +210,13 @@ def printed_in_a_worker(program: str, weights: Path, store: Path, worker: Path) 
     return outcome.stdout.split()
 
 
-def test_the_archived_package_imports_without_the_project(weights: Path, store: Path, tmp_path: Path) -> None:
+def test_archived_package_imports_without_the_project(weights: Path, store: Path, tmp_path: Path) -> None:
     program = "import specserve.config, torch; print(specserve.config.__file__, isinstance(1, torch.Tensor))"
     worker = tmp_path / "worker"
-    assert printed_in_a_worker(program, weights, store, worker) == [str(worker / "specserve" / "config.py"), "False"]
+    assert printed_by_worker(program, weights, store, worker) == [str(worker / "specserve" / "config.py"), "False"]
 
 
-def test_the_archive_contains_the_kernels(weights: Path, store: Path, tmp_path: Path) -> None:
+def test_archive_contains_the_kernels(weights: Path, store: Path, tmp_path: Path) -> None:
     program = (
         "from specserve.engine import kernels\n"
         "kernels.speed = lambda *_: 2.0\n"
@@ -224,7 +224,7 @@ def test_the_archive_contains_the_kernels(weights: Path, store: Path, tmp_path: 
     )
     worker = tmp_path / "worker"
     library = worker / "specserve" / "engine" / kernels.FILE
-    assert printed_in_a_worker(program, weights, store, worker) == [str(library), "True"]
+    assert printed_by_worker(program, weights, store, worker) == [str(library), "True"]
 
 
 MODEL_YAMLS = [path for path in sorted(paths.CONFIG.glob("*.yaml")) if "\nhandler:" in path.read_text(encoding="utf-8")]
@@ -236,7 +236,7 @@ def test_there_are_four_model_configurations() -> None:
 
 
 @pytest.mark.parametrize("path", MODEL_YAMLS, ids=lambda path: path.name)
-def test_every_shipped_configuration_leaves_rows_for_light_routes(path: Path) -> None:
+def test_batch_size_of_each_configuration_exceeds_its_sequences(path: Path) -> None:
     document = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert document["batchSize"] > document["handler"]["sequences"]
     assert document["continuousBatching"] is True

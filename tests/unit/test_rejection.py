@@ -1,6 +1,6 @@
-"""The rules leave the target's distribution untouched: exactly, and as statistics see it.
+"""Verification rules preserve the target's distribution: by exact enumeration, and by statistical tests.
 
-Statistical tests run on fixed seeds; their false-alarm rate is the share of seeds on which a right rule would fail.
+Statistical tests run on fixed seeds; their false-alarm rate is the share of seeds on which a correct rule would fail.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy import stats
 
-from enumeration import Rule, distance, expected_acceptance, law_by_rounds, law_of_text, random_table
+from enumeration import Rule, distance, expected_acceptance, joint_by_rounds, joint_by_sampling, random_table
 from rules import (
     WRONG_BLOCK_RULES,
     WRONG_RULES,
-    AlikeEverywhere,
     CoarseRace,
     KeyedByPosition,
+    SameAtEveryPosition,
     UniformRace,
     accepts_likely_drafts,
+    accepts_with_the_draft_number,
     recovers_from_p,
-    shares_one_number,
-    shares_the_drafts_numbers,
+    recovers_with_the_accept_number,
 )
 from specserve.sampling.distribution import FloatArray, draw, race
 from specserve.sampling.noise import Noise, Purpose
@@ -46,7 +46,7 @@ DRAWING_RULES = [verify_token, verify_block]
 
 
 def weights(size: int) -> st.SearchStrategy[FloatArray]:
-    """Rows of probabilities, zeros and very uneven ones included."""
+    """Distributions, including zeros and very uneven ones."""
     elements = st.one_of(st.just(0.0), st.floats(1e-9, 1.0))
     return arrays(np.float64, size, elements=elements).filter(np.any).map(lambda row: row / row.sum())
 
@@ -58,12 +58,12 @@ def softmax(logits: FloatArray) -> FloatArray:
     return normalised
 
 
-# Exactly
+# Exact
 
 
 @settings(max_examples=500, deadline=None)
 @given(st.integers(2, 50).flatmap(lambda size: st.tuples(weights(size), weights(size))))
-def test_accepted_and_recovered_tokens_together_have_the_law_p(rows: tuple[FloatArray, FloatArray]) -> None:
+def test_accepted_and_recovered_tokens_are_distributed_as_p(rows: tuple[FloatArray, FloatArray]) -> None:
     p, q = rows
     accepted = np.minimum(p, q)  # q(x) times min(1, p(x) / q(x))
     rest = residual(p, q)
@@ -73,34 +73,34 @@ def test_accepted_and_recovered_tokens_together_have_the_law_p(rows: tuple[Float
 
 @pytest.mark.parametrize("rule", DRAWING_RULES)
 @pytest.mark.parametrize(("vocabulary", "gamma"), [(2, 1), (2, 3), (3, 2), (3, 3), (4, 1), (4, 2), (4, 3)])
-def test_the_joint_law_of_a_round_is_the_targets(rule: Rule, vocabulary: int, gamma: int) -> None:
+def test_joint_distribution_of_a_round_is_the_targets(rule: Rule, vocabulary: int, gamma: int) -> None:
     for seed in range(2):
         rng = np.random.default_rng([seed, vocabulary, gamma])
         p, q = (random_table(rng, vocabulary, gamma + 1) for _ in "pq")
-        law = law_by_rounds(rule, p, q, length=gamma + 1, gamma=gamma, rounds=1)
-        assert distance(law, law_of_text(p, vocabulary, gamma + 1)) < 1e-12
+        joint = joint_by_rounds(rule, p, q, length=gamma + 1, gamma=gamma, rounds=1)
+        assert distance(joint, joint_by_sampling(p, vocabulary, gamma + 1)) < 1e-12
 
 
 @pytest.mark.parametrize("rule", DRAWING_RULES)
 @pytest.mark.parametrize(("vocabulary", "length", "gamma"), [(2, 4, 3), (3, 3, 2)])
-def test_the_joint_law_over_several_rounds_is_the_targets_wherever_drafting_stops(
+def test_joint_distribution_of_rounds_is_the_targets_for_any_stopping_time(
     rule: Rule, vocabulary: int, length: int, gamma: int
 ) -> None:
     for seed in range(3):
         rng = np.random.default_rng([seed, vocabulary, length])
         p, q = (random_table(rng, vocabulary, length + gamma) for _ in "pq")
-        places = (drafts for n in range(gamma) for drafts in itertools.product(range(vocabulary), repeat=n))
-        stops = {drafts: bool(rng.random() < 0.4) for drafts in places}
-        law = law_by_rounds(rule, p, q, length=length, gamma=gamma, stop=stops.__getitem__)
-        assert distance(law, law_of_text(p, vocabulary, length)) < 1e-12
+        prefixes = (drafts for n in range(gamma) for drafts in itertools.product(range(vocabulary), repeat=n))
+        stops = {drafts: bool(rng.random() < 0.4) for drafts in prefixes}
+        joint = joint_by_rounds(rule, p, q, length=length, gamma=gamma, stop=stops.__getitem__)
+        assert distance(joint, joint_by_sampling(p, vocabulary, length)) < 1e-12
 
 
 @pytest.mark.parametrize("wrong", [*WRONG_RULES, *WRONG_BLOCK_RULES])
 def test_enumeration_rejects_a_wrong_rule(wrong: Rule) -> None:
     rng = np.random.default_rng(7)
     tables = [(random_table(rng, 4, 3), random_table(rng, 4, 3)) for _ in range(3)]
-    laws = [(law_by_rounds(wrong, p, q, length=3, gamma=2, rounds=1), law_of_text(p, 4, 3)) for p, q in tables]
-    assert max(distance(law, right) for law, right in laws) > 1e-3
+    pairs = [(joint_by_rounds(wrong, p, q, length=3, gamma=2, rounds=1), joint_by_sampling(p, 4, 3)) for p, q in tables]
+    assert max(distance(joint, correct) for joint, correct in pairs) > 1e-3
 
 
 def test_block_accepts_at_least_as_much_as_token() -> None:
@@ -113,44 +113,44 @@ def test_block_accepts_at_least_as_much_as_token() -> None:
 
 def test_block_accepts_more_on_the_papers_example() -> None:
     """Section 2 of arXiv 2403.10444: two tokens, two drafts, 10/9 accepted by token and 11/9 by block."""
-    texts = [text for n in range(3) for text in itertools.product(range(2), repeat=n)]
-    p = dict.fromkeys(texts, np.array([1 / 3, 2 / 3]))
-    q = dict.fromkeys(texts, np.array([2 / 3, 1 / 3]))
+    prefixes = [prefix for n in range(3) for prefix in itertools.product(range(2), repeat=n)]
+    p = dict.fromkeys(prefixes, np.array([1 / 3, 2 / 3]))
+    q = dict.fromkeys(prefixes, np.array([2 / 3, 1 / 3]))
     assert expected_acceptance(verify_token, p, q, 2) == pytest.approx(10 / 9)
     assert expected_acceptance(verify_block, p, q, 2) == pytest.approx(11 / 9)
 
 
-def test_to_discard_a_draft_for_its_own_low_probability_is_wrong() -> None:
-    """A cut that looks at the drawn token is no stopping time; a cut at the same place without looking is one."""
+def test_discarding_a_draft_for_its_own_low_probability_is_wrong() -> None:
+    """To stop because of the token that was sampled is no stopping time; to stop at that position regardless is one."""
     p, q = np.array([0.5, 0.5]), np.array([0.75, 0.25])
     uniform = np.full(2, 0.5)
     tables = ({(): p, (0,): uniform, (1,): uniform}, {(): q, (0,): uniform, (1,): uniform})
-    kept = law_by_rounds(verify_token, *tables, length=1, gamma=1)
-    blind = law_by_rounds(verify_token, *tables, length=1, gamma=1, stop=lambda drafts: not drafts)
-    # Token 1 is unlikely: once drawn it is thrown away, and the place is sampled from p anew.
+    without_stop = joint_by_rounds(verify_token, *tables, length=1, gamma=1)
+    with_stop = joint_by_rounds(verify_token, *tables, length=1, gamma=1, stop=lambda drafts: not drafts)
+    # Token 1 is discarded for its low q, and its position is sampled from p again.
     accepted = min(1, p[0] / q[0])
-    looked = np.array([q[0] * accepted, q[0] * (1 - accepted)]) + q[1] * p
-    assert distance(kept, {(0,): 0.5, (1,): 0.5}) < 1e-12
-    assert distance(blind, {(0,): 0.5, (1,): 0.5}) < 1e-12
-    assert abs(looked[0] - 0.5) > 0.1
+    with_discard = np.array([q[0] * accepted, q[0] * (1 - accepted)]) + q[1] * p
+    assert distance(without_stop, {(0,): 0.5, (1,): 0.5}) < 1e-12
+    assert distance(with_stop, {(0,): 0.5, (1,): 0.5}) < 1e-12
+    assert abs(with_discard[0] - 0.5) > 0.1
 
 
-def test_to_choose_a_drafter_by_what_it_proposed_is_wrong() -> None:
-    """Two drafters draw, and the one that drew token 0 is taken: what was drawn no longer has the law q it claims."""
+def test_choosing_a_drafter_by_its_sampled_token_is_wrong() -> None:
+    """Two drafters sample, and one that sampled token 0 is preferred: its token is no longer distributed as q."""
     p, q = np.array([0.5, 0.5]), np.array([0.4, 0.6])
-    law = np.zeros(2)
+    output = np.zeros(2)
     for first, second in itertools.product(range(2), repeat=2):
         taken = 0 if 0 in (first, second) else 1
         accepted = min(1, p[taken] / q[taken])
         rest = residual(p, q)
-        law[taken] += q[first] * q[second] * accepted
-        law += q[first] * q[second] * (1 - accepted) * rest / rest.sum()
-    assert law.sum() == pytest.approx(1)
-    assert abs(law[0] - 0.5) > 0.1
+        output[taken] += q[first] * q[second] * accepted
+        output += q[first] * q[second] * (1 - accepted) * rest / rest.sum()
+    assert output.sum() == pytest.approx(1)
+    assert abs(output[0] - 0.5) > 0.1
 
 
 @pytest.mark.parametrize("rule", [rule.verify for rule in RULES.values()], ids=list(RULES))
-def test_greedy_drafts_stay_exactly_where_they_are_the_targets_choice(rule: Rule) -> None:
+def test_one_hot_draft_is_accepted_iff_it_is_the_targets_argmax(rule: Rule) -> None:
     p = np.eye(4)[[2, 1, 3]]
     assert rule(p, np.eye(4)[[2, 0]], [2, 0], Noise(1, 0, 0, 0)) == Verdict(1, 1)
     assert rule(p, np.eye(4)[[2, 1]], [2, 1], Noise(1, 0, 0, 0)) == Verdict(2, 3)
@@ -158,7 +158,7 @@ def test_greedy_drafts_stay_exactly_where_they_are_the_targets_choice(rule: Rule
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.data())
-def test_the_greedy_rule_is_what_every_rule_comes_to_on_one_hot_rows(choices: list[int], data: st.DataObject) -> None:
+def test_every_rule_equals_greedy_verification_on_one_hot_rows(choices: list[int], data: st.DataObject) -> None:
     gamma = len(choices) - 1
     drafts = data.draw(st.lists(st.integers(0, 3), min_size=gamma, max_size=gamma))
     p, q = np.eye(4)[choices], np.eye(4)[drafts]
@@ -167,7 +167,7 @@ def test_the_greedy_rule_is_what_every_rule_comes_to_on_one_hot_rows(choices: li
 
 
 @pytest.mark.parametrize("rule", DRAWING_RULES)
-def test_a_perfect_draft_is_always_accepted(rule: Rule) -> None:
+def test_draft_is_always_accepted_when_q_equals_p(rule: Rule) -> None:
     rows = softmax(np.random.default_rng(0).normal(size=(4, 30)))
     for seed in range(200):
         noise = Noise(seed, 0, 0, 0)
@@ -175,11 +175,11 @@ def test_a_perfect_draft_is_always_accepted(rule: Rule) -> None:
         assert rule(rows, rows[:3], drafts, noise).n_accepted == 3
 
 
-# As statistics see it
+# Statistical
 
 
 def first_tokens(rule: Rule, p: FloatArray, q: FloatArray, trials: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """How often each token comes first in a round with one draft."""
+    """Counts of the first token that a round with one draft outputs."""
     counts = np.zeros(len(p), np.int64)
     for trial in range(trials):
         noise = Noise(trial, 0, 0, 0)
@@ -190,20 +190,20 @@ def first_tokens(rule: Rule, p: FloatArray, q: FloatArray, trials: int) -> np.nd
 
 
 def adversarial_pair() -> tuple[FloatArray, FloatArray]:
-    """Sixteen tokens and a draft that wants the opposite: shared noise shows here and nowhere wider."""
+    """Sixteen tokens and a draft with negated logits: shared noise is detected here, but not on a wide vocabulary."""
     logits = np.random.default_rng(3).normal(size=16)
     return softmax(logits), softmax(-logits)
 
 
 @pytest.mark.parametrize("rule", DRAWING_RULES)
-def test_the_narrow_adversarial_case(rule: Rule) -> None:
+def test_first_token_is_distributed_as_p_with_an_adversarial_draft(rule: Rule) -> None:
     p, q = adversarial_pair()
     counts = first_tokens(rule, p, q, 50_000)
     assert stats.chisquare(counts, p * counts.sum()).pvalue > FALSE_ALARM
 
 
 @pytest.mark.parametrize("wrong", WRONG_RULES)
-def test_the_narrow_adversarial_case_rejects_a_wrong_rule(wrong: Rule) -> None:
+def test_first_token_test_rejects_a_wrong_rule(wrong: Rule) -> None:
     p, q = adversarial_pair()
     counts = first_tokens(wrong, p, q, 20_000)
     assert stats.chisquare(counts, p * counts.sum()).pvalue < FALSE_ALARM
@@ -212,51 +212,51 @@ def test_the_narrow_adversarial_case_rejects_a_wrong_rule(wrong: Rule) -> None:
 def chain(
     rule: Rule, p: FloatArray, q: FloatArray, noise_of: Callable[[int, int], Noise], *, length: int, gamma: int
 ) -> list[int]:
-    """A text of a Markov chain p with drafts from a chain q, in as many rounds as it takes."""
-    text = [0]
+    """An output of a Markov chain p with drafts from a Markov chain q, in as many rounds as it takes."""
+    tokens = [0]
     for round_number in itertools.count():
-        if len(text) > length:
+        if len(tokens) > length:
             break
-        noise = noise_of(round_number, len(text) - 1)
+        noise = noise_of(round_number, len(tokens) - 1)
         drafts: list[int] = []
         for i in range(gamma):
-            drafts.append(draw(q[[*text, *drafts][-1]], noise.uniform(Purpose.DRAFT, i)))
-        contexts = [text[-1], *drafts]
+            drafts.append(draw(q[[*tokens, *drafts][-1]], noise.uniform(Purpose.DRAFT, i)))
+        contexts = [tokens[-1], *drafts]
         n_accepted, token = rule([p[c] for c in contexts], [q[c] for c in contexts[:-1]], drafts, noise)
-        text += [*drafts[:n_accepted], token]
-    return text[1 : length + 1]
+        tokens += [*drafts[:n_accepted], token]
+    return tokens[1 : length + 1]
 
 
 def position_pvalues(rule: Rule, trials: int, noise: Callable[..., Noise] = Noise) -> list[float]:
-    """The chi-square p-value of each of five positions, which lie in two to five rounds."""
+    """The chi-square p-value of each of five positions, decoded in two to five rounds."""
     rng = np.random.default_rng(11)
     p, q = softmax(1.5 * rng.normal(size=(4, 4))), softmax(1.5 * rng.normal(size=(4, 4)))
-    texts = np.array([chain(rule, p, q, partial(noise, seed, 0), length=5, gamma=3) for seed in range(trials)])
-    law = np.eye(4)[0]
+    outputs = np.array([chain(rule, p, q, partial(noise, seed, 0), length=5, gamma=3) for seed in range(trials)])
+    marginal = np.eye(4)[0]
     pvalues = []
     for position in range(5):
-        law = law @ p
-        pvalues.append(stats.chisquare(np.bincount(texts[:, position], minlength=4), law * trials).pvalue)
+        marginal = marginal @ p
+        pvalues.append(stats.chisquare(np.bincount(outputs[:, position], minlength=4), marginal * trials).pvalue)
     return pvalues
 
 
 @pytest.mark.parametrize("rule", DRAWING_RULES)
-def test_every_position_of_a_text_over_several_rounds_has_the_targets_law(rule: Rule) -> None:
-    """Five tests at once: Bonferroni keeps the whole at the stated false-alarm rate."""
+def test_every_position_over_several_rounds_has_the_targets_distribution(rule: Rule) -> None:
+    """Five tests: Bonferroni keeps their common false-alarm rate at FALSE_ALARM."""
     assert min(position_pvalues(rule, 20_000)) > FALSE_ALARM / 5
 
 
-@pytest.mark.parametrize("wrong", [recovers_from_p, shares_one_number])
-def test_positions_reject_a_wrong_rule(wrong: Rule) -> None:
+@pytest.mark.parametrize("wrong", [recovers_from_p, recovers_with_the_accept_number])
+def test_position_test_rejects_a_wrong_rule(wrong: Rule) -> None:
     assert min(position_pvalues(wrong, 5_000)) < FALSE_ALARM / 5
 
 
-def test_block_noise_that_is_keyed_by_position_is_rejected() -> None:
-    """After a rejection it shows the same numbers to a position that they have already decided."""
+def test_position_test_rejects_block_noise_keyed_by_position() -> None:
+    """After a rejection, such noise gives a position the numbers that decided it before."""
     assert min(position_pvalues(verify_block, 20_000, KeyedByPosition)) < FALSE_ALARM / 5
 
 
-def errors_from_the_overlap(rule: Rule, trials: int = 20_000) -> float:
+def standard_errors_from_overlap(rule: Rule, trials: int = 20_000) -> float:
     """How many standard errors the share of accepted drafts lies from sum min(p, q)."""
     rng = np.random.default_rng(5)
     p, q = softmax(rng.normal(size=32)), softmax(rng.normal(size=32))
@@ -270,17 +270,17 @@ def errors_from_the_overlap(rule: Rule, trials: int = 20_000) -> float:
 
 
 @pytest.mark.parametrize("rule", DRAWING_RULES)
-def test_the_acceptance_rate_is_the_overlap_of_p_and_q(rule: Rule) -> None:
+def test_acceptance_rate_is_the_overlap_of_p_and_q(rule: Rule) -> None:
     """Four standard errors are a false-alarm rate of 6e-5."""
-    assert errors_from_the_overlap(rule) < 4
+    assert standard_errors_from_overlap(rule) < 4
 
 
-@pytest.mark.parametrize("wrong", [shares_the_drafts_numbers, accepts_likely_drafts])
-def test_the_acceptance_rate_rejects_a_rule_that_accepts_wrongly(wrong: Rule) -> None:
-    assert errors_from_the_overlap(wrong) > 4
+@pytest.mark.parametrize("wrong", [accepts_with_the_draft_number, accepts_likely_drafts])
+def test_acceptance_rate_test_rejects_wrong_acceptance(wrong: Rule) -> None:
+    assert standard_errors_from_overlap(wrong) > 4
 
 
-# Coupled
+# Coupled verification
 
 
 def coupled_token(row: FloatArray, seed: int, position: int = 0, noise: Callable[..., Noise] = Noise) -> int:
@@ -289,14 +289,14 @@ def coupled_token(row: FloatArray, seed: int, position: int = 0, noise: Callable
 
 
 def narrow_pvalue(trials: int, noise: Callable[..., Noise] = Noise) -> float:
-    """Chi-square of coupled choices over sixteen tokens."""
+    """The chi-square p-value of coupled tokens over a vocabulary of sixteen."""
     p, _ = adversarial_pair()
     counts = np.bincount([coupled_token(p, seed, noise=noise) for seed in range(trials)], minlength=16)
     return float(stats.chisquare(counts, p * trials).pvalue)
 
 
 def wide_pvalue(trials: int, noise: Callable[..., Noise] = Noise) -> float:
-    """Chi-square where half of the mass lies in 60,000 rare tokens, which zeros in the noise would favour."""
+    """The chi-square p-value where 60,000 rare tokens, which zeros in the noise favour, have half the probability."""
     row = np.full(60_016, 0.5 / 60_000)
     row[:16] = 0.5 / 16
     tokens = np.array([coupled_token(row.astype(np.float32), seed, noise=noise) for seed in range(trials)])
@@ -304,25 +304,25 @@ def wide_pvalue(trials: int, noise: Callable[..., Noise] = Noise) -> float:
     return float(stats.chisquare(counts, np.append(np.full(16, 0.5 / 16), 0.5) * trials).pvalue)
 
 
-def test_a_coupled_choice_has_the_law_p() -> None:
+def test_coupled_token_is_distributed_as_p() -> None:
     assert narrow_pvalue(50_000) > FALSE_ALARM
 
 
-def test_a_coupled_choice_has_the_law_p_over_a_wide_vocabulary() -> None:
+def test_coupled_token_is_distributed_as_p_over_a_wide_vocabulary() -> None:
     assert wide_pvalue(20_000) > FALSE_ALARM
 
 
-def test_a_race_with_uniform_numbers_is_rejected() -> None:
+def test_narrow_test_rejects_a_race_with_uniform_numbers() -> None:
     assert narrow_pvalue(10_000, UniformRace) < FALSE_ALARM
 
 
-def test_a_race_with_coarse_numbers_is_rejected_on_a_wide_vocabulary_only() -> None:
-    """Ten bits are few enough for zeros to show in 20,000 trials; single precision has them more rarely."""
+def test_wide_test_rejects_a_race_with_coarse_numbers() -> None:
+    """Ten bits give enough zeros for 20,000 trials to detect; single precision gives fewer."""
     assert wide_pvalue(20_000, CoarseRace) < FALSE_ALARM
 
 
 def independence_pvalue(trials: int, noise: Callable[..., Noise] = Noise) -> float:
-    """A contingency table of the choices at two positions."""
+    """The p-value of a contingency table of the tokens at two positions."""
     p = softmax(np.random.default_rng(1).normal(size=4))
     table = np.zeros((4, 4))
     for seed in range(trials):
@@ -330,24 +330,24 @@ def independence_pvalue(trials: int, noise: Callable[..., Noise] = Noise) -> flo
     return float(stats.chi2_contingency(table).pvalue)
 
 
-def test_choices_at_different_positions_are_independent() -> None:
+def test_coupled_tokens_at_different_positions_are_independent() -> None:
     assert independence_pvalue(20_000) > FALSE_ALARM
 
 
-def test_noise_that_positions_share_is_rejected() -> None:
-    assert independence_pvalue(2_000, AlikeEverywhere) < FALSE_ALARM
+def test_independence_test_rejects_noise_shared_by_positions() -> None:
+    assert independence_pvalue(2_000, SameAtEveryPosition) < FALSE_ALARM
 
 
 @given(st.integers(0, 2**32), st.lists(st.integers(0, 7), max_size=6))
-def test_coupled_text_is_the_same_whatever_was_drafted(seed: int, drafts: list[int]) -> None:
+def test_coupled_output_does_not_depend_on_the_drafts(seed: int, drafts: list[int]) -> None:
     p = softmax(2 * np.random.default_rng(2).normal(size=(9, 8)))
     alone = [coupled_token(p[i], seed, i) for i in range(len(drafts) + 1)]
     n_accepted, token = verify_coupled(p, drafts, Noise(seed, 0, 3, 0))
     assert [*drafts[:n_accepted], token] == alone[: n_accepted + 1]
 
 
-def test_a_draft_that_runs_the_same_race_agrees_nearly_as_often_as_any_draft_can() -> None:
-    """Against the optimum sum min(p, q) on wide, similar rows; two unrelated draws would agree far less."""
+def test_coupled_draft_agrees_with_the_target_nearly_as_often_as_possible() -> None:
+    """The optimum is sum min(p, q), here of wide and similar rows; independent samples would agree far less often."""
     rng = np.random.default_rng(4)
     logits = 3 * rng.normal(size=20_000)
     p, q = softmax(logits), softmax(logits + 0.5 * rng.normal(size=20_000))

@@ -1,4 +1,4 @@
-"""The files, ports and processes of a server, without TorchServe."""
+"""The files, ports and processes of a server, without starting TorchServe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORKER = "2026-11-21T05:41:48,756 [INFO ] W-9000-qwen_1.0-stdout MODEL_LOG - "
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> State:
-    """The state of a server that does not run."""
+    """The state of a server that is not running."""
     monkeypatch.setattr(paths, "STATE", tmp_path)
     own = State.of(18080)
     own.logs.mkdir(parents=True)
@@ -45,23 +45,23 @@ def listener() -> Iterator[int]:
 
 
 def in_java(text: str) -> dict[str, str]:
-    """Read properties the way Java does."""
+    """Read properties as Java does."""
     pairs = (line.split("=", 1) for line in text.splitlines() if line and not line.startswith("#"))
     return {key: value.encode("ascii").decode("unicode_escape") for key, value in pairs}
 
 
-def test_a_server_takes_five_ports_and_a_directory(state: State) -> None:
+def test_server_has_five_ports_and_a_directory(state: State) -> None:
     assert state.ports == (18080, 18081, 18082, 18083, 18084)
     assert state.directory == paths.STATE / "18080"
 
 
 @pytest.mark.parametrize("port", [0, 80, 65532, 70000])
-def test_a_port_without_room_for_the_other_four_is_refused(port: int) -> None:
+def test_port_outside_1024_to_65531_is_an_error(port: int) -> None:
     with pytest.raises(ConfigError, match=f"--port {port}: must lie between 1024 and 65531"):
         Ports.starting_at(port)
 
 
-def test_a_taken_port_is_named_with_the_process_that_listens(listener: int) -> None:
+def test_error_names_the_port_in_use_and_its_process(listener: int) -> None:
     with pytest.raises(EnvironmentFailure) as failure:
         require_free(Ports.starting_at(listener - 2))
     assert f"port {listener} is taken by" in str(failure.value)
@@ -69,7 +69,7 @@ def test_a_taken_port_is_named_with_the_process_that_listens(listener: int) -> N
     assert "choose another with --port" in str(failure.value)
 
 
-def test_a_servers_settings_follow_those_of_the_project(state: State) -> None:
+def test_properties_add_the_servers_ports_to_the_projects_settings(state: State) -> None:
     settings = in_java(properties(state, with_tokens=True))
     assert settings["inference_address"] == "http://127.0.0.1:18080"
     assert settings["management_address"] == "http://127.0.0.1:18081"
@@ -83,7 +83,7 @@ def test_a_servers_settings_follow_those_of_the_project(state: State) -> None:
     assert settings["disable_token_authorization"] == "false"
 
 
-def test_no_auth_needs_no_token_and_forbids_registering_models(state: State) -> None:
+def test_no_auth_disables_tokens_and_model_registration(state: State) -> None:
     settings = in_java(properties(state, with_tokens=False))
     assert settings["disable_token_authorization"] == "true"
     assert settings["enable_model_api"] == "false"
@@ -106,7 +106,7 @@ def test_values_are_escaped_for_java_properties(value: str, written: str) -> Non
     assert escaped(value) == written
 
 
-def test_a_long_path_moves_the_socket_out_of_the_project(state: State, tmp_path: Path) -> None:
+def test_long_path_moves_the_socket_out_of_the_project(state: State, tmp_path: Path) -> None:
     assert State(state.ports, Path("/srv/8080")).temporary == Path("/srv/8080/tmp")
     moved = State(state.ports, tmp_path / ("long" * 30)).temporary
     assert not moved.is_relative_to(tmp_path)
@@ -134,7 +134,7 @@ def test_files_of_an_earlier_server_are_replaced(state: State) -> None:
 
 @contextlib.contextmanager
 def sleeper(argument: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of a session of its own that sleeps until it is stopped."""
+    """A process in a session of its own that sleeps until it is killed."""
     program = "import time; print(flush=True); time.sleep(60)"
     command = [sys.executable, "-c", program, argument]
     with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as started:
@@ -153,7 +153,7 @@ def test_stop_ends_the_processes_that_use_the_servers_files(state: State, capsys
     assert not running(state)
 
 
-def test_stop_does_not_end_another_process_with_the_recorded_session_id(
+def test_stop_does_not_end_an_unrelated_process_with_the_recorded_id(
     state: State, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with sleeper("/somebody/elses/config.properties") as started:
@@ -163,7 +163,7 @@ def test_stop_does_not_end_another_process_with_the_recorded_session_id(
     assert capsys.readouterr().out == "nothing runs on port 18080.\n"
 
 
-def test_a_second_server_on_the_same_port_is_refused(state: State) -> None:
+def test_second_server_on_the_same_port_is_an_error(state: State) -> None:
     with sleeper(str(state.properties)) as started:
         state.pid_file.write_text(f"{started.pid}\n", encoding="ascii")
         with pytest.raises(EnvironmentFailure, match="a server runs on port 18080 already; stop it with"):
@@ -186,7 +186,7 @@ def test_a_second_server_on_the_same_port_is_refused(state: State) -> None:
         ("Backend worker process died.\nTraceback (most recent call last):", None),
     ],
 )
-def test_the_reason_of_a_failed_load_is_read_from_the_workers_log(log: str, reason: str | None) -> None:
+def test_load_failure_is_read_from_the_workers_log(log: str, reason: str | None) -> None:
     assert load_failure("\n".join(WORKER + line for line in log.splitlines())) == reason
 
 
@@ -200,14 +200,14 @@ llama-vocab.cpp:2544: GGML_ASSERT(id != -1) failed
 [Inferior 1 (process 20212) detached]"""
 
 
-@pytest.mark.parametrize(("starts", "given_up"), [(1, False), (3, False), (4, True)])
-def test_a_worker_that_dies_four_times_while_loading_is_given_up(starts: int, *, given_up: bool) -> None:
+@pytest.mark.parametrize(("starts", "fails"), [(1, False), (3, False), (4, True)])
+def test_load_fails_at_the_fourth_start_of_the_worker(starts: int, *, fails: bool) -> None:
     reason = load_failure("\n".join(WORKER + line for line in (WORKER_LOG.splitlines() * starts)))
-    assert bool(reason) is given_up
+    assert bool(reason) is fails
     assert not reason or reason.endswith("its last words: llama-vocab.cpp:2544: GGML_ASSERT(id != -1) failed")
 
 
-def test_waiting_ends_with_the_workers_error(state: State) -> None:
+def test_wait_until_ready_raises_the_workers_error(state: State) -> None:
     state.model_log.write_text(f"{WORKER}specserve cannot load: the draft is broken.\n", encoding="utf-8")
     with (
         sleeper("anything") as started,
@@ -216,7 +216,7 @@ def test_waiting_ends_with_the_workers_error(state: State) -> None:
         wait_until_ready(state, started, 60)
 
 
-def test_waiting_ends_when_torchserve_does(state: State) -> None:
+def test_wait_until_ready_raises_when_torchserve_ends(state: State) -> None:
     state.console.write_text("Invalid configuration: no such port\n", encoding="utf-8")
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
@@ -224,12 +224,12 @@ def test_waiting_ends_when_torchserve_does(state: State) -> None:
             wait_until_ready(state, ended, 60)
 
 
-def test_waiting_ends_with_the_timeout(state: State) -> None:
+def test_wait_until_ready_raises_after_the_timeout(state: State) -> None:
     with sleeper("anything") as started, pytest.raises(EnvironmentFailure, match="was not ready after 0 seconds"):
         wait_until_ready(state, started, 0)
 
 
-def test_the_first_completion_is_shown_with_its_speed_and_drafts() -> None:
+def test_summary_shows_the_first_completion_its_speed_and_drafts() -> None:
     completion = {
         "choices": [{"text": "    return n\n"}],
         "usage": {"completion_tokens": 30},
@@ -241,7 +241,7 @@ def test_the_first_completion_is_shown_with_its_speed_and_drafts() -> None:
     )
 
 
-def test_the_client_example_is_python_and_a_shell_command_that_run(state: State) -> None:
+def test_client_example_is_valid_python_and_shell(state: State) -> None:
     lines = client_example(state, with_tokens=True).splitlines()
     begin = next(n for n, line in enumerate(lines) if line.startswith("import json"))
     compile("\n".join(lines[begin : lines.index("", begin)]), "printed", "exec")
@@ -250,7 +250,7 @@ def test_the_client_example_is_python_and_a_shell_command_that_run(state: State)
     assert "Bearer" not in client_example(state, with_tokens=False)
 
 
-def test_java_17_or_later_is_used_and_older_ones_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_java_home_accepts_java_17_and_rejects_older_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bin").mkdir()
     own = tmp_path / "bin" / "java"
     own.touch(mode=0o755)

@@ -1,4 +1,4 @@
-"""Tiny models behave like real ones in what matters to speculation, streaming and stopping."""
+"""The tiny models resemble real ones in what speculation, streaming and stopping depend on."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Probabilities = NDArray[np.float64]
 Choose = Callable[[Probabilities], int]
 
 
-class Writer:
-    """A model, and an engine over one sequence."""
+class Runner:
+    """A model, and an engine with one slot."""
 
     def __init__(self, path: Path) -> None:
         self.model = LlamaModel(path)
@@ -39,7 +39,7 @@ class Writer:
         self.pieces = list(map(self.model.name, range(self.model.size)))
 
     def begin(self, text: str) -> Probabilities:
-        """The distribution after a text."""
+        """The distribution after this text."""
         self._engine.truncate(0, 0)
         return self.feed(self.model.encode(text))
 
@@ -55,24 +55,24 @@ class Writer:
         self.model.close()
 
 
-Load = Callable[[str, str], Writer]
+Load = Callable[[str, str], Runner]
 
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
     directory = tmp_path_factory.mktemp("tiny")
-    writers: dict[tuple[str, str], Writer] = {}
+    runners: dict[tuple[str, str], Runner] = {}
 
-    def loaded(architecture: str, role: str) -> Writer:
-        if (architecture, role) not in writers:
+    def loaded(architecture: str, role: str) -> Runner:
+        if (architecture, role) not in runners:
             path = directory / f"{architecture}-{role}.gguf"
             write_tiny(path, architecture, role)
-            writers[architecture, role] = Writer(path)
-        return writers[architecture, role]
+            runners[architecture, role] = Runner(path)
+        return runners[architecture, role]
 
     yield loaded
-    for writer in writers.values():
-        writer.close()
+    for runner in runners.values():
+        runner.close()
 
 
 @pytest.fixture(params=ARCHITECTURES)
@@ -81,12 +81,12 @@ def architecture(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def target(load: Load, architecture: str) -> Writer:
+def target(load: Load, architecture: str) -> Runner:
     return load(architecture, "target")
 
 
 @pytest.fixture
-def draft(load: Load, architecture: str) -> Writer:
+def draft(load: Load, architecture: str) -> Runner:
     return load(architecture, "draft")
 
 
@@ -100,9 +100,9 @@ def sampler(seed: int) -> Choose:
 
 
 def generate(
-    target: Writer, prompt: str, choose: Choose, draft: Writer | None = None, limit: int = 200
+    target: Runner, prompt: str, choose: Choose, draft: Runner | None = None, limit: int = 200
 ) -> tuple[list[int], list[Probabilities], list[Probabilities]]:
-    """The tokens up to an end token, and the distributions of target and draft for each."""
+    """The tokens up to an end token, and the distributions of target and draft at each."""
     tokens: list[int] = []
     p, q = target.begin(prompt), draft.begin(prompt) if draft else np.empty(0)
     expected, drafted = [p], [q]
@@ -116,8 +116,10 @@ def generate(
     return tokens, expected, drafted
 
 
-def follow(target: Writer, draft: Writer | None, choose: Choose) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The distributions of target and draft for each token that the target generates."""
+def distributions(
+    target: Runner, draft: Runner | None, choose: Choose
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The distributions of target and draft at each token that the target generates."""
     answers = [generate(target, prompt, choose, draft, limit=100) for prompt in PROMPTS]
     return np.concatenate([answer[1] for answer in answers]), np.concatenate([answer[2] for answer in answers])
 
@@ -127,17 +129,17 @@ def follow(target: Writer, draft: Writer | None, choose: Choose) -> tuple[NDArra
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("role", ["target", "other"])
-def test_the_pieces_of_an_encoded_text_join_to_the_text(load: Load, architecture: str, role: str, text: str) -> None:
+def test_pieces_of_an_encoded_text_join_to_the_text(load: Load, architecture: str, role: str, text: str) -> None:
     model = load(architecture, role).model
     assert b"".join(map(model.piece, model.encode(text))).decode() == text
 
 
-def test_merges_are_used(target: Writer) -> None:
+def test_tokeniser_uses_its_merges(target: Runner) -> None:
     text = "the large model checks the tokens"
     assert len(target.model.encode(text)) < len(text) / 2
 
 
-def test_qwen2_has_its_markers(load: Load) -> None:
+def test_qwen2_has_its_end_and_fill_in_the_middle_tokens(load: Load) -> None:
     model = load("qwen2", "target").model
     assert set(map(model.name, model.end_tokens())) == {b"<|im_end|>", b"<|endoftext|>"}
     assert [model.name(token) for token in model.infill([], []) or ()] == [
@@ -145,12 +147,12 @@ def test_qwen2_has_its_markers(load: Load) -> None:
     ]
 
 
-def test_only_llama_prepends_a_bos_token(target: Writer, architecture: str) -> None:
+def test_only_llama_prepends_a_bos_token(target: Runner, architecture: str) -> None:
     added = len(target.model.encode("a")) - len(target.model.encode("a", begin=False))
     assert added == (architecture == "llama")
 
 
-def test_qwen2_and_llama_have_a_chat_template_and_gpt2_has_none(target: Writer, architecture: str) -> None:
+def test_qwen2_and_llama_have_a_chat_template_and_gpt2_has_none(target: Runner, architecture: str) -> None:
     template = target.model.chat_template()
     marker = {"qwen2": "<|im_start|>", "llama": "<|assistant|>", "gpt2": None}[architecture]
     assert template is None if marker is None else template is not None and marker in template
@@ -159,56 +161,56 @@ def test_qwen2_and_llama_have_a_chat_template_and_gpt2_has_none(target: Writer, 
 # Pairs
 
 
-def test_the_draft_mostly_agrees_with_greedy_tokens(target: Writer, draft: Writer) -> None:
-    p, q = follow(target, draft, greedy)
+def test_drafts_argmax_mostly_equals_the_targets(target: Runner, draft: Runner) -> None:
+    p, q = distributions(target, draft, greedy)
     assert 0.6 < np.mean(p.argmax(axis=1) == q.argmax(axis=1)) < 0.85
 
 
-def test_the_drafts_distribution_overlaps_with_the_targets(target: Writer, draft: Writer) -> None:
-    p, q = follow(target, draft, sampler(1))
+def test_drafts_distribution_overlaps_with_the_targets(target: Runner, draft: Runner) -> None:
+    p, q = distributions(target, draft, sampler(1))
     assert 0.6 < np.minimum(p, q).sum(axis=1).mean() < 0.9
 
 
 # Generation
 
 
-def test_the_next_token_is_neither_certain_nor_arbitrary(target: Writer) -> None:
-    p, _ = follow(target, None, sampler(2))
+def test_next_token_has_1_to_4_bits_of_entropy(target: Runner) -> None:
+    p, _ = distributions(target, None, sampler(2))
     assert 1 < -(p * np.log2(p + 1e-300)).sum(axis=1).mean() < 4
 
 
-def test_greedy_answers_vary_and_seldom_end_early(target: Writer) -> None:
+def test_greedy_answers_vary_and_rarely_end_early(target: Runner) -> None:
     answers = [generate(target, prompt, greedy, limit=64)[0] for prompt in PROMPTS]
     assert sum(len(tokens) == 64 for tokens in answers) >= 6
     for tokens in answers:
         assert len(set(tokens)) >= min(10, len(tokens) // 2)
 
 
-def test_the_next_token_depends_on_more_than_the_last(target: Writer) -> None:
-    # Three texts that end in the same token.
+def test_next_token_depends_on_more_than_the_last_one(target: Runner) -> None:
+    # Three prompts that end in the same token.
     choices = [target.begin(prompt + " =") for prompt in ("a", "Where", "1 + 2")]
     assert max(np.abs(choices[0] - other).sum() for other in choices[1:]) > 0.2
 
 
-def test_sampled_answers_sometimes_end(target: Writer) -> None:
+def test_sampled_answers_sometimes_end(target: Runner) -> None:
     answers = [generate(target, PROMPTS[seed % 8], sampler(seed))[0] for seed in range(24)]
     assert 2 <= sum(target.model.is_end_token(tokens[-1]) for tokens in answers) <= 22
 
 
-def test_text_is_printable_and_splits_characters_between_tokens(target: Writer) -> None:
+def test_output_is_printable_and_splits_characters_between_tokens(target: Runner) -> None:
     answers = [generate(target, prompt, sampler(seed))[0] for seed, prompt in enumerate(PROMPTS)]
     pieces = [target.model.piece(token) for tokens in answers for token in tokens]
     text = b"".join(pieces).decode(errors="replace")
     assert sum("\ufffd" in piece.decode(errors="replace") for piece in pieces) >= 10
     assert text.count("\ufffd") < len(text) / 200
-    # Joined bytes may form unassigned characters.
+    # Joined bytes may be unassigned characters.
     assert sum(not character.isprintable() for character in text.replace("\n", "")) < len(text) / 200
 
 
 # Files
 
 
-def test_a_file_is_written_byte_for_byte_again(tmp_path: Path, architecture: str) -> None:
+def test_file_is_the_same_byte_for_byte_when_written_again(tmp_path: Path, architecture: str) -> None:
     for role in ROLES:
         digests = set()
         for name in ("one.gguf", "two.gguf"):
@@ -227,7 +229,7 @@ def test_writing_replaces_the_file_and_leaves_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("architecture", "role"), [("mamba", "target"), ("qwen2", "judge")])
-def test_an_unknown_model_is_refused(tmp_path: Path, architecture: str, role: str) -> None:
+def test_unknown_architecture_or_role_is_an_error(tmp_path: Path, architecture: str, role: str) -> None:
     with pytest.raises(ConfigError, match=f"{architecture} {role}.*qwen2.*target"):
         write_tiny(tmp_path / "tiny.gguf", architecture, role)
     assert not list(tmp_path.iterdir())

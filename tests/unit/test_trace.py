@@ -1,4 +1,4 @@
-"""Traces, and the report that is made of them."""
+"""Traces, and the report that is generated from them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def lines(directory: Path) -> list[Any]:
     return [json.loads(line) for line in (directory / "qwen-1.0.jsonl").read_text().splitlines()]
 
 
-def test_a_round_is_a_line(tmp_path: Path) -> None:
+def test_round_is_written_as_one_line(tmp_path: Path) -> None:
     writer = trace(tmp_path)
     writer.round(a_round("r1", ["model", "lookup"], 1, [1, 2]))
     writer.end(an_end("r1"))
@@ -50,7 +50,7 @@ def test_a_round_is_a_line(tmp_path: Path) -> None:
     assert (second["reason"], second["ttft"], second["tpot"]) == ("stop", 1.5, 0.1)
 
 
-def test_a_character_of_two_tokens_is_whole_when_they_are_joined(tmp_path: Path) -> None:
+def test_character_split_between_tokens_is_restored_by_joining_them(tmp_path: Path) -> None:
     halves = {1: "é".encode()[:1], 2: "é".encode()[1:]}
     writer = Trace(tmp_path / "qwen-1.0.jsonl", share=1.0, mebibytes=1.0, text=halves.__getitem__)
     writer.round(a_round("r1", ["model"], 1, [1, 2]))
@@ -59,8 +59,8 @@ def test_a_character_of_two_tokens_is_whole_when_they_are_joined(tmp_path: Path)
     assert "é" in page(summarise([tmp_path / "qwen-1.0.jsonl"]))
 
 
-def test_the_page_shows_such_a_character_with_the_token_that_completes_it() -> None:
-    first, second = ("é".encode()[place : place + 1].decode(errors="surrogateescape") for place in (0, 1))
+def test_report_shows_a_split_character_with_the_token_that_completes_it() -> None:
+    first, second = ("é".encode()[index : index + 1].decode(errors="surrogateescape") for index in (0, 1))
     written = [Piece("caf", "plain"), Piece(first, "accepted"), Piece(second, "bonus"), Piece(first, "recovered")]
     assert whole_characters(written) == [
         Piece("caf", "plain"),
@@ -71,7 +71,7 @@ def test_the_page_shows_such_a_character_with_the_token_that_completes_it() -> N
     ]
 
 
-def test_only_its_owner_may_read_a_trace(tmp_path: Path) -> None:
+def test_trace_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     writer = trace(tmp_path / "traces", mebibytes=0.01)
     for _ in range(100):
         writer.round(a_round("r1", [], 0, [1]))
@@ -86,7 +86,7 @@ def test_text_is_written_only_if_configured(tmp_path: Path) -> None:
     assert "text" not in lines(tmp_path)[0]
 
 
-def test_a_request_is_traced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_request_is_traced_completely_or_not_at_all(tmp_path: Path) -> None:
     writer = trace(tmp_path, share=0.3)
     for number in range(300):
         writer.round(a_round(f"r{number}", [], 0, [1]))
@@ -99,7 +99,7 @@ def test_a_request_is_traced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     assert 50 < len(counts) < 130
 
 
-def test_files_are_rotated_within_their_size(tmp_path: Path) -> None:
+def test_trace_files_are_rotated_within_the_size_limit(tmp_path: Path) -> None:
     writer = trace(tmp_path, mebibytes=0.05)
     for number in range(2000):
         writer.round(a_round(f"r{number}", ["model"] * 3, 2, [1, 2, 3]))
@@ -109,7 +109,7 @@ def test_files_are_rotated_within_their_size(tmp_path: Path) -> None:
     assert lines(tmp_path)[-1]["request"] == "r1999"
 
 
-def test_a_full_disk_stops_the_trace_with_one_log_line(
+def test_full_disk_stops_the_trace_with_one_log_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> bool:
@@ -123,7 +123,7 @@ def test_a_full_disk_stops_the_trace_with_one_log_line(
     assert caplog.records[0].exc_info is None
 
 
-def test_the_page_shows_families_places_and_what_each_token_was(tmp_path: Path) -> None:
+def test_report_shows_families_positions_and_the_kind_of_each_token(tmp_path: Path) -> None:
     writer = trace(tmp_path)
     writer.round(a_round("r1", ["model", "model"], 2, [1, 2, 3]))
     writer.round(a_round("r1", ["lookup", "model"], 0, [4]))
@@ -140,7 +140,7 @@ def test_the_page_shows_families_places_and_what_each_token_was(tmp_path: Path) 
     assert "http" not in html.replace("http-equiv", "")
 
 
-def test_a_truncated_line_is_skipped_and_reported(tmp_path: Path) -> None:
+def test_truncated_line_is_skipped_and_reported(tmp_path: Path) -> None:
     writer = trace(tmp_path)
     writer.round(a_round("r1", [], 0, [1]))
     file = tmp_path / "qwen-1.0.jsonl"
@@ -150,7 +150,7 @@ def test_a_truncated_line_is_skipped_and_reported(tmp_path: Path) -> None:
     assert "1 lines that are no records" in page(report)
 
 
-def test_a_trace_without_rounds_is_an_error(tmp_path: Path) -> None:
+def test_trace_without_rounds_is_an_error(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.touch()
     with pytest.raises(ConfigError, match="no round is recorded"):
@@ -159,7 +159,7 @@ def test_a_trace_without_rounds_is_an_error(tmp_path: Path) -> None:
         summarise([tmp_path / "missing.jsonl"])
 
 
-def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace(tmp_path).round(a_round("r1", ["model"], 1, [1, 2]))
     out = tmp_path / "page.html"
     assert main([str(tmp_path / "qwen-1.0.jsonl"), "-o", str(out)]) == 0

@@ -1,4 +1,4 @@
-"""The work of a call, counted in Python lines: a measure that does not depend on the machine."""
+"""The work of a call, counted in executed Python lines: a measure that does not depend on the machine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from types import FrameType
 from typing import Any
 
 
-def lines_run(work: Callable[[], object]) -> int:
-    """The number of Python lines that `work` runs."""
+def lines_run(call: Callable[[], object]) -> int:
+    """The number of Python lines that `call` executes."""
     count = 0
 
     def trace(_frame: FrameType, _event: str, _argument: object) -> Any:
@@ -20,7 +20,7 @@ def lines_run(work: Callable[[], object]) -> int:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        work()
+        call()
     finally:
         sys.settrace(before)
     return count

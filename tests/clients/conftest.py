@@ -9,7 +9,7 @@ import pytest
 
 from gguf_tokenizer import save_tokenizer
 from ours import Ours
-from server import TINY, Server, running, tiny_but
+from server import TINY, Server, running, tiny_config
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -27,7 +27,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
     Where several share the cache, it adds up a text's kv_len in an order that depends on the others.
     """
-    with running(config=tiny_but(tmp_path_factory.mktemp("config"), handler={"sequences": 1})) as server:
+    with running(config=tiny_config(tmp_path_factory.mktemp("config"), handler={"sequences": 1})) as server:
         yield server
 
 

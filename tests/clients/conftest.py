@@ -1,4 +1,4 @@
-"""Servers with the tiny pair for all clients, and a tokenizer made of its model."""
+"""Servers with the tiny pair for all clients, and a tokenizer built from its model file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from gguf_tokenizer import save_tokenizer
 from ours import Ours
-from server import TINY, Server, running, tiny_but
+from server import TINY, Server, running, tiny_config
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,17 +23,17 @@ def _no_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One that decodes one sequence at a time, so that its numbers are the same whatever was asked before or beside.
+    """A server with one slot, so that log-probabilities do not depend on earlier or concurrent requests.
 
-    Where several share the cache, it adds up a text's kv_len in an order that depends on the others.
+    With llama.cpp's attention a sequence's sums are added in an order that depends on the other sequences in the cache.
     """
-    with running(config=tiny_but(tmp_path_factory.mktemp("config"), handler={"sequences": 1})) as server:
+    with running(config=tiny_config(tmp_path_factory.mktemp("config"), handler={"sequences": 1})) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def shared_server() -> Iterator[Server]:
-    """One that decodes eight sequences at once."""
+    """A server that decodes eight sequences at once."""
     with running() as server:
         yield server
 
@@ -45,13 +45,13 @@ def ours() -> Ours:
 
 @pytest.fixture(scope="session")
 def model(ours: Ours) -> Path:
-    """The target that the server serves."""
+    """The file of the server's target."""
     return ours.target(TINY)
 
 
 @pytest.fixture(scope="session")
 def tokenizer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a tokenizer of that target."""
+    """The directory of a tokenizer for that target."""
     directory = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(model, directory)
     return directory

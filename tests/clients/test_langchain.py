@@ -1,4 +1,4 @@
-"""LangChain's two classes for OpenAI's routes say what OpenAI's own client hears."""
+"""LangChain's two classes for OpenAI's routes return what OpenAI's own client returns."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def expected_answer(server: Server) -> str:
     return str(server.client().chat.completions.create(**body).choices[0].message.content)
 
 
-def test_a_completion(server: Server) -> None:
+def test_a_completion_equals_openais_clients(server: Server) -> None:
     assert completions(server).invoke(PROMPT) == expected_text(server)
 
 
-def test_several_prompts_in_one_request_are_answered_in_their_order(server: Server) -> None:
+def test_several_prompts_in_one_request_are_answered_in_order(server: Server) -> None:
     prompts = [f"{PROMPT} number {n}" for n in range(4)]
     texts = completions(server, max_tokens=8).batch(prompts)
     assert texts == [expected_text(server, prompt, max_tokens=8) for prompt in prompts]
@@ -63,22 +63,22 @@ def test_a_completion_counts_its_tokens(server: Server) -> None:
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
 
-def test_a_completion_with_logprobs_has_one_for_every_token(server: Server) -> None:
+def test_a_completion_has_a_logprob_for_every_token(server: Server) -> None:
     generation = completions(server, logprobs=2).generate([PROMPT]).generations[0][0]
     logprobs = generation.generation_info["logprobs"]
     assert "".join(logprobs["tokens"]) == generation.text
     assert all(value <= 0 for value in logprobs["token_logprobs"])
-    assert all(len(likeliest) == 2 for likeliest in logprobs["top_logprobs"])
+    assert all(len(alternatives) == 2 for alternatives in logprobs["top_logprobs"])
 
 
-def test_a_streamed_completion(server: Server) -> None:
-    long: dict[str, Any] = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}  # several time slices of the server
+def test_a_streamed_completion_equals_openais_clients(server: Server) -> None:
+    long: dict[str, Any] = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}  # takes several time slices
     pieces = list(completions(server, **long).stream(PROMPT))
     assert len(pieces) > 1
     assert "".join(pieces) == expected_text(server, **long)
 
 
-def test_a_completion_awaited_and_streamed_to_a_coroutine(server: Server) -> None:
+def test_an_async_completion_whole_and_streamed(server: Server) -> None:
     async def both() -> tuple[str, str]:
         client = completions(server)
         return await client.ainvoke(PROMPT), "".join([piece async for piece in client.astream(PROMPT)])
@@ -92,14 +92,14 @@ def test_a_completion_ends_before_a_stop_string(server: Server) -> None:
     assert completions(server).invoke(PROMPT, stop=[stop]) == text[: text.index(stop)]
 
 
-def test_a_chat_answers_and_counts_its_tokens(server: Server) -> None:
+def test_a_chat_equals_openais_clients_and_counts_its_tokens(server: Server) -> None:
     answer = chat(server).invoke(QUESTION)
     assert answer.content == expected_answer(server)
     usage = answer.usage_metadata
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
 
 
-def test_a_chat_of_all_roles_and_typical_options(server: Server) -> None:
+def test_a_chat_with_all_roles_and_a_seed_repeats_its_output(server: Server) -> None:
     client = chat(
         server, temperature=0.7, top_p=0.9, seed=5, frequency_penalty=0.1, presence_penalty=0.1, logit_bias={5: 1}
     )
@@ -107,13 +107,13 @@ def test_a_chat_of_all_roles_and_typical_options(server: Server) -> None:
     assert client.invoke(messages).content == client.invoke(messages).content
 
 
-def test_a_streamed_chat_with_its_usage(server: Server) -> None:
+def test_a_streamed_chat_has_its_usage(server: Server) -> None:
     chunks = list(chat(server, stream_usage=True).stream(QUESTION))
     assert "".join(chunk.content for chunk in chunks) == expected_answer(server)
     assert sum(chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.usage_metadata) > 0
 
 
-def test_a_chat_awaited_and_streamed_to_a_coroutine(server: Server) -> None:
+def test_an_async_chat_whole_and_streamed(server: Server) -> None:
     async def both() -> tuple[str, str]:
         client = chat(server)
         answer = await client.ainvoke(QUESTION)
@@ -122,20 +122,20 @@ def test_a_chat_awaited_and_streamed_to_a_coroutine(server: Server) -> None:
     assert asyncio.run(both()) == (expected_answer(server), expected_answer(server))
 
 
-def test_speculation_is_chosen_by_extra_body(server: Server) -> None:
+def test_extra_body_sets_the_speculation_mode(server: Server) -> None:
     plain = completions(server, extra_body={"speculation": {"mode": "off"}})
     assert "".join(plain.stream(PROMPT)) == expected_text(server)
     with pytest.raises(openai.BadRequestError, match="at most"):
         list(completions(server, extra_body={"speculation": {"mode": "fixed", "gamma": 32}}).stream(PROMPT))
 
 
-def test_a_chat_answers_in_the_form_of_a_class(server: Server) -> None:
-    """The tiny model speaks gibberish: only the server's grammar can have made this valid."""
+def test_structured_output_of_a_pydantic_class(server: Server) -> None:
+    """The tiny model's output is random: only the server's grammar can make it valid."""
     structured = chat(server, max_tokens=200).with_structured_output(Weather, method="json_schema")
     assert isinstance(structured.invoke(QUESTION), Weather)
 
 
-def test_a_chat_answers_in_the_form_of_a_schema_and_streams_it(server: Server) -> None:
+def test_structured_output_of_a_json_schema_whole_and_streamed(server: Server) -> None:
     schema = {
         "title": "weather",
         "type": "object",
@@ -149,7 +149,7 @@ def test_a_chat_answers_in_the_form_of_a_schema_and_streams_it(server: Server) -
     assert list(structured.stream(QUESTION))[-1] == whole
 
 
-def test_a_chat_with_logprobs_has_one_for_every_token(server: Server) -> None:
+def test_a_chat_has_a_logprob_for_every_token(server: Server) -> None:
     answer = chat(server, logprobs=True, top_logprobs=2).invoke(QUESTION)
     content = answer.response_metadata["logprobs"]["content"]
     assert len(content) == answer.usage_metadata["output_tokens"]

@@ -1,4 +1,4 @@
-"""LlamaIndex's class for servers like OpenAI's says what OpenAI's own client hears."""
+"""LlamaIndex's class for OpenAI-like servers returns what OpenAI's own client returns."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ def expected_answer(server: Server) -> str:
 
 
 def messages() -> list[ChatMessage]:
-    """The chat as LlamaIndex writes it."""
+    """The messages in LlamaIndex's type."""
     return [ChatMessage(**message) for message in MESSAGES]
 
 
-def test_a_completion_carries_the_account_of_its_speculation(server: Server) -> None:
+def test_a_completion_has_the_speculation_statistics(server: Server) -> None:
     answer = client(server).complete(PROMPT)
     assert answer.text == expected_text(server)
     assert answer.raw.speculation["drafted_tokens"] > 0
 
 
-def test_a_streamed_completion_grows_piece_by_piece(server: Server) -> None:
+def test_a_streamed_completion_equals_openais_clients(server: Server) -> None:
     pieces = list(client(server).stream_complete(PROMPT))
     assert "".join(piece.delta for piece in pieces) == expected_text(server)
     assert pieces[-1].text == expected_text(server)
 
 
-def test_a_completion_awaited_and_streamed_to_a_coroutine(server: Server) -> None:
+def test_an_async_completion_whole_and_streamed(server: Server) -> None:
     async def both() -> tuple[str, str]:
         llm = client(server)
         answer = await llm.acomplete(PROMPT)
@@ -66,24 +66,24 @@ def test_a_completion_awaited_and_streamed_to_a_coroutine(server: Server) -> Non
     assert asyncio.run(both()) == (expected_text(server), expected_text(server))
 
 
-def test_a_completion_with_logprobs(server: Server) -> None:
+def test_a_completion_has_a_logprob_for_every_token(server: Server) -> None:
     answer = client(server, logprobs=True, top_logprobs=2).complete(PROMPT)
     assert len(answer.logprobs) == 24
-    assert all(len(likeliest) == 2 for likeliest in answer.logprobs)
-    assert all(entry.logprob <= 0 for likeliest in answer.logprobs for entry in likeliest)
+    assert all(len(alternatives) == 2 for alternatives in answer.logprobs)
+    assert all(entry.logprob <= 0 for alternatives in answer.logprobs for entry in alternatives)
 
 
-def test_a_chat(server: Server) -> None:
+def test_a_chat_equals_openais_clients(server: Server) -> None:
     answer = client(server, is_chat_model=True).chat(messages())
     assert answer.message.content == expected_answer(server)
 
 
-def test_a_streamed_chat_grows_piece_by_piece(server: Server) -> None:
+def test_a_streamed_chat_equals_openais_clients(server: Server) -> None:
     pieces = list(client(server, is_chat_model=True).stream_chat(messages()))
     assert "".join(piece.delta or "" for piece in pieces) == expected_answer(server)
 
 
-def test_a_chat_awaited_and_streamed_to_a_coroutine(server: Server) -> None:
+def test_an_async_chat_whole_and_streamed(server: Server) -> None:
     async def both() -> tuple[str | None, str]:
         llm = client(server, is_chat_model=True)
         answer = await llm.achat(messages())
@@ -94,24 +94,24 @@ def test_a_chat_awaited_and_streamed_to_a_coroutine(server: Server) -> None:
     assert asyncio.run(both()) == (expected_answer(server), expected_answer(server))
 
 
-def test_a_model_without_chat_is_chatted_with_through_completions(server: Server) -> None:
+def test_a_chat_without_is_chat_model_uses_completions(server: Server) -> None:
     assert client(server, is_chat_model=False).chat(messages()).message.content
 
 
-def test_speculation_and_other_fields_are_given_beside_the_settings(server: Server) -> None:
+def test_additional_kwargs_set_speculation_and_other_fields(server: Server) -> None:
     options = {"seed": 5, "stop": ["never said"], "extra_body": {"speculation": {"mode": "off"}}}
     answer = client(server, additional_kwargs=options).complete(PROMPT)
     assert answer.text == expected_text(server)
     assert answer.raw.speculation["mode"] == "off"
 
 
-def test_a_chat_answers_in_the_form_of_a_class(server: Server) -> None:
-    """The tiny model speaks gibberish: only the server's grammar can have made this valid."""
+def test_structured_output_of_a_pydantic_class(server: Server) -> None:
+    """The tiny model's output is random: only the server's grammar can make it valid."""
     llm = client(server, is_chat_model=True, should_use_structured_outputs=True, max_tokens=200)
     assert isinstance(llm.as_structured_llm(Weather).chat(messages()).raw, Weather)
 
 
-def test_a_chat_with_logprobs(server: Server) -> None:
+def test_a_chat_has_a_logprob_for_every_token(server: Server) -> None:
     answer = client(server, is_chat_model=True, logprobs=True, top_logprobs=2).chat(messages())
     assert len(answer.logprobs) == answer.raw.usage.completion_tokens
-    assert all(len(likeliest) == 2 for likeliest in answer.logprobs)
+    assert all(len(alternatives) == 2 for alternatives in answer.logprobs)

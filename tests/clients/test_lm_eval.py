@@ -1,4 +1,4 @@
-"""lm-evaluation-harness, by its `local-completions`, reports the numbers that our own engine computes directly."""
+"""lm-evaluation-harness with `local-completions` reports the log-likelihoods that our engine computes directly."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TASKS = PROJECT / "tests" / "clients" / "task"
 ITEMS, CHOICES = 12, 32
 
 
-CROWD = {"batch_size": 2, "num_concurrent": 4}
+CONCURRENT = {"batch_size": 2, "num_concurrent": 4}
 
 
 def settings_for(server: Server, tokenizer: Path, **changes: int) -> dict[str, Any]:
-    """How the harness is told to ask a server."""
+    """The harness's model arguments for a server."""
     return {
         "base_url": f"{server.url}/v1/completions",
         "model": "tiny",
@@ -35,15 +35,15 @@ def settings_for(server: Server, tokenizer: Path, **changes: int) -> dict[str, A
     }
 
 
-@pytest.fixture(params=[{}, CROWD], ids=["one after another", "two prompts a request, four requests at once"])
+@pytest.fixture(params=[{}, CONCURRENT], ids=["one after another", "two prompts a request, four requests at once"])
 def settings(request: pytest.FixtureRequest, server: Server, tokenizer: Path) -> dict[str, Any]:
-    """The harness's two ways of asking."""
+    """Model arguments for serial and for concurrent requests."""
     return settings_for(server, tokenizer, **request.param)
 
 
 def evaluate(task: str, settings: dict[str, Any], server: Server, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The metrics of a task, and its samples."""
-    monkeypatch.chdir(PROJECT)  # where the tasks' paths begin
+    monkeypatch.chdir(PROJECT)  # the tasks' paths are relative to it
     monkeypatch.setenv("OPENAI_API_KEY", server.key)
     manager = TaskManager(include_path=str(TASKS), include_defaults=False)
     results = lm_eval.simple_evaluate(
@@ -53,16 +53,16 @@ def evaluate(task: str, settings: dict[str, Any], server: Server, monkeypatch: p
 
 
 def loglikelihoods(ours: Ours, model: Path, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
-    """Of each continuation behind its context: the loglikelihood, and whether greedy decoding would write it."""
-    # The harness counts spaces between the two as the continuation's.
+    """For each continuation after its context: its log-likelihood, and whether greedy decoding gives it."""
+    # The harness counts spaces between the two as part of the continuation.
     contexts = ours.encode(model, [context.rstrip() for context, _ in pairs])
     scores = ours.score(model, ours.encode(model, [context + continuation for context, continuation in pairs]))
-    # There is no score of the first token.
+    # The first token has no score.
     own = [score[len(context) - 1 :] for context, score in zip(contexts, scores, strict=True)]
     return [(sum(value for value, _ in score), all(greedy for _, greedy in score)) for score in own]
 
 
-def test_the_loglikelihoods_of_choices(
+def test_loglikelihoods_of_choices_equal_the_engines(
     settings: dict[str, Any], server: Server, ours: Ours, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics, samples = evaluate("specserve_choices", settings, server, monkeypatch)
@@ -76,26 +76,26 @@ def test_the_loglikelihoods_of_choices(
     assert metrics["acc,none"] == pytest.approx(sum(item["acc"] for item in samples) / ITEMS)
 
 
-def test_a_choice_that_greedy_decoding_would_write_is_known_as_such(
+def test_is_greedy_is_true_of_the_greedy_continuation_only(
     settings: dict[str, Any], server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", server.key)
     client = get_model("local-completions")(**settings)
     question = "The quick brown fox"
     body: Any = {"model": "tiny", "prompt": question, "max_tokens": 1, "temperature": 0}
-    likeliest = server.client().completions.create(**body).choices[0].text
+    greedy_text = server.client().completions.create(**body).choices[0].text
     calls = [
         Instance(request_type="loglikelihood", doc={}, arguments=(question, continuation), idx=0)
-        for continuation in (likeliest, " \n never said")
+        for continuation in (greedy_text, " \n never said")
     ]
     assert [greedy for _, greedy in client.loglikelihood(calls)] == [True, False]
 
 
-def test_the_loglikelihoods_of_running_texts(
+def test_rolling_loglikelihoods_equal_the_engines(
     settings: dict[str, Any], server: Server, ours: Ours, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics, samples = evaluate("specserve_texts", settings, server, monkeypatch)
-    # The harness puts the token that begins a text before the first.
+    # The harness puts the BOS token before the text.
     texts = ["<|endoftext|>" + item["target"] for item in samples]
     expected = [sum(value for value, _ in score) for score in ours.score(model, ours.encode(model, texts))]
     assert len(expected) == ITEMS
@@ -104,7 +104,7 @@ def test_the_loglikelihoods_of_running_texts(
     assert metrics["bits_per_byte,none"] == pytest.approx(-sum(expected) / size / math.log(2))
 
 
-def test_continuations_are_what_the_server_writes_without_speculation(
+def test_generated_continuations_equal_decoding_without_speculation(
     settings: dict[str, Any], server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, samples = evaluate("specserve_continuations", settings, server, monkeypatch)
@@ -116,14 +116,14 @@ def test_continuations_are_what_the_server_writes_without_speculation(
         assert item["resps"][0][0] == answer.choices[0].text
 
 
-def test_the_loglikelihoods_of_texts_that_share_the_passes_of_a_server(
+def test_loglikelihoods_of_sequences_that_share_passes_are_nearly_equal(
     shared_server: Server, tokenizer: Path, ours: Ours, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Equal but for the order of sums, which the tiny model makes much of: up to 0.6 % were seen.
+    """Equal except for the order of sums, to which the tiny model is sensitive: differences up to 0.6 % were measured.
 
-    One text's number in another's place would be off by several times as much nearly everywhere.
+    If the numbers of two texts were exchanged, nearly all would differ by several times as much.
     """
-    settings = settings_for(shared_server, tokenizer, **CROWD)
+    settings = settings_for(shared_server, tokenizer, **CONCURRENT)
     _, samples = evaluate("specserve_choices", settings, shared_server, monkeypatch)
     expected = loglikelihoods(ours, model, [pair for item in samples for pair in item["arguments"]])
     reported = [answer[0][0] for item in samples for answer in item["resps"]]

@@ -1,4 +1,4 @@
-"""The tokenizer made of a GGUF reads texts as llama.cpp does, which the numbers of lm-evaluation-harness rest on."""
+"""The tokenizer built from a GGUF gives the same ids as llama.cpp, on which lm-evaluation-harness depends."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ TEXTS = [
     "I'M, we'LL, they've, don't: 12345 3.14159 0x1F 1,000,000",
     "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<|endoftext|><|im_sta",
     "Café naïve déjà vu, e\u0301 is é, ﬁ ligature, 世界 🙂🙃 👩‍👩‍👧, नमस्ते, مرحبا",
-    # llama.cpp ends a text at every token that is spelt </s>, and so reads it as a control token even in a
+    # llama.cpp takes every token whose text is </s> for an end token, and parses it as a control token even in a
     # vocabulary where it is an ordinary one, as in Qwen's.
     *(path.read_text().replace("</s>", "<s>") for path in sorted((PROJECT / "handler").rglob("*.py"))),
 ]
 
 
 def sample(seed: int, count: int) -> list[str]:
-    """Texts that nobody wrote."""
-    draw = random.Random(seed)
-    return ["".join(draw.choices(ALPHABET, k=draw.randint(1, 60))) for _ in range(count)]
+    """Random texts."""
+    rng = random.Random(seed)
+    return ["".join(rng.choices(ALPHABET, k=rng.randint(1, 60))) for _ in range(count)]
 
 
 def assert_same_tokens(ours: Ours, model: Path, directory: Path) -> None:
@@ -41,18 +41,18 @@ def assert_same_tokens(ours: Ours, model: Path, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gpt2"])
-def test_a_tiny_vocabulary_gives_llama_cpps_ids(ours: Ours, tmp_path: Path, architecture: str) -> None:
+def test_the_tokenizer_of_a_tiny_vocabulary_gives_llama_cpps_ids(ours: Ours, tmp_path: Path, architecture: str) -> None:
     model = tmp_path / "model.gguf"
     ours.write_tiny(model, architecture)
     assert_same_tokens(ours, model, tmp_path)
 
 
 @pytest.mark.real
-def test_the_vocabulary_of_qwen_gives_llama_cpps_ids(ours: Ours, tmp_path: Path) -> None:
+def test_the_tokenizer_of_qwens_vocabulary_gives_llama_cpps_ids(ours: Ours, tmp_path: Path) -> None:
     assert_same_tokens(ours, ours.target(PROJECT / "config" / "qwen2.5-coder-0.5b-1.5b.yaml"), tmp_path)
 
 
-def test_the_server_counts_the_same_tokens(server: Server, tokenizer: Path) -> None:
+def test_the_server_counts_the_same_number_of_tokens(server: Server, tokenizer: Path) -> None:
     prompt = "def accept(p, q):  # 世界 🙂"
     answer = server.client().completions.create(model="tiny", prompt=prompt, max_tokens=1)
     assert answer.usage is not None

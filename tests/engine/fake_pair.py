@@ -1,4 +1,4 @@
-"""A scheduler over a fake target and a fake draft model, which refuse every row that does not continue their caches."""
+"""A scheduler over a fake target and a fake draft model, which refuse rows that do not continue their KV caches."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ ENDLESS = SamplingParams(temperature=0, logit_bias=((END_TOKEN, -math.inf),))
 
 
 class FakePair:
-    """Target and draft model with their scheduler; every step checks both caches.
+    """Target and draft model with their scheduler; every step checks both KV caches.
 
     Args:
-        vocabulary: the target's.
+        vocabulary: of the target.
         blend: how much the draft model differs from the target, from 0 to 1.
-        prefill_rows: the most prompt tokens in a round.
-        draft_rows: the most tokens in a pass of the draft model.
-        draft_width: the size of its vocabulary; None makes it the target's.
-        window: the longest prompt it reads, in tokens.
-        draft_context: the context it was trained for, in tokens.
-        costs: of the target's and of the draft model's passes.
-        proposers: asked before the draft model.
+        prefill_rows: the most prompt tokens of a round.
+        draft_rows: the most rows of a forward pass of the draft model.
+        draft_width: the size of the draft model's vocabulary; None for the target's.
+        window: the longest catch-up of the draft model, in tokens.
+        draft_context: the context length that the draft model was trained for.
+        costs: of the forward passes of the target and of the draft model.
+        proposers: drafters that are asked before the draft model; None for the client's prediction.
         options: further arguments of `Scheduler`.
     """
 
@@ -68,8 +68,8 @@ class FakePair:
             self.draft, draft_cost, window=window, max_rows=draft_rows, vocabulary=width, context_length=draft_context
         )
         self.controller = Controller(target_cost, draft_cost)
-        asked = [PredictionProposer()] if proposers is None else proposers
-        self.drafters = Drafters(self.controller, *asked, model=model, vocabulary=width)
+        free_drafters = [PredictionProposer()] if proposers is None else proposers
+        self.drafters = Drafters(self.controller, *free_drafters, model=model, vocabulary=width)
         options = {"idle_tokens": 4096, **options}
         self.scheduler = Scheduler(self.target, self.drafters, prefill_rows=prefill_rows, **options)
         self._waiting: list[Generation] = []
@@ -100,22 +100,22 @@ class FakePair:
         return generation
 
     def step(self, count: int = 1) -> None:
-        """Run rounds, and compare both caches with what the sequences say of them."""
+        """Run rounds, and compare both KV caches with the sequences' tokens after each."""
         for _ in range(count):
             self.scheduler.step()
             self._check_caches()
 
     def run(self, *generations: Generation) -> None:
-        """Step until these sequences are done; without any, until all are."""
+        """Run rounds until these sequences are done, or all if none are given."""
         self.run_until(lambda: all(one.done for one in generations) if generations else not self.scheduler.busy)
 
     def run_until(self, condition: Callable[[], bool]) -> None:
-        """Step until this holds."""
+        """Run rounds until the condition holds."""
         for _ in range(10_000):
             if condition():
                 return
             self.step()
-        raise AssertionError("The scheduler does not come to an end.")
+        raise AssertionError("The condition does not hold after 10,000 rounds.")
 
     def _check_caches(self) -> None:
         started = [generation for generation in self._waiting if generation.timestamps.start is not None]
@@ -128,8 +128,8 @@ class FakePair:
                 assert self.draft.cache[slot] == sequence.tokens[sequence.draft_start : sequence.draft_cached]
 
 
-class Everything(Observer):
-    """Keeps all records."""
+class RecordingObserver(Observer):
+    """Keeps every round and end record."""
 
     def __init__(self) -> None:
         self.rounds: list[RoundRecord] = []
@@ -143,7 +143,7 @@ class Everything(Observer):
 
 
 def plain_greedy(prompt: list[int], max_tokens: int) -> list[int]:
-    """The target's own greedy output, without any cache, up to its end token."""
+    """The target's greedy output without its end token, computed without a cache and without drafts."""
     target = FakeEngine(vocabulary=VOCABULARY, n_slots=1)
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
@@ -154,12 +154,12 @@ def plain_greedy(prompt: list[int], max_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def spelled(tokens: list[int]) -> str:
+def detokenize(tokens: list[int]) -> str:
     """The text of these tokens."""
     return b"".join(map(FakeVocabulary(VOCABULARY).piece, tokens)).decode()
 
 
-def ending_prompt() -> list[int]:
-    """A prompt whose greedy output ends by itself, after 2 to 11 tokens."""
+def prompt_reaching_end_token() -> list[int]:
+    """A prompt whose greedy output reaches the end token after 2 to 11 tokens."""
     pairs = ([a, b] for a in range(END_TOKEN) for b in range(END_TOKEN))
     return next(prompt for prompt in pairs if 2 <= len(plain_greedy(prompt, 50)) < 12)

@@ -1,4 +1,4 @@
-"""Matrix products and attention of the kernels, of exact arithmetic and of llama.cpp, to compare."""
+"""Matrix products and attention by specserve's kernels, by llama.cpp and in double precision, for comparison."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from specserve.config import processor
 from specserve.engine import kernels
 
 Floats = NDArray[np.float32]
-# The variants that this processor supports, the best one first. A named variant is used whatever its speed: on a busy
-# machine the comparison with llama.cpp's kernels may turn out either way.
-HERE = [name for name in kernels.VARIANTS if re.search(rf"\b{name}\b", processor())]
+# The variants that this processor supports, the best one first. Tests name their variant: without a name it is used
+# only if it is faster than llama.cpp's kernels, which depends on what else the machine does.
+SUPPORTED_VARIANTS = [name for name in kernels.VARIANTS if re.search(rf"\b{name}\b", processor())]
 BLOCK = {"Q4_0": 32, "Q8_0": 32, "Q4_K": 256, "Q6_K": 256}
 
 needs_kernels = pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernels are for x86-64")

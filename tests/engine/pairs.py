@@ -1,4 +1,4 @@
-"""A pair of models as a worker loads it, answering requests as clients write them; and tiny pairs to load."""
+"""Target and draft loaded as by a worker, completion requests run on them, and tiny model files to load."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ PLAIN = {"mode": "off"}
 KERNELS: Mode = "off" if os.environ.get("SPECSERVE_TEST_KERNELS") == "off" else "auto"
 
 
-def drafting(gamma: int) -> dict[str, Any]:
-    """A request's wish for so many drafts a round."""
+def fixed_gamma(gamma: int) -> dict[str, Any]:
+    """The `speculation` object of a request for `gamma` drafts a round."""
     return {"mode": "fixed", "gamma": gamma}
 
 
@@ -39,7 +39,7 @@ class TinyFiles:
         self._directory = directory
 
     def path(self, architecture: str, role: str) -> Path:
-        """The file of one model: Q4_0 throughout, which gives the same logits for any number of rows."""
+        """The file of one model, Q4_0 in all tensors: its logits do not depend on the number of rows in a pass."""
         file = self._directory / f"{architecture}-{role}.gguf"
         if not file.exists():
             single = self._directory / "single.gguf"
@@ -48,7 +48,7 @@ class TinyFiles:
         return file
 
     def config(self, target: str, draft: str | None = None, *, context_length: int = 256) -> HandlerConfig:
-        """A worker's configuration for a target of one architecture and a draft of the same, or of another."""
+        """A worker's configuration; the draft has the target's architecture unless `draft` names another."""
         return HandlerConfig(
             model_id="tiny",
             kernels=KERNELS,
@@ -58,14 +58,14 @@ class TinyFiles:
             context_length=context_length,
             prefill_rows=16,
             threads=1,
-            # A draft as slow as its target never pays, and the controller would leave it alone.
+            # The tiny draft is as slow as its target: in adaptive mode the controller would not use it.
             speculation=SpeculationConfig(mode="fixed"),
         )
 
 
 @dataclass(frozen=True)
-class Answered:
-    """An answer with the pieces its stream was made of."""
+class Completion:
+    """A finished sequence and the chunks in which its text was streamed."""
 
     sequence: Sequence
     chunks: list[str]
@@ -82,13 +82,13 @@ class Pair:
 
     def __init__(self, config: HandlerConfig) -> None:
         self.config = config
-        # On a busy machine the comparison with llama.cpp's kernels may turn out either way.
+        # Whether the kernels are faster than llama.cpp's would depend on what else the machine does.
         with mock.patch.object(kernels, "speed", return_value=2.0):
             self.models = load_models(config)
         self.vocabulary = self.models.vocabulary
 
     def scheduler(self, *, idle_tokens: int = 0) -> Scheduler:
-        """A scheduler that keeps so much of finished texts."""
+        """A scheduler that keeps up to `idle_tokens` tokens of finished sequences in the cache."""
         return Scheduler(
             self.models.target,
             self.models.drafters,
@@ -97,14 +97,14 @@ class Pair:
         )
 
     def generation(self, prompt: str | list[int], **fields: Any) -> Generation:
-        """What one completion request asks for."""
+        """The generation of one completion request."""
         request = parse_body({"prompt": prompt, **fields}, CompletionRequest)
         prompts = Tokenizer(self.vocabulary, self.config).completion(request)
         [[generation]] = to_generations(request, prompts, self.vocabulary, self.models.grammars, self.config)
         return generation
 
-    def answer(self, prompt: str | list[int], **fields: Any) -> Answered:
-        """The answer to one completion request, alone and with empty caches."""
+    def complete(self, prompt: str | list[int], **fields: Any) -> Completion:
+        """Run one completion request alone, from empty KV caches."""
         scheduler = self.scheduler()
         generation = self.generation(prompt, **fields)
         scheduler.submit(generation)
@@ -114,11 +114,11 @@ class Pair:
                 scheduler.step()
                 yield generation.take_text()
 
-        texts = list(chunks())
+        text_chunks = list(chunks())
         assert generation.error is None
-        return Answered(generation, texts, generation.finish_reason)
+        return Completion(generation, text_chunks, generation.finish_reason)
 
     def chat_prompt(self, *messages: Mapping[str, str]) -> str:
-        """What the model's own template makes of a chat."""
+        """The messages rendered by the model's chat template."""
         assert self.models.chat_template is not None
         return self.models.chat_template.render(messages)

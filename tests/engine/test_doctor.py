@@ -1,4 +1,4 @@
-"""The doctor's findings, and when they ask for a change."""
+"""`scripts/doctor`: what its checks report, and when they advise a change."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ TOPICS = [
 ]
 
 
-def test_every_check_reports() -> None:
-    """Findings about speed vary; all others are good for the tiny pair."""
+def test_every_check_reports_a_finding() -> None:
+    """Findings about speed depend on the machine; all others are good for the tiny pair."""
     command = ["scripts/doctor", "--config", "config/tiny.yaml", "--json"]
     outcome = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=300, check=False)
     found = {finding["topic"]: finding for finding in json.loads(outcome.stdout)["findings"]}
@@ -37,7 +37,7 @@ def test_every_check_reports() -> None:
 
 @pytest.fixture
 def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A target as it was downloaded."""
+    """A published target file in the models directory."""
     monkeypatch.setattr(paths, "models_directory", lambda: tmp_path)
     file = tmp_path / "published.gguf"
     write_tiny(file, "qwen2", "target")
@@ -45,7 +45,7 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("draft", "well"), [(0.003, True), (0.006, False)])
-def test_a_draft_step_of_more_than_half_a_target_step_is_too_slow(*, draft: float, well: bool) -> None:
+def test_check_costs_finds_a_draft_slower_than_half_a_target_step(*, draft: float, well: bool) -> None:
     found = check_costs(proportional(0.01), proportional(draft))
     assert found.well is well
     assert ("choose a smaller draft" in found.sentence) is not well
@@ -54,7 +54,7 @@ def test_a_draft_step_of_more_than_half_a_target_step_is_too_slow(*, draft: floa
 
 @dataclass
 class Threads:
-    """A stub for a context with a number of threads."""
+    """A stub for an engine with a number of threads."""
 
     count: int
 
@@ -63,7 +63,7 @@ class Threads:
 
 
 @pytest.mark.parametrize(("slower", "well"), [(1.0, True), (1.5, False)])
-def test_a_faster_number_of_threads_is_advised(
+def test_check_threads_advises_a_faster_number_of_threads(
     monkeypatch: pytest.MonkeyPatch, published: Path, slower: float, *, well: bool
 ) -> None:
     monkeypatch.setattr(doctor, "usable_cores", lambda: 4)

@@ -1,4 +1,4 @@
-"""A draft model's head computes the columns of frequent and recent tokens; the others are impossible, not wrong."""
+"""The draft model's output head computes frequent and recently read tokens; the logits of the others are -inf."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kernel_products import HERE, needs_kernels
+from kernel_products import SUPPORTED_VARIANTS, needs_kernels
 from specserve.engine import draft_head, kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.draft_head import GROUP, DraftHead
@@ -22,18 +22,18 @@ FREQUENT = 3 * GROUP
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_head, "_FREQUENT", FREQUENT)
     monkeypatch.setattr(draft_head, "_RECENT", 8)
 
 
-def test_frequent_tokens_and_those_that_end_an_answer_are_always_computed() -> None:
+def test_frequent_and_end_tokens_are_always_computed() -> None:
     head = DraftHead(SIZE, always=[50 * GROUP + 1])
     for _ in range(20):
         assert list(head.groups([0])) == [0, 1, 2, 50]
 
 
-def test_a_token_that_was_read_is_computed_until_enough_others_have_been_read() -> None:
+def test_a_read_token_is_computed_until_enough_others_have_been_read() -> None:
     head = DraftHead(SIZE, always=[])
     assert list(head.groups([70 * GROUP, 3])) == [0, 1, 2, 70]
     assert list(head.groups([90 * GROUP + 5])) == [0, 1, 2, 70, 90]
@@ -41,7 +41,7 @@ def test_a_token_that_was_read_is_computed_until_enough_others_have_been_read() 
     assert list(head.groups([1])) == [0, 1, 2, 90]
 
 
-def test_the_last_token_of_an_odd_vocabulary_has_a_group() -> None:
+def test_the_last_token_has_a_group_if_the_last_group_is_partial() -> None:
     assert list(DraftHead(SIZE + 1, always=[]).groups([SIZE])) == [0, 1, 2, 100]
 
 
@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return quantise_as(directory / "single.gguf", directory / "q4_0.gguf", "q4_0")
 
 
-@pytest.fixture(params=HERE)
+@pytest.fixture(params=SUPPORTED_VARIANTS)
 def variant(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each variant that this processor supports."""
     assert kernels.use("auto", variant=request.param).variant == request.param
@@ -69,19 +69,19 @@ def logits(path: Path, head: DraftHead | None) -> FloatArray:
 
 @needs_kernels
 @pytest.mark.usefixtures("variant")
-def test_what_is_computed_has_the_same_bits_and_the_rest_is_impossible(model: Path) -> None:
-    whole = logits(model, None)
-    size = whole.shape[1]
+def test_computed_logits_have_the_same_bits_and_the_others_are_minus_infinity(model: Path) -> None:
+    full = logits(model, None)
+    size = full.shape[1]
     assert size % GROUP, "the vocabulary has to end within a group"
-    cut = logits(model, DraftHead(size, always=[size - 1]))
+    reduced = logits(model, DraftHead(size, always=[size - 1]))
     computed = np.zeros(size, bool)
     computed[:FREQUENT] = computed[size - size % GROUP :] = True
-    assert np.array_equal(cut[:, computed], whole[:, computed])
-    assert np.isneginf(cut[:, ~computed]).all()
-    assert np.array_equal(logits(model, None), whole), "other engines compute the whole head"
+    assert np.array_equal(reduced[:, computed], full[:, computed])
+    assert np.isneginf(reduced[:, ~computed]).all()
+    assert np.array_equal(logits(model, None), full), "other engines compute the full head"
 
 
-def test_llama_cpps_kernels_compute_the_whole_head(model: Path) -> None:
+def test_llama_cpp_kernels_compute_the_full_head(model: Path) -> None:
     kernels.use("off")
     size = LlamaModel(model).size
     assert np.isfinite(logits(model, DraftHead(size, always=[]))).all()

@@ -1,4 +1,4 @@
-"""The draft model: what it reads and copies, vocabularies that differ from the target's, and its faults."""
+"""The draft model: catch-up and copied prefixes, vocabularies that differ from the target's, and failed passes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from specserve.sequence import SamplingParams, Sequence, SpeculationParams
 from specserve.speculation.draft_model import DraftModel, DraftText
 
 
-def model_and_texts(*lengths: int, window: int = 64) -> tuple[DraftModel, list[DraftText]]:
-    """A draft model that has read nothing, and prompts of these lengths in slots of their own."""
+def model_and_draft_texts(*lengths: int, window: int = 64) -> tuple[DraftModel, list[DraftText]]:
+    """A draft model with empty caches, and prompts of these lengths, each in a slot of its own."""
     engine = FakeEngine(vocabulary=VOCABULARY, n_slots=SLOTS)
     model = DraftModel(engine, proportional(), window=window, max_rows=8, vocabulary=VOCABULARY, context_length=8192)
-    texts = [DraftText(Sequence([1] * n, GREEDY, SpeculationParams(3), max_tokens=9), []) for n in lengths]
-    for slot, text in enumerate(texts):
-        text.sequence.slot = slot
-    return model, texts
+    draft_texts = [DraftText(Sequence([1] * n, GREEDY, SpeculationParams(3), max_tokens=9), []) for n in lengths]
+    for slot, draft_text in enumerate(draft_texts):
+        draft_text.sequence.slot = slot
+    return model, draft_texts
 
 
-def test_no_token_is_read_twice_while_all_drafts_are_accepted() -> None:
+def test_no_token_is_fed_twice_while_all_drafts_are_accepted() -> None:
     pair = FakePair(blend=0.0)
     pair.submit([1, 2, 3], max_tokens=30)
     pair.run()
@@ -30,20 +30,20 @@ def test_no_token_is_read_twice_while_all_drafts_are_accepted() -> None:
     assert positions == sorted(set(positions))
 
 
-def test_a_reading_says_how_many_tokens_of_each_sequence_were_read_the_shortest_catch_up_first() -> None:
-    model, texts = model_and_texts(3, 20)
-    assert model.read(texts).rows == [3, 5]
-    assert [model.read(texts[1:]).rows for _ in range(3)] == [[8], [7], [0]]
+def test_read_gives_the_rows_of_each_sequence_shortest_catch_up_first() -> None:
+    model, draft_texts = model_and_draft_texts(3, 20)
+    assert model.read(draft_texts).rows == [3, 5]
+    assert [model.read(draft_texts[1:]).rows for _ in range(3)] == [[8], [7], [0]]
 
 
-def test_it_drafts_again_after_tokens_of_others_that_follow_its_own_draft() -> None:
-    model, [text] = model_and_texts(4)
-    assert model.read([text]).logits
-    assert model.read([DraftText(text.sequence, [5])]).logits
-    assert model.read([DraftText(text.sequence, [5, 6, 7, 8])]).logits
+def test_read_gives_logits_after_draft_tokens_of_other_drafters() -> None:
+    model, [draft_text] = model_and_draft_texts(4)
+    assert model.read([draft_text]).logits
+    assert model.read([DraftText(draft_text.sequence, [5])]).logits
+    assert model.read([DraftText(draft_text.sequence, [5, 6, 7, 8])]).logits
 
 
-def test_a_short_answer_to_a_long_prompt_has_drafts_in_fixed_mode_too() -> None:
+def test_fixed_mode_drafts_for_a_short_answer_to_a_long_prompt() -> None:
     pair = FakePair()
     short = pair.submit([7, 3, 5] * 20)
     pair.run()
@@ -59,8 +59,8 @@ def test_a_long_catch_up_does_not_delay_the_drafts_of_other_sequences() -> None:
     assert short.stats.mean_acceptance_length > 3
 
 
-def test_a_sequence_that_begins_as_one_of_which_only_the_end_was_read_does_not_wait_for_it() -> None:
-    """Nothing can be copied from there."""
+def test_a_common_prefix_outside_the_draft_window_is_not_waited_for() -> None:
+    """The draft model's cache of the other sequence lacks the common prefix, so that there is nothing to copy."""
     pair = FakePair(blend=0.0, window=32)
     shared = [7] * 20
     first = pair.submit([*shared, *[5] * 60], max_tokens=200, sampling=ENDLESS)
@@ -71,7 +71,7 @@ def test_a_sequence_that_begins_as_one_of_which_only_the_end_was_read_does_not_w
     assert second.stats.drafters["model"].drafted > 0
 
 
-def test_it_begins_anew_before_a_sequence_exceeds_its_context() -> None:
+def test_the_draft_cache_restarts_before_it_exceeds_the_draft_context() -> None:
     pair = FakePair(blend=0.0, draft_context=32)
     generation = pair.submit([1, 2, 3], max_tokens=100, sampling=ENDLESS)
     pair.run()
@@ -79,8 +79,8 @@ def test_it_begins_anew_before_a_sequence_exceeds_its_context() -> None:
     assert generation.stats.accepted > 60
 
 
-def test_predicted_tokens_that_its_vocabulary_lacks_are_not_read() -> None:
-    """Its engine would refuse the row, and the draft model would be given up for every sequence."""
+def test_predicted_tokens_outside_the_draft_vocabulary_are_not_fed() -> None:
+    """The engine would refuse such a row, and the draft model would be switched off for all sequences."""
     prompt = [1, 2, 3]
     truth = plain_greedy(prompt, 20)
     unknown = max(truth)
@@ -95,9 +95,9 @@ def test_predicted_tokens_that_its_vocabulary_lacks_are_not_read() -> None:
 
 
 @pytest.mark.parametrize("draft_width", [VOCABULARY - 5, VOCABULARY + 5])
-def test_a_narrower_or_wider_vocabulary_drafts_what_both_know(draft_width: int) -> None:
+def test_a_smaller_or_larger_draft_vocabulary_drafts_common_tokens(draft_width: int) -> None:
     pair = FakePair(draft_width=draft_width, blend=0.5)
-    prompt = [1, 2, VOCABULARY - 2]  # its last token is unknown to the narrower one
+    prompt = [1, 2, VOCABULARY - 2]  # the smaller vocabulary lacks the last token
     greedy = pair.submit(prompt)
     sampled = pair.submit([1, 2], max_tokens=40, sampling=SamplingParams(temperature=1.5, seed=3))
     pair.run()
@@ -106,7 +106,7 @@ def test_a_narrower_or_wider_vocabulary_drafts_what_both_know(draft_width: int) 
     assert max(row.token for row in pair.draft.decoded) < draft_width
 
 
-def test_a_model_that_has_nothing_the_grammar_allows_has_not_failed() -> None:
+def test_a_draft_vocabulary_without_allowed_tokens_is_no_failure() -> None:
     pair = FakePair(draft_width=4)
     pair.submit([1, 2], max_tokens=2, constraint=Alternating(VOCABULARY, least=5), gamma=1)
     pair.run()
@@ -117,17 +117,17 @@ def test_a_model_that_has_nothing_the_grammar_allows_has_not_failed() -> None:
 
 @pytest.mark.parametrize("failing_pass", range(8))
 @pytest.mark.parametrize("fault", ["fail_after", "poison_after"])
-def test_a_failed_pass_costs_the_speculation_and_nothing_else(fault: str, failing_pass: int) -> None:
-    """The pass may be one that reads the prompt, or any depth of a round."""
+def test_a_failed_draft_pass_switches_the_draft_model_off_and_changes_no_output(fault: str, failing_pass: int) -> None:
+    """The pass may be a prefill, or draft any token of a round."""
     pair = FakePair()
     prompt = list(range(12))
     drafted, plain = pair.submit(prompt), pair.submit([4, 5], gamma=0)
     setattr(pair.draft, fault, failing_pass)
     pair.run()
-    assert getattr(pair.draft, fault) is None, "the draft model never came to fail"
+    assert getattr(pair.draft, fault) is None, "the fault was not reached"
     assert drafted.answer == plain_greedy(prompt, 20)
     assert plain.answer == plain_greedy([4, 5], 20)
     passes = len(pair.draft.decoded)
     pair.submit([1, 2])
     pair.run()
-    assert len(pair.draft.decoded) == passes, "a broken draft model is asked no more"
+    assert len(pair.draft.decoded) == passes, "a failed draft model is not called again"

@@ -1,4 +1,4 @@
-"""The sources of drafts: the client's prediction, the draft model, and what the controller makes of their proposals."""
+"""Drafters: the client's prediction, the draft model, and what the controller learns from their proposals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specserve.speculation.lookup import FreeTokens
 PROMPT = [1, 2, 3]
 
 
-def test_a_prediction_is_drafted_verified_and_resumed_after_a_difference() -> None:
+def test_a_prediction_is_drafted_and_realigned_after_a_difference() -> None:
     truth = plain_greedy(PROMPT, 40)
     pair = FakePair()
     generation = pair.submit(PROMPT, gamma=4, max_tokens=40, prediction=[*truth[:15], 0, 0, *truth[17:]])
@@ -23,7 +23,7 @@ def test_a_prediction_is_drafted_verified_and_resumed_after_a_difference() -> No
     assert generation.stats.rounds < 20
 
 
-def test_a_wrong_prediction_leaves_the_output_and_the_model_drafts_instead() -> None:
+def test_a_wrong_prediction_changes_no_output_and_the_draft_model_drafts() -> None:
     pair = FakePair()
     generation = pair.submit(PROMPT, max_tokens=40, prediction=[22] * 50)
     pair.run()
@@ -32,15 +32,15 @@ def test_a_wrong_prediction_leaves_the_output_and_the_model_drafts_instead() -> 
 
 
 @pytest.mark.parametrize("drafter", ["model", "prediction"])
-def test_only_the_drafter_that_was_asked_for_is_used(drafter: DrafterName) -> None:
+def test_only_the_requested_drafter_is_used(drafter: DrafterName) -> None:
     pair = FakePair()
     generation = pair.submit(PROMPT, drafter=drafter, prediction=plain_greedy(PROMPT, 20))
     pair.run()
     assert set(generation.stats.drafters) == {drafter}
 
 
-def test_a_prefill_in_the_same_round_does_not_make_drafts_pay_that_would_not_pay_alone() -> None:
-    """Every row costs alike: a draft costs what the token costs that it might spare, in a round of any length."""
+def test_a_prefill_in_the_same_round_does_not_make_drafts_pay() -> None:
+    """Every row costs the same: verifying a draft costs as much as the decode step that it could save, in any round."""
     pair = FakePair()
     prediction = plain_greedy(PROMPT, 60)
     sequence = pair.submit(PROMPT, gamma=4, mode="adaptive", drafter="prediction", prediction=prediction, max_tokens=60)
@@ -52,8 +52,8 @@ def test_a_prefill_in_the_same_round_does_not_make_drafts_pay_that_would_not_pay
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_a_source_is_judged_by_its_proposals_although_none_was_drafted(right: bool) -> None:
-    """Every row costs a whole step here, so that no draft pays."""
+def test_acceptance_is_learned_from_proposals_that_were_not_drafted(right: bool) -> None:
+    """Every row costs as much as a decode step, so that no draft pays."""
     truth = plain_greedy(PROMPT, 30)
 
     class Oracle:

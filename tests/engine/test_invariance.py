@@ -1,4 +1,4 @@
-"""The probe of batch invariance finds planted faults, and names the condition that causes them."""
+"""`probe` measures batch invariance: it finds planted faults, and the condition under which each occurs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fake_engine import FakeEngine
-from kernel_products import HERE, needs_kernels
+from kernel_products import SUPPORTED_VARIANTS, needs_kernels
 from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.invariance import Invariance, probe
@@ -22,13 +22,13 @@ from tiny_models import ARCHITECTURES, write_tiny
 SLOT_TOKENS = 512
 NOISE = 0.25
 
-Fault = Callable[["Planted", list[Row], Row], bool]
+Fault = Callable[["FaultyEngine", list[Row], Row], bool]
 
 
-class Planted(FakeEngine):
+class FaultyEngine(FakeEngine):
     """An engine that adds `NOISE` to the logits of each row for which `fault` is true.
 
-    It allocates cells as a unified cache does: the first free ones first.
+    It allocates KV cells as a unified cache does: the first free cell first.
     """
 
     def __init__(self, fault: Fault, *, n_slots: int = 2) -> None:
@@ -51,44 +51,44 @@ class Planted(FakeEngine):
         self.layout = [None if cell and cell[0] == slot and cell[1] >= length else cell for cell in self.layout]
 
 
-def never(_engine: Planted, _rows: list[Row], _row: Row) -> bool:
+def no_fault(_engine: FaultyEngine, _rows: list[Row], _row: Row) -> bool:
     return False
 
 
-def rows_of_four(_engine: Planted, rows: list[Row], row: Row) -> bool:
+def rows_of_four(_engine: FaultyEngine, rows: list[Row], row: Row) -> bool:
     """A kernel that rounds differently for four rows of a sequence."""
     return len(rows) < 16 and [other.slot for other in rows].count(row.slot) == len(rows) == 4
 
 
-def single_rows_of_long_sequences(engine: Planted, rows: list[Row], _row: Row) -> bool:
-    """As llama.cpp with keys and values in half precision."""
+def single_rows_of_long_sequences(engine: FaultyEngine, rows: list[Row], _row: Row) -> bool:
+    """As llama.cpp's attention does with keys and values in half precision."""
     return len(rows) == 1 and len(engine.layout) > 256
 
 
-def wide_chunks(engine: Planted, _rows: list[Row], row: Row) -> bool:
+def wide_chunks(engine: FaultyEngine, _rows: list[Row], row: Row) -> bool:
     return (row.slot, row.position - 1) in engine.wide
 
 
-def cells_out_of_order(engine: Planted, _rows: list[Row], row: Row) -> bool:
+def cells_out_of_order(engine: FaultyEngine, _rows: list[Row], row: Row) -> bool:
     own = [cell[1] for cell in engine.layout if cell and cell[0] == row.slot]
     return own != sorted(own)
 
 
-def other_slots(_engine: Planted, _rows: list[Row], row: Row) -> bool:
+def other_slots(_engine: FaultyEngine, _rows: list[Row], row: Row) -> bool:
     return row.slot != 0
 
 
-def neighbours_before(_engine: Planted, rows: list[Row], row: Row) -> bool:
+def neighbours_before(_engine: FaultyEngine, rows: list[Row], row: Row) -> bool:
     return rows[0].slot != row.slot
 
 
-def neighbours_after(_engine: Planted, rows: list[Row], row: Row) -> bool:
+def neighbours_after(_engine: FaultyEngine, rows: list[Row], row: Row) -> bool:
     return rows[-1].slot != row.slot
 
 
 def test_an_engine_without_a_fault_is_invariant() -> None:
-    assert probe(Planted(never), SLOT_TOKENS) == Invariance(0.0, 0.0, 0.0, 0.0)
-    assert probe(Planted(never), SLOT_TOKENS).any_batch
+    assert probe(FaultyEngine(no_fault), SLOT_TOKENS) == Invariance(0.0, 0.0, 0.0, 0.0)
+    assert probe(FaultyEngine(no_fault), SLOT_TOKENS).any_batch
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_an_engine_without_a_fault_is_invariant() -> None:
         (neighbours_after, "neighbours"),
     ],
 )
-def test_a_planted_fault_is_found_and_named(fault: Fault, found: str) -> None:
-    invariance = probe(Planted(fault), SLOT_TOKENS)
+def test_a_planted_fault_is_found_under_its_condition(fault: Fault, found: str) -> None:
+    invariance = probe(FaultyEngine(fault), SLOT_TOKENS)
     assert getattr(invariance, found) == pytest.approx(NOISE)
     assert not invariance.any_batch
     assert invariance.single_sequence == (found in {"layout", "neighbours"})
@@ -112,36 +112,36 @@ def test_a_planted_fault_is_found_and_named(fault: Fault, found: str) -> None:
 
 @pytest.mark.parametrize("fault", [cells_out_of_order, neighbours_before, neighbours_after])
 def test_a_fault_is_attributed_to_one_condition(fault: Fault) -> None:
-    invariance = probe(Planted(fault), SLOT_TOKENS)
+    invariance = probe(FaultyEngine(fault), SLOT_TOKENS)
     assert [bool(difference) for difference in invariance].count(True) == 1
 
 
-def test_logits_that_are_nan_are_not_invariant() -> None:
-    engine = Planted(never)
+def test_nan_logits_are_not_invariant() -> None:
+    engine = FaultyEngine(no_fault)
     engine.poison_after = 20
     assert not probe(engine, SLOT_TOKENS).any_batch
 
 
-def test_an_engine_of_one_slot_is_probed_without_neighbours() -> None:
-    assert probe(Planted(never, n_slots=1), SLOT_TOKENS) == Invariance(0.0, 0.0, 0.0, None)
-    assert probe(Planted(never, n_slots=1), SLOT_TOKENS).any_batch
-    assert not probe(Planted(rows_of_four, n_slots=1), SLOT_TOKENS).single_sequence
+def test_an_engine_with_one_slot_is_probed_without_neighbours() -> None:
+    assert probe(FaultyEngine(no_fault, n_slots=1), SLOT_TOKENS) == Invariance(0.0, 0.0, 0.0, None)
+    assert probe(FaultyEngine(no_fault, n_slots=1), SLOT_TOKENS).any_batch
+    assert not probe(FaultyEngine(rows_of_four, n_slots=1), SLOT_TOKENS).single_sequence
 
 
 @pytest.mark.parametrize("slot_tokens", [64, 100, 269, 4096])
 @pytest.mark.parametrize("max_logits", [1, 2, 64])
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 68])
-def test_the_engines_limits_are_respected_and_its_cache_is_emptied(
+def test_probe_respects_the_engines_limits_and_empties_its_cache(
     slot_tokens: int, max_logits: int, max_rows: int
 ) -> None:
-    engine = Planted(never, n_slots=3)
+    engine = FaultyEngine(no_fault, n_slots=3)
     engine.max_logits, engine.max_rows = max_logits, max_rows
     assert probe(engine, slot_tokens).any_batch
     assert engine.cache == [[], [], []]
     assert max(row.position for row in engine.decoded) < slot_tokens
 
 
-def test_the_cache_is_emptied_when_a_pass_fails() -> None:
+def test_probe_empties_the_cache_when_a_pass_fails() -> None:
     engine = FakeEngine(vocabulary=24, n_slots=2)
     engine.fail_after = 9
     with pytest.raises(Exception, match="told to fail"):
@@ -161,7 +161,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def measure(path: Path, mode: Literal["auto", "off"], *, threads: int = 2) -> Invariance:
-    kernels.use(mode, threads=threads, variant=next(iter(HERE), None))
+    kernels.use(mode, threads=threads, variant=next(iter(SUPPORTED_VARIANTS), None))
     model = LlamaModel(path)
     engine = LlamaEngine(model, n_slots=2, context_length=SLOT_TOKENS, threads=threads, max_rows=128, max_logits=64)
     try:
@@ -174,22 +174,22 @@ def measure(path: Path, mode: Literal["auto", "off"], *, threads: int = 2) -> In
 @needs_kernels
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("form", FORMATS)
-def test_with_specserves_kernels_logits_are_batch_invariant(tiny: dict[str, Path], form: str, threads: int) -> None:
+def test_logits_are_batch_invariant_with_specserves_kernels(tiny: dict[str, Path], form: str, threads: int) -> None:
     assert measure(tiny[form], "auto", threads=threads).any_batch
 
 
-def test_with_llama_cpps_kernels_logits_are_not_batch_invariant(tiny: dict[str, Path]) -> None:
+def test_logits_are_not_batch_invariant_with_llama_cpps_kernels(tiny: dict[str, Path]) -> None:
     """Its attention uses another kernel for 64 rows and more, and sums in the order of the cells."""
     invariance = measure(tiny["q4_0"], "off")
     assert not invariance.single_sequence
     assert 0 < invariance.chunks < 1
 
 
-def test_the_description_names_the_conditions() -> None:
-    everywhere = Invariance(0.0, 0.0, 0.0, None).sentence
-    assert "repeat exactly" in everywhere
+def test_the_sentence_names_the_conditions() -> None:
+    invariant = Invariance(0.0, 0.0, 0.0, None).sentence
+    assert "repeat exactly" in invariant
     rows = Invariance(0.02, 0.0, 0.0, 0.0).sentence
     assert "the number of rows in a forward pass (by up to 0.02)" in rows
-    crowd = Invariance(0.0, 0.0, 0.3, 0.0).sentence
-    assert "the position in the cache (by up to 0.3)" in crowd
-    assert "repeat exactly alone" in crowd
+    layout = Invariance(0.0, 0.0, 0.3, 0.0).sentence
+    assert "the position in the cache (by up to 0.3)" in layout
+    assert "repeat exactly alone" in layout

@@ -17,7 +17,16 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
-from kernel_products import BLOCK, HERE, attention, exact, exact_attention, needs_kernels, product, quantised
+from kernel_products import (
+    BLOCK,
+    SUPPORTED_VARIANTS,
+    attention,
+    exact,
+    exact_attention,
+    needs_kernels,
+    product,
+    quantised,
+)
 from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
@@ -31,7 +40,7 @@ SOURCES = Path(__file__).parents[2] / "handler" / "kernels"
 ROWS = (*range(1, 18), 32, 33)
 
 
-@pytest.fixture(params=HERE)
+@pytest.fixture(params=SUPPORTED_VARIANTS)
 def variant(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each variant that this processor supports."""
     assert kernels.use("auto", variant=request.param).variant == request.param
@@ -42,8 +51,8 @@ def variant(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 def best() -> Iterator[str]:
     """The best variant that this processor supports."""
-    assert kernels.use("auto", variant=HERE[0]).variant == HERE[0]
-    yield HERE[0]
+    assert kernels.use("auto", variant=SUPPORTED_VARIANTS[0]).variant == SUPPORTED_VARIANTS[0]
+    yield SUPPORTED_VARIANTS[0]
     kernels.use("off")
 
 
@@ -51,12 +60,12 @@ def numbers(seed: int, *shape: int) -> NDArray[np.float32]:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def errors(got: FloatArray, wanted: NDArray[np.float64]) -> tuple[float, float]:
+def errors(got: FloatArray, expected: NDArray[np.float64]) -> tuple[float, float]:
     """Return the root mean square and the largest error, relative to the products' root mean square."""
-    scale = np.sqrt(np.mean(wanted**2))
-    # A kernel that leaves results unwritten may return NaN, which compares as no error.
-    away = (np.nan_to_num(got, nan=1e9, posinf=1e9, neginf=-1e9) - wanted) / scale
-    return float(np.sqrt(np.mean(away**2))), float(np.abs(away).max())
+    scale = np.sqrt(np.mean(expected**2))
+    # NaN, for example from results that were not written, would compare as no error.
+    deviations = (np.nan_to_num(got, nan=1e9, posinf=1e9, neginf=-1e9) - expected) / scale
+    return float(np.sqrt(np.mean(deviations**2))), float(np.abs(deviations).max())
 
 
 # ---- products ----
@@ -68,8 +77,8 @@ def errors(got: FloatArray, wanted: NDArray[np.float64]) -> tuple[float, float]:
 def test_products_are_as_accurate_as_llama_cpps(name: str, threads: int) -> None:
     """Both round activations to 8 bits, so their errors have the same size: within 5 % over 23,000 products."""
     blocks, x = quantised(name, numbers(1, 71, 1024)), numbers(2, 330, 1024)
-    wanted = exact(name, blocks, x)
-    ours, stock = (errors(product(name, blocks, x, threads=threads, ours=own), wanted) for own in (True, False))
+    expected = exact(name, blocks, x)
+    ours, stock = (errors(product(name, blocks, x, threads=threads, ours=own), expected) for own in (True, False))
     assert ours[0] <= 1.05 * stock[0]
     assert ours[1] <= 1.3 * stock[1]
 
@@ -77,7 +86,7 @@ def test_products_are_as_accurate_as_llama_cpps(name: str, threads: int) -> None
 @pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", kernels.FORMATS)
-def test_every_number_of_rows_is_correct(name: str, rows: int) -> None:
+def test_products_are_correct_for_any_number_of_rows(name: str, rows: int) -> None:
     blocks, x = quantised(name, numbers(3, 40, 512)), numbers(4, rows, 512)
     assert max(errors(product(name, blocks, x), exact(name, blocks, x))) < 0.05
 
@@ -85,16 +94,16 @@ def test_every_number_of_rows_is_correct(name: str, rows: int) -> None:
 @pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("columns", [1, 2, 7, 8, 9, 15, 16, 17, 33])
 @pytest.mark.parametrize("name", kernels.FORMATS)
-def test_partial_panels_and_single_blocks_are_correct(name: str, columns: int) -> None:
+def test_products_of_partial_panels_and_single_blocks_are_correct(name: str, columns: int) -> None:
     for k in (BLOCK[name], 3 * BLOCK[name]):
         blocks, x = quantised(name, numbers(5, columns, k)), numbers(6, 5, k)
-        away = np.abs(product(name, blocks, x, threads=2) - exact(name, blocks, x)) / np.sqrt(k)
-        assert away.max() < 0.05
+        deviations = np.abs(product(name, blocks, x, threads=2) - exact(name, blocks, x)) / np.sqrt(k)
+        assert deviations.max() < 0.05
 
 
 @pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("name", kernels.FORMATS)
-def test_a_row_has_the_same_bits_for_any_rows_tiles_and_threads(name: str) -> None:
+def test_product_rows_have_the_same_bits_for_any_rows_tiles_and_threads(name: str) -> None:
     blocks, x = quantised(name, numbers(7, 300, 768)), numbers(8, 80, 768)
     alone = np.concatenate([product(name, blocks, x[row : row + 1]) for row in range(80)])
     for rows in (*ROWS, 80):
@@ -107,29 +116,29 @@ def test_a_row_has_the_same_bits_for_any_rows_tiles_and_threads(name: str) -> No
 @pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("name", kernels.FORMATS)
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e30])
-def test_rows_of_different_magnitudes_are_correct(name: str, scale: float) -> None:
+def test_products_of_rows_of_different_magnitudes_are_correct(name: str, scale: float) -> None:
     blocks, x = quantised(name, numbers(9, 24, 512)), numbers(10, 6, 512)
     x[::2] *= np.float32(scale)
-    got, wanted = product(name, blocks, x), exact(name, blocks, x)
+    got, expected = product(name, blocks, x), exact(name, blocks, x)
     for row in range(6):
-        assert max(errors(got[row], wanted[row])) < 0.06
+        assert max(errors(got[row], expected[row])) < 0.06
 
 
 @pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("name", kernels.FORMATS)
-@pytest.mark.parametrize("wild", [np.inf, -np.inf, np.nan, 3e38])
-def test_infinities_affect_only_their_row(name: str, wild: float) -> None:
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 3e38])
+def test_infinities_and_nan_affect_only_their_row(name: str, value: float) -> None:
     blocks, x = quantised(name, numbers(11, 24, 512)), numbers(12, 5, 512)
-    calm = product(name, blocks, x)
-    x[2, 100] = wild
+    expected = product(name, blocks, x)
+    x[2, 100] = value
     got = product(name, blocks, x)
     others = [0, 1, 3, 4]
-    assert np.array_equal(got[others], calm[others])
+    assert np.array_equal(got[others], expected[others])
 
 
 @pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("name", kernels.FORMATS)
-def test_blocks_of_random_bytes_are_read_as_gguf_defines_them(name: str) -> None:
+def test_blocks_of_random_bytes_are_dequantised_as_gguf_defines(name: str) -> None:
     """Uses every bit of a block, also those that quantised normal numbers seldom set."""
     blocks = quantised(name, numbers(13, 32, 512))
     size = blocks.shape[1] * BLOCK[name] // 512
@@ -156,8 +165,8 @@ WRONG_FORMAT = {"a forgotten minimum": "Q4_K", "upper bits of another weight": "
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ctypes.CDLL]:
-    """Build a library with a planted fault in its avx2 variant."""
+def build_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ctypes.CDLL]:
+    """A function that builds a library in whose avx2 variant one piece of source is replaced."""
     directory = tmp_path_factory.mktemp("planted")
     include = importlib.metadata.distribution("llama-cpp-python").locate_file("include")
     common = ["g++", "-std=c++17", "-O1", "-fPIC", f"-I{include}", f"-I{SOURCES}", '-DSPECSERVE_BUILT_FOR=""']
@@ -194,14 +203,16 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ctypes.C
     return build
 
 
-@pytest.mark.skipif("avx512_vnni" not in HERE, reason="the instructions are those of AVX-512 VNNI in 256 bits")
-def test_the_avx_vnni_kernels_are_correct_when_run_by_avx512_instructions(
-    compiled: Callable[..., ctypes.CDLL],
+@pytest.mark.skipif(
+    "avx512_vnni" not in SUPPORTED_VARIANTS, reason="the instructions are those of AVX-512 VNNI in 256 bits"
+)
+def test_avx_vnni_kernels_are_correct_when_run_by_avx512_instructions(
+    build_library: Callable[..., ctypes.CDLL],
 ) -> None:
     """No machine at hand has AVX-VNNI; its two instructions are AVX-512's with another encoding."""
-    alike = [f"-D_mm256_{name}_avx_epi32=_mm256_{name}_epi32" for name in ("dpbusd", "dpwssd")]
+    renamed = [f"-D_mm256_{name}_avx_epi32=_mm256_{name}_epi32" for name in ("dpbusd", "dpwssd")]
     kernels.library()
-    library = compiled("// ---- layout ----", "", "-D__AVXVNNI__", "-mavx512vl", "-mavx512vnni", *alike)
+    library = build_library("// ---- layout ----", "", "-D__AVXVNNI__", "-mavx512vl", "-mavx512vnni", *renamed)
     for name in kernels.FORMATS:
         for rows in (1, 2, 3, 4, 5, 9):
             blocks, x = quantised(name, numbers(3, 40, 512)), numbers(4, rows, 512)
@@ -209,12 +220,12 @@ def test_the_avx_vnni_kernels_are_correct_when_run_by_avx512_instructions(
 
 
 @pytest.mark.parametrize("fault", PLANTED)
-def test_a_wrong_kernel_fails_the_check_at_load_and_these_tests(
-    fault: str, compiled: Callable[..., ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
+def test_a_planted_fault_fails_the_check_at_load_and_these_tests(
+    fault: str, build_library: Callable[..., ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = WRONG_FORMAT.get(fault, "Q4_0")
     kernels.library()
-    wrong = compiled(*PLANTED[fault])
+    wrong = build_library(*PLANTED[fault])
     blocks, x = quantised(name, numbers(3, 40, 512)), numbers(4, 3, 512)
     assert max(errors(product(name, blocks, x, library=wrong), exact(name, blocks, x))) > 0.05
     monkeypatch.setattr(kernels, "library", lambda: wrong)
@@ -222,7 +233,7 @@ def test_a_wrong_kernel_fails_the_check_at_load_and_these_tests(
     chosen = kernels.use("auto", variant="avx2")
     assert name not in chosen.formats
     assert f"{name} failed its check" in chosen.sentence
-    # The wrong library stays in llama.cpp's list of buffer types, and must take nothing from now on.
+    # The faulty library stays in llama.cpp's list of buffer types: from now on it must accept no tensor.
     kernels.use("off")
     monkeypatch.undo()
     kernels.use("off")
@@ -232,7 +243,7 @@ def test_a_wrong_kernel_fails_the_check_at_load_and_these_tests(
 
 
 class AttentionInput(NamedTuple):
-    """Queries, keys, values, and the cells that are visible to each row: its sequence's, up to its own."""
+    """Queries, keys, values, and the KV cells visible to each row: its sequence's up to its own position."""
 
     queries: NDArray[np.float32]
     keys: NDArray[np.float16]
@@ -249,48 +260,48 @@ class AttentionInput(NamedTuple):
 def attention_input(seed: int, rows: int, kv_len: int, size: int) -> AttentionInput:
     random = np.random.default_rng(seed)
     own = np.flatnonzero(random.random(kv_len) < 0.7)
-    seen = np.zeros((rows, kv_len), np.bool_)
+    visible = np.zeros((rows, kv_len), np.bool_)
     for row in range(rows):
-        seen[row, own[: len(own) - (rows - 1 - row)]] = True
+        visible[row, own[: len(own) - (rows - 1 - row)]] = True
     keys, values = (numbers(seed + n, kv_len, size).astype(np.float16) for n in (2, 3))
-    return AttentionInput(2 * numbers(seed + 1, rows, 3, size), keys, values, seen)
+    return AttentionInput(2 * numbers(seed + 1, rows, 3, size), keys, values, visible)
 
 
 @pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("size", [16, 32, 48, 64, 80, 128, 256])
 @pytest.mark.parametrize(("rows", "kv_len"), [(1, 1), (1, 40), (2, 17), (4, 300), (4, 31)])
 def test_attention_is_correct(size: int, rows: int, kv_len: int) -> None:
-    """Half precision of the values causes errors of 5e-4; the largest error of a sum seen so far is 9e-6."""
+    """The largest error measured is 9e-6; for comparison, rounding the values to half precision costs 5e-4."""
     for seed in range(3):
-        these = attention_input(100 * seed, rows, kv_len + rows * 4, size)
-        assert np.abs(attention(*these) - exact_attention(*these)).max() < 5e-5
+        inputs = attention_input(100 * seed, rows, kv_len + rows * 4, size)
+        assert np.abs(attention(*inputs) - exact_attention(*inputs)).max() < 5e-5
 
 
 @pytest.mark.usefixtures("variant")
-def test_attention_has_the_same_bits_for_any_cells_and_other_rows() -> None:
-    """Values of different magnitudes: in float32 most of their sums depend on the order."""
+def test_attention_has_the_same_bits_for_any_cell_order_and_other_rows() -> None:
+    """The values' magnitudes differ, so that most of their float32 sums depend on the order."""
     changed = 0
     for seed in range(40):
-        these = attention_input(1000 + seed, 4, 120, 64)
-        these.values[:] *= np.exp(3 * numbers(seed, 120, 1)).astype(np.float16)
-        together = attention(*these)
+        inputs = attention_input(1000 + seed, 4, 120, 64)
+        inputs.values[:] *= np.exp(3 * numbers(seed, 120, 1)).astype(np.float16)
+        together = attention(*inputs)
         order = np.random.default_rng(seed).permutation(120)
-        assert np.array_equal(together, attention(*these.reordered(order)))
+        assert np.array_equal(together, attention(*inputs.reordered(order)))
         for row in range(4):
             one = slice(row, row + 1)
-            assert np.array_equal(together[one], attention(*these.rows(one)))
-        products = numbers(seed, 120) * these.values[:, 0]
+            assert np.array_equal(together[one], attention(*inputs.rows(one)))
+        products = numbers(seed, 120) * inputs.values[:, 0]
         changed += int(np.cumsum(products)[-1] != np.cumsum(products[order])[-1])
     assert changed > 20
 
 
 @pytest.mark.usefixtures("variant")
-def test_a_row_attends_to_its_own_sequence_only() -> None:
-    these = attention_input(5, 4, 200, 64)
-    these.visible[:] = False
+def test_a_row_attends_only_to_its_own_sequence() -> None:
+    inputs = attention_input(5, 4, 200, 64)
+    inputs.visible[:] = False
     for row in range(4):
-        these.visible[row, row * 50 : row * 50 + 45 + row] = True
-    assert np.abs(attention(*these) - exact_attention(*these)).max() < 5e-5
+        inputs.visible[row, row * 50 : row * 50 + 45 + row] = True
+    assert np.abs(attention(*inputs) - exact_attention(*inputs)).max() < 5e-5
 
 
 # ---- in llama.cpp ----
@@ -315,7 +326,7 @@ def logits(engine: LlamaEngine, slot: int = 0) -> FloatArray:
     return found
 
 
-def test_a_forward_pass_calls_them(tiny: Path, best: str) -> None:
+def test_a_forward_pass_calls_the_kernels(tiny: Path, best: str) -> None:
     assert best
     _, engine = open_engine(tiny)
     before = kernels.calls()
@@ -325,7 +336,7 @@ def test_a_forward_pass_calls_them(tiny: Path, best: str) -> None:
     assert (after.products - before.products, after.attentions - before.attentions) == (15, 2)
 
 
-def test_with_off_none_is_called(tiny: Path) -> None:
+def test_kernels_off_calls_no_kernel(tiny: Path) -> None:
     kernels.use("off")
     _, engine = open_engine(tiny)
     before = kernels.calls()
@@ -339,8 +350,8 @@ def test_logits_equal_llama_cpps_up_to_rounding(tiny: Path) -> None:
     got = logits(ours)
     kernels.use("off")
     _, stock = open_engine(tiny, threads=2)
-    wanted = logits(stock)
-    assert 0 < np.abs(got - wanted).max() < 0.05 * np.abs(wanted).max()
+    expected = logits(stock)
+    assert 0 < np.abs(got - expected).max() < 0.05 * np.abs(expected).max()
 
 
 def test_models_of_different_variants_can_be_loaded_together(tiny: Path, variant: str) -> None:
@@ -353,10 +364,10 @@ def test_models_of_different_variants_can_be_loaded_together(tiny: Path, variant
     assert np.array_equal(logits(one), before)
 
 
-def test_loading_a_model_again_and_again_leaks_no_memory(tiny: Path, best: str) -> None:
+def test_repeated_loading_leaks_no_memory(tiny: Path, best: str) -> None:
     assert best
 
-    def once() -> int:
+    def memory_after_load() -> int:
         model, engine = open_engine(tiny)
         logits(engine)
         engine.close()
@@ -364,8 +375,8 @@ def test_loading_a_model_again_and_again_leaks_no_memory(tiny: Path, best: str) 
         gc.collect()
         return int(psutil.Process().memory_info().rss)
 
-    warm = [once() for _ in range(10)][-1]
-    assert [once() for _ in range(40)][-1] - warm < 2 * 2**20
+    warm = [memory_after_load() for _ in range(10)][-1]
+    assert [memory_after_load() for _ in range(40)][-1] - warm < 2 * 2**20
 
 
 def test_two_processes_get_the_same_logits(tiny: Path, best: str) -> None:
@@ -373,23 +384,23 @@ def test_two_processes_get_the_same_logits(tiny: Path, best: str) -> None:
     _, engine = open_engine(tiny)
     program = (
         "import sys, pathlib; sys.path[:0] = sys.argv[2:]\n"
-        "from specserve.engine import kernels; from test_kernels import HERE, logits, open_engine\n"
-        "kernels.use('auto', variant=HERE[0])\n"
+        "from specserve.engine import kernels; from test_kernels import SUPPORTED_VARIANTS, logits, open_engine\n"
+        "kernels.use('auto', variant=SUPPORTED_VARIANTS[0])\n"
         "print(logits(open_engine(pathlib.Path(sys.argv[1]))[1]).tobytes().hex())"
     )
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support"), str(SOURCES.parent)]
     command = [sys.executable, "-c", program, str(tiny), *paths]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    texts = [process.communicate(timeout=120)[0].strip() for process in running]
-    assert texts == [logits(engine).tobytes().hex()] * 2
+    outputs = [process.communicate(timeout=120)[0].strip() for process in running]
+    assert outputs == [logits(engine).tobytes().hex()] * 2
 
 
-# ---- the choice ----
+# ---- selection of formats and variants ----
 
 
 @pytest.mark.usefixtures("best")
 @pytest.mark.parametrize("name", kernels.FORMATS)
-def test_the_check_at_load_finds_the_rounding_of_every_format_and_no_more(name: str) -> None:
+def test_the_check_at_load_finds_only_rounding_errors(name: str) -> None:
     assert 0 < kernels.largest_error(name) < 0.03
 
 
@@ -436,7 +447,7 @@ def is_for_another_llama_cpp(patch: pytest.MonkeyPatch, _directory: Path) -> Non
         (is_for_another_llama_cpp, "auto", "9.9 is installed"),
     ],
 )
-def test_without_a_library_that_fits_llama_cpps_kernels_are_used_and_the_reason_is_given(
+def test_without_a_usable_library_llama_cpps_kernels_are_used_with_a_reason(
     broken: Callable[[pytest.MonkeyPatch, Path], None], mode: kernels.Mode, reason: str, tmp_path: Path
 ) -> None:
     assert kernels.library_path().exists()
@@ -451,8 +462,8 @@ def test_without_a_library_that_fits_llama_cpps_kernels_are_used_and_the_reason_
 
 
 @pytest.mark.usefixtures("variant")
-def test_a_variant_tells_what_the_machine_could_do_at_most() -> None:
-    """As benchmarks/cost_curve.py asks it; nothing makes a core read or multiply 1e13 bytes a second."""
+def test_roof_measures_the_machines_bandwidth_and_product_rate() -> None:
+    """Used by benchmarks/cost_curve.py; no core reads or multiplies 1e13 bytes a second."""
     roof = kernels.roof(1)
     assert 0 < roof.bytes_per_second < 1e13
     assert 0 < roof.products_per_second < 1e13
@@ -492,7 +503,7 @@ print("clean")
 """
 
 
-def test_address_and_undefined_behaviour_sanitizers_find_nothing(tmp_path: Path) -> None:
+def test_address_and_undefined_behaviour_sanitizers_find_no_error(tmp_path: Path) -> None:
     build = tmp_path / "build"
     options = ["-DSPECSERVE_SANITIZE=ON", f"-DPython_EXECUTABLE={sys.executable}", "-G", "Ninja"]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}

@@ -67,17 +67,17 @@ def rows(tokens: list[int], *, slot: int = 0, start: int = 0, wants: str = "last
     return [Row(t, slot, start + i, wants == "all" or (wants == "last" and i == last)) for i, t in enumerate(tokens)]
 
 
-def test_rows_of_several_slots_in_one_pass_have_the_logits_of_separate_passes(engine: LlamaEngine) -> None:
-    texts = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
+def test_several_slots_in_one_pass_have_the_logits_of_separate_passes(engine: LlamaEngine) -> None:
+    prompts = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
     alone = []
-    for text in texts:
-        alone.append(engine.forward(rows(text)).copy())
+    for prompt in prompts:
+        alone.append(engine.forward(rows(prompt)).copy())
         engine.truncate(0, 0)
-    together = engine.forward([row for slot, text in enumerate(texts) for row in rows(text, slot=slot)])
+    together = engine.forward([row for slot, prompt in enumerate(prompts) for row in rows(prompt, slot=slot)])
     np.testing.assert_allclose(together, np.concatenate(alone), atol=1e-4)
 
 
-def test_a_truncated_cache_continues_as_if_the_rest_had_never_been_cached(engine: LlamaEngine) -> None:
+def test_logits_after_truncate_do_not_depend_on_the_removed_tokens(engine: LlamaEngine) -> None:
     expected = engine.forward(rows([5, 6, 7, 8])).copy()
     engine.truncate(0, 2)
     engine.forward(rows([50, 51, 52], start=2))
@@ -108,7 +108,7 @@ def test_a_token_outside_the_vocabulary_fails_and_leaves_the_cache_unchanged(eng
     np.testing.assert_allclose(engine.forward(rows([7], start=2)), expected, atol=1e-4)
 
 
-def test_all_slots_can_be_filled_to_the_last_token(engine: LlamaEngine) -> None:
+def test_all_slots_can_be_filled_to_the_context_length(engine: LlamaEngine) -> None:
     for slot in range(SLOTS):
         for start in range(0, CONTEXT, 64):
             engine.forward(rows([5] * 64, slot=slot, start=start))
@@ -154,10 +154,10 @@ except SpecserveError as error:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_damaged_header_is_a_one_line_error_if_it_is_detected(
+def test_a_damaged_header_is_a_one_line_error_if_detected(
     tmp_path: Path, architecture: str, tiny_file: TinyFile, seed: int
 ) -> None:
-    """Or llama.cpp aborts the process, which scripts/serve reports (test_server_files)."""
+    """Or llama.cpp aborts the process, which scripts/serve reports (tests/unit/test_server_files.py)."""
     data = bytearray(tiny_file(architecture, "target").read_bytes())
     end = data.index(b"token_embd.weight")
     rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Output does not depend on speculation: that of greedy and seeded requests, and the distribution of sampled ones."""
+"""Speculation changes neither greedy nor seeded output, nor the distribution of sampled output."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ prompts = st.lists(st.integers(0, END_TOKEN - 1), min_size=1, max_size=30)
     prefill_rows=st.integers(1, 40),
     draft_rows=st.integers(4, 40),
 )
-def test_greedy_speculative_output_is_the_targets_whatever_runs_beside_it(
+def test_greedy_output_is_the_targets_with_any_concurrent_sequences(
     jobs: list[tuple[list[int], int, int]], blend: float, prefill_rows: int, draft_rows: int
 ) -> None:
     pair = FakePair(blend=blend, prefill_rows=prefill_rows, draft_rows=draft_rows)
@@ -50,7 +50,7 @@ def test_greedy_speculative_output_is_the_targets_whatever_runs_beside_it(
 
 
 @pytest.mark.parametrize("gamma", [1, 4])
-def test_penalties_and_biases_change_greedy_output_alike_with_and_without_speculation(gamma: int) -> None:
+def test_penalised_and_biased_greedy_output_is_the_same_with_speculation(gamma: int) -> None:
     bias = ((3, 2.0), (5, -100.0))
     sampling = SamplingParams(temperature=0, frequency_penalty=1.5, presence_penalty=0.3, logit_bias=bias)
     pair = FakePair()
@@ -62,23 +62,23 @@ def test_penalties_and_biases_change_greedy_output_alike_with_and_without_specul
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 3, 6])
-def test_a_seed_gives_one_output_by_coupled_verification_whatever_the_speculation_and_the_company(gamma: int) -> None:
-    """A prompt longer than the draft model reads in a round, cold and warm, alone and beside others."""
+def test_coupled_seeded_output_is_the_same_alone_concurrent_and_with_a_prefix(gamma: int) -> None:
+    """The prompt is longer than a draft pass; it runs alone, beside another one, and again with a cached prefix."""
     prompt = list(range(20))
     alone = FakePair()
     expected = alone.submit(prompt, sampling=SEEDED, verification="coupled")
     alone.run()
     pair = FakePair(blend=0.8, prefill_rows=5)
-    neighbour = pair.submit([5, 6, 7], max_tokens=200, sampling=ENDLESS)
+    other = pair.submit([5, 6, 7], max_tokens=200, sampling=ENDLESS)
     for cached in (0, 19):
         generation = pair.submit(prompt, gamma=gamma, sampling=SEEDED, verification="coupled")
         pair.run(generation)
         assert generation.answer == expected.answer
         assert generation.cached_tokens == cached
-    assert not neighbour.done
+    assert not other.done
 
 
-def test_a_choice_has_the_same_output_alone_and_among_its_siblings() -> None:
+def test_a_choice_has_the_same_output_alone_and_among_other_choices() -> None:
     def outputs(*choices: int) -> list[list[int]]:
         pair = FakePair()
         several = [pair.submit([1, 2, 3], sampling=SEEDED, verification="coupled", choice=choice) for choice in choices]
@@ -89,7 +89,7 @@ def test_a_choice_has_the_same_output_alone_and_among_its_siblings() -> None:
 
 
 @pytest.mark.parametrize("verification", RULES)
-def test_a_seed_gives_the_same_output_again_and_none_gives_others(verification: Verification) -> None:
+def test_a_seed_repeats_its_output_and_requests_without_one_differ(verification: Verification) -> None:
     def output(sampling: SamplingParams) -> tuple[int, ...]:
         pair = FakePair()
         generation = pair.submit([1, 2], sampling=sampling, verification=verification)
@@ -103,23 +103,23 @@ def test_a_seed_gives_the_same_output_again_and_none_gives_others(verification: 
 TRIALS = 2_400
 FALSE_ALARM_RATE = 1e-4
 SAMPLING = SamplingParams(temperature=0.9, top_k=4, presence_penalty=0.8, logit_bias=((2, 0.5),))
-# Right, wrong, and right again.
+# Some of its tokens match likely outputs and others do not.
 PREDICTION = [0, 1, 2, 3, 4, 5, 0, 2, 4, 1]
 GRAMMAR: Callable[[Shared], Alternating] = lambda _shared: Alternating(6)  # noqa: E731
-# Each round has time for one mask; where one has to wait, the next round plans no drafts.
+# A round has time for as many masks as slots; after a deferral the estimated mask time leaves none for drafts.
 LATE_MASKS: Callable[[Shared], Alternating] = lambda shared: Slow(6, shared, late_seconds=1.0)  # noqa: E731
 CASES: dict[str, dict[str, Any]] = {
     "the draft model": {},
     "a grammar": {"grammar": GRAMMAR},
     "masks that wait": {"grammar": LATE_MASKS},
     "a prediction": {"prediction": PREDICTION, "drafter": "prediction"},
-    # At these costs some tokens are worth a draft and others are not, of either source.
+    # At these costs some draft tokens of either source pay and others do not.
     "adaptive lengths": {"mode": "adaptive", "draft_seconds": 0.38},
     "adaptive lengths with a prediction": {"mode": "adaptive", "draft_seconds": 0.1, "prediction": PREDICTION},
 }
 
 
-class NeverEnding(FakeVocabulary):
+class NoEndToken(FakeVocabulary):
     def is_end_token(self, token: int) -> bool:
         del token
         return False
@@ -153,10 +153,10 @@ def outputs(
     draft_seconds: float = 0.1,
     **options: Any,
 ) -> tuple[list[tuple[int, ...]], Counter[int]]:
-    """Three tokens for each seed that scheduler, drafters and round have decided, and how many were drafted a round."""
+    """The first three output tokens for each seed, by the whole scheduler, and the histogram of drafts a round."""
     shared = Shared(SLOTS if grammar is LATE_MASKS else 10**9)
     pair = FakePair(
-        vocabulary=NeverEnding(6),
+        vocabulary=NoEndToken(6),
         blend=0.6,
         window=32,
         costs=(flat(), flat(draft_seconds)),
@@ -208,28 +208,28 @@ def test_sampled_output_has_the_targets_distribution(case: str, verification: Ve
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_coupled_output_is_the_same_with_any_drafts_and_without(case: str) -> None:
+def test_coupled_output_is_the_same_with_and_without_drafts(case: str) -> None:
     plain, _ = outputs("coupled", 99, grammar=GRAMMAR if "grammar" in CASES[case] else None, gamma=0)
     drafted, gammas = outputs("coupled", 99, **CASES[case])
     assert drafted == plain
     assert gammas[1] + gammas[2] > 50
 
 
-def draft_anew_after_a_deferral(planted: pytest.MonkeyPatch) -> None:
-    planted.setattr(Drafters, "defer", lambda *_: None)
+def discard_deferred_drafts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Drafters, "defer", lambda *_: None)
 
 
-def claim_less_certainty_than_there_was(planted: pytest.MonkeyPatch) -> None:
+def report_half_of_q_for_free_drafts(patch: pytest.MonkeyPatch) -> None:
     def half_certain(token: int, size: int) -> FloatArray:
         spread = np.full(size, 0.5 / (size - 1))
         spread[token] = 0.5
         return spread
 
-    planted.setattr(drafters, "one_hot", half_certain)
+    patch.setattr(drafters, "one_hot", half_certain)
 
 
-def drop_a_draft_for_its_own_low_probability(planted: pytest.MonkeyPatch) -> None:
-    """What a controller must not do: look at the token that was drawn, and then decide whether it was drawn."""
+def drop_drafts_of_low_probability(patch: pytest.MonkeyPatch) -> None:
+    """A controller must not do this: decide by the sampled token whether it is drafted."""
     add_any = Proposal.add
 
     def add(self: Proposal, draft: Draft, acceptance: float) -> None:
@@ -238,28 +238,28 @@ def drop_a_draft_for_its_own_low_probability(planted: pytest.MonkeyPatch) -> Non
         else:
             self.ended = True
 
-    planted.setattr(Proposal, "add", add)
+    patch.setattr(Proposal, "add", add)
 
 
-def share_noise_between_drafter_and_rule(planted: pytest.MonkeyPatch) -> None:
+def share_noise_between_draft_and_rule(patch: pytest.MonkeyPatch) -> None:
     def sample(q: FloatArray, position: int, noise: NoiseSource) -> int:
         return draw(q, noise.uniform(Purpose.ACCEPT, position))
 
-    planted.setitem(RULES, "token", RULES["token"]._replace(sample=sample))
+    patch.setitem(RULES, "token", RULES["token"]._replace(sample=sample))
 
 
 @pytest.mark.parametrize(
-    ("mistake", "case"),
+    ("fault", "case"),
     [
-        (draft_anew_after_a_deferral, "masks that wait"),
-        (claim_less_certainty_than_there_was, "a prediction"),
-        (drop_a_draft_for_its_own_low_probability, "the draft model"),
-        (drop_a_draft_for_its_own_low_probability, "adaptive lengths"),
-        (share_noise_between_drafter_and_rule, "the draft model"),
+        (discard_deferred_drafts, "masks that wait"),
+        (report_half_of_q_for_free_drafts, "a prediction"),
+        (drop_drafts_of_low_probability, "the draft model"),
+        (drop_drafts_of_low_probability, "adaptive lengths"),
+        (share_noise_between_draft_and_rule, "the draft model"),
     ],
 )
-def test_a_planted_mistake_changes_the_distribution(
-    mistake: Callable[[pytest.MonkeyPatch], None], case: str, monkeypatch: pytest.MonkeyPatch
+def test_a_planted_fault_changes_the_distribution(
+    fault: Callable[[pytest.MonkeyPatch], None], case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mistake(monkeypatch)
+    fault(monkeypatch)
     assert pvalue("token", case) < FALSE_ALARM_RATE

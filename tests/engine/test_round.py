@@ -1,4 +1,4 @@
-"""One round: what it decides, where it ends an answer, what it scores, and to which sequences its time is charged."""
+"""One round: accepted tokens, the end of an answer, log-probabilities, grammars, and how its time is charged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from constraints import Alternating
 from costs import FixedCost, flat, proportional, table
 from fake_engine import FakeEngine
-from fake_pair import VOCABULARY, Everything, FakePair, ending_prompt, plain_greedy, spelled
+from fake_pair import VOCABULARY, FakePair, RecordingObserver, detokenize, plain_greedy, prompt_reaching_end_token
 from specserve.sampling.distribution import FloatArray
 from specserve.sequence import SamplingParams, Verification
 from specserve.speculation.cost import Cost
@@ -19,17 +19,17 @@ from specserve.speculation.rejection import RULES
 PROMPT = [1, 2, 3]
 
 
-def test_a_perfect_draft_is_always_accepted_and_a_round_gives_one_token_more() -> None:
+def test_perfect_drafts_are_all_accepted_and_followed_by_a_bonus_token() -> None:
     pair = FakePair(blend=0.0)
     stats = pair.submit(PROMPT, gamma=3, max_tokens=17).stats
     pair.run()
     assert stats.accepted == stats.drafted == 12
-    assert stats.rounds == 4  # one token ends the prefill, then four rounds of four
+    assert stats.rounds == 4  # the prefill gives one token, then four rounds of four
     assert stats.mean_acceptance_length == 4
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 12))
-def test_max_tokens_end_the_answer_and_nothing_after_them_is_drafted(max_tokens: int) -> None:
+def test_max_tokens_ends_the_answer_and_limits_the_drafts(max_tokens: int) -> None:
     pair = FakePair(blend=0.0)
     generation = pair.submit(PROMPT, gamma=5, max_tokens=max_tokens)
     pair.run()
@@ -37,20 +37,20 @@ def test_max_tokens_end_the_answer_and_nothing_after_them_is_drafted(max_tokens:
     assert generation.stats.drafted == generation.stats.accepted
 
 
-def test_an_end_token_inside_a_draft_ends_the_answer_and_is_not_part_of_it() -> None:
+def test_an_end_token_in_a_draft_ends_the_answer_and_is_not_part_of_it() -> None:
     pair = FakePair(blend=0.0)
-    generation = pair.submit(ending_prompt(), gamma=12)
+    generation = pair.submit(prompt_reaching_end_token(), gamma=12)
     pair.run()
     stats = generation.stats
-    assert (generation.answer, generation.finish_reason) == (plain_greedy(ending_prompt(), 50), "stop")
+    assert (generation.answer, generation.finish_reason) == (plain_greedy(prompt_reaching_end_token(), 50), "stop")
     assert (stats.rounds, stats.accepted) == (1, generation.generated - 1)
     assert stats.plain_seconds == pytest.approx(generation.generated)
 
 
 @pytest.mark.parametrize("last", [3, 6, 9])
-def test_a_stop_string_inside_a_draft_ends_the_answer_before_it_and_nothing_after_it_is_counted(last: int) -> None:
-    """The first token ends the prefill; without speculation each of the others would take a step of one second."""
-    text = spelled(plain_greedy(PROMPT, 20))
+def test_a_stop_string_in_a_draft_ends_the_answer_and_its_statistics(last: int) -> None:
+    """The prefill gives the first token; without speculation each of the others would take a step of one second."""
+    text = detokenize(plain_greedy(PROMPT, 20))
     stop = text[last - 1 : last + 1]
     pair = FakePair(blend=0.0)
     generation = pair.submit(PROMPT, gamma=12, stops=[stop])
@@ -63,7 +63,7 @@ def test_a_stop_string_inside_a_draft_ends_the_answer_before_it_and_nothing_afte
 
 
 @pytest.mark.parametrize(("idle_tokens", "reused"), [(4096, 9), (0, 0)])
-def test_an_end_inside_a_draft_leaves_caches_that_the_next_request_can_continue(idle_tokens: int, reused: int) -> None:
+def test_the_next_request_can_reuse_a_cache_whose_answer_ended_in_a_draft(idle_tokens: int, reused: int) -> None:
     pair = FakePair(blend=0.0, idle_tokens=idle_tokens)
     first = pair.submit(PROMPT, gamma=8, max_tokens=9)
     pair.run()
@@ -75,7 +75,7 @@ def test_an_end_inside_a_draft_leaves_caches_that_the_next_request_can_continue(
 
 
 @pytest.mark.parametrize("fault", ["fail_after", "poison_after"])
-def test_a_failed_pass_or_logits_that_are_not_finite_end_the_answers_of_that_round_alone(fault: str) -> None:
+def test_a_failed_target_pass_or_nan_logits_end_only_that_rounds_answers(fault: str) -> None:
     pair = FakePair()
     failed = pair.submit(PROMPT, max_tokens=10)
     pair.step()
@@ -88,40 +88,40 @@ def test_a_failed_pass_or_logits_that_are_not_finite_end_the_answers_of_that_rou
     assert after.answer == plain_greedy(PROMPT, 10)
 
 
-def test_a_round_is_charged_to_the_sequences_that_lengthen_it() -> None:
+def test_round_time_is_charged_to_the_sequences_that_lengthen_it() -> None:
     """Decoding is shared equally, and drafts and prompts are charged by their rows.
 
-    A pass takes ten seconds and one more for each row, one of the draft model half a second a row: for three accepted
-    drafts it reads four tokens.
+    A target pass takes ten seconds and one for each row, a draft pass half a second a row: three accepted drafts take
+    four rows of the draft model.
     """
-    seen = Everything()
+    observer = RecordingObserver()
     costs = FixedCost(table(lambda rows: 10.0 + rows)), proportional(0.5)
-    pair = FakePair(blend=0.0, costs=costs, observers=[seen], prefill_rows=5)
+    pair = FakePair(blend=0.0, costs=costs, observers=[observer], prefill_rows=5)
     pair.submit([4, 5], gamma=0, max_tokens=100, request="plain")
     pair.submit(PROMPT, gamma=3, max_tokens=100, request="drafted")
     pair.step(3)
     pair.submit([7] * 30, request="prefilled")
     pair.step()
-    seconds = {record.info.request: record.target for record in seen.rounds[-3:]}
+    seconds = {record.info.request: record.target for record in observer.rounds[-3:]}
     expected = {"plain": 6, "drafted": 6 + 3 + 4 * 0.5, "prefilled": 5}
     total = sum(expected.values()) / sum(seconds.values())
     assert {request: total * one for request, one in seconds.items()} == pytest.approx(expected)
 
 
-def test_a_sequence_is_not_charged_for_its_neighbours_drafts() -> None:
+def test_a_sequence_is_not_charged_for_drafts_of_other_sequences() -> None:
     pair = FakePair(blend=1.0)
     drafted = pair.submit(PROMPT, max_tokens=100)
-    beside = pair.submit([4, 5], gamma=16, mode="adaptive", max_tokens=100)
-    pair.run_until(lambda: drafted.done or beside.generated >= 90)
+    other = pair.submit([4, 5], gamma=16, mode="adaptive", max_tokens=100)
+    pair.run_until(lambda: drafted.done or other.generated >= 90)
     assert drafted.stats.drafted > 20
-    assert beside.stats.drafted == 0
-    # One whose drafts have lost time may have none.
-    costs = pair.controller.costs([beside], 0, 0)
-    assert pair.controller.candidate(beside, 1.0, 1, 8, costs)
+    assert other.stats.drafted == 0
+    # None would mean that its drafts have lost too much time.
+    costs = pair.controller.costs([other], 0, 0)
+    assert pair.controller.candidate(other, 1.0, 1, 8, costs)
 
 
-def test_what_is_decided_from_a_pass_belongs_to_its_cost() -> None:
-    """Every look at this clock takes a second: one after the pass of three rows, one after what was decided from it."""
+def test_verification_is_part_of_the_cost_of_a_pass() -> None:
+    """Each call of this clock adds one second: one call is after the pass of three rows, one after its verification."""
     expected = Cost(table(lambda rows: rows * 2 / 3))
     pair = FakePair(costs=(expected, flat()), clock=map(float, count()).__next__)
     pair.submit(PROMPT, gamma=0)
@@ -133,14 +133,14 @@ PENALISED = SamplingParams(temperature=0, frequency_penalty=1.0, logit_bias=((3,
 
 
 def logprobs_after(context: list[int]) -> FloatArray:
-    """What the fake target alone gives every token, float64."""
+    """The log-probability of every token after `context` by the fake target, float64."""
     logits = FakeEngine(vocabulary=VOCABULARY, n_slots=1).logits(context).astype(np.float64)
     return np.asarray(logits - np.log(np.exp(logits).sum()))
 
 
 @pytest.mark.parametrize("gamma", [0, 4])
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.7, top_k=3, seed=3), PENALISED])
-def test_every_token_is_scored_by_the_target_alone_speculated_or_not(gamma: int, sampling: SamplingParams) -> None:
+def test_output_logprobs_are_the_targets_with_and_without_drafts(gamma: int, sampling: SamplingParams) -> None:
     pair = FakePair()
     sequence = pair.submit(PROMPT, gamma=gamma, sampling=sampling, top_logprobs=3)
     pair.run()
@@ -155,7 +155,7 @@ def test_every_token_is_scored_by_the_target_alone_speculated_or_not(gamma: int,
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 9])
 @pytest.mark.parametrize("prefill_rows", [1, 5, 64])
-def test_a_prompt_is_scored_from_its_second_token_on_whatever_is_cached(max_tokens: int, prefill_rows: int) -> None:
+def test_prompt_logprobs_start_at_the_second_token_whatever_is_cached(max_tokens: int, prefill_rows: int) -> None:
     pair = FakePair(prefill_rows=prefill_rows)
     prompt = [n % 11 for n in range(30)]
     first = pair.submit(prompt, max_tokens=5)
@@ -198,8 +198,8 @@ def test_an_answer_ends_where_its_grammar_does() -> None:
 
 
 @pytest.mark.parametrize("gamma", [0, 3])
-def test_a_grammar_that_becomes_too_costly_ends_its_answer_alone_and_the_draft_model_stays(gamma: int) -> None:
-    """Without drafts it is first seen when the new tokens are read, with drafts in the round."""
+def test_a_grammar_that_becomes_too_costly_ends_only_its_own_answer(gamma: int) -> None:
+    """Without drafts it fails when the new tokens are read, with drafts in the round; the draft model stays in use."""
     pair = FakePair()
     failing = pair.submit([1, 2], gamma=gamma, max_tokens=30, constraint=Alternating(VOCABULARY, fails_at=7))
     other = pair.submit([3, 4], max_tokens=30)

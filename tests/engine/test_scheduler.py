@@ -1,4 +1,4 @@
-"""Continuous batching: admission, turns, prefill chunks, grammar masks, cancelled requests, and records."""
+"""Continuous batching: admission, prefill chunks, the time for drafts and masks, cancellation, and records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from constraints import Shared, Slow
 from costs import FixedCost, flat, proportional
 from fake_engine import FakeEngine
-from fake_pair import ENDLESS, SLOTS, VOCABULARY, Everything, FakePair, plain_greedy
+from fake_pair import ENDLESS, SLOTS, VOCABULARY, FakePair, RecordingObserver, plain_greedy
 from specserve.sequence import SamplingParams, SpeculationParams
 from specserve.serving.budget import max_wait
 from specserve.serving.generation import Generation
@@ -18,30 +18,30 @@ from specserve.speculation.cost import CostTable
 LONG = [n % 23 for n in range(300)]
 
 
-def test_what_an_answer_has_waited_before_it_was_queued_is_counted() -> None:
-    seen = Everything()
-    pair = FakePair(observers=[seen])
+def test_time_waited_before_submit_counts_towards_waiting_and_ttft() -> None:
+    observer = RecordingObserver()
+    pair = FakePair(observers=[observer])
     generation = Generation([1, 2], SamplingParams(), SpeculationParams(), pair.vocabulary, max_tokens=1)
     pair.scheduler.submit(generation, waited=100.0)
     pair.run()
-    [record] = seen.ends
+    [record] = observer.ends
     assert record.waited == pytest.approx(100.0, abs=30)
     assert record.ttft == pytest.approx(100.0, abs=30)
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6))
 @settings(max_examples=60, deadline=None)
-def test_the_scheduler_says_whether_the_next_round_prefills_a_prompt(lengths: list[int]) -> None:
+def test_prefilling_says_whether_the_next_round_prefills_a_prompt(lengths: list[int]) -> None:
     pair = FakePair()
     generations = [pair.submit([1] * length, max_tokens=5) for length in lengths]
     while pair.scheduler.busy:
-        said = pair.scheduler.prefilling
+        predicted = pair.scheduler.prefilling
         before = [(generation, generation.target_cached) for generation in generations if not generation.generated]
         pair.step()
-        assert said == any(generation.target_cached > cached for generation, cached in before)
+        assert predicted == any(generation.target_cached > cached for generation, cached in before)
 
 
-def test_more_requests_than_slots_all_come_to_their_end() -> None:
+def test_more_requests_than_slots_all_finish() -> None:
     pair = FakePair()
     generations = [pair.submit([n, n + 1], max_tokens=15) for n in range(3 * SLOTS)]
     pair.run()
@@ -49,17 +49,17 @@ def test_more_requests_than_slots_all_come_to_their_end() -> None:
 
 
 @pytest.mark.parametrize("others", [1, 3])
-def test_requests_get_slots_in_turn_so_that_many_answers_to_one_delay_no_other(others: int) -> None:
-    """One asks for nine answers, another, or three others, for one each right after it; there are three slots."""
+def test_requests_get_slots_in_turn_if_one_has_many_choices(others: int) -> None:
+    """A request with nine choices comes first, then one or three requests with one each; there are three slots."""
     pair = FakePair()
-    many = [pair.submit([n], request="many", max_tokens=30 + n) for n in range(9)]
-    few = [pair.submit([10 + n], request=f"few {n}", max_tokens=30) for n in range(others)]
+    first = [pair.submit([n], request="many", max_tokens=30 + n) for n in range(9)]
+    later = [pair.submit([10 + n], request=f"few {n}", max_tokens=30) for n in range(others)]
     pair.step()
-    assert [generation.slot >= 0 for generation in few] == [True, True, False][:others]
-    pair.run(*few)
-    assert sum(generation.done for generation in many) < 6
+    assert [generation.slot >= 0 for generation in later] == [True, True, False][:others]
+    pair.run(*later)
+    assert sum(generation.done for generation in first) < 6
     pair.run()
-    assert all(generation.done for generation in many)
+    assert all(generation.done for generation in first)
 
 
 @pytest.mark.parametrize("steps", range(6))
@@ -79,18 +79,18 @@ def test_a_cancelled_request_frees_its_slot_at_once(steps: int) -> None:
 
 
 def test_cancelling_twice_or_after_the_end_changes_nothing() -> None:
-    seen = Everything()
-    pair = FakePair(observers=[seen])
+    observer = RecordingObserver()
+    pair = FakePair(observers=[observer])
     ended = pair.submit([1, 2], max_tokens=3)
     pair.run()
     cancelled = pair.submit([3, 4])
     pair.step()
     for generation in (ended, cancelled, cancelled):
         pair.scheduler.cancel(generation)
-    assert [record.reason for record in seen.ends] == ["length", "cancelled"]
+    assert [record.reason for record in observer.ends] == ["length", "cancelled"]
 
 
-def test_a_fault_outside_of_passes_can_end_all_that_run_and_the_next_are_served() -> None:
+def test_fail_all_ends_the_running_sequences_and_the_queued_are_served() -> None:
     pair = FakePair()
     generations = [pair.submit([n], max_tokens=30) for n in range(SLOTS + 1)]
     pair.step()
@@ -100,13 +100,13 @@ def test_a_fault_outside_of_passes_can_end_all_that_run_and_the_next_are_served(
     assert generations[-1].answer == plain_greedy([SLOTS], 30)
 
 
-def decoded_by(engine: FakeEngine, prompt: list[int]) -> int:
-    """How many rows of this prompt, but for its last token, an engine was fed."""
+def rows_fed_for(engine: FakeEngine, prompt: list[int]) -> int:
+    """The number of rows that an engine was fed for this prompt, its last token excluded."""
     return sum(row.position < len(prompt) - 1 for row in engine.decoded)
 
 
 @pytest.mark.parametrize("count", [2, SLOTS, 2 * SLOTS])
-def test_several_answers_to_one_prompt_prefill_it_once_in_both_models(count: int) -> None:
+def test_choices_of_one_prompt_prefill_it_once_in_both_models(count: int) -> None:
     pair = FakePair(prefill_rows=16, draft_rows=16)
     prompt = [n % 7 for n in range(40)]
     generations = [
@@ -115,12 +115,12 @@ def test_several_answers_to_one_prompt_prefill_it_once_in_both_models(count: int
     ]
     pair.run()
     assert len({tuple(generation.answer) for generation in generations}) == count
-    assert decoded_by(pair.target, prompt) == len(prompt) - 1
-    assert decoded_by(pair.draft, prompt) == len(prompt) - 1
+    assert rows_fed_for(pair.target, prompt) == len(prompt) - 1
+    assert rows_fed_for(pair.draft, prompt) == len(prompt) - 1
     assert all(generation.stats.accepted > 0 for generation in generations)
 
 
-def test_a_prompt_that_begins_as_a_running_one_continues_from_its_cache() -> None:
+def test_a_prompt_reuses_the_prefix_of_a_running_sequence() -> None:
     pair = FakePair(prefill_rows=64)
     system = [n % 5 for n in range(50)]
     pair.submit([*system, 8, 9], max_tokens=60, sampling=SamplingParams(seed=1))
@@ -132,31 +132,31 @@ def test_a_prompt_that_begins_as_a_running_one_continues_from_its_cache() -> Non
 
 
 @pytest.mark.parametrize("gamma", [0, 3])
-def test_a_prompt_is_prefilled_in_chunks_that_delay_others_no_longer_than_configured(gamma: int) -> None:
-    """Every row takes a second, and those of the decoding sequence itself are no wait."""
+def test_prefill_chunks_delay_others_no_longer_than_configured(gamma: int) -> None:
+    """Every row takes a second; those of the decoding sequence itself do not count as delay."""
     pair = FakePair(prefill_rows=64, max_wait_seconds=20.0)
     short = pair.submit([1, 2, 3], max_tokens=200, gamma=gamma)
     pair.step()
     long = pair.submit(LONG, max_tokens=5)
-    widest = 0
+    most_rows = 0
     while not long.generated and len(pair.target.decoded) < 2_000:
         before = len(pair.target.decoded)
         pair.step()
-        widest = max(widest, len(pair.target.decoded) - before)
-    assert widest == 1 + gamma + 20
+        most_rows = max(most_rows, len(pair.target.decoded) - before)
+    assert most_rows == 1 + gamma + 20
     assert not short.done
 
 
 @pytest.mark.parametrize(("requests", "gamma"), [(["a", "b"], 2), (["a", "a"], 6)])
 def test_drafts_delay_other_requests_no_longer_than_configured(requests: list[str], gamma: int) -> None:
-    """Every row takes a second in both models, so a draft for each of two sequences takes four."""
+    """Every row takes a second in both models, so one draft for each of two sequences takes four."""
     pair = FakePair(max_wait_seconds=9.0)
     generations = [pair.submit([n], gamma=6, max_tokens=40, request=one) for n, one in enumerate(requests)]
     pair.run(generations[0])
     assert max(generations[0].stats.gammas) == gamma
 
 
-def test_a_request_without_drafts_leaves_the_time_for_drafts_to_the_others() -> None:
+def test_a_request_in_mode_off_leaves_the_time_for_drafts_to_the_others() -> None:
     """A draft takes two seconds, one in each model; a request in mode off adds nothing to either."""
     pair = FakePair(max_wait_seconds=9.0)
     pair.submit([1], gamma=6, mode="off", max_tokens=40, request="off")
@@ -165,17 +165,17 @@ def test_a_request_without_drafts_leaves_the_time_for_drafts_to_the_others() -> 
     assert max(drafted.stats.gammas) == 4
 
 
-def test_the_time_of_drafts_is_that_of_the_draft_models_own_cache() -> None:
-    """A row of its takes 1 s after the 16 tokens of its window, and 43 s after the whole prompt."""
+def test_the_time_of_drafts_is_estimated_at_the_draft_models_kv_length() -> None:
+    """A draft row takes 1 s at the KV length of its window, 16 tokens, and 43 s at that of the whole prompt."""
     rows = tuple(range(1, 33))
-    dearer = FixedCost(CostTable(rows, (64, 512), (tuple(map(float, rows)), tuple(100.0 * n for n in rows))))
-    pair = FakePair(max_wait_seconds=9.0, prefill_rows=64, window=16, costs=(proportional(), dearer))
+    draft_cost = FixedCost(CostTable(rows, (64, 512), (tuple(map(float, rows)), tuple(100.0 * n for n in rows))))
+    pair = FakePair(max_wait_seconds=9.0, prefill_rows=64, window=16, costs=(proportional(), draft_cost))
     generations = [pair.submit([*LONG, n], gamma=6, sampling=ENDLESS, max_tokens=40, request=str(n)) for n in range(2)]
     pair.step(15)
     assert [max(generation.stats.gammas) for generation in generations] == [2, 2]
 
 
-def test_a_prompt_that_delays_nobody_is_prefilled_as_fast_as_can_be() -> None:
+def test_a_prompt_that_delays_no_sequence_is_prefilled_in_full_chunks() -> None:
     pair = FakePair(prefill_rows=64, max_wait_seconds=20.0)
     pair.submit(LONG, max_tokens=5)
     pair.step()
@@ -186,13 +186,13 @@ def test_a_prompt_that_delays_nobody_is_prefilled_as_fast_as_can_be() -> None:
     ("milliseconds", "pass_seconds", "seconds"),
     [(100.0, 1.0, 0.1), (2000.0, 1.0, 2.0), (None, 1.0, 10.0), (None, 0.01, 0.25)],
 )
-def test_the_longest_wait_is_as_configured_or_else_a_quarter_of_a_second_or_ten_passes(
+def test_max_wait_is_as_configured_or_else_250_ms_or_ten_passes(
     milliseconds: float | None, pass_seconds: float, seconds: float
 ) -> None:
     assert max_wait(milliseconds, proportional(pass_seconds)) == seconds
 
 
-def test_many_prompts_are_scored_at_once_within_the_engines_limit_of_logits() -> None:
+def test_scoring_many_prompts_respects_the_engines_max_logits() -> None:
     pair = FakePair(prefill_rows=100)
     pair.target.max_logits = 7
     generations = [pair.submit([n] * 20, max_tokens=0, top_logprobs=0, scores_prompt=True) for n in range(5)]
@@ -201,7 +201,7 @@ def test_many_prompts_are_scored_at_once_within_the_engines_limit_of_logits() ->
     assert all(len(one.prompt_scores) == 19 and one.finish_reason == "length" for one in generations)
 
 
-def drafted_beside(running: int, *arriving: list[int]) -> int:
+def drafted_after_arrivals(running: int, *arriving: list[int]) -> int:
     """How many tokens are drafted for adaptive sequences in the six rounds after these prompts arrive."""
     pair = FakePair(blend=0.0, costs=(flat(), flat(0.25)), prefill_rows=4)
     stats = [pair.submit([n, 1, 2], gamma=8, mode="adaptive", max_tokens=200).stats for n in range(running)]
@@ -213,19 +213,19 @@ def drafted_beside(running: int, *arriving: list[int]) -> int:
     return sum(one.drafted for one in stats) - before
 
 
-def test_a_prefill_shortens_the_drafts_of_others_and_a_request_that_waits_for_a_slot_does_not() -> None:
-    """Short rounds give first tokens sooner; those that wait for a slot are helped by what ends sequences early."""
-    assert 0 < drafted_beside(SLOTS - 1, LONG) < drafted_beside(SLOTS - 1)
-    assert drafted_beside(SLOTS, LONG) == drafted_beside(SLOTS) > 0
+def test_a_prefill_shortens_the_drafts_of_others_a_queued_request_does_not() -> None:
+    """Shorter rounds give a prefill its first token sooner; a queued request needs running sequences to end early."""
+    assert 0 < drafted_after_arrivals(SLOTS - 1, LONG) < drafted_after_arrivals(SLOTS - 1)
+    assert drafted_after_arrivals(SLOTS, LONG) == drafted_after_arrivals(SLOTS) > 0
 
 
-def test_observers_are_told_of_all_the_time_of_a_sequence_its_prefill_too() -> None:
-    seen = Everything()
-    pair = FakePair(observers=[seen])
+def test_records_add_up_to_the_prefill_and_decode_time_of_a_sequence() -> None:
+    observer = RecordingObserver()
+    pair = FakePair(observers=[observer])
     stats = pair.submit([n % 23 for n in range(50)]).stats
     pair.run()
     prefill, decode = (
-        [record.draft + record.target + record.other for record in seen.rounds if (record.position > 0) is decodes]
+        [record.draft + record.target + record.other for record in observer.rounds if (record.position > 0) is decodes]
         for decodes in (False, True)
     )
     assert len(prefill) == 7
@@ -233,18 +233,18 @@ def test_observers_are_told_of_all_the_time_of_a_sequence_its_prefill_too() -> N
     assert sum(decode) == pytest.approx(stats.decode_seconds)
 
 
-def test_observers_are_told_of_no_draft_twice_when_a_round_is_deferred() -> None:
-    shared, seen = Shared(4), Everything()
-    pair = FakePair(blend=0.6, begin_masks=shared.begin_round, observers=[seen])
+def test_records_count_each_draft_once_if_a_round_is_deferred() -> None:
+    shared, observer = Shared(4), RecordingObserver()
+    pair = FakePair(blend=0.6, begin_masks=shared.begin_round, observers=[observer])
     stats = [pair.submit([n, 2], max_tokens=15, constraint=Slow(VOCABULARY, shared)).stats for n in range(2)]
     pair.run()
     assert shared.deferred
-    assert sum(len(record.drafts) for record in seen.rounds) == sum(one.drafted for one in stats)
-    assert sum(record.accepted for record in seen.rounds) == sum(one.accepted for one in stats) > 0
+    assert sum(len(record.drafts) for record in observer.rounds) == sum(one.drafted for one in stats)
+    assert sum(record.accepted for record in observer.rounds) == sum(one.accepted for one in stats) > 0
 
 
 @pytest.mark.parametrize("gamma", [0, 3])
-def test_masks_that_a_round_has_no_time_for_wait_and_change_no_output(gamma: int) -> None:
+def test_deferred_masks_change_no_output(gamma: int) -> None:
     def answers(masks: int) -> tuple[list[list[int]], int]:
         shared = Shared(masks)
         pair = FakePair(blend=0.6, begin_masks=shared.begin_round)
@@ -261,16 +261,16 @@ def test_masks_that_a_round_has_no_time_for_wait_and_change_no_output(gamma: int
         pair.run()
         return [generation.answer for generation in generations], shared.deferred
 
-    undisturbed, deferred = answers(10**6)
+    expected, deferred = answers(10**6)
     assert deferred == 0
     for masks in (1, 2, 5):
         delayed, deferred = answers(masks)
-        assert delayed == undisturbed
+        assert delayed == expected
         assert deferred > 0 or masks > 1
 
 
-def test_a_sequence_whose_mask_has_waited_comes_first_in_the_next_round() -> None:
-    """Each round has time for one mask; in the order of slots the first would always have it."""
+def test_a_deferred_sequence_comes_first_in_the_next_round() -> None:
+    """A round has time for one mask; in the order of slots the first slot would always get it."""
     shared = Shared(1)
     pair = FakePair(begin_masks=shared.begin_round)
     generations = [
@@ -281,7 +281,7 @@ def test_a_sequence_whose_mask_has_waited_comes_first_in_the_next_round() -> Non
     assert [generation.generated for generation in generations] == pytest.approx([20] * 3, abs=1)
 
 
-def test_a_sequence_without_a_grammar_never_waits_for_the_masks_of_others() -> None:
+def test_a_sequence_without_a_grammar_is_never_deferred() -> None:
     shared = Shared(1)
     pair = FakePair(begin_masks=shared.begin_round)
     for n in range(2):
@@ -292,7 +292,7 @@ def test_a_sequence_without_a_grammar_never_waits_for_the_masks_of_others() -> N
 
 
 @pytest.mark.parametrize(("mask_seconds", "gamma"), [(0.0, 6), (0.01, 6), (0.025, 3), (0.5, 0)])
-def test_as_many_tokens_are_drafted_as_their_masks_have_time_for(mask_seconds: float, gamma: int) -> None:
+def test_drafts_are_limited_to_the_masks_that_a_round_has_time_for(mask_seconds: float, gamma: int) -> None:
     pair = FakePair(blend=1.0, max_wait_seconds=0.2, costs=(flat(0.01), flat(0.001)))
     constraint = Slow(VOCABULARY, Shared(10**6), mask_seconds=mask_seconds)
     generation = pair.submit([1, 2], gamma=6, max_tokens=30, constraint=constraint)

@@ -1,6 +1,6 @@
-"""Speculation is never slower than plain decoding: the real scheduler and controller on a simulated clock.
+"""Adaptive speculation against plain decoding: the real scheduler and controller on a simulated clock.
 
-Costs are exact and nothing is measured, so these tests are about decisions and not about this machine.
+Costs are exact and no time is measured: the tests are about decisions and do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -27,25 +27,23 @@ def speedup(machine: str, kind: str, policy: SpeculationParams = ADAPTIVE) -> fl
 
 @pytest.mark.parametrize("kind", PROCESSES)
 @pytest.mark.parametrize("machine", [SLOW, LINEAR])
-def test_adaptive_is_at_most_two_per_cent_slower_than_plain_five_with_an_adversarial_pair(
-    machine: str, kind: str
-) -> None:
+def test_adaptive_loses_at_most_2_percent_or_5_with_an_adversarial_pair(machine: str, kind: str) -> None:
     """In an adversarial pair both models are confident and never agree; the draft's prefill is wasted."""
     assert speedup(machine, kind) >= (0.95 if kind == "adversarial" else 0.98)
 
 
 @pytest.mark.parametrize("kind", ["hard", "adversarial"])
-def test_a_fixed_gamma_fails_that_test(kind: str) -> None:
+def test_a_fixed_gamma_loses_more(kind: str) -> None:
     assert speedup(SLOW, kind, SpeculationParams(3)) < 0.9
 
 
 @pytest.mark.parametrize("kind", ["easy", "bursty", "drifting", "story then code"])
-def test_adaptive_is_faster_where_parts_of_a_text_are_easy(kind: str) -> None:
+def test_adaptive_is_faster_if_parts_of_the_output_are_easy(kind: str) -> None:
     assert speedup(SLOW, kind) > 1.02
 
 
-def test_drafting_resumes_when_a_text_becomes_easy() -> None:
-    """The second half is easy; with gamma 3 from its first token on, three quarters of it would be draft tokens."""
+def test_drafting_resumes_when_the_output_becomes_easy() -> None:
+    """The second half is easy: with gamma 3 from its first token on, three quarters of it would be accepted drafts."""
     recording = synthetic("story then code")
     simulation = Simulation(*MACHINES[SLOW], ADAPTIVE)
     _, sequence = simulation.run(recording)
@@ -55,7 +53,7 @@ def test_drafting_resumes_when_a_text_becomes_easy() -> None:
 
 @pytest.mark.parametrize("machine", [SLOW, MIDDLE])
 @pytest.mark.parametrize("sequences", [4, 8])
-def test_adaptive_does_not_slow_down_several_sequences(machine: str, sequences: int) -> None:
+def test_adaptive_does_not_slow_down_concurrent_sequences(machine: str, sequences: int) -> None:
     """All arrive at once, so that prefill and decoding overlap most of the time.
 
     The mean waiting time of clients counts, since drafts for one sequence delay the others.
@@ -79,7 +77,7 @@ def test_no_policy_is_faster_than_the_oracle(machine: str) -> None:
             assert seconds >= 0.99 * best
 
 
-def test_every_policy_reproduces_the_recorded_answer() -> None:
+def test_every_policy_gives_as_many_tokens_as_recorded() -> None:
     recording = read_recordings()[0]
     for policy in (PLAIN, ADAPTIVE, SpeculationParams(4)):
         _, sequence = Simulation(*MACHINES[SLOW], policy).run(recording)

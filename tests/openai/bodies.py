@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-# Every character, halves of surrogate pairs included: JSON can spell them.
+# All characters, lone surrogates included: JSON can represent them.
 texts = st.text(st.characters(categories=["L", "N", "P", "S", "Z", "C"]), max_size=40)
 numbers = st.one_of(
     st.integers(-3, 300),
@@ -20,25 +20,25 @@ anything = st.recursive(
 
 
 def nested(depth: int) -> dict[str, Any]:
-    """A JSON schema with so many levels."""
+    """A JSON schema with `depth` levels."""
     schema: dict[str, Any] = {"type": "object"}
     for _ in range(depth):
         schema = {"type": "object", "properties": {"a": schema}}
     return schema
 
 
-def a(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+def obj(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     """Objects of exactly these fields."""
     return st.fixed_dictionaries(fields)
 
 
 schemas = st.recursive(
     st.one_of(
-        a(type=st.sampled_from(["string", "integer", "number", "boolean", "null", "object", "array", "colour"])),
-        a(enum=st.lists(scalars, max_size=4)),
-        a(type=st.just("string"), pattern=texts),
-        a(type=st.just("integer"), minimum=numbers, maximum=numbers),
-        a(type=st.just("string"), maxLength=numbers),
+        obj(type=st.sampled_from(["string", "integer", "number", "boolean", "null", "object", "array", "colour"])),
+        obj(enum=st.lists(scalars, max_size=4)),
+        obj(type=st.just("string"), pattern=texts),
+        obj(type=st.just("integer"), minimum=numbers, maximum=numbers),
+        obj(type=st.just("string"), maxLength=numbers),
         st.sampled_from(
             [
                 {"$ref": "#"},
@@ -54,8 +54,8 @@ schemas = st.recursive(
         anything,
     ),
     lambda inner: st.one_of(
-        a(type=st.just("array"), items=inner, maxItems=numbers),
-        a(type=st.just("object"), properties=st.dictionaries(texts, inner, max_size=3), required=st.lists(texts)),
+        obj(type=st.just("array"), items=inner, maxItems=numbers),
+        obj(type=st.just("object"), properties=st.dictionaries(texts, inner, max_size=3), required=st.lists(texts)),
         *(st.fixed_dictionaries({word: st.lists(inner, max_size=4)}) for word in ("anyOf", "oneOf", "allOf")),
     ),
     max_leaves=6,
@@ -75,12 +75,12 @@ grammars = st.one_of(
         ]
     ),
 )
-json_schema = a(name=texts, schema=schemas)
+json_schema = obj(name=texts, schema=schemas)
 formats = st.one_of(
-    a(type=st.sampled_from(["text", "json_object", "json_schema", "xml"])),
-    a(type=st.just("json_schema"), json_schema=json_schema),
+    obj(type=st.sampled_from(["text", "json_object", "json_schema", "xml"])),
+    obj(type=st.just("json_schema"), json_schema=json_schema),
 )
-contents = texts | st.lists(a(type=st.just("text"), text=texts), max_size=3)
+contents = texts | st.lists(obj(type=st.just("text"), text=texts), max_size=3)
 tokens = st.lists(st.integers(-1, 205), max_size=30)
 COMMON = {
     "model": st.sampled_from([None, "tiny", "qwen", "gpt-4"]),
@@ -95,12 +95,12 @@ COMMON = {
     "repetition_penalty": st.sampled_from([None, 0.1, 1.1, 10, 0]),
     "stop": st.none() | texts | st.lists(texts, max_size=5),
     "stream": st.sampled_from([None, False, True]),
-    "stream_options": st.none() | a(include_usage=st.booleans()),
+    "stream_options": st.none() | obj(include_usage=st.booleans()),
     "n": st.sampled_from([None, 1, 2, 5, 0, 500]),
     "ignore_eos": st.sampled_from([None, False, True]),
     "response_format": formats,
     "grammar": grammars,
-    "prediction": a(type=st.just("content"), content=contents),
+    "prediction": obj(type=st.just("content"), content=contents),
     "speculation": st.fixed_dictionaries(
         {},
         optional={
@@ -123,7 +123,7 @@ COMPLETION = {
 }
 CHAT = {
     "messages": st.lists(
-        a(role=st.sampled_from(["system", "user", "assistant", "robot"]), content=contents), max_size=4
+        obj(role=st.sampled_from(["system", "user", "assistant", "robot"]), content=contents), max_size=4
     ),
     "logprobs": st.booleans(),
     "top_logprobs": st.sampled_from([None, 0, 3, 21]),
@@ -132,15 +132,15 @@ CHAT = {
 
 
 @st.composite
-def bodies(draw: st.DrawFn, own: dict[str, st.SearchStrategy[Any]]) -> dict[str, Any]:
-    """A few fields with plausible values, and rarely one with any value."""
-    fields = {**COMMON, **own}
-    [first, *_] = own
+def bodies(draw: st.DrawFn, route_fields: dict[str, st.SearchStrategy[Any]]) -> dict[str, Any]:
+    """A few fields with plausible values, and in one of five bodies a field with any value."""
+    fields = {**COMMON, **route_fields}
+    [first, *_] = route_fields
     chosen = draw(st.lists(st.sampled_from(sorted(fields)), max_size=5, unique=True))
     body = {name: draw(fields[name]) for name in [first, *chosen]}
     if draw(st.integers(0, 4)) == 0:
         body[draw(st.sampled_from(sorted(fields)) | texts)] = draw(anything)
-    # Short answers: what is looked for happens before and around them.
+    # Short answers: the faults that are looked for are not in decoding.
     body["max_tokens"] = draw(st.integers(0, 6))
     return body
 

@@ -1,4 +1,4 @@
-"""A stand-in for TorchServe's front end that enforces the protocol of continuous batching."""
+"""A fake of TorchServe's front end that enforces the protocol of continuous batching."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}as
 
 
 class Vocabulary(FakeVocabulary):
-    """A target's vocabulary, with what v1/speculation says of the model."""
+    """A target's vocabulary, with the model's description for v1/speculation."""
 
     weights = 1000, 4000
 
@@ -40,7 +40,7 @@ class Vocabulary(FakeVocabulary):
 
 
 class FrontEnd:
-    """TorchServe with rows of live requests, which have a body until the first reply."""
+    """TorchServe's live requests: each has a row, which contains its body until the first reply."""
 
     def __init__(self, *, time_slice_ms: int = 0, chat_template: str | None = TEMPLATE, holdback: float = 0) -> None:
         self.target = FakeEngine(vocabulary=200, n_slots=SLOTS)
@@ -77,80 +77,80 @@ class FrontEnd:
         self.status: dict[str, int] = {}
         self.content_type: dict[str, str] = {}
         self.finished: set[str] = set()
-        self.settles = True
-        """Whether the slice that a call has started is over before the next one; what tests change is then seen."""
+        self.waits_for_slice = True
+        """Whether `handle_once` waits for the end of the time slice that it has started."""
         self._count = 0
 
     def post(self, body: object, route: str | None = "v1/completions") -> str:
         """Send a request, its body as JSON unless it is bytes; returns its id."""
         self._count += 1
-        identity = f"r{self._count}"
+        request_id = f"r{self._count}"
         sent = body if isinstance(body, bytes | bytearray) else json.dumps(body).encode()
-        self.rows[identity] = {"body": sent} if body is not None else {}
-        self.routes[identity] = route
-        self.chunks[identity] = []
-        return identity
+        self.rows[request_id] = {"body": sent} if body is not None else {}
+        self.routes[request_id] = route
+        self.chunks[request_id] = []
+        return request_id
 
-    def leave(self, identity: str) -> None:
-        """The client closes its connection."""
-        del self.rows[identity]
+    def disconnect(self, request_id: str) -> None:
+        """Close the client's connection."""
+        del self.rows[request_id]
 
-    def turn(self) -> None:
+    def handle_once(self) -> None:
         """Call handle() once, and process its replies as the front end does."""
         order = list(self.rows)
         context = FakeContext(self, order)
         data = list(self.rows.values())
         answers = self.handler.handle(data, context)
         assert len(answers) == len(data)
-        for index, identity in context.request_ids.items():
+        for index, request_id in context.request_ids.items():
             more = context.stopping_criteria[index](answers[index])
             if more is None:
-                assert not self.chunks[identity], "a whole answer after chunks"
-                self.finished.add(identity)
+                assert not self.chunks[request_id], "a whole response after chunks"
+                self.finished.add(request_id)
             elif more:
-                assert self.chunks[identity], "the first chunk is the last one: the client would hang"
-                self.finished.add(identity)
-            self.chunks[identity].append(answers[index])
-            self.status.setdefault(identity, context.status.get(index, 200))
-            assert self.status[identity] < 400 or more is None, "an error status on a chunk loses its body"
-            self.content_type.setdefault(identity, context.types.get(index, ""))
-            self.rows[identity] = {}
-        for identity in self.finished & self.rows.keys():
-            del self.rows[identity]
-        if self.settles:
+                assert self.chunks[request_id], "the first chunk is the last one: the client would hang"
+                self.finished.add(request_id)
+            self.chunks[request_id].append(answers[index])
+            self.status.setdefault(request_id, context.status.get(index, 200))
+            assert self.status[request_id] < 400 or more is None, "an error status on a chunk loses its body"
+            self.content_type.setdefault(request_id, context.types.get(index, ""))
+            self.rows[request_id] = {}
+        for request_id in self.finished & self.rows.keys():
+            del self.rows[request_id]
+        if self.waits_for_slice:
             self._engine_thread.submit(lambda: None).result()
 
     def run(self) -> None:
-        """Take turns until no request is left."""
+        """Call handle() until no request is live."""
         for _ in range(1000):
             if not self.rows:
                 return
-            self.turn()
+            self.handle_once()
         raise AssertionError(f"Unanswered: {list(self.rows)}")
 
-    def status_of_speculation(self) -> Any:
-        """What v1/speculation says now."""
-        identity = self.post(None, "v1/speculation")
-        self.turn()
-        assert self.status[identity] == 200
-        return self.answer(identity)
+    def speculation_status(self) -> Any:
+        """The current response of v1/speculation."""
+        request_id = self.post(None, "v1/speculation")
+        self.handle_once()
+        assert self.status[request_id] == 200
+        return self.answer(request_id)
 
     def sequences(self) -> tuple[int, int]:
-        """How many sequences are live, and how many wait."""
-        told = self.status_of_speculation()["sequences"]
-        return told["live"], told["waiting"]
+        """The numbers of live and of waiting sequences."""
+        counts = self.speculation_status()["sequences"]
+        return counts["live"], counts["waiting"]
 
-    def text(self, identity: str) -> str:
-        """All that a client received."""
-        return "".join(self.chunks[identity])
+    def text(self, request_id: str) -> str:
+        """The response body that the client has received."""
+        return "".join(self.chunks[request_id])
 
-    def answer(self, identity: str) -> Any:
+    def answer(self, request_id: str) -> Any:
         """The JSON of a whole response."""
-        return json.loads(self.text(identity))
+        return json.loads(self.text(request_id))
 
-    def events(self, identity: str) -> list[Any]:
+    def events(self, request_id: str) -> list[Any]:
         """A stream's events without the final [DONE], which is checked."""
-        lines = [line.removeprefix("data: ") for line in self.text(identity).split("\n\n")[:-1]]
+        lines = [line.removeprefix("data: ") for line in self.text(request_id).split("\n\n")[:-1]]
         assert lines[-1] == "[DONE]"
         return [json.loads(line) for line in lines[:-1]]
 
@@ -167,7 +167,7 @@ class FakeContext:
         self.stopping_criteria: list[Callable[[object], bool | None]] = []
         self.status: dict[int, int] = {}
         self.types: dict[int, str] = {}
-        self._routes = [front_end.routes[identity] for identity in order]
+        self._routes = [front_end.routes[request_id] for request_id in order]
 
     def get_request_header(self, idx: int, key: str) -> str | None:
         return {"url_path": self._routes[idx]}.get(key)

@@ -1,4 +1,4 @@
-"""Chat templates are rendered in a sandbox."""
+"""Chat templates are rendered as by transformers, and in a sandbox."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_functions_that_templates_use_beyond_jinja_are_defined() -> None:
     assert rendered("{{ messages[1] | tojson }}") == '{"role": "user", "content": "Hello <b>"}'
 
 
-def test_an_exception_of_a_template_is_a_400_with_its_message() -> None:
+def test_an_exception_raised_by_a_template_is_a_400_with_its_message() -> None:
     with pytest.raises(RequestError, match="roles must alternate") as caught:
         rendered("{{ raise_exception('roles must alternate') }}")
     assert caught.value.param == "messages"

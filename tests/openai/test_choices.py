@@ -1,4 +1,4 @@
-"""Several answers in one response, log-probabilities, and scored prompts, through the handler."""
+"""Several choices in one response, log-probabilities, and scored prompts, through the handler."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def front_end() -> FrontEnd:
 
 def answer_to(front_end: FrontEnd, body: dict[str, Any], route: str = "v1/completions") -> Any:
     """The whole response to a body."""
-    identity = front_end.post(body, route)
+    request_id = front_end.post(body, route)
     front_end.run()
-    return front_end.answer(identity)
+    return front_end.answer(request_id)
 
 
 def texts(answer: Any) -> list[str]:
@@ -31,7 +31,7 @@ def texts(answer: Any) -> list[str]:
     return [choice["text"] for choice in answer["choices"]]
 
 
-def test_n_gives_as_many_different_answers_and_counts_the_prompt_once(front_end: FrontEnd) -> None:
+def test_n_gives_n_different_choices_and_counts_the_prompt_once(front_end: FrontEnd) -> None:
     answer = answer_to(front_end, {**BODY, "n": 6})
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
     assert len(set(texts(answer))) == 6
@@ -41,7 +41,7 @@ def test_n_gives_as_many_different_answers_and_counts_the_prompt_once(front_end:
     assert texts(alone) == texts(answer)[:1]
 
 
-def test_several_prompts_are_answered_in_order_each_as_if_it_were_alone(front_end: FrontEnd) -> None:
+def test_several_prompts_are_answered_in_order_and_as_if_each_were_alone(front_end: FrontEnd) -> None:
     answer = answer_to(front_end, {**BODY, "prompt": ["abc", "xyz"], "n": 2, "echo": True})
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     assert [text[:3] for text in texts(answer)] == ["abc", "abc", "xyz", "xyz"]
@@ -49,7 +49,7 @@ def test_several_prompts_are_answered_in_order_each_as_if_it_were_alone(front_en
     assert texts(answer_to(front_end, {**BODY, "prompt": [[97, 98, 99]], "n": 2, "echo": True})) == texts(answer)[:2]
 
 
-def test_best_of_gives_the_candidates_whose_tokens_are_most_probable(front_end: FrontEnd) -> None:
+def test_best_of_gives_the_candidates_with_the_highest_mean_logprob(front_end: FrontEnd) -> None:
     every = answer_to(front_end, {**BODY, "n": 5, "logprobs": 0})
     means = {}
     for choice in every["choices"]:
@@ -61,8 +61,8 @@ def test_best_of_gives_the_candidates_whose_tokens_are_most_probable(front_end: 
     assert best["usage"]["completion_tokens"] == every["usage"]["completion_tokens"]
 
 
-def test_an_empty_answer_is_scored_by_its_eos_token(front_end: FrontEnd) -> None:
-    """Token 199 is EOS: with a bias some of the candidates are empty."""
+def test_an_empty_candidate_is_scored_by_its_eos_token(front_end: FrontEnd) -> None:
+    """Token 199 is EOS: with this bias some of the candidates are empty."""
     likely_end = {**BODY, "logit_bias": {"199": 6}, "logprobs": 0}
     every = answer_to(front_end, {**likely_end, "n": 8, "best_of": 8})
     assert "" in texts(every)
@@ -96,12 +96,12 @@ def test_a_stream_of_several_choices_equals_the_whole_response(front_end: FrontE
     assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
 
 
-def test_offsets_point_at_the_tokens_of_prompt_and_answer(front_end: FrontEnd) -> None:
+def test_text_offsets_point_at_the_tokens_of_prompt_and_output(front_end: FrontEnd) -> None:
     choice = answer_to(front_end, {**BODY, "echo": True, "logprobs": 2})["choices"][0]
     logprobs, text = choice["logprobs"], choice["text"]
     assert logprobs["tokens"][:5] == list("hello")
     for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
-        # The fake vocabulary's single bytes above 127 are no characters: they show as U+FFFD.
+        # The fake vocabulary's single bytes above 127 are not valid UTF-8 and become U+FFFD.
         assert text.startswith(token if len(token) == 1 else "\ufffd", offset)
     assert logprobs["token_logprobs"][0] is None
     assert logprobs["top_logprobs"][0] is None
@@ -111,14 +111,14 @@ def test_offsets_point_at_the_tokens_of_prompt_and_answer(front_end: FrontEnd) -
         assert 2 <= len(top) <= 3
 
 
-def test_offsets_of_a_prompt_of_ids_count_replacement_characters(front_end: FrontEnd) -> None:
+def test_text_offsets_of_a_token_id_prompt_count_replacement_characters(front_end: FrontEnd) -> None:
     ids = [104, 56, 195, 105, 106]
     choice = answer_to(front_end, {"prompt": ids, "echo": True, "logprobs": 0, "max_tokens": 0})["choices"][0]
     assert choice["text"] == "h8\ufffdij"
     assert choice["logprobs"]["text_offset"] == [0, 1, 2, 2, 4]
 
 
-def test_a_prompt_is_scored_without_an_answer(front_end: FrontEnd) -> None:
+def test_max_tokens_0_only_scores_the_prompt(front_end: FrontEnd) -> None:
     scored = answer_to(front_end, {"prompt": "hello", "max_tokens": 0, "echo": True, "logprobs": 1})
     longer = answer_to(front_end, {"prompt": "hello", "max_tokens": 3, "echo": True, "logprobs": 1, "temperature": 0})
     assert texts(scored) == ["hello"]
@@ -127,23 +127,23 @@ def test_a_prompt_is_scored_without_an_answer(front_end: FrontEnd) -> None:
         assert values == longer["choices"][0]["logprobs"][name][:5]
 
 
-def test_a_prompt_of_one_token_has_nothing_to_score(front_end: FrontEnd) -> None:
+def test_a_prompt_of_one_token_has_no_logprob(front_end: FrontEnd) -> None:
     [choice] = answer_to(front_end, {"prompt": "h", "max_tokens": 0, "echo": True, "logprobs": 1})["choices"]
     assert choice["logprobs"]["token_logprobs"] == [None]
 
 
-def test_without_top_logprobs_only_output_tokens_are_returned(front_end: FrontEnd) -> None:
+def test_logprobs_0_returns_only_the_output_tokens_logprobs(front_end: FrontEnd) -> None:
     [choice] = answer_to(front_end, {**BODY, "logprobs": 0})["choices"]
     assert choice["logprobs"]["top_logprobs"] is None
     assert len(choice["logprobs"]["token_logprobs"]) == 12
 
 
-def test_logprobs_end_where_a_stop_string_ends_the_text(front_end: FrontEnd) -> None:
-    free = answer_to(front_end, {**BODY, "logprobs": 0})["choices"][0]
-    stop = free["text"][4:6]
-    cut = answer_to(front_end, {**BODY, "logprobs": 0, "stop": stop})["choices"][0]
-    assert cut["text"] == free["text"][: free["text"].index(stop)]
-    assert cut["logprobs"]["text_offset"] == list(range(len(cut["text"])))
+def test_logprobs_end_where_a_stop_string_ends_the_output(front_end: FrontEnd) -> None:
+    unstopped = answer_to(front_end, {**BODY, "logprobs": 0})["choices"][0]
+    stop = unstopped["text"][4:6]
+    stopped = answer_to(front_end, {**BODY, "logprobs": 0, "stop": stop})["choices"][0]
+    assert stopped["text"] == unstopped["text"][: unstopped["text"].index(stop)]
+    assert stopped["logprobs"]["text_offset"] == list(range(len(stopped["text"])))
 
 
 def test_chat_logprobs_have_bytes_and_alternatives(front_end: FrontEnd) -> None:
@@ -172,10 +172,10 @@ def test_prediction_tokens_are_counted_on_both_routes(front_end: FrontEnd) -> No
         assert details["rejected_prediction_tokens"] == tally["drafted"] - tally["accepted"]
 
 
-def test_a_failure_of_one_choice_is_one_error_and_frees_all_slots(front_end: FrontEnd) -> None:
+def test_a_failed_choice_is_one_error_and_frees_all_slots(front_end: FrontEnd) -> None:
     whole = front_end.post({**BODY, "n": SLOTS - 1})
     stream = front_end.post({**BODY, "n": 2, "stream": True})
-    front_end.turn()
+    front_end.handle_once()
     front_end.target.fail_after = 0
     front_end.run()
     assert front_end.status[whole] == 500
@@ -183,23 +183,23 @@ def test_a_failure_of_one_choice_is_one_error_and_frees_all_slots(front_end: Fro
     assert front_end.sequences() == (0, 0)
 
 
-def test_a_cancelled_request_ends_all_its_choices(front_end: FrontEnd) -> None:
-    leaving = front_end.post({**BODY, "n": 12, "stream": True, "max_tokens": 100})
-    front_end.turn()
-    front_end.leave(leaving)
+def test_a_disconnect_ends_all_choices_of_the_request(front_end: FrontEnd) -> None:
+    cancelled = front_end.post({**BODY, "n": 12, "stream": True, "max_tokens": 100})
+    front_end.handle_once()
+    front_end.disconnect(cancelled)
     assert front_end.sequences() == (0, 0)
 
 
-@pytest.mark.parametrize(("call", "turns"), [("truncate", 0), ("forward", 1)])
+@pytest.mark.parametrize(("call", "calls_before"), [("truncate", 0), ("forward", 1)])
 def test_an_exception_before_or_in_a_round_is_a_500_for_its_requests_only(
-    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, call: str, turns: int
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, call: str, calls_before: int
 ) -> None:
-    """A slot is truncated before its first round."""
-    unlucky = front_end.post({**BODY, "max_tokens": 50})
-    for _ in range(turns):
-        front_end.turn()
+    """`truncate` is called before a sequence's first round, `forward` in every round."""
+    failing = front_end.post({**BODY, "max_tokens": 50})
+    for _ in range(calls_before):
+        front_end.handle_once()
     with monkeypatch.context() as patch:
         patch.setattr(front_end.target, call, lambda *_: 1 / 0)
         front_end.run()
-    assert front_end.status[unlucky] == 500
+    assert front_end.status[failing] == 500
     assert texts(answer_to(front_end, BODY))

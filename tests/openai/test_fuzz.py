@@ -1,4 +1,4 @@
-"""Any body is served or refused with OpenAI's error object, and does not affect a valid request beside it."""
+"""Any body is served or refused with OpenAI's error object, and does not affect a concurrent valid request."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
 
 
-def understand(body: object, vocabulary: LlamaModel, grammars: GrammarCompiler) -> list[list[Generation]]:
+def parse_completion(body: object, vocabulary: LlamaModel, grammars: GrammarCompiler) -> list[list[Generation]]:
     """The generations of a completions body."""
     request = parse_body(body, CompletionRequest)
     return to_generations(request, Tokenizer(vocabulary, CONFIG).completion(request), vocabulary, grammars, CONFIG)
@@ -71,7 +71,7 @@ def test_a_completions_body_is_served_or_refused(
     body: object, vocabulary: LlamaModel, grammars: GrammarCompiler
 ) -> None:
     try:
-        groups = understand(body, vocabulary, grammars)
+        groups = parse_completion(body, vocabulary, grammars)
     except RequestError as error:
         check_refusal(error)
     else:
@@ -120,34 +120,38 @@ def test_a_body_of_bytes_is_served_or_refused(body: bytes | str) -> None:
 )
 def test_an_oversized_body_is_refused(body: object, vocabulary: LlamaModel, grammars: GrammarCompiler) -> None:
     with pytest.raises(RequestError) as caught:
-        understand(body, vocabulary, grammars)
+        parse_completion(body, vocabulary, grammars)
     check_refusal(caught.value)
 
 
-GOOD = {"prompt": "hello", "max_tokens": 30, "temperature": 0}
+VALID = {"prompt": "hello", "max_tokens": 30, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
 def expected() -> str:
     """The output of the valid request alone."""
     front_end = FrontEnd()
-    identity = front_end.post(GOOD)
+    request_id = front_end.post(VALID)
     front_end.run()
-    return str(front_end.answer(identity)["choices"][0]["text"])
+    return str(front_end.answer(request_id)["choices"][0]["text"])
 
 
 @hundreds
 @given(
-    bad=st.lists(st.tuples(completions, st.just("v1/completions")) | st.tuples(chats, st.just("v1/chat/completions")))
+    other_bodies=st.lists(
+        st.tuples(completions, st.just("v1/completions")) | st.tuples(chats, st.just("v1/chat/completions"))
+    )
 )
-def test_a_valid_request_is_not_affected_by_others(bad: list[tuple[dict[str, Any], str]], expected: str) -> None:
+def test_a_valid_request_is_not_affected_by_other_bodies(
+    other_bodies: list[tuple[dict[str, Any], str]], expected: str
+) -> None:
     front_end = FrontEnd()
-    good = front_end.post(GOOD)
-    front_end.turn()
-    others = [front_end.post(body, route) for body, route in bad]
+    valid = front_end.post(VALID)
+    front_end.handle_once()
+    others = [front_end.post(body, route) for body, route in other_bodies]
     front_end.run()
-    assert front_end.answer(good)["choices"][0]["text"] == expected
-    for identity in others:
-        assert front_end.status[identity] in {200, 400, 404}
-        if front_end.status[identity] != 200:
-            assert front_end.answer(identity)["error"]["message"]
+    assert front_end.answer(valid)["choices"][0]["text"] == expected
+    for request_id in others:
+        assert front_end.status[request_id] in {200, 400, 404}
+        if front_end.status[request_id] != 200:
+            assert front_end.answer(request_id)["error"]["message"]

@@ -1,4 +1,4 @@
-"""The handler with continuous batching, and a stand-in for TorchServe's front end that enforces its protocol."""
+"""The handler with continuous batching, called by a fake of TorchServe's front end that enforces the protocol."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ USAGE = {"include_usage": True}
 
 
 def test_a_completion_is_openais_object_with_usage_and_speculation(front_end: FrontEnd) -> None:
-    identity = front_end.post(BODY)
+    request_id = front_end.post(BODY)
     front_end.run()
-    answer = front_end.answer(identity)
+    answer = front_end.answer(request_id)
     assert answer["object"] == "text_completion"
     assert answer["model"] == "tiny"
     assert answer["choices"][0]["finish_reason"] in ("length", "stop")
     usage = answer["usage"]
     assert usage["prompt_tokens"] == 5
     assert usage["total_tokens"] == 5 + usage["completion_tokens"]
-    account = answer["speculation"]
-    assert account["rounds"] > 0
-    assert account["drafted_tokens"] >= account["accepted_tokens"] > 0
-    assert front_end.content_type[identity] == "application/json"
+    statistics = answer["speculation"]
+    assert statistics["rounds"] > 0
+    assert statistics["drafted_tokens"] >= statistics["accepted_tokens"] > 0
+    assert front_end.content_type[request_id] == "application/json"
 
 
-def test_a_stream_has_the_same_text_in_chunks(front_end: FrontEnd) -> None:
+def test_a_stream_has_the_text_of_the_whole_response(front_end: FrontEnd) -> None:
     whole, stream = front_end.post(BODY), front_end.post({**BODY, "stream": True})
     front_end.run()
     events = front_end.events(stream)
@@ -65,11 +65,11 @@ def test_a_stream_has_the_same_text_in_chunks(front_end: FrontEnd) -> None:
 
 def test_the_first_chunk_carries_the_first_text(front_end: FrontEnd) -> None:
     stream = front_end.post({**BODY, "stream": True})
-    front_end.turn()
+    front_end.handle_once()
     assert '"text": "' in front_end.chunks[stream][0]
 
 
-def test_a_clock_that_jumps_changes_no_text_and_no_seconds(
+def test_wall_clock_jumps_change_no_text_and_no_measured_seconds(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = front_end.post(BODY)
@@ -85,40 +85,38 @@ def test_a_clock_that_jumps_changes_no_text_and_no_seconds(
     assert "".join(event["choices"][0]["text"] for event in events[:-1]) == text
     assert abs(answer["created"] - 1e9) <= 86_400
     assert len({event["created"] for event in events}) == 1
-    for account in (answer["speculation"], events[-1]["speculation"]):
-        taken = [seconds for name, seconds in account["seconds"].items() if name != "plain_estimate"]
-        assert min(taken) >= 0
-        assert sum(taken) < time.monotonic() - started
+    for statistics in (answer["speculation"], events[-1]["speculation"]):
+        measured = [seconds for name, seconds in statistics["seconds"].items() if name != "plain_estimate"]
+        assert min(measured) >= 0
+        assert sum(measured) < time.monotonic() - started
 
 
-def test_streams_go_on_while_a_request_takes_long_to_parse(
-    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its prompt is tokenized until the test lets go; a second request waits for that, and a third is cancelled."""
+def test_streams_continue_while_a_request_is_parsed(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its prompt blocks the tokenizer until the test sets an event; a second request waits, a third is cancelled."""
     monkeypatch.setattr(torchserve, "_PARSE_SECONDS", 0.01)
     stream = front_end.post({**BODY, "stream": True, "max_tokens": 40})
-    front_end.turn()
-    may, tokenized = threading.Event(), []
+    front_end.handle_once()
+    release, tokenized = threading.Event(), []
     encode = FakeVocabulary.encode
 
     def slow(vocabulary: FakeVocabulary, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
         tokenized.append(text)
-        assert text != "slow" or may.wait(10)
+        assert text != "slow" or release.wait(10)
         return encode(vocabulary, text, special=special, begin=begin)
 
     monkeypatch.setattr(FakeVocabulary, "encode", slow)
     others = [front_end.post({**BODY, "prompt": text}) for text in ("slow", "quick")]
-    leaving = front_end.post({**BODY, "prompt": "leaving"})
+    cancelled = front_end.post({**BODY, "prompt": "leaving"})
     models = front_end.post({}, "v1/models")
-    pieces = []
+    lengths = []
     for _ in range(3):
-        front_end.turn()
-        pieces.append(len(front_end.text(stream)))
-    assert pieces == sorted(set(pieces))
+        front_end.handle_once()
+        lengths.append(len(front_end.text(stream)))
+    assert lengths == sorted(set(lengths))
     assert front_end.status[models] == 200
     assert not any(front_end.chunks[other] for other in others)
-    front_end.leave(leaving)
-    may.set()
+    front_end.disconnect(cancelled)
+    release.set()
     front_end.run()
     assert all(front_end.status[other] == 200 for other in others)
     assert tokenized == ["slow", "quick"]
@@ -128,15 +126,15 @@ def test_a_slot_keeps_only_the_tokens_of_a_finished_sequence(front_end: FrontEnd
     prompt = "the prompt of this test"
     body = {**BODY, "prompt": prompt, "grammar": "root", "logprobs": 5}
     front_end.post({**body, "prediction": {"type": "content", "content": "what may be"}, "echo": True})
-    leaving = front_end.post(body)
-    front_end.turn()
-    front_end.leave(leaving)
+    cancelled = front_end.post(body)
+    front_end.handle_once()
+    front_end.disconnect(cancelled)
     front_end.run()
-    front_end.turn()
+    front_end.handle_once()
     gc.collect()
-    held = [one for one in gc.get_objects() if isinstance(one, Generation) and one.prompt == list(prompt.encode())]
-    assert held
-    for generation in held:
+    kept = [one for one in gc.get_objects() if isinstance(one, Generation) and one.prompt == list(prompt.encode())]
+    assert kept
+    for generation in kept:
         assert generation.constraint is None
         assert len(generation.prediction) == len(generation.scores) == len(generation.prompt_scores) == 0
         assert not generation.has_text
@@ -152,7 +150,7 @@ def test_include_usage_adds_null_to_every_chunk_and_one_chunk_with_the_totals(fr
     assert last["speculation"]["rounds"] > 0
 
 
-def test_echo_puts_the_prompt_before_the_text(front_end: FrontEnd) -> None:
+def test_echo_puts_the_prompt_before_the_output(front_end: FrontEnd) -> None:
     plain, echo = front_end.post(BODY), front_end.post({**BODY, "echo": True})
     tokens = front_end.post({**BODY, "prompt": [104, 105], "echo": True, "max_tokens": 0})
     front_end.run()
@@ -161,41 +159,41 @@ def test_echo_puts_the_prompt_before_the_text(front_end: FrontEnd) -> None:
     assert front_end.answer(tokens)["choices"][0]["text"] == "hi"
 
 
-def test_many_requests_of_both_kinds_are_live_at_once(front_end: FrontEnd) -> None:
-    identities = [front_end.post({**BODY, "stream": i % 2 == 0, "prompt": f"p{i}"}) for i in range(3 * SLOTS)]
+def test_more_whole_and_streamed_requests_than_slots_all_finish(front_end: FrontEnd) -> None:
+    request_ids = [front_end.post({**BODY, "stream": i % 2 == 0, "prompt": f"p{i}"}) for i in range(3 * SLOTS)]
     front_end.run()
-    assert set(identities) <= front_end.finished
+    assert set(request_ids) <= front_end.finished
 
 
-def test_a_bad_request_is_answered_alone_and_at_once(front_end: FrontEnd) -> None:
-    good = front_end.post(BODY)
-    bad = front_end.post({**BODY, "temperature": 9})
-    front_end.turn()
-    assert front_end.status[bad] == 400
-    assert front_end.answer(bad)["error"]["param"] == "temperature"
+def test_an_invalid_request_is_refused_at_once_and_others_continue(front_end: FrontEnd) -> None:
+    valid = front_end.post(BODY)
+    invalid = front_end.post({**BODY, "temperature": 9})
+    front_end.handle_once()
+    assert front_end.status[invalid] == 400
+    assert front_end.answer(invalid)["error"]["param"] == "temperature"
     front_end.run()
-    assert front_end.status[good] == 200
+    assert front_end.status[valid] == 200
 
 
 @pytest.mark.parametrize("route", ["", None, "v1/completions", "/v1/completions/"])
-def test_the_bare_model_is_the_completions_route_too(front_end: FrontEnd, route: str | None) -> None:
-    identity = front_end.post(BODY, route)
+def test_the_model_url_without_a_route_serves_completions(front_end: FrontEnd, route: str | None) -> None:
+    request_id = front_end.post(BODY, route)
     front_end.run()
-    assert front_end.answer(identity)["object"] == "text_completion"
+    assert front_end.answer(request_id)["object"] == "text_completion"
 
 
-def test_every_route_of_the_openapi_document_is_served_and_a_refusal_names_the_others(front_end: FrontEnd) -> None:
+def test_every_route_of_the_openapi_document_is_served_and_listed_by_a_404(front_end: FrontEnd) -> None:
     listed = [path.removeprefix("/") for path in openapi()["paths"]]
     assert len(listed) == 6
     answered = [front_end.post({}, path.format(id="qwen")) for path in listed]
     unknown = front_end.post({}, "v1/edits")
     front_end.run()
-    assert {front_end.status[identity] for identity in answered} == {200, 400}
+    assert {front_end.status[request_id] for request_id in answered} == {200, 400}
     message = front_end.answer(unknown)["error"]["message"]
     assert all(path in message for path in listed if "{" not in path)
 
 
-def test_models_are_listed_and_looked_up(front_end: FrontEnd) -> None:
+def test_models_are_listed_and_retrieved(front_end: FrontEnd) -> None:
     models, one = front_end.post(None, "v1/models"), front_end.post(None, "v1/models/qwen")
     none = front_end.post(None, "v1/models/gpt-4")
     front_end.run()
@@ -212,41 +210,41 @@ def test_an_unknown_model_or_route_is_a_404(front_end: FrontEnd) -> None:
     assert (front_end.status[route], front_end.answer(route)["error"]["code"]) == (404, "unknown_url")
 
 
-def test_a_cancelled_request_frees_its_slot(front_end: FrontEnd) -> None:
-    leaving = [front_end.post({**BODY, "max_tokens": 200, "stream": True, "seed": i}) for i in range(SLOTS)]
-    front_end.turn()
-    front_end.turn()
-    for identity in leaving:
-        front_end.leave(identity)
+def test_a_disconnect_frees_the_requests_slot(front_end: FrontEnd) -> None:
+    cancelled = [front_end.post({**BODY, "max_tokens": 200, "stream": True, "seed": i}) for i in range(SLOTS)]
+    front_end.handle_once()
+    front_end.handle_once()
+    for request_id in cancelled:
+        front_end.disconnect(request_id)
     after = front_end.post(BODY)
-    front_end.turn()
+    front_end.handle_once()
     assert sum(front_end.sequences()) == 1
     front_end.run()
     assert front_end.status[after] == 200
 
 
-def test_rounds_run_between_calls_and_everything_else_between_rounds(
+def test_rounds_run_between_calls_and_all_other_work_between_rounds(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inside, rounds, wrong = threading.Event(), [], []
+    in_round, rounds, overlapping = threading.Event(), [], []
     step = Scheduler.step
 
     def slow_step(scheduler: Scheduler) -> None:
         rounds.append(scheduler)
-        inside.set()
+        in_round.set()
         time.sleep(0.002)
         step(scheduler)
-        inside.clear()
+        in_round.clear()
 
     def between_rounds(owner: type, name: str) -> None:
         original = getattr(owner, name)
 
-        def checked(*given: object) -> object:
-            # A round that was begun too early is under way by then.
+        def checked(*arguments: object) -> object:
+            # By then a round that was started too early is running.
             time.sleep(0.001)
-            if inside.is_set():
-                wrong.append(name)
-            return original(*given)
+            if in_round.is_set():
+                overlapping.append(name)
+            return original(*arguments)
 
         monkeypatch.setattr(owner, name, checked)
 
@@ -261,77 +259,77 @@ def test_rounds_run_between_calls_and_everything_else_between_rounds(
     ):
         between_rounds(owner, name)
     front_end.post({**BODY, "max_tokens": 100, "ignore_eos": True})
-    front_end.turn()
-    assert len(rounds) == 2, "one of the call, and one that it has started"
-    front_end.settles = False
+    front_end.handle_once()
+    assert len(rounds) == 2, "one in the call, and one that it has started"
+    front_end.waits_for_slice = False
     for _ in range(3):
-        leaving = front_end.post({**BODY, "max_tokens": 100, "stream": True})
+        cancelled = front_end.post({**BODY, "max_tokens": 100, "stream": True})
         front_end.post(None, "v1/speculation")
-        front_end.turn()
-        front_end.turn()
-        front_end.leave(leaving)
+        front_end.handle_once()
+        front_end.handle_once()
+        front_end.disconnect(cancelled)
     front_end.run()
-    assert not wrong
+    assert not overlapping
 
 
-def test_a_new_request_does_not_wait_for_a_long_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first slice has one round; for the next one the clock stands still, so that only an interrupt ends it."""
+def test_a_new_request_interrupts_a_long_time_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first time slice has one round; the clock stops for the next one, so that only an interrupt can end it."""
     front_end = FrontEnd(time_slice_ms=500)
-    begun = threading.Event()
+    started = threading.Event()
     clock, step = chain([0.0], repeat(1.0)), Scheduler.step
 
-    def announced(scheduler: Scheduler) -> None:
+    def announced_step(scheduler: Scheduler) -> None:
         step(scheduler)
-        begun.set()
+        started.set()
 
-    monkeypatch.setattr(Scheduler, "step", announced)
+    monkeypatch.setattr(Scheduler, "step", announced_step)
     monkeypatch.setattr("specserve.serving.engine_loop.time", SimpleNamespace(monotonic=lambda: next(clock)))
     long = front_end.post({**BODY, "max_tokens": 200, "ignore_eos": True, "speculation": {"mode": "off"}})
-    front_end.settles = False
-    front_end.turn()
-    begun.clear()
-    assert begun.wait(10)
+    front_end.waits_for_slice = False
+    front_end.handle_once()
+    started.clear()
+    assert started.wait(10)
     front_end.post(BODY)
-    front_end.turn()
+    front_end.handle_once()
     assert long not in front_end.finished
     front_end.run()
 
 
-def test_the_first_round_of_a_stream_decides_its_status_beside_others(front_end: FrontEnd) -> None:
+def test_a_streams_status_waits_for_its_first_round_among_other_requests(front_end: FrontEnd) -> None:
     front_end.post({**BODY, "max_tokens": 100, "ignore_eos": True})
-    front_end.turn()
-    front_end.turn()
+    front_end.handle_once()
+    front_end.handle_once()
     failing = front_end.post({**BODY, "stream": True})
-    front_end.turn()
-    assert not front_end.chunks[failing], "nothing was tried yet"
+    front_end.handle_once()
+    assert not front_end.chunks[failing], "its first round has not run"
     front_end.target.fail_after = 0
     front_end.run()
     assert front_end.status[failing] == 500
 
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "json_object"}}])
-def test_a_client_that_leaves_a_long_whole_response_is_noticed(
+def test_a_disconnect_from_a_long_whole_response_is_noticed(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    """After the status deadline empty chunks let TorchServe notice, and it sends the body no longer."""
+    """After the status deadline empty chunks let TorchServe notice it, and it stops sending the request body."""
     monkeypatch.setattr(torchserve, "_STATUS_SECONDS", 0.0)
     whole = front_end.post({**BODY, "max_tokens": 50, **fields})
-    front_end.turn()
+    front_end.handle_once()
     assert front_end.chunks[whole] == [""]
     assert front_end.rows[whole] == {}
     front_end.run()
     assert (front_end.status[whole], front_end.content_type[whole]) == (200, "application/json")
     assert front_end.answer(whole)["usage"]["completion_tokens"] <= 50
-    leaving = front_end.post({**BODY, "max_tokens": 200, "ignore_eos": not fields, **fields})
-    front_end.turn()
-    front_end.leave(leaving)
+    cancelled = front_end.post({**BODY, "max_tokens": 200, "ignore_eos": not fields, **fields})
+    front_end.handle_once()
+    front_end.disconnect(cancelled)
     assert front_end.sequences() == (0, 0)
 
 
-def test_torchserve_parses_no_body_in_the_thread_that_answers_streams(
+def test_torchserve_passes_json_bodies_to_the_handler_unparsed(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own decoder of requests is asked, which reads the environment at every body."""
+    """This calls TorchServe's own decoder of requests, which reads the environment for every body."""
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     decoder = import_module("ts.protocol.otf_message_handler")
     name, kind, body = b"body", b"application/json", json.dumps(BODY).encode()
@@ -341,15 +339,15 @@ def test_torchserve_parses_no_body_in_the_thread_that_answers_streams(
         ours.sendall(frame)
         decoded = decoder._retrieve_input_data(theirs)
     assert bytes(decoded["value"]) == body
-    identity = front_end.post(decoded["value"])
+    request_id = front_end.post(decoded["value"])
     front_end.run()
-    assert front_end.status[identity] == 200
+    assert front_end.status[request_id] == 200
 
 
 def test_a_long_body_is_sent_to_the_handler_once(front_end: FrontEnd) -> None:
     long = front_end.post({**BODY, "max_tokens": 50, "user": "x" * 100_000})
     short = front_end.post({**BODY, "max_tokens": 50, "user": "x" * 1_000})
-    front_end.turn()
+    front_end.handle_once()
     assert (front_end.chunks[long], front_end.chunks[short]) == ([""], [])
     assert (front_end.rows[long], len(front_end.rows[short])) == ({}, 1)
     front_end.run()
@@ -359,34 +357,34 @@ def test_a_long_body_is_sent_to_the_handler_once(front_end: FrontEnd) -> None:
     assert front_end.status[refused] == 400
 
 
-def test_long_bodies_beyond_a_bound_are_refused_while_others_wait_to_be_parsed(
+def test_long_bodies_are_refused_while_too_many_bytes_wait_to_be_parsed(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first is tokenized until the test lets go; one alone is taken whatever its length, and so are short ones."""
+    """The first blocks the tokenizer until the test sets an event. Short bodies, and one alone, are always accepted."""
     monkeypatch.setattr(torchserve, "_PARSE_SECONDS", 0.01)
     monkeypatch.setattr(torchserve, "_MAX_WAITING_BYTES", 300_000)
-    may = threading.Event()
+    release = threading.Event()
     encode = FakeVocabulary.encode
 
     def slow(vocabulary: FakeVocabulary, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        assert may.wait(10)
+        assert release.wait(10)
         return encode(vocabulary, text, special=special, begin=begin)
 
     monkeypatch.setattr(FakeVocabulary, "encode", slow)
     alone = front_end.post({**BODY, "user": "x" * 400_000})
-    front_end.turn()
+    front_end.handle_once()
     refused, short = (front_end.post({**BODY, "user": "x" * length}) for length in (100_000, 50_000))
-    front_end.turn()
-    front_end.leave(alone)
-    taken, beyond, room = (front_end.post({**BODY, "user": "x" * length}) for length in (150_000, 200_000, 100_000))
-    front_end.turn()
-    refusals = [front_end.status.pop(identity) for identity in (refused, beyond)]
+    front_end.handle_once()
+    front_end.disconnect(alone)
+    second, beyond, third = (front_end.post({**BODY, "user": "x" * length}) for length in (150_000, 200_000, 100_000))
+    front_end.handle_once()
+    refusals = [front_end.status.pop(request_id) for request_id in (refused, beyond)]
     assert refusals == [503, 503]
     assert "send this one again" in front_end.answer(refused)["error"]["message"]
     assert not front_end.status
-    may.set()
+    release.set()
     front_end.run()
-    assert [front_end.status[identity] for identity in (short, taken, room)] == [200, 200, 200]
+    assert [front_end.status[request_id] for request_id in (short, second, third)] == [200, 200, 200]
     again = front_end.post({**BODY, "user": "x" * 400_000})
     front_end.run()
     assert front_end.status[again] == 200
@@ -398,32 +396,32 @@ def test_a_grammar_that_becomes_too_costly_after_the_status_is_an_error_object(
     monkeypatch.setattr(torchserve, "_STATUS_SECONDS", 0.0)
     monkeypatch.setattr(AlternatingGrammars, "gbnf", lambda _grammars, text: Alternating(200, fails_at=len(text)))
     late = front_end.post({**BODY, "max_tokens": 60, "grammar": "r" * 40, "speculation": {"mode": "off"}})
-    front_end.turn()
+    front_end.handle_once()
     assert front_end.chunks[late] == [""]
     front_end.run()
     assert (front_end.status[late], front_end.answer(late)["error"]["code"]) == (200, "grammar_too_costly")
 
 
-def test_the_status_of_a_short_whole_response_is_sent_at_its_end(front_end: FrontEnd) -> None:
-    identity = front_end.post({**BODY, "max_tokens": 50})
+def test_a_short_whole_response_is_sent_in_one_reply(front_end: FrontEnd) -> None:
+    request_id = front_end.post({**BODY, "max_tokens": 50})
     front_end.run()
-    assert len(front_end.chunks[identity]) == 1
+    assert len(front_end.chunks[request_id]) == 1
 
 
 def test_a_failure_after_the_status_is_an_error_object(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchserve, "_STATUS_SECONDS", 0.0)
-    identity = front_end.post({**BODY, "max_tokens": 50})
-    front_end.turn()
+    request_id = front_end.post({**BODY, "max_tokens": 50})
+    front_end.handle_once()
     front_end.target.fail_after = 0
     front_end.run()
-    assert front_end.answer(identity)["error"]["type"] == "server_error"
+    assert front_end.answer(request_id)["error"]["type"] == "server_error"
 
 
 def test_a_model_failure_is_a_500_or_an_error_event_and_the_next_request_is_served(
     front_end: FrontEnd,
 ) -> None:
     whole, stream = front_end.post(BODY), front_end.post({**BODY, "stream": True})
-    front_end.turn()
+    front_end.handle_once()
     front_end.target.fail_after = 0
     front_end.run()
     assert front_end.status[whole] == 500
@@ -436,26 +434,26 @@ def test_a_model_failure_is_a_500_or_an_error_event_and_the_next_request_is_serv
 
 @pytest.mark.parametrize("body", [bytearray(b"{"), b"", "text", [1], 5])
 def test_a_body_that_is_not_an_object_is_a_400(front_end: FrontEnd, body: object) -> None:
-    identity = front_end.post(body)
+    request_id = front_end.post(body)
     front_end.run()
-    assert front_end.status[identity] == 400
+    assert front_end.status[request_id] == 400
 
 
-def test_a_body_of_very_many_lists_is_refused_before_it_is_parsed(
+def test_a_body_with_too_many_brackets_is_refused_before_it_is_parsed(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json, "loads", lambda _body: pytest.fail("it is parsed"))
-    identity = front_end.post(json.dumps({"prompt": [[]] * 70_000}).encode())
+    request_id = front_end.post(json.dumps({"prompt": [[]] * 70_000}).encode())
     front_end.run()
     monkeypatch.undo()
-    assert front_end.status[identity] == 400
-    assert "opening brackets" in front_end.answer(identity)["error"]["message"]
+    assert front_end.status[request_id] == 400
+    assert "opening brackets" in front_end.answer(request_id)["error"]["message"]
 
 
-def test_a_request_without_a_body_is_told_how_to_send_one(front_end: FrontEnd) -> None:
-    identity = front_end.post(None)
+def test_the_error_of_a_missing_body_says_how_to_send_one(front_end: FrontEnd) -> None:
+    request_id = front_end.post(None)
     front_end.run()
-    assert "application/json" in front_end.answer(identity)["error"]["message"]
+    assert "application/json" in front_end.answer(request_id)["error"]["message"]
 
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "temperature": 0}
@@ -473,7 +471,7 @@ def test_a_chat_is_the_completion_of_its_rendered_messages(front_end: FrontEnd) 
     assert answer["usage"]["completion_tokens"] == 12
 
 
-def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason(front_end: FrontEnd) -> None:
+def test_a_chat_stream_begins_with_the_role_and_ends_with_the_finish_reason(front_end: FrontEnd) -> None:
     whole, stream = (front_end.post({**CHAT, "stream": s}, "v1/chat/completions") for s in (False, True))
     front_end.run()
     events = front_end.events(stream)
@@ -486,21 +484,21 @@ def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason(front_end: 
     assert events[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_model_without_a_chat_template_says_so() -> None:
+def test_a_chat_without_a_chat_template_is_an_error_that_says_so() -> None:
     front_end = FrontEnd(chat_template=None)
     chat = front_end.post(CHAT, "v1/chat/completions")
     front_end.run()
     assert "no chat template" in front_end.answer(chat)["error"]["message"]
 
 
-def test_the_speedup_is_reset_when_the_draft_model_fails() -> None:
-    """Of 150 requests each group has the 30 it needs but for one time in 40,000."""
+def test_the_holdback_speedup_is_reset_when_the_draft_model_fails() -> None:
+    """Of 150 requests each group has the 30 that it needs, except with probability 1 in 40,000."""
     front_end = FrontEnd(holdback=0.5)
     for _ in range(150):
         front_end.post({**BODY, "max_tokens": 2})
     front_end.run()
-    assert front_end.status_of_speculation()["holdback"]
+    assert front_end.speculation_status()["holdback"]
     front_end.draft.fail_after = 0
     front_end.post({**BODY, "speculation": {"mode": "fixed", "gamma": 3, "drafter": "model"}})
     front_end.run()
-    assert front_end.status_of_speculation()["holdback"] is None
+    assert front_end.speculation_status()["holdback"] is None

@@ -1,4 +1,4 @@
-"""Requests: what is served, what is refused, and that no field is ignored silently."""
+"""Request fields: their effects and defaults, the errors of invalid ones, and that none is ignored silently."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def generation_of(body: object, config: HandlerConfig = CONFIG) -> Generation:
 
 
 def refusal(body: object) -> RequestError:
-    """The error of a body."""
+    """The error with which a body is refused."""
     with pytest.raises(RequestError) as caught:
         generation_of(body)
     return caught.value
@@ -65,7 +65,7 @@ NULLS = dict.fromkeys(CompletionRequest.model_fields.keys() - {"prompt"})
 EFFECTS: list[tuple[dict[str, Any], str, object]] = [
     ({"prompt": "ab"}, "tokens", [97, 98]),
     ({"prompt": [1, 2, 3]}, "tokens", [1, 2, 3]),
-    # 16 as OpenAI has it, or what is left of the context.
+    # 16, OpenAI's default, or the rest of the context.
     ({}, "max_tokens", 16),
     ({"max_tokens": None}, "max_tokens", 16),
     ({"prompt": [1] * 60, "max_tokens": 500}, "max_tokens", 4),
@@ -157,7 +157,7 @@ INVALID: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in INVALID.items() for value in values])
-def test_an_invalid_or_unsupported_value_is_refused_and_named(field: str, value: object) -> None:
+def test_an_invalid_or_unsupported_value_is_refused_naming_its_field(field: str, value: object) -> None:
     error = refusal({"prompt": "hello", field: value})
     assert error.status == 400
     assert error.param == field
@@ -185,14 +185,14 @@ def test_an_invalid_or_unsupported_value_is_refused_and_named(field: str, value:
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
     ],
 )
-def test_fields_beyond_limits_or_that_exclude_or_need_each_other_are_refused_and_named(
+def test_a_field_over_a_limit_or_in_conflict_with_another_is_refused_and_named(
     fields: dict[str, Any], param: str
 ) -> None:
     assert refusal({"prompt": "a", **fields}).param == param
 
 
 @pytest.mark.parametrize(("mode", "gamma", "adaptive"), [("auto", 8, True), ("fixed", 3, False), ("off", 0, False)])
-def test_the_default_mode_of_speculation_is_the_operators(
+def test_the_default_speculation_mode_is_the_operators(
     mode: Literal["auto", "fixed", "off"], gamma: int, adaptive: bool
 ) -> None:
     config = CONFIG.model_copy(update={"speculation": SpeculationConfig(mode=mode, max_gamma=8)})
@@ -299,15 +299,15 @@ def test_an_invalid_chat_field_is_refused_and_named(fields: dict[str, Any], para
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-def test_max_tokens_of_a_chat_defaults_to_the_context() -> None:
-    def most(**fields: Any) -> int:
+def test_max_tokens_of_a_chat_defaults_to_the_rest_of_the_context() -> None:
+    def max_tokens_of(**fields: Any) -> int:
         request = parse_body({"messages": MESSAGES, **fields}, ChatRequest)
         [[generation]] = generations_of(request, [Prompt([1] * 10, "")])
         return generation.max_tokens
 
-    assert most() == 54
-    assert most(max_tokens=5) == 5
-    assert most(max_tokens=5, max_completion_tokens=7) == 7
+    assert max_tokens_of() == 54
+    assert max_tokens_of(max_tokens=5) == 5
+    assert max_tokens_of(max_tokens=5, max_completion_tokens=7) == 7
 
 
 def test_content_may_have_parts_and_developer_becomes_system() -> None:
@@ -316,7 +316,7 @@ def test_content_may_have_parts_and_developer_becomes_system() -> None:
     assert request.messages[0].for_template() == {"role": "system", "content": "ab"}
 
 
-def test_every_prompt_has_n_choices() -> None:
+def test_every_prompt_has_best_of_candidates() -> None:
     groups = groups_of({"prompt": ["a", "bc"], "n": 2, "best_of": 3, "seed": 5})
     assert [[g.tokens for g in group] for group in groups] == [[[97]] * 3, [[98, 99]] * 3]
     assert [[g.choice for g in group] for group in groups] == [[0, 1, 2]] * 2
@@ -354,7 +354,7 @@ def test_response_formats_become_constraints(fields: dict[str, Any]) -> None:
     assert sequence_of(**fields).constraint is not None
 
 
-class Counting(FakeVocabulary):
+class RecordingVocabulary(FakeVocabulary):
     """Records the texts that it tokenizes."""
 
     def __init__(self, size: int) -> None:
@@ -372,9 +372,9 @@ class Counting(FakeVocabulary):
 
 
 @pytest.mark.parametrize("field", ["prompt", "suffix"])
-def test_a_text_that_cannot_fit_is_refused_without_tokenizing_it(field: str) -> None:
+def test_a_prompt_or_suffix_that_cannot_fit_is_refused_untokenized(field: str) -> None:
     """Tokenizing a megabyte of spaces or dashes takes seconds."""
-    vocabulary = Counting(200)
+    vocabulary = RecordingVocabulary(200)
     request = parse_body({"prompt": "a", field: "b" * 1_000_000}, CompletionRequest)
     with pytest.raises(RequestError) as caught:
         Tokenizer(vocabulary, CONFIG).completion(request)
@@ -382,9 +382,9 @@ def test_a_text_that_cannot_fit_is_refused_without_tokenizing_it(field: str) -> 
     assert vocabulary.texts == []
 
 
-def test_the_beginning_of_a_long_text_is_tokenized_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token of the vocabulary is long enough for all of it."""
-    vocabulary = Counting(200)
+def test_the_beginning_of_a_long_prompt_is_tokenized_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token of the vocabulary is so long that by its length alone the prompt could fit."""
+    vocabulary = RecordingVocabulary(200)
     monkeypatch.setattr(vocabulary, "name", lambda token: b" " * (1 + 99_999 * (token == 7)))
     request = parse_body({"prompt": "b" * 1_000_000}, CompletionRequest)
     with pytest.raises(RequestError) as caught:
@@ -393,10 +393,10 @@ def test_the_beginning_of_a_long_text_is_tokenized_first(monkeypatch: pytest.Mon
     assert vocabulary.longest < 10_000
 
 
-def test_a_prediction_is_cut_to_the_context() -> None:
-    vocabulary = Counting(200)
-    guess = {"type": "content", "content": "b" * 1_000_000}
-    request = parse_body({"prompt": "a", "prediction": guess}, CompletionRequest)
+def test_a_prediction_is_truncated_to_the_context_length() -> None:
+    vocabulary = RecordingVocabulary(200)
+    prediction = {"type": "content", "content": "b" * 1_000_000}
+    request = parse_body({"prompt": "a", "prediction": prediction}, CompletionRequest)
     prompts = Tokenizer(vocabulary, CONFIG).completion(request)
     grammars: Any = AlternatingGrammars(200)
     [[generation]] = to_generations(request, prompts, vocabulary, grammars, CONFIG)
@@ -405,7 +405,7 @@ def test_a_prediction_is_cut_to_the_context() -> None:
 
 
 def test_a_suffix_is_tokenized_once_for_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    vocabulary = Counting(200)
+    vocabulary = RecordingVocabulary(200)
     monkeypatch.setattr(vocabulary, "infill", lambda prefix, suffix: [*prefix, *suffix])
     request = parse_body({"prompt": ["a", "b", "c"], "suffix": "end"}, CompletionRequest)
     assert [prompt.tokens[1:] for prompt in Tokenizer(vocabulary, CONFIG).completion(request)] == [[101, 110, 100]] * 3
@@ -470,8 +470,8 @@ MANY = dict.fromkeys(map(str, range(5_000)), "x")
         ({"metadata": dict.fromkeys(MANY, 1)}, "metadata"),
     ],
 )
-def test_one_of_many_unknown_fields_is_reported(fields: dict[str, Any], param: str) -> None:
-    """With an error for each, a megabyte of them took 0.7 s."""
+def test_one_of_many_invalid_fields_is_reported(fields: dict[str, Any], param: str) -> None:
+    """Collecting an error for each field of a megabyte took 0.7 s."""
     with pytest.raises(RequestError) as caught:
         parse_body({"messages": [{"role": "user", "content": "a"}], **fields}, ChatRequest)
     assert caught.value.param == param
@@ -481,7 +481,7 @@ def test_one_of_many_unknown_fields_is_reported(fields: dict[str, Any], param: s
 
 def test_too_many_token_ids_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer(VOCABULARY, CONFIG)
-    monkeypatch.setattr(VOCABULARY, "piece", lambda _token: pytest.fail("was spelled"))
+    monkeypatch.setattr(VOCABULARY, "piece", lambda _token: pytest.fail("was decoded"))
     with pytest.raises(RequestError) as caught:
         tokenizer.completion(parse_body({"prompt": [1] * 100_000}, CompletionRequest))
     assert caught.value.code == "context_length_exceeded"

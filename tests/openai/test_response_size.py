@@ -1,4 +1,4 @@
-"""The size of a response is limited in bytes, whatever its tokens are."""
+"""The size of a response is limited in bytes, for any tokens."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from specserve.serving.openai.logprobs import (
     completion_logprobs,
 )
 
-# The largest tokens of a vocabulary: 128 spaces, a character of four bytes, half of one, and a plain letter.
+# Tokens that differ in JSON: 128 spaces, a four-byte character, half of one, a letter, and characters to escape.
 PIECES = [b" " * 128, "🙂".encode(), b"\xf0\x9f", b"a", b'"\\\n' * 20]
 
 
-class Wide(FakeVocabulary):
+class LongTokens(FakeVocabulary):
     """A vocabulary whose tokens are long in JSON."""
 
     def piece(self, token: int) -> bytes:
@@ -32,8 +32,8 @@ class Wide(FakeVocabulary):
         return self.piece(token)
 
 
-class Spelled(FakeVocabulary):
-    """A vocabulary of these pieces in turn."""
+class Pieces(FakeVocabulary):
+    """A vocabulary whose tokens are PIECES in turn."""
 
     def piece(self, token: int) -> bytes:
         return PIECES[token % len(PIECES)]
@@ -44,10 +44,10 @@ class Spelled(FakeVocabulary):
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("top", [0, 5, 20])
-def test_the_estimate_is_between_the_size_and_twice_the_size(top: int, *, chat: bool) -> None:
-    vocabulary = Spelled(200)
+def test_the_estimated_size_is_between_the_size_and_twice_the_size(top: int, *, chat: bool) -> None:
+    vocabulary = Pieces(200)
     scores = [TokenScore(n, -12.345678901234567 * n, [(n + i, -1.0 / 3 - i) for i in range(top)]) for n in range(60)]
-    tokens = [OutputToken(score, 128 * place) for place, score in enumerate(scores)]
+    tokens = [OutputToken(score, 128 * position) for position, score in enumerate(scores)]
     text = b"".join(vocabulary.piece(score.token) for score in scores).decode("utf-8", errors="replace")
     logprobs: Any = (
         chat_logprobs(tokens, vocabulary) if chat else completion_logprobs(tokens, vocabulary, top=top, shift=0)
@@ -55,19 +55,19 @@ def test_the_estimate_is_between_the_size_and_twice_the_size(top: int, *, chat: 
     size = ResponseSize(vocabulary, chat=chat)
     for score in scores:
         size.add_token(vocabulary.piece(score.token), score)
-    written = len(json.dumps({"text": text, "logprobs": logprobs}))
-    assert written - 100 <= size.bytes
-    # Alternatives that read alike are told once on v1/completions; of other texts little is counted that is not there.
+    actual = len(json.dumps({"text": text, "logprobs": logprobs}))
+    assert actual - 100 <= size.bytes
+    # On v1/completions alternatives with equal text are written once but counted each time.
     if chat or not top:
-        assert size.bytes <= 2 * written
+        assert size.bytes <= 2 * actual
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_that_exceeds_the_limit_ends_with_an_error(monkeypatch: pytest.MonkeyPatch, *, stream: bool) -> None:
     front_end = FrontEnd()
-    wide: Any = Wide(200)
-    monkeypatch.setattr(FakeVocabulary, "piece", wide.piece)
-    monkeypatch.setattr(FakeVocabulary, "name", wide.name)
+    long_tokens: Any = LongTokens(200)
+    monkeypatch.setattr(FakeVocabulary, "piece", long_tokens.piece)
+    monkeypatch.setattr(FakeVocabulary, "name", long_tokens.name)
     messages = [{"role": "user", "content": "hi"}]
     body = {"messages": messages, "n": 8, "max_tokens": 200, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
     large = front_end.post({**body, "stream": stream}, "v1/chat/completions")
@@ -82,7 +82,7 @@ def test_a_response_that_exceeds_the_limit_ends_with_an_error(monkeypatch: pytes
         assert json.loads(front_end.text(large))["error"]["code"] == "response_too_large"
 
 
-def test_prompt_scores_count_once_per_choice() -> None:
+def test_prompt_scores_count_once_for_every_choice() -> None:
     score = TokenScore(0, -1.0, [])
     one, three = (ResponseSize(FakeVocabulary(200), chat=False, choices=n) for n in (1, 3))
     one.add_prompt_scores([score])

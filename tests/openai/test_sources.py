@@ -1,4 +1,4 @@
-"""`sources` says who wrote each piece of a text, and its pieces are the text."""
+"""`sources` gives the drafter or target of every piece of the output, and the pieces join to the output."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from specserve.serving.openai.openapi import openapi
 from test_detokenizer import split
 
 WITH_SOURCES = {"sources": True}
-# Tokens are bytes; of these every one is a character.
-ASCII = {str(token): -100 for token in range(128, 200)}
+# Tokens are bytes; those that this logit_bias leaves are one character each.
+ASCII_ONLY = {str(token): -100 for token in range(128, 200)}
 BODY: dict[str, Any] = {"prompt": "hello", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 CHAT: dict[str, Any] = {key: value for key, value in BODY.items() if key != "prompt"}
 CHAT["messages"] = [{"role": "user", "content": "hello"}]
 
 
 class Pieces(FakeVocabulary):
-    """A vocabulary of these pieces."""
+    """A vocabulary with these pieces as its tokens."""
 
     def __init__(self, pieces: list[bytes]) -> None:
         super().__init__(len(pieces) + 1)
@@ -37,7 +37,7 @@ class Pieces(FakeVocabulary):
 
 
 def generation_of(pieces: list[bytes], stops: list[str]) -> Generation:
-    """A generation that keeps the sources of at most as many tokens."""
+    """A generation of at most these tokens that keeps their sources."""
     options: Any = {"max_tokens": len(pieces) + 1, "keeps_sources": True}
     return Generation([0], SamplingParams(), SpeculationParams(), Pieces(pieces), stops, **options)
 
@@ -58,33 +58,33 @@ def joined(sources: list[list[str]]) -> str:
     st.lists(st.text("ab🙂", min_size=1, max_size=4), max_size=3),
     st.lists(st.integers(1, 4), min_size=60, max_size=60),
 )
-def test_a_character_is_of_the_token_with_its_last_byte(
+def test_the_source_of_a_character_is_that_of_the_token_with_its_last_byte(
     text: str, cuts: list[int], stops: list[str], rounds: list[int]
 ) -> None:
     pieces = [piece for piece in split(text.encode(), cuts) if piece]
-    names: list[Source] = [("model", "lookup", "target")[place % 3] for place in range(len(pieces))]
+    names: list[Source] = [("model", "lookup", "target")[index % 3] for index in range(len(pieces))]
     by_byte = [name for piece, name in zip(pieces, names, strict=True) for _ in piece]
-    ends = [len(text[: place + 1].encode()) - 1 for place in range(len(text))]
+    ends = [len(text[: index + 1].encode()) - 1 for index in range(len(text))]
     generation = generation_of(pieces, stops)
     found: list[tuple[str, Source]] = []
-    taken = ""
+    output = ""
     while generation.generated < len(pieces) and not generation.done:
-        some = slice(generation.generated, generation.generated + rounds.pop())
-        generation.tokens += list(range(len(pieces)))[some]
-        generation.sources += names[some]
+        new = slice(generation.generated, generation.generated + rounds.pop())
+        generation.tokens += list(range(len(pieces)))[new]
+        generation.sources += names[new]
         generation.read_new_tokens()
         released = generation.take_text()
-        told = generation.by_source(released)
-        assert "".join(piece for piece, _ in told) == released
-        assert all(piece for piece, _ in told)
-        taken += released
-        found += told
-    assert text.startswith(taken)
-    assert [name for piece, name in found for _ in piece] == [by_byte[end] for end in ends[: len(taken)]]
+        by_source = generation.by_source(released)
+        assert "".join(piece for piece, _ in by_source) == released
+        assert all(piece for piece, _ in by_source)
+        output += released
+        found += by_source
+    assert text.startswith(output)
+    assert [name for piece, name in found for _ in piece] == [by_byte[end] for end in ends[: len(output)]]
     assert len(generation.sources) == generation.generated
 
 
-def test_an_incomplete_character_at_the_end_is_of_the_last_token() -> None:
+def test_an_incomplete_last_character_has_the_source_of_the_last_token() -> None:
     generation = generation_of([b"a", b"\xf0\x9f"], [])
     generation.max_tokens = 2
     generation.tokens += [0, 1]
@@ -96,16 +96,16 @@ def test_an_incomplete_character_at_the_end_is_of_the_last_token() -> None:
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("stops", [None, [], ["first"], ["late", "late but longer"]])
 @pytest.mark.parametrize("route", ["v1/completions", "v1/chat/completions"])
-def test_the_pieces_of_a_chunk_are_its_text(route: str, stops: list[str] | None, *, echo: bool) -> None:
-    """Half of the fake model's tokens are bytes of several characters, most of them misplaced."""
+def test_the_pieces_of_a_chunk_join_to_its_text(route: str, stops: list[str] | None, *, echo: bool) -> None:
+    """Half of the fake model's tokens are bytes of multi-byte characters, most of them in invalid sequences."""
     front_end = FrontEnd()
     body = CHAT if "chat" in route else {**BODY, "echo": echo}
     plain = front_end.post({**body, "stream": True}, route)
     front_end.run()
     text = "".join(map(text_of, front_end.events(plain)))
     if stops is not None:
-        places = {"first": text[3:6], "late": text[20:22], "late but longer": text[20:25] + "\0"}
-        body = {**body, "stop": [places[stop] for stop in stops]}
+        stop_strings = {"first": text[3:6], "late": text[20:22], "late but longer": text[20:25] + "\0"}
+        body = {**body, "stop": [stop_strings[stop] for stop in stops]}
     stream = front_end.post({**body, "stream": True, "speculation": WITH_SOURCES}, route)
     whole = front_end.post({**body, "speculation": WITH_SOURCES}, route)
     front_end.run()
@@ -120,9 +120,9 @@ def test_the_pieces_of_a_chunk_are_its_text(route: str, stops: list[str] | None,
     assert (first == ["hello", "prompt"]) is (echo and "chat" not in route)
 
 
-def test_accepted_tokens_of_a_prediction_are_told_from_the_targets() -> None:
+def test_accepted_prediction_tokens_and_the_targets_have_different_sources() -> None:
     front_end = FrontEnd()
-    body = {**BODY, "logit_bias": ASCII, "max_tokens": 13}
+    body = {**BODY, "logit_bias": ASCII_ONLY, "max_tokens": 13}
     plain = front_end.post(body)
     front_end.run()
     text = front_end.answer(plain)["choices"][0]["text"]
@@ -131,14 +131,16 @@ def test_accepted_tokens_of_a_prediction_are_told_from_the_targets() -> None:
     wrong = text[:6] + ("?" if text[6] != "?" else "!") + text[7:]
     right, other = (
         front_end.post(
-            {**body, "stream": True, "prediction": {"type": "content", "content": guess}, "speculation": options}
+            {**body, "stream": True, "prediction": {"type": "content", "content": prediction}, "speculation": options}
         )
-        for guess in (text, wrong)
+        for prediction in (text, wrong)
     )
     front_end.run()
     sources = [piece for event in front_end.events(right) for piece in event["choices"][0]["sources"]]
-    # The first token ends the prefill; every round then adds one of the target's to three accepted ones.
-    assert sources == [[character, "prediction" if place % 4 else "target"] for place, character in enumerate(text)]
+    # The prefill gives the first token; then every round gives three accepted ones and a bonus token.
+    assert sources == [
+        [character, "prediction" if position % 4 else "target"] for position, character in enumerate(text)
+    ]
     sources = [piece for event in front_end.events(other) for piece in event["choices"][0]["sources"]]
     assert joined(sources) == text
     assert sources[5] == [text[5], "prediction"]
@@ -146,12 +148,12 @@ def test_accepted_tokens_of_a_prediction_are_told_from_the_targets() -> None:
 
 
 @pytest.mark.parametrize("drafter", ["auto", "model", "lookup"])
-def test_sources_count_what_the_speculation_object_counts(drafter: str) -> None:
+def test_sources_agree_with_the_counts_of_the_speculation_object(drafter: str) -> None:
     front_end = FrontEnd()
     options = {"mode": "fixed", "gamma": 3, "drafter": drafter, **WITH_SOURCES}
-    asked = front_end.post({**BODY, "logit_bias": ASCII, "max_tokens": 120, "speculation": options})
+    request_id = front_end.post({**BODY, "logit_bias": ASCII_ONLY, "max_tokens": 120, "speculation": options})
     front_end.run()
-    answer = front_end.answer(asked)
+    answer = front_end.answer(request_id)
     counts = Counter(name for _, name in answer["choices"][0]["sources"])
     accepted = {name: tally["accepted"] for name, tally in answer["speculation"]["drafters"].items()}
     assert counts.total() == 120
@@ -162,41 +164,41 @@ def test_sources_count_what_the_speculation_object_counts(drafter: str) -> None:
         assert counts["model"] > 0
 
 
-def test_without_drafts_all_is_the_targets() -> None:
+def test_without_drafts_the_only_source_is_the_target() -> None:
     front_end = FrontEnd()
-    asked = front_end.post({**BODY, "speculation": {"mode": "off", **WITH_SOURCES}})
+    request_id = front_end.post({**BODY, "speculation": {"mode": "off", **WITH_SOURCES}})
     front_end.run()
-    assert {name for _, name in front_end.answer(asked)["choices"][0]["sources"]} == {"target"}
+    assert {name for _, name in front_end.answer(request_id)["choices"][0]["sources"]} == {"target"}
 
 
 @pytest.mark.parametrize("speculation", [None, {}, {"mode": "fixed", "gamma": 2}, {"sources": False}])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", ["v1/completions", "v1/chat/completions"])
-def test_a_request_that_does_not_ask_has_no_field(route: str, speculation: object, *, stream: bool) -> None:
+def test_a_response_has_no_sources_unless_requested(route: str, speculation: object, *, stream: bool) -> None:
     front_end = FrontEnd()
     body = CHAT if "chat" in route else BODY
-    asked = front_end.post({**body, "stream": stream, "speculation": speculation}, route)
+    request_id = front_end.post({**body, "stream": stream, "speculation": speculation}, route)
     front_end.run()
-    assert front_end.status[asked] == 200
-    assert '"sources"' not in front_end.text(asked)
+    assert front_end.status[request_id] == 200
+    assert '"sources"' not in front_end.text(request_id)
 
 
-def test_it_must_be_a_boolean() -> None:
+def test_sources_must_be_a_boolean() -> None:
     front_end = FrontEnd()
-    asked = front_end.post({**BODY, "speculation": {"sources": "yes"}})
+    request_id = front_end.post({**BODY, "speculation": {"sources": "yes"}})
     front_end.run()
-    assert front_end.status[asked] == 400
-    assert front_end.answer(asked)["error"]["param"] == "speculation.sources"
+    assert front_end.status[request_id] == 400
+    assert front_end.answer(request_id)["error"]["param"] == "speculation.sources"
 
 
-def test_the_size_of_a_response_counts_them() -> None:
+def test_the_size_of_a_response_counts_sources() -> None:
     plain, sourced = (ResponseSize(FakeVocabulary(200), chat=False, sources=sources) for sources in (False, True))
     for size in (plain, sourced):
         size.add_token(b'"\xf0', None)
     assert sourced.bytes - plain.bytes >= len(', ["\\"\\ufffd", "prediction"]')
 
 
-def test_openapi_describes_them() -> None:
+def test_openapi_describes_sources() -> None:
     schemas = openapi()["components"]["schemas"]
     assert schemas["SpeculationOptions"]["properties"]["sources"]["type"] == "boolean"
     for choice in ("CompletionChoice", "ChatChoice", "ChatChunkChoice"):

@@ -1,4 +1,4 @@
-"""The real Qwen2.5-Coder pair of the default configuration, once, through TorchServe."""
+"""The real Qwen2.5-Coder pair of the default configuration, served by TorchServe."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ PROMPTS = {
 # Bytes of the two caches of the default configuration: 8 sequences of 4,096 tokens, keys and values in half
 # precision; 28 layers of 256 numbers in the 1.5B, 24 layers of 128 in the 0.5B.
 CACHE_BYTES = 8 * 4096 * 2 * 2 * (28 * 256 + 24 * 128)
-# What else the worker holds: Python and its libraries, the graphs' buffers, rows of logits: 270 MB and 327 MB
+# What else the worker has in memory: Python and its libraries, the graphs' buffers, rows of logits: 270 MB and 327 MB
 # on two machines. A second copy of the weights, a cache of 32 bits, or a file that stays mapped is over a gigabyte.
-BESIDE_BYTES = 500_000_000
+OTHER_BYTES = 500_000_000
 
 
 @pytest.fixture(scope="module")
 def coder() -> Iterator[Server]:
     with running(config=DEFAULT_CONFIG) as server:
-        # Whether drafts pay is the machine's affair; that the greeting says so is not.
+        # Whether drafts pay depends on the machine; the greeting reports either.
         assert "of them accepted" in server.greeting or "nothing was drafted" in server.greeting
         yield server
 
@@ -49,7 +49,7 @@ def complete(server: Server, prompt: str, max_tokens: int = 48, **speculation: A
     )
 
 
-def test_it_writes_sensible_code(coder: Server) -> None:
+def test_generated_code_parses_and_completes_an_expression(coder: Server) -> None:
     prompt = "def fibonacci(n):\n"
     text = complete(coder, prompt, max_tokens=120).choices[0].text
     code = prompt + text.split("\n\n")[0]
@@ -59,21 +59,21 @@ def test_it_writes_sensible_code(coder: Server) -> None:
 
 
 @pytest.mark.parametrize("family", PROMPTS)
-def test_greedy_text_is_the_same_with_and_without_speculation(coder: Server, family: str) -> None:
-    """Bit for bit: with the kernels of our own a row's logits do not depend on the number of rows."""
+def test_greedy_output_is_the_same_with_and_without_speculation(coder: Server, family: str) -> None:
+    """Exactly the same: with our kernels a row's logits do not depend on the number of rows in a pass."""
     plain = complete(coder, PROMPTS[family], mode="off")
     adaptive = complete(coder, PROMPTS[family], mode="auto")
     speculative = complete(coder, PROMPTS[family], mode="fixed")
     assert speculative.choices[0].text == adaptive.choices[0].text == plain.choices[0].text
-    account = speculative.model_extra["speculation"]
-    assert account["accepted_tokens"] > 0
-    assert account["rounds"] < plain.model_extra["speculation"]["rounds"]
+    statistics = speculative.model_extra["speculation"]
+    assert statistics["accepted_tokens"] > 0
+    assert statistics["rounds"] < plain.model_extra["speculation"]["rounds"]
 
 
-def test_the_worker_holds_the_files_their_caches_and_little_beside(coder: Server) -> None:
+def test_worker_memory_is_the_model_files_the_kv_caches_and_little_else(coder: Server) -> None:
     prepared = prepare(DEFAULT_CONFIG)
     _, handler = load_yaml(DEFAULT_CONFIG)
     assert (handler.sequences, handler.context_length) == (8, 4096)
     assert prepared.draft is not None
     files = prepared.target.stat().st_size + prepared.draft.stat().st_size
-    assert worker(coder.state).memory_info().rss <= files + CACHE_BYTES + BESIDE_BYTES
+    assert worker(coder.state).memory_info().rss <= files + CACHE_BYTES + OTHER_BYTES

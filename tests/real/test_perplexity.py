@@ -1,4 +1,4 @@
-"""Perplexity of the published target under our kernels is llama.cpp's, but for rounding."""
+"""Perplexity of the published target is the same with our kernels and with llama.cpp's, except for rounding."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from specserve.engine import kernels
 pytestmark = pytest.mark.real
 
 WINDOW = 256
-# Of a token's log-likelihood: the root mean square of the differences between two right kernels.
-MOST_NOISE = {"code": 0.1, "prose": 0.2}
+# Root mean square of the differences of a token's log-likelihood between two correct kernels.
+MAX_NOISE = {"code": 0.1, "prose": 0.2}
 
 
-def test_our_kernels_predict_text_as_well_as_llama_cpp_does() -> None:
+def test_perplexity_is_the_same_with_our_kernels_and_llama_cpps() -> None:
     """The ratio of perplexities is within 0.2 % of 1 and three standard errors, on one window a family.
 
     Rounding alone (of activations to 8 bits, of llama.cpp's values to BF16) moves a token's log-likelihood by 0.06 on
     code and 0.14 on prose in the root mean square, so 256 tokens leave standard errors of 0.4 and 0.9 %: 0.2 % cannot
-    be seen without them. A wrong kernel that only made the noise larger would hide behind its own standard error, so
+    be detected without them. A wrong kernel that only made the noise larger would also make that allowance larger, so
     the noise is bounded, too.
 
-    A wrong kernel was planted by hand: with activations cut off instead of rounded (`_mm512_cvttps_epi32` in place of
+    With activations truncated instead of rounded (a fault planted by hand: `_mm512_cvttps_epi32` in place of
     `_mm512_cvtps_epi32` in round_32 of simd_avx512_vnni.h) the check at load still passes (an error of 0.042, 0.05
     allowed), and this test fails: noise of 0.15 on code, on prose a ratio of 1.070 where 1.048 is allowed and noise of
-    0.25. Attention whose scale is 5 % too large does pass here (0.08 and 0.16): that takes the kernels' own tests.
+    0.25. Attention whose scale is 5 % too large does pass here (0.08 and 0.16); tests/engine/test_kernels.py finds it.
     """
     [published, *_] = forms_of_the_target()
     stock = score(published, "off", window=WINDOW, most=1)
@@ -38,4 +38,4 @@ def test_our_kernels_predict_text_as_well_as_llama_cpp_does() -> None:
         noise = error * np.sqrt(WINDOW - 1)
         found = f"{family}: ratio {ratio:.4f}, standard error {error:.4f}, noise {noise:.3f}"
         assert abs(ratio - 1) <= TOLERANCE + CERTAINTY * error, found
-        assert noise <= MOST_NOISE[family], found
+        assert noise <= MAX_NOISE[family], found

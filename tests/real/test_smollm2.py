@@ -1,4 +1,4 @@
-"""SmolLM2-135M drafting for itself at another quantisation: a real model of another family than the default's."""
+"""SmolLM2-135M drafts for itself at another quantisation: a real model of another family than the default's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pairs import PLAIN, Pair, drafting
+from pairs import PLAIN, Pair, fixed_gamma
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
 from specserve.errors import ModelLoadError
@@ -31,7 +31,7 @@ Answers = dict[str, tuple[Sequence, Sequence]]
 @pytest.fixture(scope="module")
 def smollm2() -> Pair:
     config = prepared_handler(SMOLLM2)
-    # One thread is steadier than one a core on a machine that does other things as well.
+    # One thread varies less than one a core if the machine does other things as well.
     return Pair(config.model_copy(update={"threads": 1, "sequences": 1, "context_length": 512}))
 
 
@@ -41,74 +41,74 @@ def greedy(smollm2: Pair) -> Answers:
     fields: dict[str, Any] = {"max_tokens": 32, "temperature": 0}
     return {
         family: (
-            smollm2.answer(prompt, **fields, speculation=PLAIN).sequence,
-            smollm2.answer(prompt, **fields, speculation=drafting(3)).sequence,
+            smollm2.complete(prompt, **fields, speculation=PLAIN).sequence,
+            smollm2.complete(prompt, **fields, speculation=fixed_gamma(3)).sequence,
         )
         for family, prompt in PROMPTS.items()
     }
 
 
 def logits_of(engine: Engine, tokens: list[int], *, rows: int) -> FloatArray:
-    """The logits behind every token of a text that is fed so many rows a pass."""
+    """The logits after every token, fed with `rows` rows a pass."""
     engine.truncate(0, 0)
     passes = []
     for start in range(0, len(tokens), rows):
         fed = enumerate(tokens[start : start + rows], start)
-        passes.append(engine.forward([Row(token, 0, at, wants_logits=True) for at, token in fed]).copy())
+        passes.append(engine.forward([Row(token, 0, position, wants_logits=True) for position, token in fed]).copy())
     return np.concatenate(passes)
 
 
-def parts_at_a_near_tie(engine: Engine, plain: list[int], speculative: list[int]) -> bool:
-    """Whether the first two tokens that differ are as good as each other.
+def differs_first_at_a_near_tie(engine: Engine, plain: list[int], speculative: list[int]) -> bool:
+    """Whether the logits of the first two tokens that differ are nearly the same.
 
-    That is, by no more than the number of rows in a pass moves the logits of these two; nothing, for many files.
+    Allowed is twice what the number of rows in a pass changes logits by, which is nothing for many files.
     """
-    common = next(at for at, pair in enumerate(zip(plain, speculative, strict=False)) if pair[0] != pair[1])
+    common = next(position for position, pair in enumerate(zip(plain, speculative, strict=False)) if pair[0] != pair[1])
     alone, together = (logits_of(engine, plain[:common], rows=rows) for rows in (1, 4))
     gap = abs(alone[-1, plain[common]] - alone[-1, speculative[common]])
     return bool(gap <= 2 * np.abs(together - alone).max())
 
 
-def test_its_chat_template_introduces_it_and_a_question_is_answered(smollm2: Pair) -> None:
+def test_the_chat_template_adds_its_system_prompt_and_a_question_is_answered(smollm2: Pair) -> None:
     prompt = smollm2.chat_prompt({"role": "user", "content": QUESTION})
     assert prompt == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
     )
-    answered = smollm2.answer(prompt, max_tokens=32, temperature=0)
-    assert sum(map(smollm2.vocabulary.is_end_token, answered.sequence.prompt)) == 2
-    assert "Paris" in answered.text
-    assert answered.finish_reason == "stop"
+    completion = smollm2.complete(prompt, max_tokens=32, temperature=0)
+    assert sum(map(smollm2.vocabulary.is_end_token, completion.sequence.prompt)) == 2
+    assert "Paris" in completion.text
+    assert completion.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("family", PROMPTS)
-def test_greedy_text_is_the_same_with_and_without_speculation_or_parts_at_a_near_tie(
+def test_greedy_output_is_the_same_with_speculation_or_differs_at_a_near_tie(
     smollm2: Pair, greedy: Answers, family: str
 ) -> None:
-    """Token for token on the x86 it was written on; another CPU may round otherwise where passes have more rows."""
+    """It was the same on the x86 this was written on; another CPU may round passes of more rows differently."""
     plain, speculative = greedy[family]
     assert plain.stats.drafted == 0
     assert 0 < speculative.stats.accepted < speculative.stats.drafted
-    assert plain.tokens == speculative.tokens or parts_at_a_near_tie(
+    assert plain.tokens == speculative.tokens or differs_first_at_a_near_tie(
         smollm2.models.target, plain.tokens, speculative.tokens
     )
 
 
-def test_in_code_and_json_most_of_what_it_drafts_for_itself_is_accepted(greedy: Answers) -> None:
-    """In prose, of which so small a model is never sure, less than half is: its text hangs on the rounding."""
-    accounts = [greedy[family][1].stats for family in ("code", "json")]
-    assert sum(account.accepted for account in accounts) > 0.6 * sum(account.drafted for account in accounts)
+def test_most_drafts_in_code_and_json_are_accepted(greedy: Answers) -> None:
+    """In prose less than half is: so small a model is uncertain, and its output depends on rounding."""
+    statistics = [greedy[family][1].stats for family in ("code", "json")]
+    assert sum(one.accepted for one in statistics) > 0.6 * sum(one.drafted for one in statistics)
 
 
-def test_a_seed_gives_one_text_with_and_without_speculation(smollm2: Pair) -> None:
+def test_seeded_output_is_the_same_with_and_without_speculation(smollm2: Pair) -> None:
     fields: dict[str, Any] = {"max_tokens": 16, "temperature": 0.7, "seed": 3}
-    plain = smollm2.answer(PROMPTS["code"], **fields, speculation=PLAIN)
-    speculative = smollm2.answer(PROMPTS["code"], **fields, speculation=drafting(3))
+    plain = smollm2.complete(PROMPTS["code"], **fields, speculation=PLAIN)
+    speculative = smollm2.complete(PROMPTS["code"], **fields, speculation=fixed_gamma(3))
     assert speculative.text == plain.text
     assert speculative.sequence.stats.accepted > 0
 
 
-def test_it_cannot_draft_for_qwen(smollm2: Pair) -> None:
+def test_smollm2_is_refused_as_a_draft_for_qwen(smollm2: Pair) -> None:
     draft = prepare(DEFAULT_CONFIG).draft  # has its target's tokens, and loads in a third of the time
     assert draft is not None
     qwen = LlamaModel(draft)

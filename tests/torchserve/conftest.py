@@ -1,4 +1,4 @@
-"""One server with the tiny pair for all tests of this directory."""
+"""One server with the tiny pair, shared by the tests of this directory."""
 
 from __future__ import annotations
 

@@ -40,16 +40,16 @@ class Server:
 
     port: int
     greeting: str = ""
-    """What `scripts/serve` has shown."""
+    """What `scripts/serve` printed."""
 
     @property
     def state(self) -> Path:
-        """Its files."""
+        """The directory of its files."""
         return PROJECT / ".specserve" / str(self.port)
 
     @property
     def url(self) -> str:
-        """Where its routes lie."""
+        """The URL below which its routes are."""
         return f"http://127.0.0.1:{self.port}/predictions/qwen/1.0"
 
     @property
@@ -88,13 +88,13 @@ class Server:
         return {name: float(value) for name, value in lines}
 
     def log(self) -> str:
-        """What the worker has said."""
+        """The worker's log."""
         return (self.state / "logs" / "model_log.log").read_text()
 
 
 @contextmanager
 def running(*options: str, config: Path = TINY) -> Iterator[Server]:
-    """A server that `scripts/serve --detach` has started on free ports; it is stopped in the end."""
+    """Start a server with `scripts/serve --detach` on free ports, and stop it at the end."""
     port = free_ports()
     command = ["scripts/serve", "--config", str(config), "--port", str(port), "--detach", *options]
     outcome = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=600, check=False)
@@ -107,48 +107,48 @@ def running(*options: str, config: Path = TINY) -> Iterator[Server]:
 
 
 def stop(server: Server) -> None:
-    """Run `scripts/stop`; one that is stopped already stays so."""
+    """Run `scripts/stop`, which does nothing if the server is stopped already."""
     subprocess.run(["scripts/stop", "--port", str(server.port)], cwd=PROJECT, check=True, timeout=60)
 
 
 def workers(files: str) -> list[psutil.Process]:
-    """The processes that hold models and work on files whose paths begin so."""
-    # Read this way, processes that end meanwhile are passed over.
+    """The worker processes whose command line contains this path."""
+    # With attributes to read, process_iter skips processes that end meanwhile.
     commands = ((process, " ".join(process.info["cmdline"] or ())) for process in psutil.process_iter(["cmdline"]))
     return [process for process, command in commands if "model_service_worker" in command and files in command]
 
 
 def worker(state: Path) -> psutil.Process:
-    """The process that holds the models."""
+    """The worker process of a server."""
     found = workers(str(state))
     assert found, "There is no worker."
     return found[0]
 
 
-def tiny_but(directory: Path, **changes: Any) -> Path:
-    """A copy of config/tiny.yaml in which these values are others; dicts change what they name alone."""
+def tiny_config(directory: Path, **changes: Any) -> Path:
+    """A copy of config/tiny.yaml with these values changed; dicts are merged."""
 
-    def changed(document: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    def merged(document: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         return document | {
-            key: changed(document.get(key) or {}, value) if isinstance(value, dict) else value
+            key: merged(document.get(key) or {}, value) if isinstance(value, dict) else value
             for key, value in changes.items()
         }
 
     config = directory / "tiny.yaml"
-    config.write_text(yaml.safe_dump(changed(yaml.safe_load(TINY.read_text()), changes)))
+    config.write_text(yaml.safe_dump(merged(yaml.safe_load(TINY.read_text()), changes)))
     return config
 
 
-def seconds_until(happened: Callable[[], bool], what: str) -> float:
-    """How long something took that has to happen."""
-    begun = time.monotonic()
-    until(happened, what)
-    return time.monotonic() - begun
+def seconds_until(condition: Callable[[], bool], what: str) -> float:
+    """Wait until the condition holds, and return how long it took."""
+    started = time.monotonic()
+    until(condition, what)
+    return time.monotonic() - started
 
 
-def until(happened: Callable[[], bool], what: str, seconds: float = 90) -> None:
-    """Wait for something that has to happen, on a machine that may be busy with other things too."""
+def until(condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
+    """Wait until the condition holds; the limit allows for a busy machine."""
     end = time.monotonic() + seconds
-    while not happened():
+    while not condition():
         assert time.monotonic() < end, f"not within {seconds} s: {what}"
         time.sleep(0.1)

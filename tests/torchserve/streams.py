@@ -1,4 +1,4 @@
-"""Streams of a server with the tiny pair, read to whatever end they find."""
+"""Streams of a server with the tiny pair, read to their end or error, and the state of that server."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ GREEDY = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": Tr
 LONG = {**GREEDY, "max_tokens": 480, "stream": True}
 
 
-def answers(server: Server) -> bool:
-    """Whether a request is answered; one that is handed to a worker that just died may be left hanging."""
+def is_serving(server: Server) -> bool:
+    """Whether a request is answered; one that TorchServe hands to a worker that has just died may never be."""
     with contextlib.suppress(requests.RequestException):
         return server.post({**GREEDY, "max_tokens": 1}).status_code == 200
     return False
 
 
 def sequences(server: Server) -> tuple[int, int]:
-    """How many live, and how many wait."""
-    told = server.get("/v1/speculation").json()["sequences"]
-    return told["live"], told["waiting"]
+    """The numbers of live and of waiting sequences."""
+    counts = server.get("/v1/speculation").json()["sequences"]
+    return counts["live"], counts["waiting"]
 
 
-def ended(server: Server, reason: str) -> float:
-    """How many sequences have ended so, as Prometheus is told a moment later."""
+def ended_sequences(server: Server, reason: str) -> float:
+    """How many sequences have ended for this reason, by the metrics, which are updated a moment later."""
     series = server.metrics().items()
     return sum(value for name, value in series if "texts_total" in name and f'reason="{reason}"' in name)
 
 
 def read(server: Server, body: dict[str, Any]) -> tuple[list[str], str | None]:
-    """The pieces of a stream, and how it ended if not well."""
+    """The text pieces of a stream, and its error if it did not end with [DONE]."""
     pieces: list[str] = []
     try:
         with server.post(body, stream=True) as response:
@@ -59,7 +59,7 @@ def read(server: Server, body: dict[str, Any]) -> tuple[list[str], str | None]:
 def begin_streams(
     pool: ThreadPoolExecutor, server: Server, count: int, body: dict[str, Any] = LONG
 ) -> list[Future[tuple[list[str], str | None]]]:
-    """Streams that are being written."""
+    """Start streams, and wait until all are live."""
     streams = [pool.submit(read, server, body) for _ in range(count)]
     until(lambda: sequences(server)[0] == count, f"{count} live streams")
     return streams

@@ -41,7 +41,7 @@ class Balancer:
         return openai.OpenAI(base_url=url, api_key=key, default_headers=headers, max_retries=0, timeout=60)
 
     def cached(self, prefix: str) -> int:
-        """How many tokens of a long prompt the server that this prefix leads to had read before."""
+        """How many tokens of a long prompt were cached by the server to which this prefix key is routed."""
         answer = self.client(prefix).completions.create(model="qwen", prompt=LONG, max_tokens=2)
         assert answer.usage is not None
         details = answer.usage.prompt_tokens_details
@@ -49,12 +49,12 @@ class Balancer:
 
 
 @contextmanager
-def balancing(first: int, second: int, directory: Path, most: int = 64) -> Iterator[Balancer]:
-    """The configuration as it is, but for its ports, those of the two servers and a free one, and what a key may do."""
+def balancing(first: int, second: int, directory: Path, max_connections: int = 64) -> Iterator[Balancer]:
+    """nginx with our configuration, in which only the ports and the limit of requests per key are changed."""
     port = free_ports(1)
     text = (PROJECT / "config" / "nginx" / "specserve.conf").read_text()
     assert "limit_conn keys 64;" in text
-    text = text.replace("limit_conn keys 64;", f"limit_conn keys {most};")
+    text = text.replace("limit_conn keys 64;", f"limit_conn keys {max_connections};")
     for old, new in (("8080", first), ("9080", second), ("8000", port)):
         assert f"127.0.0.1:{old}" in text
         text = text.replace(f"127.0.0.1:{old}", f"127.0.0.1:{new}")
@@ -87,7 +87,7 @@ def balancer(servers: tuple[Server, Server], tmp_path_factory: pytest.TempPathFa
         yield balancer
 
 
-def test_openais_plain_path_leads_to_a_server(balancer: Balancer) -> None:
+def test_openais_path_is_routed_to_a_server(balancer: Balancer) -> None:
     client = balancer.client()
     assert [model.id for model in client.models.list()][-1] == "qwen"
     answer = client.chat.completions.create(model="qwen", messages=[{"role": "user", "content": "Hi"}], max_tokens=4)
@@ -95,28 +95,28 @@ def test_openais_plain_path_leads_to_a_server(balancer: Balancer) -> None:
     assert answer.usage.completion_tokens == 4
 
 
-def test_a_stream_comes_whole(balancer: Balancer) -> None:
-    asked: dict[str, Any] = {"model": "qwen", "prompt": "One", "max_tokens": 60, "temperature": 0}
+def test_a_stream_has_the_text_of_the_whole_response(balancer: Balancer) -> None:
+    body: dict[str, Any] = {"model": "qwen", "prompt": "One", "max_tokens": 60, "temperature": 0}
     completions = balancer.client().completions
-    streamed = "".join(chunk.choices[0].text for chunk in completions.create(**asked, stream=True))
-    assert streamed == completions.create(**asked).choices[0].text
+    streamed = "".join(chunk.choices[0].text for chunk in completions.create(**body, stream=True))
+    assert streamed == completions.create(**body).choices[0].text
 
 
-PIECES = [*(b'data: {"choices": [{"index": 0, "text": "%d"}]}' % number for number in range(5)), b"data: [DONE]"]
+CHUNKS = [*(b'data: {"choices": [{"index": 0, "text": "%d"}]}' % number for number in range(5)), b"data: [DONE]"]
 
 
-class StandIn(BaseHTTPRequestHandler):
-    """A server in place of ours."""
+class FakeServer(BaseHTTPRequestHandler):
+    """A fake of our server."""
 
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
-        """Nothing is said of single requests."""
+        """Log nothing."""
 
 
 @contextmanager
-def balancing_before(handler: type[StandIn], directory: Path) -> Iterator[partial[requests.Response]]:
-    """A balancer whose two servers are one stand-in; gives what posts an empty completion to it."""
+def balancing_fake(handler: type[FakeServer], directory: Path) -> Iterator[partial[requests.Response]]:
+    """A balancer whose two servers are one fake; yields a function that posts an empty completion to it."""
     with HTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
@@ -127,44 +127,44 @@ def balancing_before(handler: type[StandIn], directory: Path) -> Iterator[partia
             server.shutdown()
 
 
-class OnePieceAtATime(StandIn):
-    """It sends each piece of a stream only after the one before has reached the client."""
+class OneChunkAtATime(FakeServer):
+    """Sends each chunk of a stream only after the client has received the one before."""
 
-    reached = threading.Semaphore(0)
+    received = threading.Semaphore(0)
 
     def do_POST(self) -> None:
-        """All pieces, if each gets through."""
+        """Send all chunks, as long as each is received."""
         self.rfile.read(int(self.headers["Content-Length"]))
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        for piece in PIECES:
-            self._send(piece + b"\n\n")
-            if not self.reached.acquire(timeout=10):
+        for chunk in CHUNKS:
+            self._send(chunk + b"\n\n")
+            if not self.received.acquire(timeout=10):
                 break
         self._send(b"")
 
-    def _send(self, piece: bytes) -> None:
-        self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+    def _send(self, chunk: bytes) -> None:
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
 
 
-def test_streams_pass_piece_by_piece(tmp_path: Path) -> None:
-    came = []
-    with balancing_before(OnePieceAtATime, tmp_path) as post, post(stream=True) as answer:
+def test_stream_chunks_are_passed_on_one_by_one(tmp_path: Path) -> None:
+    lines = []
+    with balancing_fake(OneChunkAtATime, tmp_path) as post, post(stream=True) as answer:
         for line in filter(None, answer.iter_lines(chunk_size=1)):
-            came.append(line)
-            OnePieceAtATime.reached.release()
-    assert came == PIECES
+            lines.append(line)
+            OneChunkAtATime.received.release()
+    assert lines == CHUNKS
 
 
-class FullTwice(StandIn):
+class FullTwice(FakeServer):
     """Its queue is full for the first two requests."""
 
     refused = 0
 
     def do_POST(self) -> None:
-        """A refusal as TorchServe's, or an answer."""
+        """Respond with TorchServe's 503, or with 200."""
         self.rfile.read(int(self.headers["Content-Length"]))
         full = FullTwice.refused < 2
         FullTwice.refused += full
@@ -176,26 +176,26 @@ class FullTwice(StandIn):
         self.wfile.write(body)
 
 
-def test_full_queues_are_openais_error_and_the_next_request_is_tried_at_once(tmp_path: Path) -> None:
-    with balancing_before(FullTwice, tmp_path) as post:
+def test_full_queues_are_openais_503_and_do_not_block_the_next_request(tmp_path: Path) -> None:
+    with balancing_fake(FullTwice, tmp_path) as post:
         answers = [post() for _ in range(2)]
     assert [answer.status_code for answer in answers] == [503, 200]
     assert answers[0].json()["error"]["code"] == "service_unavailable"
 
 
-def test_a_key_has_so_many_requests_under_way(servers: tuple[Server, Server], tmp_path: Path) -> None:
-    with balancing(servers[0].port, servers[1].port, tmp_path, most=1) as balancer:
+def test_concurrent_requests_of_a_key_are_limited(servers: tuple[Server, Server], tmp_path: Path) -> None:
+    with balancing(servers[0].port, servers[1].port, tmp_path, max_connections=1) as balancer:
         completions = balancer.client().completions
-        asked: dict[str, Any] = {"model": "qwen", "prompt": "One", "extra_body": {"ignore_eos": True}}
-        with completions.create(**asked, max_tokens=480, stream=True) as stream:
+        body: dict[str, Any] = {"model": "qwen", "prompt": "One", "extra_body": {"ignore_eos": True}}
+        with completions.create(**body, max_tokens=480, stream=True) as stream:
             next(stream)
             with pytest.raises(openai.RateLimitError) as refusal:
-                completions.create(**asked, max_tokens=1)
+                completions.create(**body, max_tokens=1)
         assert refusal.value.code == "rate_limit_exceeded"
-        until(lambda: _answers(balancer), "the next request is taken", 10)
+        until(lambda: _accepts(balancer), "the next request is accepted", 10)
 
 
-def _answers(balancer: Balancer) -> bool:
+def _accepts(balancer: Balancer) -> bool:
     try:
         balancer.client().models.list()
     except openai.RateLimitError:
@@ -210,24 +210,22 @@ def test_a_wrong_key_is_openais_authentication_error(balancer: Balancer, key: st
     assert refusal.value.code == "invalid_api_key"
 
 
-def test_a_body_that_is_too_large_is_refused_in_openais_shape(balancer: Balancer) -> None:
+def test_a_body_that_is_too_large_is_openais_413_error(balancer: Balancer) -> None:
     with pytest.raises(openai.APIStatusError) as refusal:
         balancer.client().completions.create(model="qwen", prompt="x" * (1 << 20), max_tokens=1)
     assert refusal.value.status_code == 413
     assert refusal.value.code == "request_too_large"
 
 
-def test_what_belongs_together_meets_the_same_server_and_its_cache(balancer: Balancer) -> None:
+def test_requests_with_one_prefix_key_reach_the_same_server_and_its_cache(balancer: Balancer) -> None:
     keys = [f"conversation {number}" for number in range(8)]
-    # The first of a server reads the prompt; with eight keys both servers are met, but for one time in 128.
+    # The first request to a server prefills the prompt; eight keys reach both, except with probability 1 in 128.
     first = [balancer.cached(key) for key in keys]
     assert first.count(0) <= 2
     assert all(balancer.cached(key) > 100 for key in keys)
 
 
-def test_a_server_that_is_down_is_passed_over_and_two_are_one_error(
-    balancer: Balancer, servers: tuple[Server, Server]
-) -> None:
+def test_a_stopped_server_is_skipped_and_two_are_a_503(balancer: Balancer, servers: tuple[Server, Server]) -> None:
     stop(servers[0])
     for number in range(6):
         balancer.client(f"after {number}").completions.create(model="qwen", prompt="Two", max_tokens=2)

@@ -1,4 +1,4 @@
-"""`scripts/chat` as a person runs it, with a server with the tiny pair: through pipes, and in a terminal."""
+"""`scripts/chat` with a server with the tiny pair, through pipes and in a terminal."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from streams import sequences
 
 pytestmark = pytest.mark.server
 
-# From the last line of an answer on.
+# The last line of an answer and what follows it.
 ENDED = r"(stopped|tokens/s)[^>]*"
 FIGURES = r"\d+ tokens in \d+\.\d\d s: \d+\.\d tokens/s"
 GAIN = r", \d\.\d\d tokens a round; decoding took \S+ s, without drafts \S+ s by estimate \(speed-up \S+\)"
 
 
 def chat(port: int, *options: str, lines: str = "") -> subprocess.CompletedProcess[str]:
-    """What it says to these lines."""
+    """Run scripts/chat with these lines as its input."""
     command = ["scripts/chat", "--port", str(port), *options]
     return subprocess.run(command, cwd=PROJECT, input=lines, capture_output=True, text=True, timeout=120, check=False)
 
 
 class Terminal:
-    """The program in a terminal of its own."""
+    """A command in a pseudo-terminal."""
 
     def __init__(self, *command: str, **variables: str) -> None:
         self.shown = ""
         self._terminal, program = pty.openpty()
         environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **variables}
         environment = {name: value for name, value in environment.items() if value}
-        # A session of its own, whose terminal is the first one opened: Ctrl-C then reaches the program.
+        # The pseudo-terminal becomes the controlling one of a new session, so that Ctrl-C reaches the command.
         self.process = subprocess.Popen(
             ["setsid", "--ctty", *command], cwd=PROJECT, env=environment, stdin=program, stdout=program, stderr=program
         )
@@ -46,36 +46,36 @@ class Terminal:
         os.write(self._terminal, keys.encode())
 
     def read_until(self, pattern: str, seconds: float = 60) -> str:
-        """All that is shown from now on, up to a match."""
+        """The output from now on, up to a match of the pattern."""
         end = time.monotonic() + seconds
-        seen = b""
-        while not re.search(pattern, seen.decode(errors="replace")):
-            assert time.monotonic() < end, f"{pattern} not in {seen!r}"
+        output = b""
+        while not re.search(pattern, output.decode(errors="replace")):
+            assert time.monotonic() < end, f"{pattern} not in {output!r}"
             if select.select([self._terminal], [], [], 0.1)[0]:
-                seen += os.read(self._terminal, 65536)
-        return seen.decode(errors="replace")
+                output += os.read(self._terminal, 65536)
+        return output.decode(errors="replace")
 
 
-def test_answers_come_with_their_figures(server: Server) -> None:
-    asked = chat(server.port, "--max-tokens", "40", lines="Hello\n/plain\nHello again\n/fast\n/compare\n")
-    assert asked.returncode == 0, asked.stderr
-    assert "\x1b" not in asked.stdout
-    assert not asked.stderr
-    # Everything before the figures is text, as the server gives it to others.
+def test_answers_are_followed_by_their_speed_and_speedup(server: Server) -> None:
+    outcome = chat(server.port, "--max-tokens", "40", lines="Hello\n/plain\nHello again\n/fast\n/compare\n")
+    assert outcome.returncode == 0, outcome.stderr
+    assert "\x1b" not in outcome.stdout
+    assert not outcome.stderr
+    # The output begins with the text that OpenAI's client gets.
     client = server.client()
     answer = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=40, temperature=0
     )
     text = answer.choices[0].message.content or ""
-    assert asked.stdout.startswith(re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text))
-    assert re.search(f"^{FIGURES}{GAIN}$", asked.stdout, re.MULTILINE)
-    assert re.search(f"^{FIGURES}, without drafts$", asked.stdout, re.MULTILINE)
-    table = asked.stdout[asked.stdout.index("┏") :]
+    assert outcome.stdout.startswith(re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text))
+    assert re.search(f"^{FIGURES}{GAIN}$", outcome.stdout, re.MULTILINE)
+    assert re.search(f"^{FIGURES}, without drafts$", outcome.stdout, re.MULTILINE)
+    table = outcome.stdout[outcome.stdout.index("┏") :]
     assert "/plain" in table
     assert "/fast" in table
 
 
-def test_a_terminal_has_colours_prompts_and_keys(server: Server) -> None:
+def test_a_terminal_has_colours_and_prompts_and_handles_ctrl_c_and_ctrl_d(server: Server) -> None:
     terminal = Terminal("scripts/chat", "--port", str(server.port), NO_COLOR="")
     greeting = terminal.read_until("fast> ")
     assert "tiny: \x1b[32mdraft model\x1b[0m" in greeting
@@ -84,7 +84,7 @@ def test_a_terminal_has_colours_prompts_and_keys(server: Server) -> None:
     terminal.type("\x03")
     terminal.read_until(f"{ENDED}fast> ")
     until(lambda: sequences(server) == (0, 0), "the answer ends on the server")
-    # What came before Ctrl-C may nearly fill the context of the tiny pair.
+    # The answer before Ctrl-C may nearly fill the context of the tiny pair.
     terminal.type("/new\n")
     terminal.read_until("fast> ")
     terminal.type("/plain\n")
@@ -95,7 +95,7 @@ def test_a_terminal_has_colours_prompts_and_keys(server: Server) -> None:
     assert terminal.process.wait(30) == 0
 
 
-def test_a_terminal_without_colours_has_none(server: Server) -> None:
+def test_no_color_switches_colours_off(server: Server) -> None:
     terminal = Terminal("scripts/chat", "--port", str(server.port), "--max-tokens", "20", NO_COLOR="1")
     terminal.read_until("fast> ")
     terminal.type("Hello\n")
@@ -104,11 +104,11 @@ def test_a_terminal_without_colours_has_none(server: Server) -> None:
     assert terminal.process.wait(30) == 0
 
 
-def test_a_refusal_is_a_sentence_and_the_chat_goes_on(server: Server) -> None:
-    asked = chat(server.port, "--max-tokens", "4", lines=f"{'too long ' * 400}\nHello\n")
-    assert asked.returncode == 0
-    assert "context holds 512 tokens" in asked.stdout
-    assert re.search(FIGURES, asked.stdout)
+def test_a_refused_message_is_one_sentence_and_the_chat_continues(server: Server) -> None:
+    outcome = chat(server.port, "--max-tokens", "4", lines=f"{'too long ' * 400}\nHello\n")
+    assert outcome.returncode == 0
+    assert "context holds 512 tokens" in outcome.stdout
+    assert re.search(FIGURES, outcome.stdout)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_refusal_is_a_sentence_and_the_chat_goes_on(server: Server) -> None:
         (["--colour"], 2, "--help"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(options: list[str], code: int, words: str) -> None:
+def test_an_invalid_option_or_missing_server_is_a_one_line_error(options: list[str], code: int, words: str) -> None:
     options = [option.format(free=free_ports()) for option in options]
     outcome = subprocess.run(
         ["scripts/chat", *options], cwd=PROJECT, capture_output=True, text=True, timeout=60, check=False
@@ -132,7 +132,7 @@ def test_what_is_wrong_is_one_sentence(options: list[str], code: int, words: str
     assert words in outcome.stderr
 
 
-def test_a_wrong_key_is_one_sentence(server: Server) -> None:
+def test_a_wrong_key_is_a_one_line_error(server: Server) -> None:
     keys = server.state / "key_file.json"
     right = keys.read_text()
     keys.write_text(right.replace(server.key, "wrong"))

@@ -1,4 +1,4 @@
-"""A target or a draft model that fails in the midst of streams: who hears of it, and who goes on."""
+"""A target or a draft model that fails during streams: which requests end, and where the failure is reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from streams import GREEDY, LONG, begin_streams
 pytestmark = pytest.mark.server
 
 ENTRY = "speculative_handler.py"
-# Stands in the archive in place of our own entry: a model fails once when a file of its name is there.
+# Replaces the handler file in the archive: a model fails one pass if a file with its name exists.
 FAULTY = '''
 from pathlib import Path
 
@@ -49,65 +49,63 @@ class FaultyHandler(Handler):
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a file named `target` or `draft` makes that model fail."""
+    """The directory in which a file named `target` or `draft` makes that model fail once."""
     return tmp_path_factory.mktemp("faults")
 
 
 @pytest.fixture(scope="module")
 def server(faults: Path) -> Iterator[Server]:
-    """A server whose models can be told to fail."""
+    """A server whose models can be made to fail."""
     with running() as server:
         archive = server.state / "model_store" / "qwen.mar"
         with zipfile.ZipFile(archive) as ours:
-            held = {name: ours.read(name) for name in ours.namelist()}
-        assert ENTRY in held
-        held[ENTRY] = FAULTY.format(faults=str(faults)).encode()
+            files = {name: ours.read(name) for name in ours.namelist()}
+        assert ENTRY in files
+        files[ENTRY] = FAULTY.format(faults=str(faults)).encode()
         assert server.manage("DELETE", "/models/qwen/1.0").ok
         with zipfile.ZipFile(archive, "w") as theirs:
-            for name, content in held.items():
+            for name, content in files.items():
                 theirs.writestr(name, content)
         answer = server.manage("POST", "/models?url=qwen.mar&initial_workers=1&synchronous=true")
         assert answer.ok, answer.text
         yield server
 
 
-def text(server: Server) -> str:
-    """What the server says while all is well."""
+def greedy_text(server: Server) -> str:
+    """The text of the greedy request."""
     answer = server.post(GREEDY)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["text"])
 
 
-def test_a_target_that_fails_ends_the_streams_of_that_round_with_an_error_and_serves_the_next(
-    server: Server, faults: Path
-) -> None:
-    before, process = text(server), worker(server.state).pid
+def test_a_failed_target_pass_ends_its_streams_and_the_worker_serves_the_next(server: Server, faults: Path) -> None:
+    before, process = greedy_text(server), worker(server.state).pid
     with ThreadPoolExecutor(3) as pool:
         streams = begin_streams(pool, server, 3)
         (faults / "target").touch()
-        ends = [stream.result(timeout=60) for stream in streams]
-    assert all(pieces for pieces, _ in ends)
-    assert all("The model failed while it wrote this answer" in str(end) for _, end in ends)
-    assert text(server) == before
+        results = [stream.result(timeout=60) for stream in streams]
+    assert all(pieces for pieces, _ in results)
+    assert all("The model failed while it wrote this answer" in str(error) for _, error in results)
+    assert greedy_text(server) == before
     assert worker(server.state).pid == process
 
 
-def test_a_draft_that_fails_costs_no_stream_anything_but_speed_and_is_told_of(server: Server, faults: Path) -> None:
+def test_a_failed_draft_pass_changes_no_stream_and_is_reported(server: Server, faults: Path) -> None:
     drafting = {**LONG, "speculation": {"mode": "fixed", "gamma": 3, "drafter": "model"}}
     before = server.post({**drafting, "stream": False}).json()["choices"][0]["text"]
     assert server.get("/v1/speculation").json()["draft_model_up"]
-    assert up(server) == [1]
+    assert draft_model_up(server) == [1]
     with ThreadPoolExecutor(3) as pool:
         streams = begin_streams(pool, server, 3, drafting)
         (faults / "draft").touch()
-        ends = [stream.result(timeout=60) for stream in streams]
+        results = [stream.result(timeout=60) for stream in streams]
     assert not (faults / "draft").exists()
-    assert [("".join(pieces), end) for pieces, end in ends] == [(before, None)] * 3
+    assert [("".join(pieces), error) for pieces, error in results] == [(before, None)] * 3
     assert not server.get("/v1/speculation").json()["draft_model_up"]
     until(lambda: "Decoding goes on without it" in server.log(), "a sentence in the log", 10)
-    until(lambda: up(server) == [0], "the metric", 10)
+    until(lambda: draft_model_up(server) == [0], "the metric", 10)
 
 
-def up(server: Server) -> list[float]:
-    """What Prometheus is told of the draft model."""
+def draft_model_up(server: Server) -> list[float]:
+    """The values of the metric of the draft model's state."""
     return [value for name, value in server.metrics().items() if name.startswith("specserve_draft_model_up{")]

@@ -1,4 +1,4 @@
-"""Another model on the same TorchServe: neither stands in the other's way."""
+"""Another model on the same TorchServe: both serve concurrent requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def handle(data, context):
 
 
 def archive_echo(store: Path, directory: Path) -> None:
-    """Write echo.mar into a model store, with the stub of torch that our own archive there holds."""
+    """Write echo.mar into a model store, with the stub of torch from our own archive in it."""
     handler, torch = directory / "echo.py", directory / "torch.py"
     handler.write_text(ECHO, encoding="utf-8")
     with zipfile.ZipFile(store / "qwen.mar") as ours:
@@ -51,7 +51,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def neighbour(server: Server, tmp_path: Path) -> Iterator[None]:
-    """Another model of this TorchServe, with a handler that has nothing of ours but the stub of torch."""
+    """Another model on this TorchServe; its archive has nothing of ours except the stub of torch."""
     archive_echo(server.state / "model_store", tmp_path)
     answer = server.manage("POST", "/models?url=echo.mar&initial_workers=1&synchronous=true")
     assert answer.ok, answer.text
@@ -60,11 +60,11 @@ def neighbour(server: Server, tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("neighbour")
-def test_another_model_and_ours_answer_side_by_side(server: Server) -> None:
+def test_another_model_and_ours_answer_concurrent_requests(server: Server) -> None:
     alone = server.post(LONG).json()["choices"][0]["text"]
     with ThreadPoolExecutor(4) as pool:
-        texts = [pool.submit(server.post, LONG) for _ in range(4)]
+        completions = [pool.submit(server.post, LONG) for _ in range(4)]
         echoes = [echo(server, f"echo {number}") for number in range(30)]
-        answers = [text.result() for text in texts]
+        answers = [completion.result() for completion in completions]
     assert [answer.text for answer in echoes] == [f"echo {number}" for number in range(30)]
     assert [answer.json()["choices"][0]["text"] for answer in answers] == [alone] * 4

@@ -21,7 +21,7 @@ import psutil
 import pytest
 import requests
 
-from server import PROJECT, free_ports, tiny_but
+from server import PROJECT, free_ports, tiny_config
 from specserve.tools.torchserve_process import java_home
 
 pytestmark = pytest.mark.server
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.server
 
 @dataclass(frozen=True)
 class Operator:
-    """Plain `torchserve` on ports of its own, started in a directory of its own."""
+    """Plain `torchserve` on free ports, started in a directory of its own."""
 
     port: int
     directory: Path
@@ -73,10 +73,10 @@ class Operator:
 
 @pytest.fixture(scope="module")
 def foreign_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Python that sees this environment's libraries, but not this project, and no torch of its own."""
+    """A Python with this environment's libraries, but without this project and without torch."""
     directory = tmp_path_factory.mktemp("foreign")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
-    # A directory named in a .pth file is searched for packages; the .pth files inside it (ours) are not read.
+    # A directory in a .pth file is searched for packages, but the .pth files in it (ours among them) are not read.
     [site_packages] = directory.glob("lib/python*/site-packages")
     (site_packages / "libraries.pth").write_text(sysconfig.get_path("purelib"))
     python = directory / "bin" / "python"
@@ -88,27 +88,27 @@ def foreign_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def archived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The tiny pair's archive in the project's model store; whoever has one there finds it again."""
-    place, aside = PROJECT / "model_store" / "qwen.mar", tmp_path_factory.mktemp("aside") / "qwen.mar"
-    if place.exists():
-        shutil.copy2(place, aside)
+    """The tiny pair's archive in the project's model store; one that was there before is restored."""
+    archive, backup = PROJECT / "model_store" / "qwen.mar", tmp_path_factory.mktemp("aside") / "qwen.mar"
+    if archive.exists():
+        shutil.copy2(archive, backup)
     try:
         subprocess.run(["scripts/archive", "--config", "config/tiny.yaml"], cwd=PROJECT, check=True, timeout=120)
         yield
     finally:
-        place.unlink(missing_ok=True)
-        if aside.exists():
-            shutil.move(aside, place)
+        archive.unlink(missing_ok=True)
+        if backup.exists():
+            shutil.move(backup, archive)
 
 
 @pytest.fixture(scope="module")
 def operator(archived: None, foreign_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
-    del archived  # pytest's way to have it first
+    del archived  # requested so that the archive exists first
     directory = tmp_path_factory.mktemp("operator")
     port = free_ports()
     settings = (PROJECT / "config" / "config.properties").read_text()
-    for shipped, own in {8080: port, 8081: port + 1, 8082: port + 2, 7070: port + 3, 7071: port + 4}.items():
-        settings = re.sub(rf"\b{shipped}\b", str(own), settings)
+    for default, port_in_use in {8080: port, 8081: port + 1, 8082: port + 2, 7070: port + 3, 7071: port + 4}.items():
+        settings = re.sub(rf"\b{default}\b", str(port_in_use), settings)
     (directory / "config.properties").write_text(settings)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"TEMP": str(directory), "TMPDIR": str(directory)}
@@ -124,8 +124,8 @@ def operator(archived: None, foreign_python: Path, tmp_path_factory: pytest.Temp
         operator.wait_until_ready()
         yield operator
     finally:
-        family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
-        for pid in reversed(family):
+        pids = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+        for pid in reversed(pids):
             if psutil.pid_exists(pid):
                 psutil.Process(pid).terminate()
         process.wait(timeout=30)
@@ -137,7 +137,7 @@ def test_the_archive_serves_without_this_project_and_without_torch(operator: Ope
     assert str(foreign_python.parent) in " ".join(psutil.Process(worker["pid"]).cmdline())
 
 
-def test_a_worker_without_torch_stays_small(operator: Operator) -> None:
+def test_a_worker_without_torch_needs_less_than_250_mb(operator: Operator) -> None:
     [worker] = operator.workers()
     assert psutil.Process(worker["pid"]).memory_info().rss < 250e6
 
@@ -156,14 +156,14 @@ def test_the_model_is_scaled_unregistered_and_registered_again(operator: Operato
     assert operator.complete() == text
 
 
-def test_the_key_of_the_api_makes_a_new_inference_key(operator: Operator) -> None:
+def test_the_api_key_renews_the_inference_key(operator: Operator) -> None:
     url = f"http://127.0.0.1:{operator.port + 1}/token?type=inference"
     old = operator.token("inference")
-    refused, given = (
+    refused, renewed = (
         requests.get(url, headers={"Authorization": f"Bearer {operator.token(kind)}"}, timeout=60)
         for kind in ("management", "API")
     )
-    assert (refused.status_code, given.status_code) == (400, 200)
+    assert (refused.status_code, renewed.status_code) == (400, 200)
     assert operator.token("inference") != old
     assert operator.complete()
 
@@ -172,28 +172,28 @@ def test_the_key_of_the_api_makes_a_new_inference_key(operator: Operator) -> Non
 def canary(tmp_path: Path) -> Iterator[None]:
     """Version 1.1 in an archive of its own, without speculation, as config/README.md describes; removed afterwards."""
     store = PROJECT / "model_store"
-    config = tiny_but(tmp_path, handler={"speculation": {"mode": "off"}})
-    elder = (store / "qwen.mar").rename(store / "qwen-1.0.mar")
+    config = tiny_config(tmp_path, handler={"speculation": {"mode": "off"}})
+    stable = (store / "qwen.mar").rename(store / "qwen-1.0.mar")
     command = ["scripts/archive", "--config", str(config), "--version", "1.1"]
     try:
         subprocess.run(command, cwd=PROJECT, check=True, timeout=120)
         (store / "qwen.mar").rename(store / "qwen-1.1.mar")
     finally:
-        elder.rename(store / "qwen.mar")
+        stable.rename(store / "qwen.mar")
     yield
     (store / "qwen-1.1.mar").unlink()
 
 
 @pytest.mark.usefixtures("canary")
-def test_a_canary_serves_beside_its_elder_goes_comes_again_and_takes_its_place(operator: Operator) -> None:
+def test_a_canary_version_can_be_removed_registered_again_and_made_the_default(operator: Operator) -> None:
     text = operator.complete()
     assert operator.manage("POST", "/models?url=qwen-1.1.mar&initial_workers=1&synchronous=true").ok
     assert operator.manage("DELETE", "/models/qwen/1.1").ok
     assert operator.complete() == text
     assert operator.manage("POST", "/models?url=qwen-1.1.mar&initial_workers=1&synchronous=true").ok
-    elder, canary = operator.answer("1.0"), operator.answer("1.1")
-    assert elder.choices[0].text == canary.choices[0].text == text
-    assert elder.speculation["drafted_tokens"] > 0
+    stable, canary = operator.answer("1.0"), operator.answer("1.1")
+    assert stable.choices[0].text == canary.choices[0].text == text
+    assert stable.speculation["drafted_tokens"] > 0
     assert canary.speculation["drafted_tokens"] == 0
     metrics = requests.get(f"http://127.0.0.1:{operator.port + 2}/metrics", timeout=10).text
     assert all(f'specserve_slots{{model="qwen",version="{version}"' in metrics for version in ("1.0", "1.1"))

@@ -1,4 +1,4 @@
-"""The real thing: TorchServe, the built archive, the tiny pair, OpenAI's own client."""
+"""End to end: TorchServe, the built archive, the tiny pair, and OpenAI's client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import requests
 
 from server import Server, until
-from streams import ended, sequences
+from streams import ended_sequences, sequences
 
 pytestmark = pytest.mark.server
 
@@ -29,18 +29,18 @@ def stream_text(server: Server, **changes: Any) -> str:
     return "".join(chunk.choices[0].text for chunk in complete(server, stream=True, **changes))
 
 
-def test_a_completion_says_how_it_was_decoded(server: Server) -> None:
+def test_a_completion_has_usage_and_speculation_statistics(server: Server) -> None:
     answer = complete(server)
     assert answer.object == "text_completion"
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.completion_tokens == 24
-    account = answer.model_extra["speculation"]
-    assert account["mode"] == "fixed", "which the tiny pair's configuration makes of a request that says nothing"
-    assert 0 < account["accepted_tokens"] < account["drafted_tokens"]
-    assert account["rounds"] < 24
+    statistics = answer.model_extra["speculation"]
+    assert statistics["mode"] == "fixed", "the default mode of the tiny pair's configuration"
+    assert 0 < statistics["accepted_tokens"] < statistics["drafted_tokens"]
+    assert statistics["rounds"] < 24
 
 
-def test_speculation_does_not_change_greedy_text(server: Server) -> None:
+def test_speculation_does_not_change_greedy_output(server: Server) -> None:
     plain = complete(server, extra_body={"speculation": {"mode": "off"}})
     assert plain.model_extra["speculation"]["drafted_tokens"] == 0
     for gamma in (1, 2, 5, 16):
@@ -48,11 +48,11 @@ def test_speculation_does_not_change_greedy_text(server: Server) -> None:
         assert complete(server, extra_body=options).choices[0].text == plain.choices[0].text
 
 
-def test_a_stream_says_the_same_text_as_one_answer(server: Server) -> None:
+def test_a_stream_has_the_text_of_the_whole_response(server: Server) -> None:
     assert stream_text(server) == complete(server).choices[0].text
 
 
-def test_a_stream_ends_with_usage_where_it_was_asked_for(server: Server) -> None:
+def test_include_usage_adds_the_usage_at_the_end_of_a_stream(server: Server) -> None:
     *chunks, last = complete(server, stream=True, stream_options={"include_usage": True})
     assert last.choices == []
     assert last.usage.completion_tokens == 24
@@ -60,8 +60,8 @@ def test_a_stream_ends_with_usage_where_it_was_asked_for(server: Server) -> None
     assert all(chunk.usage is None for chunk in chunks)
 
 
-def test_a_stream_is_utf8_in_every_chunk(server: Server) -> None:
-    """Tiny models often spell a character in several tokens; no chunk may carry half of one."""
+def test_every_chunk_of_a_stream_has_whole_characters(server: Server) -> None:
+    """Tiny models often split a character over several tokens; no chunk may contain a part of one."""
     for seed in range(5):
         texts = [
             chunk.choices[0].text
@@ -70,7 +70,7 @@ def test_a_stream_is_utf8_in_every_chunk(server: Server) -> None:
         assert "".join(texts).count("\ufffd") <= 1 + sum("\ufffd" in text for text in texts[-1:])
 
 
-def test_a_stop_string_ends_the_text_before_it(server: Server) -> None:
+def test_output_ends_before_a_stop_string(server: Server) -> None:
     text = complete(server).choices[0].text
     stop = text[8:11]
     answer = complete(server, stop=[stop, "never said"])
@@ -79,7 +79,7 @@ def test_a_stop_string_ends_the_text_before_it(server: Server) -> None:
     assert stream_text(server, stop=stop) == text[: text.index(stop)]
 
 
-def test_the_same_seed_gives_the_same_text(server: Server) -> None:
+def test_a_seed_repeats_its_output_and_requests_without_one_differ(server: Server) -> None:
     texts = {complete(server, temperature=1, seed=5).choices[0].text for _ in range(3)}
     assert len(texts) == 1
     assert len({complete(server, temperature=1).choices[0].text for _ in range(3)}) > 1
@@ -91,7 +91,7 @@ def test_a_prompt_of_token_ids_and_echo(server: Server) -> None:
     assert complete(server, echo=True).choices[0].text.startswith(PROMPT)
 
 
-def test_a_chat_whole_and_streamed(server: Server) -> None:
+def test_a_chat_stream_has_the_text_of_the_whole_response(server: Server) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     chat: Any = {"model": "tiny", "messages": messages, "max_tokens": 20, "temperature": 0}
     whole = server.client().chat.completions.create(**chat)
@@ -101,7 +101,7 @@ def test_a_chat_whole_and_streamed(server: Server) -> None:
     assert content == whole.choices[0].message.content
 
 
-def test_models_are_listed(server: Server) -> None:
+def test_models_are_listed_and_retrieved(server: Server) -> None:
     assert [model.id for model in server.client().models.list()] == ["tiny", "qwen"]
     assert server.client().models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError):
@@ -109,7 +109,7 @@ def test_models_are_listed(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path", ["/predictions/qwen", "/predictions/qwen/1.0"])
-def test_the_bare_model_takes_completions(server: Server, path: str) -> None:
+def test_the_model_url_without_a_route_serves_completions(server: Server, path: str) -> None:
     answer = requests.post(
         f"http://127.0.0.1:{server.port}{path}",
         json={"prompt": PROMPT, "max_tokens": 3},
@@ -119,7 +119,7 @@ def test_the_bare_model_takes_completions(server: Server, path: str) -> None:
     assert answer.json()["object"] == "text_completion"
 
 
-def test_eight_at_once_streams_and_whole_answers_mixed_say_what_each_says_alone(server: Server) -> None:
+def test_eight_concurrent_requests_have_the_output_of_each_alone(server: Server) -> None:
     prompts = [f"{PROMPT} number {n}" for n in range(8)]
     alone = [complete(server, prompt=prompt, max_tokens=16).choices[0].text for prompt in prompts]
 
@@ -139,13 +139,13 @@ def test_more_requests_than_slots_wait_and_are_answered(server: Server) -> None:
     assert all(answer.choices[0].finish_reason for answer in answers)
 
 
-def test_bad_requests_are_openais_errors_and_touch_nobody_else(server: Server) -> None:
-    def good() -> str:
+def test_invalid_requests_are_openais_errors_and_affect_no_other(server: Server) -> None:
+    def stream_valid() -> str:
         return stream_text(server, max_tokens=200)
 
     with ThreadPoolExecutor(1) as pool:
-        expected = good()
-        beside = pool.submit(good)
+        expected = stream_valid()
+        concurrent = pool.submit(stream_valid)
         with pytest.raises(openai.BadRequestError) as caught:
             complete(server, temperature=9)
         assert caught.value.param == "temperature"
@@ -155,7 +155,7 @@ def test_bad_requests_are_openais_errors_and_touch_nobody_else(server: Server) -
         with pytest.raises(openai.NotFoundError) as missing:
             complete(server, model="gpt-4")
         assert missing.value.code == "model_not_found"
-        assert beside.result() == expected
+        assert concurrent.result() == expected
 
 
 @pytest.mark.parametrize(
@@ -174,15 +174,13 @@ def test_bad_requests_are_openais_errors_and_touch_nobody_else(server: Server) -
         (b"[" * 5000, "application/json"),
     ],
 )
-def test_a_body_that_is_no_request_is_a_400_with_openais_error(
-    server: Server, content: bytes, content_type: str
-) -> None:
+def test_an_invalid_body_is_a_400_with_openais_error(server: Server, content: bytes, content_type: str) -> None:
     answer = server.post(data=content, headers={"Content-Type": content_type})
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_a_json_body_is_taken_under_any_content_type(server: Server) -> None:
+def test_a_json_body_is_accepted_with_any_content_type(server: Server) -> None:
     body = json.dumps({"prompt": PROMPT, "max_tokens": 3})
     for content_type in ("text/plain", "application/octet-stream"):
         answer = server.post(data=body, headers={"Content-Type": content_type})
@@ -194,24 +192,24 @@ def test_an_unknown_route_is_a_404(server: Server) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_url")
 
 
-def test_a_wrong_token_is_torchserves_own_400(server: Server) -> None:
+def test_a_wrong_key_is_torchserves_400(server: Server) -> None:
     answer = requests.post(server.url, json={}, headers={"Authorization": "Bearer wrong"}, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["type"] == "InvalidKeyException"
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_ends_its_sequences(server: Server, *, stream: bool) -> None:
-    """The call returns with the status, which for a whole answer is settled after two seconds."""
-    before = ended(server, "cancelled")
-    many = {"prompt": PROMPT, "n": 100, "max_tokens": 480, "ignore_eos": True, "stream": stream}
-    server.post(many, stream=True).close()
-    # TorchServe calls the worker again with the next request only.
+def test_a_disconnect_cancels_the_requests_sequences(server: Server, *, stream: bool) -> None:
+    """`post` returns when the status is sent, which for a whole response is after two seconds."""
+    before = ended_sequences(server, "cancelled")
+    body = {"prompt": PROMPT, "n": 100, "max_tokens": 480, "ignore_eos": True, "stream": stream}
+    server.post(body, stream=True).close()
+    # TorchServe calls an idle worker only with the next request, which `sequences` sends.
     until(lambda: sequences(server) == (0, 0), "an idle server")
-    until(lambda: ended(server, "cancelled") > before, "sequences that were cancelled")
+    until(lambda: ended_sequences(server, "cancelled") > before, "sequences that were cancelled")
 
 
-def test_the_worker_never_stumbled(server: Server) -> None:
+def test_the_worker_logged_no_handler_error_and_was_not_restarted(server: Server) -> None:
     """The last test of this file: nothing above raised in the handler or restarted the worker."""
     log = server.log()
     assert "could not be parsed" not in log

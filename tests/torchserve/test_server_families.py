@@ -22,7 +22,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def server(family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with config/tiny.yaml as it is, but for the family."""
+    """A server with config/tiny.yaml for another family."""
     config = tmp_path_factory.mktemp("config") / "tiny.yaml"
     config.write_text(TINY.read_text().replace("qwen2", family))
     with running(config=config) as server:
@@ -35,23 +35,23 @@ def complete(server: Server, **changes: Any) -> Any:
     return server.client().completions.create(**body)
 
 
-def test_speculation_does_not_change_greedy_text(server: Server) -> None:
+def test_speculation_does_not_change_greedy_output(server: Server) -> None:
     plain = complete(server, extra_body={"speculation": {"mode": "off"}})
     speculative = complete(server)
     assert len(plain.choices[0].text) > 24
     assert speculative.choices[0].text == plain.choices[0].text
-    account = speculative.model_extra["speculation"]
-    assert 0 < account["accepted_tokens"] < account["drafted_tokens"]
+    statistics = speculative.model_extra["speculation"]
+    assert 0 < statistics["accepted_tokens"] < statistics["drafted_tokens"]
 
 
-def test_a_stream_says_the_same_text_as_one_answer(server: Server) -> None:
+def test_a_stream_has_the_text_of_the_whole_response(server: Server) -> None:
     for prompt in ("héllo 世界 🙂", ""):
         fields: Any = {"prompt": prompt, "seed": 4, "temperature": 1, "max_tokens": 80}
         streamed = "".join(chunk.choices[0].text for chunk in complete(server, stream=True, **fields))
         assert streamed == complete(server, **fields).choices[0].text
 
 
-def test_a_model_with_a_template_chats_and_one_without_says_that_it_has_none(server: Server, family: str) -> None:
+def test_a_chat_uses_the_models_template_and_without_one_is_a_400(server: Server, family: str) -> None:
     completions = server.client().chat.completions
     if family == "gpt2":
         with pytest.raises(openai.BadRequestError) as caught:
@@ -65,7 +65,7 @@ def test_a_model_with_a_template_chats_and_one_without_says_that_it_has_none(ser
         return
     whole = completions.create(**CHAT)
     assert whole.choices[0].message.content
-    # The template's text is what the model reads: as a plain prompt it is answered alike.
+    # The rendered messages as a plain prompt have the same output.
     assert (
         complete(server, prompt="<|user|>\nHi</s>\n<|assistant|>\n").choices[0].text == whole.choices[0].message.content
     )
@@ -73,7 +73,7 @@ def test_a_model_with_a_template_chats_and_one_without_says_that_it_has_none(ser
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
 
 
-def test_the_worker_never_stumbled(server: Server) -> None:
+def test_the_worker_logged_no_handler_error_and_was_not_restarted(server: Server) -> None:
     """The last test of this file: nothing above raised in the handler or restarted the worker."""
     log = server.log()
     assert "could not be parsed" not in log

@@ -1,4 +1,4 @@
-"""A live server under whatever clients may send: it answers rightly or refuses, and no worker is restarted."""
+"""Fuzzing of a running server: every body is served or refused as documented, and no worker is restarted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from bodies import anything, chats, completions
-from server import Server, running, tiny_but, worker
+from server import Server, running, tiny_config, worker
 from specserve.serving.openai.openapi import openapi
 
 pytestmark = pytest.mark.server
@@ -30,13 +30,13 @@ hundreds = settings(max_examples=250, deadline=None, suppress_health_check=list(
 dozens = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 ANYTHING = st.tuples(st.just(COMPLETIONS), completions | anything) | st.tuples(st.just(CHATS), chats | anything)
-GOOD = {"prompt": "The quick brown fox", "max_tokens": 20, "temperature": 0}
+VALID = {"prompt": "The quick brown fox", "max_tokens": 20, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
 def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of its own, with a context so short that no answer is long; the same process must end as it began."""
-    with running(config=tiny_but(tmp_path_factory.mktemp("config"), handler={"context_length": 64})) as server:
+    """A server with a short context, so that no answer is long; its worker must not be restarted."""
+    with running(config=tiny_config(tmp_path_factory.mktemp("config"), handler={"context_length": 64})) as server:
         before = worker(server.state).pid
         yield server
         assert worker(server.state).pid == before, "the worker was restarted"
@@ -44,19 +44,19 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def expected(fuzzed: Server) -> str:
-    """The good request's text without company."""
-    return good_text(fuzzed)
+    """The text of the valid request before all others."""
+    return valid_text(fuzzed)
 
 
-def good_text(server: Server) -> str:
-    """What the good request is answered."""
-    answer = server.post(GOOD)
+def valid_text(server: Server) -> str:
+    """The text of the valid request."""
+    answer = server.post(VALID)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["text"])
 
 
 def check(answer: requests.Response) -> None:
-    """An error in OpenAI's shape, a whole answer, or a stream that ends as streams end."""
+    """Accept an error in OpenAI's format, a whole response, or a stream that ends with [DONE]."""
     if answer.status_code != 200:
         assert 400 <= answer.status_code < 500, answer.text
         assert answer.json()["error"]["message"], answer.text
@@ -70,14 +70,16 @@ def check(answer: requests.Response) -> None:
 @given(body=completions | anything)
 def test_a_completions_body_is_served_or_refused(fuzzed: Server, expected: str, body: object) -> None:
     check(fuzzed.post(data=json.dumps(body), headers={"Content-Type": "application/json"}))
-    assert good_text(fuzzed) == expected
+    assert valid_text(fuzzed) == expected
 
 
 @pytest.mark.long
 @settings(max_examples=20_000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(asked=ANYTHING)
-def test_twenty_thousand_bodies_are_served_or_refused_by_one_worker(fuzzed: Server, asked: tuple[str, object]) -> None:
-    route, body = asked
+@given(route_and_body=ANYTHING)
+def test_twenty_thousand_bodies_are_served_or_refused_by_one_worker(
+    fuzzed: Server, route_and_body: tuple[str, object]
+) -> None:
+    route, body = route_and_body
     check(fuzzed.post(data=json.dumps(body), headers={"Content-Type": "application/json"}, route=route))
 
 
@@ -91,7 +93,7 @@ def test_a_chat_body_is_served_or_refused(fuzzed: Server, body: object) -> None:
 @given(
     body=st.binary(max_size=300), kind=st.sampled_from(["application/json", "text/plain", "application/octet-stream"])
 )
-def test_bytes_are_refused(fuzzed: Server, body: bytes, kind: str) -> None:
+def test_random_bytes_are_refused(fuzzed: Server, body: bytes, kind: str) -> None:
     answer = fuzzed.post(data=body, headers={"Content-Type": kind})
     assert answer.status_code == 400, answer.text
     check(answer)
@@ -104,16 +106,16 @@ CHECKS: Any = [
     response_schema_conformance,
     negative_data_rejection,
 ]
-# Tokens are TorchServe's: requests without one are no part of what is tried here.
+# Authorization is TorchServe's: requests without a key are not tested here.
 DOCUMENT = schemathesis.openapi.from_dict({**openapi(), "security": []})
 
 
 def cases(path: str, mode: GenerationMode) -> st.SearchStrategy[Any]:
-    """Requests that the document allows, or such as it forbids."""
+    """Requests that the document allows or, in negative mode, forbids."""
     return DOCUMENT[path]["POST"].as_strategy(generation_mode=mode)
 
 
-def test_the_document_is_served_and_valid(fuzzed: Server) -> None:
+def test_the_openapi_document_is_served_and_valid(fuzzed: Server) -> None:
     answer = fuzzed.get("/v1/openapi.json")
     assert answer.json() == openapi()
     DOCUMENT.validate()
@@ -123,7 +125,7 @@ def test_the_document_is_served_and_valid(fuzzed: Server) -> None:
 @pytest.mark.parametrize("mode", GenerationMode)
 @dozens
 @given(data=st.data())
-def test_what_the_document_allows_is_served_what_it_forbids_refused_and_answers_have_its_shapes(
+def test_requests_and_responses_conform_to_the_openapi_document(
     fuzzed: Server, path: str, mode: GenerationMode, data: st.DataObject
 ) -> None:
     case = data.draw(cases(path, mode))
@@ -132,9 +134,9 @@ def test_what_the_document_allows_is_served_what_it_forbids_refused_and_answers_
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_stream_has_the_shape_that_the_document_gives_it(fuzzed: Server, path: str) -> None:
-    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
-    body: dict[str, Any] = {**asked, "max_tokens": 5, "stream": True}
+def test_a_stream_conforms_to_the_openapi_document(fuzzed: Server, path: str) -> None:
+    fields: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
+    body: dict[str, Any] = {**fields, "max_tokens": 5, "stream": True}
     case = DOCUMENT[path]["POST"].Case(body=body, media_type="application/json")
     headers = {"Authorization": f"Bearer {fuzzed.key}"}
     answer = case.call_and_validate(base_url=fuzzed.url, headers=headers, checks=CHECKS, timeout=60)

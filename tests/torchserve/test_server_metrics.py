@@ -1,4 +1,4 @@
-"""What operators see of a running server."""
+"""What operators see of a running server: metrics, v1/speculation, and traces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from server import PROJECT, Server, running, tiny_but, until, worker
+from server import PROJECT, Server, running, tiny_config, until, worker
 from specserve.observability.metrics import ALL
 from streams import GREEDY
 
@@ -30,15 +30,15 @@ def value(server: Server, name: str, *labels: str) -> float:
 
 
 def wait_for(server: Server, name: str, least: float, *labels: str) -> None:
-    """TorchServe reads what the worker says a moment later."""
+    """Wait for a metric: TorchServe reads the worker's values a moment later."""
     until(lambda: value(server, name, *labels) >= least, f"{name} is {least}", 10)
 
 
-def test_prometheus_is_told_of_tokens_drafts_and_time(server: Server) -> None:
+def test_metrics_count_tokens_drafts_and_time(server: Server) -> None:
     before = value(server, "specserve_emitted_tokens_total", 'family="fox"')
-    account = server.post(BODY).json()["speculation"]
+    statistics = server.post(BODY).json()["speculation"]
     wait_for(server, "specserve_emitted_tokens_total", before + 40, 'family="fox"')
-    assert value(server, "specserve_draft_tokens_total", 'family="fox"') >= account["drafted_tokens"]
+    assert value(server, "specserve_draft_tokens_total", 'family="fox"') >= statistics["drafted_tokens"]
     assert value(server, "specserve_target_seconds_total", 'family="fox"') > 0
     assert value(server, "specserve_time_to_first_token_seconds_count", 'family="fox"') >= 1
     assert value(server, "specserve_slots") == 8
@@ -46,7 +46,7 @@ def test_prometheus_is_told_of_tokens_drafts_and_time(server: Server) -> None:
     assert value(server, "specserve_draft_model_up") == 1
 
 
-def test_every_name_in_the_dashboard_is_one_of_ours() -> None:
+def test_the_dashboard_uses_only_metrics_and_labels_that_exist() -> None:
     known = {metric.name for metric in ALL}
     parts = ("bucket", "sum", "count")
     known |= {f"{metric.name}_{part}" for metric in ALL if metric.kind == "histogram" for part in parts}
@@ -58,45 +58,47 @@ def test_every_name_in_the_dashboard_is_one_of_ours() -> None:
     assert used <= labels
 
 
-def test_v1_speculation_says_what_runs_and_what_it_costs(server: Server) -> None:
+def test_v1_speculation_reports_models_costs_and_limits(server: Server) -> None:
     answer = server.get("/v1/speculation")
     assert answer.status_code == 200
-    told = answer.json()
-    assert told["models"]["target"]["file"].endswith(".gguf")
-    assert len(told["models"]["target"]["sha256"]) == 64
-    assert told["costs"]["target"]["rows"][0] == 1
-    assert told["batch_invariance"]["rows"] == 0
-    assert told["sequences"] == {"live": 0, "waiting": 0, "slots": 8}
-    assert told["limits"]["max_wait_ms"] >= 250
+    status = answer.json()
+    assert status["models"]["target"]["file"].endswith(".gguf")
+    assert len(status["models"]["target"]["sha256"]) == 64
+    assert status["costs"]["target"]["rows"][0] == 1
+    assert status["batch_invariance"]["rows"] == 0
+    assert status["sequences"] == {"live": 0, "waiting": 0, "slots": 8}
+    assert status["limits"]["max_wait_ms"] >= 250
 
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    """A server that traces."""
+    """A server that writes a trace, and the file of that trace."""
     directory = tmp_path_factory.mktemp("trace")
-    with running(config=tiny_but(directory, handler={"trace": {"directory": str(directory), "text": True}})) as server:
+    with running(
+        config=tiny_config(directory, handler={"trace": {"directory": str(directory), "text": True}})
+    ) as server:
         yield server, directory / "qwen-1.0.jsonl"
 
 
-def test_a_trace_has_every_token_of_an_answer_and_who_drafted_it(traced: tuple[Server, Path]) -> None:
+def test_a_trace_has_every_token_of_an_answer_and_its_accepted_drafts(traced: tuple[Server, Path]) -> None:
     server, file = traced
     answer = server.post(BODY).json()
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     rounds = [line for line in lines if line["event"] == "round" and line["family"] == "fox"]
     written = "".join(piece for line in rounds for piece in line["text"]).encode(errors="surrogateescape")
     assert written.decode(errors="replace") == answer["choices"][0]["text"]
-    # The round that ends the prompt is in the trace and not among the account's.
+    # The trace has the round that ends the prefill; `rounds` counts decode rounds only.
     assert len(rounds) == answer["speculation"]["rounds"] + 1
     assert sum(line["accepted"] for line in rounds) == answer["speculation"]["accepted_tokens"]
     assert [line["reason"] for line in lines if line["event"] == "end" and line["family"] == "fox"] == ["length"]
 
 
-def test_a_full_disk_ends_the_trace_and_no_answer(traced: tuple[Server, Path]) -> None:
+def test_a_full_disk_ends_the_trace_and_changes_no_answer(traced: tuple[Server, Path]) -> None:
     server, file = traced
     before = server.post(GREEDY).json()["choices"][0]["text"]
     size = file.stat().st_size
     assert size > 0
-    # From here on the kernel refuses the worker every byte more in a file, as it does where a disk is full.
+    # From here on the operating system lets the worker extend no file, as if the disk were full.
     worker(server.state).rlimit(psutil.RLIMIT_FSIZE, (size, size))
     for _ in range(3):
         answer = server.post(GREEDY)

@@ -1,4 +1,4 @@
-"""Everything that OpenAI's completions and chats can be asked for, by OpenAI's own client, while speculating."""
+"""The fields of OpenAI's completions and chats, sent by OpenAI's client, while speculating."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import requests
 
 from server import Server, until
-from streams import ended, sequences
+from streams import ended_sequences, sequences
 
 pytestmark = pytest.mark.server
 
@@ -27,8 +27,8 @@ SCHEMA = {
     "required": ["name", "colour", "sizes"],
     "additionalProperties": False,
 }
-NO_TYPE = {"type": "json_schema", "json_schema": {"name": "thing", "schema": {"type": "tree"}}}
-FORM: Any = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+INVALID_SCHEMA = {"type": "json_schema", "json_schema": {"name": "thing", "schema": {"type": "tree"}}}
+SCHEMA_FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
 
 
 def complete(server: Server, **changes: Any) -> Any:
@@ -44,11 +44,11 @@ def chat(server: Server, **changes: Any) -> Any:
 
 
 def accepted(answer: Any) -> int:
-    """How many drafted tokens stayed."""
+    """The number of accepted draft tokens."""
     return int(answer.model_extra["speculation"]["accepted_tokens"])
 
 
-def test_several_prompts_with_several_answers_each(server: Server) -> None:
+def test_several_prompts_with_several_choices_each(server: Server) -> None:
     answer = complete(server, prompt=[PROMPT, "def add(a, b):"], n=3, best_of=4, seed=1)
     assert [choice.index for choice in answer.choices] == list(range(6))
     assert len({choice.text for choice in answer.choices}) == 6
@@ -67,7 +67,7 @@ def test_logprobs_are_the_same_with_and_without_speculation(server: Server) -> N
     assert logprobs[0] == pytest.approx(logprobs[1], abs=0.05)
 
 
-def test_a_prompt_is_scored_by_itself(server: Server) -> None:
+def test_max_tokens_0_only_scores_the_prompt(server: Server) -> None:
     scored = complete(server, echo=True, logprobs=1, max_tokens=0).choices[0]
     assert scored.text == PROMPT
     assert "".join(scored.logprobs.tokens) == PROMPT
@@ -79,7 +79,7 @@ def test_a_prompt_is_scored_by_itself(server: Server) -> None:
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_json_follows_its_schema_while_speculating(server: Server, temperature: float) -> None:
-    answer = chat(server, response_format=FORM, temperature=temperature)
+    answer = chat(server, response_format=SCHEMA_FORMAT, temperature=temperature)
     assert answer.choices[0].finish_reason == "stop"
     thing = json.loads(answer.choices[0].message.content)
     assert set(thing) == {"name", "colour", "sizes"}
@@ -88,9 +88,9 @@ def test_json_follows_its_schema_while_speculating(server: Server, temperature: 
     assert accepted(answer) > 0
 
 
-def test_a_greedy_constrained_text_is_the_same_without_speculation(server: Server) -> None:
+def test_greedy_constrained_output_is_the_same_without_speculation(server: Server) -> None:
     texts = {
-        chat(server, response_format=FORM, temperature=0, extra_body={"speculation": {"mode": mode}})
+        chat(server, response_format=SCHEMA_FORMAT, temperature=0, extra_body={"speculation": {"mode": mode}})
         .choices[0]
         .message.content
         for mode in ("off", "auto")
@@ -98,17 +98,17 @@ def test_a_greedy_constrained_text_is_the_same_without_speculation(server: Serve
     assert len(texts) == 1
 
 
-def test_any_json_object_and_a_streamed_one(server: Server) -> None:
-    form: Any = {"type": "json_object"}
-    whole = chat(server, response_format=form, seed=4, max_tokens=450)
-    chunks = chat(server, response_format=form, seed=4, max_tokens=450, stream=True)
+def test_json_object_format_whole_and_streamed(server: Server) -> None:
+    json_object: Any = {"type": "json_object"}
+    whole = chat(server, response_format=json_object, seed=4, max_tokens=450)
+    chunks = chat(server, response_format=json_object, seed=4, max_tokens=450, stream=True)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     if whole.choices[0].finish_reason == "stop":
         assert isinstance(json.loads(whole.choices[0].message.content), dict)
     assert text.lstrip().startswith("{")
 
 
-def test_a_gbnf_grammar(server: Server) -> None:
+def test_output_follows_a_gbnf_grammar(server: Server) -> None:
     answer = complete(server, extra_body={"grammar": 'root ::= ("yes" | "no") "!"{1,3}'})
     assert answer.choices[0].text in {f"{word}{'!' * count}" for word in ("yes", "no") for count in (1, 2, 3)}
     assert answer.choices[0].finish_reason == "stop"
@@ -118,18 +118,18 @@ def test_a_gbnf_grammar(server: Server) -> None:
     ("fields", "param"),
     [
         ({"extra_body": {"grammar": "root ::= ("}}, "grammar"),
-        ({"extra_body": {"response_format": NO_TYPE}}, "response_format"),
+        ({"extra_body": {"response_format": INVALID_SCHEMA}}, "response_format"),
         ({"n": 2, "best_of": 1}, "best_of"),
         ({"extra_body": {"speculation": {"drafter": "prediction"}}}, "speculation.drafter"),
     ],
 )
-def test_what_cannot_be_done_is_a_400_that_names_the_field(server: Server, fields: dict[str, Any], param: str) -> None:
+def test_an_invalid_field_is_a_400_that_names_it(server: Server, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         complete(server, **fields)
     assert caught.value.param == param
 
 
-def test_the_middle_between_two_texts(server: Server) -> None:
+def test_a_suffix_is_part_of_the_prompt_and_changes_the_output(server: Server) -> None:
     answer = complete(server, prompt="def add(a, b):\n", suffix="\n    return c", temperature=0)
     plain = complete(server, prompt="def add(a, b):\n", temperature=0)
     assert answer.usage.prompt_tokens > plain.usage.prompt_tokens
@@ -151,37 +151,37 @@ def test_a_prediction_is_accepted_and_counted(server: Server, mode: str) -> None
     assert details.rejected_prediction_tokens < 60
 
 
-def test_an_answer_is_sent_back_in_the_next_turn_as_clients_do(server: Server) -> None:
+def test_a_response_message_is_accepted_in_the_next_request(server: Server) -> None:
     first = chat(server, max_tokens=10).choices[0].message
     second = chat(server, max_tokens=10, messages=[*MESSAGES, first, *MESSAGES])
     assert second.choices[0].message.role == "assistant"
 
 
-def test_a_response_of_megabytes_arrives(server: Server) -> None:
-    """Near the most that ours may have; TorchServe ends the worker that goes beyond its own limit."""
+def test_a_response_of_four_megabytes_is_received(server: Server) -> None:
+    """Nearly as large as our limit; TorchServe ends a worker whose response exceeds its own limit."""
     answer = chat(server, n=12, max_tokens=400, logprobs=True, top_logprobs=20, extra_body={"ignore_eos": True})
     assert len(answer.model_dump_json()) > 4_000_000
 
 
-def test_a_grammar_that_is_too_costly_is_an_error_and_touches_nobody_else(server: Server) -> None:
+def test_a_grammar_that_is_too_costly_is_an_error_and_affects_no_other(server: Server) -> None:
     """A 400, or on a busy machine, where it takes over two seconds to find out, an error object under 200."""
     hard = 'root ::= (.{1,900} | [^a]{1,900} | ([^b] .{5,900}){1,90}) "z" .{900}'
     with ThreadPoolExecutor(1) as pool:
-        beside = pool.submit(complete, server, max_tokens=300, extra_body={"ignore_eos": True})
+        concurrent = pool.submit(complete, server, max_tokens=300, extra_body={"ignore_eos": True})
         refused = server.post({"prompt": PROMPT, "max_tokens": 400, "seed": 1, "grammar": hard})
         assert refused.status_code in {200, 400}
         assert "grammar cannot be followed further" in refused.json()["error"]["message"]
-        assert beside.result().usage.completion_tokens == 300
+        assert concurrent.result().usage.completion_tokens == 300
 
 
-def test_a_client_that_leaves_a_whole_answer_by_a_grammar_ends_its_sequences(server: Server) -> None:
-    """Its status opens after two seconds; from then on TorchServe hears of the leave, and the body comes no more."""
-    before = ended(server, "cancelled")
+def test_a_disconnect_from_a_whole_response_with_a_grammar_cancels_it(server: Server) -> None:
+    """After two seconds its status is sent: TorchServe then notices disconnects, and stops sending the request body."""
+    before = ended_sequences(server, "cancelled")
     body = {"prompt": PROMPT, "max_tokens": 480, "n": 64, "grammar": "root ::= [a-z ]{900}", "seed": 1}
     with pytest.raises(requests.Timeout):
         requests.post(
             f"{server.url}/v1/completions", json=body, headers={"Authorization": f"Bearer {server.key}"}, timeout=0.5
         )
-    # TorchServe calls the worker again with the next request only.
+    # TorchServe calls an idle worker only with the next request, which `sequences` sends.
     until(lambda: sequences(server) == (0, 0), "an idle server")
-    until(lambda: ended(server, "cancelled") > before, "sequences that were cancelled")
+    until(lambda: ended_sequences(server, "cancelled") > before, "sequences that were cancelled")

@@ -1,4 +1,4 @@
-"""Answers one question of `ours.py`, in the project's own environment: arguments and answer are JSON."""
+"""Runs one function for `ours.py` in the project's own environment: arguments and result are JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specserve.tools.models import prepare
 
 
 def target(config: str) -> str:
-    """The file of the target model of a configuration; it is made where it is missing."""
+    """The file of a configuration's target model, which is prepared if it is missing."""
     return str(prepare(Path(config).absolute()).target)
 
 
@@ -29,13 +29,13 @@ def write_tiny(path: str, architecture: str) -> None:
 
 
 def encode(model: str, texts: list[str]) -> list[list[int]]:
-    """The tokens of texts in which control tokens are read."""
+    """The tokens of texts in which control tokens are parsed."""
     loaded = LlamaModel(Path(model))
     return [loaded.encode(text, special=True) for text in texts]
 
 
 def score(model: str, texts: list[list[int]]) -> list[list[tuple[float, bool]]]:
-    """Each token but the first of each text: its log-probability, and whether it is the likeliest."""
+    """For each token except the first of each text: its log-probability, and whether it is the argmax."""
     longest = max(len(tokens) for tokens in texts)
     loaded = LlamaModel(Path(model))
     engine = LlamaEngine(loaded, n_slots=1, context_length=longest, threads=1, max_rows=longest, max_logits=longest)
@@ -51,7 +51,7 @@ def score(model: str, texts: list[list[int]]) -> list[list[tuple[float, bool]]]:
     return scores
 
 
-QUESTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS: dict[str, Callable[..., Any]] = {
     "target": target,
     "write_tiny": write_tiny,
     "encode": encode,
@@ -59,6 +59,6 @@ QUESTIONS: dict[str, Callable[..., Any]] = {
 }
 
 if __name__ == "__main__":
-    with contextlib.redirect_stdout(sys.stderr):  # on which the project's functions may talk to their user
-        answer = QUESTIONS[sys.argv[1]](*json.load(sys.stdin))
-    json.dump(answer, sys.stdout)
+    with contextlib.redirect_stdout(sys.stderr):  # the functions may print messages
+        result = FUNCTIONS[sys.argv[1]](*json.load(sys.stdin))
+    json.dump(result, sys.stdout)

@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer made of the vocabulary in a GGUF, for clients that count tokens themselves."""
+"""A Hugging Face tokenizer built from the vocabulary in a GGUF, for clients that count tokens themselves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gguf import GGUFReader
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf import convert_gguf_tokenizer
 
-# transformers' names and GGUF's. Its own reader, which maps them too, wants PyTorch for the weights beside them.
+# transformers' names and GGUF's. Its own GGUF reader maps them too, but needs PyTorch for the weights.
 VOCABULARY = {
     "tokenizer_type": "model",
     "pre_tokenizer_type": "pre",
@@ -22,7 +22,7 @@ CONTROL = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "pad_token"
 
 
 def save_tokenizer(model: Path, directory: Path) -> None:
-    """Write what `AutoTokenizer.from_pretrained(directory)` reads."""
+    """Write the files that `AutoTokenizer.from_pretrained(directory)` reads."""
     fields = GGUFReader(model).fields
 
     def value(name: str) -> Any:

@@ -1,0 +1,67 @@
+"""Greedy and seeded output is the same alone and among concurrent requests, whatever the KV caches hold."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from pairs import KERNELS, PLAIN, Pair, TinyFiles, fixed_gamma
+from specserve.serving.generation import Generation
+from tiny_models import ARCHITECTURES
+
+pytestmark = pytest.mark.skipif(
+    KERNELS == "off", reason="with llama.cpp's attention logits depend on the other sequences"
+)
+
+PREFIXES = ["The quick brown fox", "The quick brown dog jumps", "def accept(p, q):", "once upon a time " * 6]
+MODES = [
+    PLAIN,
+    fixed_gamma(1),
+    fixed_gamma(3),
+    fixed_gamma(7),
+    {"mode": "auto"},
+    {"mode": "fixed", "drafter": "lookup"},
+]
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(TinyFiles(tmp_path_factory.mktemp("tiny")).config(request.param))
+
+
+def random_requests(rng: random.Random) -> list[dict[str, Any]]:
+    """Twelve requests, some with common prefixes, each greedy or with a seed of its own."""
+    return [
+        {
+            "prompt": rng.choice(PREFIXES) + rng.choice(["", " and", " and then"]),
+            "max_tokens": rng.choice([5, 30, 60]),
+            "speculation": rng.choice(MODES),
+            **rng.choice([{"temperature": 0}, {"temperature": 0.9, "seed": number}]),
+        }
+        for number in range(12)
+    ]
+
+
+def run_concurrently(pair: Pair, requests: list[dict[str, Any]], rng: random.Random) -> list[Generation]:
+    """Run the requests on three slots, a random number of rounds apart."""
+    scheduler = pair.scheduler(idle_tokens=10_000)
+    generations = [pair.generation(**fields) for fields in requests]
+    for generation in generations:
+        scheduler.submit(generation)
+        for _ in range(rng.randrange(12)):
+            scheduler.step()
+    while scheduler.busy:
+        scheduler.step()
+    return generations
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_greedy_and_seeded_output_is_the_same_alone_and_concurrent(pair: Pair, seed: int) -> None:
+    rng = random.Random(seed)
+    requests = random_requests(rng)
+    alone = [pair.complete(**fields).sequence.answer for fields in requests]
+    concurrent = run_concurrently(pair, requests, rng)
+    assert [generation.answer for generation in concurrent] == alone
+    assert sum(generation.cached_tokens > 0 for generation in concurrent) >= 3

@@ -9,8 +9,9 @@ compares two answers to the same prompt. No server is involved; load.py measures
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, median, quantiles
@@ -32,7 +33,7 @@ from common import (
 )
 from specserve.config import HandlerConfig
 from specserve.engine.base import Engine
-from specserve.sequence import SamplingParams, SequenceStats, SpeculationParams, Tally
+from specserve.sequence import SamplingParams, SequenceStats, SpeculationParams
 from specserve.serving.generation import Generation
 from specserve.serving.loading import Models, load_models, open_engines
 from specserve.serving.scheduler import Scheduler
@@ -52,10 +53,10 @@ class Mode:
 
 
 PLAIN = Mode("plain", SpeculationParams(mode="off"))
-ADAPTIVE = Mode("adaptive", SpeculationParams(16, mode="adaptive"))
+ADAPTIVE = Mode("adaptive", SpeculationParams(16, mode="auto"))
 FIXED = {gamma: Mode(f"fixed {gamma}", SpeculationParams(gamma, drafter="model")) for gamma in (1, 2, 3, 4, 7, 15)}
 ONE_DRAFTER = [
-    Mode(f"{drafter} alone", SpeculationParams(16, mode="adaptive", drafter=drafter))
+    Mode(f"{drafter} alone", SpeculationParams(16, mode="auto", drafter=drafter))
     for drafter in ("model", "lookup", "prediction", "grammar")
 ]
 MODES = (*FIXED.values(), ADAPTIVE, *ONE_DRAFTER)
@@ -130,15 +131,15 @@ def run_side_by_side(lanes: list[Lane], task: Task, temperature: float) -> list[
 
 def keep(results: ResultsFile, key: tuple[str, str, float, str], run: Run) -> None:
     """Write a run to the file of results."""
-    results.add(key, [run.tokens, asdict(run.stats) | {"gammas": dict(run.stats.gammas)}])
+    results.add(key, [run.tokens, vars(run.stats)])
 
 
 def kept(results: ResultsFile, key: tuple[str, str, float, str]) -> Run:
     """Read a run from the file of results."""
     tokens, stats = results[key]
-    drafters = {name: Tally(*tally) for name, tally in stats["drafters"].items()}
     seconds = {name: value for name, value in stats.items() if name.endswith("_seconds")}
-    return Run(tokens, SequenceStats(rounds=stats["rounds"], drafters=drafters, **seconds))
+    drafted_by, accepted_by = Counter(stats["drafted_by"]), Counter(stats["accepted_by"])
+    return Run(tokens, SequenceStats(stats["rounds"], drafted_by=drafted_by, accepted_by=accepted_by, **seconds))
 
 
 def summarise(family: str, temperature: float, mode: str, pairs: list[tuple[Run, Run]]) -> Row:
@@ -161,7 +162,7 @@ def summarise(family: str, temperature: float, mode: str, pairs: list[tuple[Run,
         "spread": [round(low, 3), round(high, 3)],
         "acceptance_rate": round(stats.accepted / stats.drafted, 3) if stats.drafted else None,
         "mean_acceptance_length": round(stats.mean_acceptance_length, 3),
-        "drafters": {name: list(tally) for name, tally in sorted(stats.drafters.items())},
+        "drafters": {name: [drafted, stats.accepted_by[name]] for name, drafted in sorted(stats.drafted_by.items())},
         "share_target": round(stats.target_seconds / seconds, 4),
         "share_draft": round(stats.draft_seconds / seconds, 4),
         "share_other": round(stats.other_seconds / seconds, 4),

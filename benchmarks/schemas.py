@@ -88,7 +88,7 @@ class Sampler:
         self._models = models
         self._config = config
         self._tokens = tokens
-        self._wait = max_wait(config.max_wait_ms, models.drafters.controller.target)
+        self._wait = max_wait(config.max_wait_ms, models.drafters.controller.target_cost)
 
     def answers(self, schemas: list[dict[str, Any]], mode: dict[str, Any]) -> list[Generation]:
         """One sampled answer for each schema."""

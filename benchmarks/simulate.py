@@ -33,7 +33,7 @@ from specserve.speculation.controller import Controller
 from specserve.speculation.cost import Cost, CostTable
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.lookup import LookupProposer
+from specserve.speculation.proposers import LookupProposer
 
 # The fake vocabulary belongs to the tests.
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
@@ -348,8 +348,8 @@ def compare(target: CostTable, draft: CostTable, recordings: list[Recording]) ->
     policies = {"plain": SpeculationParams(mode="off")}
     policies |= {f"fixed {gamma}": SpeculationParams(gamma, drafter="model") for gamma in FIXED}
     policies |= {
-        "adaptive, model": SpeculationParams(16, mode="adaptive", drafter="model"),
-        "adaptive": SpeculationParams(16, mode="adaptive"),
+        "adaptive, model": SpeculationParams(16, mode="auto", drafter="model"),
+        "adaptive": SpeculationParams(16, mode="auto"),
     }
     seconds: dict[str, list[float]] = {}
     for name, policy in policies.items():

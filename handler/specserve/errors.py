@@ -1,4 +1,4 @@
-"""Errors for users: each message is a sentence that says what is wrong, where, and what to do."""
+"""Errors: each message for users is a sentence that says what is wrong, where, and what to do."""
 
 from __future__ import annotations
 

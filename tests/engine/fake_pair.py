@@ -18,8 +18,8 @@ from specserve.serving.scheduler import Scheduler
 from specserve.speculation.controller import Controller
 from specserve.speculation.cost import Cost
 from specserve.speculation.draft_model import DraftModel
-from specserve.speculation.drafters import Drafters, Proposer
-from specserve.speculation.prediction import PredictionProposer
+from specserve.speculation.drafters import Drafters
+from specserve.speculation.proposers import PredictionProposer, Proposer
 
 VOCABULARY = 24
 END_TOKEN = VOCABULARY - 1
@@ -125,7 +125,7 @@ class FakePair:
         for slot, sequence in self._holders.items():
             assert self.target.cache[slot] == sequence.tokens[: sequence.target_cached]
             if self.drafters.has_model:
-                assert self.draft.cache[slot] == sequence.tokens[sequence.draft_start : sequence.draft_cached]
+                assert self.draft.cache[slot] == sequence.tokens[sequence.draft_start : sequence.draft_end]
 
 
 class RecordingObserver(Observer):

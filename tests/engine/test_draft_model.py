@@ -9,14 +9,14 @@ from costs import proportional
 from fake_engine import FakeEngine
 from fake_pair import ENDLESS, GREEDY, SLOTS, VOCABULARY, FakePair, plain_greedy
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
-from specserve.speculation.draft_model import DraftModel, DraftText
+from specserve.speculation.draft_model import DraftedSequence, DraftModel
 
 
-def model_and_draft_texts(*lengths: int, window: int = 64) -> tuple[DraftModel, list[DraftText]]:
+def model_and_draft_texts(*lengths: int, window: int = 64) -> tuple[DraftModel, list[DraftedSequence]]:
     """A draft model with empty caches, and prompts of these lengths, each in a slot of its own."""
     engine = FakeEngine(vocabulary=VOCABULARY, n_slots=SLOTS)
     model = DraftModel(engine, proportional(), window=window, max_rows=8, vocabulary=VOCABULARY, context_length=8192)
-    draft_texts = [DraftText(Sequence([1] * n, GREEDY, SpeculationParams(3), max_tokens=9), []) for n in lengths]
+    draft_texts = [DraftedSequence(Sequence([1] * n, GREEDY, SpeculationParams(3), max_tokens=9), []) for n in lengths]
     for slot, draft_text in enumerate(draft_texts):
         draft_text.sequence.slot = slot
     return model, draft_texts
@@ -32,15 +32,15 @@ def test_no_token_is_fed_twice_while_all_drafts_are_accepted() -> None:
 
 def test_read_gives_the_rows_of_each_sequence_shortest_catch_up_first() -> None:
     model, draft_texts = model_and_draft_texts(3, 20)
-    assert model.read(draft_texts).rows == [3, 5]
-    assert [model.read(draft_texts[1:]).rows for _ in range(3)] == [[8], [7], [0]]
+    assert model.read(draft_texts).n_read == [3, 5]
+    assert [model.read(draft_texts[1:]).n_read for _ in range(3)] == [[8], [7], [0]]
 
 
 def test_read_gives_logits_after_draft_tokens_of_other_drafters() -> None:
     model, [draft_text] = model_and_draft_texts(4)
     assert model.read([draft_text]).logits
-    assert model.read([DraftText(draft_text.sequence, [5])]).logits
-    assert model.read([DraftText(draft_text.sequence, [5, 6, 7, 8])]).logits
+    assert model.read([DraftedSequence(draft_text.sequence, [5])]).logits
+    assert model.read([DraftedSequence(draft_text.sequence, [5, 6, 7, 8])]).logits
 
 
 def test_fixed_mode_drafts_for_a_short_answer_to_a_long_prompt() -> None:
@@ -55,7 +55,7 @@ def test_a_long_catch_up_does_not_delay_the_drafts_of_other_sequences() -> None:
     long = pair.submit([n % 23 for n in range(120)], max_tokens=100)
     short = pair.submit([1, 2, 3])
     pair.run(short)
-    assert long.draft_cached < len(long.tokens) - 1
+    assert long.draft_end < len(long.tokens) - 1
     assert short.stats.mean_acceptance_length > 3
 
 
@@ -68,7 +68,7 @@ def test_a_common_prefix_outside_the_draft_window_is_not_waited_for() -> None:
     second = pair.submit([*shared, *[6] * 10], sampling=ENDLESS)
     pair.run(second)
     assert not first.done
-    assert second.stats.drafters["model"].drafted > 0
+    assert second.stats.drafted_by["model"] > 0
 
 
 def test_the_draft_cache_restarts_before_it_exceeds_the_draft_context() -> None:
@@ -91,7 +91,7 @@ def test_predicted_tokens_outside_the_draft_vocabulary_are_not_fed() -> None:
     assert all(row.token < unknown for row in pair.draft.decoded)
     other = pair.submit([1])
     pair.run()
-    assert other.stats.drafters["model"].drafted > 0
+    assert other.stats.drafted_by["model"] > 0
 
 
 @pytest.mark.parametrize("draft_width", [VOCABULARY - 5, VOCABULARY + 5])

@@ -8,7 +8,7 @@ import pytest
 
 from fake_pair import VOCABULARY, FakePair, plain_greedy
 from specserve.sequence import DrafterName, Sequence
-from specserve.speculation.lookup import FreeTokens
+from specserve.speculation.proposers import FreeTokens
 
 PROMPT = [1, 2, 3]
 
@@ -19,7 +19,7 @@ def test_a_prediction_is_drafted_and_realigned_after_a_difference() -> None:
     generation = pair.submit(PROMPT, gamma=4, max_tokens=40, prediction=[*truth[:15], 0, 0, *truth[17:]])
     pair.run()
     assert generation.answer == truth
-    assert generation.stats.drafters["prediction"].accepted > 20
+    assert generation.stats.accepted_by["prediction"] > 20
     assert generation.stats.rounds < 20
 
 
@@ -28,7 +28,7 @@ def test_a_wrong_prediction_changes_no_output_and_the_draft_model_drafts() -> No
     generation = pair.submit(PROMPT, max_tokens=40, prediction=[22] * 50)
     pair.run()
     assert generation.answer == plain_greedy(PROMPT, 40)
-    assert generation.stats.drafters["model"].accepted > 0
+    assert generation.stats.accepted_by["model"] > 0
 
 
 @pytest.mark.parametrize("drafter", ["model", "prediction"])
@@ -36,14 +36,14 @@ def test_only_the_requested_drafter_is_used(drafter: DrafterName) -> None:
     pair = FakePair()
     generation = pair.submit(PROMPT, drafter=drafter, prediction=plain_greedy(PROMPT, 20))
     pair.run()
-    assert set(generation.stats.drafters) == {drafter}
+    assert set(generation.stats.drafted_by) == {drafter}
 
 
 def test_a_prefill_in_the_same_round_does_not_make_drafts_pay() -> None:
     """Every row costs the same: verifying a draft costs as much as the decode step that it could save, in any round."""
     pair = FakePair()
     prediction = plain_greedy(PROMPT, 60)
-    sequence = pair.submit(PROMPT, gamma=4, mode="adaptive", drafter="prediction", prediction=prediction, max_tokens=60)
+    sequence = pair.submit(PROMPT, gamma=4, mode="auto", drafter="prediction", prediction=prediction, max_tokens=60)
     pair.step()
     long = pair.submit([n % 23 for n in range(120)])
     pair.run_until(lambda: long.generated > 0)
@@ -65,7 +65,7 @@ def test_acceptance_is_learned_from_proposals_that_were_not_drafted(right: bool)
             return FreeTokens([token if right else (token + 1) % VOCABULARY], [0.6])
 
     pair = FakePair(proposers=[Oracle()])
-    generation = pair.submit(PROMPT, gamma=4, mode="adaptive", drafter="lookup", max_tokens=len(truth))
+    generation = pair.submit(PROMPT, gamma=4, mode="auto", drafter="lookup", max_tokens=len(truth))
     before = pair.controller.acceptance(generation, "lookup", 0.6)
     pair.run()
     assert generation.stats.drafted == 0

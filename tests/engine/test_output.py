@@ -23,9 +23,8 @@ from specserve.sampling.logits import penalise
 from specserve.sampling.noise import Purpose
 from specserve.sequence import SamplingParams, Verification
 from specserve.speculation import drafters
-from specserve.speculation.drafters import Draft, Drafters, GrammarProposer, Proposal
-from specserve.speculation.lookup import LookupProposer
-from specserve.speculation.prediction import PredictionProposer
+from specserve.speculation.drafters import Draft, Drafters, Proposal
+from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
 from specserve.speculation.rejection import RULES, NoiseSource
 
 prompts = st.lists(st.integers(0, END_TOKEN - 1), min_size=1, max_size=30)

@@ -102,16 +102,19 @@ def test_round_time_is_charged_to_the_sequences_that_lengthen_it() -> None:
     pair.step(3)
     pair.submit([7] * 30, request="prefilled")
     pair.step()
-    seconds = {record.info.request: record.target for record in observer.rounds[-3:]}
-    expected = {"plain": 6, "drafted": 6 + 3 + 4 * 0.5, "prefilled": 5}
-    total = sum(expected.values()) / sum(seconds.values())
-    assert {request: total * one for request, one in seconds.items()} == pytest.approx(expected)
+    last = {record.info.request: record for record in observer.rounds[-3:]}
+    target = {request: record.target_seconds for request, record in last.items()}
+    expected = {"plain": 6, "drafted": 6 + 3, "prefilled": 5}
+    total = sum(expected.values()) / sum(target.values())
+    assert {request: total * seconds for request, seconds in target.items()} == pytest.approx(expected)
+    assert last["drafted"].draft_seconds > 0
+    assert last["plain"].draft_seconds == last["prefilled"].draft_seconds == 0
 
 
 def test_a_sequence_is_not_charged_for_drafts_of_other_sequences() -> None:
     pair = FakePair(blend=1.0)
     drafted = pair.submit(PROMPT, max_tokens=100)
-    other = pair.submit([4, 5], gamma=16, mode="adaptive", max_tokens=100)
+    other = pair.submit([4, 5], gamma=16, mode="auto", max_tokens=100)
     pair.run_until(lambda: drafted.done or other.generated >= 90)
     assert drafted.stats.drafted > 20
     assert other.stats.drafted == 0

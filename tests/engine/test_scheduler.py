@@ -204,7 +204,7 @@ def test_scoring_many_prompts_respects_the_engines_max_logits() -> None:
 def drafted_after_arrivals(running: int, *arriving: list[int]) -> int:
     """How many tokens are drafted for adaptive sequences in the six rounds after these prompts arrive."""
     pair = FakePair(blend=0.0, costs=(flat(), flat(0.25)), prefill_rows=4)
-    stats = [pair.submit([n, 1, 2], gamma=8, mode="adaptive", max_tokens=200).stats for n in range(running)]
+    stats = [pair.submit([n, 1, 2], gamma=8, mode="auto", max_tokens=200).stats for n in range(running)]
     pair.step(8)
     before = sum(one.drafted for one in stats)
     for prompt in arriving:
@@ -225,7 +225,11 @@ def test_records_add_up_to_the_prefill_and_decode_time_of_a_sequence() -> None:
     stats = pair.submit([n % 23 for n in range(50)]).stats
     pair.run()
     prefill, decode = (
-        [record.draft + record.target + record.other for record in observer.rounds if (record.position > 0) is decodes]
+        [
+            record.draft_seconds + record.target_seconds + record.other_seconds
+            for record in observer.rounds
+            if (record.position > 0) is decodes
+        ]
         for decodes in (False, True)
     )
     assert len(prefill) == 7

@@ -13,7 +13,7 @@ from simulate import MACHINES, PROCESSES, Simulation, oracle, read_recordings, s
 from specserve.sequence import SpeculationParams
 from specserve.speculation.cost import Cost
 
-PLAIN, ADAPTIVE = SpeculationParams(mode="off"), SpeculationParams(16, mode="adaptive")
+PLAIN, ADAPTIVE = SpeculationParams(mode="off"), SpeculationParams(16, mode="auto")
 SLOW, MIDDLE, LINEAR = "2 cores, 3B by 0.5B", "2 cores, 1.5B by 0.5B", "every row costs alike"
 
 

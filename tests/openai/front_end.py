@@ -23,8 +23,7 @@ from specserve.serving.torchserve import Handler
 from specserve.speculation.controller import Controller
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.lookup import LookupProposer
-from specserve.speculation.prediction import PredictionProposer
+from specserve.speculation.proposers import LookupProposer, PredictionProposer
 
 SLOTS = 4
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "

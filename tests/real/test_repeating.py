@@ -22,7 +22,7 @@ from specserve.engine.llama_model import LlamaModel
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams
 from specserve.speculation.controller import Controller
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.lookup import FreeTokens
+from specserve.speculation.proposers import FreeTokens
 from specserve.speculation.rejection import Verdict, verify_greedy
 from specserve.speculation.round import Plan, run_round
 from specserve.tools.models import prepare

@@ -15,7 +15,6 @@ from specserve.speculation.controller import (
     Controller,
     Observation,
     RoundCosts,
-    best_length,
     model_steps,
     proposal_length,
 )
@@ -39,8 +38,8 @@ def gain_of(drafts: list[tuple[Candidate, int]], rows: int, costs: RoundCosts) -
     for n in range(1, MAX_DRAFTS + 1):
         drafting = [one for one, gamma in drafts if gamma >= n]
         if drafting:
-            seconds += costs.draft(sum(one.pending for one in drafting) if n == 1 else len(drafting))
-    seconds += costs.target(rows + sum(gamma for _, gamma in drafts)) - costs.target(rows)
+            seconds += costs.draft_seconds(sum(one.pending for one in drafting) if n == 1 else len(drafting))
+    seconds += costs.target_seconds(rows + sum(gamma for _, gamma in drafts)) - costs.target_seconds(rows)
     return tokens - costs.rate * seconds
 
 
@@ -134,13 +133,8 @@ def test_model_steps_drafts_nothing_when_a_row_costs_as_much_as_a_token() -> Non
     assert model_steps([Candidate(1.0, 0.99, 1, MAX_DRAFTS)], 1, costs) == ([], 0.0)
 
 
-def test_best_length_is_0_when_every_length_loses() -> None:
-    assert best_length([0.5, 0.9], [1.0, 2.0], 1.0) == (0, 0.0)
-    assert best_length([0.5, 2.5], [1.0, 2.0], 1.0) == (2, 0.5)
-
-
 def sequence(sampling: SamplingParams = GREEDY, max_tokens: int = 100) -> Sequence:
-    return Sequence([1, 2, 3], sampling, SpeculationParams(8, mode="adaptive"), max_tokens=max_tokens)
+    return Sequence([1, 2, 3], sampling, SpeculationParams(8, mode="auto"), max_tokens=max_tokens)
 
 
 def test_rate_is_that_of_plain_decoding_times_the_measured_speedup() -> None:
@@ -195,7 +189,7 @@ def test_long_catch_up_is_spread_over_rounds_and_a_short_one_is_not() -> None:
     assert (short.pending, short.catch_up) == (2, 0.0)
     assert long
     assert long.pending == 1
-    assert 0 < long.catch_up < costs.draft(100) / 5
+    assert 0 < long.catch_up < costs.draft_seconds(100) / 5
     nearly_finished = controller.candidate(sequence(max_tokens=6), 1.0, 100, 8, costs)
     assert nearly_finished
     assert nearly_finished.catch_up > long.catch_up

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.speculation.lookup import _LONGEST, _PRIORS, _SHORTEST, HitRates, Kind, Lookup
+from specserve.speculation.proposers import _LONGEST, _LOOKUP_PRIORS, _SHORTEST, HitRates, Kind, Lookup
 from work import lines_run
 
 
@@ -76,7 +76,7 @@ def kind_of(sequence: list[int]) -> Kind | None:
 @given(st.integers(1, 4).flatmap(blocks))
 def test_confidence_is_the_hit_rate_of_proposals_of_the_same_kind(sequence: list[int]) -> None:
     sequence = sequence[:60]
-    lookup, rates = Lookup(), HitRates(_PRIORS)
+    lookup, rates = Lookup(), HitRates(_LOOKUP_PRIORS)
     for position, token in enumerate(sequence):
         proposal, kind = lookup.propose([], 1), kind_of(sequence[:position])
         assert proposal.confidence == ([] if kind is None else [rates.confidence(kind)])

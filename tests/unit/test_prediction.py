@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.speculation.prediction import _AHEAD, _LONGEST, _NEAREST, _TRUSTED, Aligner
+from specserve.speculation.proposers import _AHEAD, _LONGEST, _NEAREST, _TRUSTED, Aligner
 
 PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts" / "edit.yaml"
 VOCABULARY: dict[str, int] = {}

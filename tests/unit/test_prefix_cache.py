@@ -100,7 +100,7 @@ def test_sequence_waits_while_another_prefills_the_same_prompt() -> None:
     prefilling = bench.start([*SYSTEM, 2], prefill=False)
     other = sequence_of([*SYSTEM, 4])
     assert not bench.cache.assign(other, [prefilling])
-    assert bench.cache.free == 1
+    assert bench.cache.free_slots == 1
     assert bench.cache.assign(sequence_of([*SYSTEM[:2], *[5] * 20]), [prefilling]), "a short common prefix"
 
 

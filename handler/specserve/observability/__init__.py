@@ -1,1 +1,1 @@
-"""What operators see: records of rounds and sequences, metrics, traces, the control group and v1/speculation."""
+"""What operators see: records of rounds and sequences, metrics, traces and the control group."""

@@ -85,8 +85,8 @@ def drafts_with_masks(gamma: int, mask_seconds: float, *, constrained: int, max_
     Args:
         gamma: tokens.
         mask_seconds: of one mask of this sequence.
-        constrained: number of sequences with a grammar.
+        constrained: number of sequences with a grammar, this one included.
         max_wait: in seconds.
     """
-    share = max_wait / 2 / max(1, constrained)
+    share = max_wait / 2 / constrained
     return gamma if (gamma + 1) * mask_seconds <= share else max(0, int(share / mask_seconds) - 1)

@@ -1,7 +1,8 @@
-"""The TorchServe handler with continuous batching; only it and torchserve_types.py know TorchServe's protocol.
+"""The TorchServe handler with continuous batching; only it and torchserve_types.py call TorchServe.
 
 TorchServe calls `handle` again and again while requests are live. Each call has an entry per live request, with its id;
-the entry has the request's body until the first reply to it. A reply is a whole response, a chunk, or the last chunk.
+the entry has the request's body until the first reply to it. A reply is a whole response, a chunk, or the last chunk:
+TorchServe asks the entry's function in `context.stopping_criteria`, which returns None, False or True.
 Where a call has nothing to say yet, it deletes the entry's id from `context.request_ids`: then nothing is sent, and the
 entry comes again, body included. Once a chunk is sent, the HTTP status is final.
 
@@ -20,13 +21,14 @@ Three threads share the work:
 
 The parser's thread also works while rounds run. What it then shares with the engine thread is safe without a lock:
 
-- The vocabulary is only read.
+- The vocabulary is only read, but for its cache of tokens' texts, where both write the same.
 - `CompiledGrammar.failures`: the engine thread appends, the parser's reads. One that reads too early gives its request
   a grammar that has just failed, and that request ends with the same error as those before it.
 - The round's time for grammar masks: `GrammarCompiler.begin_round` sets it and constraints spend it, both in the engine
   thread; the parser's only hands it to new constraints.
 - What copies of a grammar's matcher share: llguidance has a lock of its own for it.
-- `Holdback`: `draw` uses only the random generator; `observe`, `speedup` and `reset` use only the two samples.
+- `Holdback`, which draws the control group, requests of mode `auto` that get no drafts: `draw` uses only the random
+  generator; `observe`, `speedup` and `reset` use all but that.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ logger = logging.getLogger(__name__)
 _STATUS_SECONDS = 2.0
 _LONG_BODY = 64 * 1024
 
-# Bytes of long bodies that may wait to be parsed, beyond one that is alone; a further one is refused.
+# Bytes of long bodies that may wait to be parsed together; a further one is refused. One alone may be longer.
 _MAX_WAITING_BYTES = 2 * 1024 * 1024
 
 _BUSY = RequestError(
@@ -151,6 +153,7 @@ class Handler:
         called = time.monotonic()
         entries = dict(context.request_ids)
         if set(entries.values()) != self._responses.keys():
+            # Requests have come or gone: the slice ends with its current round, so that the next one has the new ones.
             self._loop.interrupt()
         was_started = self._loop.join()
         self._forget_absent(set(entries.values()))
@@ -242,7 +245,7 @@ class Handler:
         return json.dumps(response.body())
 
     def _wait(self, context: Context, index: int, response: Response) -> str:
-        """Send nothing until the status deadline, and then empty chunks, which let TorchServe notice a client's leave.
+        """Send nothing until the status deadline, and then empty chunks, by which TorchServe notices that a client has gone.
 
         The first of them sends the status, which is left open for as long as most responses take; a later failure is an
         error object under status 200.

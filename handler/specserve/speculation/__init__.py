@@ -1,1 +1,1 @@
-"""Speculative decoding itself: distributions, verification rules, drafters, rounds."""
+"""Speculative decoding itself: verification rules, drafters, the controller, rounds."""

@@ -31,9 +31,9 @@ from specserve.grammar.schema import MAX_TEXT
 from specserve.serving.budget import max_wait
 from specserve.serving.generation import Generation
 from specserve.serving.loading import Models, load_models
-from specserve.serving.openai.parse import to_generations
+from specserve.serving.openai.parse import parse_body, to_generations
 from specserve.serving.openai.prompt import Tokenizer
-from specserve.serving.openai.request_schema import CompletionRequest, parse_body
+from specserve.serving.openai.request_schema import CompletionRequest
 from specserve.serving.scheduler import Scheduler
 from specserve.tools.archive import prepared_handler
 

@@ -184,6 +184,11 @@ def common_prefix(left: list[int], right: list[int], most: int | None = None) ->
     return next(i for i in range(most) if left[i] != right[i])
 
 
+def worth_waiting(sequence: Sequence, cached: int, soon: int) -> bool:
+    """Whether a quarter or more of what must be prefilled is being prefilled for another sequence with this prefix."""
+    return soon > cached and 4 * (soon - cached) > len(sequence.tokens) - cached
+
+
 class Sequence:
     """A prompt and the tokens decided after it, in one slot of each model's KV cache.
 

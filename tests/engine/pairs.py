@@ -16,9 +16,9 @@ from specserve.engine.llama_model import write_pure_q4_0
 from specserve.sequence import Sequence
 from specserve.serving.generation import Generation
 from specserve.serving.loading import load_models
-from specserve.serving.openai.parse import to_generations
+from specserve.serving.openai.parse import parse_body, to_generations
 from specserve.serving.openai.prompt import Tokenizer
-from specserve.serving.openai.request_schema import CompletionRequest, parse_body
+from specserve.serving.openai.request_schema import CompletionRequest
 from specserve.serving.scheduler import Scheduler
 from tiny_models import write_tiny
 

@@ -273,6 +273,18 @@ def test_deferred_masks_change_no_output(gamma: int) -> None:
         assert deferred > 0 or masks > 1
 
 
+def test_a_deferred_sequence_that_is_cancelled_keeps_no_drafts_and_no_grammar() -> None:
+    shared = Shared(1)
+    pair = FakePair(blend=0.6, begin_masks=shared.begin_round)
+    generations = [pair.submit([1, 2, n], constraint=Slow(VOCABULARY, shared), sampling=ENDLESS) for n in range(3)]
+    while all(pair.drafters.deferred_tokens(generation) is None for generation in generations):
+        pair.step()
+    deferred = next(one for one in generations if pair.drafters.deferred_tokens(one) is not None)
+    pair.scheduler.cancel(deferred)
+    assert not deferred.states
+    assert deferred.constraint is None
+
+
 def test_a_deferred_sequence_comes_first_in_the_next_round() -> None:
     """A round has time for one mask; in the order of slots the first slot would always get it."""
     shared = Shared(1)

@@ -17,9 +17,9 @@ from specserve.engine.llama_model import LlamaModel
 from specserve.errors import RequestError
 from specserve.grammar.constraint import GrammarCompiler
 from specserve.serving.generation import Generation
-from specserve.serving.openai.parse import to_generations
+from specserve.serving.openai.parse import parse_body, to_generations
 from specserve.serving.openai.prompt import Prompt, Tokenizer
-from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest, parse_body
+from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
 from tiny_models import write_tiny
 
 CONFIG = HandlerConfig(

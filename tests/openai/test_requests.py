@@ -14,9 +14,9 @@ from fake_engine import FakeVocabulary
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
 from specserve.errors import RequestError
 from specserve.serving.generation import Generation
-from specserve.serving.openai.parse import to_generations
+from specserve.serving.openai.parse import parse_body, to_generations
 from specserve.serving.openai.prompt import Prompt, Tokenizer
-from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest, GenerationRequest, parse_body
+from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest, GenerationRequest
 
 VOCABULARY = FakeVocabulary(200)
 CONFIG = HandlerConfig(

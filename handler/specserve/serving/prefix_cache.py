@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from specserve.engine.base import Engine
-from specserve.sequence import Sequence, common_prefix
-from specserve.speculation.draft_model import worth_waiting
+from specserve.sequence import Sequence, common_prefix, worth_waiting
 from specserve.speculation.drafters import Drafters
 
 

@@ -16,9 +16,9 @@ from specserve.errors import RequestError
 from specserve.observability.control_group import Holdback
 from specserve.serving.loading import Models
 from specserve.serving.openai.openapi import openapi
-from specserve.serving.openai.parse import to_generations
+from specserve.serving.openai.parse import parse_body, to_generations
 from specserve.serving.openai.prompt import Prompt, Tokenizer
-from specserve.serving.openai.request_schema import AnyRequest, ChatRequest, CompletionRequest, parse_body
+from specserve.serving.openai.request_schema import AnyRequest, ChatRequest, CompletionRequest
 from specserve.serving.openai.response import (
     ChatResponse,
     CompletionResponse,

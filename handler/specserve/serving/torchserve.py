@@ -245,7 +245,7 @@ class Handler:
         return json.dumps(response.body())
 
     def _wait(self, context: Context, index: int, response: Response) -> str:
-        """Send nothing until the status deadline, and then empty chunks, by which TorchServe notices that a client has gone.
+        """Send nothing until the status deadline, and then empty chunks: sending shows TorchServe who has gone.
 
         The first of them sends the status, which is left open for as long as most responses take; a later failure is an
         error object under status 200.

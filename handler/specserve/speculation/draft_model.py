@@ -9,7 +9,7 @@ import numpy as np
 
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.errors import DraftError, EngineError
-from specserve.sequence import Sequence, common_prefix
+from specserve.sequence import Sequence, common_prefix, worth_waiting
 from specserve.speculation.cost import Cost
 
 
@@ -35,11 +35,6 @@ class DraftedSequence(NamedTuple):
     def __len__(self) -> int:
         """Number of tokens, draft tokens included."""
         return len(self.sequence.tokens) + len(self.drafts)
-
-
-def worth_waiting(sequence: Sequence, cached: int, soon: int) -> bool:
-    """Whether a quarter or more of what must be prefilled is being prefilled for another sequence with this prefix."""
-    return soon > cached and 4 * (soon - cached) > len(sequence.tokens) - cached
 
 
 class DraftModel:

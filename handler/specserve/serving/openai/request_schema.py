@@ -1,8 +1,7 @@
-"""The requests of both routes as pydantic models, and their validation."""
+"""The requests of both routes as pydantic models."""
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -11,29 +10,27 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from specserve.errors import RequestError
 from specserve.sequence import Verification
 
 # Entries of `stop` and of `logit_bias`, and answers to one request (SECURITY.md).
-_MAX_STOPS = 16
+MAX_STOPS = 16
 _MAX_BIASES = 1024
-_MAX_CHOICES = 128
+MAX_CHOICES = 128
 _INT64 = 2**63
 # OpenAI's default of `max_tokens` on v1/completions.
 _COMPLETION_TOKENS = 16
-_DISAGREEMENT = "fields_disagree"
-_UNKNOWN_FIELD = "unknown_field"
+DISAGREEMENT = "fields_disagree"
+UNKNOWN_FIELD = "unknown_field"
 
 
 def _disagreement(param: str, sentence: str) -> PydanticCustomError:
     """The error of fields that exclude or need each other; `param` is the one to change."""
-    return PydanticCustomError(_DISAGREEMENT, "{sentence}", {"param": param, "sentence": sentence})
+    return PydanticCustomError(DISAGREEMENT, "{sentence}", {"param": param, "sentence": sentence})
 
 
 class _Body(BaseModel):
@@ -47,7 +44,7 @@ class _Body(BaseModel):
         unknown = next((name for name in body if name not in known), None) if isinstance(body, dict) else None
         if unknown is not None:
             field = unknown.encode("utf-8", errors="replace").decode()
-            raise PydanticCustomError(_UNKNOWN_FIELD, "unknown field", {"field": field})
+            raise PydanticCustomError(UNKNOWN_FIELD, "unknown field", {"field": field})
         return body
 
 
@@ -160,10 +157,10 @@ class GenerationRequest(_Body):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
-    stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: int | None = Field(default=None, ge=1, le=_MAX_CHOICES)
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     ignore_eos: bool | None = False
     response_format: ResponseFormat | None = None
     grammar: Annotated[Text, Field(min_length=1)] | None = None
@@ -240,8 +237,8 @@ class CompletionRequest(GenerationRequest):
     prompt: (
         Text
         | Annotated[list[int], Field(fail_fast=True)]
-        | Annotated[list[Text], Field(fail_fast=True, max_length=_MAX_CHOICES)]
-        | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True, max_length=_MAX_CHOICES)]
+        | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_CHOICES)]
+        | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True, max_length=MAX_CHOICES)]
     )
     max_tokens: int | None = Field(default=_COMPLETION_TOKENS, ge=0)
     echo: bool | None = False
@@ -255,8 +252,8 @@ class CompletionRequest(GenerationRequest):
             raise _disagreement("best_of", "'best_of' may not be smaller than 'n'")
         if self.stream and self.candidates > self.choices:
             raise _disagreement("best_of", "'best_of' larger than 'n' cannot be streamed")
-        if len(self.prompts) * self.candidates > _MAX_CHOICES:
-            raise _disagreement("prompt", f"a request may ask for at most {_MAX_CHOICES} answers in all")
+        if len(self.prompts) * self.candidates > MAX_CHOICES:
+            raise _disagreement("prompt", f"a request may ask for at most {MAX_CHOICES} answers in all")
         return self
 
     @property
@@ -341,62 +338,4 @@ class ChatRequest(GenerationRequest):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-# Lists and objects of a body, counted by their brackets, those in strings included. Python makes them one by one, and
-# no other thread runs meanwhile: 260,000 of them take 0.1 s. A prompt of as many characters fills most contexts.
-_MAX_BRACKETS = 65_536
-
 AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
-
-_NOT_SERVED = frozenset({"tools", "tool_choice", "functions", "function_call", "modalities", "audio"})
-_EXPECTED = {
-    "prompt": f"must be a string of valid Unicode, a list of token ids, or a list of up to {_MAX_CHOICES} of either",
-    "stop": f"must be a string or a list of at most {_MAX_STOPS} strings, none of them empty or over 1000 characters",
-    "messages": "must be a list of {role, content}, role being system, developer, user or assistant and content text",
-}
-
-
-def parse_body(body: object, kind: type[AnyRequest]) -> AnyRequest:
-    """Validate a request's body as TorchServe hands it over: a mapping, or bytes where it was not JSON.
-
-    Raises:
-        RequestError: 400; `param` names the field that is wrong.
-    """
-    if isinstance(body, bytes | bytearray | str):
-        text = body if isinstance(body, str) else bytes(body).decode("latin-1")
-        if text.count("[") + text.count("{") > _MAX_BRACKETS:
-            raise RequestError(f"The request's body has more than {_MAX_BRACKETS} opening brackets.")
-        try:
-            body = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"The request's body is not valid JSON: {error}.") from error
-    if not isinstance(body, dict):
-        raise RequestError("The request's body must be a JSON object; send it with content-type application/json.")
-    try:
-        return kind.model_validate(body)
-    except ValidationError as error:
-        raise _explain(error.errors(include_url=False, include_input=False)[0]) from error
-
-
-def _explain(error: Any) -> RequestError:
-    """The RequestError for an error of pydantic's: one sentence that names the field."""
-    if error["type"] == _DISAGREEMENT:
-        param, sentence = error["ctx"]["param"], error["ctx"]["sentence"]
-        return RequestError(f"Invalid request: {sentence}.", param=param, code="invalid_value")
-    # pydantic adds the types it tried, such as "list[TextPart]".
-    path = [str(part) for part in error["loc"] if str(part).isidentifier() or isinstance(part, int)]
-    field, *inside = [*path, error["ctx"]["field"]] if error["type"] == _UNKNOWN_FIELD else path
-    if field == "response_format":
-        inside = inside[1:]  # the first part is the format's type
-    nested = ("speculation", "stream_options", "messages", "response_format", "prediction")
-    param = ".".join([field, *inside[:2]]) if field in nested else field
-    if error["type"] == _UNKNOWN_FIELD:
-        return RequestError(f"Unknown field: '{param}'.", param=param, code="unknown_parameter")
-    if error["type"] == "missing":
-        return RequestError(f"The field '{param}' is missing.", param=param, code="missing_required_parameter")
-    if field in _NOT_SERVED:
-        return RequestError(f"'{param}' is not supported by this server.", param=param, code="unsupported_value")
-    expected = _EXPECTED.get(field)
-    if expected is None:
-        message = str(error["msg"])
-        expected = message[0].lower() + message[1:]
-    return RequestError(f"Invalid value for '{param}': {expected}.", param=param, code="invalid_value")

@@ -6,7 +6,7 @@ import secrets
 from collections import Counter, abc
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,8 +59,12 @@ class SpeculationParams:
     drafter: DrafterName | None = None
     mode: SpeculationMode = "fixed"
 
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(SpeculationMode):
+            raise ValueError(f"there is no mode {self.mode!r}")
+
     @property
-    def adaptive(self) -> bool:
+    def is_auto(self) -> bool:
         """Whether the controller decides how many tokens are drafted."""
         return self.mode == "auto"
 
@@ -253,7 +257,7 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Whether the prefill is over, so that every round decides tokens."""
+        """Whether the prefill is over, so that every round decides tokens, unless it is deferred."""
         return self.generated > 0
 
     @property

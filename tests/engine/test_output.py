@@ -113,8 +113,8 @@ CASES: dict[str, dict[str, Any]] = {
     "masks that wait": {"grammar": LATE_MASKS},
     "a prediction": {"prediction": PREDICTION, "drafter": "prediction"},
     # At these costs some draft tokens of either source pay and others do not.
-    "adaptive lengths": {"mode": "adaptive", "draft_seconds": 0.38},
-    "adaptive lengths with a prediction": {"mode": "adaptive", "draft_seconds": 0.1, "prediction": PREDICTION},
+    "adaptive lengths": {"mode": "auto", "draft_seconds": 0.38},
+    "adaptive lengths with a prediction": {"mode": "auto", "draft_seconds": 0.1, "prediction": PREDICTION},
 }
 
 

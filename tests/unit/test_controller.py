@@ -133,8 +133,10 @@ def test_model_steps_drafts_nothing_when_a_row_costs_as_much_as_a_token() -> Non
     assert model_steps([Candidate(1.0, 0.99, 1, MAX_DRAFTS)], 1, costs) == ([], 0.0)
 
 
-def sequence(sampling: SamplingParams = GREEDY, max_tokens: int = 100) -> Sequence:
-    return Sequence([1, 2, 3], sampling, SpeculationParams(8, mode="auto"), max_tokens=max_tokens)
+def sequence(sampling: SamplingParams = GREEDY, max_tokens: int = 100, generated: int = 0) -> Sequence:
+    one = Sequence([1, 2, 3], sampling, SpeculationParams(8, mode="auto"), max_tokens=max_tokens)
+    one.tokens += [4] * generated
+    return one
 
 
 def test_rate_is_that_of_plain_decoding_times_the_measured_speedup() -> None:
@@ -184,15 +186,16 @@ def test_next_acceptance_follows_the_targets_confidence_without_drafts() -> None
 def test_long_catch_up_is_spread_over_rounds_and_a_short_one_is_not() -> None:
     controller = Controller(stairs(), proportional(0.01))
     costs = controller.costs([sequence()], 0, 0)
-    short, long = (controller.candidate(sequence(), 1.0, pending, 8, costs) for pending in (2, 100))
+    short, long = (controller.candidate(sequence(generated=20), 1.0, pending, 8, costs) for pending in (2, 100))
     assert short
     assert (short.pending, short.catch_up) == (2, 0.0)
     assert long
     assert long.pending == 1
     assert 0 < long.catch_up < costs.draft_seconds(100) / 5
-    nearly_finished = controller.candidate(sequence(max_tokens=6), 1.0, 100, 8, costs)
-    assert nearly_finished
-    assert nearly_finished.catch_up > long.catch_up
+    for few_to_come in (sequence(max_tokens=26, generated=20), sequence(generated=1)):
+        expensive = controller.candidate(few_to_come, 1.0, 100, 8, costs)
+        assert expensive
+        assert expensive.catch_up > 2 * long.catch_up
 
 
 def test_long_catch_up_is_judged_by_the_long_run_acceptance() -> None:
@@ -228,3 +231,12 @@ def test_drafts_that_only_lose_are_stopped_and_retried_at_a_bounded_cost() -> No
         controller.count_round(one, 1, 1.0, drafts)
     assert lost / 5000 < 0.011
     assert lost > 10
+
+
+def test_a_long_catch_up_that_cannot_pay_keeps_no_other_sequence_from_drafting() -> None:
+    """Times in seconds: a pass of the target over two rows takes .060, one of the draft model .008."""
+    costs = RoundCosts(lambda rows: 0.06 + 0.002 * (rows - 2), lambda rows: 0.008 + 0.0005 * (rows - 1), rate=2 / 0.06)
+    short_answer = Candidate(1.0, 0.65, 1, MAX_DRAFTS, catch_up=0.082)
+    long_answer = Candidate(1.0, 0.64, 1, MAX_DRAFTS, catch_up=0.0035)
+    assert model_steps([short_answer, long_answer], 2, costs)[0] == [1]
+    assert model_steps([short_answer], 2, costs)[0] == []

@@ -60,7 +60,7 @@ def drafts_in_time(
 ) -> int:
     """How many drafts each sequence may have, up to `most`: they may delay other requests as long as prefill may.
 
-    Adaptive sequences stop earlier anyway; this bounds requests that fix a large gamma.
+    Sequences in mode `auto` stop earlier anyway; this bounds requests that fix a large gamma.
 
     Args:
         target: the cost of its passes.

@@ -102,6 +102,7 @@ class PrefixCache:
         free = [slot for slot in self.slots if not slot.in_use]
         if source in free and shared * 2 >= min(source.cached_len, len(sequence.tokens)) > 0:
             return source
+        # An empty slot; else the one that was released longest ago, the source only if there is no other.
         return min(
             free,
             key=lambda slot: (

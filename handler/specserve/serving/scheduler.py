@@ -111,7 +111,7 @@ class Scheduler:
         if self._begin_masks is not None:
             # Grammar masks may delay other sequences as long as prefill may.
             self._begin_masks(self.max_wait_seconds)
-        # Sequences that wait for a slot are not counted: short rounds do not help them, early ends do.
+        # Of the queue only those that a free slot waits for count: short rounds do not help the others, early ends do.
         awaiting = sum(not g.decoding for g in self._running) + min(len(self._queue), self._cache.free_slots)
         try:
             report = run_round(self._target, self._drafters, plans, self._clock, awaiting_first_token=awaiting)
@@ -134,6 +134,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give free slots to waiting sequences; one waits while most of its prompt is being prefilled for another."""
+        if not self._cache.free_slots:
+            return
         postponed: list[list[int]] = []
         for generation in self._by_request():
             if not self._cache.free_slots:
@@ -205,7 +207,7 @@ class Scheduler:
             self._controller.target_cost,
             self._kv_len(),
             # The controller has not decided yet; with many sequences it mostly drafts little.
-            rows=sum(1 if plan.sequence.speculation.adaptive else 1 + plan.gamma for plan in decoding),
+            rows=sum(1 if plan.sequence.speculation.is_auto else 1 + plan.gamma for plan in decoding),
             decoding=len(decoding),
             others=len(self._queue) + len(self._running) - len(decoding),
             most=self._prefill_rows,
@@ -253,7 +255,11 @@ class Scheduler:
         if tokens:
             times.last_token = now
             times.first_token = now if times.first_token is None else times.first_token
-        draft, target, other = outcome.draft_share * parts[0], outcome.share * parts[1], outcome.share * parts[2]
+        draft, target, other = (
+            outcome.draft_share * parts[0],
+            outcome.target_share * parts[1],
+            outcome.target_share * parts[2],
+        )
         stats.add_seconds(draft, target, other, prefill=outcome.prefill)
         # Of drafts after the end of the text none counts as accepted.
         accepted = min(outcome.n_accepted, len(tokens))

@@ -6,7 +6,8 @@ TorchServe asks the entry's function in `context.stopping_criteria`, which retur
 Where a call has nothing to say yet, it deletes the entry's id from `context.request_ids`: then nothing is sent, and the
 entry comes again, body included. Once a chunk is sent, the HTTP status is final.
 
-A call of `handle` is `join`, then work on what the last slice of rounds has produced, then `start`. `join` waits for
+A slice is the rounds that begin within `time_slice_ms`, at least one. A call of `handle` is `join`, then work on what
+the last slice has produced, then `start`. `join` waits for
 the slice that the call before has started, if any; after `interrupt` that ends with its current round. If none was
 started, `run` runs one while the call waits. `start` begins a slice that runs on after the call has returned, unless
 there is nothing to run or the next round prefills.
@@ -166,8 +167,8 @@ class Handler:
         context.stopping_criteria = [whole_response] * len(data)
         for index, request_id in entries.items():
             response = self._responses.get(request_id)
-            had_no_round = was_started and request_id in submitted
-            if response is None or (had_no_round and not response.done):
+            missed_the_slice = was_started and request_id in submitted
+            if response is None or (missed_the_slice and not response.done):
                 # Not parsed yet, or an error of its first round can still be its status. An entry that is left out
                 # comes again.
                 del context.request_ids[index]
@@ -201,16 +202,19 @@ class Handler:
 
     def _parse(self, request_id: str, route: str, body: object, size: int) -> Future[Response]:
         """Parse in the parser's thread what is to be generated; other routes ask the scheduler and stay in this one."""
-        others = self._parsing.values()
-        waiting = sum(other.size for other in others if other.size > _LONG_BODY and not other.response.done())
         answered: Future[Response] = Future()
         if not self._routes.generates(route):
             answered.set_result(self._routes.respond(request_id, route, body))
-        elif size > _LONG_BODY and waiting and waiting + size > _MAX_WAITING_BYTES:
+        elif size > _LONG_BODY and self._waiting_bytes() > max(0, _MAX_WAITING_BYTES - size):
             answered.set_result(JsonResponse(_BUSY.status, _BUSY.body()))
         else:
             return self._parser.submit(self._routes.respond, request_id, route, body)
         return answered
+
+    def _waiting_bytes(self) -> int:
+        """Bytes of the long bodies that wait to be parsed."""
+        others = self._parsing.values()
+        return sum(other.size for other in others if other.size > _LONG_BODY and not other.response.done())
 
     def _submit_parsed(self, seconds: float) -> set[str]:
         """Submit the requests that are parsed within a time; returns their ids."""
@@ -260,11 +264,13 @@ class Handler:
 
     def _next_chunk(self, context: Context, index: int, response: Response) -> str:
         """A stream's next events; an empty chunk lets TorchServe notice that the client has left."""
-        # A first chunk that is also the last one would hang the client, so an empty one comes before it.
-        last = response.status_sent and response.done
-        events = response.next_events() if response.status_sent or not response.done else ""
+        if response.done and not response.status_sent:
+            # A first chunk that is also the last one would hang the client, so an empty one comes before it.
+            events, criterion = "", more_to_come
+        else:
+            events, criterion = response.next_events(), last_chunk if response.done else more_to_come
         self._send_status(context, index, response, "text/event-stream")
-        context.stopping_criteria[index] = last_chunk if last else more_to_come
+        context.stopping_criteria[index] = criterion
         return events
 
     def _send_status(self, context: Context, index: int, response: Response, content_type: str) -> None:

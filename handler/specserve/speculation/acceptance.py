@@ -71,11 +71,11 @@ class Calibration:
         """The same for every bin, lowest confidence first."""
         return [accepted / seen for accepted, seen in zip(self._accepted, self._seen, strict=True)]
 
-    def learn(self, confidence: float, label: float) -> None:
-        """Count one verified position; `label` is 1 or 0, or the probability with which the token was accepted."""
+    def learn(self, confidence: float, accepted: float) -> None:
+        """Count one verified position; `accepted` is 1 or 0, or the probability with which the token was accepted."""
         index = _bin(confidence)
         fade = 1 - 1 / _MEMORY if self._seen[index] > _MEMORY else 1.0
-        self._accepted[index] = fade * self._accepted[index] + label
+        self._accepted[index] = fade * self._accepted[index] + accepted
         self._seen[index] = fade * self._seen[index] + 1
 
 
@@ -85,7 +85,12 @@ def _bin(confidence: float) -> int:
 
 
 class SequenceAcceptance:
-    """What one sequence has shown of its drafts.
+    """What one sequence has shown of its drafts: two estimates, each corrected by an offset of this sequence.
+
+    Of a token that a drafter proposes (`probability`): the drafter's confidence gives the acceptance probability over
+    all sequences, `pooled`, by the drafter's calibration. Of the draft model's next token (`next_token`, `long_run`):
+    the target's confidence at each verified position gives a `pooled` probability by the calibration "target", and
+    `expect` takes their fading mean.
 
     Args:
         prior: the acceptance probability of the draft model's next token before anything is known.
@@ -115,12 +120,12 @@ class SequenceAcceptance:
         """The same over about fifty positions, if that is lower: what a long catch-up is judged by."""
         return min(self.next_token, self.probability("target", self._long_expected / self._long_weight))
 
-    def learn(self, drafter: str, pooled: float, label: float) -> None:
-        """One step of online logistic regression towards the offset that explains this sequence's labels."""
+    def learn(self, drafter: str, pooled: float, accepted: float) -> None:
+        """One step of online logistic regression towards the offset that explains this sequence's outcomes."""
         seen = self._positions.get(drafter, 0)
         self._positions[drafter] = seen + 1
         rate = max(_LEAST_RATE, _RATE / (1 + seen / _RATE_POSITIONS))
-        self._offsets[drafter] = self._offsets.get(drafter, 0.0) + rate * (label - self.probability(drafter, pooled))
+        self._offsets[drafter] = self._offsets.get(drafter, 0.0) + rate * (accepted - self.probability(drafter, pooled))
 
     def expect(self, pooled: float) -> None:
         """The target was so confident at a position that the draft model would be accepted with this probability."""

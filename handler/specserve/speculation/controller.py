@@ -36,9 +36,12 @@ _FIRST_ACCEPTANCE = 0.75
 # The most pending tokens that the draft model reads in an ordinary round: the bonus token, and accepted tokens of other
 # drafters. More are a long catch-up.
 _SHORT_CATCH_UP = 4
-# A long catch-up has to promise this many times its cost, spread over min(remaining, generated + 48) tokens at 3 tokens
-# a round (benchmarks/RESULTS.md, decisions).
-_CATCH_UP_GAIN, _HORIZON, _TOKENS_PER_ROUND = 1.75, 48, 3
+# A long catch-up has to promise this many times its cost, spread over the tokens to come at 3 tokens a round
+# (benchmarks/RESULTS.md, decisions).
+_CATCH_UP_GAIN, _TOKENS_PER_ROUND = 1.75, 3
+# How many tokens are expected to come: 8 times those generated, so that an answer of few tokens ends before its prompt
+# is read twice, but at most 48 more than those generated.
+_GROWTH, _HORIZON = 8, 48
 # What drafts may cost a sequence, net of what they brought: a share of its plain decoding time plus 4 plain steps. It
 # bounds what an adversary can cost (tests/engine/test_simulation.py).
 _LOSS_SHARE, _LOSS_STEPS = 0.01, 4.0
@@ -81,7 +84,7 @@ class Candidate(NamedTuple):
     Args:
         prefix: the probability that all its drafts so far are accepted.
         acceptance: that of its next draft token, before it is drafted.
-        pending: tokens that the draft model reads before it drafts the next one.
+        pending: tokens that the draft model reads before it drafts the next one; 1 where `catch_up` charges them.
         remaining: how many more draft tokens the sequence may have.
         catch_up: this round's share of the seconds of a long catch-up; 0 for a short one.
     """
@@ -96,9 +99,10 @@ class Candidate(NamedTuple):
 def model_steps(candidates: abc.Sequence[Candidate], rows: int, costs: RoundCosts) -> tuple[list[int], float]:
     """Which sequences the draft model should draft one more token for, and the expected gain of going on.
 
-    Sequences share the passes of both models. So for each k the k likeliest sequences draft n = 1, 2, ... more tokens
-    in lockstep: step 1 reads all their pending tokens, later steps one token each. The (k, n) with the largest gain
-    decides who drafts the next token, and nothing else: the question is asked again before every step.
+    Sequences share the passes of both models. So for each k the first k sequences, in the order of their chances, draft
+    n = 1, 2, ... more tokens in lockstep: step 1 reads all their pending tokens, later steps one token each. The (k, n)
+    with the largest gain decides who drafts the next token, and nothing else: the question is asked again before every
+    step.
 
     Args:
         candidates: all that may go on.
@@ -108,15 +112,15 @@ def model_steps(candidates: abc.Sequence[Candidate], rows: int, costs: RoundCost
     Returns:
         Indices into `candidates`, and the gain in tokens; none and 0.0 where nothing pays.
     """
-    # Sequences that begin a long catch-up come last, so that its cost does not keep the others from drafting.
+    # Long catch-ups come last, the cheapest first, so that one that cannot pay keeps no other from drafting.
     likeliest = sorted(range(len(candidates)), key=lambda i: -candidates[i].prefix * candidates[i].acceptance)
-    order = sorted(likeliest, key=lambda i: candidates[i].catch_up > 0)
+    order = sorted(likeliest, key=lambda i: candidates[i].catch_up)
     best: tuple[list[int], float] = [], 0.0
     if not order:
         return best
+    # One array a field; below, line k sums over the first k + 1 sequences, and column n is step n + 1.
     prefix, acceptance, pending, remaining, catch_up = np.array([candidates[i] for i in order]).T
     steps = np.arange(1, 1 + int(remaining.max()))
-    # Whether a sequence drafts in a step, by sequence and step; from here on, sums over the first k sequences.
     drafts = steps <= remaining[:, np.newaxis]
     expected = prefix[:, np.newaxis] * acceptance[:, np.newaxis] ** steps * drafts
     tokens = expected.cumsum(axis=1).cumsum(axis=0)
@@ -180,6 +184,7 @@ class _SequenceState:
         self._plain_seconds += tokens * plain_seconds
         self._loss_seconds += draft_seconds - (tokens - 1) * plain_seconds
         self._recent_tokens = _SPEEDUP_FADE * self._recent_tokens + tokens
+        # The round's time in plain rounds, each of which gives this sequence one token.
         self._recent_plain_tokens = _SPEEDUP_FADE * self._recent_plain_tokens + 1 + draft_seconds / plain_seconds
 
 
@@ -255,7 +260,8 @@ class Controller:
             return Candidate(prefix, state.acceptance.next_token, pending, remaining)
         if costs.prompt_waiting:
             return None
-        rounds = max(1.0, min(sequence.remaining, _HORIZON + sequence.generated) / _TOKENS_PER_ROUND)
+        expected = min(sequence.remaining, _GROWTH * sequence.generated, _HORIZON + sequence.generated)
+        rounds = max(1.0, expected / _TOKENS_PER_ROUND)
         catch_up = _CATCH_UP_GAIN * (costs.draft_seconds(pending) - costs.draft_seconds(1)) / rounds
         return Candidate(prefix, state.acceptance.long_run, 1, remaining, catch_up)
 

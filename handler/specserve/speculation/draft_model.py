@@ -41,14 +41,16 @@ class DraftModel:
     """A small model that drafts tokens.
 
     It need not read a whole sequence, since its drafts are verified: where it lags by more than `window` tokens it
-    begins anew that far before the end, with positions of its own. At most `max_rows` tokens are read in a pass, the
+    begins anew that far before the end, with positions of its own: with a window of 256 and 1,000 tokens `draft_start`
+    is 744, and token 744 has position 0 in its cache. At most `max_rows` tokens are read in a pass, the
     shortest catch-up first; a prefix that another slot holds is copied.
 
     Args:
         engine: the model.
         cost: of its passes.
         window: the longest catch-up, in tokens.
-        max_rows: at least two for every slot, so that a sequence that has caught up is never delayed.
+        max_rows: the most tokens of a pass; at least two for every slot, so that a sequence that has caught up is
+            never delayed.
         vocabulary: the width of the target's rows.
         context_length: that the small model was trained for, in tokens.
     """
@@ -62,7 +64,9 @@ class DraftModel:
         self._max_rows = min(max(max_rows, 2 * engine.n_slots), engine.max_rows)
         self._vocabulary = vocabulary
         self._context_length = context_length
-        self._readers: dict[int, Sequence] = {}
+        # By slot, the sequence whose tokens its cache holds: a running or a finished one.
+        self._by_slot: dict[int, Sequence] = {}
+        # Rows and KV length of the last pass.
         self._last = 0, 0
 
     @property
@@ -130,40 +134,43 @@ class DraftModel:
         return rows, complete
 
     def _begin(self, drafted: DraftedSequence, reading: dict[int, int]) -> bool:
-        """Set where a sequence is read from; False if another slot is prefilling most of it in this pass.
+        """Set where a sequence is read from; False if it waits, since most of it is read for another in this pass.
 
         Args:
             drafted: the sequence to be read.
-            reading: by slot, what was cached before this pass.
+            reading: by slot that is read in this pass, what was cached before.
         """
         sequence = drafted.sequence
+        earliest = len(drafted) - self._window
         if len(drafted) - sequence.draft_end > 2:
-            source, most, soon = -1, sequence.draft_end, sequence.draft_end
-            for slot, other in self._readers.items():
-                if slot == sequence.slot:
-                    continue
-                # The last token is always read: its logits are those that are drafted from.
-                shared = common_prefix(other.tokens, sequence.tokens, min(other.draft_end, len(sequence.tokens) - 1))
-                if shared <= other.draft_start:
-                    # Its cache begins after the common prefix.
-                    continue
-                now = min(shared, reading.get(slot, shared))
-                soon = max(soon, shared)
-                if now > max(most, other.draft_start):
-                    source, most = slot, now
-            if worth_waiting(sequence, max(most, len(drafted) - self._window), soon):
+            slot, cached, soon = self._best_source(sequence, reading)
+            if worth_waiting(sequence, max(cached, earliest), soon):
                 return False
-            if source >= 0 and len(drafted) - most <= self._window:
-                other = self._readers[source]
-                self._engine.copy(source, sequence.slot, most - other.draft_start)
-                sequence.draft_start, sequence.draft_end = other.draft_start, most
-        if (
-            len(drafted) - sequence.draft_end > self._window
-            or len(drafted) - sequence.draft_start > self._context_length
-        ):
+            if slot != sequence.slot and cached >= earliest:
+                start = self._by_slot[slot].draft_start
+                self._engine.copy(slot, sequence.slot, cached - start)
+                sequence.draft_start, sequence.draft_end = start, cached
+        if sequence.draft_end < earliest or len(drafted) - sequence.draft_start > self._context_length:
             self._engine.truncate(sequence.slot, 0)
-            sequence.draft_start = sequence.draft_end = max(0, len(drafted) - self._window)
+            sequence.draft_start = sequence.draft_end = max(0, earliest)
         return True
+
+    def _best_source(self, sequence: Sequence, reading: dict[int, int]) -> tuple[int, int, int]:
+        """The slot with the longest prefix of a sequence that is cached now, and its length now and after this pass."""
+        slot, cached, soon = sequence.slot, sequence.draft_end, sequence.draft_end
+        for other_slot, other in self._by_slot.items():
+            if other_slot == sequence.slot:
+                continue
+            # The last token is always read: its logits are those that are drafted from.
+            shared = common_prefix(other.tokens, sequence.tokens, min(other.draft_end, len(sequence.tokens) - 1))
+            if shared <= other.draft_start:
+                # Its cache begins after the common prefix.
+                continue
+            soon = max(soon, shared)
+            now = min(shared, reading.get(other_slot, shared))
+            if now > max(cached, other.draft_start):
+                slot, cached = other_slot, now
+        return slot, cached, soon
 
     def _fitted(self, logits: FloatArray) -> FloatArray:
         """A row as wide as the target's: models of one family pad their vocabularies differently."""
@@ -174,4 +181,4 @@ class DraftModel:
         """Only the first `length` tokens are decided: truncate the cache to them."""
         sequence.truncate_draft(length)
         self._engine.truncate(sequence.slot, sequence.draft_end - sequence.draft_start)
-        self._readers[sequence.slot] = sequence
+        self._by_slot[sequence.slot] = sequence

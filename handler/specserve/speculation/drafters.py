@@ -187,9 +187,10 @@ class Drafters:
             seconds_per_row = costs.draft_seconds(sum(n_read)) / max(1, sum(n_read))
             for index, proposal in enumerate(chosen):
                 proposal.seconds += seconds_per_row * n_read[index]
-                if not proposal.sequence.stats.drafted_by["model"]:
-                    # The model joins the sequence: all its rounds profit from what was read of the prompt.
-                    proposal.prefill_seconds += seconds_per_row * (n_read[index] - 1)
+                joins = not proposal.sequence.stats.drafted_by["model"]
+                if joins:
+                    # All rounds of the sequence profit from what was read before the first draft.
+                    proposal.prefill_seconds += seconds_per_row * max(0, n_read[index] - 1)
                 if index not in logits or not self._draw(logits[index], proposal):
                     proposal.ended = True
                     continue
@@ -213,16 +214,18 @@ class Drafters:
             tokens, confidences = proposer.propose(sequence, proposal.tokens, remaining)
             if not tokens:
                 continue
-            probabilities = [self.controller.acceptance(sequence, proposer.name, one) for one in confidences]
-            candidate = self._candidate(proposal, costs) or Candidate(proposal.prefix, 0.0, 0, 0)
-            if sequence.speculation.adaptive:
+            probabilities = [self.controller.acceptance(sequence, proposer.name, stated) for stated in confidences]
+            # Where the model may not draft, a candidate that gains nothing.
+            nothing = Candidate(proposal.prefix, acceptance=0.0, pending=0, remaining=0)
+            candidate = self._candidate(proposal, costs) or nothing
+            if sequence.speculation.is_auto:
                 length = proposal_length(candidate, probabilities, rows, costs)
             else:
                 # A fixed number of drafts is made in any case; the model makes those that it is likelier to get right.
-                unlikely = (i for i, probability in enumerate(probabilities) if probability < candidate.acceptance)
+                unlikely = (n for n, likely in enumerate(probabilities) if likely < candidate.acceptance)
                 length = next(unlikely, len(tokens))
-            for token, one, probability in zip(tokens[:length], confidences, probabilities, strict=False):
-                proposal.add(Draft(token, one_hot(token, self._vocabulary), proposer.name, one), probability)
+            for token, stated, probability in zip(tokens[:length], confidences, probabilities, strict=False):
+                proposal.add(Draft(token, one_hot(token, self._vocabulary), proposer.name, stated), probability)
             if length:
                 return length
             if not proposal.drafts:
@@ -232,10 +235,10 @@ class Drafters:
     def _choose(self, proposals: list[Proposal], rows: int, costs: RoundCosts) -> list[Proposal]:
         """The sequences whose next token the model drafts in this step."""
         able = [(p, self._candidate(p, costs)) for p in proposals if not p.ended and p.remaining > 0]
-        fixed = [p for p, candidate in able if candidate and not p.sequence.speculation.adaptive]
-        adaptive = [(p, candidate) for p, candidate in able if candidate and p.sequence.speculation.adaptive]
-        chosen, _ = model_steps([candidate for _, candidate in adaptive], rows + len(fixed), costs)
-        return [*fixed, *(adaptive[index][0] for index in sorted(chosen))]
+        fixed = [p for p, candidate in able if candidate and not p.sequence.speculation.is_auto]
+        auto = [(p, candidate) for p, candidate in able if candidate and p.sequence.speculation.is_auto]
+        chosen, _ = model_steps([candidate for _, candidate in auto], rows + len(fixed), costs)
+        return [*fixed, *(auto[index][0] for index in sorted(chosen))]
 
     def _candidate(self, proposal: Proposal, costs: RoundCosts) -> Candidate | None:
         """What is known of a sequence before the model drafts its next token; None where it cannot or may not."""
@@ -246,7 +249,7 @@ class Drafters:
         if not self._model.can_read(drafted):
             return None
         pending = self._model.pending(drafted)
-        if sequence.speculation.adaptive:
+        if sequence.speculation.is_auto:
             return self.controller.candidate(sequence, proposal.prefix, pending, proposal.remaining, costs)
         return Candidate(proposal.prefix, self.controller.next_acceptance(sequence), pending, proposal.remaining)
 
@@ -263,6 +266,6 @@ class Drafters:
             token = int(q.argmax())
         else:
             token = RULES[sequence.speculation.verification].sample(q, len(proposal.drafts), proposal.noise)
-        sure = confidence(shaped)
-        proposal.add(Draft(token, q, "model", sure), self.controller.acceptance(sequence, "model", sure))
+        stated = confidence(shaped)
+        proposal.add(Draft(token, q, "model", stated), self.controller.acceptance(sequence, "model", stated))
         return True

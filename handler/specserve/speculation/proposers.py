@@ -409,7 +409,7 @@ class PredictionProposer:
         if self not in sequence.states:
             sequence.states[self] = Aligner(sequence.prediction)
         aligner: Aligner = sequence.states[self]
-        aligner.extend(sequence.answer[len(aligner) :])
+        aligner.extend(sequence.tokens[sequence.prompt_length + len(aligner) :])
         return aligner.propose(drafts, limit)
 
 

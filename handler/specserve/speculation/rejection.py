@@ -84,19 +84,19 @@ def verify_block(p: Distributions, q: Distributions, drafts: Sequence[int], nois
     """
     gamma = len(drafts)
     n_accepted, weight_there, weight = 0, 1.0, 1.0
-    for i, x in enumerate(drafts):
-        weight = min(1.0, weight * float(p[i][x]) / float(q[i][x]))
+    for n, x in enumerate(drafts, 1):
+        weight = min(1.0, weight * float(p[n - 1][x]) / float(q[n - 1][x]))
         if weight == 0:
             break
-        if i + 1 < gamma:
-            excess = float(residual(p[i + 1], q[i + 1], weight).sum(dtype=np.float64))
+        if n < gamma:
+            excess = float(residual(p[n], q[n], weight).sum(dtype=np.float64))
             # A denominator of 0 is no residual and weight 1: p = q at this index, and the block may end here.
             denominator = excess + 1 - weight
             ends = excess / denominator if denominator > 0 else 1.0
         else:
             ends = weight
-        if noise.uniform(Purpose.ACCEPT, i) < ends:
-            n_accepted, weight_there = i + 1, weight
+        if noise.uniform(Purpose.ACCEPT, n - 1) < ends:
+            n_accepted, weight_there = n, weight
     if n_accepted == gamma:
         return Verdict(gamma, draw(p[gamma], noise.uniform(Purpose.BONUS, gamma)))
     uniform = noise.uniform(Purpose.RECOVER, n_accepted)

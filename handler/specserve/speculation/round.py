@@ -66,7 +66,7 @@ class Outcome(NamedTuple):
         position: number of tokens after the prompt before the round.
         target_cached: number of the sequence's tokens in the target's cache before the round.
         draft_share: the sequence's share of the time of drafting, by the cost model.
-        share: its share of the rest of the round's time.
+        target_share: its share of the rest of the round's time.
         drafters: the drafter of each verified draft.
         n_accepted: how many of them were accepted.
         plain_seconds: this sequence's share of the pass, had no sequence drafted; None unless a decode round has
@@ -77,7 +77,7 @@ class Outcome(NamedTuple):
     position: int
     target_cached: int
     draft_share: float
-    share: float
+    target_share: float
     drafters: abc.Sequence[DrafterName] = ()
     n_accepted: int = 0
     plain_seconds: float | None = None
@@ -114,13 +114,13 @@ class TargetDistributions:
         self._sequence = sequence
         self._drafts = drafts
         self._shaped: dict[int, FloatArray] = {}
-        self._known: dict[int, FloatArray] = {}
+        self._distributions: dict[int, FloatArray] = {}
 
     def __getitem__(self, index: int, /) -> FloatArray:
         """The distribution at `index`, shape (vocabulary,)."""
-        if index not in self._known:
-            self._known[index] = to_distribution(self._shaped_at(index), self._sequence.sampling)
-        return self._known[index]
+        if index not in self._distributions:
+            self._distributions[index] = to_distribution(self._shaped_at(index), self._sequence.sampling)
+        return self._distributions[index]
 
     def argmax(self, index: int) -> int:
         """The most probable token at `index`."""
@@ -169,12 +169,13 @@ def run_round(
     logits = target.forward(_batch(plans, proposals))
     verified = clock()
     costs = _plan_costs(plans, proposals, target_cost, kv_len)
-    shares = _shares([cost.plain_seconds + cost.rows_seconds for cost in costs])
-    draft_shares = _shares([cost.model_seconds for cost in costs])
+    target_shares = _shares([cost.plain_seconds + cost.rows_seconds for cost in costs])
+    by_model = [cost.model_seconds for cost in costs]
+    draft_shares = _shares(by_model if any(by_model) else [float(plan.gamma > 0) for plan in plans])
     outcomes = {}
     for index, own_logits in _longest_deferred_first(plans, proposals, logits):
         sequence = plans[index].sequence
-        before = Outcome(sequence.generated, sequence.target_cached, draft_shares[index], shares[index])
+        before = Outcome(sequence.generated, sequence.target_cached, draft_shares[index], target_shares[index])
         outcomes[sequence] = _apply(
             target, drafters, plans[index], proposals[index], own_logits, cost=costs[index], before=before
         )
@@ -199,15 +200,15 @@ class PlanCost(NamedTuple):
     model_seconds: float
 
 
-def _plan_costs(plans: list[Plan], proposals: list[Proposal], cost: Cost, kv_len: int) -> list[PlanCost]:
+def _plan_costs(plans: list[Plan], proposals: list[Proposal], target_cost: Cost, kv_len: int) -> list[PlanCost]:
     """What each plan adds: decoding is shared equally, prefill and drafts are charged by their rows."""
     n_decoding = sum(plan.sequence.decoding for plan in plans)
     plain_rows = sum(plan.rows for plan in plans)
     draft_rows = sum(len(proposal.drafts) for proposal in proposals)
-    decode = cost.seconds(n_decoding, kv_len)
-    plain = cost.seconds(plain_rows, kv_len)
+    decode = target_cost.seconds(n_decoding, kv_len)
+    plain = target_cost.seconds(plain_rows, kv_len)
     # An estimate may fall with more rows; no plan is charged less than nothing.
-    draft_row = max(0.0, cost.seconds(plain_rows + draft_rows, kv_len) - plain) / max(1, draft_rows)
+    draft_row = max(0.0, target_cost.seconds(plain_rows + draft_rows, kv_len) - plain) / max(1, draft_rows)
     prompt_row = max(0.0, plain - decode) / max(1, plain_rows - n_decoding)
     return [
         PlanCost(
@@ -229,10 +230,11 @@ def _longest_deferred_first(
     plans: list[Plan], proposals: list[Proposal], logits: FloatArray
 ) -> Iterator[tuple[int, FloatArray]]:
     """Indices of the plans with their rows of logits, those first that were deferred most often in succession."""
+    # Rows of logits of each plan, and where they begin.
     counts = [plan.rows - plan.first_logits + len(p.drafts) for plan, p in zip(plans, proposals, strict=True)]
-    firsts = [0, *accumulate(counts)]
+    starts = [0, *accumulate(counts)]
     for index in sorted(range(len(plans)), key=lambda index: -plans[index].sequence.deferrals):
-        yield index, logits[firsts[index] : firsts[index + 1]]
+        yield index, logits[starts[index] : starts[index + 1]]
 
 
 def _apply(

@@ -189,7 +189,7 @@ def common_prefix(left: list[int], right: list[int], most: int | None = None) ->
 
 
 def worth_waiting(sequence: Sequence, cached: int, soon: int) -> bool:
-    """Whether a quarter or more of what must be prefilled is being prefilled for another sequence with this prefix."""
+    """Whether more than a quarter of what must be prefilled is being prefilled for another sequence, too."""
     return soon > cached and 4 * (soon - cached) > len(sequence.tokens) - cached
 
 
@@ -199,8 +199,8 @@ class Sequence:
     The target's cache holds the first `target_cached` tokens, the draft model's those from `draft_start` to
     `draft_end`; which tokens still have to be fed follows from that. `cached_tokens` is how many tokens of the prompt
     the target's cache already held when the sequence got its slot. `round_number` counts the rounds that have decided
-    tokens and keys the noise of the next one; `deferrals` counts the rounds since the last of these that had no time
-    for the sequence's grammar mask. `states` holds what drafters and the controller know of the sequence, by owner.
+    tokens and keys the noise of the next one; `deferrals` counts the rounds since then that had no time for the
+    sequence's grammar mask. `states` holds what drafters and the controller know of the sequence, by owner.
 
     Args:
         max_tokens: the most tokens after the prompt; 0 only prefills it.
@@ -277,7 +277,7 @@ class Sequence:
 
     @property
     def target_pending(self) -> int:
-        """Number of tokens the target has not been fed; 1 while decoding, more during prefill."""
+        """Number of tokens the target has not been fed: 1 while decoding; in prefill 1 or more, 0 once all is fed."""
         return len(self.tokens) - self.target_cached
 
     def truncate_draft(self, length: int) -> None:

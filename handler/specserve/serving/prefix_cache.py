@@ -57,14 +57,14 @@ class PrefixCache:
         return sum(not slot.in_use for slot in self.slots)
 
     def assign(self, sequence: Sequence, prefilling: Iterable[Sequence]) -> bool:
-        """Give a sequence a free slot with the longest cached prefix of its prompt.
+        """Give a sequence a free slot, and the longest prefix of its prompt that any slot has cached.
 
         Args:
             sequence: has no slot yet; there must be a free one.
             prefilling: the sequences whose prompts are being prefilled.
 
         Returns:
-            False if it should wait instead, because most of its prompt is being prefilled for another sequence.
+            False if it should wait, because enough of its prompt is being prefilled for another (`worth_waiting`).
         """
         source = max(self.slots, key=lambda slot: (slot.common_prefix(sequence), not slot.in_use))
         shared = source.common_prefix(sequence)

@@ -111,7 +111,7 @@ class Scheduler:
         if self._begin_masks is not None:
             # Grammar masks may delay other sequences as long as prefill may.
             self._begin_masks(self.max_wait_seconds)
-        # Of the queue only those that a free slot waits for count: short rounds do not help the others, early ends do.
+        # The queue counts as far as slots are free; short rounds do not help the others, early ends do.
         awaiting = sum(not g.decoding for g in self._running) + min(len(self._queue), self._cache.free_slots)
         try:
             report = run_round(self._target, self._drafters, plans, self._clock, awaiting_first_token=awaiting)
@@ -130,10 +130,11 @@ class Scheduler:
         plans = self._decode_plans([generation for generation in self._running if generation.decoding])
         if len(plans) < len(self._running):
             plans += self._prefill_plans(plans)
+        # A fixed order, so that the same sequences make the same batch.
         return sorted(plans, key=lambda plan: plan.sequence.slot)
 
     def _admit(self) -> None:
-        """Give free slots to waiting sequences; one waits while most of its prompt is being prefilled for another."""
+        """Give free slots to waiting sequences; one waits while another prefills its prefix."""
         if not self._cache.free_slots:
             return
         postponed: list[list[int]] = []
@@ -141,6 +142,7 @@ class Scheduler:
             if not self._cache.free_slots:
                 return
             if generation.tokens in postponed:
+                # Another choice of a prompt that waits already.
                 continue
             try:
                 admitted = self._cache.assign(generation, (g for g in self._running if not g.decoding))
@@ -202,7 +204,7 @@ class Scheduler:
 
     def _prefill_plans(self, decoding: list[Plan]) -> list[Plan]:
         """Prefill chunks beside these plans, as far as the pass has room."""
-        verified = sum(1 + plan.gamma for plan in decoding)
+        reserved = sum(1 + plan.gamma for plan in decoding)
         chunk = prefill_chunk(
             self._controller.target_cost,
             self._kv_len(),
@@ -213,8 +215,8 @@ class Scheduler:
             most=self._prefill_rows,
             max_wait=self.max_wait_seconds,
         )
-        rows_left = min(chunk, self._target.max_rows - verified)
-        logits_left = self._target.max_logits - verified
+        rows_left = min(chunk, self._target.max_rows - reserved)
+        logits_left = self._target.max_logits - reserved
         plans = []
         for generation in self._running:
             if rows_left > 0 and logits_left > 0 and not generation.decoding:
@@ -255,11 +257,8 @@ class Scheduler:
         if tokens:
             times.last_token = now
             times.first_token = now if times.first_token is None else times.first_token
-        draft, target, other = (
-            outcome.draft_share * parts[0],
-            outcome.target_share * parts[1],
-            outcome.target_share * parts[2],
-        )
+        draft = outcome.draft_share * parts[0]
+        target, other = (outcome.target_share * seconds for seconds in parts[1:])
         stats.add_seconds(draft, target, other, prefill=outcome.prefill)
         # Of drafts after the end of the text none counts as accepted.
         accepted = min(outcome.n_accepted, len(tokens))

@@ -6,11 +6,10 @@ TorchServe asks the entry's function in `context.stopping_criteria`, which retur
 Where a call has nothing to say yet, it deletes the entry's id from `context.request_ids`: then nothing is sent, and the
 entry comes again, body included. Once a chunk is sent, the HTTP status is final.
 
-A slice is the rounds that begin within `time_slice_ms`, at least one. A call of `handle` is `join`, then work on what
-the last slice has produced, then `start`. `join` waits for
-the slice that the call before has started, if any; after `interrupt` that ends with its current round. If none was
-started, `run` runs one while the call waits. `start` begins a slice that runs on after the call has returned, unless
-there is nothing to run or the next round prefills.
+A slice is the rounds that begin within `time_slice_ms`, at least one. `handle` calls the `EngineLoop`: `join` waits for
+the slice that the call before started, cut to its current round by `interrupt` where requests are new or gone; if
+there was none, `run` runs one while the call waits; `start` begins the next, which runs on after the call has returned,
+unless there is nothing to run or the next round prefills.
 
 Three threads share the work:
 
@@ -154,12 +153,12 @@ class Handler:
         called = time.monotonic()
         entries = dict(context.request_ids)
         if set(entries.values()) != self._responses.keys():
-            # Requests have come or gone: the slice ends with its current round, so that the next one has the new ones.
+            # Requests have come or gone, or are being parsed: the slice ends with its current round.
             self._loop.interrupt()
         was_started = self._loop.join()
         self._forget_absent(set(entries.values()))
         any_new = self._parse_new(data, context, called)
-        # No parsing holds up running streams for longer.
+        # Without new requests, streams do not wait for a long parse again.
         submitted = self._submit_parsed(_PARSE_SECONDS if any_new or not self._scheduler.busy else 0.0)
         if not was_started:
             self._loop.run()

@@ -86,7 +86,7 @@ class Candidate(NamedTuple):
         acceptance: that of its next draft token, before it is drafted.
         pending: tokens that the draft model reads before it drafts the next one; 1 where `catch_up` charges them.
         remaining: how many more draft tokens the sequence may have.
-        catch_up: this round's share of the seconds of a long catch-up; 0 for a short one.
+        catch_up: this round's share of the seconds of a long catch-up, times a margin; 0 for a short one.
     """
 
     prefix: float
@@ -217,7 +217,7 @@ class Controller:
             decoding: the sequences that decode in this round, at least one.
             target_kv_len: tokens of the target's cache that a row attends to.
             draft_kv_len: the same of the draft model's.
-            awaiting_first_token: number of sequences in prefill; time is worth as much to each of them.
+            awaiting_first_token: number of sequences in prefill or about to be; time is worth as much to each of them.
         """
         plain_seconds = self.target_cost.seconds(len(decoding), target_kv_len)
         draft_cost = self.draft_cost
@@ -275,6 +275,8 @@ class Controller:
             calibration.learn(seen.confidence, seen.accepted)
             if seen.target_confidence is None:
                 continue
+            # The calibration "target" predicts the draft model's token from the target's confidence, drafted or not;
+            # only the draft model's own outcomes teach it.
             pooled = by_target.probability(seen.target_confidence)
             own.expect(pooled)
             if seen.drafter == "model":

@@ -58,7 +58,7 @@ class Proposal:
         seconds: the sequence's share of the draft model's passes, by the cost model.
         prefill_seconds: the part of them that read the sequence before the model's first draft of it.
         drafts: in order.
-        undrafted: what was proposed instead of a first draft, and not drafted.
+        undrafted: what proposers offered as the first token and was not worth drafting.
         prefix: the estimated probability that all drafts so far are accepted.
         ended: whether the draft model has nothing more to add.
         deferred: whether it comes from an earlier round that could not verify it to its end; nothing is added.
@@ -166,13 +166,14 @@ class Drafters:
             proposals: empty or deferred, one for each sequence of the round.
             rows: of the target's pass without drafts.
             kv_len: how many tokens a row of that pass attends to.
-            awaiting_first_token: number of sequences in prefill.
+            awaiting_first_token: number of sequences in prefill or about to be.
         """
         drafting = [proposal for proposal in proposals if proposal.gamma > 0 and not proposal.deferred]
         if not drafting:
             return
         decoding = [proposal.sequence for proposal in proposals if proposal.sequence.decoding]
         costs = self.controller.costs(decoding, kv_len, self.draft_kv_len, awaiting_first_token)
+        # Deferred proposals have drafts already.
         rows += sum(len(proposal.drafts) for proposal in proposals)
         for proposal in drafting:
             rows += self._propose_free(proposal, rows, costs)

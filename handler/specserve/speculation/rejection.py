@@ -83,7 +83,7 @@ def verify_block(p: Distributions, q: Distributions, drafts: Sequence[int], nois
     Args and noise are those of `verify_token`; p after a draft token of probability 0 is never read.
     """
     gamma = len(drafts)
-    n_accepted, weight_there, weight = 0, 1.0, 1.0
+    n_accepted, weight_accepted, weight = 0, 1.0, 1.0
     for n, x in enumerate(drafts, 1):
         weight = min(1.0, weight * float(p[n - 1][x]) / float(q[n - 1][x]))
         if weight == 0:
@@ -96,11 +96,11 @@ def verify_block(p: Distributions, q: Distributions, drafts: Sequence[int], nois
         else:
             ends = weight
         if noise.uniform(Purpose.ACCEPT, n - 1) < ends:
-            n_accepted, weight_there = n, weight
+            n_accepted, weight_accepted = n, weight
     if n_accepted == gamma:
         return Verdict(gamma, draw(p[gamma], noise.uniform(Purpose.BONUS, gamma)))
     uniform = noise.uniform(Purpose.RECOVER, n_accepted)
-    return Verdict(n_accepted, recover(p[n_accepted], q[n_accepted], uniform, weight_there))
+    return Verdict(n_accepted, recover(p[n_accepted], q[n_accepted], uniform, weight_accepted))
 
 
 def verify_coupled(p: Distributions, drafts: Sequence[int], noise: NoiseSource) -> Verdict:

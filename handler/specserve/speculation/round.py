@@ -90,7 +90,7 @@ class Outcome(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a round took, in seconds, and did for each sequence."""
+    """Seconds of a round's drafting and of its target pass, and what the round did for each sequence."""
 
     draft_seconds: float
     target_seconds: float
@@ -152,9 +152,9 @@ def run_round(
     Args:
         target: the target's engine; its slots hold what the sequences say.
         drafters: all drafters, with their controller.
-        plans: in the order of their slots.
+        plans: one for each sequence of the round.
         clock: seconds.
-        awaiting_first_token: number of sequences in prefill.
+        awaiting_first_token: number of sequences in prefill or about to be.
 
     Raises:
         EngineError: the target failed. Its caches are as before; the caller truncates those of the draft model.
@@ -167,7 +167,7 @@ def run_round(
     drafters.propose(proposals, sum(plan.rows for plan in plans), kv_len, awaiting_first_token)
     drafted = clock()
     logits = target.forward(_batch(plans, proposals))
-    verified = clock()
+    passed = clock()
     costs = _plan_costs(plans, proposals, target_cost, kv_len)
     target_shares = _shares([cost.plain_seconds + cost.rows_seconds for cost in costs])
     by_model = [cost.model_seconds for cost in costs]
@@ -183,7 +183,7 @@ def run_round(
     # Computing distributions and verifying take time for every row, so they belong to the cost of a pass.
     rows = sum(plan.rows + len(proposal.drafts) for plan, proposal in zip(plans, proposals, strict=True))
     target_cost.observe(rows, kv_len, done - drafted)
-    return Report(drafted - started, verified - drafted, outcomes)
+    return Report(drafted - started, passed - drafted, outcomes)
 
 
 class PlanCost(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import abc
 
 # What half and twice of a constant change is in benchmarks/RESULTS.md, sensitivity.
 
@@ -57,7 +57,7 @@ class Calibration:
         prior: acceptance probability of each bin before anything was verified, lowest confidence first.
     """
 
-    def __init__(self, prior: Sequence[float]) -> None:
+    def __init__(self, prior: abc.Sequence[float]) -> None:
         self._accepted = [_PRIOR_WEIGHT * probability for probability in prior]
         self._seen = [_PRIOR_WEIGHT] * (len(_EDGES) + 1)
 

@@ -12,7 +12,8 @@ is the target's distribution after i drafts, and draft x_i was sampled from q_i.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -50,7 +51,7 @@ class Verdict(NamedTuple):
     next_token: int
 
 
-def verify_token(p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource) -> Verdict:
+def verify_token(p: Distributions, q: Distributions, drafts: abc.Sequence[int], noise: NoiseSource) -> Verdict:
     """Token verification (Leviathan et al. 2023, arXiv 2211.17192, algorithm 1).
 
     Draft token x at index i is accepted with probability min(1, p_i(x) / q_i(x)). At the first rejection the next token
@@ -70,7 +71,7 @@ def verify_token(p: Distributions, q: Distributions, drafts: Sequence[int], nois
     return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
 
 
-def verify_block(p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource) -> Verdict:
+def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], noise: NoiseSource) -> Verdict:
     """Block verification (Sun et al. 2025, arXiv 2403.10444, algorithm 2).
 
     It accepts at least as many drafts in expectation as token verification.
@@ -103,7 +104,7 @@ def verify_block(p: Distributions, q: Distributions, drafts: Sequence[int], nois
     return Verdict(n_accepted, recover(p[n_accepted], q[n_accepted], uniform, weight_accepted))
 
 
-def verify_coupled(p: Distributions, drafts: Sequence[int], noise: NoiseSource) -> Verdict:
+def verify_coupled(p: Distributions, drafts: abc.Sequence[int], noise: NoiseSource) -> Verdict:
     """Coupled verification (Daliri et al. 2024, arXiv 2408.07978): the target's own choice, whatever was drafted.
 
     At every position the target's token wins an exponential race whose noise is keyed by seed and position; drafts are
@@ -115,7 +116,7 @@ def verify_coupled(p: Distributions, drafts: Sequence[int], noise: NoiseSource) 
     return verify_greedy(lambda index: race(p[index], partial(noise.exponentials, index)), drafts)
 
 
-def verify_greedy(choose: Callable[[int], int], drafts: Sequence[int]) -> Verdict:
+def verify_greedy(choose: Callable[[int], int], drafts: abc.Sequence[int]) -> Verdict:
     """Accept drafts while they equal the target's own choice at their index, which is the next token after them.
 
     With the argmax as the choice it is what every rule comes to where all distributions are one-hot.
@@ -145,7 +146,7 @@ class Rule(NamedTuple):
     """How a draft token is sampled, and the verification that goes with it."""
 
     sample: Callable[[FloatArray, int, NoiseSource], int]
-    verify: Callable[[Distributions, Distributions, Sequence[int], NoiseSource], Verdict]
+    verify: Callable[[Distributions, Distributions, abc.Sequence[int], NoiseSource], Verdict]
 
 
 RULES: dict[str, Rule] = {

@@ -62,7 +62,7 @@ QUICK_SETTINGS = (
     "llama-cpp-python lookup 10",
 )
 CLIENTS = (1, 2, 4, 8, 16)
-# Together they take 18 of 24 GB of memory.
+# The plain setting of every engine, and llama-server's draft model.
 CLIENT_SETTINGS = (PLAIN, "llama-server draft 3", "ik_llama.cpp plain", "OpenVINO plain", "llama-cpp-python plain")
 TURN_SECONDS = 1.0
 # Servers beside the one that ratios are to: repacked weights and caches must fit into memory together.

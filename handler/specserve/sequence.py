@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter, abc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ DrafterName = Literal["model", "lookup", "prediction", "grammar"]
 # Who wrote a token: the drafter of an accepted one; the target also where it replaced a draft.
 Source = Literal[DrafterName, "target"]
 SpeculationMode = Literal["off", "fixed", "auto"]
+State = TypeVar("State")
 
 
 @dataclass(frozen=True)
@@ -290,6 +291,13 @@ class Sequence:
         """Take over the draft model's cache of another sequence that shares the first `length` tokens."""
         self.draft_start, self.draft_end = other.draft_start, other.draft_end
         self.truncate_draft(length)
+
+    def state(self, owner: object, make: Callable[[], State]) -> State:
+        """What an owner knows of the sequence, from `make` at first."""
+        if owner not in self.states:
+            self.states[owner] = make()
+        known: State = self.states[owner]
+        return known
 
     def release(self) -> None:
         """Drop what only the rounds need, such as a grammar's state of some megabytes; the tokens stay."""

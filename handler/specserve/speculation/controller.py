@@ -298,10 +298,7 @@ class Controller:
         self._state(sequence).count_round(tokens, plain_seconds, draft_seconds)
 
     def _state(self, sequence: Sequence) -> _SequenceState:
-        if self not in sequence.states:
-            sequence.states[self] = _SequenceState()
-        state: _SequenceState = sequence.states[self]
-        return state
+        return sequence.state(self, _SequenceState)
 
     def _calibration(self, sequence: Sequence, drafter: str) -> Calibration:
         key = (drafter, not is_greedy(sequence.sampling))

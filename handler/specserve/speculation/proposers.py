@@ -390,9 +390,7 @@ class LookupProposer:
 
     def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
         """The continuation of the longest and newest match; see `Proposer.propose`."""
-        if self not in sequence.states:
-            sequence.states[self] = Lookup()
-        index: Lookup = sequence.states[self]
+        index = sequence.state(self, Lookup)
         index.extend(sequence.tokens[len(index) :])
         return index.propose(drafts, limit)
 
@@ -406,9 +404,7 @@ class PredictionProposer:
         """The prediction's next tokens; see `Proposer.propose`."""
         if not sequence.prediction:
             return FreeTokens([], [])
-        if self not in sequence.states:
-            sequence.states[self] = Aligner(sequence.prediction)
-        aligner: Aligner = sequence.states[self]
+        aligner = sequence.state(self, lambda: Aligner(sequence.prediction))
         aligner.extend(sequence.tokens[sequence.prompt_length + len(aligner) :])
         return aligner.propose(drafts, limit)
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from importlib import import_module
-from itertools import chain, cycle, repeat
+from itertools import chain, count, cycle, repeat
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -275,11 +275,13 @@ def test_rounds_run_between_calls_and_all_other_work_between_rounds(
 def test_a_new_request_interrupts_a_long_time_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first time slice has one round; the clock stops for the next one, so that only an interrupt can end it."""
     front_end = FrontEnd(time_slice_ms=500)
-    started = threading.Event()
+    started, posted, steps = threading.Event(), threading.Event(), count()
     clock, step = chain([0.0], repeat(1.0)), Scheduler.step
 
     def announced_step(scheduler: Scheduler) -> None:
-        step(scheduler)
+        """A step, but no more than 50 before the second request: the answer of 200 tokens cannot end earlier."""
+        if posted.is_set() or next(steps) < 50:
+            step(scheduler)
         started.set()
 
     monkeypatch.setattr(Scheduler, "step", announced_step)
@@ -292,6 +294,7 @@ def test_a_new_request_interrupts_a_long_time_slice(monkeypatch: pytest.MonkeyPa
     front_end.post(BODY)
     front_end.handle_once()
     assert long not in front_end.finished
+    posted.set()
     front_end.run()
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.speculation.proposers import _LONGEST, _LOOKUP_PRIORS, _SHORTEST, HitRates, Kind, Lookup
+from specserve.speculation.proposers import _LENGTHS, _LOOKUP_PRIORS, _NEWEST, HitRates, Kind, Lookup
 from work import lines_run
 
 
@@ -22,16 +22,27 @@ def lookup_of(sequence: Sequence[int]) -> Lookup:
     return lookup
 
 
+def matches(sequence: list[int], run: list[int]) -> tuple[list[int], int]:
+    """By trying all positions: where the sequence has the longest suffix of `run` by these lengths, and the length.
+
+    Only the newest occurrences of the last two tokens count.
+    """
+    found: tuple[list[int], int] = [], 0
+    ends = [end for end in range(2, len(sequence) + 1) if sequence[end - 2 : end] == run[-2:]]
+    newest = [end for end in ends[-_NEWEST:] if end < len(run)]
+    for length in _LENGTHS:
+        ends_of_length = [end for end in newest if end >= length and run[end - length : end] == run[-length:]]
+        found = (ends_of_length, length) if ends_of_length else found
+    return found
+
+
 def expected(sequence: list[int], drafts: list[int], most: int) -> list[int]:
-    """By trying all lengths and positions: the longest suffix, its newest occurrence, and what follows it."""
-    tokens = sequence + drafts
-    for length in range(min(_LONGEST, len(tokens)), _SHORTEST - 1, -1):
-        for end in range(min(len(sequence), len(tokens) - 1), length - 1, -1):
-            if tokens[end - length : end] == tokens[-length:]:
-                for i in range(most):
-                    tokens.append(tokens[end + i])
-                return tokens[len(tokens) - most :] if most else []
-    return []
+    """What followed the newest of the longest matches."""
+    run = sequence + drafts
+    ends, _length = matches(sequence, run)
+    for i in range(most if ends else 0):
+        run.append(run[ends[-1] + i])
+    return run[len(sequence) + len(drafts) :]
 
 
 def blocks(alphabet: int) -> st.SearchStrategy[list[int]]:
@@ -61,15 +72,11 @@ def test_proposal_continues_the_newest_occurrence_of_the_longest_suffix(
 
 
 def kind_of(sequence: list[int]) -> Kind | None:
-    """The kind of the longest suffix that occurred before, by trying all lengths; None without one."""
-    for length in range(min(_LONGEST, len(sequence) - 1), _SHORTEST - 1, -1):
-        followed = [
-            sequence[end] for end in range(length, len(sequence)) if sequence[end - length : end] == sequence[-length:]
-        ]
-        if followed:
-            evidence = "split" if len(set(followed)) > 1 else "repeated" if len(followed) > 1 else "once"
-            return evidence, length.bit_length()
-    return None
+    """The kind of the longest suffix that occurred before; None without one."""
+    ends, length = matches(sequence, sequence)
+    followed = {sequence[end] for end in ends}
+    evidence = "split" if len(followed) > 1 else "repeated" if len(ends) > 1 else "once"
+    return (evidence, length.bit_length()) if ends else None
 
 
 @settings(max_examples=200, deadline=None)
@@ -102,13 +109,20 @@ def test_newest_of_equally_long_matches_is_continued() -> None:
 
 
 def test_longer_match_is_preferred_to_a_newer_one() -> None:
-    assert lookup_of([7, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2]).propose([], 2).tokens == [3, 8]
+    assert lookup_of([6, 7, 1, 2, 3, 8, 1, 2, 4, 6, 7, 1, 2]).propose([], 2).tokens == [3, 8]
 
 
-def test_suffixes_are_distinguished_by_their_last_32_tokens() -> None:
-    context = list(range(100, 100 + _LONGEST))
-    assert lookup_of([7, *context, 1, 8, *context, 2, 7, *context]).propose([], 1).tokens == [2]
-    assert lookup_of([7, *context[1:], 1, 8, *context[1:], 2, 7, *context[1:]]).propose([], 1).tokens == [1]
+@pytest.mark.parametrize(("shared", "newer", "follower"), [(4, 3, 1), (5, 4, 2), (6, 4, 1), (31, 24, 2), (32, 24, 1)])
+def test_suffixes_are_distinguished_by_some_lengths(shared: int, newer: int, follower: int) -> None:
+    """`shared` tokens of the suffix occurred, then 1, and later the last `newer` of them, then 2."""
+    context = list(range(100, 100 + shared))
+    assert lookup_of([*context, 1, 8, *context[-newer:], 2, 7, *context]).propose([], 1).tokens == [follower]
+
+
+def test_only_the_newest_occurrences_are_compared() -> None:
+    others = [token for other in range(_NEWEST - 1) for token in (20 + other, 1, 2, 50 + other)]
+    assert lookup_of([9, 8, 1, 2, 3, *others[4:], 9, 8, 1, 2]).propose([], 1).tokens == [3]
+    assert lookup_of([9, 8, 1, 2, 3, *others, 9, 8, 1, 2]).propose([], 1).tokens == others[-1:]
 
 
 def test_periodic_sequence_is_continued_without_end() -> None:
@@ -195,7 +209,7 @@ SEQUENCES: dict[str, Callable[[int], list[int]]] = {
 @pytest.mark.parametrize("length", [300, 3000])
 def test_memory_and_work_per_token_are_bounded_for_any_sequence(name: str, length: int) -> None:
     sequence = SEQUENCES[name](length)
-    assert lines_run(lambda: lookup_of(sequence)) <= 10 * _LONGEST * length
+    assert lines_run(lambda: lookup_of(sequence)) <= 20 * _NEWEST * length
     tracemalloc.start()
     lookup = lookup_of(sequence)
     memory, _ = tracemalloc.get_traced_memory()

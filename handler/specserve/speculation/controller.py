@@ -39,9 +39,9 @@ _SHORT_CATCH_UP = 4
 # A long catch-up has to promise this many times its cost, spread over the tokens to come at 3 tokens a round
 # (benchmarks/RESULTS.md, decisions).
 _CATCH_UP_GAIN, _TOKENS_PER_ROUND = 1.75, 3
-# How many tokens are expected to come: 8 times those generated, so that an answer of few tokens ends before its prompt
+# How many tokens are expected to come: 10 times those generated, so that an answer of few tokens ends before its prompt
 # is read twice, but at most 48 more than those generated.
-_GROWTH, _HORIZON = 8, 48
+_GROWTH, _HORIZON = 10, 48
 # What drafts may cost a sequence, net of what they brought: a share of its plain decoding time plus 4 plain steps. It
 # bounds what an adversary can cost (tests/engine/test_simulation.py).
 _LOSS_SHARE, _LOSS_STEPS = 0.01, 4.0

@@ -66,7 +66,7 @@ def test_acceptance_is_learned_from_proposals_that_were_not_drafted(right: bool)
 
     pair = FakePair(proposers=[Oracle()])
     generation = pair.submit(PROMPT, gamma=4, mode="auto", drafter="lookup", max_tokens=len(truth))
-    before = pair.controller.acceptance(generation, "lookup", 0.6)
+    before = pair.controller.acceptance.of_token(generation, "lookup", 0.6)
     pair.run()
     assert generation.stats.drafted == 0
-    assert (pair.controller.acceptance(generation, "lookup", 0.6) > before) == right
+    assert (pair.controller.acceptance.of_token(generation, "lookup", 0.6) > before) == right

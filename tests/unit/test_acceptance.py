@@ -44,7 +44,7 @@ def test_calibration_forgets_old_positions() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=60))
 def test_probabilities_stay_between_0_and_1_for_any_labels(labelled: list[tuple[float, float]]) -> None:
-    calibration, own = Calibration(PRIOR), SequenceAcceptance(0.75)
+    calibration, own = Calibration(PRIOR), SequenceAcceptance()
     for confidence, label in labelled:
         pooled = calibration.probability(confidence)
         own.learn("model", pooled, label)
@@ -56,7 +56,7 @@ def test_probabilities_stay_between_0_and_1_for_any_labels(labelled: list[tuple[
 
 
 def test_rejections_lower_only_the_probabilities_of_their_sequence() -> None:
-    one, other = SequenceAcceptance(0.75), SequenceAcceptance(0.75)
+    one, other = SequenceAcceptance(), SequenceAcceptance()
     for _ in range(30):
         one.learn("model", 0.9, 0.0)
     assert one.probability("model", 0.9) < 0.5
@@ -64,7 +64,7 @@ def test_rejections_lower_only_the_probabilities_of_their_sequence() -> None:
 
 
 def test_lookup_acceptance_is_low_until_lookup_was_right() -> None:
-    one = SequenceAcceptance(0.75)
+    one = SequenceAcceptance()
     assert one.probability("lookup", 0.7) < 0.5
     for _ in range(5):
         one.learn("lookup", 0.7, 1.0)
@@ -72,7 +72,7 @@ def test_lookup_acceptance_is_low_until_lookup_was_right() -> None:
 
 
 def test_next_token_estimate_rises_within_12_positions_and_long_run_does_not() -> None:
-    own = SequenceAcceptance(0.75)
+    own = SequenceAcceptance()
     for _ in range(60):
         own.expect(0.3)
     for _ in range(12):
@@ -82,7 +82,7 @@ def test_next_token_estimate_rises_within_12_positions_and_long_run_does_not() -
 
 
 def test_next_token_and_long_run_estimates_fall_equally_fast() -> None:
-    own = SequenceAcceptance(0.75)
+    own = SequenceAcceptance()
     for _ in range(60):
         own.expect(0.97)
     for _ in range(12):

@@ -10,14 +10,8 @@ from hypothesis import strategies as st
 
 from costs import flat, proportional, stairs
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
-from specserve.speculation.controller import (
-    Candidate,
-    Controller,
-    Observation,
-    RoundCosts,
-    model_steps,
-    proposal_length,
-)
+from specserve.speculation.acceptance import Observation
+from specserve.speculation.controller import Candidate, Controller, RoundCosts, model_steps, proposal_length
 
 MAX_DRAFTS = 9
 GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(temperature=1)
@@ -113,19 +107,19 @@ def test_free_proposal_is_drafted_as_far_as_its_rows_pay(
             tokens += reached
         return tokens - rate * (target[1 + length] - target[1])
 
-    length = proposal_length(Candidate(prefix, 0.0, 0, 0), accepted, 1, costs_of(target, [9.0] * 50, rate))
+    length = proposal_length(prefix, accepted, None, 1, costs_of(target, [9.0] * 50, rate))
     assert gain(length) == pytest.approx(max(gain(n) for n in range(len(accepted) + 1)))
 
 
 def test_free_proposal_fills_rows_that_cost_nothing() -> None:
     costs = costs_of(STAIRS, [9.0] * 50, 1.0)
-    assert proposal_length(Candidate(1.0, 0.0, 0, 0), [0.9, 0.2, 0.01, 0.01], 1, costs) == 3
+    assert proposal_length(1.0, [0.9, 0.2, 0.01, 0.01], None, 1, costs) == 3
 
 
 def test_unlikely_free_proposal_yields_to_the_draft_model() -> None:
     costs = costs_of(STAIRS, [0.1 + 0.01 * rows for rows in range(50)], 1.0)
-    assert proposal_length(Candidate(1.0, 0.95, 1, MAX_DRAFTS), [0.3, 0.3, 0.3], 1, costs) == 0
-    assert proposal_length(Candidate(1.0, 0.95, 1, MAX_DRAFTS), [0.99, 0.99, 0.99], 1, costs) == 3
+    assert proposal_length(1.0, [0.3, 0.3, 0.3], Candidate(1.0, 0.95, 1, MAX_DRAFTS), 1, costs) == 0
+    assert proposal_length(1.0, [0.99, 0.99, 0.99], Candidate(1.0, 0.95, 1, MAX_DRAFTS), 1, costs) == 3
 
 
 def test_model_steps_drafts_nothing_when_a_row_costs_as_much_as_a_token() -> None:
@@ -145,10 +139,10 @@ def test_rate_is_that_of_plain_decoding_times_the_measured_speedup() -> None:
     assert controller.costs([one], 0, 0).rate == pytest.approx(1.0)
     assert controller.costs([one, other], 0, 0).rate == pytest.approx(2 / 1.7)
     for _ in range(20):
-        controller.count_round(one, 4, 1.0, 1.0)
+        controller.time(one).count_round(4, 1.0, 1.0)
     assert controller.costs([one], 0, 0).rate == pytest.approx(2.0)
     for _ in range(50):
-        controller.count_round(one, 1, 1.0, 1.0)
+        controller.time(one).count_round(1, 1.0, 1.0)
     assert controller.costs([one], 0, 0).rate == pytest.approx(1.0, abs=0.01)
 
 
@@ -160,18 +154,18 @@ def test_rate_counts_sequences_awaiting_their_first_token() -> None:
 
 def test_greedy_and_sampled_sequences_are_calibrated_separately() -> None:
     controller = Controller(stairs(), flat(0.1))
-    before = controller.acceptance(sequence(SAMPLED), "model", 0.9)
+    before = controller.acceptance.of_token(sequence(SAMPLED), "model", 0.9)
     for _ in range(100):
-        controller.learn(sequence(), [Observation("model", 0.9, 0.0, 0.9)], 0.9)
-    assert controller.acceptance(sequence(), "model", 0.9) < 0.2
-    assert controller.acceptance(sequence(SAMPLED), "model", 0.9) == before
+        controller.acceptance.learn(sequence(), [Observation("model", 0.9, 0.0, 0.9)], 0.9)
+    assert controller.acceptance.of_token(sequence(), "model", 0.9) < 0.2
+    assert controller.acceptance.of_token(sequence(SAMPLED), "model", 0.9) == before
 
 
 def test_calibration_is_shared_between_sequences() -> None:
     controller = Controller(stairs(), flat(0.1))
     for _ in range(100):
-        controller.learn(sequence(), [Observation("prediction", 0.5, 1.0, 0.9)], 0.9)
-    assert controller.acceptance(sequence(), "prediction", 0.5) > 0.9
+        controller.acceptance.learn(sequence(), [Observation("prediction", 0.5, 1.0, 0.9)], 0.9)
+    assert controller.acceptance.of_token(sequence(), "prediction", 0.5) > 0.9
 
 
 def test_next_acceptance_follows_the_targets_confidence_without_drafts() -> None:
@@ -179,8 +173,8 @@ def test_next_acceptance_follows_the_targets_confidence_without_drafts() -> None
     one = sequence()
     for confidence, low, high in ((0.2, 0.0, 0.4), (0.999, 0.9, 1.0)):
         for _ in range(30):
-            controller.learn(one, [], confidence)
-        assert low < controller.next_acceptance(one) < high
+            controller.acceptance.learn(one, [], confidence)
+        assert low < controller.acceptance.of(one).next_token < high
 
 
 def test_long_catch_up_is_spread_over_rounds_and_a_short_one_is_not() -> None:
@@ -202,7 +196,7 @@ def test_long_catch_up_is_judged_by_the_long_run_acceptance() -> None:
     controller = Controller(stairs(), proportional(0.01))
     one = sequence()
     for confidence in [0.2] * 60 + [0.999] * 12:
-        controller.learn(one, [], confidence)
+        controller.acceptance.learn(one, [], confidence)
     costs = controller.costs([one], 0, 0)
     short, long = (controller.candidate(one, 1.0, pending, 8, costs) for pending in (1, 100))
     assert short
@@ -228,7 +222,7 @@ def test_drafts_that_only_lose_are_stopped_and_retried_at_a_bounded_cost() -> No
     for _ in range(5000):
         drafts = 1.3 if controller.candidate(one, 1.0, 1, 8, costs) else 0.0
         lost += drafts
-        controller.count_round(one, 1, 1.0, drafts)
+        controller.time(one).count_round(1, 1.0, drafts)
     assert lost / 5000 < 0.011
     assert lost > 10
 

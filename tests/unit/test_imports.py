@@ -29,8 +29,8 @@ ALLOWED = {
 PURE = tuple(
     f"{name}.py"
     for name in (
-        *("sampling/distribution", "sampling/noise"),
-        *("speculation/rejection", "speculation/cost", "speculation/acceptance"),
+        *("sequence", "sampling/distribution", "sampling/noise", "speculation/rejection"),
+        *("speculation/cost", "speculation/charges", "speculation/acceptance", "speculation/controller"),
     )
 )
 # The modules that may import a library.

@@ -106,13 +106,13 @@ class Metrics:
         self._rounds_without_drafts: dict[tuple[str, int], int] = {}
 
     def round(self, record: RoundRecord) -> None:
-        """Count a round's time and tokens, and its drafts if it is not a prefill."""
+        """Count a round's time and tokens, and its drafts if it decoded."""
         family = self.family(record.info.family)
         self._count(DRAFT_SECONDS, record.draft_seconds, family)
         self._count(TARGET_SECONDS, record.target_seconds, family)
         self._count(OTHER_SECONDS, record.other_seconds, family)
         self._count(EMITTED, len(record.tokens), family, record.info.group)
-        if not record.position:
+        if not record.decoded:
             return
         drafts = record.drafts
         self._count(ROUNDS, 1, family, drafts[0] if drafts else "none")

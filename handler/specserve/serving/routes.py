@@ -131,7 +131,7 @@ class Routes:
             # By drafter and kind of sampling: how often drafts are accepted, those of least confidence first.
             "controller": {
                 f"{drafter}, {'sampled' if sampled else 'greedy'}": [round(rate, _DIGITS) for rate in rates]
-                for (drafter, sampled), rates in controller.learned.items()
+                for (drafter, sampled), rates in controller.acceptance.learned.items()
             },
             "limits": {
                 "mode": limits.mode,

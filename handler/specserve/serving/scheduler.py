@@ -5,24 +5,26 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, abc, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from operator import itemgetter
 from time import perf_counter
 
 from specserve.engine.base import Engine
 from specserve.errors import EngineError
-from specserve.observability.records import Observer, RoundRecord
+from specserve.observability.records import Observer
 from specserve.sequence import Sequence
 from specserve.serving.budget import drafts_in_time, drafts_with_masks, prefill_chunk
 from specserve.serving.generation import Generation
 from specserve.serving.prefix_cache import PrefixCache
+from specserve.serving.recorder import Recorder
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.round import Outcome, Plan, Report, run_round
+from specserve.speculation.round import Plan, Report, run_round
 
 logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Runs rounds over all running sequences; has no threads of its own.
+    """Runs rounds over all running sequences; has no threads of its own. A `Generation` is a `Sequence` with its text.
 
     Args:
         target: the target's engine.
@@ -54,7 +56,7 @@ class Scheduler:
         self.max_wait_seconds = max_wait_seconds
         self._begin_masks = begin_masks
         self._clock = clock
-        self._observers = observers
+        self._recorder = Recorder(clock, observers)
         self._cache = PrefixCache(target, drafters, idle_tokens)
         self._queue: deque[Generation] = deque()
         self._running: list[Generation] = []
@@ -88,16 +90,16 @@ class Scheduler:
         """Drop a sequence; its slot is free in the next round. One that has ended is left as it is."""
         if generation in self._queue:
             self._queue.remove(generation)
-            self._report_ends([generation])
+            self._recorder.record_ends([generation])
         elif generation in self._running:
             self._running.remove(generation)
             self._cache.release(generation)
-            self._report_ends([generation])
+            self._recorder.record_ends([generation])
 
     def fail_all(self, reason: Exception) -> None:
         """End every running sequence with an error; those that wait go on."""
         self._fail(dict.fromkeys(self._running, reason))
-        self._report_ends(self._end_completed())
+        self._recorder.record_ends(self._end_completed())
 
     def step(self) -> None:
         """Run a round over what is scheduled, if anything is.
@@ -111,13 +113,13 @@ class Scheduler:
         if self._begin_masks is not None:
             # Grammar masks may delay other sequences as long as prefill may.
             self._begin_masks(self.max_wait_seconds)
-        # The queue counts as far as slots are free; short rounds do not help the others, early ends do.
+        # Queued ones with a free slot wait for the end of this round, the others for an answer to end.
         awaiting = sum(not g.decoding for g in self._running) + min(len(self._queue), self._cache.free_slots)
         try:
             report = run_round(self._target, self._drafters, plans, self._clock, awaiting_first_token=awaiting)
         except EngineError as error:
             self._fail({plan.sequence: error for plan in plans})
-            self._report_ends(self._end_completed())
+            self._recorder.record_ends(self._end_completed())
         else:
             self._postprocess(report, started)
 
@@ -130,8 +132,8 @@ class Scheduler:
         plans = self._decode_plans([generation for generation in self._running if generation.decoding])
         if len(plans) < len(self._running):
             plans += self._prefill_plans(plans)
-        # A fixed order, so that the same sequences make the same batch.
-        return sorted(plans, key=lambda plan: plan.sequence.slot)
+        # A fixed order, so that the same sequences make the same batch; who was deferred before has its masks first.
+        return sorted(plans, key=lambda plan: (-plan.sequence.deferrals, plan.sequence.slot))
 
     def _admit(self) -> None:
         """Give free slots to waiting sequences; one waits while another prefills its prefix."""
@@ -151,7 +153,7 @@ class Scheduler:
                 logger.exception("specserve: a sequence cannot be started")
                 self._queue.remove(generation)
                 generation.fail(error)
-                self._report_ends([generation])
+                self._recorder.record_ends([generation])
                 continue
             if admitted:
                 self._queue.remove(generation)
@@ -163,12 +165,11 @@ class Scheduler:
     def _by_request(self) -> list[Generation]:
         """The waiting sequences in order of admission: requests take turns, so that a large `n` delays no other."""
         admitted = Counter(generation.info.request for generation in self._running)
-
-        def rank(generation: Generation) -> int:
+        turns: list[tuple[int, Generation]] = []
+        for generation in self._queue:
             admitted[generation.info.request] += 1
-            return admitted[generation.info.request]
-
-        return sorted(self._queue, key=rank)
+            turns.append((admitted[generation.info.request], generation))
+        return [generation for _, generation in sorted(turns, key=itemgetter(0))]
 
     def _decode_plans(self, decoding: list[Generation]) -> list[Plan]:
         """The plans of the sequences that decode, with the most drafts that each may have."""
@@ -176,16 +177,18 @@ class Scheduler:
         deferred = {g: n for g in decoding if (n := self._drafters.deferred_tokens(g)) is not None}
         # Every running sequence may need the logits of one row, and those that decode of one more per draft.
         most = (self._target.max_logits - len(self._running) - sum(deferred.values())) // max(1, len(decoding))
-        if len({generation.info.request for generation in decoding}) > 1:
+        if len({generation.info.request for generation in self._running}) > 1:
             most = self._drafts_in_time(decoding, most)
         constrained = sum(generation.constraint is not None for generation in decoding)
         plans = []
         for generation in decoding:
-            gamma = max(0, min(generation.speculation.max_drafts, generation.remaining - 1, most))
+            drafts = max(0, min(generation.speculation.max_drafts, generation.remaining - 1, most))
             if generation.constraint is not None:
                 mask_seconds = generation.constraint.mask_seconds
-                gamma = drafts_with_masks(gamma, mask_seconds, constrained=constrained, max_wait=self.max_wait_seconds)
-            plans.append(Plan(generation, 1, deferred.get(generation, gamma)))
+                drafts = drafts_with_masks(
+                    drafts, mask_seconds, constrained=constrained, max_wait=self.max_wait_seconds
+                )
+            plans.append(Plan(generation, 1, deferred.get(generation, drafts)))
         return plans
 
     def _drafts_in_time(self, decoding: list[Generation], most: int) -> int:
@@ -204,12 +207,12 @@ class Scheduler:
 
     def _prefill_plans(self, decoding: list[Plan]) -> list[Plan]:
         """Prefill chunks beside these plans, as far as the pass has room."""
-        reserved = sum(1 + plan.gamma for plan in decoding)
+        reserved = sum(1 + plan.max_drafts for plan in decoding)
         chunk = prefill_chunk(
             self._controller.target_cost,
             self._kv_len(),
             # The controller has not decided yet; with many sequences it mostly drafts little.
-            rows=sum(1 if plan.sequence.speculation.is_auto else 1 + plan.gamma for plan in decoding),
+            rows=sum(1 if plan.sequence.speculation.is_auto else 1 + plan.max_drafts for plan in decoding),
             decoding=len(decoding),
             others=len(self._queue) + len(self._running) - len(decoding),
             most=self._prefill_rows,
@@ -237,50 +240,8 @@ class Scheduler:
             if not generation.done:
                 generation.read_new_tokens()
         ended = self._end_completed()
-        now = self._clock()
-        other = now - started - report.draft_seconds - report.target_seconds
-        parts = report.draft_seconds, report.target_seconds, other
-        for generation in running:
-            if (outcome := report.outcomes.get(generation)) is not None:
-                self._record(generation, outcome, parts, now, n_running=len(running))
-        self._report_ends(ended)
-
-    def _record(
-        self, generation: Generation, outcome: Outcome, parts: tuple[float, float, float], now: float, *, n_running: int
-    ) -> None:
-        """Add a round to the timestamps and statistics of a sequence, and tell the observers.
-
-        The `parts` of its time are seconds of drafting, of the target's pass, and of everything else.
-        """
-        tokens = generation.answer[outcome.position :]
-        times, stats = generation.timestamps, generation.stats
-        if tokens:
-            times.last_token = now
-            times.first_token = now if times.first_token is None else times.first_token
-        draft = outcome.draft_share * parts[0]
-        target, other = (outcome.target_share * seconds for seconds in parts[1:])
-        stats.add_seconds(draft, target, other, prefill=outcome.prefill)
-        # Of drafts after the end of the text none counts as accepted.
-        accepted = min(outcome.n_accepted, len(tokens))
-        if outcome.plain_seconds is not None:
-            # Plain decoding takes a step for the EOS token as well.
-            steps = len(tokens) + generation.ended_by_eos
-            stats.add_round(outcome.drafters, accepted, steps * outcome.plain_seconds)
-        record = RoundRecord(
-            generation.info,
-            generation.index,
-            position=outcome.position,
-            kv_len=outcome.target_cached,
-            drafts=outcome.drafters,
-            accepted=accepted,
-            tokens=tokens,
-            draft_seconds=draft,
-            target_seconds=target,
-            other_seconds=other,
-            live=n_running,
-        )
-        for observer in self._observers:
-            observer.round(record)
+        self._recorder.record_round(running, report, started)
+        self._recorder.record_ends(ended)
 
     def _fail(self, errors: Mapping[Sequence, Exception]) -> None:
         """End sequences with an error; nothing of them stays cached."""
@@ -298,9 +259,3 @@ class Scheduler:
             self._running.remove(generation)
             self._cache.release(generation)
         return ended
-
-    def _report_ends(self, ended: Iterable[Generation]) -> None:
-        for generation in ended:
-            record = generation.end_record(self._clock())
-            for observer in self._observers:
-                observer.end(record)

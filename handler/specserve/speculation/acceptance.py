@@ -10,9 +10,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import abc
+from typing import NamedTuple
+
+from specserve.sampling.distribution import is_greedy
+from specserve.sequence import Sequence
 
 # What half and twice of a constant change is in benchmarks/RESULTS.md, sensitivity.
 
+# Acceptance probability of the draft model on a sequence that has shown nothing yet.
+_FIRST = 0.75
 # Log-odds of confidence that separate a calibration's bins: about .12, .27, .5, .73, .88, .95, .982, .9975.
 _EDGES = (-2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 6.0)
 # Acceptance probability by confidence, lowest bin first, before anything was verified: measured with a 1.5B and a 0.5B
@@ -37,6 +43,19 @@ _RATE, _LEAST_RATE, _RATE_POSITIONS = 0.5, 0.1, 6
 # Offset of lookup on a sequence that has not repeated itself yet, in log-odds: its proposals are judged also when they
 # are not drafted.
 _LOOKUP_OFFSET = -1.0
+
+
+class Observation(NamedTuple):
+    """A proposed token that verification reached: its drafter's confidence in it, and whether it was accepted.
+
+    `accepted` is 0, 1, or the probability with which the token was accepted. `target_confidence` is the target's at
+    that position; None for a token that was proposed but not drafted.
+    """
+
+    drafter: str
+    confidence: float
+    accepted: float
+    target_confidence: float | None
 
 
 def log_odds(probability: float) -> float:
@@ -91,15 +110,12 @@ class SequenceAcceptance:
     all sequences, `pooled`, by the drafter's calibration. Of the draft model's next token (`next_token`, `long_run`):
     the target's confidence at each verified position gives a `pooled` probability by the calibration "target", and
     `expect` takes their fading mean.
-
-    Args:
-        prior: the acceptance probability of the draft model's next token before anything is known.
     """
 
-    def __init__(self, prior: float) -> None:
+    def __init__(self) -> None:
         self._offsets = {"lookup": _LOOKUP_OFFSET}
         self._positions: dict[str, int] = {}
-        self._expected, self._weight = _PRIOR_POSITIONS * prior, _PRIOR_POSITIONS
+        self._expected, self._weight = _PRIOR_POSITIONS * _FIRST, _PRIOR_POSITIONS
         self._long_expected, self._long_weight = _LONG_PRIOR_POSITIONS * _LONG_PRIOR, _LONG_PRIOR_POSITIONS
 
     def probability(self, drafter: str, pooled: float) -> float:
@@ -133,3 +149,50 @@ class SequenceAcceptance:
         self._weight = _FADE * self._weight + 1
         self._long_expected = _LONG_FADE * self._long_expected + pooled
         self._long_weight = _LONG_FADE * self._long_weight + 1
+
+
+class Acceptance:
+    """What all sequences and each one have shown of their drafts."""
+
+    def __init__(self) -> None:
+        self._calibrations: dict[tuple[str, bool], Calibration] = {}
+
+    @property
+    def learned(self) -> dict[tuple[str, bool], list[float]]:
+        """By drafter, and whether it is sampled: acceptance probability by confidence, lowest bin first."""
+        return {key: calibration.probabilities for key, calibration in self._calibrations.items()}
+
+    def of_token(self, sequence: Sequence, drafter: str, confidence: float) -> float:
+        """The acceptance probability of a token in which its drafter has this confidence."""
+        return self.of(sequence).probability(drafter, self._calibration(sequence, drafter).probability(confidence))
+
+    def of(self, sequence: Sequence) -> SequenceAcceptance:
+        """What one sequence has shown."""
+        return sequence.state(self, SequenceAcceptance)
+
+    def learn(self, sequence: Sequence, observations: abc.Sequence[Observation], confidence: float) -> None:
+        """Learn from the tokens that verification reached, and from the target's confidence after the accepted ones."""
+        own = self.of(sequence)
+        by_target = self._calibration(sequence, "target")
+        for seen in observations:
+            calibration = self._calibration(sequence, seen.drafter)
+            own.learn(seen.drafter, calibration.probability(seen.confidence), seen.accepted)
+            calibration.learn(seen.confidence, seen.accepted)
+            if seen.target_confidence is None:
+                continue
+            # The calibration "target" predicts the draft model's token from the target's confidence, drafted or not;
+            # only the draft model's own outcomes teach it.
+            pooled = by_target.probability(seen.target_confidence)
+            own.expect(pooled)
+            if seen.drafter == "model":
+                own.learn("target", pooled, seen.accepted)
+                by_target.learn(seen.target_confidence, seen.accepted)
+        # After a rejection this is the rejected position again, which so counts twice. Counted once, the slowest
+        # recorded answer is at 0.998 of plain decoding instead of 1.018 (benchmarks/simulate.py, 1.5B, our kernels).
+        own.expect(by_target.probability(confidence))
+
+    def _calibration(self, sequence: Sequence, drafter: str) -> Calibration:
+        key = (drafter, not is_greedy(sequence.sampling))
+        if key not in self._calibrations:
+            self._calibrations[key] = Calibration(PRIORS.get(drafter, CALIBRATED))
+        return self._calibrations[key]

@@ -10,8 +10,8 @@ draft model 12 ms, and plain decoding yields one token in 40 ms, the rate. One d
 which are worth 15 / 40 = .375: a gain of .425. Two bring .8 + .8 x .7 = 1.36 and cost 30 ms or .75: a gain of .61, so
 two are drafted. For block verification, which accepts more, the expected tokens are a lower bound.
 
-The acceptance probabilities come from acceptance.py. `model_steps` extends the example to sequences that share passes;
-a first reader can skip it.
+The acceptance probabilities come from acceptance.py. `model_steps`, at the end, extends the example to sequences that
+share passes; a first reader can skip it.
 """
 
 from __future__ import annotations
@@ -24,42 +24,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specserve.sampling.distribution import is_greedy
 from specserve.sequence import Sequence
-from specserve.speculation.acceptance import CALIBRATED, PRIORS, Calibration, SequenceAcceptance
+from specserve.speculation.acceptance import Acceptance
 from specserve.speculation.cost import Cost
 
 # What half and twice of a constant change is in benchmarks/RESULTS.md, sensitivity.
 
-# Acceptance probability of the draft model on a sequence that has shown nothing yet.
-_FIRST_ACCEPTANCE = 0.75
 # The most pending tokens that the draft model reads in an ordinary round: the bonus token, and accepted tokens of other
-# drafters. More are a long catch-up.
+# drafters. More are a long catch-up, mostly the prompt.
 _SHORT_CATCH_UP = 4
-# A long catch-up has to promise this many times its cost, spread over the tokens to come at 3 tokens a round
-# (benchmarks/RESULTS.md, decisions).
+# A long catch-up is made once for all rounds to come, expected tokens / 3, and each is charged 1.75 times its part.
 _CATCH_UP_GAIN, _TOKENS_PER_ROUND = 1.75, 3
-# How many tokens are expected to come: 10 times those generated, so that an answer of few tokens ends before its prompt
-# is read twice, but at most 48 more than those generated.
+# Expected tokens: 10 times those generated, since an answer of few tokens may end soon; at most 48 more.
 _GROWTH, _HORIZON = 10, 48
 # What drafts may cost a sequence, net of what they brought: a share of its plain decoding time plus 4 plain steps. It
 # bounds what an adversary can cost (tests/engine/test_simulation.py).
 _LOSS_SHARE, _LOSS_STEPS = 0.01, 4.0
 # Share of a sequence's measured speed-up that the latest round does not replace.
 _SPEEDUP_FADE = 0.85
-
-
-class Observation(NamedTuple):
-    """A proposed token that verification reached: its drafter's confidence in it, and whether it was accepted.
-
-    `accepted` is 0, 1, or the probability with which the token was accepted. `target_confidence` is the target's at
-    that position; None for a token that was proposed but not drafted.
-    """
-
-    drafter: str
-    confidence: float
-    accepted: float
-    target_confidence: float | None
 
 
 class RoundCosts(NamedTuple):
@@ -94,6 +76,136 @@ class Candidate(NamedTuple):
     pending: int
     remaining: int
     catch_up: float = 0.0
+
+
+def proposal_length(
+    prefix: float, probabilities: abc.Sequence[float], by_model: Candidate | None, rows: int, costs: RoundCosts
+) -> int:
+    """How many tokens of a proposal that cost nothing to draft; none where as many of the model's own gain more.
+
+    Args:
+        prefix: the probability that all drafts before them are accepted.
+        probabilities: acceptance probability of each proposed token.
+        by_model: the sequence as the draft model may go on with it instead; None where it may not.
+        rows: of the target's pass by now.
+        costs: of this round.
+    """
+    prefixes = list(accumulate(probabilities, mul, initial=prefix))[1:]
+    base = costs.target_seconds(rows)
+    gains = [0.0]
+    for n, tokens in enumerate(accumulate(prefixes), 1):
+        gains.append(tokens - costs.rate * (costs.target_seconds(rows + n) - base))
+    length = max(range(len(gains)), key=gains.__getitem__)
+    if by_model is not None:
+        by_model = by_model._replace(remaining=min(by_model.remaining, len(prefixes)))
+    _, of_model = model_steps([by_model] if by_model else [], rows, costs)
+    return length if gains[length] > of_model else 0
+
+
+class SequenceTime:
+    """What drafts have brought and cost one sequence: its recent speed-up, and whether it has lost too much."""
+
+    def __init__(self) -> None:
+        self._decoded = 0
+        self._plain_seconds = 0.0
+        self._loss_seconds = 0.0
+        self._recent_tokens = 0.0
+        self._recent_plain_tokens = 0.0
+
+    @property
+    def speedup(self) -> float:
+        """The recent speed-up over plain decoding, at least 1."""
+        return max(1.0, self._recent_tokens / self._recent_plain_tokens) if self._recent_plain_tokens else 1.0
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether its drafts have cost more, net of what they brought, than drafts may."""
+        plain_step = self._plain_seconds / max(1, self._decoded)
+        return self._loss_seconds > _LOSS_SHARE * self._plain_seconds + _LOSS_STEPS * plain_step
+
+    def count_round(self, tokens: int, plain_seconds: float, draft_seconds: float) -> None:
+        """Account for a decoding round.
+
+        Args:
+            tokens: how many it gave.
+            plain_seconds: the sequence's part of the pass, had no sequence drafted; it would have given one token.
+            draft_seconds: what its drafts added in both models, without the draft model's prefill.
+        """
+        self._decoded += tokens
+        self._plain_seconds += tokens * plain_seconds
+        self._loss_seconds += draft_seconds - (tokens - 1) * plain_seconds
+        self._recent_tokens = _SPEEDUP_FADE * self._recent_tokens + tokens
+        # The round's time in plain rounds, each of which gives this sequence one token.
+        self._recent_plain_tokens = _SPEEDUP_FADE * self._recent_plain_tokens + 1 + draft_seconds / plain_seconds
+
+
+class Controller:
+    """Weighs drafts: by the costs of both models' passes, and by what sequences have shown.
+
+    Its decisions are functions of these: it has no clock and no randomness.
+
+    Args:
+        target_cost: of the target's passes.
+        draft_cost: of the draft model's; None without one.
+    """
+
+    def __init__(self, target_cost: Cost, draft_cost: Cost | None) -> None:
+        self.target_cost = target_cost
+        self.draft_cost = draft_cost
+        self.acceptance = Acceptance()
+
+    def costs(
+        self, decoding: abc.Sequence[Sequence], target_kv_len: int, draft_kv_len: int, awaiting_first_token: int = 0
+    ) -> RoundCosts:
+        """What passes cost in this round, and what its time is worth.
+
+        A second is worth the tokens that plain decoding yields in it, more by the recent speed-up of each sequence.
+
+        Args:
+            decoding: the sequences that decode in this round, at least one.
+            target_kv_len: tokens of the target's cache that a row attends to.
+            draft_kv_len: the same of the draft model's.
+            awaiting_first_token: number of sequences in prefill or about to be; time is worth as much to each of them.
+        """
+        plain_seconds = self.target_cost.seconds(len(decoding), target_kv_len)
+        draft_cost = self.draft_cost
+        return RoundCosts(
+            target_seconds=lambda rows: self.target_cost.seconds(rows, target_kv_len),
+            draft_seconds=(lambda rows: draft_cost.seconds(rows, draft_kv_len)) if draft_cost else (lambda _rows: 0.0),
+            rate=(sum(self.time(sequence).speedup for sequence in decoding) + awaiting_first_token) / plain_seconds,
+            prompt_waiting=awaiting_first_token > 0,
+        )
+
+    def candidate(
+        self, sequence: Sequence, prefix: float, pending: int, remaining: int, costs: RoundCosts
+    ) -> Candidate | None:
+        """A sequence in mode `auto` as the draft model may go on with it; None where it may not.
+
+        It may not after its drafts lost too much; those that cost no pass go on. No long catch-up starts while a prompt
+        is being prefilled: sequences that decode would wait for both.
+
+        Args:
+            sequence: in mode `auto`.
+            prefix: the probability that all its drafts so far are accepted.
+            pending: tokens that the draft model has to read before it drafts.
+            remaining: how many more draft tokens the sequence may have.
+            costs: of this round.
+        """
+        if self.time(sequence).has_lost:
+            return None
+        acceptance = self.acceptance.of(sequence)
+        if pending <= _SHORT_CATCH_UP:
+            return Candidate(prefix, acceptance.next_token, pending, remaining)
+        if costs.prompt_waiting:
+            return None
+        expected = min(sequence.remaining, _GROWTH * sequence.generated, _HORIZON + sequence.generated)
+        rounds = max(1.0, expected / _TOKENS_PER_ROUND)
+        catch_up = _CATCH_UP_GAIN * (costs.draft_seconds(pending) - costs.draft_seconds(1)) / rounds
+        return Candidate(prefix, acceptance.long_run, 1, remaining, catch_up)
+
+    def time(self, sequence: Sequence) -> SequenceTime:
+        """What drafts have brought and cost this sequence."""
+        return sequence.state(self, SequenceTime)
 
 
 def model_steps(candidates: abc.Sequence[Candidate], rows: int, costs: RoundCosts) -> tuple[list[int], float]:
@@ -135,173 +247,3 @@ def model_steps(candidates: abc.Sequence[Candidate], rows: int, costs: RoundCost
             if gain > best[1]:
                 best = order[: k + 1], float(gain)
     return best
-
-
-def proposal_length(candidate: Candidate, probabilities: abc.Sequence[float], rows: int, costs: RoundCosts) -> int:
-    """How many tokens of a proposal that cost nothing to draft; none where as many of the model's own gain more.
-
-    Args:
-        candidate: the sequence without the proposal; `remaining` is 0 where the model may not draft.
-        probabilities: acceptance probability of each proposed token.
-        rows: of the target's pass by now.
-        costs: of this round.
-    """
-    prefixes = list(accumulate(probabilities, mul, initial=candidate.prefix))[1:]
-    base = costs.target_seconds(rows)
-    gains = [0.0]
-    for n, tokens in enumerate(accumulate(prefixes), 1):
-        gains.append(tokens - costs.rate * (costs.target_seconds(rows + n) - base))
-    length = max(range(len(gains)), key=gains.__getitem__)
-    by_model = candidate._replace(remaining=min(candidate.remaining, len(prefixes)))
-    return length if gains[length] > model_steps([by_model], rows, costs)[1] else 0
-
-
-class _SequenceState:
-    """What the controller knows of one sequence: acceptance, recent speedup, and what its drafts cost so far."""
-
-    def __init__(self) -> None:
-        self.acceptance = SequenceAcceptance(_FIRST_ACCEPTANCE)
-        self._decoded = 0
-        self._plain_seconds = 0.0
-        self._loss_seconds = 0.0
-        self._recent_tokens = 0.0
-        self._recent_plain_tokens = 0.0
-
-    @property
-    def speedup(self) -> float:
-        """The recent speed-up over plain decoding, at least 1."""
-        return max(1.0, self._recent_tokens / self._recent_plain_tokens) if self._recent_plain_tokens else 1.0
-
-    @property
-    def has_lost(self) -> bool:
-        """Whether its drafts have cost more, net of what they brought, than drafts may."""
-        plain_step = self._plain_seconds / max(1, self._decoded)
-        return self._loss_seconds > _LOSS_SHARE * self._plain_seconds + _LOSS_STEPS * plain_step
-
-    def count_round(self, tokens: int, plain_seconds: float, draft_seconds: float) -> None:
-        """A round gave `tokens`; without drafts it would have taken `plain_seconds` for one."""
-        self._decoded += tokens
-        self._plain_seconds += tokens * plain_seconds
-        self._loss_seconds += draft_seconds - (tokens - 1) * plain_seconds
-        self._recent_tokens = _SPEEDUP_FADE * self._recent_tokens + tokens
-        # The round's time in plain rounds, each of which gives this sequence one token.
-        self._recent_plain_tokens = _SPEEDUP_FADE * self._recent_plain_tokens + 1 + draft_seconds / plain_seconds
-
-
-class Controller:
-    """The costs of both models' passes, and what sequences have shown of their drafts.
-
-    Its decisions are functions of these costs and observations: it has no clock and no randomness.
-
-    Args:
-        target_cost: of the target's passes.
-        draft_cost: of the draft model's; None without one.
-    """
-
-    def __init__(self, target_cost: Cost, draft_cost: Cost | None) -> None:
-        self.target_cost = target_cost
-        self.draft_cost = draft_cost
-        self._calibrations: dict[tuple[str, bool], Calibration] = {}
-
-    @property
-    def learned(self) -> dict[tuple[str, bool], list[float]]:
-        """By drafter, and whether it is sampled: acceptance probability by confidence, lowest bin first."""
-        return {key: calibration.probabilities for key, calibration in self._calibrations.items()}
-
-    def costs(
-        self, decoding: abc.Sequence[Sequence], target_kv_len: int, draft_kv_len: int, awaiting_first_token: int = 0
-    ) -> RoundCosts:
-        """What passes cost in this round, and what its time is worth.
-
-        Args:
-            decoding: the sequences that decode in this round, at least one.
-            target_kv_len: tokens of the target's cache that a row attends to.
-            draft_kv_len: the same of the draft model's.
-            awaiting_first_token: number of sequences in prefill or about to be; time is worth as much to each of them.
-        """
-        plain_seconds = self.target_cost.seconds(len(decoding), target_kv_len)
-        draft_cost = self.draft_cost
-        return RoundCosts(
-            target_seconds=lambda rows: self.target_cost.seconds(rows, target_kv_len),
-            draft_seconds=(lambda rows: draft_cost.seconds(rows, draft_kv_len)) if draft_cost else (lambda _rows: 0.0),
-            rate=(sum(self._state(sequence).speedup for sequence in decoding) + awaiting_first_token) / plain_seconds,
-            prompt_waiting=awaiting_first_token > 0,
-        )
-
-    def acceptance(self, sequence: Sequence, drafter: str, confidence: float) -> float:
-        """The acceptance probability of a token in which its drafter has this confidence."""
-        pooled = self._calibration(sequence, drafter).probability(confidence)
-        return self._state(sequence).acceptance.probability(drafter, pooled)
-
-    def next_acceptance(self, sequence: Sequence) -> float:
-        """That of the draft model's next token, before it is drafted."""
-        return self._state(sequence).acceptance.next_token
-
-    def candidate(
-        self, sequence: Sequence, prefix: float, pending: int, remaining: int, costs: RoundCosts
-    ) -> Candidate | None:
-        """A sequence in mode `auto` as the draft model may go on with it; None where it may not.
-
-        It may not after its drafts lost too much. A long catch-up is made once for all rounds that follow: each of
-        those to come is charged its share, with a margin. No long catch-up starts while a prompt is being prefilled:
-        sequences that decode would wait for both.
-
-        Args:
-            sequence: in mode `auto`.
-            prefix: the probability that all its drafts so far are accepted.
-            pending: tokens that the draft model has to read before it drafts.
-            remaining: how many more draft tokens the sequence may have.
-            costs: of this round.
-        """
-        state = self._state(sequence)
-        if state.has_lost:
-            return None
-        if pending <= _SHORT_CATCH_UP:
-            return Candidate(prefix, state.acceptance.next_token, pending, remaining)
-        if costs.prompt_waiting:
-            return None
-        expected = min(sequence.remaining, _GROWTH * sequence.generated, _HORIZON + sequence.generated)
-        rounds = max(1.0, expected / _TOKENS_PER_ROUND)
-        catch_up = _CATCH_UP_GAIN * (costs.draft_seconds(pending) - costs.draft_seconds(1)) / rounds
-        return Candidate(prefix, state.acceptance.long_run, 1, remaining, catch_up)
-
-    def learn(self, sequence: Sequence, observations: abc.Sequence[Observation], confidence: float) -> None:
-        """Learn from the tokens that verification reached, and from the target's confidence after the accepted ones."""
-        own = self._state(sequence).acceptance
-        by_target = self._calibration(sequence, "target")
-        for seen in observations:
-            calibration = self._calibration(sequence, seen.drafter)
-            own.learn(seen.drafter, calibration.probability(seen.confidence), seen.accepted)
-            calibration.learn(seen.confidence, seen.accepted)
-            if seen.target_confidence is None:
-                continue
-            # The calibration "target" predicts the draft model's token from the target's confidence, drafted or not;
-            # only the draft model's own outcomes teach it.
-            pooled = by_target.probability(seen.target_confidence)
-            own.expect(pooled)
-            if seen.drafter == "model":
-                own.learn("target", pooled, seen.accepted)
-                by_target.learn(seen.target_confidence, seen.accepted)
-        # After a rejection this is the rejected position again, which so counts twice. Counted once, the slowest
-        # recorded answer is at 0.998 of plain decoding instead of 1.018 (benchmarks/simulate.py, 1.5B, our kernels).
-        own.expect(by_target.probability(confidence))
-
-    def count_round(self, sequence: Sequence, tokens: int, plain_seconds: float, draft_seconds: float) -> None:
-        """Account for a decoding round of a sequence.
-
-        Args:
-            sequence: one that decoded.
-            tokens: how many it was given.
-            plain_seconds: its share of the pass, had no sequence drafted.
-            draft_seconds: what its drafts added in both models, without the draft model's prefill.
-        """
-        self._state(sequence).count_round(tokens, plain_seconds, draft_seconds)
-
-    def _state(self, sequence: Sequence) -> _SequenceState:
-        return sequence.state(self, _SequenceState)
-
-    def _calibration(self, sequence: Sequence, drafter: str) -> Calibration:
-        key = (drafter, not is_greedy(sequence.sampling))
-        if key not in self._calibrations:
-            self._calibrations[key] = Calibration(PRIORS.get(drafter, CALIBRATED))
-        return self._calibrations[key]

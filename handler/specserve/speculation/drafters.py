@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
-from typing import NamedTuple
 
 from specserve.errors import ConstraintError, DraftError, MaskDeferred
 from specserve.sampling.distribution import FloatArray, confidence, is_greedy, one_hot, to_distribution
 from specserve.sampling.logits import process_logits
 from specserve.sampling.noise import Noise
-from specserve.sequence import DrafterName, Sequence
+from specserve.sequence import Sequence
 from specserve.speculation.controller import (
     Candidate,
     Controller,
@@ -26,79 +25,39 @@ from specserve.speculation.controller import (
 from specserve.speculation.draft_model import DraftedSequence, DraftModel
 from specserve.speculation.proposers import Proposer
 from specserve.speculation.rejection import RULES
+from specserve.speculation.round import Draft, Proposal, Undrafted
 
 logger = logging.getLogger(__name__)
 
 
-class Draft(NamedTuple):
-    """A draft token, the distribution q it was sampled from, its drafter, and the drafter's confidence in it."""
-
-    token: int
-    q: FloatArray
-    drafter: DrafterName
-    confidence: float
-
-
-class Undrafted(NamedTuple):
-    """The first token of a proposal that was not worth drafting: verification shows all the same if it was right."""
-
-    token: int
-    drafter: DrafterName
-    confidence: float
-
-
 @dataclass
-class Proposal:
-    """The drafts of one sequence in one round.
+class GrowingProposal:
+    """A proposal that may get more drafts.
 
     Args:
-        sequence: the one that they follow.
-        gamma: the most drafts that it may have.
-        noise: the random numbers of this round.
-        seconds: the sequence's share of the draft model's passes, by the cost model.
-        prefill_seconds: the part of them that read the sequence before the model's first draft of it.
-        drafts: in order.
-        undrafted: what proposers offered as the first token and was not worth drafting.
-        prefix: the estimated probability that all drafts so far are accepted.
+        proposal: the drafts so far.
+        prefix: the estimated probability that all of them are accepted.
         ended: whether the draft model has nothing more to add.
-        deferred: whether it comes from an earlier round that could not verify it to its end; nothing is added.
     """
 
-    sequence: Sequence
-    gamma: int
-    noise: Noise
-    seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    drafts: list[Draft] = field(default_factory=list)
-    undrafted: list[Undrafted] = field(default_factory=list)
+    proposal: Proposal
     prefix: float = 1.0
     ended: bool = False
-    deferred: bool = False
 
-    def add(self, draft: Draft, acceptance: float) -> None:
-        """Draft one more token; it stays in the round whatever it is."""
-        self.drafts.append(draft)
-        self.prefix *= acceptance
+    @property
+    def sequence(self) -> Sequence:
+        """The one that the drafts follow."""
+        return self.proposal.sequence
 
     @property
     def remaining(self) -> int:
         """How many more tokens may be drafted."""
-        return self.gamma - len(self.drafts)
+        return self.proposal.max_drafts - len(self.proposal.drafts)
 
-    @property
-    def tokens(self) -> list[int]:
-        """The draft tokens, in order."""
-        return [draft.token for draft in self.drafts]
-
-    @property
-    def q(self) -> list[FloatArray]:
-        """The distributions that the drafts were sampled from, in order."""
-        return [draft.q for draft in self.drafts]
-
-    @property
-    def drafters(self) -> list[DrafterName]:
-        """The drafters of the drafts, in order."""
-        return [draft.drafter for draft in self.drafts]
+    def add(self, draft: Draft, acceptance: float) -> None:
+        """Draft one more token; it stays in the round whatever it is."""
+        self.proposal.drafts.append(draft)
+        self.prefix *= acceptance
 
 
 class Drafters:
@@ -154,13 +113,13 @@ class Drafters:
         proposal: Proposal | None = sequence.states.get(self)
         return None if proposal is None else len(proposal.drafts)
 
-    def begin(self, sequence: Sequence, gamma: int, noise: Noise) -> Proposal:
+    def begin(self, sequence: Sequence, max_drafts: int, noise: Noise) -> Proposal:
         """The proposal of a sequence for this round: the deferred one, or an empty one."""
         deferred: Proposal | None = sequence.states.pop(self, None)
-        return deferred or Proposal(sequence, gamma, noise)
+        return deferred or Proposal(sequence, max_drafts, noise)
 
     def propose(self, proposals: list[Proposal], rows: int, kv_len: int, awaiting_first_token: int = 0) -> None:
-        """Add drafts to the proposals, at most `gamma` each.
+        """Add drafts to the proposals, at most `max_drafts` each.
 
         Args:
             proposals: empty or deferred, one for each sequence of the round.
@@ -168,35 +127,37 @@ class Drafters:
             kv_len: how many tokens a row of that pass attends to.
             awaiting_first_token: number of sequences in prefill or about to be.
         """
-        drafting = [proposal for proposal in proposals if proposal.gamma > 0 and not proposal.deferred]
+        drafting = [
+            GrowingProposal(proposal) for proposal in proposals if proposal.max_drafts > 0 and not proposal.deferred
+        ]
         if not drafting:
             return
         decoding = [proposal.sequence for proposal in proposals if proposal.sequence.decoding]
         costs = self.controller.costs(decoding, kv_len, self.draft_kv_len, awaiting_first_token)
         # Deferred proposals have drafts already.
         rows += sum(len(proposal.drafts) for proposal in proposals)
-        for proposal in drafting:
-            rows += self._propose_free(proposal, rows, costs)
+        for growing in drafting:
+            rows += self._propose_free(growing, rows, costs)
         while self._model and (chosen := self._choose(drafting, rows, costs)):
             began = self._clock()
             try:
-                logits, n_read = self._model.read([DraftedSequence(p.sequence, p.tokens) for p in chosen])
+                logits, n_read = self._model.read([DraftedSequence(g.sequence, g.proposal.tokens) for g in chosen])
             except DraftError as error:
                 logger.error("specserve: %s Decoding goes on without it.", error)
                 self._model = None
                 return
             seconds_per_row = costs.draft_seconds(sum(n_read)) / max(1, sum(n_read))
-            for index, proposal in enumerate(chosen):
-                proposal.seconds += seconds_per_row * n_read[index]
-                joins = not proposal.sequence.stats.drafted_by["model"]
+            for index, growing in enumerate(chosen):
+                growing.proposal.seconds += seconds_per_row * n_read[index]
+                joins = not growing.sequence.stats.drafted_by["model"]
                 if joins:
                     # All rounds of the sequence profit from what was read before the first draft.
-                    proposal.prefill_seconds += seconds_per_row * max(0, n_read[index] - 1)
-                if index not in logits or not self._draw(logits[index], proposal):
-                    proposal.ended = True
+                    growing.proposal.prefill_seconds += seconds_per_row * max(0, n_read[index] - 1)
+                if index not in logits or not self._draw(logits[index], growing):
+                    growing.ended = True
                     continue
                 rows += 1
-                rows += self._propose_free(proposal, rows, costs)
+                rows += self._propose_free(growing, rows, costs)
             self._model.observe_cost(self._clock() - began)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
@@ -204,59 +165,59 @@ class Drafters:
         if self._model:
             self._model.truncate(sequence, length)
 
-    def _propose_free(self, proposal: Proposal, rows: int, costs: RoundCosts) -> int:
+    def _propose_free(self, growing: GrowingProposal, rows: int, costs: RoundCosts) -> int:
         """Draft what the first proposer offers that is worth verifying; returns how many tokens that is."""
-        sequence, remaining = proposal.sequence, proposal.remaining
-        if remaining <= 0:
+        sequence, proposal = growing.sequence, growing.proposal
+        if growing.remaining <= 0:
             return 0
+        by_model = self._candidate(growing, costs)
         for proposer in self._proposers:
             if sequence.speculation.drafter not in {None, proposer.name}:
                 continue
-            tokens, confidences = proposer.propose(sequence, proposal.tokens, remaining)
+            tokens, confidences = proposer.propose(sequence, proposal.tokens, growing.remaining)
             if not tokens:
                 continue
-            probabilities = [self.controller.acceptance(sequence, proposer.name, stated) for stated in confidences]
-            # Where the model may not draft, a candidate that gains nothing.
-            nothing = Candidate(proposal.prefix, acceptance=0.0, pending=0, remaining=0)
-            candidate = self._candidate(proposal, costs) or nothing
+            acceptance = self.controller.acceptance
+            probabilities = [acceptance.of_token(sequence, proposer.name, stated) for stated in confidences]
             if sequence.speculation.is_auto:
-                length = proposal_length(candidate, probabilities, rows, costs)
+                length = proposal_length(growing.prefix, probabilities, by_model, rows, costs)
             else:
                 # A fixed number of drafts is made in any case; the model makes those that it is likelier to get right.
-                unlikely = (n for n, likely in enumerate(probabilities) if likely < candidate.acceptance)
+                unlikely = (n for n, p in enumerate(probabilities) if by_model and p < by_model.acceptance)
                 length = next(unlikely, len(tokens))
             for token, stated, probability in zip(tokens[:length], confidences, probabilities, strict=False):
-                proposal.add(Draft(token, one_hot(token, self._vocabulary), proposer.name, stated), probability)
+                growing.add(Draft(token, one_hot(token, self._vocabulary), proposer.name, stated), probability)
             if length:
                 return length
             if not proposal.drafts:
                 proposal.undrafted.append(Undrafted(tokens[0], proposer.name, confidences[0]))
         return 0
 
-    def _choose(self, proposals: list[Proposal], rows: int, costs: RoundCosts) -> list[Proposal]:
+    def _choose(self, drafting: list[GrowingProposal], rows: int, costs: RoundCosts) -> list[GrowingProposal]:
         """The sequences whose next token the model drafts in this step."""
-        able = [(p, self._candidate(p, costs)) for p in proposals if not p.ended and p.remaining > 0]
-        fixed = [p for p, candidate in able if candidate and not p.sequence.speculation.is_auto]
-        auto = [(p, candidate) for p, candidate in able if candidate and p.sequence.speculation.is_auto]
+        able = [(g, self._candidate(g, costs)) for g in drafting if not g.ended and g.remaining > 0]
+        fixed = [g for g, candidate in able if candidate and not g.sequence.speculation.is_auto]
+        auto = [(g, candidate) for g, candidate in able if candidate and g.sequence.speculation.is_auto]
         chosen, _ = model_steps([candidate for _, candidate in auto], rows + len(fixed), costs)
         return [*fixed, *(auto[index][0] for index in sorted(chosen))]
 
-    def _candidate(self, proposal: Proposal, costs: RoundCosts) -> Candidate | None:
+    def _candidate(self, growing: GrowingProposal, costs: RoundCosts) -> Candidate | None:
         """What is known of a sequence before the model drafts its next token; None where it cannot or may not."""
-        sequence = proposal.sequence
+        sequence = growing.sequence
         if self._model is None or sequence.speculation.drafter not in {None, "model"}:
             return None
-        drafted = DraftedSequence(sequence, proposal.tokens)
+        drafted = DraftedSequence(sequence, growing.proposal.tokens)
         if not self._model.can_read(drafted):
             return None
         pending = self._model.pending(drafted)
         if sequence.speculation.is_auto:
-            return self.controller.candidate(sequence, proposal.prefix, pending, proposal.remaining, costs)
-        return Candidate(proposal.prefix, self.controller.next_acceptance(sequence), pending, proposal.remaining)
+            return self.controller.candidate(sequence, growing.prefix, pending, growing.remaining, costs)
+        next_token = self.controller.acceptance.of(sequence).next_token
+        return Candidate(growing.prefix, next_token, pending, growing.remaining)
 
-    def _draw(self, logits: FloatArray, proposal: Proposal) -> bool:
+    def _draw(self, logits: FloatArray, growing: GrowingProposal) -> bool:
         """Draw a draft token from the model's logits; False where the grammar leaves none."""
-        sequence = proposal.sequence
+        sequence, proposal = growing.sequence, growing.proposal
         try:
             shaped = process_logits(logits, sequence, proposal.tokens)
             q = to_distribution(shaped, sequence.sampling)
@@ -268,5 +229,6 @@ class Drafters:
         else:
             token = RULES[sequence.speculation.verification].sample(q, len(proposal.drafts), proposal.noise)
         stated = confidence(shaped)
-        proposal.add(Draft(token, q, "model", stated), self.controller.acceptance(sequence, "model", stated))
+        probability = self.controller.acceptance.of_token(sequence, "model", stated)
+        growing.add(Draft(token, q, "model", stated), probability)
         return True

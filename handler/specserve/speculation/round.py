@@ -11,10 +11,10 @@ One round of one sequence, whose tokens are [a b c]; the target's cache holds a 
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable, Iterator
-from itertools import accumulate
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,26 +24,28 @@ from specserve.sampling.distribution import FloatArray, argmax, confidence, is_g
 from specserve.sampling.logits import process_logits, score
 from specserve.sampling.noise import Noise
 from specserve.sequence import DrafterName, Sequence
-from specserve.speculation.controller import Observation
-from specserve.speculation.cost import Cost
-from specserve.speculation.drafters import Drafters, Proposal
+from specserve.speculation.acceptance import Observation
+from specserve.speculation.charges import Charge, Work, charges
+from specserve.speculation.controller import Controller
 from specserve.speculation.rejection import RULES, Verdict, verify_greedy
 
 
 class Plan(NamedTuple):
-    """What one sequence does in a round: feed `rows` of its pending tokens, and verify up to `gamma` draft tokens.
+    """What one sequence does in a round.
 
-    Only a plan that feeds all pending tokens decides new ones (none with max_tokens 0); fewer rows are a prefill chunk.
-    The properties are those before the round is applied to the sequence.
+    Args:
+        sequence: as it was before the round, until the round is applied to it.
+        rows: how many of its pending tokens the target reads: all to decide new ones, fewer for a prefill chunk.
+        max_drafts: the most draft tokens that are verified after them; 0 in a prefill.
     """
 
     sequence: Sequence
     rows: int
-    gamma: int
+    max_drafts: int
 
     @property
     def decides(self) -> bool:
-        """Whether this round gives the sequence at least one new token."""
+        """Whether the round gives the sequence at least one new token; none is wanted with max_tokens 0."""
         return self.rows == self.sequence.target_pending and self.sequence.remaining > 0
 
     @property
@@ -59,34 +61,103 @@ class Plan(NamedTuple):
         return self.rows - 1 if self.decides else self.rows
 
 
-class Outcome(NamedTuple):
-    """What a round did for one plan.
+class Draft(NamedTuple):
+    """A draft token, the distribution q it was sampled from, its drafter, and the drafter's confidence in it."""
+
+    token: int
+    q: FloatArray
+    drafter: DrafterName
+    confidence: float
+
+
+class Undrafted(NamedTuple):
+    """The first token of a proposal that was not worth drafting: verification shows all the same if it was right."""
+
+    token: int
+    drafter: DrafterName
+    confidence: float
+
+
+@dataclass
+class Proposal:
+    """The drafts of one sequence in one round.
 
     Args:
-        position: number of tokens after the prompt before the round.
-        target_cached: number of the sequence's tokens in the target's cache before the round.
-        draft_share: the sequence's share of the time of drafting, by the cost model.
-        target_share: its share of the rest of the round's time.
-        drafters: the drafter of each verified draft.
+        sequence: the one that they follow.
+        max_drafts: the most drafts that it may have.
+        noise: the random numbers of this round.
+        drafts: in order.
+        undrafted: what drafters offered as the first token and was not worth drafting.
+        seconds: the sequence's part of the draft model's passes, by the cost model.
+        prefill_seconds: the part of these that read the sequence before the model's first draft of it.
+        deferred: whether it comes from an earlier round that could not verify it to its end; nothing is added.
+    """
+
+    sequence: Sequence
+    max_drafts: int
+    noise: Noise
+    drafts: list[Draft] = field(default_factory=list)
+    undrafted: list[Undrafted] = field(default_factory=list)
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    deferred: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        """The draft tokens, in order."""
+        return [draft.token for draft in self.drafts]
+
+    @property
+    def q(self) -> list[FloatArray]:
+        """The distributions that the drafts were sampled from, in order."""
+        return [draft.q for draft in self.drafts]
+
+    @property
+    def drafted_by(self) -> list[DrafterName]:
+        """The drafters of the drafts, in order."""
+        return [draft.drafter for draft in self.drafts]
+
+
+class Drafting(Protocol):
+    """What a round needs of the drafters (drafters.py)."""
+
+    @property
+    def controller(self) -> Controller:
+        """It learns what was accepted, and what drafts cost."""
+
+    def begin(self, sequence: Sequence, max_drafts: int, noise: Noise) -> Proposal:
+        """An empty proposal; or the sequence's deferred one, as it was."""
+
+    def propose(self, proposals: list[Proposal], rows: int, kv_len: int, awaiting_first_token: int = 0) -> None:
+        """Add what is worth drafting to the proposals; the target's pass has `rows` rows without any."""
+
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """Only the first `length` tokens of a sequence are decided: the draft model forgets the rest."""
+
+    def defer(self, proposal: Proposal) -> None:
+        """Keep the proposal for the sequence's next round."""
+
+
+class Outcome(NamedTuple):
+    """What a round did for one sequence.
+
+    Args:
+        position: number of its tokens after the prompt before the round; 0 in prefill.
+        target_cached: number of its tokens in the target's cache before the round.
+        charge: its part of the round's time.
+        decoded: whether it decided tokens and its prefill was over before; not so where it was deferred.
+        drafted_by: the drafter of each verified draft.
         n_accepted: how many of them were accepted.
-        plain_seconds: this sequence's share of the pass, had no sequence drafted; None unless a decode round has
-            decided tokens.
         error: why the sequence failed.
     """
 
     position: int
     target_cached: int
-    draft_share: float
-    target_share: float
-    drafters: abc.Sequence[DrafterName] = ()
+    charge: Charge
+    decoded: bool = False
+    drafted_by: abc.Sequence[DrafterName] = ()
     n_accepted: int = 0
-    plain_seconds: float | None = None
     error: Exception | None = None
-
-    @property
-    def prefill(self) -> bool:
-        """Whether the sequence was in prefill, the round that ends it included."""
-        return self.position == 0
 
 
 class Report(NamedTuple):
@@ -138,13 +209,13 @@ class TargetDistributions:
 
 def run_round(
     target: Engine,
-    drafters: Drafters,
+    drafters: Drafting,
     plans: list[Plan],
     clock: Callable[[], float] = perf_counter,
     *,
     awaiting_first_token: int = 0,
 ) -> Report:
-    """Draft for the plans with a gamma, run the target once over all rows, and decide tokens.
+    """Draft for the plans, run the target once over all rows, and decide tokens.
 
     Decided tokens are appended to the sequences, both KV caches are truncated to them, and the controller learns from
     what was accepted. Statistics and the caches of sequences that failed are left to the caller.
@@ -152,7 +223,7 @@ def run_round(
     Args:
         target: the target's engine; its slots hold what the sequences say.
         drafters: all drafters, with their controller.
-        plans: one for each sequence of the round.
+        plans: one for each sequence of the round, in the order in which they are verified.
         clock: seconds.
         awaiting_first_token: number of sequences in prefill or about to be.
 
@@ -160,132 +231,82 @@ def run_round(
         EngineError: the target failed. Its caches are as before; the caller truncates those of the draft model.
     """
     started = clock()
-    target_cost = drafters.controller.target_cost
-    proposals = [drafters.begin(plan.sequence, plan.gamma, _noise(plan.sequence)) for plan in plans]
-    # What attention reads for a row: its own sequence with our kernels, so the longest counts; all with llama.cpp's.
+    proposals = [drafters.begin(plan.sequence, plan.max_drafts, _noise(plan.sequence)) for plan in plans]
     kv_len = target.kv_len([plan.sequence.slot for plan in plans])
     drafters.propose(proposals, sum(plan.rows for plan in plans), kv_len, awaiting_first_token)
     drafted = clock()
     logits = target.forward(_batch(plans, proposals))
     passed = clock()
-    costs = _plan_costs(plans, proposals, target_cost, kv_len)
-    target_shares = _shares([cost.plain_seconds + cost.rows_seconds for cost in costs])
-    by_model = [cost.model_seconds for cost in costs]
-    draft_shares = _shares(by_model if any(by_model) else [float(plan.gamma > 0) for plan in plans])
-    outcomes = {}
-    for index, own_logits in _longest_deferred_first(plans, proposals, logits):
-        sequence = plans[index].sequence
-        before = Outcome(sequence.generated, sequence.target_cached, draft_shares[index], target_shares[index])
-        outcomes[sequence] = _apply(
-            target, drafters, plans[index], proposals[index], own_logits, cost=costs[index], before=before
-        )
+    cost = drafters.controller.target_cost
+    works = [_work(plan, proposal) for plan, proposal in zip(plans, proposals, strict=True)]
+    outcomes, begin = {}, 0
+    for plan, proposal, charge in zip(plans, proposals, charges(works, cost, kv_len), strict=True):
+        end = begin + plan.rows - plan.first_logits + len(proposal.drafts)
+        outcomes[plan.sequence] = _apply(target, drafters, plan, proposal, logits[begin:end], charge=charge)
+        begin = end
     done = clock()
     # Computing distributions and verifying take time for every row, so they belong to the cost of a pass.
-    rows = sum(plan.rows + len(proposal.drafts) for plan, proposal in zip(plans, proposals, strict=True))
-    target_cost.observe(rows, kv_len, done - drafted)
+    cost.observe(sum(work.rows + work.drafts for work in works), kv_len, done - drafted)
     return Report(drafted - started, passed - drafted, outcomes)
 
 
-class PlanCost(NamedTuple):
-    """Seconds that one plan adds to a round by the cost model.
-
-    Args:
-        plain_seconds: in the target's pass, without its drafts.
-        rows_seconds: in the target's pass, for its drafts.
-        model_seconds: in the draft model's passes of this round.
-    """
-
-    plain_seconds: float
-    rows_seconds: float
-    model_seconds: float
-
-
-def _plan_costs(plans: list[Plan], proposals: list[Proposal], target_cost: Cost, kv_len: int) -> list[PlanCost]:
-    """What each plan adds: decoding is shared equally, prefill and drafts are charged by their rows."""
-    n_decoding = sum(plan.sequence.decoding for plan in plans)
-    plain_rows = sum(plan.rows for plan in plans)
-    draft_rows = sum(len(proposal.drafts) for proposal in proposals)
-    decode = target_cost.seconds(n_decoding, kv_len)
-    plain = target_cost.seconds(plain_rows, kv_len)
-    # An estimate may fall with more rows; no plan is charged less than nothing.
-    draft_row = max(0.0, target_cost.seconds(plain_rows + draft_rows, kv_len) - plain) / max(1, draft_rows)
-    prompt_row = max(0.0, plain - decode) / max(1, plain_rows - n_decoding)
-    return [
-        PlanCost(
-            decode / n_decoding if plan.sequence.decoding else plan.rows * prompt_row,
-            len(proposal.drafts) * draft_row,
-            0.0 if proposal.deferred else proposal.seconds,
-        )
-        for plan, proposal in zip(plans, proposals, strict=True)
-    ]
-
-
-def _shares(seconds: list[float]) -> list[float]:
-    """Each one's share of the sum; equal shares of nothing."""
-    total = sum(seconds)
-    return [one / total if total else 1 / len(seconds) for one in seconds]
-
-
-def _longest_deferred_first(
-    plans: list[Plan], proposals: list[Proposal], logits: FloatArray
-) -> Iterator[tuple[int, FloatArray]]:
-    """Indices of the plans with their rows of logits, those first that were deferred most often in succession."""
-    # Rows of logits of each plan, and where they begin.
-    counts = [plan.rows - plan.first_logits + len(p.drafts) for plan, p in zip(plans, proposals, strict=True)]
-    starts = [0, *accumulate(counts)]
-    for index in sorted(range(len(plans)), key=lambda index: -plans[index].sequence.deferrals):
-        yield index, logits[starts[index] : starts[index + 1]]
+def _work(plan: Plan, proposal: Proposal) -> Work:
+    # The seconds of a deferred proposal belong to an earlier round.
+    seconds = 0.0 if proposal.deferred else proposal.seconds
+    return Work(plan.sequence.decoding, plan.rows, len(proposal.drafts), seconds)
 
 
 def _apply(
-    target: Engine,
-    drafters: Drafters,
-    plan: Plan,
-    proposal: Proposal,
-    logits: FloatArray,
-    *,
-    cost: PlanCost,
-    before: Outcome,
+    target: Engine, drafters: Drafting, plan: Plan, proposal: Proposal, logits: FloatArray, *, charge: Charge
 ) -> Outcome:
-    """Decide the tokens of one sequence, or take note of its prefill chunk, and say what the round did for it.
-
-    Args:
-        target: its cache is truncated to the decided tokens, and so is the draft model's.
-        drafters: keep a proposal that is deferred; their controller learns.
-        plan: what the sequence was to do in the round.
-        proposal: its drafts, which the target has read.
-        logits: the target's rows that belong to the plan, from `first_logits` on.
-        cost: what the plan added to the round.
-        before: the outcome as far as it is known.
-    """
-    sequence, controller = plan.sequence, drafters.controller
-    verdict: Verdict | None = None
+    """Decide the tokens of one sequence, or take note of its prefill chunk, and say what the round did for it."""
+    sequence = plan.sequence
+    outcome = Outcome(sequence.generated, sequence.target_cached, charge)
     try:
         if plan.scores_prompt:
             _score_prompt(sequence, logits[: plan.rows])
         if not plan.decides:
             sequence.target_cached += plan.rows
-            return before
-        p = TargetDistributions(logits[-1 - len(proposal.drafts) :], sequence, proposal.tokens)
-        verdict = _verify(p, proposal)
-        if sequence.speculation.max_drafts:
-            controller.learn(sequence, _observations(sequence, p, proposal, verdict), p.confidence(verdict.n_accepted))
-        _commit(sequence, p, proposal, verdict)
+            return outcome
+        n_accepted = _decide(drafters.controller, proposal, logits[-1 - len(proposal.drafts) :])
+        outcome = outcome._replace(decoded=outcome.position > 0, drafted_by=proposal.drafted_by, n_accepted=n_accepted)
     except MaskDeferred:
         # Nothing was decided: the next round feeds the last token again, and verifies the same drafts.
-        verdict = None
         sequence.deferrals += 1
         sequence.target_cached += plan.rows - 1
         drafters.defer(proposal)
     except (FloatingPointError, ConstraintError) as error:
-        return before._replace(error=error)
+        return outcome._replace(error=error)
     target.truncate(sequence.slot, sequence.target_cached)
     drafters.truncate(sequence, sequence.target_cached)
-    if verdict is None or before.prefill:  # the round that ends a prefill has no drafts
-        return before
-    draft_seconds = cost.rows_seconds + proposal.seconds - proposal.prefill_seconds
-    controller.count_round(sequence, verdict.n_accepted + 1, cost.plain_seconds, draft_seconds)
-    return before._replace(drafters=proposal.drafters, n_accepted=verdict.n_accepted, plain_seconds=cost.plain_seconds)
+    if outcome.decoded:
+        draft_seconds = charge.drafts_seconds + proposal.seconds - proposal.prefill_seconds
+        time = drafters.controller.time(sequence)
+        time.count_round(outcome.n_accepted + 1, charge.plain_seconds, draft_seconds)
+    return outcome
+
+
+def _decide(controller: Controller, proposal: Proposal, logits: FloatArray) -> int:
+    """Verify the drafts, and append the accepted ones and the rule's own token; returns how many were accepted.
+
+    Args:
+        controller: learns; also where nothing was drafted, since the target's confidence says if the next draft pays.
+        proposal: its drafts, which the target has read.
+        logits: the target's rows from that of the last decided token on.
+
+    Raises:
+        MaskDeferred: nothing was decided.
+        FloatingPointError: the logits are not finite.
+        ConstraintError: the request's grammar has become too costly to follow.
+    """
+    sequence = proposal.sequence
+    p = TargetDistributions(logits, sequence, proposal.tokens)
+    verdict = _verify(p, proposal)
+    if sequence.speculation.max_drafts:
+        observations = _observations(sequence, p, proposal, verdict)
+        controller.acceptance.learn(sequence, observations, p.confidence(verdict.n_accepted))
+    _commit(sequence, p, proposal, verdict)
+    return verdict.n_accepted
 
 
 def _noise(sequence: Sequence) -> Noise:
@@ -327,7 +348,7 @@ def _commit(sequence: Sequence, p: TargetDistributions, proposal: Proposal, verd
     if sequence.top_logprobs is not None:
         sequence.scores += [score(p.logits[index], token, sequence.top_logprobs) for index, token in enumerate(decided)]
     if sequence.keeps_sources:
-        sequence.sources += [*proposal.drafters[:n_accepted], "target"]
+        sequence.sources += [*proposal.drafted_by[:n_accepted], "target"]
     sequence.target_cached = len(sequence.tokens) + n_accepted
     sequence.tokens += decided
 
@@ -340,7 +361,8 @@ def _observations(
     The first position of a round is always reached, so proposals that were not drafted are judged by it too.
     """
     n_accepted, next_token = verdict
-    # Where the probability of acceptance is known, it says more than the outcome; for block verification it is a proxy.
+    # Where the probability of acceptance is known, it says more than the outcome. The sum is that of token verification;
+    # block verification accepts a little more.
     knows_probability = sequence.speculation.verification != "coupled" and not is_greedy(sequence.sampling)
     first = proposal.tokens[0] if n_accepted else next_token
     observations = []

@@ -19,7 +19,7 @@ from constraints import Alternating, AlternatingGrammars
 from fake_engine import FakeVocabulary
 from front_end import SLOTS, FrontEnd
 from specserve.observability.metrics import Metrics
-from specserve.serving import torchserve
+from specserve.serving import parser, torchserve
 from specserve.serving.generation import Generation
 from specserve.serving.openai.openapi import openapi
 from specserve.serving.openai.response import GenerationResponse
@@ -93,7 +93,7 @@ def test_wall_clock_jumps_change_no_text_and_no_measured_seconds(
 
 def test_streams_continue_while_a_request_is_parsed(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its prompt blocks the tokenizer until the test sets an event; a second request waits, a third is cancelled."""
-    monkeypatch.setattr(torchserve, "_PARSE_SECONDS", 0.01)
+    monkeypatch.setattr(parser, "_PARSE_SECONDS", 0.01)
     stream = front_end.post({**BODY, "stream": True, "max_tokens": 40})
     front_end.handle_once()
     release, tokenized = threading.Event(), []
@@ -360,12 +360,35 @@ def test_a_long_body_is_sent_to_the_handler_once(front_end: FrontEnd) -> None:
     assert front_end.status[refused] == 400
 
 
+def test_streams_wait_once_for_a_long_parse_whatever_comes_behind_it(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, waits = threading.Event(), []
+    encode = FakeVocabulary.encode
+
+    def slow(vocabulary: FakeVocabulary, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
+        assert release.wait(10)
+        return encode(vocabulary, text, special=special, begin=begin)
+
+    front_end.post({**BODY, "stream": True, "max_tokens": 40})
+    front_end.handle_once()
+    monkeypatch.setattr(FakeVocabulary, "encode", slow)
+    monkeypatch.setattr(parser, "wait", lambda _futures, seconds: waits.append(seconds))
+    for _ in range(3):
+        front_end.post(BODY)
+        front_end.handle_once()
+    assert waits == [parser._PARSE_SECONDS, 0.0, 0.0]
+    release.set()
+    monkeypatch.undo()
+    front_end.run()
+
+
 def test_long_bodies_are_refused_while_too_many_bytes_wait_to_be_parsed(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first blocks the tokenizer until the test sets an event. Short bodies, and one alone, are always accepted."""
-    monkeypatch.setattr(torchserve, "_PARSE_SECONDS", 0.01)
-    monkeypatch.setattr(torchserve, "_MAX_WAITING_BYTES", 300_000)
+    monkeypatch.setattr(parser, "_PARSE_SECONDS", 0.01)
+    monkeypatch.setattr(parser, "_MAX_WAITING_BYTES", 300_000)
     release = threading.Event()
     encode = FakeVocabulary.encode
 

@@ -74,8 +74,9 @@ class CompiledGrammar(NamedTuple):
     Args:
         matcher: at the start of an answer; only copies of it advance.
         is_json: whether the answer is JSON, whose whitespace `Layout` predicts.
-        failures: errors of any copy. Copies share llguidance's lexer: once one has exhausted its states, the others
-            accept nothing and do not report it.
+        failures: errors of any copy. Copies share llguidance's lexer (it has a lock of its own): once one has exhausted
+            its states, the others accept nothing and do not report it. The engine thread appends, the parser's reads;
+            what it reads too early gives its request a grammar that fails with the same error.
     """
 
     matcher: llguidance.LLMatcher
@@ -311,7 +312,7 @@ class GrammarCompiler:
         _ = self.tokenizer
 
     def begin_round(self, seconds: float) -> None:
-        """Give all masks of the next round `seconds` of time; later ones are deferred."""
+        """Give all masks of the next round `seconds` of time, in the engine thread; later ones are deferred."""
         self._round_budget.spent, self._round_budget.limit = 0.0, seconds
 
     def json_object(self) -> Constraint:

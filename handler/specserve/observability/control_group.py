@@ -72,7 +72,7 @@ class Holdback:
         self._recent: deque[tuple[_Moments, float]] = deque()
 
     def draw(self) -> bool:
-        """Whether the next request is in the control group."""
+        """Whether the next request is in the control group; in any thread, since nothing else uses the generator."""
         return self._random.random() < self._share
 
     def observe(self, tpot: float, *, plain: bool) -> None:

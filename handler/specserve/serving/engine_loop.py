@@ -24,7 +24,10 @@ def engine_thread() -> ThreadPoolExecutor:
 class EngineLoop:
     """Runs rounds of a scheduler, one time slice at a time.
 
-    The scheduler may be used from outside only while no slice runs: between `join` and `start`.
+    A slice is the rounds that begin within a time, at least one. Each call of TorchServe's thread waits with `join` for
+    the slice that the call before started, cut to its current round by `interrupt` where requests are new or gone; if
+    there was none, `run` runs one while the call waits; `start` begins the next, which runs on after the call has
+    returned. The scheduler may be used from outside only while no slice runs: between `join` and `start`.
 
     Args:
         scheduler: has the sequences.

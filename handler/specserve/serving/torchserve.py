@@ -1,34 +1,18 @@
 """The TorchServe handler with continuous batching; only it and torchserve_types.py call TorchServe.
 
 TorchServe calls `handle` again and again while requests are live. Each call has an entry per live request, with its id;
-the entry has the request's body until the first reply to it. A reply is a whole response, a chunk, or the last chunk:
-TorchServe asks the entry's function in `context.stopping_criteria`, which returns None, False or True.
-Where a call has nothing to say yet, it deletes the entry's id from `context.request_ids`: then nothing is sent, and the
-entry comes again, body included. Once a chunk is sent, the HTTP status is final.
-
-A slice is the rounds that begin within `time_slice_ms`, at least one. `handle` calls the `EngineLoop`: `join` waits for
-the slice that the call before started, cut to its current round by `interrupt` where requests are new or gone; if
-there was none, `run` runs one while the call waits; `start` begins the next, which runs on after the call has returned,
-unless there is nothing to run or the next round prefills.
+the entry has the request's body until the first reply to it. A reply is a whole response, a chunk or the last chunk:
+the entry's function in `context.stopping_criteria` says so with None, False or True. Where a call has nothing to say
+yet, it deletes the entry's id from `context.request_ids`: then nothing is sent, and the entry comes again, body
+included. Once a chunk is sent, the HTTP status is final.
 
 Three threads share the work:
 
 - TorchServe's thread runs `handle`: it owns the responses, and replies.
-- The engine thread runs rounds, in slices. While one runs it owns the scheduler, all generations that were submitted,
-  both models, the metrics and the trace; between `EngineLoop.join` and `start` they belong to TorchServe's thread.
-- The parser's thread turns bodies into generations, which are its own until they are submitted. It has the tokenizer,
-  the grammar compiler, and the draw of the control group.
-
-The parser's thread also works while rounds run. What it then shares with the engine thread is safe without a lock:
-
-- The vocabulary is only read, but for its cache of tokens' texts, where both write the same.
-- `CompiledGrammar.failures`: the engine thread appends, the parser's reads. One that reads too early gives its request
-  a grammar that has just failed, and that request ends with the same error as those before it.
-- The round's time for grammar masks: `GrammarCompiler.begin_round` sets it and constraints spend it, both in the engine
-  thread; the parser's only hands it to new constraints.
-- What copies of a grammar's matcher share: llguidance has a lock of its own for it.
-- `Holdback`, which draws the control group, requests of mode `auto` that get no drafts: `draw` uses only the random
-  generator; `observe`, `speedup` and `reset` use all but that.
+- The engine thread runs rounds, in slices (engine_loop.py). While one runs it owns the scheduler, all generations that
+  were submitted, both models, the metrics and the trace; between `EngineLoop.join` and `start` they belong to
+  TorchServe's thread.
+- The parser's thread turns bodies into generations (parser.py).
 """
 
 from __future__ import annotations
@@ -37,11 +21,10 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from typing import Any
 
 from specserve.config import HandlerConfig, parse_handler
-from specserve.errors import ConfigError, RequestError, SpecserveError
+from specserve.errors import ConfigError, SpecserveError
 from specserve.observability.control_group import Holdback
 from specserve.observability.metrics import Gauges, Metrics, Sample, Served
 from specserve.observability.records import Observer
@@ -49,7 +32,8 @@ from specserve.observability.trace import Trace
 from specserve.serving.budget import max_wait
 from specserve.serving.engine_loop import EngineLoop, engine_thread
 from specserve.serving.loading import Models, load_models
-from specserve.serving.openai.response import JsonResponse, Response
+from specserve.serving.openai.response import Response
+from specserve.serving.parser import LONG_BODY, Parser
 from specserve.serving.routes import Routes
 from specserve.serving.scheduler import Scheduler
 from specserve.serving.torchserve_types import (
@@ -65,32 +49,8 @@ from specserve.serving.torchserve_types import (
 logger = logging.getLogger(__name__)
 
 # How long the HTTP status of a whole response stays open, in seconds; most responses are complete by then. TorchServe
-# sends the body in every call until the status is set, and a megabyte takes up to 30 ms to read: the status of a longer
-# body, in bytes, is set at once.
+# sends the body in every call until the status is set, so that of a long one is set at once.
 _STATUS_SECONDS = 2.0
-_LONG_BODY = 64 * 1024
-
-# Bytes of long bodies that may wait to be parsed together; a further one is refused. One alone may be longer.
-_MAX_WAITING_BYTES = 2 * 1024 * 1024
-
-_BUSY = RequestError(
-    "The server is reading other long requests; send this one again.",
-    status=503,
-    kind="server_error",
-    code="overloaded",
-)
-
-# How long a call waits for new requests to be parsed, in seconds; most take a few milliseconds. Compiling a grammar may
-# take half a second and tokenising half a megabyte a whole one. No round runs during the wait; after it they go on.
-_PARSE_SECONDS = 0.1
-
-
-class Parsing(NamedTuple):
-    """A new request: when it arrived, the bytes of its body, and its response once it is parsed."""
-
-    arrival: float
-    size: int
-    response: Future[Response]
 
 
 class Handler:
@@ -141,8 +101,7 @@ class Handler:
         )
         self._routes = Routes(config, models, self._scheduler, self._holdback, served.model)
         self._loop = EngineLoop(self._scheduler, thread, config.time_slice_ms / 1000)
-        self._parser = ThreadPoolExecutor(1, "parser")
-        self._parsing: dict[str, Parsing] = {}
+        self._parser = Parser(self._routes)
         self._responses: dict[str, Response] = {}
 
     def handle(self, data: list[dict[str, Any]], context: Context) -> list[str]:
@@ -153,23 +112,21 @@ class Handler:
         called = time.monotonic()
         entries = dict(context.request_ids)
         if set(entries.values()) != self._responses.keys():
-            # Requests have come or gone, or are being parsed: the slice ends with its current round.
+            # Requests have come or gone, or are being parsed.
             self._loop.interrupt()
         was_started = self._loop.join()
         self._forget_absent(set(entries.values()))
-        any_new = self._parse_new(data, context, called)
-        # Without new requests, streams do not wait for a long parse again.
-        submitted = self._submit_parsed(_PARSE_SECONDS if any_new or not self._scheduler.busy else 0.0)
+        self._parse_new(data, context, called)
+        submitted = self._submit_parsed()
         if not was_started:
             self._loop.run()
         replies = [""] * len(data)
         context.stopping_criteria = [whole_response] * len(data)
         for index, request_id in entries.items():
             response = self._responses.get(request_id)
-            missed_the_slice = was_started and request_id in submitted
-            if response is None or (missed_the_slice and not response.done):
-                # Not parsed yet, or an error of its first round can still be its status. An entry that is left out
-                # comes again.
+            # The status of a response waits for its first round, which may fail.
+            awaits_first_round = was_started and request_id in submitted
+            if response is None or (awaits_first_round and not response.done):
                 del context.request_ids[index]
             else:
                 replies[index] = self._reply(context, index, response)
@@ -180,49 +137,29 @@ class Handler:
 
     def _forget_absent(self, present: set[str]) -> None:
         """Forget the requests without an entry: they are answered, or their clients have left."""
-        for request_id in self._parsing.keys() - present:
-            self._parsing.pop(request_id).response.cancel()
+        self._parser.forget_absent(present)
         for request_id in self._responses.keys() - present:
             response = self._responses.pop(request_id)
             self._cancel(response)
             for generation in response.generations:
                 generation.drop_output()
 
-    def _parse_new(self, data: list[dict[str, Any]], context: Context, called: float) -> bool:
-        """Begin to parse the requests that came with this call; returns whether there are any."""
-        known = self._responses.keys() | self._parsing.keys()
-        new = {index: request_id for index, request_id in context.request_ids.items() if request_id not in known}
-        for index, request_id in new.items():
+    def _parse_new(self, data: list[dict[str, Any]], context: Context, called: float) -> None:
+        """Begin to parse the requests that came with this call."""
+        for index, request_id in context.request_ids.items():
+            if request_id in self._responses or request_id in self._parser:
+                continue
             route = (context.get_request_header(index, "url_path") or "").strip("/")
             size = sum(map(len, data[index].values()))
             body = data[index].get("body", data[index].get("data"))
-            self._parsing[request_id] = Parsing(called, size, self._parse(request_id, route, body, size))
-        return bool(new)
+            self._parser.begin(request_id, route, body, size, called)
 
-    def _parse(self, request_id: str, route: str, body: object, size: int) -> Future[Response]:
-        """Parse in the parser's thread what is to be generated; other routes ask the scheduler and stay in this one."""
-        answered: Future[Response] = Future()
-        if not self._routes.generates(route):
-            answered.set_result(self._routes.respond(request_id, route, body))
-        elif size > _LONG_BODY and self._waiting_bytes() > max(0, _MAX_WAITING_BYTES - size):
-            answered.set_result(JsonResponse(_BUSY.status, _BUSY.body()))
-        else:
-            return self._parser.submit(self._routes.respond, request_id, route, body)
-        return answered
-
-    def _waiting_bytes(self) -> int:
-        """Bytes of the long bodies that wait to be parsed."""
-        others = self._parsing.values()
-        return sum(other.size for other in others if other.size > _LONG_BODY and not other.response.done())
-
-    def _submit_parsed(self, seconds: float) -> set[str]:
-        """Submit the requests that are parsed within a time; returns their ids."""
-        wait([parsing.response for parsing in self._parsing.values()], seconds)
-        parsed = {request_id: one for request_id, one in self._parsing.items() if one.response.done()}
+    def _submit_parsed(self) -> set[str]:
+        """Submit the requests that are parsed; returns their ids."""
+        parsed = self._parser.take(idle=not self._scheduler.busy)
         for request_id, (arrival, size, future) in parsed.items():
-            del self._parsing[request_id]
             response = self._responses[request_id] = future.result()
-            response.status_deadline = arrival + (_STATUS_SECONDS if size <= _LONG_BODY else 0.0)
+            response.status_deadline = arrival + (_STATUS_SECONDS if size <= LONG_BODY else 0.0)
             for generation in response.generations:
                 if not generation.done:
                     self._scheduler.submit(generation, time.monotonic() - arrival)

@@ -361,8 +361,8 @@ def _observations(
     The first position of a round is always reached, so proposals that were not drafted are judged by it too.
     """
     n_accepted, next_token = verdict
-    # Where the probability of acceptance is known, it says more than the outcome. The sum is that of token verification;
-    # block verification accepts a little more.
+    # Where the probability of acceptance is known, it says more than the outcome. The sum is that of token
+    # verification; block verification accepts a little more.
     knows_probability = sequence.speculation.verification != "coupled" and not is_greedy(sequence.sampling)
     first = proposal.tokens[0] if n_accepted else next_token
     observations = []

@@ -1,0 +1,102 @@
+"""Parses requests in a thread of its own, so that rounds go on meanwhile.
+
+The thread turns bodies into generations, which are its own until they are submitted. What it shares with the engine
+thread is safe without a lock, as their owners say: the vocabulary (only read, but for its cache of tokens' texts, where
+both write the same), `CompiledGrammar.failures` and grammar matchers (grammar/constraint.py), and `Holdback.draw`
+(observability/control_group.py).
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import NamedTuple
+
+from specserve.errors import RequestError
+from specserve.serving.openai.response import JsonResponse, Response
+from specserve.serving.routes import Routes
+
+# A body longer than this is long, in bytes: a megabyte takes up to 30 ms to read.
+LONG_BODY = 64 * 1024
+# Bytes of long bodies that may wait to be parsed together; a further one is refused. One alone may be longer.
+_MAX_WAITING_BYTES = 2 * 1024 * 1024
+# How long to wait for new requests, in seconds; most take a few milliseconds. Compiling a grammar may take half a
+# second and tokenising half a megabyte a whole one. No round runs during the wait; after it they go on.
+_PARSE_SECONDS = 0.1
+
+_BUSY = RequestError(
+    "The server is reading other long requests; send this one again.",
+    status=503,
+    kind="server_error",
+    code="overloaded",
+)
+
+
+class Parsing(NamedTuple):
+    """A new request: when it arrived, the bytes of its body, and its response once it is parsed."""
+
+    arrival: float
+    size: int
+    response: Future[Response]
+
+
+class Parser:
+    """Requests that are being parsed, by TorchServe's id.
+
+    Args:
+        routes: parse them.
+    """
+
+    def __init__(self, routes: Routes) -> None:
+        self._routes = routes
+        self._thread = ThreadPoolExecutor(1, "parser")
+        self._parsing: dict[str, Parsing] = {}
+        self._waited_for: set[str] = set()
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request is being parsed."""
+        return request_id in self._parsing
+
+    def begin(self, request_id: str, route: str, body: object, size: int, arrival: float) -> None:
+        """Parse in the parser's thread what is to be generated; other routes ask the scheduler and are answered here.
+
+        Args:
+            request_id: TorchServe's.
+            route: the path of its URL.
+            body: as TorchServe has decoded it.
+            size: of the body, in bytes.
+            arrival: when it came.
+        """
+        answered: Future[Response] = Future()
+        if not self._routes.generates(route):
+            answered.set_result(self._routes.respond(request_id, route, body))
+        elif size > LONG_BODY and self._waiting_bytes() > max(0, _MAX_WAITING_BYTES - size):
+            answered.set_result(JsonResponse(_BUSY.status, _BUSY.body()))
+        else:
+            answered = self._thread.submit(self._routes.respond, request_id, route, body)
+        self._parsing[request_id] = Parsing(arrival, size, answered)
+
+    def _waiting_bytes(self) -> int:
+        """Bytes of the long bodies that wait to be parsed."""
+        others = self._parsing.values()
+        return sum(other.size for other in others if other.size > LONG_BODY and not other.response.done())
+
+    def take(self, *, idle: bool) -> dict[str, Parsing]:
+        """The requests that are parsed, after a short wait for new ones.
+
+        Streams wait once for a long parse, and not again for what has come since: there is one thread.
+
+        Args:
+            idle: nothing else runs, so waiting delays nobody.
+        """
+        waits = idle or not self._waited_for & self._parsing.keys()
+        wait([parsing.response for parsing in self._parsing.values()], _PARSE_SECONDS if waits else 0.0)
+        parsed = {request_id: one for request_id, one in self._parsing.items() if one.response.done()}
+        for request_id in parsed:
+            del self._parsing[request_id]
+        self._waited_for = set(self._parsing)
+        return parsed
+
+    def forget_absent(self, present: set[str]) -> None:
+        """Forget the requests whose clients have left."""
+        for request_id in self._parsing.keys() - present:
+            self._parsing.pop(request_id).response.cancel()

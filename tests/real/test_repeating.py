@@ -23,7 +23,7 @@ from specserve.sequence import DrafterName, SamplingParams, Sequence, Speculatio
 from specserve.speculation.controller import Controller
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.proposers import FreeTokens
-from specserve.speculation.rejection import Verdict, verify_greedy
+from specserve.speculation.rejection import Verdict, accept_equal
 from specserve.speculation.round import Plan, run_round
 from specserve.tools.models import prepare
 from specserve.tools.paths import DEFAULT_CONFIG, PROJECT, models_directory
@@ -143,7 +143,7 @@ def gap_of(plain: PlainOutput, output: list[int]) -> float | None:
 
 def accepts_every_draft(argmax: Callable[[int], int], drafts: abc.Sequence[int]) -> Verdict:
     """WRONG: accepts the target's second most probable token as well."""
-    return Verdict(len(drafts) - 1, drafts[-1]) if drafts else verify_greedy(argmax, drafts)
+    return Verdict(len(drafts) - 1, drafts[-1]) if drafts else accept_equal(argmax, drafts)
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +170,6 @@ def test_speculation_changes_greedy_output_only_at_near_ties(published: Loaded, 
 def test_the_near_tie_check_rejects_a_rule_that_accepts_every_draft(
     published: Loaded, plain: list[PlainOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specserve.speculation.round.verify_greedy", accepts_every_draft)
+    monkeypatch.setattr("specserve.speculation.round.accept_equal", accepts_every_draft)
     gaps = [gap for one in plain[:3] if (gap := gap_of(one, decode_speculatively(published, one))) is not None]
     assert max(gaps) > 2 * published.invariance.largest

@@ -37,7 +37,7 @@ from specserve.speculation.rejection import (
     residual,
     verify_block,
     verify_coupled,
-    verify_greedy,
+    accept_equal,
     verify_token,
 )
 
@@ -162,7 +162,7 @@ def test_every_rule_equals_greedy_verification_on_one_hot_rows(choices: list[int
     gamma = len(choices) - 1
     drafts = data.draw(st.lists(st.integers(0, 3), min_size=gamma, max_size=gamma))
     p, q = np.eye(4)[choices], np.eye(4)[drafts]
-    verdict = verify_greedy(choices.__getitem__, drafts)
+    verdict = accept_equal(choices.__getitem__, drafts)
     assert {rule.verify(p, q, drafts, Noise(1, 0, 0, 0)) for rule in RULES.values()} == {verdict}
 
 
@@ -285,7 +285,7 @@ def test_acceptance_rate_test_rejects_wrong_acceptance(wrong: Rule) -> None:
 
 def coupled_token(row: FloatArray, seed: int, position: int = 0, noise: Callable[..., Noise] = Noise) -> int:
     """The target's own choice at a position."""
-    return verify_coupled([row], [], noise(seed, 0, 0, position)).next_token
+    return verify_coupled([row], [], [], noise(seed, 0, 0, position)).next_token
 
 
 def narrow_pvalue(trials: int, noise: Callable[..., Noise] = Noise) -> float:
@@ -342,7 +342,7 @@ def test_independence_test_rejects_noise_shared_by_positions() -> None:
 def test_coupled_output_does_not_depend_on_the_drafts(seed: int, drafts: list[int]) -> None:
     p = softmax(2 * np.random.default_rng(2).normal(size=(9, 8)))
     alone = [coupled_token(p[i], seed, i) for i in range(len(drafts) + 1)]
-    n_accepted, token = verify_coupled(p, drafts, Noise(seed, 0, 3, 0))
+    n_accepted, token = verify_coupled(p, [], drafts, Noise(seed, 0, 3, 0))
     assert [*drafts[:n_accepted], token] == alone[: n_accepted + 1]
 
 

@@ -129,7 +129,8 @@ class Scheduler:
         The round that ends a prefill has no drafts, so that the first token comes sooner.
         """
         self._admit()
-        plans = self._decode_plans([generation for generation in self._running if generation.decoding])
+        decoding = [generation for generation in self._running if generation.decoding]
+        plans = self._decode_plans(decoding) if decoding else []
         if len(plans) < len(self._running):
             plans += self._prefill_plans(plans)
         # A fixed order, so that the same sequences make the same batch; who was deferred before has its masks first.
@@ -176,7 +177,7 @@ class Scheduler:
         # A round that was deferred verifies the same drafts again.
         deferred = {g: n for g in decoding if (n := self._drafters.deferred_tokens(g)) is not None}
         # Every running sequence may need the logits of one row, and those that decode of one more per draft.
-        most = (self._target.max_logits - len(self._running) - sum(deferred.values())) // max(1, len(decoding))
+        most = (self._target.max_logits - len(self._running) - sum(deferred.values())) // len(decoding)
         if len({generation.info.request for generation in self._running}) > 1:
             most = self._drafts_in_time(decoding, most)
         constrained = sum(generation.constraint is not None for generation in decoding)

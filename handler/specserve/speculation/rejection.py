@@ -30,10 +30,10 @@ class NoiseSource(Protocol):
         """A number in [0, 1), independent of every other (purpose, index) and of every other round."""
 
     def exponentials(self, index: int, part: int, count: int) -> FloatArray:
-        """Standard exponential numbers that belong to a position of the sequence, shape (count,).
+        """Standard exponential numbers, shape (count,): the same for draft and target, with any number of drafts.
 
-        The vocabulary races in two levels: part 0 is for its groups of tokens, part 1 + c for the tokens of group c
-        (see `distribution.race`).
+        They belong to a position of the sequence, that after `index` drafts, and to a part of the vocabulary (see
+        `distribution.race`).
         """
 
 
@@ -76,10 +76,11 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
 
     It accepts at least as many drafts in expectation as token verification.
 
-    Let w_n be the weight of the first n drafts: w_0 = 1, w_n = min(1, w_{n-1} p_{n-1}(x_{n-1}) / q_{n-1}(x_{n-1})). The
-    block may end after n accepted drafts with probability h_n = s_n / (s_n + 1 - w_n), s_n = sum max(0, w_n p_n - q_n),
-    and h_gamma = w_gamma. The largest such n is taken, or 0. The next token is recovered from
-    norm(max(0, w_n p_n - q_n)), or drawn from p_gamma as the bonus. (The paper counts positions from 1.)
+    Let w_n be the weight of the first n drafts: w_0 = 1, w_n = min(1, w_{n-1} p_{n-1}(x_{n-1}) / q_{n-1}(x_{n-1})). For
+    each n from 1 to gamma a number of its own decides whether the block may end after n accepted drafts: with
+    probability h_n = s_n / (s_n + 1 - w_n), s_n = sum max(0, w_n p_n - q_n), and h_gamma = w_gamma. The largest n that
+    may end it is taken, or 0. The next token is recovered from norm(max(0, w_n p_n - q_n)), or drawn from p_gamma as the
+    bonus.
 
     Args and noise are those of `verify_token`; p after a draft token of probability 0 is never read.
     """
@@ -104,19 +105,19 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
     return Verdict(n_accepted, recover(p[n_accepted], q[n_accepted], uniform, weight_accepted))
 
 
-def verify_coupled(p: Distributions, drafts: abc.Sequence[int], noise: NoiseSource) -> Verdict:
+def verify_coupled(p: Distributions, _q: Distributions, drafts: abc.Sequence[int], noise: NoiseSource) -> Verdict:
     """Coupled verification (Daliri et al. 2024, arXiv 2408.07978): the target's own choice, whatever was drafted.
 
-    At every position the target's token wins an exponential race whose noise is keyed by seed and position; drafts are
-    accepted while they equal it. So one seed gives one output, with any drafts or none. A draft sampled with the same
-    noise mostly equals the target's token.
+    At every position the target's token is drawn by an exponential race (`race`) whose noise is keyed by seed and
+    position; drafts are accepted while they equal it. So one seed gives one output, with any drafts or none. A draft
+    sampled with the same noise mostly equals the target's token.
 
-    Args are those of `verify_token` without q; the noise is that of positions.
+    Args are those of `verify_token`; q is not needed.
     """
-    return verify_greedy(lambda index: race(p[index], partial(noise.exponentials, index)), drafts)
+    return accept_equal(lambda index: race(p[index], partial(noise.exponentials, index)), drafts)
 
 
-def verify_greedy(choose: Callable[[int], int], drafts: abc.Sequence[int]) -> Verdict:
+def accept_equal(choose: Callable[[int], int], drafts: abc.Sequence[int]) -> Verdict:
     """Accept drafts while they equal the target's own choice at their index, which is the next token after them.
 
     With the argmax as the choice it is what every rule comes to where all distributions are one-hot.
@@ -152,7 +153,7 @@ class Rule(NamedTuple):
 RULES: dict[str, Rule] = {
     "token": Rule(sample_alone, verify_token),
     "block": Rule(sample_alone, verify_block),
-    "coupled": Rule(sample_coupled, lambda p, _q, drafts, noise: verify_coupled(p, drafts, noise)),
+    "coupled": Rule(sample_coupled, verify_coupled),
 }
 
 

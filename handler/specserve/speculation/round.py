@@ -27,7 +27,7 @@ from specserve.sequence import DrafterName, Sequence
 from specserve.speculation.acceptance import Observation
 from specserve.speculation.charges import Charge, Work, charges
 from specserve.speculation.controller import Controller
-from specserve.speculation.rejection import RULES, Verdict, verify_greedy
+from specserve.speculation.rejection import RULES, Verdict, accept_equal
 
 
 class Plan(NamedTuple):
@@ -328,7 +328,7 @@ def _verify(p: TargetDistributions, proposal: Proposal) -> Verdict:
     """Apply the rule that the request asks for."""
     sequence = proposal.sequence
     if is_greedy(sequence.sampling):
-        return verify_greedy(p.argmax, proposal.tokens)
+        return accept_equal(p.argmax, proposal.tokens)
     return RULES[sequence.speculation.verification].verify(p, proposal.q, proposal.tokens, proposal.noise)
 
 

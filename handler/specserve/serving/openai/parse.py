@@ -278,5 +278,5 @@ def _speculation(
 def _verification(sampling: SamplingParams) -> Verification:
     """`coupled` with a seed, so that the text repeats; else the rule that accepts most. Greedy, all are the same."""
     if sampling.temperature == 0:
-        return "token"  # the name that describes `verify_greedy` best
+        return "token"  # the name that describes `accept_equal` best
     return "block" if sampling.seed is None else "coupled"

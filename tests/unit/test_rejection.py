@@ -34,10 +34,10 @@ from specserve.sampling.noise import Noise, Purpose
 from specserve.speculation.rejection import (
     RULES,
     Verdict,
+    accept_equal,
     residual,
     verify_block,
     verify_coupled,
-    accept_equal,
     verify_token,
 )
 

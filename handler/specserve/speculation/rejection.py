@@ -79,8 +79,8 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
     Let w_n be the weight of the first n drafts: w_0 = 1, w_n = min(1, w_{n-1} p_{n-1}(x_{n-1}) / q_{n-1}(x_{n-1})). For
     each n from 1 to gamma a number of its own decides whether the block may end after n accepted drafts: with
     probability h_n = s_n / (s_n + 1 - w_n), s_n = sum max(0, w_n p_n - q_n), and h_gamma = w_gamma. The largest n that
-    may end it is taken, or 0. The next token is recovered from norm(max(0, w_n p_n - q_n)), or drawn from p_gamma as the
-    bonus.
+    may end it is taken, or 0. The next token is recovered from norm(max(0, w_n p_n - q_n)), or is the bonus, drawn from
+    p_gamma.
 
     Args and noise are those of `verify_token`; p after a draft token of probability 0 is never read.
     """

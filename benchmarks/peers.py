@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
@@ -146,7 +147,11 @@ class Peer:
     def start(self, task: Task) -> None:
         """Send a prompt; the process receives it in its first turn."""
         self._answer, self._seconds = Answer(0.0), 0.0
-        sent = (self._answer, self._process.endpoint(self.name), task.text, task.max_tokens, self._clock)
+        endpoint = self._process.endpoint(self.name)
+        if task.schema:
+            # llama-server's field; the other servers are not asked for schemas.
+            endpoint = replace(endpoint, extra=endpoint.extra | {"json_schema": task.schema})
+        sent = (self._answer, endpoint, task.text, task.max_tokens, self._clock)
         self._thread = threading.Thread(target=receive, args=sent, daemon=True)
         self._thread.start()
 

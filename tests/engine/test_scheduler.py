@@ -31,11 +31,11 @@ def test_time_waited_before_submit_counts_towards_waiting_and_ttft() -> None:
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6))
 @settings(max_examples=60, deadline=None)
-def test_prefilling_says_whether_the_next_round_prefills_a_prompt(lengths: list[int]) -> None:
+def test_the_next_round_prefills_iff_a_sequence_awaits_its_first_token(lengths: list[int]) -> None:
     pair = FakePair()
     generations = [pair.submit([1] * length, max_tokens=5) for length in lengths]
     while pair.scheduler.busy:
-        predicted = pair.scheduler.prefilling
+        predicted = pair.scheduler.awaiting_first_token > 0
         before = [(generation, generation.target_cached) for generation in generations if not generation.generated]
         pair.step()
         assert predicted == any(generation.target_cached > cached for generation, cached in before)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from costs import flat, proportional, stairs
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
 from specserve.speculation.acceptance import Observation
-from specserve.speculation.controller import Candidate, Controller, RoundCosts, model_steps, proposal_length
+from specserve.speculation.controller import Candidate, Controller, RoundCosts, model_steps, offer_length
 
 MAX_DRAFTS = 9
 GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(temperature=1)
@@ -27,13 +27,13 @@ def costs_of(target: list[float], draft: list[float], rate: float) -> RoundCosts
 
 def gain_of(drafts: list[tuple[Candidate, int]], rows: int, costs: RoundCosts) -> float:
     """Expected tokens minus what their time is worth, directly from the definition."""
-    tokens = sum(one.prefix * one.acceptance**n for one, gamma in drafts for n in range(1, gamma + 1))
+    tokens = sum(one.reached * one.acceptance**n for one, gamma in drafts for n in range(1, gamma + 1))
     seconds = sum(one.catch_up for one, gamma in drafts if gamma)
     for n in range(1, MAX_DRAFTS + 1):
         drafting = [one for one, gamma in drafts if gamma >= n]
         if drafting:
-            seconds += costs.draft_seconds(sum(one.pending for one in drafting) if n == 1 else len(drafting))
-    seconds += costs.target_seconds(rows + sum(gamma for _, gamma in drafts)) - costs.target_seconds(rows)
+            seconds += costs.draft_pass(sum(one.pending for one in drafting) if n == 1 else len(drafting))
+    seconds += costs.target_pass(rows + sum(gamma for _, gamma in drafts)) - costs.target_pass(rows)
     return tokens - costs.rate * seconds
 
 
@@ -45,7 +45,7 @@ def gain_of(drafts: list[tuple[Candidate, int]], rows: int, costs: RoundCosts) -
 )
 def test_model_steps_drafts_for_one_sequence_iff_some_length_gains(candidate: Candidate, costs: RoundCosts) -> None:
     chosen, gain = model_steps([candidate], 1, costs)
-    best = max(gain_of([(candidate, gamma)], 1, costs) for gamma in range(candidate.remaining + 1))
+    best = max(gain_of([(candidate, gamma)], 1, costs) for gamma in range(candidate.most + 1))
     assert gain == pytest.approx(best, abs=1e-9)
     assert bool(chosen) == (best > 0)
 
@@ -66,21 +66,21 @@ def test_model_steps_gains_only_below_the_break_even_rate(
 
 
 @given(
-    prefixes=st.lists(probabilities, min_size=1, max_size=4),
+    reached=st.lists(probabilities, min_size=1, max_size=4),
     acceptance=probabilities,
-    remaining=st.integers(1, 4),
+    most=st.integers(1, 4),
     costs=st.builds(costs_of, curves, curves, st.floats(0.01, 3)),
 )
 def test_model_steps_finds_the_best_choice_of_sequences(
-    prefixes: list[float], acceptance: float, remaining: int, costs: RoundCosts
+    reached: list[float], acceptance: float, most: int, costs: RoundCosts
 ) -> None:
     """Brute force over every subset and every common number of further drafts."""
-    candidates = [Candidate(prefix, acceptance, 1, remaining) for prefix in prefixes]
+    candidates = [Candidate(probability, acceptance, 1, most) for probability in reached]
     best = max(
         gain_of([(one, gamma) for one in chosen], len(candidates), costs)
         for count in range(len(candidates) + 1)
         for chosen in combinations(candidates, count)
-        for gamma in range(1, remaining + 1)
+        for gamma in range(1, most + 1)
     )
     _, gain = model_steps(candidates, len(candidates), costs)
     assert gain == pytest.approx(max(0.0, best), abs=1e-9)
@@ -95,31 +95,31 @@ def test_model_steps_skips_a_full_sequence_without_charging_its_costs() -> None:
 
 
 @given(
-    accepted=st.lists(probabilities, max_size=MAX_DRAFTS), prefix=probabilities, target=curves, rate=st.floats(0.01, 3)
+    accepted=st.lists(probabilities, max_size=MAX_DRAFTS), reached=probabilities, target=curves, rate=st.floats(0.01, 3)
 )
-def test_free_proposal_is_drafted_as_far_as_its_rows_pay(
-    accepted: list[float], prefix: float, target: list[float], rate: float
+def test_an_offer_is_drafted_as_far_as_its_rows_pay(
+    accepted: list[float], reached: float, target: list[float], rate: float
 ) -> None:
     def gain(length: int) -> float:
-        tokens, reached = 0.0, prefix
+        tokens, prefix = 0.0, reached
         for probability in accepted[:length]:
-            reached *= probability
-            tokens += reached
+            prefix *= probability
+            tokens += prefix
         return tokens - rate * (target[1 + length] - target[1])
 
-    length = proposal_length(prefix, accepted, None, 1, costs_of(target, [9.0] * 50, rate))
+    length = offer_length(reached, accepted, None, 1, costs_of(target, [9.0] * 50, rate))
     assert gain(length) == pytest.approx(max(gain(n) for n in range(len(accepted) + 1)))
 
 
 def test_free_proposal_fills_rows_that_cost_nothing() -> None:
     costs = costs_of(STAIRS, [9.0] * 50, 1.0)
-    assert proposal_length(1.0, [0.9, 0.2, 0.01, 0.01], None, 1, costs) == 3
+    assert offer_length(1.0, [0.9, 0.2, 0.01, 0.01], None, 1, costs) == 3
 
 
 def test_unlikely_free_proposal_yields_to_the_draft_model() -> None:
     costs = costs_of(STAIRS, [0.1 + 0.01 * rows for rows in range(50)], 1.0)
-    assert proposal_length(1.0, [0.3, 0.3, 0.3], Candidate(1.0, 0.95, 1, MAX_DRAFTS), 1, costs) == 0
-    assert proposal_length(1.0, [0.99, 0.99, 0.99], Candidate(1.0, 0.95, 1, MAX_DRAFTS), 1, costs) == 3
+    assert offer_length(1.0, [0.3, 0.3, 0.3], Candidate(1.0, 0.95, 1, MAX_DRAFTS), 1, costs) == 0
+    assert offer_length(1.0, [0.99, 0.99, 0.99], Candidate(1.0, 0.95, 1, MAX_DRAFTS), 1, costs) == 3
 
 
 def test_model_steps_drafts_nothing_when_a_row_costs_as_much_as_a_token() -> None:
@@ -139,10 +139,10 @@ def test_rate_is_that_of_plain_decoding_times_the_measured_speedup() -> None:
     assert controller.costs([one], 0, 0).rate == pytest.approx(1.0)
     assert controller.costs([one, other], 0, 0).rate == pytest.approx(2 / 1.7)
     for _ in range(20):
-        controller.time(one).count_round(4, 1.0, 1.0)
+        controller.balance(one).count_round(4, 1.0, 1.0)
     assert controller.costs([one], 0, 0).rate == pytest.approx(2.0)
     for _ in range(50):
-        controller.time(one).count_round(1, 1.0, 1.0)
+        controller.balance(one).count_round(1, 1.0, 1.0)
     assert controller.costs([one], 0, 0).rate == pytest.approx(1.0, abs=0.01)
 
 
@@ -185,7 +185,7 @@ def test_long_catch_up_is_spread_over_rounds_and_a_short_one_is_not() -> None:
     assert (short.pending, short.catch_up) == (2, 0.0)
     assert long
     assert long.pending == 1
-    assert 0 < long.catch_up < costs.draft_seconds(100) / 5
+    assert 0 < long.catch_up < costs.draft_pass(100) / 5
     for few_to_come in (sequence(max_tokens=26, generated=20), sequence(generated=1)):
         expensive = controller.candidate(few_to_come, 1.0, 100, 8, costs)
         assert expensive
@@ -222,7 +222,7 @@ def test_drafts_that_only_lose_are_stopped_and_retried_at_a_bounded_cost() -> No
     for _ in range(5000):
         drafts = 1.3 if controller.candidate(one, 1.0, 1, 8, costs) else 0.0
         lost += drafts
-        controller.time(one).count_round(1, 1.0, drafts)
+        controller.balance(one).count_round(1, 1.0, drafts)
     assert lost / 5000 < 0.011
     assert lost > 10
 

@@ -16,7 +16,7 @@ class FakeScheduler:
 
     def __init__(self, left: int, *, prefilling: bool = False) -> None:
         self.left = left
-        self.prefilling = prefilling
+        self.awaiting_first_token = int(prefilling)
         self.may_finish = threading.Event()
         self.started = threading.Event()
         self.threads: set[int] = set()
@@ -58,7 +58,7 @@ def test_slice_ends_with_the_last_sequence() -> None:
 def test_started_slice_runs_before_join() -> None:
     scheduler = FakeScheduler(5)
     loop = loop_of(scheduler)
-    loop.start()
+    loop.start_unless_prefilling()
     assert scheduler.started.wait(10)
     scheduler.may_finish.set()
     assert loop.join()
@@ -69,7 +69,7 @@ def test_started_slice_runs_before_join() -> None:
 def test_no_slice_starts_during_a_prefill_or_without_sequences() -> None:
     for scheduler in (FakeScheduler(5, prefilling=True), FakeScheduler(0)):
         loop = loop_of(scheduler)
-        loop.start()
+        loop.start_unless_prefilling()
         assert not loop.join()
         assert not scheduler.started.is_set()
 
@@ -77,7 +77,7 @@ def test_no_slice_starts_during_a_prefill_or_without_sequences() -> None:
 def test_interrupt_ends_the_running_slice_after_its_round_and_not_the_next() -> None:
     scheduler = FakeScheduler(5)
     loop = loop_of(scheduler)
-    loop.start()
+    loop.start_unless_prefilling()
     assert scheduler.started.wait(10)
     loop.interrupt()
     scheduler.may_finish.set()
@@ -92,7 +92,7 @@ def test_every_round_runs_in_the_engine_thread() -> None:
     scheduler.may_finish.set()
     loop = loop_of(scheduler, 0)
     loop.run()
-    loop.start()
+    loop.start_unless_prefilling()
     loop.join()
     loop.run()
     assert len(scheduler.threads) == 1

@@ -26,8 +26,8 @@ class EngineLoop:
 
     A slice is the rounds that begin within a time, at least one. Each call of TorchServe's thread waits with `join` for
     the slice that the call before started, cut to its current round by `interrupt` where requests are new or gone; if
-    there was none, `run` runs one while the call waits; `start` begins the next, which runs on after the call has
-    returned. The scheduler may be used from outside only while no slice runs: between `join` and `start`.
+    there was none, `run` runs one while the call waits; `start_unless_prefilling` begins the next, which runs on after
+    the call has returned. Between `join` and that no slice runs, and the scheduler may be used from outside.
 
     Args:
         scheduler: has the sequences.
@@ -46,12 +46,12 @@ class EngineLoop:
         """Run a slice and wait for it."""
         self._submit().result()
 
-    def start(self) -> None:
+    def start_unless_prefilling(self) -> None:
         """Start a slice and return, so that rounds go on during TorchServe's turn of some milliseconds.
 
         A round that prefills is long, and more requests mostly come with the first: no slice is started with one.
         """
-        if self._scheduler.busy and not self._scheduler.prefilling:
+        if self._scheduler.busy and not self._scheduler.awaiting_first_token:
             self._slice = self._submit()
 
     def interrupt(self) -> None:

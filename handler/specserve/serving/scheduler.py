@@ -31,7 +31,7 @@ class Scheduler:
         drafters: propose drafts; their controller knows what forward passes cost.
         prefill_rows: the most prompt tokens in a round.
         idle_tokens: the most tokens of finished sequences that stay in the cache.
-        max_wait_seconds: the most that prefill may add to a round of sequences that decode.
+        max_wait_seconds: the most that prefill, drafts or grammar masks may add to a round for other requests.
         begin_masks: told the seconds that the grammar masks of a round may take.
         clock: seconds, for statistics and costs.
         observers: told of every round and of every end.
@@ -67,9 +67,9 @@ class Scheduler:
         return bool(self._queue or self._running)
 
     @property
-    def prefilling(self) -> bool:
-        """Whether the next round prefills a prompt."""
-        return bool(self._queue and self._cache.free_slots) or any(not g.decoding for g in self._running)
+    def awaiting_first_token(self) -> int:
+        """Number of sequences in prefill or about to be; queued ones without a free slot wait for an answer to end."""
+        return sum(not g.decoding for g in self._running) + min(len(self._queue), self._cache.free_slots)
 
     @property
     def running(self) -> int:
@@ -113,8 +113,7 @@ class Scheduler:
         if self._begin_masks is not None:
             # Grammar masks may delay other sequences as long as prefill may.
             self._begin_masks(self.max_wait_seconds)
-        # Queued ones with a free slot wait for the end of this round, the others for an answer to end.
-        awaiting = sum(not g.decoding for g in self._running) + min(len(self._queue), self._cache.free_slots)
+        awaiting = self.awaiting_first_token
         try:
             report = run_round(self._target, self._drafters, plans, self._clock, awaiting_first_token=awaiting)
         except EngineError as error:
@@ -150,7 +149,7 @@ class Scheduler:
             try:
                 admitted = self._cache.assign(generation, (g for g in self._running if not g.decoding))
             except Exception as error:
-                # It is not retried, so it has to end here.
+                # It was never running, so nobody else would end it.
                 logger.exception("specserve: a sequence cannot be started")
                 self._queue.remove(generation)
                 generation.fail(error)
@@ -179,6 +178,7 @@ class Scheduler:
         # Every running sequence may need the logits of one row, and those that decode of one more per draft.
         most = (self._target.max_logits - len(self._running) - sum(deferred.values())) // len(decoding)
         if len({generation.info.request for generation in self._running}) > 1:
+            # Drafts may delay other requests only so long.
             most = self._drafts_in_time(decoding, most)
         constrained = sum(generation.constraint is not None for generation in decoding)
         plans = []
@@ -250,6 +250,7 @@ class Scheduler:
             if generation in errors:
                 logger.error("specserve: a sequence failed: %s", errors[generation])
                 generation.fail(errors[generation])
+                # Its release empties both caches to these lengths.
                 generation.target_cached = 0
                 generation.truncate_draft(0)
 

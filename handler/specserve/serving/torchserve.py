@@ -1,17 +1,17 @@
 """The TorchServe handler with continuous batching; only it and torchserve_types.py call TorchServe.
 
 TorchServe calls `handle` again and again while requests are live. Each call has an entry per live request, with its id;
-the entry has the request's body until the first reply to it. A reply is a whole response, a chunk or the last chunk:
-the entry's function in `context.stopping_criteria` says so with None, False or True. Where a call has nothing to say
-yet, it deletes the entry's id from `context.request_ids`: then nothing is sent, and the entry comes again, body
-included. Once a chunk is sent, the HTTP status is final.
+the entry has the request's body until its HTTP status is set, by the first reply. A reply is a whole response, a chunk
+or the last chunk: the entry's function in `context.stopping_criteria` says so with None, False or True. Where a call
+has nothing to say yet, it deletes the entry's id from `context.request_ids`: then nothing is sent, and the entry comes
+again.
 
 Three threads share the work:
 
 - TorchServe's thread runs `handle`: it owns the responses, and replies.
 - The engine thread runs rounds, in slices (engine_loop.py). While one runs it owns the scheduler, all generations that
-  were submitted, both models, the metrics and the trace; between `EngineLoop.join` and `start` they belong to
-  TorchServe's thread.
+  were submitted, both models, the metrics and the trace; between `EngineLoop.join` and the start of the next they
+  belong to TorchServe's thread.
 - The parser's thread turns bodies into generations (parser.py).
 """
 
@@ -87,6 +87,7 @@ class Handler:
         thread = engine_thread()
         models = thread.submit(load, config).result()
         self._models = models
+        # Requests drawn to run without drafts, which show how much drafts bring.
         self._holdback = Holdback(config.speculation.holdback)
         self._metrics = Metrics(served, self._holdback, send, time.monotonic)
         self._draft_model_up = models.drafters.has_model
@@ -107,32 +108,33 @@ class Handler:
     def handle(self, data: list[dict[str, Any]], context: Context) -> list[str]:
         """Take new requests, forget old ones, and reply to every entry with what a slice of rounds has produced.
 
-        The slice was mostly started by the call before; then new requests take part in the next one.
+        A call ends by starting a slice, unless nothing runs or a prompt is to be prefilled; then the next call takes
+        its new requests and runs the slice itself, so that they are in it.
         """
         called = time.monotonic()
         entries = dict(context.request_ids)
         if set(entries.values()) != self._responses.keys():
             # Requests have come or gone, or are being parsed.
             self._loop.interrupt()
-        was_started = self._loop.join()
+        ran_before = self._loop.join()
         self._forget_absent(set(entries.values()))
         self._parse_new(data, context, called)
         submitted = self._submit_parsed()
-        if not was_started:
+        if not ran_before:
             self._loop.run()
         replies = [""] * len(data)
         context.stopping_criteria = [whole_response] * len(data)
         for index, request_id in entries.items():
             response = self._responses.get(request_id)
-            # The status of a response waits for its first round, which may fail.
-            awaits_first_round = was_started and request_id in submitted
+            # The status of a response waits for its first round, which may fail: the next slice has it.
+            awaits_first_round = ran_before and request_id in submitted
             if response is None or (awaits_first_round and not response.done):
                 del context.request_ids[index]
             else:
                 replies[index] = self._reply(context, index, response)
         self._watch_draft_model()
         self._emit_metrics()
-        self._loop.start()
+        self._loop.start_unless_prefilling()
         return replies
 
     def _forget_absent(self, present: set[str]) -> None:
@@ -155,10 +157,10 @@ class Handler:
             self._parser.begin(request_id, route, body, size, called)
 
     def _submit_parsed(self) -> set[str]:
-        """Submit the requests that are parsed; returns their ids."""
+        """Submit the requests that are parsed, for which it waits a short time; returns their ids."""
         parsed = self._parser.take(idle=not self._scheduler.busy)
-        for request_id, (arrival, size, future) in parsed.items():
-            response = self._responses[request_id] = future.result()
+        for request_id, (arrival, size, parsing) in parsed.items():
+            response = self._responses[request_id] = parsing.result()
             response.status_deadline = arrival + (_STATUS_SECONDS if size <= LONG_BODY else 0.0)
             for generation in response.generations:
                 if not generation.done:
@@ -177,18 +179,17 @@ class Handler:
         if response.streams and (response.status_sent or not response.error):
             return self._next_chunk(context, index, response)
         if not response.done:
-            return self._wait(context, index, response)
+            return self._reply_later(context, index, response)
         if response.status_sent:
             context.stopping_criteria[index] = last_chunk
         else:
             self._send_status(context, index, response, "application/json")
         return json.dumps(response.body())
 
-    def _wait(self, context: Context, index: int, response: Response) -> str:
-        """Send nothing until the status deadline, and then empty chunks: sending shows TorchServe who has gone.
+    def _reply_later(self, context: Context, index: int, response: Response) -> str:
+        """Send nothing until the status deadline, then the status and an empty chunk in each call.
 
-        The first of them sends the status, which is left open for as long as most responses take; a later failure is an
-        error object under status 200.
+        Only sending shows TorchServe who has gone. An error after that is an error object under status 200.
         """
         if response.status_sent or time.monotonic() >= response.status_deadline:
             self._send_status(context, index, response, "application/json")

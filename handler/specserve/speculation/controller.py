@@ -33,12 +33,12 @@ from specserve.speculation.cost import Cost
 # The most pending tokens that the draft model reads in an ordinary round: the bonus token, and accepted tokens of other
 # drafters. More are a long catch-up, mostly the prompt.
 _SHORT_CATCH_UP = 4
-# A long catch-up is made once for all rounds to come, expected tokens / 3, and each is charged 1.75 times its part.
-_CATCH_UP_GAIN, _TOKENS_PER_ROUND = 1.75, 3
-# Expected tokens: 10 times those generated, since an answer of few tokens may end soon; at most 48 more.
+# A long catch-up is spread over the rounds that are left, expected tokens / 3; 1.75 is a margin.
+_CATCH_UP_MARGIN, _TOKENS_PER_ROUND = 1.75, 3
+# Tokens still to come: 10 times those generated, since a short answer may end soon; at most 48 more than those.
 _GROWTH, _HORIZON = 10, 48
-# What drafts may cost a sequence, net of what they brought: a share of its plain decoding time plus 4 plain steps. It
-# bounds what an adversary can cost (tests/engine/test_simulation.py).
+# What drafts may cost a sequence, net of what they brought, before the draft model stops: a share of its plain decoding
+# time plus 4 plain steps. It bounds what an adversary can cost (tests/engine/test_simulation.py).
 _LOSS_SHARE, _LOSS_STEPS = 0.01, 4.0
 # Share of a sequence's measured speed-up that the latest round does not replace.
 _SPEEDUP_FADE = 0.85
@@ -48,14 +48,14 @@ class RoundCosts(NamedTuple):
     """What passes cost in this round, and the value of its time.
 
     Args:
-        target_seconds: of a pass of the target by its number of rows.
-        draft_seconds: the same of the draft model.
+        target_pass: seconds of a pass of the target by its number of rows.
+        draft_pass: the same of the draft model.
         rate: what all sequences together would otherwise get in a second of the round, in tokens.
         prompt_waiting: whether some sequence awaits its first token, so that no long catch-up may start.
     """
 
-    target_seconds: Callable[[int], float]
-    draft_seconds: Callable[[int], float]
+    target_pass: Callable[[int], float]
+    draft_pass: Callable[[int], float]
     rate: float
     prompt_waiting: bool = False
 
@@ -64,45 +64,47 @@ class Candidate(NamedTuple):
     """A sequence that the draft model may draft for.
 
     Args:
-        prefix: the probability that all its drafts so far are accepted.
+        reached: the probability that all its drafts so far are accepted.
         acceptance: that of its next draft token, before it is drafted.
         pending: tokens that the draft model reads before it drafts the next one; 1 where `catch_up` charges them.
-        remaining: how many more draft tokens the sequence may have.
+        most: how many more draft tokens the sequence may have.
         catch_up: this round's share of the seconds of a long catch-up, times a margin; 0 for a short one.
     """
 
-    prefix: float
+    reached: float
     acceptance: float
     pending: int
-    remaining: int
+    most: int
     catch_up: float = 0.0
 
 
-def proposal_length(
-    prefix: float, probabilities: abc.Sequence[float], by_model: Candidate | None, rows: int, costs: RoundCosts
+def offer_length(
+    reached: float, probabilities: abc.Sequence[float], by_model: Candidate | None, rows: int, costs: RoundCosts
 ) -> int:
-    """How many tokens of a proposal that cost nothing to draft; none where as many of the model's own gain more.
+    """How many leading tokens of an offer to draft; 0 where the draft model, with at most as many, gains more.
+
+    An offer is what a drafter without a model has to propose; it costs no pass to draft.
 
     Args:
-        prefix: the probability that all drafts before them are accepted.
-        probabilities: acceptance probability of each proposed token.
+        reached: the probability that all drafts before them are accepted.
+        probabilities: acceptance probability of each offered token.
         by_model: the sequence as the draft model may go on with it instead; None where it may not.
         rows: of the target's pass by now.
         costs: of this round.
     """
-    prefixes = list(accumulate(probabilities, mul, initial=prefix))[1:]
-    base = costs.target_seconds(rows)
+    prefixes = list(accumulate(probabilities, mul, initial=reached))[1:]
+    base = costs.target_pass(rows)
     gains = [0.0]
     for n, tokens in enumerate(accumulate(prefixes), 1):
-        gains.append(tokens - costs.rate * (costs.target_seconds(rows + n) - base))
+        gains.append(tokens - costs.rate * (costs.target_pass(rows + n) - base))
     length = max(range(len(gains)), key=gains.__getitem__)
     if by_model is not None:
-        by_model = by_model._replace(remaining=min(by_model.remaining, len(prefixes)))
+        by_model = by_model._replace(most=min(by_model.most, len(prefixes)))
     _, of_model = model_steps([by_model] if by_model else [], rows, costs)
     return length if gains[length] > of_model else 0
 
 
-class SequenceTime:
+class Balance:
     """What drafts have brought and cost one sequence: its recent speed-up, and whether it has lost too much."""
 
     def __init__(self) -> None:
@@ -123,26 +125,26 @@ class SequenceTime:
         plain_step = self._plain_seconds / max(1, self._decoded)
         return self._loss_seconds > _LOSS_SHARE * self._plain_seconds + _LOSS_STEPS * plain_step
 
-    def count_round(self, tokens: int, plain_seconds: float, draft_seconds: float) -> None:
+    def count_round(self, tokens: int, plain_seconds: float, extra_seconds: float) -> None:
         """Account for a decoding round.
 
         Args:
             tokens: how many it gave.
             plain_seconds: the sequence's part of the pass, had no sequence drafted; it would have given one token.
-            draft_seconds: what its drafts added in both models, without the draft model's prefill.
+            extra_seconds: what its drafts added in both models, without the draft model's prefill.
         """
         self._decoded += tokens
         self._plain_seconds += tokens * plain_seconds
-        self._loss_seconds += draft_seconds - (tokens - 1) * plain_seconds
+        self._loss_seconds += extra_seconds - (tokens - 1) * plain_seconds
         self._recent_tokens = _SPEEDUP_FADE * self._recent_tokens + tokens
         # The round's time in plain rounds, each of which gives this sequence one token.
-        self._recent_plain_tokens = _SPEEDUP_FADE * self._recent_plain_tokens + 1 + draft_seconds / plain_seconds
+        self._recent_plain_tokens = _SPEEDUP_FADE * self._recent_plain_tokens + 1 + extra_seconds / plain_seconds
 
 
 class Controller:
     """Weighs drafts: by the costs of both models' passes, and by what sequences have shown.
 
-    Its decisions are functions of these: it has no clock and no randomness.
+    It has no clock and no randomness.
 
     Args:
         target_cost: of the target's passes.
@@ -170,51 +172,52 @@ class Controller:
         plain_seconds = self.target_cost.seconds(len(decoding), target_kv_len)
         draft_cost = self.draft_cost
         return RoundCosts(
-            target_seconds=lambda rows: self.target_cost.seconds(rows, target_kv_len),
-            draft_seconds=(lambda rows: draft_cost.seconds(rows, draft_kv_len)) if draft_cost else (lambda _rows: 0.0),
-            rate=(sum(self.time(sequence).speedup for sequence in decoding) + awaiting_first_token) / plain_seconds,
+            target_pass=lambda rows: self.target_cost.seconds(rows, target_kv_len),
+            draft_pass=(lambda rows: draft_cost.seconds(rows, draft_kv_len)) if draft_cost else (lambda _rows: 0.0),
+            rate=(sum(self.balance(sequence).speedup for sequence in decoding) + awaiting_first_token) / plain_seconds,
             prompt_waiting=awaiting_first_token > 0,
         )
 
     def candidate(
-        self, sequence: Sequence, prefix: float, pending: int, remaining: int, costs: RoundCosts
+        self, sequence: Sequence, reached: float, pending: int, most: int, costs: RoundCosts
     ) -> Candidate | None:
         """A sequence in mode `auto` as the draft model may go on with it; None where it may not.
 
-        It may not after its drafts lost too much; those that cost no pass go on. No long catch-up starts while a prompt
-        is being prefilled: sequences that decode would wait for both.
+        It may not after its drafts lost too much; lookup, prediction and grammar go on. No long catch-up starts while a
+        prompt is being prefilled: sequences that decode would wait for both.
 
         Args:
             sequence: in mode `auto`.
-            prefix: the probability that all its drafts so far are accepted.
+            reached: the probability that all its drafts so far are accepted.
             pending: tokens that the draft model has to read before it drafts.
-            remaining: how many more draft tokens the sequence may have.
+            most: how many more draft tokens the sequence may have.
             costs: of this round.
         """
-        if self.time(sequence).has_lost:
+        if self.balance(sequence).has_lost:
             return None
-        acceptance = self.acceptance.of(sequence)
+        shown = self.acceptance.of(sequence)
         if pending <= _SHORT_CATCH_UP:
-            return Candidate(prefix, acceptance.next_token, pending, remaining)
+            return Candidate(reached, shown.next_token, pending, most)
         if costs.prompt_waiting:
             return None
         expected = min(sequence.remaining, _GROWTH * sequence.generated, _HORIZON + sequence.generated)
         rounds = max(1.0, expected / _TOKENS_PER_ROUND)
-        catch_up = _CATCH_UP_GAIN * (costs.draft_seconds(pending) - costs.draft_seconds(1)) / rounds
-        return Candidate(prefix, acceptance.long_run, 1, remaining, catch_up)
+        catch_up = _CATCH_UP_MARGIN * (costs.draft_pass(pending) - costs.draft_pass(1)) / rounds
+        # It has to pay over all these rounds, so the long run's acceptance counts.
+        return Candidate(reached, shown.long_run, 1, most, catch_up)
 
-    def time(self, sequence: Sequence) -> SequenceTime:
+    def balance(self, sequence: Sequence) -> Balance:
         """What drafts have brought and cost this sequence."""
-        return sequence.state(self, SequenceTime)
+        return sequence.state(self, Balance)
 
 
 def model_steps(candidates: abc.Sequence[Candidate], rows: int, costs: RoundCosts) -> tuple[list[int], float]:
     """Which sequences the draft model should draft one more token for, and the expected gain of going on.
 
-    Sequences share the passes of both models. So for each k the first k sequences, in the order of their chances, draft
-    n = 1, 2, ... more tokens in lockstep: step 1 reads all their pending tokens, later steps one token each. The (k, n)
-    with the largest gain decides who drafts the next token, and nothing else: the question is asked again before every
-    step.
+    Sequences share the passes of both models. So for each k the first k sequences, the likeliest first and long
+    catch-ups last, draft n = 1, 2, ... more tokens in lockstep: step 1 reads all their pending tokens, later steps one
+    token each. The k of the (k, n) with the largest gain decides who drafts the next token, and the question is asked
+    again before every step; n is searched because several drafts can pay where one does not.
 
     Args:
         candidates: all that may go on.
@@ -224,26 +227,26 @@ def model_steps(candidates: abc.Sequence[Candidate], rows: int, costs: RoundCost
     Returns:
         Indices into `candidates`, and the gain in tokens; none and 0.0 where nothing pays.
     """
-    # Long catch-ups come last, the cheapest first, so that one that cannot pay keeps no other from drafting.
-    likeliest = sorted(range(len(candidates)), key=lambda i: -candidates[i].prefix * candidates[i].acceptance)
+    # A long catch-up that cannot pay keeps no other sequence from drafting.
+    likeliest = sorted(range(len(candidates)), key=lambda i: -candidates[i].reached * candidates[i].acceptance)
     order = sorted(likeliest, key=lambda i: candidates[i].catch_up)
     best: tuple[list[int], float] = [], 0.0
     if not order:
         return best
     # One array a field; below, line k sums over the first k + 1 sequences, and column n is step n + 1.
-    prefix, acceptance, pending, remaining, catch_up = np.array([candidates[i] for i in order]).T
-    steps = np.arange(1, 1 + int(remaining.max()))
-    drafts = steps <= remaining[:, np.newaxis]
-    expected = prefix[:, np.newaxis] * acceptance[:, np.newaxis] ** steps * drafts
+    reached, acceptance, pending, most, catch_up = np.array([candidates[i] for i in order]).T
+    steps = np.arange(1, 1 + int(most.max()))
+    may_draft = steps <= most[:, np.newaxis]
+    expected = reached[:, np.newaxis] * acceptance[:, np.newaxis] ** steps * may_draft
     tokens = expected.cumsum(axis=1).cumsum(axis=0)
-    width = drafts.cumsum(axis=0)
-    rows_after = rows + width.cumsum(axis=1)
-    base = costs.target_seconds(rows)
+    drafting = may_draft.cumsum(axis=0)
+    rows_after = rows + drafting.cumsum(axis=1)
+    base = costs.target_pass(rows)
     for k, first_rows in enumerate(pending.cumsum()):
         seconds = float(catch_up[: k + 1].sum())
         for n in range(len(steps)):
-            seconds += costs.draft_seconds(int(width[k, n] if n else first_rows))
-            gain = tokens[k, n] - costs.rate * (seconds + costs.target_seconds(int(rows_after[k, n])) - base)
+            seconds += costs.draft_pass(int(drafting[k, n] if n else first_rows))
+            gain = tokens[k, n] - costs.rate * (seconds + costs.target_pass(int(rows_after[k, n])) - base)
             if gain > best[1]:
                 best = order[: k + 1], float(gain)
     return best

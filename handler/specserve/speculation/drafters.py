@@ -20,7 +20,7 @@ from specserve.speculation.controller import (
     Controller,
     RoundCosts,
     model_steps,
-    proposal_length,
+    offer_length,
 )
 from specserve.speculation.draft_model import DraftedSequence, DraftModel
 from specserve.speculation.proposers import Proposer
@@ -36,12 +36,12 @@ class GrowingProposal:
 
     Args:
         proposal: the drafts so far.
-        prefix: the estimated probability that all of them are accepted.
+        reached: the estimated probability that all of them are accepted.
         ended: whether the draft model has nothing more to add.
     """
 
     proposal: Proposal
-    prefix: float = 1.0
+    reached: float = 1.0
     ended: bool = False
 
     @property
@@ -57,7 +57,7 @@ class GrowingProposal:
     def add(self, draft: Draft, acceptance: float) -> None:
         """Draft one more token; it stays in the round whatever it is."""
         self.proposal.drafts.append(draft)
-        self.prefix *= acceptance
+        self.reached *= acceptance
 
 
 class Drafters:
@@ -146,9 +146,9 @@ class Drafters:
                 logger.error("specserve: %s Decoding goes on without it.", error)
                 self._model = None
                 return
-            seconds_per_row = costs.draft_seconds(sum(n_read)) / max(1, sum(n_read))
+            seconds_per_row = costs.draft_pass(sum(n_read)) / max(1, sum(n_read))
             for index, growing in enumerate(chosen):
-                growing.proposal.seconds += seconds_per_row * n_read[index]
+                growing.proposal.model_seconds += seconds_per_row * n_read[index]
                 joins = not growing.sequence.stats.drafted_by["model"]
                 if joins:
                     # All rounds of the sequence profit from what was read before the first draft.
@@ -180,7 +180,7 @@ class Drafters:
             acceptance = self.controller.acceptance
             probabilities = [acceptance.of_token(sequence, proposer.name, stated) for stated in confidences]
             if sequence.speculation.is_auto:
-                length = proposal_length(growing.prefix, probabilities, by_model, rows, costs)
+                length = offer_length(growing.reached, probabilities, by_model, rows, costs)
             else:
                 # A fixed number of drafts is made in any case; the model makes those that it is likelier to get right.
                 unlikely = (n for n, p in enumerate(probabilities) if by_model and p < by_model.acceptance)
@@ -211,9 +211,9 @@ class Drafters:
             return None
         pending = self._model.pending(drafted)
         if sequence.speculation.is_auto:
-            return self.controller.candidate(sequence, growing.prefix, pending, growing.remaining, costs)
+            return self.controller.candidate(sequence, growing.reached, pending, growing.remaining, costs)
         next_token = self.controller.acceptance.of(sequence).next_token
-        return Candidate(growing.prefix, next_token, pending, growing.remaining)
+        return Candidate(growing.reached, next_token, pending, growing.remaining)
 
     def _draw(self, logits: FloatArray, growing: GrowingProposal) -> bool:
         """Draw a draft token from the model's logits; False where the grammar leaves none."""

@@ -32,8 +32,8 @@ class NoiseSource(Protocol):
     def exponentials(self, index: int, part: int, count: int) -> FloatArray:
         """Standard exponential numbers, shape (count,): the same for draft and target, with any number of drafts.
 
-        They belong to a position of the sequence, that after `index` drafts, and to a part of the vocabulary (see
-        `distribution.race`).
+        They belong to a position of the sequence, that after `index` drafts, and to a part of the vocabulary: part 0 is
+        for its groups of tokens, part 1 + g for the tokens of group g.
         """
 
 
@@ -82,27 +82,27 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
     may end it is taken, or 0. The next token is recovered from norm(max(0, w_n p_n - q_n)), or is the bonus, drawn from
     p_gamma.
 
-    Args and noise are those of `verify_token`; p after a draft token of probability 0 is never read.
+    Args and noise are those of `verify_token`; the p after a draft to which p gives 0 are never read.
     """
     gamma = len(drafts)
-    n_accepted, weight_accepted, weight = 0, 1.0, 1.0
+    n_accepted, w_accepted, w = 0, 1.0, 1.0
+    # The n-th draft is x_{n-1}.
     for n, x in enumerate(drafts, 1):
-        weight = min(1.0, weight * float(p[n - 1][x]) / float(q[n - 1][x]))
-        if weight == 0:
+        w = min(1.0, w * float(p[n - 1][x]) / float(q[n - 1][x]))
+        if w == 0:
             break
         if n < gamma:
-            excess = float(residual(p[n], q[n], weight).sum(dtype=np.float64))
+            s = float(residual(p[n], q[n], w).sum(dtype=np.float64))
             # A denominator of 0 is no residual and weight 1: p = q at this index, and the block may end here.
-            denominator = excess + 1 - weight
-            ends = excess / denominator if denominator > 0 else 1.0
+            h = s / (s + 1 - w) if s + 1 - w > 0 else 1.0
         else:
-            ends = weight
-        if noise.uniform(Purpose.ACCEPT, n - 1) < ends:
-            n_accepted, weight_accepted = n, weight
+            h = w
+        if noise.uniform(Purpose.ACCEPT, n - 1) < h:
+            n_accepted, w_accepted = n, w
     if n_accepted == gamma:
         return Verdict(gamma, draw(p[gamma], noise.uniform(Purpose.BONUS, gamma)))
     uniform = noise.uniform(Purpose.RECOVER, n_accepted)
-    return Verdict(n_accepted, recover(p[n_accepted], q[n_accepted], uniform, weight_accepted))
+    return Verdict(n_accepted, recover(p[n_accepted], q[n_accepted], uniform, w_accepted))
 
 
 def verify_coupled(p: Distributions, _q: Distributions, drafts: abc.Sequence[int], noise: NoiseSource) -> Verdict:
@@ -120,7 +120,7 @@ def verify_coupled(p: Distributions, _q: Distributions, drafts: abc.Sequence[int
 def accept_equal(choose: Callable[[int], int], drafts: abc.Sequence[int]) -> Verdict:
     """Accept drafts while they equal the target's own choice at their index, which is the next token after them.
 
-    With the argmax as the choice it is what every rule comes to where all distributions are one-hot.
+    With the argmax as the choice every rule comes to this where all distributions are one-hot.
 
     Args:
         choose: the target's choice by index; indices after a rejection are never asked for.

@@ -6,6 +6,14 @@ One round of one sequence, whose tokens are [a b c]; the target's cache holds a 
     target  rows c, d, e                  one pass; their logits give p_0 (after c), p_1 (after d), p_2 (after e)
     verify  Verdict(1, x)                 d is accepted, e is rejected, and x is recovered in its place
     commit  tokens [a b c d x]            `target_cached` 4: e is truncated from the cache, x is the next pending token
+
+A round may run out of time for a sequence's grammar masks: then nothing is decided for it, it is deferred, and the next
+round verifies the same drafts with the same noise.
+
+Of a `Sequence` (sequence.py): `tokens` are the prompt and what is decided after it, `generated` is how many of them are
+decided, and after the first of these the sequence is `decoding`; `target_cached` is how many leading tokens the
+target's cache holds, `target_pending` how many it has not been fed: 1 while decoding; `remaining` is how many more may
+be decided.
 """
 
 from __future__ import annotations
@@ -31,10 +39,10 @@ from specserve.speculation.rejection import RULES, Verdict, accept_equal
 
 
 class Plan(NamedTuple):
-    """What one sequence does in a round.
+    """What one sequence does in a round; valid until the round is applied to it.
 
     Args:
-        sequence: as it was before the round, until the round is applied to it.
+        sequence: the one.
         rows: how many of its pending tokens the target reads: all to decide new ones, fewer for a prefill chunk.
         max_drafts: the most draft tokens that are verified after them; 0 in a prefill.
     """
@@ -71,7 +79,7 @@ class Draft(NamedTuple):
 
 
 class Undrafted(NamedTuple):
-    """The first token of a proposal that was not worth drafting: verification shows all the same if it was right."""
+    """The first token that a drafter offered and was not worth drafting: verification shows if it was right."""
 
     token: int
     drafter: DrafterName
@@ -88,7 +96,7 @@ class Proposal:
         noise: the random numbers of this round.
         drafts: in order.
         undrafted: what drafters offered as the first token and was not worth drafting.
-        seconds: the sequence's part of the draft model's passes, by the cost model.
+        model_seconds: the sequence's part of the draft model's passes, by the cost model.
         prefill_seconds: the part of these that read the sequence before the model's first draft of it.
         deferred: whether it comes from an earlier round that could not verify it to its end; nothing is added.
     """
@@ -98,7 +106,7 @@ class Proposal:
     noise: Noise
     drafts: list[Draft] = field(default_factory=list)
     undrafted: list[Undrafted] = field(default_factory=list)
-    seconds: float = 0.0
+    model_seconds: float = 0.0
     prefill_seconds: float = 0.0
     deferred: bool = False
 
@@ -135,7 +143,10 @@ class Drafting(Protocol):
         """Only the first `length` tokens of a sequence are decided: the draft model forgets the rest."""
 
     def defer(self, proposal: Proposal) -> None:
-        """Keep the proposal for the sequence's next round."""
+        """Keep the proposal for the sequence's next round.
+
+        Other drafts, or fewer, would draw again what verification has already accepted, which biases the output.
+        """
 
 
 class Outcome(NamedTuple):
@@ -144,7 +155,8 @@ class Outcome(NamedTuple):
     Args:
         position: number of its tokens after the prompt before the round; 0 in prefill.
         target_cached: number of its tokens in the target's cache before the round.
-        charge: its part of the round's time.
+        charge: its part of the round's time: `plain_seconds` of the target's pass had nobody drafted, `drafts_seconds`
+            of that pass for its drafts, and its shares of both phases.
         decoded: whether it decided tokens and its prefill was over before; not so where it was deferred.
         drafted_by: the drafter of each verified draft.
         n_accepted: how many of them were accepted.
@@ -232,6 +244,7 @@ def run_round(
     """
     started = clock()
     proposals = [drafters.begin(plan.sequence, plan.max_drafts, _noise(plan.sequence)) for plan in plans]
+    # Tokens of the target's cache that attention reads for a row.
     kv_len = target.kv_len([plan.sequence.slot for plan in plans])
     drafters.propose(proposals, sum(plan.rows for plan in plans), kv_len, awaiting_first_token)
     drafted = clock()
@@ -239,11 +252,11 @@ def run_round(
     passed = clock()
     cost = drafters.controller.target_cost
     works = [_work(plan, proposal) for plan, proposal in zip(plans, proposals, strict=True)]
-    outcomes, begin = {}, 0
+    outcomes, first = {}, 0
     for plan, proposal, charge in zip(plans, proposals, charges(works, cost, kv_len), strict=True):
-        end = begin + plan.rows - plan.first_logits + len(proposal.drafts)
-        outcomes[plan.sequence] = _apply(target, drafters, plan, proposal, logits[begin:end], charge=charge)
-        begin = end
+        end = first + plan.rows - plan.first_logits + len(proposal.drafts)
+        outcomes[plan.sequence] = _apply(target, drafters, plan, proposal, logits[first:end], charge=charge)
+        first = end
     done = clock()
     # Computing distributions and verifying take time for every row, so they belong to the cost of a pass.
     cost.observe(sum(work.rows + work.drafts for work in works), kv_len, done - drafted)
@@ -252,7 +265,7 @@ def run_round(
 
 def _work(plan: Plan, proposal: Proposal) -> Work:
     # The seconds of a deferred proposal belong to an earlier round.
-    seconds = 0.0 if proposal.deferred else proposal.seconds
+    seconds = 0.0 if proposal.deferred else proposal.model_seconds
     return Work(plan.sequence.decoding, plan.rows, len(proposal.drafts), seconds)
 
 
@@ -260,7 +273,7 @@ def _apply(
     target: Engine, drafters: Drafting, plan: Plan, proposal: Proposal, logits: FloatArray, *, charge: Charge
 ) -> Outcome:
     """Decide the tokens of one sequence, or take note of its prefill chunk, and say what the round did for it."""
-    sequence = plan.sequence
+    sequence, was_decoding = plan.sequence, plan.sequence.decoding
     outcome = Outcome(sequence.generated, sequence.target_cached, charge)
     try:
         if plan.scores_prompt:
@@ -269,7 +282,7 @@ def _apply(
             sequence.target_cached += plan.rows
             return outcome
         n_accepted = _decide(drafters.controller, proposal, logits[-1 - len(proposal.drafts) :])
-        outcome = outcome._replace(decoded=outcome.position > 0, drafted_by=proposal.drafted_by, n_accepted=n_accepted)
+        outcome = outcome._replace(decoded=was_decoding, drafted_by=proposal.drafted_by, n_accepted=n_accepted)
     except MaskDeferred:
         # Nothing was decided: the next round feeds the last token again, and verifies the same drafts.
         sequence.deferrals += 1
@@ -280,9 +293,9 @@ def _apply(
     target.truncate(sequence.slot, sequence.target_cached)
     drafters.truncate(sequence, sequence.target_cached)
     if outcome.decoded:
-        draft_seconds = charge.drafts_seconds + proposal.seconds - proposal.prefill_seconds
-        time = drafters.controller.time(sequence)
-        time.count_round(outcome.n_accepted + 1, charge.plain_seconds, draft_seconds)
+        extra_seconds = charge.drafts_seconds + proposal.model_seconds - proposal.prefill_seconds
+        balance = drafters.controller.balance(sequence)
+        balance.count_round(outcome.n_accepted + 1, charge.plain_seconds, extra_seconds)
     return outcome
 
 

@@ -192,6 +192,16 @@ def test_max_wait_is_as_configured_or_else_250_ms_or_ten_passes(
     assert max_wait(milliseconds, proportional(pass_seconds)) == seconds
 
 
+def test_sequences_without_drafts_leave_their_share_of_the_logits_to_those_that_draft() -> None:
+    pair = FakePair()
+    pair.target.max_logits = SLOTS + 6
+    drafting = pair.submit([1, 2], gamma=6, max_tokens=30)
+    for n in range(SLOTS - 1):
+        pair.submit([3, n], gamma=0, max_tokens=60)
+    pair.run()
+    assert max(drafting.stats.gammas) == 6
+
+
 def test_scoring_many_prompts_respects_the_engines_max_logits() -> None:
     pair = FakePair(prefill_rows=100)
     pair.target.max_logits = 7

@@ -32,7 +32,7 @@ def gain_of(drafts: list[tuple[Candidate, int]], rows: int, costs: RoundCosts) -
     for n in range(1, MAX_DRAFTS + 1):
         drafting = [one for one, gamma in drafts if gamma >= n]
         if drafting:
-            seconds += costs.draft_pass(sum(one.pending for one in drafting) if n == 1 else len(drafting))
+            seconds += costs.draft_pass(sum(one.first_rows for one in drafting) if n == 1 else len(drafting))
     seconds += costs.target_pass(rows + sum(gamma for _, gamma in drafts)) - costs.target_pass(rows)
     return tokens - costs.rate * seconds
 
@@ -182,9 +182,9 @@ def test_long_catch_up_is_spread_over_rounds_and_a_short_one_is_not() -> None:
     costs = controller.costs([sequence()], 0, 0)
     short, long = (controller.candidate(sequence(generated=20), 1.0, pending, 8, costs) for pending in (2, 100))
     assert short
-    assert (short.pending, short.catch_up) == (2, 0.0)
+    assert (short.first_rows, short.catch_up) == (2, 0.0)
     assert long
-    assert long.pending == 1
+    assert long.first_rows == 1
     assert 0 < long.catch_up < costs.draft_pass(100) / 5
     for few_to_come in (sequence(max_tokens=26, generated=20), sequence(generated=1)):
         expensive = controller.candidate(few_to_come, 1.0, 100, 8, costs)

@@ -52,12 +52,12 @@ class Recorder:
 def _round_record(
     generation: Generation, outcome: Outcome, report: Report, other_seconds: float, *, live: int
 ) -> RoundRecord:
-    tokens = generation.answer[outcome.position :]
+    tokens = generation.answer[outcome.generated_before :]
     return RoundRecord(
         generation.info,
         generation.index,
-        position=outcome.position,
-        kv_len=outcome.target_cached,
+        position=outcome.generated_before,
+        kv_len=outcome.cached_before,
         drafts=outcome.drafted_by,
         # Of drafts after the end of the text none counts as accepted.
         accepted=min(outcome.n_accepted, len(tokens)),
@@ -75,7 +75,7 @@ def _count(generation: Generation, outcome: Outcome, record: RoundRecord, now: f
     if record.tokens:
         times.last_token = now
         times.first_token = now if times.first_token is None else times.first_token
-    in_prefill = outcome.position == 0
+    in_prefill = outcome.generated_before == 0
     stats.add_seconds(record.draft_seconds, record.target_seconds, record.other_seconds, prefill=in_prefill)
     if outcome.decoded:
         # Plain decoding takes a step for the EOS token as well.

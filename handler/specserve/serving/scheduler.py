@@ -31,8 +31,8 @@ class Scheduler:
         drafters: propose drafts; their controller knows what forward passes cost.
         prefill_rows: the most prompt tokens in a round.
         idle_tokens: the most tokens of finished sequences that stay in the cache.
-        max_wait_seconds: the most that prefill, drafts or grammar masks may add to a round for other requests.
-        begin_masks: told the seconds that the grammar masks of a round may take.
+        max_wait_seconds: the most that prefill or grammar masks may add to a round; drafts, where requests share it.
+        begin_masks: told the seconds that the grammar masks of a round may take; what does not fit is deferred.
         clock: seconds, for statistics and costs.
         observers: told of every round and of every end.
     """
@@ -175,14 +175,16 @@ class Scheduler:
         """The plans of the sequences that decode, with the most drafts that each may have."""
         # A round that was deferred verifies the same drafts again.
         deferred = {g: n for g in decoding if (n := self._drafters.deferred_tokens(g)) is not None}
-        # Every running sequence may need the logits of one row, and those that decode of one more per draft.
-        most = (self._target.max_logits - len(self._running) - sum(deferred.values())) // len(decoding)
+        # Every running sequence may need the logits of one row, and those that draft of one more per draft.
+        n_drafting = sum(g.speculation.max_drafts > 0 and g not in deferred for g in decoding)
+        most = (self._target.max_logits - len(self._running) - sum(deferred.values())) // max(1, n_drafting)
         if len({generation.info.request for generation in self._running}) > 1:
             # Drafts may delay other requests only so long.
-            most = self._drafts_in_time(decoding, most)
+            most = self._most_in_time(decoding, most)
         constrained = sum(generation.constraint is not None for generation in decoding)
         plans = []
         for generation in decoding:
+            # The round adds one token of the target's own.
             drafts = max(0, min(generation.speculation.max_drafts, generation.remaining - 1, most))
             if generation.constraint is not None:
                 mask_seconds = generation.constraint.mask_seconds
@@ -192,7 +194,7 @@ class Scheduler:
             plans.append(Plan(generation, 1, deferred.get(generation, drafts)))
         return plans
 
-    def _drafts_in_time(self, decoding: list[Generation], most: int) -> int:
+    def _most_in_time(self, decoding: list[Generation], most: int) -> int:
         """The most drafts of a sequence, up to `most`, for which sequences of other requests can wait."""
         drafting = sum(generation.speculation.max_drafts > 0 for generation in decoding)
         draft_cost = self._controller.draft_cost if self._drafters.has_model else None
@@ -206,16 +208,16 @@ class Scheduler:
             max_wait=self.max_wait_seconds,
         )
 
-    def _prefill_plans(self, decoding: list[Plan]) -> list[Plan]:
+    def _prefill_plans(self, decode_plans: list[Plan]) -> list[Plan]:
         """Prefill chunks beside these plans, as far as the pass has room."""
-        reserved = sum(1 + plan.max_drafts for plan in decoding)
+        reserved = sum(1 + plan.max_drafts for plan in decode_plans)
         chunk = prefill_chunk(
             self._controller.target_cost,
             self._kv_len(),
             # The controller has not decided yet; with many sequences it mostly drafts little.
-            rows=sum(1 if plan.sequence.speculation.is_auto else 1 + plan.max_drafts for plan in decoding),
-            decoding=len(decoding),
-            others=len(self._queue) + len(self._running) - len(decoding),
+            rows=sum(1 if plan.sequence.speculation.is_auto else 1 + plan.max_drafts for plan in decode_plans),
+            decoding=len(decode_plans),
+            others=len(self._queue) + len(self._running) - len(decode_plans),
             most=self._prefill_rows,
             max_wait=self.max_wait_seconds,
         )
@@ -234,7 +236,7 @@ class Scheduler:
         return self._target.kv_len([generation.slot for generation in self._running])
 
     def _postprocess(self, report: Report, started: float) -> None:
-        """Apply a round: turn new tokens into text, end what is complete, and record what each sequence got."""
+        """Finish a round: turn new tokens into text, end what is complete, and record what each sequence got."""
         self._fail({sequence: outcome.error for sequence, outcome in report.outcomes.items() if outcome.error})
         running = list(self._running)
         for generation in running:

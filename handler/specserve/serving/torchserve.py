@@ -1,10 +1,12 @@
 """The TorchServe handler with continuous batching; only it and torchserve_types.py call TorchServe.
 
-TorchServe calls `handle` again and again while requests are live. Each call has an entry per live request, with its id;
-the entry has the request's body until its HTTP status is set, by the first reply. A reply is a whole response, a chunk
-or the last chunk: the entry's function in `context.stopping_criteria` says so with None, False or True. Where a call
-has nothing to say yet, it deletes the entry's id from `context.request_ids`: then nothing is sent, and the entry comes
-again.
+TorchServe calls `handle` again and again while requests are live. Each call has an entry per live request, with its id:
+
+- The entry has the request's body until its HTTP status is set; the first reply does that.
+- A reply is a whole response, a chunk or the last chunk: the entry's function in `context.stopping_criteria` says so
+  with None, False or True.
+- Where a call has nothing to say yet, it deletes the entry's id from `context.request_ids`: then nothing is sent, and
+  the entry comes again.
 
 Three threads share the work:
 
@@ -116,19 +118,19 @@ class Handler:
         if set(entries.values()) != self._responses.keys():
             # Requests have come or gone, or are being parsed.
             self._loop.interrupt()
-        ran_before = self._loop.join()
+        ran_meanwhile = self._loop.join()
         self._forget_absent(set(entries.values()))
         self._parse_new(data, context, called)
         submitted = self._submit_parsed()
-        if not ran_before:
+        if not ran_meanwhile:
             self._loop.run()
         replies = [""] * len(data)
         context.stopping_criteria = [whole_response] * len(data)
         for index, request_id in entries.items():
             response = self._responses.get(request_id)
-            # The status of a response waits for its first round, which may fail: the next slice has it.
-            awaits_first_round = ran_before and request_id in submitted
-            if response is None or (awaits_first_round and not response.done):
+            # One submitted after the slice ran has nothing to say until the next call.
+            came_late = ran_meanwhile and request_id in submitted
+            if response is None or (came_late and not response.done):
                 del context.request_ids[index]
             else:
                 replies[index] = self._reply(context, index, response)
@@ -159,8 +161,8 @@ class Handler:
     def _submit_parsed(self) -> set[str]:
         """Submit the requests that are parsed, for which it waits a short time; returns their ids."""
         parsed = self._parser.take(idle=not self._scheduler.busy)
-        for request_id, (arrival, size, parsing) in parsed.items():
-            response = self._responses[request_id] = parsing.result()
+        for request_id, (arrival, size, future) in parsed.items():
+            response = self._responses[request_id] = future.result()
             response.status_deadline = arrival + (_STATUS_SECONDS if size <= LONG_BODY else 0.0)
             for generation in response.generations:
                 if not generation.done:
@@ -172,10 +174,13 @@ class Handler:
             self._scheduler.cancel(generation)
 
     def _reply(self, context: Context, index: int, response: Response) -> str:
-        """What this call sends to one entry: a whole response, a chunk, the last chunk, or nothing yet."""
+        """What this call sends to one entry.
+
+        A stream: its next events, as a chunk or the last one. A whole response: nothing until it is done, and then the
+        body. An error before the status was sent, also of a stream: a whole response with a status of its own.
+        """
         if response.error:
             self._cancel(response)
-        # An error before the first event is a response with a status, even to a request for a stream.
         if response.streams and (response.status_sent or not response.error):
             return self._next_chunk(context, index, response)
         if not response.done:
@@ -189,7 +194,7 @@ class Handler:
     def _reply_later(self, context: Context, index: int, response: Response) -> str:
         """Send nothing until the status deadline, then the status and an empty chunk in each call.
 
-        Only sending shows TorchServe who has gone. An error after that is an error object under status 200.
+        TorchServe notices a client that has left only when it sends. A later error is an error object under status 200.
         """
         if response.status_sent or time.monotonic() >= response.status_deadline:
             self._send_status(context, index, response, "application/json")

@@ -2,8 +2,8 @@
 
 A draft token is accepted only if all before it are, so drafting n tokens gains sum_i prod_{j<=i} alpha_j tokens, where
 alpha_j are acceptance probabilities (Leviathan et al. 2023, arXiv 2211.17192, section 3.3, with a measured verify
-cost). Time is worth the tokens a second that decoding yields anyway. The largest gain over all n is taken, whatever
-shape the costs have.
+cost). Time is worth the tokens a second that decoding yields anyway: as many as plain decoding, or more where the
+sequence has lately been faster. The largest gain over all n is taken, whatever shape the costs have.
 
 An example: alpha is .8 and then .7; a pass of the target takes 40 ms and 3 ms more for each further row, one of the
 draft model 12 ms, and plain decoding yields one token in 40 ms, the rate. One draft brings .8 tokens and costs 15 ms,
@@ -11,7 +11,7 @@ which are worth 15 / 40 = .375: a gain of .425. Two bring .8 + .8 x .7 = 1.36 an
 two are drafted. For block verification, which accepts more, the expected tokens are a lower bound.
 
 The acceptance probabilities come from acceptance.py. `model_steps`, at the end, extends the example to sequences that
-share passes; a first reader can skip it.
+share passes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from collections.abc import Callable
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
-
-import numpy as np
 
 from specserve.sequence import Sequence
 from specserve.speculation.acceptance import Acceptance
@@ -66,79 +64,53 @@ class Candidate(NamedTuple):
     Args:
         reached: the probability that all its drafts so far are accepted.
         acceptance: that of its next draft token, before it is drafted.
-        pending: tokens that the draft model reads before it drafts the next one; 1 where `catch_up` charges them.
+        first_rows: rows of its first pass: what the draft model has not read yet; 1 where `catch_up` charges these.
         most: how many more draft tokens the sequence may have.
         catch_up: this round's share of the seconds of a long catch-up, times a margin; 0 for a short one.
     """
 
     reached: float
     acceptance: float
-    pending: int
+    first_rows: int
     most: int
     catch_up: float = 0.0
-
-
-def offer_length(
-    reached: float, probabilities: abc.Sequence[float], by_model: Candidate | None, rows: int, costs: RoundCosts
-) -> int:
-    """How many leading tokens of an offer to draft; 0 where the draft model, with at most as many, gains more.
-
-    An offer is what a drafter without a model has to propose; it costs no pass to draft.
-
-    Args:
-        reached: the probability that all drafts before them are accepted.
-        probabilities: acceptance probability of each offered token.
-        by_model: the sequence as the draft model may go on with it instead; None where it may not.
-        rows: of the target's pass by now.
-        costs: of this round.
-    """
-    prefixes = list(accumulate(probabilities, mul, initial=reached))[1:]
-    base = costs.target_pass(rows)
-    gains = [0.0]
-    for n, tokens in enumerate(accumulate(prefixes), 1):
-        gains.append(tokens - costs.rate * (costs.target_pass(rows + n) - base))
-    length = max(range(len(gains)), key=gains.__getitem__)
-    if by_model is not None:
-        by_model = by_model._replace(most=min(by_model.most, len(prefixes)))
-    _, of_model = model_steps([by_model] if by_model else [], rows, costs)
-    return length if gains[length] > of_model else 0
 
 
 class Balance:
     """What drafts have brought and cost one sequence: its recent speed-up, and whether it has lost too much."""
 
     def __init__(self) -> None:
-        self._decoded = 0
-        self._plain_seconds = 0.0
-        self._loss_seconds = 0.0
+        self._tokens = 0
+        self._total_plain_seconds = 0.0
+        self._total_loss_seconds = 0.0
         self._recent_tokens = 0.0
-        self._recent_plain_tokens = 0.0
+        # The time that these took, in plain steps.
+        self._recent_steps = 0.0
 
     @property
     def speedup(self) -> float:
         """The recent speed-up over plain decoding, at least 1."""
-        return max(1.0, self._recent_tokens / self._recent_plain_tokens) if self._recent_plain_tokens else 1.0
+        return max(1.0, self._recent_tokens / self._recent_steps) if self._recent_steps else 1.0
 
     @property
     def has_lost(self) -> bool:
         """Whether its drafts have cost more, net of what they brought, than drafts may."""
-        plain_step = self._plain_seconds / max(1, self._decoded)
-        return self._loss_seconds > _LOSS_SHARE * self._plain_seconds + _LOSS_STEPS * plain_step
+        step_seconds = self._total_plain_seconds / max(1, self._tokens)
+        return self._total_loss_seconds > _LOSS_SHARE * self._total_plain_seconds + _LOSS_STEPS * step_seconds
 
-    def count_round(self, tokens: int, plain_seconds: float, extra_seconds: float) -> None:
+    def count_round(self, tokens: int, step_seconds: float, extra_seconds: float) -> None:
         """Account for a decoding round.
 
         Args:
             tokens: how many it gave.
-            plain_seconds: the sequence's part of the pass, had no sequence drafted; it would have given one token.
+            step_seconds: the sequence's part of the pass, had no sequence drafted; it would have given one token.
             extra_seconds: what its drafts added in both models, without the draft model's prefill.
         """
-        self._decoded += tokens
-        self._plain_seconds += tokens * plain_seconds
-        self._loss_seconds += extra_seconds - (tokens - 1) * plain_seconds
+        self._tokens += tokens
+        self._total_plain_seconds += tokens * step_seconds
+        self._total_loss_seconds += extra_seconds - (tokens - 1) * step_seconds
         self._recent_tokens = _SPEEDUP_FADE * self._recent_tokens + tokens
-        # The round's time in plain rounds, each of which gives this sequence one token.
-        self._recent_plain_tokens = _SPEEDUP_FADE * self._recent_plain_tokens + 1 + extra_seconds / plain_seconds
+        self._recent_steps = _SPEEDUP_FADE * self._recent_steps + 1 + extra_seconds / step_seconds
 
 
 class Controller:
@@ -187,7 +159,7 @@ class Controller:
         prompt is being prefilled: sequences that decode would wait for both.
 
         Args:
-            sequence: in mode `auto`.
+            sequence: in mode `auto`; the others draft what they ask for.
             reached: the probability that all its drafts so far are accepted.
             pending: tokens that the draft model has to read before it drafts.
             most: how many more draft tokens the sequence may have.
@@ -214,10 +186,9 @@ class Controller:
 def model_steps(candidates: abc.Sequence[Candidate], rows: int, costs: RoundCosts) -> tuple[list[int], float]:
     """Which sequences the draft model should draft one more token for, and the expected gain of going on.
 
-    Sequences share the passes of both models. So for each k the first k sequences, the likeliest first and long
-    catch-ups last, draft n = 1, 2, ... more tokens in lockstep: step 1 reads all their pending tokens, later steps one
-    token each. The k of the (k, n) with the largest gain decides who drafts the next token, and the question is asked
-    again before every step; n is searched because several drafts can pay where one does not.
+    Sequences share the passes of both models. So every k and n is tried: the first k sequences, the likeliest first and
+    long catch-ups last, draft n more tokens each. The sequences of the best pair draft the next token, and the question
+    is asked again before every step; n is searched because several drafts can pay where one does not.
 
     Args:
         candidates: all that may go on.
@@ -227,26 +198,47 @@ def model_steps(candidates: abc.Sequence[Candidate], rows: int, costs: RoundCost
     Returns:
         Indices into `candidates`, and the gain in tokens; none and 0.0 where nothing pays.
     """
+    able = [index for index, one in enumerate(candidates) if one.most > 0]
     # A long catch-up that cannot pay keeps no other sequence from drafting.
-    likeliest = sorted(range(len(candidates)), key=lambda i: -candidates[i].reached * candidates[i].acceptance)
-    order = sorted(likeliest, key=lambda i: candidates[i].catch_up)
-    best: tuple[list[int], float] = [], 0.0
-    if not order:
-        return best
-    # One array a field; below, line k sums over the first k + 1 sequences, and column n is step n + 1.
-    reached, acceptance, pending, most, catch_up = np.array([candidates[i] for i in order]).T
-    steps = np.arange(1, 1 + int(most.max()))
-    may_draft = steps <= most[:, np.newaxis]
-    expected = reached[:, np.newaxis] * acceptance[:, np.newaxis] ** steps * may_draft
-    tokens = expected.cumsum(axis=1).cumsum(axis=0)
-    drafting = may_draft.cumsum(axis=0)
-    rows_after = rows + drafting.cumsum(axis=1)
+    order = sorted(able, key=lambda i: (candidates[i].catch_up, -candidates[i].reached * candidates[i].acceptance))
     base = costs.target_pass(rows)
-    for k, first_rows in enumerate(pending.cumsum()):
-        seconds = float(catch_up[: k + 1].sum())
-        for n in range(len(steps)):
-            seconds += costs.draft_pass(int(drafting[k, n] if n else first_rows))
-            gain = tokens[k, n] - costs.rate * (seconds + costs.target_pass(int(rows_after[k, n])) - base)
+    best: tuple[list[int], float] = [], 0.0
+    for k in range(1, len(order) + 1):
+        first_k = [candidates[index] for index in order[:k]]
+        expected, drafts = 0.0, 0
+        seconds = sum(one.catch_up for one in first_k)
+        for n in range(1, max(one.most for one in first_k) + 1):
+            drafting = [one for one in first_k if one.most >= n]
+            expected += sum(one.reached * one.acceptance**n for one in drafting)
+            drafts += len(drafting)
+            seconds += costs.draft_pass(sum(one.first_rows for one in drafting) if n == 1 else len(drafting))
+            gain = expected - costs.rate * (seconds + costs.target_pass(rows + drafts) - base)
             if gain > best[1]:
-                best = order[: k + 1], float(gain)
+                best = order[:k], gain
     return best
+
+
+def offer_length(
+    reached: float, probabilities: abc.Sequence[float], by_model: Candidate | None, rows: int, costs: RoundCosts
+) -> int:
+    """How many leading tokens of an offer to draft; 0 where the draft model, with at most as many, gains more.
+
+    An offer is what a drafter without a model has to propose; it costs no pass to draft.
+
+    Args:
+        reached: the probability that all drafts before them are accepted.
+        probabilities: acceptance probability of each offered token.
+        by_model: the sequence as the draft model may go on with it instead; None where it may not.
+        rows: of the target's pass by now.
+        costs: of this round.
+    """
+    prefixes = list(accumulate(probabilities, mul, initial=reached))[1:]
+    base = costs.target_pass(rows)
+    gains = [0.0]
+    for n, tokens in enumerate(accumulate(prefixes), 1):
+        gains.append(tokens - costs.rate * (costs.target_pass(rows + n) - base))
+    length = max(range(len(gains)), key=gains.__getitem__)
+    if by_model is not None:
+        by_model = by_model._replace(most=min(by_model.most, len(prefixes)))
+    _, of_model = model_steps([by_model] if by_model else [], rows, costs)
+    return length if gains[length] > of_model else 0

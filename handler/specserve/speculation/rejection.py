@@ -1,9 +1,9 @@
 """The rules that keep the target's distribution: which draft tokens are accepted, and which token follows them.
 
 A rule sees the target's distributions p, the distributions q that the drafts were really sampled from, and noise.
-Whatever was drafted, the output is distributed exactly as if every token were sampled from p. How many tokens
-are drafted may depend on all that was drafted before, also on q of the next position, but never on the token that is
-sampled from it: a stopping time.
+Whatever was drafted, the output is distributed exactly as if every token were sampled from p. Whether to draft another
+token may depend on everything drafted and on the next q, but is decided before that token is sampled: the number of
+drafts is a stopping time.
 
 A round accepts the first drafts, 0 to gamma of them, and adds one token of the target: after a rejection the recovered
 token, which replaces the first rejected draft; after gamma accepted drafts the bonus token. Indices count from 0: p_i
@@ -33,7 +33,7 @@ class NoiseSource(Protocol):
         """Standard exponential numbers, shape (count,): the same for draft and target, with any number of drafts.
 
         They belong to a position of the sequence, that after `index` drafts, and to a part of the vocabulary: part 0 is
-        for its groups of tokens, part 1 + g for the tokens of group g.
+        for its groups of tokens, part 1 + g for the tokens of group g (`distribution.race` runs these two).
         """
 
 
@@ -49,6 +49,18 @@ class Verdict(NamedTuple):
 
     n_accepted: int
     next_token: int
+
+
+def residual(p: FloatArray, q: FloatArray, weight: float = 1.0) -> FloatArray:
+    """max(0, weight p - q), not normalised; shapes (vocabulary,)."""
+    return np.maximum((p if weight == 1 else weight * p) - q, 0)
+
+
+def recover(p: FloatArray, q: FloatArray, uniform: float, weight: float = 1.0) -> int:
+    """A token from the normalised residual of p and q, shapes (vocabulary,)."""
+    rest = residual(p, q, weight)
+    # p = q up to rounding leaves no residual; a rejection is then itself a rounding error, and p is right.
+    return draw(rest if rest.any() else p, uniform)
 
 
 def verify_token(p: Distributions, q: Distributions, drafts: abc.Sequence[int], noise: NoiseSource) -> Verdict:
@@ -79,8 +91,9 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
     Let w_n be the weight of the first n drafts: w_0 = 1, w_n = min(1, w_{n-1} p_{n-1}(x_{n-1}) / q_{n-1}(x_{n-1})). For
     each n from 1 to gamma a number of its own decides whether the block may end after n accepted drafts: with
     probability h_n = s_n / (s_n + 1 - w_n), s_n = sum max(0, w_n p_n - q_n), and h_gamma = w_gamma. The largest n that
-    may end it is taken, or 0. The next token is recovered from norm(max(0, w_n p_n - q_n)), or is the bonus, drawn from
-    p_gamma.
+    may end it is taken, or 0. So n or more are accepted, given the first n drafts, with probability w_n at every n, and
+    gamma may be any stopping time. The next token is recovered from norm(max(0, w_n p_n - q_n)), or is the bonus, drawn
+    from p_gamma.
 
     Args and noise are those of `verify_token`; the p after a draft to which p gives 0 are never read.
     """
@@ -155,15 +168,3 @@ RULES: dict[str, Rule] = {
     "block": Rule(sample_alone, verify_block),
     "coupled": Rule(sample_coupled, verify_coupled),
 }
-
-
-def residual(p: FloatArray, q: FloatArray, weight: float = 1.0) -> FloatArray:
-    """max(0, weight p - q), not normalised; shapes (vocabulary,)."""
-    return np.maximum((p if weight == 1 else weight * p) - q, 0)
-
-
-def recover(p: FloatArray, q: FloatArray, uniform: float, weight: float = 1.0) -> int:
-    """A token from the normalised residual of p and q, shapes (vocabulary,)."""
-    rest = residual(p, q, weight)
-    # p = q up to rounding leaves no residual; a rejection is then itself a rounding error, and p is right.
-    return draw(rest if rest.any() else p, uniform)

@@ -7,8 +7,8 @@ One round of one sequence, whose tokens are [a b c]; the target's cache holds a 
     verify  Verdict(1, x)                 d is accepted, e is rejected, and x is recovered in its place
     commit  tokens [a b c d x]            `target_cached` 4: e is truncated from the cache, x is the next pending token
 
-A round may run out of time for a sequence's grammar masks: then nothing is decided for it, it is deferred, and the next
-round verifies the same drafts with the same noise.
+The scheduler gives the grammar masks of a round a budget of time. Where it is spent, `MaskDeferred` is raised, nothing
+is decided for the sequence, and the next round verifies the same drafts with the same noise: it is deferred.
 
 Of a `Sequence` (sequence.py): `tokens` are the prompt and what is decided after it, `generated` is how many of them are
 decided, and after the first of these the sequence is `decoding`; `target_cached` is how many leading tokens the
@@ -53,18 +53,18 @@ class Plan(NamedTuple):
 
     @property
     def decides(self) -> bool:
-        """Whether the round gives the sequence at least one new token; none is wanted with max_tokens 0."""
+        """Whether the round is to decide tokens; none is wanted with max_tokens 0."""
         return self.rows == self.sequence.target_pending and self.sequence.remaining > 0
 
     @property
-    def scores_prompt(self) -> bool:
+    def scores_rows(self) -> bool:
         """Whether the rows of this round belong to a prompt whose tokens are scored."""
         return self.sequence.scores_prompt and not self.sequence.decoding
 
     @property
     def first_logits(self) -> int:
         """The index of the first row whose logits are needed; those of all later rows are too."""
-        if self.scores_prompt:
+        if self.scores_rows:
             return 0
         return self.rows - 1 if self.decides else self.rows
 
@@ -153,18 +153,17 @@ class Outcome(NamedTuple):
     """What a round did for one sequence.
 
     Args:
-        position: number of its tokens after the prompt before the round; 0 in prefill.
-        target_cached: number of its tokens in the target's cache before the round.
-        charge: its part of the round's time: `plain_seconds` of the target's pass had nobody drafted, `drafts_seconds`
-            of that pass for its drafts, and its shares of both phases.
+        generated_before: number of its tokens after the prompt before the round; 0 in prefill.
+        cached_before: number of its tokens in the target's cache before the round.
+        charge: its estimated part of the round's time (charges.py).
         decoded: whether it decided tokens and its prefill was over before; not so where it was deferred.
         drafted_by: the drafter of each verified draft.
         n_accepted: how many of them were accepted.
         error: why the sequence failed.
     """
 
-    position: int
-    target_cached: int
+    generated_before: int
+    cached_before: int
     charge: Charge
     decoded: bool = False
     drafted_by: abc.Sequence[DrafterName] = ()
@@ -237,7 +236,7 @@ def run_round(
         drafters: all drafters, with their controller.
         plans: one for each sequence of the round, in the order in which they are verified.
         clock: seconds.
-        awaiting_first_token: number of sequences in prefill or about to be.
+        awaiting_first_token: number of sequences in prefill or about to be; they make time more valuable.
 
     Raises:
         EngineError: the target failed. Its caches are as before; the caller truncates those of the draft model.
@@ -276,7 +275,7 @@ def _apply(
     sequence, was_decoding = plan.sequence, plan.sequence.decoding
     outcome = Outcome(sequence.generated, sequence.target_cached, charge)
     try:
-        if plan.scores_prompt:
+        if plan.scores_rows:
             _score_prompt(sequence, logits[: plan.rows])
         if not plan.decides:
             sequence.target_cached += plan.rows
@@ -284,7 +283,8 @@ def _apply(
         n_accepted = _decide(drafters.controller, proposal, logits[-1 - len(proposal.drafts) :])
         outcome = outcome._replace(decoded=was_decoding, drafted_by=proposal.drafted_by, n_accepted=n_accepted)
     except MaskDeferred:
-        # Nothing was decided: the next round feeds the last token again, and verifies the same drafts.
+        # Nothing was decided: the next round feeds the last token again, and verifies the same drafts. Both caches drop
+        # these rows below.
         sequence.deferrals += 1
         sequence.target_cached += plan.rows - 1
         drafters.defer(proposal)
@@ -293,6 +293,7 @@ def _apply(
     target.truncate(sequence.slot, sequence.target_cached)
     drafters.truncate(sequence, sequence.target_cached)
     if outcome.decoded:
+        # What the round took beyond the sequence's part of a pass without any drafts.
         extra_seconds = charge.drafts_seconds + proposal.model_seconds - proposal.prefill_seconds
         balance = drafters.controller.balance(sequence)
         balance.count_round(outcome.n_accepted + 1, charge.plain_seconds, extra_seconds)
@@ -315,14 +316,16 @@ def _decide(controller: Controller, proposal: Proposal, logits: FloatArray) -> i
     sequence = proposal.sequence
     p = TargetDistributions(logits, sequence, proposal.tokens)
     verdict = _verify(p, proposal)
-    if sequence.speculation.max_drafts:
+    if sequence.speculation.mode != "off":
         observations = _observations(sequence, p, proposal, verdict)
+        # After a rejection this is the rejected position again, which acceptance.py counts twice on purpose.
         controller.acceptance.learn(sequence, observations, p.confidence(verdict.n_accepted))
     _commit(sequence, p, proposal, verdict)
     return verdict.n_accepted
 
 
 def _noise(sequence: Sequence) -> Noise:
+    # `round_number` counts rounds that have decided tokens, so a deferred round is repeated with the same numbers.
     return Noise(sequence.seed, sequence.choice, sequence.round_number, sequence.generated)
 
 
@@ -362,6 +365,7 @@ def _commit(sequence: Sequence, p: TargetDistributions, proposal: Proposal, verd
         sequence.scores += [score(p.logits[index], token, sequence.top_logprobs) for index, token in enumerate(decided)]
     if sequence.keeps_sources:
         sequence.sources += [*proposal.drafted_by[:n_accepted], "target"]
+    # The tokens before this round are all fed, and so are the accepted drafts; the last decided token is pending.
     sequence.target_cached = len(sequence.tokens) + n_accepted
     sequence.tokens += decided
 
@@ -374,15 +378,17 @@ def _observations(
     The first position of a round is always reached, so proposals that were not drafted are judged by it too.
     """
     n_accepted, next_token = verdict
-    # Where the probability of acceptance is known, it says more than the outcome. The sum is that of token
-    # verification; block verification accepts a little more.
+    # The sum of min(p, q) is the acceptance probability in token verification; block verification accepts a little
+    # more. Where it is known, it says more than the outcome.
     knows_probability = sequence.speculation.verification != "coupled" and not is_greedy(sequence.sampling)
     first = proposal.tokens[0] if n_accepted else next_token
     observations = []
     for undrafted in proposal.undrafted:
         accepted = float(p[0][undrafted.token]) if knows_probability else float(undrafted.token == first)
-        observations.append(Observation(undrafted.drafter, undrafted.confidence, accepted, None))
+        observations.append(Observation(undrafted.drafter, undrafted.confidence, accepted, target_confidence=None))
     for index, draft in enumerate(proposal.drafts[: n_accepted + 1]):
         accepted = float(np.minimum(p[index], draft.q).sum()) if knows_probability else float(index < n_accepted)
-        observations.append(Observation(draft.drafter, draft.confidence, accepted, p.confidence(index)))
+        observations.append(
+            Observation(draft.drafter, draft.confidence, accepted, target_confidence=p.confidence(index))
+        )
     return observations

@@ -123,11 +123,14 @@ def test_a_sequence_is_not_charged_for_drafts_of_other_sequences() -> None:
     assert pair.controller.candidate(other, 1.0, 1, 8, costs)
 
 
-def test_verification_is_part_of_the_cost_of_a_pass() -> None:
+@pytest.mark.parametrize(("constraint", "seconds"), [(None, 2.0), (Alternating(VOCABULARY), 1.0)])
+def test_verification_without_grammar_masks_is_part_of_the_cost_of_a_pass(
+    constraint: Alternating | None, seconds: float
+) -> None:
     """Each call of this clock adds one second: one call is after the pass of three rows, one after its verification."""
-    expected = Cost(table(lambda rows: rows * 2 / 3))
+    expected = Cost(table(lambda rows: rows * seconds / 3))
     pair = FakePair(costs=(expected, flat()), clock=map(float, count()).__next__)
-    pair.submit(PROMPT, gamma=0)
+    pair.submit(PROMPT, gamma=0, constraint=constraint)
     pair.step()
     assert expected.factor == pytest.approx(1.0)
 

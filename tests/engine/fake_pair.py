@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import abc
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,8 @@ class FakePair:
         )
         self.controller = Controller(target_cost, draft_cost)
         free_drafters = [PredictionProposer()] if proposers is None else proposers
-        self.drafters = Drafters(self.controller, *free_drafters, model=model, vocabulary=width)
+        clock = options.get("clock", perf_counter)
+        self.drafters = Drafters(self.controller, *free_drafters, model=model, vocabulary=width, clock=clock)
         options = {"idle_tokens": 4096, **options}
         self.scheduler = Scheduler(self.target, self.drafters, prefill_rows=prefill_rows, **options)
         self._waiting: list[Generation] = []

@@ -135,6 +135,18 @@ def test_verification_without_grammar_masks_is_part_of_the_cost_of_a_pass(
     assert expected.factor == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(("constraint", "seconds"), [(None, 2.0), (Alternating(VOCABULARY), 1.0)])
+def test_drawing_without_grammar_masks_is_part_of_the_cost_of_a_draft_pass(
+    constraint: Alternating | None, seconds: float
+) -> None:
+    """Each call of this clock adds one second: one call is after each pass of the draft model, one after drawing."""
+    draft = Cost(table(lambda _rows: seconds))
+    pair = FakePair(costs=(flat(), draft), clock=map(float, count()).__next__)
+    pair.submit(PROMPT, gamma=3, constraint=constraint)
+    pair.step(8)
+    assert draft.factor == pytest.approx(1.0)
+
+
 PENALISED = SamplingParams(temperature=0, frequency_penalty=1.0, logit_bias=((3, 4.0),))
 
 

@@ -5,16 +5,18 @@ Costs are exact and no time is measured: the tests are about decisions and do no
 
 from __future__ import annotations
 
+from random import Random
 from statistics import mean
 
 import pytest
 
-from simulate import MACHINES, PROCESSES, Simulation, oracle, read_recordings, synthetic
+from simulate import MACHINES, PROCESSES, Recording, Simulation, oracle, read_recordings, synthetic
 from specserve.sequence import SpeculationParams
 from specserve.speculation.cost import Cost
 
 PLAIN, ADAPTIVE = SpeculationParams(mode="off"), SpeculationParams(16, mode="auto")
 SLOW, MIDDLE, LINEAR = "2 cores, 3B by 0.5B", "2 cores, 1.5B by 0.5B", "every row costs alike"
+OWN_KERNELS = "2 cores, fast memory, our kernels, 1.5B by 0.5B"
 
 
 def speedup(machine: str, kind: str, policy: SpeculationParams = ADAPTIVE) -> float:
@@ -49,6 +51,19 @@ def test_drafting_resumes_when_the_output_becomes_easy() -> None:
     _, sequence = simulation.run(recording)
     easy = len(recording.answer) // 2
     assert sequence.stats.accepted > 0.5 * easy
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_drafting_resumes_after_a_long_stretch_without_drafts(seed: int) -> None:
+    """40 easy tokens, 300 hard ones, 300 easy ones: the draft model has to read 256 tokens anew for the last part."""
+    random = Random(seed)
+    accepted, sure = [0.9] * 40 + [0.15] * 300 + [0.95] * 300, [0.95] * 40 + [0.25] * 300 + [0.97] * 300
+    prompt = [random.randrange(1000) for _ in range(60)]
+    hit = [random.random() < share for share in accepted]
+    answer = [random.randrange(1000, 100_000) for _ in accepted]
+    recording = Recording("synthetic", "hard in the middle", 0.0, prompt, answer, sure, hit, sure)
+    plain, adaptive = (Simulation(*MACHINES[OWN_KERNELS], policy).run(recording)[0] for policy in (PLAIN, ADAPTIVE))
+    assert plain / adaptive > 1.1
 
 
 @pytest.mark.parametrize("machine", [SLOW, MIDDLE])

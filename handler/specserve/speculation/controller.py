@@ -30,14 +30,17 @@ from specserve.speculation.cost import Cost
 
 # The most pending tokens that the draft model reads in an ordinary round: the bonus token, and accepted tokens of other
 # drafters. More are a long catch-up, mostly the prompt.
-_SHORT_CATCH_UP = 4
-# A long catch-up is spread over the rounds that are left, expected tokens / 3; 1.75 is a margin.
+SHORT_CATCH_UP = 4
+# A long catch-up is charged in equal parts to the rounds that are left, expected tokens / 3; 1.75 is a margin.
 _CATCH_UP_MARGIN, _TOKENS_PER_ROUND = 1.75, 3
 # Tokens still to come: 10 times those generated, since a short answer may end soon; at most 48 more than those.
 _GROWTH, _HORIZON = 10, 48
 # What drafts may cost a sequence, net of what they brought, before the draft model stops: a share of its plain decoding
 # time plus 4 plain steps. It bounds what an adversary can cost (tests/engine/test_simulation.py).
 _LOSS_SHARE, _LOSS_STEPS = 0.01, 4.0
+# Share of a later long catch-up's outstanding seconds that each round counts as lost: at once they would end the drafts
+# that are to earn them (benchmarks/RESULTS.md, decisions).
+_CATCH_UP_SHARE = 1 / 16
 # Share of a sequence's measured speed-up that the latest round does not replace.
 _SPEEDUP_FADE = 0.85
 
@@ -83,6 +86,7 @@ class Balance:
         self._tokens = 0
         self._total_plain_seconds = 0.0
         self._total_loss_seconds = 0.0
+        self._outstanding_seconds = 0.0
         self._recent_tokens = 0.0
         # The time that these took, in plain steps.
         self._recent_steps = 0.0
@@ -98,17 +102,23 @@ class Balance:
         step_seconds = self._total_plain_seconds / max(1, self._tokens)
         return self._total_loss_seconds > _LOSS_SHARE * self._total_plain_seconds + _LOSS_STEPS * step_seconds
 
-    def count_round(self, tokens: int, step_seconds: float, extra_seconds: float) -> None:
+    def count_round(
+        self, tokens: int, step_seconds: float, extra_seconds: float, catch_up_seconds: float = 0.0
+    ) -> None:
         """Account for a decoding round.
 
         Args:
             tokens: how many it gave.
             step_seconds: the sequence's part of the pass, had no sequence drafted; it would have given one token.
-            extra_seconds: what its drafts added in both models, without the draft model's prefill.
+            extra_seconds: what its drafts added in both models, without catch-ups.
+            catch_up_seconds: of a long catch-up after the first.
         """
         self._tokens += tokens
         self._total_plain_seconds += tokens * step_seconds
-        self._total_loss_seconds += extra_seconds - (tokens - 1) * step_seconds
+        self._outstanding_seconds += catch_up_seconds
+        counted = _CATCH_UP_SHARE * self._outstanding_seconds
+        self._outstanding_seconds -= counted
+        self._total_loss_seconds += extra_seconds + counted - (tokens - 1) * step_seconds
         self._recent_tokens = _SPEEDUP_FADE * self._recent_tokens + tokens
         self._recent_steps = _SPEEDUP_FADE * self._recent_steps + 1 + extra_seconds / step_seconds
 
@@ -168,7 +178,7 @@ class Controller:
         if self.balance(sequence).has_lost:
             return None
         shown = self.acceptance.of(sequence)
-        if pending <= _SHORT_CATCH_UP:
+        if pending <= SHORT_CATCH_UP:
             return Candidate(reached, shown.next_token, pending, most)
         if costs.prompt_waiting:
             return None

@@ -16,6 +16,7 @@ from specserve.sampling.logits import process_logits
 from specserve.sampling.noise import Noise
 from specserve.sequence import Sequence
 from specserve.speculation.controller import (
+    SHORT_CATCH_UP,
     Candidate,
     Controller,
     RoundCosts,
@@ -146,19 +147,23 @@ class Drafters:
                 logger.error("specserve: %s Decoding goes on without it.", error)
                 self._model = None
                 return
+            read = self._clock()
             seconds_per_row = costs.draft_pass(sum(n_read)) / max(1, sum(n_read))
             for index, growing in enumerate(chosen):
                 growing.proposal.model_seconds += seconds_per_row * n_read[index]
-                joins = not growing.sequence.stats.drafted_by["model"]
-                if joins:
-                    # All rounds of the sequence profit from what was read before the first draft.
-                    growing.proposal.prefill_seconds += seconds_per_row * max(0, n_read[index] - 1)
+                read_before = seconds_per_row * max(0, n_read[index] - 1)
+                if not growing.sequence.stats.drafted_by["model"]:
+                    growing.proposal.prefill_seconds += read_before
+                elif n_read[index] > SHORT_CATCH_UP:
+                    growing.proposal.catch_up_seconds += read_before
                 if index not in logits or not self._draw(logits[index], growing):
                     growing.ended = True
                     continue
                 rows += 1
                 rows += self._propose_free(growing, rows, costs)
-            self._model.observe_cost(self._clock() - began)
+            # Drawing belongs to the cost of a pass, grammar masks do not.
+            has_masks = any(growing.sequence.constraint is not None for growing in chosen)
+            self._model.observe_cost((read if has_masks else self._clock()) - began)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Only the first `length` tokens of a sequence are decided; the draft model's cache forgets the rest."""

@@ -97,7 +97,8 @@ class Proposal:
         drafts: in order.
         undrafted: what drafters offered as the first token and was not worth drafting.
         model_seconds: the sequence's part of the draft model's passes, by the cost model.
-        prefill_seconds: the part of these that read the sequence before the model's first draft of it.
+        prefill_seconds: the part of these for the model's first catch-up with the sequence.
+        catch_up_seconds: the part of these for a later long one.
         deferred: whether it comes from an earlier round that could not verify it to its end; nothing is added.
     """
 
@@ -108,6 +109,7 @@ class Proposal:
     undrafted: list[Undrafted] = field(default_factory=list)
     model_seconds: float = 0.0
     prefill_seconds: float = 0.0
+    catch_up_seconds: float = 0.0
     deferred: bool = False
 
     @property
@@ -251,6 +253,7 @@ def run_round(
     passed = clock()
     cost = drafters.controller.target_cost
     works = [_work(plan, proposal) for plan, proposal in zip(plans, proposals, strict=True)]
+    alike = all(plan.sequence.constraint is None and not plan.scores_rows for plan in plans)
     outcomes, first = {}, 0
     for plan, proposal, charge in zip(plans, proposals, charges(works, cost, kv_len), strict=True):
         end = first + plan.rows - plan.first_logits + len(proposal.drafts)
@@ -258,9 +261,8 @@ def run_round(
         first = end
     done = clock()
     # Computing distributions and verifying take time for every row, so they belong to the cost of a pass; the grammar
-    # masks of some sequences do not.
-    has_masks = any(plan.sequence.constraint is not None for plan in plans)
-    cost.observe(sum(work.rows + work.drafts for work in works), kv_len, (passed if has_masks else done) - drafted)
+    # masks and prompt scores of some sequences do not.
+    cost.observe(sum(work.rows + work.drafts for work in works), kv_len, (done if alike else passed) - drafted)
     return Report(drafted - started, passed - drafted, outcomes)
 
 
@@ -295,10 +297,11 @@ def _apply(
     target.truncate(sequence.slot, sequence.target_cached)
     drafters.truncate(sequence, sequence.target_cached)
     if outcome.decoded:
-        # What the round took beyond the sequence's part of a pass without any drafts.
-        extra_seconds = charge.drafts_seconds + proposal.model_seconds - proposal.prefill_seconds
+        catch_up = proposal.catch_up_seconds
+        # What the round took beyond the sequence's part of a pass without any drafts, catch-ups aside.
+        extra_seconds = charge.drafts_seconds + proposal.model_seconds - proposal.prefill_seconds - catch_up
         balance = drafters.controller.balance(sequence)
-        balance.count_round(outcome.n_accepted + 1, charge.plain_seconds, extra_seconds)
+        balance.count_round(outcome.n_accepted + 1, charge.plain_seconds, extra_seconds, catch_up)
     return outcome
 
 

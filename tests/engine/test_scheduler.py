@@ -255,7 +255,7 @@ def test_records_count_each_draft_once_if_a_round_is_deferred() -> None:
     assert shared.deferred
     assert sum(len(record.drafts) for record in observer.rounds) == sum(one.drafted for one in stats)
     assert sum(record.accepted for record in observer.rounds) == sum(one.accepted for one in stats) > 0
-    assert sum(record.decoded for record in observer.rounds) == sum(one.rounds for one in stats)
+    assert sum(record.is_decode_round for record in observer.rounds) == sum(one.rounds for one in stats)
 
 
 @pytest.mark.parametrize("gamma", [0, 3])

@@ -51,7 +51,12 @@ def test_probabilities_stay_between_0_and_1_for_any_labels(labelled: list[tuple[
         own.learn("target", pooled, label)
         own.expect(pooled)
         calibration.learn(confidence, label)
-    for probability in (own.next_token, own.long_run, own.probability("model", 1.0), calibration.probability(0.9)):
+    for probability in (
+        own.next_acceptance,
+        own.long_run_acceptance,
+        own.probability("model", 1.0),
+        calibration.probability(0.9),
+    ):
         assert 0 < probability < 1
 
 
@@ -77,8 +82,8 @@ def test_next_token_estimate_rises_within_12_positions_and_long_run_does_not() -
         own.expect(0.3)
     for _ in range(12):
         own.expect(0.97)
-    assert own.next_token > 0.85
-    assert own.long_run < 0.5
+    assert own.next_acceptance > 0.85
+    assert own.long_run_acceptance < 0.5
 
 
 def test_next_token_and_long_run_estimates_fall_equally_fast() -> None:
@@ -87,4 +92,4 @@ def test_next_token_and_long_run_estimates_fall_equally_fast() -> None:
         own.expect(0.97)
     for _ in range(12):
         own.expect(0.3)
-    assert own.long_run == own.next_token < 0.5
+    assert own.long_run_acceptance == own.next_acceptance < 0.5

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from costs import flat, proportional, stairs
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
 from specserve.speculation.acceptance import Observation
-from specserve.speculation.controller import Candidate, Controller, RoundCosts, model_steps, offer_length
+from specserve.speculation.controller import Candidate, Controller, RoundCosts, choose_for_model, offer_length
 
 MAX_DRAFTS = 9
 GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(temperature=1)
@@ -43,15 +43,17 @@ def gain_of(drafts: list[tuple[Candidate, int]], rows: int, costs: RoundCosts) -
     ),
     costs=st.builds(costs_of, curves, curves, st.floats(0.01, 3)),
 )
-def test_model_steps_drafts_for_one_sequence_iff_some_length_gains(candidate: Candidate, costs: RoundCosts) -> None:
-    chosen, gain = model_steps([candidate], 1, costs)
+def test_choose_for_model_drafts_for_one_sequence_iff_some_length_gains(
+    candidate: Candidate, costs: RoundCosts
+) -> None:
+    chosen, gain = choose_for_model([candidate], 1, costs)
     best = max(gain_of([(candidate, gamma)], 1, costs) for gamma in range(candidate.most + 1))
     assert gain == pytest.approx(best, abs=1e-9)
     assert bool(chosen) == (best > 0)
 
 
 @given(acceptance=probabilities, target=curves, draft=curves)
-def test_model_steps_gains_only_below_the_break_even_rate(
+def test_choose_for_model_gains_only_below_the_break_even_rate(
     acceptance: float, target: list[float], draft: list[float]
 ) -> None:
     """The break-even rate is the largest tokens per second of a round, over all draft lengths (renewal reward)."""
@@ -61,7 +63,7 @@ def test_model_steps_gains_only_below_the_break_even_rate(
     ]
     candidate = Candidate(1.0, acceptance, 1, MAX_DRAFTS)
     for rate, pays in ((max(rates) * 0.999, True), (max(rates) * 1.001, False)):
-        _, gain = model_steps([candidate], 1, costs_of(target, draft, rate))
+        _, gain = choose_for_model([candidate], 1, costs_of(target, draft, rate))
         assert (gain + 1 - rate * target[1] > 0) is pays
 
 
@@ -71,7 +73,7 @@ def test_model_steps_gains_only_below_the_break_even_rate(
     most=st.integers(1, 4),
     costs=st.builds(costs_of, curves, curves, st.floats(0.01, 3)),
 )
-def test_model_steps_finds_the_best_choice_of_sequences(
+def test_choose_for_model_finds_the_best_choice_of_sequences(
     reached: list[float], acceptance: float, most: int, costs: RoundCosts
 ) -> None:
     """Brute force over every subset and every common number of further drafts."""
@@ -82,16 +84,16 @@ def test_model_steps_finds_the_best_choice_of_sequences(
         for chosen in combinations(candidates, count)
         for gamma in range(1, most + 1)
     )
-    _, gain = model_steps(candidates, len(candidates), costs)
+    _, gain = choose_for_model(candidates, len(candidates), costs)
     assert gain == pytest.approx(max(0.0, best), abs=1e-9)
 
 
-def test_model_steps_skips_a_full_sequence_without_charging_its_costs() -> None:
+def test_choose_for_model_skips_a_full_sequence_without_charging_its_costs() -> None:
     full, other = Candidate(1.0, 0.99, 3, 0, 9.0), Candidate(0.9, 0.9, 1, 4)
     costs = RoundCosts(lambda rows: 1.0 + 0.01 * rows, lambda rows: 0.1 * rows, rate=1.0)
-    chosen, gain = model_steps([full, other], 5, costs)
+    chosen, gain = choose_for_model([full, other], 5, costs)
     assert chosen == [1]
-    assert gain == pytest.approx(model_steps([other], 5, costs)[1])
+    assert gain == pytest.approx(choose_for_model([other], 5, costs)[1])
 
 
 @given(
@@ -122,9 +124,9 @@ def test_unlikely_free_proposal_yields_to_the_draft_model() -> None:
     assert offer_length(1.0, [0.99, 0.99, 0.99], Candidate(1.0, 0.95, 1, MAX_DRAFTS), 1, costs) == 3
 
 
-def test_model_steps_drafts_nothing_when_a_row_costs_as_much_as_a_token() -> None:
+def test_choose_for_model_drafts_nothing_when_a_row_costs_as_much_as_a_token() -> None:
     costs = costs_of([float(rows) for rows in range(50)], [0.01 * rows for rows in range(50)], 1.0)
-    assert model_steps([Candidate(1.0, 0.99, 1, MAX_DRAFTS)], 1, costs) == ([], 0.0)
+    assert choose_for_model([Candidate(1.0, 0.99, 1, MAX_DRAFTS)], 1, costs) == ([], 0.0)
 
 
 def sequence(sampling: SamplingParams = GREEDY, max_tokens: int = 100, generated: int = 0) -> Sequence:
@@ -174,7 +176,7 @@ def test_next_acceptance_follows_the_targets_confidence_without_drafts() -> None
     for confidence, low, high in ((0.2, 0.0, 0.4), (0.999, 0.9, 1.0)):
         for _ in range(30):
             controller.acceptance.learn(one, [], confidence)
-        assert low < controller.acceptance.of(one).next_token < high
+        assert low < controller.acceptance.of(one).next_acceptance < high
 
 
 def test_long_catch_up_is_spread_over_rounds_and_a_short_one_is_not() -> None:
@@ -232,5 +234,5 @@ def test_a_long_catch_up_that_cannot_pay_keeps_no_other_sequence_from_drafting()
     costs = RoundCosts(lambda rows: 0.06 + 0.002 * (rows - 2), lambda rows: 0.008 + 0.0005 * (rows - 1), rate=2 / 0.06)
     short_answer = Candidate(1.0, 0.65, 1, MAX_DRAFTS, catch_up=0.082)
     long_answer = Candidate(1.0, 0.64, 1, MAX_DRAFTS, catch_up=0.0035)
-    assert model_steps([short_answer, long_answer], 2, costs)[0] == [1]
-    assert model_steps([short_answer], 2, costs)[0] == []
+    assert choose_for_model([short_answer, long_answer], 2, costs)[0] == [1]
+    assert choose_for_model([short_answer], 2, costs)[0] == []

@@ -9,7 +9,7 @@ import pytest
 
 from specserve.sampling.distribution import FloatArray, draw
 from specserve.sampling.noise import Purpose
-from specserve.speculation.rejection import RULES, Distributions, NoiseSource, Rule, Verdict, sample_alone
+from specserve.speculation.rejection import RULES, Distributions, NoiseSource, Rule, Verdict, sample_independent
 from specserve.tools import doctor_checks
 from specserve.tools.doctor_checks import binned, chi_square_deviation, deviation, is_wrong
 
@@ -58,7 +58,7 @@ def accepts_with_the_draft_number(
 
 @pytest.mark.parametrize("verify", [accepts_every_draft, recovers_from_p, accepts_with_the_draft_number])
 def test_wrong_rule_fails(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_checks, "RULES", {"wrong": Rule(sample_alone, verify)})
+    monkeypatch.setattr(doctor_checks, "RULES", {"wrong": Rule(sample_independent, verify)})
     assert all(is_wrong(deviation("wrong", *pair(seed), TRIALS)) for seed in range(3))
 
 

@@ -19,7 +19,9 @@ def info(group: Group = "auto", *, randomised: bool = True) -> RequestInfo:
 
 
 def a_round(drafts: list[str], accepted: int, group: Group = "auto") -> RoundRecord:
-    return RoundRecord(info(group), 0, 1, 50, drafts, accepted, [7] * (accepted + 1), 0.1, 0.2, 0.01, 1, decoded=True)
+    return RoundRecord(
+        info(group), 0, 1, 50, drafts, accepted, [7] * (accepted + 1), 0.1, 0.2, 0.01, 1, is_decode_round=True
+    )
 
 
 def an_end(request: RequestInfo | None = None, tpot: float | None = 0.1, choice: int = 0) -> EndRecord:
@@ -71,10 +73,10 @@ def test_round_counts_its_drafts_by_drafter_and_position(metrics: RecordingMetri
 
 
 def test_prefill_and_deferred_rounds_count_time_and_no_drafts(metrics: RecordingMetrics) -> None:
-    metrics.round(RoundRecord(info(), 0, 0, 0, [], 0, [], 0.0, 0.3, 0.01, 1, decoded=False))
-    metrics.round(RoundRecord(info(), 0, 0, 64, [], 0, [7], 0.0, 0.2, 0.01, 1, decoded=False))
+    metrics.round(RoundRecord(info(), 0, 0, 0, [], 0, [], 0.0, 0.3, 0.01, 1, is_decode_round=False))
+    metrics.round(RoundRecord(info(), 0, 0, 64, [], 0, [7], 0.0, 0.2, 0.01, 1, is_decode_round=False))
     for _ in range(20):
-        metrics.round(RoundRecord(info(), 0, 1, 64, [], 0, [], 0.0, 0.1, 0.01, 1, decoded=False))
+        metrics.round(RoundRecord(info(), 0, 1, 64, [], 0, [], 0.0, 0.1, 0.01, 1, is_decode_round=False))
     values = emitted(metrics)
     assert values["specserve_target_seconds_total", "code"] == pytest.approx(2.5)
     assert not values.get(("specserve_speculation_paused_total", "code"))

@@ -22,7 +22,7 @@ WORDS = {1: b"def ", 2: b"sort", 3: b"(<b>", 4: b")", 5: b"\xff"}
 
 def a_round(request: str, drafts: list[str], accepted: int, tokens: list[int]) -> RoundRecord:
     return RoundRecord(
-        RequestInfo(request, "code"), 0, 1, 50, drafts, accepted, tokens, 0.01, 0.05, 0.001, 1, decoded=True
+        RequestInfo(request, "code"), 0, 1, 50, drafts, accepted, tokens, 0.01, 0.05, 0.001, 1, is_decode_round=True
     )
 
 

@@ -112,7 +112,7 @@ class Metrics:
         self._count(TARGET_SECONDS, record.target_seconds, family)
         self._count(OTHER_SECONDS, record.other_seconds, family)
         self._count(EMITTED, len(record.tokens), family, record.info.group)
-        if not record.decoded:
+        if not record.is_decode_round:
             return
         drafts = record.drafts
         self._count(ROUNDS, 1, family, drafts[0] if drafts else "none")

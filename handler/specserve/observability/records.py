@@ -48,7 +48,7 @@ class RoundRecord(NamedTuple):
         target_seconds: of the target's forward pass.
         other_seconds: of everything else.
         live: number of running sequences.
-        decoded: whether the round decided tokens and its prefill was over before.
+        is_decode_round: whether the round decided tokens and its prefill was over before.
     """
 
     info: RequestInfo
@@ -62,7 +62,7 @@ class RoundRecord(NamedTuple):
     target_seconds: float
     other_seconds: float
     live: int
-    decoded: bool
+    is_decode_round: bool
 
 
 class EndRecord(NamedTuple):

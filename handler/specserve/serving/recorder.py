@@ -66,7 +66,7 @@ def _round_record(
         target_seconds=outcome.charge.target_share * report.target_seconds,
         other_seconds=outcome.charge.target_share * other_seconds,
         live=live,
-        decoded=outcome.decoded,
+        is_decode_round=outcome.is_decode_round,
     )
 
 
@@ -77,7 +77,7 @@ def _count(generation: Generation, outcome: Outcome, record: RoundRecord, now: f
         times.first_token = now if times.first_token is None else times.first_token
     in_prefill = outcome.generated_before == 0
     stats.add_seconds(record.draft_seconds, record.target_seconds, record.other_seconds, prefill=in_prefill)
-    if outcome.decoded:
+    if outcome.is_decode_round:
         # Plain decoding takes a step for the EOS token as well.
         steps = len(record.tokens) + generation.ended_by_eos
         stats.add_round(outcome.drafted_by, record.accepted, steps * outcome.charge.plain_seconds)

@@ -29,7 +29,7 @@ class Scheduler:
     Args:
         target: the target's engine.
         drafters: propose drafts; their controller knows what forward passes cost.
-        prefill_rows: the most prompt tokens in a round.
+        prefill_rows: the most prompt tokens in a round; the target takes as many beside all rows with logits.
         idle_tokens: the most tokens of finished sequences that stay in the cache.
         max_wait_seconds: the most that prefill or grammar masks may add to a round; drafts, where requests share it.
         begin_masks: told the seconds that the grammar masks of a round may take; what does not fit is deferred.
@@ -211,11 +211,12 @@ class Scheduler:
     def _prefill_plans(self, decode_plans: list[Plan]) -> list[Plan]:
         """Prefill chunks beside these plans, as far as the pass has room."""
         reserved = sum(1 + plan.max_drafts for plan in decode_plans)
+        # The controller has not decided yet; with many sequences it mostly drafts little.
+        likely_rows = sum(1 if plan.sequence.speculation.is_auto else 1 + plan.max_drafts for plan in decode_plans)
         chunk = prefill_chunk(
             self._controller.target_cost,
             self._kv_len(),
-            # The controller has not decided yet; with many sequences it mostly drafts little.
-            rows=sum(1 if plan.sequence.speculation.is_auto else 1 + plan.max_drafts for plan in decode_plans),
+            rows=likely_rows,
             decoding=len(decode_plans),
             others=len(self._queue) + len(self._running) - len(decode_plans),
             most=self._prefill_rows,

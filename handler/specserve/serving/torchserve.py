@@ -11,7 +11,9 @@ TorchServe calls `handle` again and again while requests are live. Each call has
 Three threads share the work:
 
 - TorchServe's thread runs `handle`: it owns the responses, and replies.
-- The engine thread runs rounds, in slices (engine_loop.py). While one runs it owns the scheduler, all generations that
+- The engine thread runs rounds, in slices (engine_loop.py): those that begin within a time, at least one. A call waits
+  for the slice that the call before started (`join`), which ends with its round where requests are new or gone
+  (`interrupt`). While one runs it owns the scheduler, all generations that
   were submitted, both models, the metrics and the trace; between `EngineLoop.join` and the start of the next they
   belong to TorchServe's thread.
 - The parser's thread turns bodies into generations (parser.py).
@@ -128,7 +130,7 @@ class Handler:
         context.stopping_criteria = [whole_response] * len(data)
         for index, request_id in entries.items():
             response = self._responses.get(request_id)
-            # One submitted after the slice ran has nothing to say until the next call.
+            # One submitted after the slice ran says nothing until the next call: a status could not be taken back.
             came_late = ran_meanwhile and request_id in submitted
             if response is None or (came_late and not response.done):
                 del context.request_ids[index]

@@ -107,9 +107,9 @@ class SequenceAcceptance:
     """What one sequence has shown of its drafts: two estimates, each corrected by an offset of this sequence.
 
     Of a token that a drafter proposes (`probability`): the drafter's confidence gives the acceptance probability over
-    all sequences, `pooled`, by the drafter's calibration. Of the draft model's next token (`next_token`, `long_run`):
-    the target's confidence at each verified position gives a `pooled` probability by the calibration "target", and
-    `expect` takes their fading mean.
+    all sequences, `pooled`, by the drafter's calibration. Of the draft model's next token (`next_acceptance` and
+    `long_run_acceptance`): the target's confidence at each verified position gives a `pooled` probability by the
+    calibration "target", and `expect` takes their fading mean.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class SequenceAcceptance:
         return sigmoid(log_odds(pooled) + self._offsets.get(drafter, 0.0))
 
     @property
-    def next_token(self) -> float:
+    def next_acceptance(self) -> float:
         """The acceptance probability of a token that the draft model has not drafted yet.
 
         The target's confidence in recent positions predicts it better than how many recent drafts were accepted, and
@@ -132,9 +132,9 @@ class SequenceAcceptance:
         return self.probability("target", self._expected / self._weight)
 
     @property
-    def long_run(self) -> float:
+    def long_run_acceptance(self) -> float:
         """The same over about fifty positions, if that is lower: what a long catch-up is judged by."""
-        return min(self.next_token, self.probability("target", self._long_expected / self._long_weight))
+        return min(self.next_acceptance, self.probability("target", self._long_expected / self._long_weight))
 
     def learn(self, drafter: str, pooled: float, accepted: float) -> None:
         """One step of online logistic regression towards the offset that explains this sequence's outcomes."""

@@ -28,13 +28,13 @@ class Charge(NamedTuple):
 
     Args:
         plain_seconds: of the target's pass, had no sequence drafted.
-        drafts_seconds: of the target's pass, for its drafts.
+        target_drafts_seconds: of the target's pass, for its drafts.
         target_share: of the time of the target's pass and of what follows it.
         draft_share: of the time of drafting.
     """
 
     plain_seconds: float
-    drafts_seconds: float
+    target_drafts_seconds: float
     target_share: float
     draft_share: float
 
@@ -55,10 +55,13 @@ def charges(works: list[Work], cost: Cost, kv_len: int) -> list[Charge]:
     draft_row = max(0.0, cost.seconds(rows + drafts, kv_len) - plain) / max(1, drafts)
     prompt_row = max(0.0, plain - decode) / max(1, rows - n_decoding)
     plain_seconds = [decode / n_decoding if work.decoding else work.rows * prompt_row for work in works]
-    drafts_seconds = [work.drafts * draft_row for work in works]
-    target_shares = _shares([sum(seconds) for seconds in zip(plain_seconds, drafts_seconds, strict=True)])
+    target_drafts_seconds = [work.drafts * draft_row for work in works]
+    target_shares = _shares([sum(seconds) for seconds in zip(plain_seconds, target_drafts_seconds, strict=True)])
     draft_shares = _shares([work.draft_model_seconds for work in works])
-    return [Charge(*charge) for charge in zip(plain_seconds, drafts_seconds, target_shares, draft_shares, strict=True)]
+    return [
+        Charge(*charge)
+        for charge in zip(plain_seconds, target_drafts_seconds, target_shares, draft_shares, strict=True)
+    ]
 
 
 def _shares(seconds: list[float]) -> list[float]:

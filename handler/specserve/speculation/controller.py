@@ -10,8 +10,8 @@ draft model 12 ms, and plain decoding yields one token in 40 ms, the rate. One d
 which are worth 15 / 40 = .375: a gain of .425. Two bring .8 + .8 x .7 = 1.36 and cost 30 ms or .75: a gain of .61, so
 two are drafted. For block verification, which accepts more, the expected tokens are a lower bound.
 
-The acceptance probabilities come from acceptance.py. `model_steps`, at the end, extends the example to sequences that
-share passes.
+The acceptance probabilities come from acceptance.py. `choose_for_model`, at the end, extends the example to sequences
+that share passes.
 """
 
 from __future__ import annotations
@@ -179,21 +179,21 @@ class Controller:
             return None
         shown = self.acceptance.of(sequence)
         if pending <= SHORT_CATCH_UP:
-            return Candidate(reached, shown.next_token, pending, most)
+            return Candidate(reached, shown.next_acceptance, pending, most)
         if costs.prompt_waiting:
             return None
         expected = min(sequence.remaining, _GROWTH * sequence.generated, _HORIZON + sequence.generated)
         rounds = max(1.0, expected / _TOKENS_PER_ROUND)
         catch_up = _CATCH_UP_MARGIN * (costs.draft_pass(pending) - costs.draft_pass(1)) / rounds
         # It has to pay over all these rounds, so the long run's acceptance counts.
-        return Candidate(reached, shown.long_run, 1, most, catch_up)
+        return Candidate(reached, shown.long_run_acceptance, 1, most, catch_up)
 
     def balance(self, sequence: Sequence) -> Balance:
         """What drafts have brought and cost this sequence."""
         return sequence.state(self, Balance)
 
 
-def model_steps(candidates: abc.Sequence[Candidate], rows: int, costs: RoundCosts) -> tuple[list[int], float]:
+def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: RoundCosts) -> tuple[list[int], float]:
     """Which sequences the draft model should draft one more token for, and the expected gain of going on.
 
     Sequences share the passes of both models. So every k and n is tried: the first k sequences, the likeliest first and
@@ -221,7 +221,8 @@ def model_steps(candidates: abc.Sequence[Candidate], rows: int, costs: RoundCost
             drafting = [one for one in first_k if one.most >= n]
             expected += sum(one.reached * one.acceptance**n for one in drafting)
             drafts += len(drafting)
-            seconds += costs.draft_pass(sum(one.first_rows for one in drafting) if n == 1 else len(drafting))
+            rows_read = sum(one.first_rows for one in drafting) if n == 1 else len(drafting)
+            seconds += costs.draft_pass(rows_read)
             gain = expected - costs.rate * (seconds + costs.target_pass(rows + drafts) - base)
             if gain > best[1]:
                 best = order[:k], gain
@@ -250,5 +251,5 @@ def offer_length(
     length = max(range(len(gains)), key=gains.__getitem__)
     if by_model is not None:
         by_model = by_model._replace(most=min(by_model.most, len(prefixes)))
-    _, of_model = model_steps([by_model] if by_model else [], rows, costs)
+    _, of_model = choose_for_model([by_model] if by_model else [], rows, costs)
     return length if gains[length] > of_model else 0

@@ -20,7 +20,7 @@ from specserve.speculation.controller import (
     Candidate,
     Controller,
     RoundCosts,
-    model_steps,
+    choose_for_model,
     offer_length,
 )
 from specserve.speculation.draft_model import DraftedSequence, DraftModel
@@ -150,12 +150,12 @@ class Drafters:
             read = self._clock()
             seconds_per_row = costs.draft_pass(sum(n_read)) / max(1, sum(n_read))
             for index, growing in enumerate(chosen):
-                growing.proposal.model_seconds += seconds_per_row * n_read[index]
+                growing.proposal.draft_model_seconds += seconds_per_row * n_read[index]
                 read_before = seconds_per_row * max(0, n_read[index] - 1)
                 if not growing.sequence.stats.drafted_by["model"]:
-                    growing.proposal.prefill_seconds += read_before
+                    growing.proposal.first_catch_up_seconds += read_before
                 elif n_read[index] > SHORT_CATCH_UP:
-                    growing.proposal.catch_up_seconds += read_before
+                    growing.proposal.later_catch_up_seconds += read_before
                 if index not in logits or not self._draw(logits[index], growing):
                     growing.ended = True
                     continue
@@ -203,7 +203,7 @@ class Drafters:
         able = [(g, self._candidate(g, costs)) for g in drafting if not g.ended and g.remaining > 0]
         fixed = [g for g, candidate in able if candidate and not g.sequence.speculation.is_auto]
         auto = [(g, candidate) for g, candidate in able if candidate and g.sequence.speculation.is_auto]
-        chosen, _ = model_steps([candidate for _, candidate in auto], rows + len(fixed), costs)
+        chosen, _ = choose_for_model([candidate for _, candidate in auto], rows + len(fixed), costs)
         return [*fixed, *(auto[index][0] for index in sorted(chosen))]
 
     def _candidate(self, growing: GrowingProposal, costs: RoundCosts) -> Candidate | None:
@@ -217,8 +217,8 @@ class Drafters:
         pending = self._model.pending(drafted)
         if sequence.speculation.is_auto:
             return self.controller.candidate(sequence, growing.reached, pending, growing.remaining, costs)
-        next_token = self.controller.acceptance.of(sequence).next_token
-        return Candidate(growing.reached, next_token, pending, growing.remaining)
+        acceptance = self.controller.acceptance.of(sequence).next_acceptance
+        return Candidate(growing.reached, acceptance, pending, growing.remaining)
 
     def _draw(self, logits: FloatArray, growing: GrowingProposal) -> bool:
         """Draw a draft token from the model's logits; False where the grammar leaves none."""

@@ -33,7 +33,8 @@ class NoiseSource(Protocol):
         """Standard exponential numbers, shape (count,): the same for draft and target, with any number of drafts.
 
         They belong to a position of the sequence, that after `index` drafts, and to a part of the vocabulary: part 0 is
-        for its groups of tokens, part 1 + g for the tokens of group g (`distribution.race` runs these two).
+        for its columns, part 1 + c for the tokens of column c (`distribution.race` runs these two; the least of a
+        column's numbers is one with the column's summed rate, so that is exact).
         """
 
 
@@ -91,11 +92,11 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
     Let w_n be the weight of the first n drafts: w_0 = 1, w_n = min(1, w_{n-1} p_{n-1}(x_{n-1}) / q_{n-1}(x_{n-1})). For
     each n from 1 to gamma a number of its own decides whether the block may end after n accepted drafts: with
     probability h_n = s_n / (s_n + 1 - w_n), s_n = sum max(0, w_n p_n - q_n), and h_gamma = w_gamma. The largest n that
-    may end it is taken, or 0. So n or more are accepted, given the first n drafts, with probability w_n at every n, and
-    gamma may be any stopping time. The next token is recovered from norm(max(0, w_n p_n - q_n)), or is the bonus, drawn
-    from p_gamma.
+    may end it is taken, or 0. So n or more are accepted, given the first n drafts, with probability w_n: by induction
+    from gamma, h_n + (1 - h_n) E[w_{n+1}] = w_n, as E[w_{n+1}] = sum min(q_n, w_n p_n) = w_n - s_n. The next token is
+    recovered from norm(max(0, w_n p_n - q_n)), or is the bonus, drawn from p_gamma.
 
-    Args and noise are those of `verify_token`; the p after a draft to which p gives 0 are never read.
+    Args and noise are those of `verify_token`; reading stops at the first draft with p(x) = 0.
     """
     gamma = len(drafts)
     n_accepted, w_accepted, w = 0, 1.0, 1.0
@@ -146,7 +147,7 @@ def accept_equal(choose: Callable[[int], int], drafts: abc.Sequence[int]) -> Ver
     return Verdict(len(drafts), choose(len(drafts)))
 
 
-def sample_alone(q: FloatArray, index: int, noise: NoiseSource) -> int:
+def sample_independent(q: FloatArray, index: int, noise: NoiseSource) -> int:
     """A draft token for token and block verification, with noise that nothing else uses."""
     return draw(q, noise.uniform(Purpose.DRAFT, index))
 
@@ -164,7 +165,7 @@ class Rule(NamedTuple):
 
 
 RULES: dict[str, Rule] = {
-    "token": Rule(sample_alone, verify_token),
-    "block": Rule(sample_alone, verify_block),
+    "token": Rule(sample_independent, verify_token),
+    "block": Rule(sample_independent, verify_block),
     "coupled": Rule(sample_coupled, verify_coupled),
 }

@@ -95,10 +95,10 @@ class Proposal:
         max_drafts: the most drafts that it may have.
         noise: the random numbers of this round.
         drafts: in order.
-        undrafted: what drafters offered as the first token and was not worth drafting.
-        model_seconds: the sequence's part of the draft model's passes, by the cost model.
-        prefill_seconds: the part of these for the model's first catch-up with the sequence.
-        catch_up_seconds: the part of these for a later long one.
+        undrafted: see the class.
+        draft_model_seconds: the sequence's part of the draft model's passes, by the cost model.
+        first_catch_up_seconds: the part of these for the model's first catch-up with the sequence.
+        later_catch_up_seconds: the part of these for a later long one.
         deferred: whether it comes from an earlier round that could not verify it to its end; nothing is added.
     """
 
@@ -107,9 +107,9 @@ class Proposal:
     noise: Noise
     drafts: list[Draft] = field(default_factory=list)
     undrafted: list[Undrafted] = field(default_factory=list)
-    model_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    catch_up_seconds: float = 0.0
+    draft_model_seconds: float = 0.0
+    first_catch_up_seconds: float = 0.0
+    later_catch_up_seconds: float = 0.0
     deferred: bool = False
 
     @property
@@ -142,7 +142,7 @@ class Drafting(Protocol):
         """Add what is worth drafting to the proposals; the target's pass has `rows` rows without any."""
 
     def truncate(self, sequence: Sequence, length: int) -> None:
-        """Only the first `length` tokens of a sequence are decided: the draft model forgets the rest."""
+        """The draft model's cache keeps at most the first `length` tokens of a sequence."""
 
     def defer(self, proposal: Proposal) -> None:
         """Keep the proposal for the sequence's next round.
@@ -158,7 +158,7 @@ class Outcome(NamedTuple):
         generated_before: number of its tokens after the prompt before the round; 0 in prefill.
         cached_before: number of its tokens in the target's cache before the round.
         charge: its estimated part of the round's time (charges.py).
-        decoded: whether it decided tokens and its prefill was over before; not so where it was deferred.
+        is_decode_round: whether it decided tokens and its prefill was over before; not so where it was deferred.
         drafted_by: the drafter of each verified draft.
         n_accepted: how many of them were accepted.
         error: why the sequence failed.
@@ -167,7 +167,7 @@ class Outcome(NamedTuple):
     generated_before: int
     cached_before: int
     charge: Charge
-    decoded: bool = False
+    is_decode_round: bool = False
     drafted_by: abc.Sequence[DrafterName] = ()
     n_accepted: int = 0
     error: Exception | None = None
@@ -268,7 +268,7 @@ def run_round(
 
 def _work(plan: Plan, proposal: Proposal) -> Work:
     # The seconds of a deferred proposal belong to an earlier round.
-    seconds = 0.0 if proposal.deferred else proposal.model_seconds
+    seconds = 0.0 if proposal.deferred else proposal.draft_model_seconds
     return Work(plan.sequence.decoding, plan.rows, len(proposal.drafts), seconds)
 
 
@@ -285,7 +285,7 @@ def _apply(
             sequence.target_cached += plan.rows
             return outcome
         n_accepted = _decide(drafters.controller, proposal, logits[-1 - len(proposal.drafts) :])
-        outcome = outcome._replace(decoded=was_decoding, drafted_by=proposal.drafted_by, n_accepted=n_accepted)
+        outcome = outcome._replace(is_decode_round=was_decoding, drafted_by=proposal.drafted_by, n_accepted=n_accepted)
     except MaskDeferred:
         # Nothing was decided: the next round feeds the last token again, and verifies the same drafts. Both caches drop
         # these rows below.
@@ -296,10 +296,12 @@ def _apply(
         return outcome._replace(error=error)
     target.truncate(sequence.slot, sequence.target_cached)
     drafters.truncate(sequence, sequence.target_cached)
-    if outcome.decoded:
-        catch_up = proposal.catch_up_seconds
+    if outcome.is_decode_round:
+        catch_up = proposal.later_catch_up_seconds
         # What the round took beyond the sequence's part of a pass without any drafts, catch-ups aside.
-        extra_seconds = charge.drafts_seconds + proposal.model_seconds - proposal.prefill_seconds - catch_up
+        extra_seconds = (
+            charge.target_drafts_seconds + proposal.draft_model_seconds - proposal.first_catch_up_seconds - catch_up
+        )
         balance = drafters.controller.balance(sequence)
         balance.count_round(outcome.n_accepted + 1, charge.plain_seconds, extra_seconds, catch_up)
     return outcome

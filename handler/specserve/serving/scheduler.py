@@ -147,6 +147,7 @@ class Scheduler:
                 # Another choice of a prompt that waits already.
                 continue
             try:
+                # Refused while most of its prompt is being prefilled for another.
                 admitted = self._cache.assign(generation, (g for g in self._running if not g.decoding))
             except Exception as error:
                 # It was never running, so nobody else would end it.
@@ -177,15 +178,15 @@ class Scheduler:
         deferred = {g: n for g in decoding if (n := self._drafters.deferred_tokens(g)) is not None}
         # Every running sequence may need the logits of one row, and those that draft of one more per draft.
         n_drafting = sum(g.speculation.max_drafts > 0 and g not in deferred for g in decoding)
-        most = (self._target.max_logits - len(self._running) - sum(deferred.values())) // max(1, n_drafting)
+        max_each = (self._target.max_logits - len(self._running) - sum(deferred.values())) // max(1, n_drafting)
         if len({generation.info.request for generation in self._running}) > 1:
             # Drafts may delay other requests only so long.
-            most = self._most_in_time(decoding, most)
+            max_each = self._most_in_time(decoding, max_each)
         constrained = sum(generation.constraint is not None for generation in decoding)
         plans = []
         for generation in decoding:
             # The round adds one token of the target's own.
-            drafts = max(0, min(generation.speculation.max_drafts, generation.remaining - 1, most))
+            drafts = max(0, min(generation.speculation.max_drafts, generation.remaining - 1, max_each))
             if generation.constraint is not None:
                 mask_seconds = generation.constraint.mask_seconds
                 drafts = drafts_with_masks(
@@ -253,7 +254,7 @@ class Scheduler:
             if generation in errors:
                 logger.error("specserve: a sequence failed: %s", errors[generation])
                 generation.fail(errors[generation])
-                # Its release empties both caches to these lengths.
+                # `_end_completed` releases it, which truncates both caches to these lengths.
                 generation.target_cached = 0
                 generation.truncate_draft(0)
 

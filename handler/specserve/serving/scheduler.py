@@ -31,7 +31,8 @@ class Scheduler:
         drafters: propose drafts; their controller knows what forward passes cost.
         prefill_rows: the most prompt tokens in a round; the target takes as many beside all rows with logits.
         idle_tokens: the most tokens of finished sequences that stay in the cache.
-        max_wait_seconds: the most that prefill or grammar masks may add to a round; drafts, where requests share it.
+        max_wait_seconds: the most that prefill and grammar masks may each add to a round, and drafts where several
+            requests run.
         begin_masks: told the seconds that the grammar masks of a round may take; what does not fit is deferred.
         clock: seconds, for statistics and costs.
         observers: told of every round and of every end.
@@ -147,7 +148,7 @@ class Scheduler:
                 # Another choice of a prompt that waits already.
                 continue
             try:
-                # Refused while most of its prompt is being prefilled for another.
+                # Refused while more than a quarter of what it needs is being prefilled for another.
                 admitted = self._cache.assign(generation, (g for g in self._running if not g.decoding))
             except Exception as error:
                 # It was never running, so nobody else would end it.
@@ -211,8 +212,9 @@ class Scheduler:
 
     def _prefill_plans(self, decode_plans: list[Plan]) -> list[Plan]:
         """Prefill chunks beside these plans, as far as the pass has room."""
+        # What the pass must have room for.
         reserved = sum(1 + plan.max_drafts for plan in decode_plans)
-        # The controller has not decided yet; with many sequences it mostly drafts little.
+        # What decoding probably takes: the controller has not decided yet; with many sequences it mostly drafts little.
         likely_rows = sum(1 if plan.sequence.speculation.is_auto else 1 + plan.max_drafts for plan in decode_plans)
         chunk = prefill_chunk(
             self._controller.target_cost,

@@ -11,12 +11,12 @@ TorchServe calls `handle` again and again while requests are live. Each call has
 Three threads share the work:
 
 - TorchServe's thread runs `handle`: it owns the responses, and replies.
-- The engine thread runs rounds, in slices (engine_loop.py): those that begin within a time, at least one. A call waits
-  for the slice that the call before started (`join`), which ends with its round where requests are new or gone
-  (`interrupt`). While one runs it owns the scheduler, all generations that
-  were submitted, both models, the metrics and the trace; between `EngineLoop.join` and the start of the next they
-  belong to TorchServe's thread.
+- The engine thread runs rounds, in slices (engine_loop.py). While one runs it owns the scheduler, all generations that
+  were submitted, both models, the metrics and the trace; else they belong to TorchServe's thread.
 - The parser's thread turns bodies into generations (parser.py).
+
+A call: interrupt the slice where requests are new or gone, join it, submit what is parsed, run a slice if none ran,
+reply, start the next one. TorchServe sends the replies and makes the next call while that runs.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Handler:
         context.stopping_criteria = [whole_response] * len(data)
         for index, request_id in entries.items():
             response = self._responses.get(request_id)
-            # One submitted after the slice ran says nothing until the next call: a status could not be taken back.
+            # One submitted after the slice ran waits: a stream's first reply sends status 200, and a round may fail.
             came_late = ran_meanwhile and request_id in submitted
             if response is None or (came_late and not response.done):
                 del context.request_ids[index]
@@ -179,7 +179,8 @@ class Handler:
         """What this call sends to one entry.
 
         A stream: its next events, as a chunk or the last one. A whole response: nothing until it is done, and then the
-        body. An error before the status was sent, also of a stream: a whole response with a status of its own.
+        body. An error before the status was sent, also of a stream: a whole response with a status of its own. (`done`
+        is complete or failed.)
         """
         if response.error:
             self._cancel(response)

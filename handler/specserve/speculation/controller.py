@@ -31,12 +31,13 @@ from specserve.speculation.cost import Cost
 # The most pending tokens that the draft model reads in an ordinary round: the bonus token, and accepted tokens of other
 # drafters. More are a long catch-up, mostly the prompt.
 SHORT_CATCH_UP = 4
-# A long catch-up is charged in equal parts to the rounds that are left, expected tokens / 3; 1.75 is a margin.
+# A long catch-up is charged in equal parts to the rounds that are left, at 3 tokens a round; 1.75 is a margin. 10 times
+# the tokens generated are still to come, since a short answer may end soon, but at most 48 more than those: after 5
+# tokens 50, after 20 tokens 68, which are 23 rounds, each charged 1.75 / 23 of the catch-up.
 _CATCH_UP_MARGIN, _TOKENS_PER_ROUND = 1.75, 3
-# Tokens still to come: 10 times those generated, since a short answer may end soon; at most 48 more than those.
 _GROWTH, _HORIZON = 10, 48
-# What drafts may cost a sequence, net of what they brought, before the draft model stops: a share of its plain decoding
-# time plus 4 plain steps. It bounds what an adversary can cost (tests/engine/test_simulation.py).
+# What drafts may cost a sequence, net of what they brought, before the draft model pauses: a share of its plain
+# decoding time plus 4 plain steps. It bounds what an adversary can cost (tests/engine/test_simulation.py).
 _LOSS_SHARE, _LOSS_STEPS = 0.01, 4.0
 # Share of a later long catch-up's outstanding seconds that each round counts as lost: at once they would end the drafts
 # that are to earn them (benchmarks/RESULTS.md, decisions).
@@ -98,7 +99,7 @@ class Balance:
 
     @property
     def has_lost(self) -> bool:
-        """Whether its drafts have cost more, net of what they brought, than drafts may."""
+        """Whether its drafts have cost more, net of what they brought, than they may; that grows with the text."""
         step_seconds = self._total_plain_seconds / max(1, self._tokens)
         return self._total_loss_seconds > _LOSS_SHARE * self._total_plain_seconds + _LOSS_STEPS * step_seconds
 
@@ -143,7 +144,9 @@ class Controller:
     ) -> RoundCosts:
         """What passes cost in this round, and what its time is worth.
 
-        A second is worth the tokens that plain decoding yields in it, more by the recent speed-up of each sequence.
+        A second is worth the tokens that plain decoding yields in it, more by the recent speed-up of each sequence. For
+        two sequences and a third that awaits its first token, in passes of 45 ms, the rate is 3 / 45 ms: a draft has to
+        bring three times what it must alone.
 
         Args:
             decoding: the sequences that decode in this round, at least one.

@@ -32,9 +32,9 @@ class NoiseSource(Protocol):
     def exponentials(self, index: int, part: int, count: int) -> FloatArray:
         """Standard exponential numbers, shape (count,): the same for draft and target, with any number of drafts.
 
-        They belong to a position of the sequence, that after `index` drafts, and to a part of the vocabulary: part 0 is
-        for its columns, part 1 + c for the tokens of column c (`distribution.race` runs these two; the least of a
-        column's numbers is one with the column's summed rate, so that is exact).
+        They belong to a position of the sequence, that after `index` drafts, and to a stage of `distribution.race`:
+        columns of the vocabulary against each other, with summed rates (part 0), then the tokens of the winner c (part
+        1 + c).
         """
 
 
@@ -72,7 +72,7 @@ def verify_token(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
 
     Args:
         p: gamma + 1 distributions, each of shape (vocabulary,); those after a rejection are never read.
-        q: gamma distributions, q[i] the one that drafts[i] was sampled from.
+        q: gamma distributions, q[i] the one that drafts[i] was sampled from, so positive there.
         drafts: gamma tokens.
         noise: the round's numbers; ACCEPT, RECOVER and BONUS are used.
     """
@@ -93,8 +93,9 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
     each n from 1 to gamma a number of its own decides whether the block may end after n accepted drafts: with
     probability h_n = s_n / (s_n + 1 - w_n), s_n = sum max(0, w_n p_n - q_n), and h_gamma = w_gamma. The largest n that
     may end it is taken, or 0. So n or more are accepted, given the first n drafts, with probability w_n: by induction
-    from gamma, h_n + (1 - h_n) E[w_{n+1}] = w_n, as E[w_{n+1}] = sum min(q_n, w_n p_n) = w_n - s_n. The next token is
-    recovered from norm(max(0, w_n p_n - q_n)), or is the bonus, drawn from p_gamma.
+    from gamma, h_n + (1 - h_n) E[w_{n+1}] = w_n, as E[w_{n+1}] over x_n ~ q_n is sum min(q_n, w_n p_n) = w_n - s_n. The
+    next token is recovered from norm(max(0, w_n p_n - q_n)), or is the bonus, drawn from p_gamma. So what follows n
+    drafts is x with min(q_n(x), w_n p_n(x)) + max(0, w_n p_n(x) - q_n(x)) = w_n p_n(x): distributed as p_n.
 
     Args and noise are those of `verify_token`; reading stops at the first draft with p(x) = 0.
     """

@@ -63,7 +63,11 @@ class Plan(NamedTuple):
 
     @property
     def first_logits(self) -> int:
-        """The index of the first row whose logits are needed; those of all later rows are too."""
+        """The index of the first row whose logits are needed; those of all later rows are too.
+
+        Rows with logits: of a prefill chunk none, of the last one 1, of a decode round with 2 drafts 3, of a scored
+        chunk all.
+        """
         if self.scores_rows:
             return 0
         return self.rows - 1 if self.decides else self.rows
@@ -275,7 +279,11 @@ def _work(plan: Plan, proposal: Proposal) -> Work:
 def _apply(
     target: Engine, drafters: Drafting, plan: Plan, proposal: Proposal, logits: FloatArray, *, charge: Charge
 ) -> Outcome:
-    """Decide the tokens of one sequence, or take note of its prefill chunk, and say what the round did for it."""
+    """Decide the tokens of one sequence, or take note of its prefill chunk, and say what the round did for it.
+
+    Decided: both caches are truncated to what is decided. Deferred: to before the last token. A prefill chunk leaves
+    them as they are, an error leaves them to the caller.
+    """
     sequence, was_decoding = plan.sequence, plan.sequence.decoding
     outcome = Outcome(sequence.generated, sequence.target_cached, charge)
     try:
@@ -287,8 +295,7 @@ def _apply(
         n_accepted = _decide(drafters.controller, proposal, logits[-1 - len(proposal.drafts) :])
         outcome = outcome._replace(is_decode_round=was_decoding, drafted_by=proposal.drafted_by, n_accepted=n_accepted)
     except MaskDeferred:
-        # Nothing was decided: the next round feeds the last token again, and verifies the same drafts. Both caches drop
-        # these rows below.
+        # The next round feeds the last token again, and verifies the same drafts.
         sequence.deferrals += 1
         sequence.target_cached += plan.rows - 1
         drafters.defer(proposal)
@@ -298,7 +305,8 @@ def _apply(
     drafters.truncate(sequence, sequence.target_cached)
     if outcome.is_decode_round:
         catch_up = proposal.later_catch_up_seconds
-        # What the round took beyond the sequence's part of a pass without any drafts, catch-ups aside.
+        # What the round took beyond the sequence's part of a pass without any drafts. The first catch-up is not held
+        # against the sequence; later ones are, a part in each round (`Balance`).
         extra_seconds = (
             charge.target_drafts_seconds + proposal.draft_model_seconds - proposal.first_catch_up_seconds - catch_up
         )

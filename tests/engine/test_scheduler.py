@@ -192,6 +192,18 @@ def test_max_wait_is_as_configured_or_else_250_ms_or_ten_passes(
     assert max_wait(milliseconds, proportional(pass_seconds)) == seconds
 
 
+def test_a_fixed_gamma_delays_the_prefill_of_another_request_by_at_most_max_wait() -> None:
+    """A row of the target takes a second, so three seconds are time for three drafts."""
+    pair = FakePair(costs=(proportional(1.0), flat(0.0)), prefill_rows=1, max_wait_seconds=3.0)
+    drafting = pair.submit([1, 2], gamma=8, max_tokens=200)
+    pair.step(4)
+    alone = drafting.stats.gammas.copy()
+    pair.submit([3] * 30, gamma=0, max_tokens=5, request="another")
+    pair.step(10)
+    assert max(alone) == 8
+    assert max(drafting.stats.gammas - alone) <= 3
+
+
 def test_sequences_without_drafts_leave_their_share_of_the_logits_to_those_that_draft() -> None:
     pair = FakePair()
     pair.target.max_logits = SLOTS + 6

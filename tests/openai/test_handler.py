@@ -360,19 +360,25 @@ def test_a_long_body_is_sent_to_the_handler_once(front_end: FrontEnd) -> None:
     assert front_end.status[refused] == 400
 
 
-def test_streams_wait_once_for_a_long_parse_whatever_comes_behind_it(
-    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    release, waits = threading.Event(), []
-    encode = FakeVocabulary.encode
+def block_tokenizer(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let every text wait for the event, at most ten seconds, before it is tokenized."""
+    release, encode = threading.Event(), FakeVocabulary.encode
 
-    def slow(vocabulary: FakeVocabulary, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
+    def blocked(vocabulary: FakeVocabulary, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
         assert release.wait(10)
         return encode(vocabulary, text, special=special, begin=begin)
 
+    monkeypatch.setattr(FakeVocabulary, "encode", blocked)
+    return release
+
+
+def test_streams_wait_once_for_a_long_parse_whatever_comes_behind_it(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
     front_end.post({**BODY, "stream": True, "max_tokens": 40})
     front_end.handle_once()
-    monkeypatch.setattr(FakeVocabulary, "encode", slow)
+    release = block_tokenizer(monkeypatch)
     monkeypatch.setattr(parser, "wait", lambda _futures, seconds: waits.append(seconds))
     for _ in range(3):
         front_end.post(BODY)
@@ -389,14 +395,7 @@ def test_long_bodies_are_refused_while_too_many_bytes_wait_to_be_parsed(
     """The first blocks the tokenizer until the test sets an event. Short bodies, and one alone, are always accepted."""
     monkeypatch.setattr(parser, "_PARSE_SECONDS", 0.01)
     monkeypatch.setattr(parser, "_MAX_WAITING_BYTES", 300_000)
-    release = threading.Event()
-    encode = FakeVocabulary.encode
-
-    def slow(vocabulary: FakeVocabulary, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        assert release.wait(10)
-        return encode(vocabulary, text, special=special, begin=begin)
-
-    monkeypatch.setattr(FakeVocabulary, "encode", slow)
+    release = block_tokenizer(monkeypatch)
     alone = front_end.post({**BODY, "user": "x" * 400_000})
     front_end.handle_once()
     refused, short = (front_end.post({**BODY, "user": "x" * length}) for length in (100_000, 50_000))

@@ -175,13 +175,13 @@ class Drafters:
         sequence, proposal = growing.sequence, growing.proposal
         if growing.remaining <= 0:
             return 0
-        by_model = self._candidate(growing, costs)
         for proposer in self._proposers:
             if sequence.speculation.drafter not in {None, proposer.name}:
                 continue
             tokens, confidences = proposer.propose(sequence, proposal.tokens, growing.remaining)
             if not tokens:
                 continue
+            by_model = self._candidate(growing, costs)
             acceptance = self.controller.acceptance
             probabilities = [acceptance.of_token(sequence, proposer.name, stated) for stated in confidences]
             if sequence.speculation.is_auto:

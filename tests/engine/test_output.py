@@ -20,12 +20,12 @@ from fake_engine import FakeEngine, FakeVocabulary
 from fake_pair import END_TOKEN, ENDLESS, SEEDED, SLOTS, FakePair, plain_greedy
 from specserve.sampling.distribution import FloatArray, draw, to_distribution
 from specserve.sampling.logits import penalise
-from specserve.sampling.noise import Purpose
+from specserve.sampling.noise import Noise, Purpose
 from specserve.sequence import SamplingParams, Verification
 from specserve.speculation import drafters
 from specserve.speculation.drafters import Drafters, GrowingProposal
 from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
-from specserve.speculation.rejection import RULES, NoiseSource
+from specserve.speculation.rejection import RULES
 from specserve.speculation.round import Draft
 
 prompts = st.lists(st.integers(0, END_TOKEN - 1), min_size=1, max_size=30)
@@ -242,7 +242,7 @@ def drop_drafts_of_low_probability(patch: pytest.MonkeyPatch) -> None:
 
 
 def share_noise_between_draft_and_rule(patch: pytest.MonkeyPatch) -> None:
-    def sample(q: FloatArray, position: int, noise: NoiseSource) -> int:
+    def sample(q: FloatArray, position: int, noise: Noise) -> int:
         return draw(q, noise.uniform(Purpose.ACCEPT, position))
 
     patch.setitem(RULES, "token", RULES["token"]._replace(sample=sample))

@@ -120,6 +120,16 @@ def test_choices_of_one_prompt_prefill_it_once_in_both_models(count: int) -> Non
     assert all(generation.stats.accepted > 0 for generation in generations)
 
 
+def test_a_prompt_to_be_scored_starts_while_the_same_prompt_waits_for_its_prefix() -> None:
+    pair = FakePair(prefill_rows=16)
+    prompt = [n % 7 for n in range(40)]
+    _, waiting = (pair.submit(prompt, request=request) for request in "ab")
+    scored = pair.submit(prompt, max_tokens=0, top_logprobs=0, scores_prompt=True, request="c")
+    pair.step()
+    assert waiting.timestamps.start is None
+    assert scored.timestamps.start is not None
+
+
 def test_a_prompt_reuses_the_prefix_of_a_running_sequence() -> None:
     pair = FakePair(prefill_rows=64)
     system = [n % 5 for n in range(50)]
@@ -173,6 +183,28 @@ def test_the_time_of_drafts_is_estimated_at_the_draft_models_kv_length() -> None
     generations = [pair.submit([*LONG, n], gamma=6, sampling=ENDLESS, max_tokens=40, request=str(n)) for n in range(2)]
     pair.step(15)
     assert [max(generation.stats.gammas) for generation in generations] == [2, 2]
+
+
+def test_the_cache_of_a_finished_sequence_does_not_count_in_the_time_of_drafts() -> None:
+    """A draft row takes 1 s after up to 64 tokens, and 43 s after the prompt of the sequence that has finished."""
+    rows = tuple(range(1, 33))
+    draft_cost = FixedCost(CostTable(rows, (64, 512), (tuple(map(float, rows)), tuple(100.0 * n for n in rows))))
+    pair = FakePair(max_wait_seconds=9.0, prefill_rows=64, window=256, costs=(proportional(), draft_cost))
+    pair.run(pair.submit(LONG, gamma=6, sampling=ENDLESS, max_tokens=60))
+    generations = [pair.submit([n], gamma=6, sampling=ENDLESS, max_tokens=40, request=str(n)) for n in range(2)]
+    pair.step(15)
+    assert [max(generation.stats.gammas) for generation in generations] == [2, 2]
+
+
+def test_a_deferred_sequence_leaves_the_time_for_drafts_to_the_others() -> None:
+    """A draft takes two seconds, one in each model; one that is verified again takes none of that time."""
+    shared = Shared(1)
+    pair = FakePair(blend=0.6, max_wait_seconds=9.0, begin_masks=shared.begin_round)
+    pair.submit([1], gamma=6, max_tokens=200, sampling=ENDLESS, request="deferred", constraint=Slow(VOCABULARY, shared))
+    drafted = pair.submit([2], gamma=6, max_tokens=60, sampling=ENDLESS, request="drafted")
+    pair.run(drafted)
+    assert shared.deferred
+    assert max(drafted.stats.gammas) == 4
 
 
 def test_a_prompt_that_delays_no_sequence_is_prefilled_in_full_chunks() -> None:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specserve.sampling.distribution import FloatArray
-from specserve.sampling.noise import Purpose
-from specserve.speculation.rejection import Distributions, NoiseSource, Verdict
+from specserve.sampling.noise import Noise, Purpose
+from specserve.speculation.rejection import Distributions, Verdict
 
-Rule = Callable[[Distributions, Distributions, Sequence[int], NoiseSource], Verdict]
+Rule = Callable[[Distributions, Distributions, Sequence[int], Noise], Verdict]
 Table = Mapping[tuple[int, ...], FloatArray]
 # Probability of each output: the joint distribution of its tokens.
 Joint = dict[tuple[int, ...], float]
@@ -24,7 +25,7 @@ _DENOMINATOR = 12
 _LARGEST = 1 - 2.0**-53
 
 
-class _ScriptedNoise:
+class _ScriptedNoise(Noise):
     """Noise that returns the given numbers, otherwise the largest in [0, 1), and records which were requested."""
 
     def __init__(self, numbers: Mapping[Key, float]) -> None:
@@ -35,7 +36,7 @@ class _ScriptedNoise:
         self.requested.append((purpose, index))
         return self._numbers.get((purpose, index), _LARGEST)
 
-    def exponentials(self, index: int, part: int, count: int) -> FloatArray:
+    def exponentials(self, index: int, part: int, count: int) -> NDArray[np.float64]:
         raise AssertionError(f"An enumerated rule does not race ({index}, {part}, {count}).")
 
 

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from specserve.sampling.distribution import draw
 from specserve.sampling.noise import Noise, Purpose
-from specserve.speculation.rejection import Distributions, NoiseSource, Verdict, recover
+from specserve.speculation.rejection import Distributions, Verdict, recover
 
 
-def recovers_from_p(p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource) -> Verdict:
+def recovers_from_p(p: Distributions, q: Distributions, drafts: Sequence[int], noise: Noise) -> Verdict:
     """WRONG: after a rejection the next token comes from p instead of the residual."""
     for i, x in enumerate(drafts):
         if noise.uniform(Purpose.ACCEPT, i) * q[i][x] >= p[i][x]:
@@ -20,9 +20,7 @@ def recovers_from_p(p: Distributions, q: Distributions, drafts: Sequence[int], n
     return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
 
 
-def recovers_with_the_accept_number(
-    p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource
-) -> Verdict:
+def recovers_with_the_accept_number(p: Distributions, q: Distributions, drafts: Sequence[int], noise: Noise) -> Verdict:
     """WRONG: the number that rejected a draft also samples the recovered token."""
     for i, x in enumerate(drafts):
         uniform = noise.uniform(Purpose.ACCEPT, i)
@@ -31,9 +29,7 @@ def recovers_with_the_accept_number(
     return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
 
 
-def accepts_with_the_draft_number(
-    p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource
-) -> Verdict:
+def accepts_with_the_draft_number(p: Distributions, q: Distributions, drafts: Sequence[int], noise: Noise) -> Verdict:
     """WRONG: a draft is accepted or rejected by the number that sampled it."""
     for i, x in enumerate(drafts):
         if noise.uniform(Purpose.DRAFT, i) * q[i][x] >= p[i][x]:
@@ -41,7 +37,7 @@ def accepts_with_the_draft_number(
     return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
 
 
-def accepts_likely_drafts(p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource) -> Verdict:
+def accepts_likely_drafts(p: Distributions, q: Distributions, drafts: Sequence[int], noise: Noise) -> Verdict:
     """WRONG: every draft with p(x) of at least 0.1 is accepted ("typical acceptance")."""
     for i, x in enumerate(drafts):
         if p[i][x] < 0.1:
@@ -53,7 +49,7 @@ def _wrong_block(
     p: Distributions,
     q: Distributions,
     drafts: Sequence[int],
-    noise: NoiseSource,
+    noise: Noise,
     *,
     last_rule_everywhere: bool = False,
     weighted: bool = True,
@@ -78,14 +74,14 @@ def _wrong_block(
 
 
 def ends_block_by_weight_at_every_draft(
-    p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource
+    p: Distributions, q: Distributions, drafts: Sequence[int], noise: Noise
 ) -> Verdict:
     """WRONG: a block may end after any draft with probability w, which is right for the last draft only."""
     return _wrong_block(p, q, drafts, noise, last_rule_everywhere=True)
 
 
 def recovers_from_the_unweighted_residual(
-    p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource
+    p: Distributions, q: Distributions, drafts: Sequence[int], noise: Noise
 ) -> Verdict:
     """WRONG: after a rejection the residual is that of p and q instead of w p and q."""
     return _wrong_block(p, q, drafts, noise, weighted=False)

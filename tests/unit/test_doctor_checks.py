@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from specserve.sampling.distribution import FloatArray, draw
-from specserve.sampling.noise import Purpose
-from specserve.speculation.rejection import RULES, Distributions, NoiseSource, Rule, Verdict, sample_independent
+from specserve.sampling.noise import Noise, Purpose
+from specserve.speculation.rejection import RULES, Distributions, Rule, Verdict, sample_independent
 from specserve.tools import doctor_checks
 from specserve.tools.doctor_checks import binned, chi_square_deviation, deviation, is_wrong
 
 TRIALS = 4000
-Verify = Callable[[Distributions, Distributions, Sequence[int], NoiseSource], Verdict]
+Verify = Callable[[Distributions, Distributions, Sequence[int], Noise], Verdict]
 
 
 def pair(seed: int, tokens: int = 60) -> tuple[list[FloatArray], list[FloatArray]]:
@@ -32,12 +32,12 @@ def test_correct_rule_passes(name: str) -> None:
     assert not any(is_wrong(deviation(name, *pair(seed), TRIALS)) for seed in range(3))
 
 
-def accepts_every_draft(_p: Distributions, _q: Distributions, drafts: Sequence[int], noise: NoiseSource) -> Verdict:
+def accepts_every_draft(_p: Distributions, _q: Distributions, drafts: Sequence[int], noise: Noise) -> Verdict:
     """WRONG: accepts all drafts, which gives the draft's distribution."""
     return Verdict(len(drafts), draw(_p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
 
 
-def recovers_from_p(p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource) -> Verdict:
+def recovers_from_p(p: Distributions, q: Distributions, drafts: Sequence[int], noise: Noise) -> Verdict:
     """WRONG: after a rejection it samples from p instead of max(p - q, 0)."""
     for i, x in enumerate(drafts):
         if noise.uniform(Purpose.ACCEPT, i) * float(q[i][x]) >= float(p[i][x]):
@@ -45,9 +45,7 @@ def recovers_from_p(p: Distributions, q: Distributions, drafts: Sequence[int], n
     return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
 
 
-def accepts_with_the_draft_number(
-    p: Distributions, q: Distributions, drafts: Sequence[int], noise: NoiseSource
-) -> Verdict:
+def accepts_with_the_draft_number(p: Distributions, q: Distributions, drafts: Sequence[int], noise: Noise) -> Verdict:
     """WRONG: a draft is accepted or rejected by the number that sampled it."""
     for i, x in enumerate(drafts):
         if noise.uniform(Purpose.DRAFT, i) * float(q[i][x]) >= float(p[i][x]):

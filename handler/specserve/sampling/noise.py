@@ -44,7 +44,7 @@ class Noise:
         return (bits >> 11) * 2.0**-53
 
     def exponentials(self, index: int, part: int, count: int) -> NDArray[np.float64]:
-        """Standard exponential numbers for the `part`-th race at `index`, shape (count,), float64.
+        """Standard exponential numbers, shape (count,), float64; `part` numbers the races of `distribution.race`.
 
         Single precision would give zeros, and over a wide vocabulary a zero wins whatever its token's probability.
         """

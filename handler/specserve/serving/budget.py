@@ -56,7 +56,7 @@ def prefill_chunk(cost: Cost, kv_len: int, *, rows: int, decoding: int, others: 
 
 
 def drafts_in_time(
-    target: Cost, kv_len: int, draft_step: float, *, decoding: int, drafting: int, most: int, max_wait: float
+    target: Cost, kv_len: int, draft_step: float, *, rows: int, drafting: int, most: int, max_wait: float
 ) -> int:
     """How many drafts each sequence may have, up to `most`: they may delay other requests as long as prefill may.
 
@@ -66,13 +66,13 @@ def drafts_in_time(
         target: the cost of its passes.
         kv_len: tokens of its cache that a row attends to.
         draft_step: seconds of the draft model's pass over one token of each sequence.
-        decoding: number of sequences that decode.
-        drafting: how many of these may have drafts.
+        rows: of the pass without these drafts.
+        drafting: how many sequences may have drafts.
         most: the limit without regard to time.
         max_wait: in seconds.
     """
-    longest = target.seconds(decoding, kv_len) + max_wait
-    seconds = {n: n * draft_step + target.seconds(decoding + drafting * n, kv_len) for n in range(1, most + 1)}
+    longest = target.seconds(rows, kv_len) + max_wait
+    seconds = {n: n * draft_step + target.seconds(rows + drafting * n, kv_len) for n in range(1, most + 1)}
     return max((n for n in seconds if seconds[n] <= longest), default=0)
 
 

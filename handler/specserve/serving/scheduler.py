@@ -29,7 +29,7 @@ class Scheduler:
     Args:
         target: the target's engine.
         drafters: propose drafts; their controller knows what forward passes cost.
-        prefill_rows: the most prompt tokens in a round; the target takes as many beside all rows with logits.
+        prefill_rows: the most prompt tokens in a round; a pass of the target has room for these and `max_logits` rows.
         idle_tokens: the most tokens of finished sequences that stay in the cache.
         max_wait_seconds: the most that prefill and grammar masks may each add to a round, and drafts where several
             requests run.
@@ -98,7 +98,7 @@ class Scheduler:
             self._recorder.record_ends([generation])
 
     def fail_all(self, reason: Exception) -> None:
-        """End every running sequence with an error; those that wait go on."""
+        """End every running sequence with an error; the queued ones stay."""
         self._fail(dict.fromkeys(self._running, reason))
         self._recorder.record_ends(self._end_completed())
 
@@ -144,8 +144,8 @@ class Scheduler:
         for generation in self._by_request():
             if not self._cache.free_slots:
                 return
-            if generation.tokens in postponed:
-                # Another choice of a prompt that waits already.
+            if generation.tokens in postponed and not generation.scores_prompt:
+                # The same prompt was refused just now.
                 continue
             try:
                 # Refused while more than a quarter of what it needs is being prefilled for another.
@@ -175,14 +175,16 @@ class Scheduler:
 
     def _decode_plans(self, decoding: list[Generation]) -> list[Plan]:
         """The plans of the sequences that decode, with the most drafts that each may have."""
-        # A round that was deferred verifies the same drafts again.
+        # A sequence that was deferred verifies the same drafts again.
         deferred = {g: n for g in decoding if (n := self._drafters.deferred_tokens(g)) is not None}
-        # Every running sequence may need the logits of one row, and those that draft of one more per draft.
-        n_drafting = sum(g.speculation.max_drafts > 0 and g not in deferred for g in decoding)
-        max_each = (self._target.max_logits - len(self._running) - sum(deferred.values())) // max(1, n_drafting)
+        n_deferred = sum(deferred.values())
+        drafting = [g for g in decoding if g.speculation.max_drafts > 0 and g not in deferred]
+        # Every running sequence may need the logits of one row beside those of its drafts.
+        logits_for_drafts = self._target.max_logits - len(self._running) - n_deferred
+        max_each = logits_for_drafts // max(1, len(drafting))
         if len({generation.info.request for generation in self._running}) > 1:
             # Drafts may delay other requests only so long.
-            max_each = self._most_in_time(decoding, max_each)
+            max_each = self._most_in_time(len(decoding) + n_deferred, drafting, max_each)
         constrained = sum(generation.constraint is not None for generation in decoding)
         plans = []
         for generation in decoding:
@@ -196,27 +198,25 @@ class Scheduler:
             plans.append(Plan(generation, 1, deferred.get(generation, drafts)))
         return plans
 
-    def _most_in_time(self, decoding: list[Generation], most: int) -> int:
-        """The most drafts of a sequence, up to `most`, for which sequences of other requests can wait."""
-        drafting = sum(generation.speculation.max_drafts > 0 for generation in decoding)
+    def _most_in_time(self, rows: int, drafting: list[Generation], most: int) -> int:
+        """The most drafts of each, up to `most`, for which other requests can wait; without them it has `rows` rows."""
         draft_cost = self._controller.draft_cost if self._drafters.has_model else None
         return drafts_in_time(
             self._controller.target_cost,
             self._kv_len(),
-            draft_cost.seconds(drafting, self._drafters.draft_kv_len) if draft_cost else 0.0,
-            decoding=len(decoding),
-            drafting=drafting,
+            draft_cost.seconds(len(drafting), self._drafters.draft_kv_len(drafting)) if draft_cost else 0.0,
+            rows=rows,
+            drafting=len(drafting),
             most=most,
             max_wait=self.max_wait_seconds,
         )
 
     def _prefill_plans(self, decode_plans: list[Plan]) -> list[Plan]:
-        """Prefill chunks beside these plans, as far as the pass has room."""
-        # What the pass must have room for.
-        reserved = sum(1 + plan.max_drafts for plan in decode_plans)
+        """Prefill chunks beside these plans, the oldest sequence's first."""
+        logits_left = self._target.max_logits - sum(1 + plan.max_drafts for plan in decode_plans)
         # What decoding probably takes: the controller has not decided yet; with many sequences it mostly drafts little.
         likely_rows = sum(1 if plan.sequence.speculation.is_auto else 1 + plan.max_drafts for plan in decode_plans)
-        chunk = prefill_chunk(
+        rows_left = prefill_chunk(
             self._controller.target_cost,
             self._kv_len(),
             rows=likely_rows,
@@ -225,12 +225,12 @@ class Scheduler:
             most=self._prefill_rows,
             max_wait=self.max_wait_seconds,
         )
-        rows_left = min(chunk, self._target.max_rows - reserved)
-        logits_left = self._target.max_logits - reserved
         plans = []
         for generation in self._running:
             if rows_left > 0 and logits_left > 0 and not generation.decoding:
-                rows = min(rows_left, generation.target_pending, logits_left if generation.scores_prompt else rows_left)
+                rows = min(rows_left, generation.target_pending)
+                if generation.scores_prompt:
+                    rows = min(rows, logits_left)
                 plans.append(Plan(generation, rows, 0))
                 rows_left -= rows
                 logits_left -= rows if generation.scores_prompt else 1

@@ -3,20 +3,21 @@
 TorchServe calls `handle` again and again while requests are live. Each call has an entry per live request, with its id:
 
 - The entry has the request's body until its HTTP status is set; the first reply does that.
-- A reply is a whole response, a chunk or the last chunk: the entry's function in `context.stopping_criteria` says so
-  with None, False or True.
-- Where a call has nothing to say yet, it deletes the entry's id from `context.request_ids`: then nothing is sent, and
-  the entry comes again.
+- The entry's function in `context.stopping_criteria` says what a reply is: a whole response (it returns None), a chunk
+  (False) or the last chunk (True).
+- Where a call has no reply yet, it deletes the entry's id from `context.request_ids`: then nothing is sent, and the
+  entry comes again with the next call.
 
 Three threads share the work:
 
 - TorchServe's thread runs `handle`: it owns the responses, and replies.
-- The engine thread runs rounds, in slices (engine_loop.py). While one runs it owns the scheduler, all generations that
-  were submitted, both models, the metrics and the trace; else they belong to TorchServe's thread.
+- The engine thread runs rounds, in slices of some milliseconds (engine_loop.py). While one runs it owns the scheduler,
+  all generations that were submitted, both models, the metrics and the trace; else they belong to TorchServe's thread.
 - The parser's thread turns bodies into generations (parser.py).
 
-A call: interrupt the slice where requests are new or gone, join it, submit what is parsed, run a slice if none ran,
-reply, start the next one. TorchServe sends the replies and makes the next call while that runs.
+A call ends by starting a slice and returns at once: TorchServe sends the replies, and calls again, while it runs. So a
+call: end the slice early if requests are new or gone, wait for it, submit what is parsed, run a slice if there was
+none, reply, start the next one.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ from specserve.serving.torchserve_types import (
 
 logger = logging.getLogger(__name__)
 
-# How long the HTTP status of a whole response stays open, in seconds; most responses are complete by then. TorchServe
-# sends the body in every call until the status is set, so that of a long one is set at once.
+# How long the HTTP status of a whole response stays open, in seconds; most responses are complete by then. Until it is
+# set TorchServe sends the request's body with every call, so for a long body it is set at once.
 _STATUS_SECONDS = 2.0
 
 
@@ -112,25 +113,27 @@ class Handler:
     def handle(self, data: list[dict[str, Any]], context: Context) -> list[str]:
         """Take new requests, forget old ones, and reply to every entry with what a slice of rounds has produced.
 
-        A call ends by starting a slice, unless nothing runs or a prompt is to be prefilled; then the next call takes
-        its new requests and runs the slice itself, so that they are in it.
+        No slice is started while a prompt is to be prefilled: more requests mostly come with it, and the next call
+        takes these first and then runs the slice itself, so that they share it.
         """
         called = time.monotonic()
         entries = dict(context.request_ids)
         if set(entries.values()) != self._responses.keys():
-            # Requests have come or gone, or are being parsed.
+            # Requests have come or gone, or are being parsed: the slice ends after its current round.
             self._loop.interrupt()
+        # Waits for the slice that the last call started; False if it started none.
         ran_meanwhile = self._loop.join()
         self._forget_absent(set(entries.values()))
         self._parse_new(data, context, called)
         submitted = self._submit_parsed()
         if not ran_meanwhile:
+            # Waits for this slice, too.
             self._loop.run()
         replies = [""] * len(data)
         context.stopping_criteria = [whole_response] * len(data)
         for index, request_id in entries.items():
             response = self._responses.get(request_id)
-            # One submitted after the slice ran waits: a stream's first reply sends status 200, and a round may fail.
+            # One submitted after the slice has had no round yet: sending status 200 now would hide that it fails.
             came_late = ran_meanwhile and request_id in submitted
             if response is None or (came_late and not response.done):
                 del context.request_ids[index]
@@ -161,7 +164,10 @@ class Handler:
             self._parser.begin(request_id, route, body, size, called)
 
     def _submit_parsed(self) -> set[str]:
-        """Submit the requests that are parsed, for which it waits a short time; returns their ids."""
+        """Submit the requests that are parsed, for which it waits a short time; returns their ids.
+
+        It waits longest where nothing runs, since that delays nobody.
+        """
         parsed = self._parser.take(idle=not self._scheduler.busy)
         for request_id, (arrival, size, future) in parsed.items():
             response = self._responses[request_id] = future.result()
@@ -178,9 +184,10 @@ class Handler:
     def _reply(self, context: Context, index: int, response: Response) -> str:
         """What this call sends to one entry.
 
-        A stream: its next events, as a chunk or the last one. A whole response: nothing until it is done, and then the
-        body. An error before the status was sent, also of a stream: a whole response with a status of its own. (`done`
-        is complete or failed.)
+        - A stream: its next events, as a chunk, or as the last one if it is done (complete or failed).
+        - No stream, not done: nothing.
+        - No stream, done: the body, as a whole response, or as the last chunk if the status was sent.
+        - A stream that fails before its status was sent: as if it were none, with the error's own status.
         """
         if response.error:
             self._cancel(response)
@@ -211,9 +218,11 @@ class Handler:
         """A stream's next events; an empty chunk lets TorchServe notice that the client has left."""
         if response.done and not response.status_sent:
             # A first chunk that is also the last one would hang the client, so an empty one comes before it.
-            events, criterion = "", more_to_come
+            events = ""
+            criterion = more_to_come
         else:
-            events, criterion = response.next_events(), last_chunk if response.done else more_to_come
+            events = response.next_events()
+            criterion = last_chunk if response.done else more_to_come
         self._send_status(context, index, response, "text/event-stream")
         context.stopping_criteria[index] = criterion
         return events

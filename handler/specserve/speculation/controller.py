@@ -10,16 +10,20 @@ draft model 12 ms, and plain decoding yields one token in 40 ms, the rate. One d
 which are worth 15 / 40 = .375: a gain of .425. Two bring .8 + .8 x .7 = 1.36 and cost 30 ms or .75: a gain of .61, so
 two are drafted. For block verification, which accepts more, the expected tokens are a lower bound.
 
-The acceptance probabilities come from acceptance.py. `choose_for_model`, at the end, extends the example to sequences
-that share passes.
+drafters.py asks in every round:
+
+    for each sequence: a lookup, the client's prediction and the grammar offer tokens, which cost no pass;
+        `offer_length` says how many of them to draft
+    while `choose_for_model` chooses sequences: the draft model reads these in one pass, one token is drafted for each,
+        and the others offer again
+
+The acceptance probabilities come from acceptance.py.
 """
 
 from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable
-from itertools import accumulate
-from operator import mul
 from typing import NamedTuple
 
 from specserve.sequence import Sequence
@@ -28,21 +32,22 @@ from specserve.speculation.cost import Cost
 
 # What half and twice of a constant change is in benchmarks/RESULTS.md, sensitivity.
 
-# The most pending tokens that the draft model reads in an ordinary round: the bonus token, and accepted tokens of other
-# drafters. More are a long catch-up, mostly the prompt.
+# The most tokens that the draft model reads before it drafts in an ordinary round: the bonus token, and accepted tokens
+# of other drafters. More are a long catch-up, mostly its prefill of the prompt.
 SHORT_CATCH_UP = 4
-# A long catch-up is charged in equal parts to the rounds that are left, at 3 tokens a round; 1.75 is a margin. 10 times
-# the tokens generated are still to come, since a short answer may end soon, but at most 48 more than those: after 5
-# tokens 50, after 20 tokens 68, which are 23 rounds, each charged 1.75 / 23 of the catch-up.
+# Whether a long catch-up pays (`Controller.candidate`): it is charged in equal parts to the rounds that are left, at 3
+# tokens a round, with a margin of 1.75. 10 times the tokens generated are still to come, since a short answer may end
+# soon, but at most 48 more than those: after 5 tokens 50; after 20 tokens 68, which are 23 rounds, each charged
+# 1.75 / 23 of the catch-up.
 _CATCH_UP_MARGIN, _TOKENS_PER_ROUND = 1.75, 3
 _GROWTH, _HORIZON = 10, 48
+# What it has cost (`Balance`): in each round this share of what is left of it. At once it would end the drafts that are
+# to earn it (benchmarks/RESULTS.md, decisions).
+_CATCH_UP_SHARE = 1 / 16
 # What drafts may cost a sequence, net of what they brought, before the draft model pauses: a share of its plain
 # decoding time plus 4 plain steps. It bounds what an adversary can cost (tests/engine/test_simulation.py).
 _LOSS_SHARE, _LOSS_STEPS = 0.01, 4.0
-# Share of a later long catch-up's outstanding seconds that each round counts as lost: at once they would end the drafts
-# that are to earn them (benchmarks/RESULTS.md, decisions).
-_CATCH_UP_SHARE = 1 / 16
-# Share of a sequence's measured speed-up that the latest round does not replace.
+# Share of a sequence's recent tokens and time that is left after another round.
 _SPEEDUP_FADE = 0.85
 
 
@@ -52,7 +57,7 @@ class RoundCosts(NamedTuple):
     Args:
         target_pass: seconds of a pass of the target by its number of rows.
         draft_pass: the same of the draft model.
-        rate: what all sequences together would otherwise get in a second of the round, in tokens.
+        rate: tokens a second that all sequences together yield without these drafts: the value of time.
         prompt_waiting: whether some sequence awaits its first token, so that no long catch-up may start.
     """
 
@@ -68,7 +73,7 @@ class Candidate(NamedTuple):
     Args:
         reached: the probability that all its drafts so far are accepted.
         acceptance: that of its next draft token, before it is drafted.
-        first_rows: rows of its first pass: what the draft model has not read yet; 1 where `catch_up` charges these.
+        first_rows: how many tokens the draft model reads before that; 1 in a long catch-up, charged by `catch_up`.
         most: how many more draft tokens the sequence may have.
         catch_up: this round's share of the seconds of a long catch-up, times a margin; 0 for a short one.
     """
@@ -89,13 +94,13 @@ class Balance:
         self._total_loss_seconds = 0.0
         self._outstanding_seconds = 0.0
         self._recent_tokens = 0.0
-        # The time that these took, in plain steps.
-        self._recent_steps = 0.0
+        # The time that these took, in steps of plain decoding.
+        self._recent_plain_steps = 0.0
 
     @property
     def speedup(self) -> float:
         """The recent speed-up over plain decoding, at least 1."""
-        return max(1.0, self._recent_tokens / self._recent_steps) if self._recent_steps else 1.0
+        return max(1.0, self._recent_tokens / self._recent_plain_steps) if self._recent_plain_steps else 1.0
 
     @property
     def has_lost(self) -> bool:
@@ -104,24 +109,24 @@ class Balance:
         return self._total_loss_seconds > _LOSS_SHARE * self._total_plain_seconds + _LOSS_STEPS * step_seconds
 
     def count_round(
-        self, tokens: int, step_seconds: float, extra_seconds: float, catch_up_seconds: float = 0.0
+        self, tokens: int, plain_seconds: float, extra_seconds: float, catch_up_seconds: float = 0.0
     ) -> None:
         """Account for a decoding round.
 
         Args:
             tokens: how many it gave.
-            step_seconds: the sequence's part of the pass, had no sequence drafted; it would have given one token.
-            extra_seconds: what its drafts added in both models, without catch-ups.
-            catch_up_seconds: of a long catch-up after the first.
+            plain_seconds: the sequence's part of the pass, had no sequence drafted; it would have given one token.
+            extra_seconds: what its drafts added in both models, without a long catch-up.
+            catch_up_seconds: of a long catch-up.
         """
         self._tokens += tokens
-        self._total_plain_seconds += tokens * step_seconds
+        self._total_plain_seconds += tokens * plain_seconds
         self._outstanding_seconds += catch_up_seconds
         counted = _CATCH_UP_SHARE * self._outstanding_seconds
         self._outstanding_seconds -= counted
-        self._total_loss_seconds += extra_seconds + counted - (tokens - 1) * step_seconds
+        self._total_loss_seconds += extra_seconds + counted - (tokens - 1) * plain_seconds
         self._recent_tokens = _SPEEDUP_FADE * self._recent_tokens + tokens
-        self._recent_steps = _SPEEDUP_FADE * self._recent_steps + 1 + extra_seconds / step_seconds
+        self._recent_plain_steps = _SPEEDUP_FADE * self._recent_plain_steps + 1 + extra_seconds / plain_seconds
 
 
 class Controller:
@@ -166,10 +171,10 @@ class Controller:
     def candidate(
         self, sequence: Sequence, reached: float, pending: int, most: int, costs: RoundCosts
     ) -> Candidate | None:
-        """A sequence in mode `auto` as the draft model may go on with it; None where it may not.
+        """What is to be known before the draft model drafts for a sequence; None where it may not.
 
-        It may not after its drafts lost too much; lookup, prediction and grammar go on. No long catch-up starts while a
-        prompt is being prefilled: sequences that decode would wait for both.
+        It may not after the sequence's drafts lost too much, while the other drafters go on. And no long catch-up
+        starts while a prompt is being prefilled, since sequences that decode would wait for both.
 
         Args:
             sequence: in mode `auto`; the others draft what they ask for.
@@ -192,16 +197,16 @@ class Controller:
         return Candidate(reached, shown.long_run_acceptance, 1, most, catch_up)
 
     def balance(self, sequence: Sequence) -> Balance:
-        """What drafts have brought and cost this sequence."""
+        """What drafts have brought and cost this sequence, from its first round on."""
         return sequence.state(self, Balance)
 
 
 def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: RoundCosts) -> tuple[list[int], float]:
     """Which sequences the draft model should draft one more token for, and the expected gain of going on.
 
-    Sequences share the passes of both models. So every k and n is tried: the first k sequences, the likeliest first and
-    long catch-ups last, draft n more tokens each. The sequences of the best pair draft the next token, and the question
-    is asked again before every step; n is searched because several drafts can pay where one does not.
+    One token each is drafted before the question is asked again; but several drafts can pay where one does not, and
+    sequences share the passes of both models. So every n and k is tried: n more tokens each, for the first k sequences,
+    the likeliest first. Those of the best pair draft.
 
     Args:
         candidates: all that may go on.
@@ -212,7 +217,7 @@ def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: Roun
         Indices into `candidates`, and the gain in tokens; none and 0.0 where nothing pays.
     """
     able = [index for index, one in enumerate(candidates) if one.most > 0]
-    # A long catch-up that cannot pay keeps no other sequence from drafting.
+    # Long catch-ups last, so that each k is tried without them, too.
     order = sorted(able, key=lambda i: (candidates[i].catch_up, -candidates[i].reached * candidates[i].acceptance))
     base = costs.target_pass(rows)
     best: tuple[list[int], float] = [], 0.0
@@ -237,8 +242,6 @@ def offer_length(
 ) -> int:
     """How many leading tokens of an offer to draft; 0 where the draft model, with at most as many, gains more.
 
-    An offer is what a drafter without a model has to propose; it costs no pass to draft.
-
     Args:
         reached: the probability that all drafts before them are accepted.
         probabilities: acceptance probability of each offered token.
@@ -246,13 +249,16 @@ def offer_length(
         rows: of the target's pass by now.
         costs: of this round.
     """
-    prefixes = list(accumulate(probabilities, mul, initial=reached))[1:]
     base = costs.target_pass(rows)
-    gains = [0.0]
-    for n, tokens in enumerate(accumulate(prefixes), 1):
-        gains.append(tokens - costs.rate * (costs.target_pass(rows + n) - base))
-    length = max(range(len(gains)), key=gains.__getitem__)
-    if by_model is not None:
-        by_model = by_model._replace(most=min(by_model.most, len(prefixes)))
-    _, of_model = choose_for_model([by_model] if by_model else [], rows, costs)
-    return length if gains[length] > of_model else 0
+    expected, length, best = 0.0, 0, 0.0
+    for n, probability in enumerate(probabilities, 1):
+        reached *= probability
+        expected += reached
+        gain = expected - costs.rate * (costs.target_pass(rows + n) - base)
+        if gain > best:
+            length, best = n, gain
+    if by_model is None:
+        return length
+    as_many = by_model._replace(most=min(by_model.most, len(probabilities)))
+    _, of_model = choose_for_model([as_many], rows, costs)
+    return length if best > of_model else 0

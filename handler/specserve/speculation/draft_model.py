@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -69,10 +70,9 @@ class DraftModel:
         # Rows and KV length of the last pass.
         self._last = 0, 0
 
-    @property
-    def kv_len(self) -> int:
-        """How many tokens of its KV cache a row attends to."""
-        return self._engine.kv_len(range(self._engine.n_slots))
+    def kv_len(self, slots: Iterable[int]) -> int:
+        """How many tokens of its KV cache a row of one of these slots attends to."""
+        return self._engine.kv_len(slots)
 
     def pending(self, drafted: DraftedSequence) -> int:
         """How many tokens it reads before it can draft the next one."""
@@ -92,7 +92,7 @@ class DraftModel:
         """
         try:
             rows, complete = self._unread(sequences)
-            self._last = len(rows), self.kv_len
+            self._last = len(rows), self.kv_len({row.slot for row in rows})
             if not rows:
                 return PassResult({}, [0] * len(sequences))
             logits = self._engine.forward(rows)

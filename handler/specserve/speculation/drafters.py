@@ -6,7 +6,7 @@ After every token of the draft model the proposers (proposers.py) are asked agai
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -95,17 +95,12 @@ class Drafters:
         """Whether there is a draft model, and it works."""
         return self._model is not None
 
-    @property
-    def draft_kv_len(self) -> int:
-        """How many tokens of its KV cache a row of the draft model attends to; 0 without a model."""
-        return self._model.kv_len if self._model else 0
+    def draft_kv_len(self, sequences: Iterable[Sequence]) -> int:
+        """How many tokens of its KV cache a row of these attends to in the draft model; 0 without a model."""
+        return self._model.kv_len(sequence.slot for sequence in sequences) if self._model else 0
 
     def defer(self, proposal: Proposal) -> None:
-        """Keep a proposal that a round could not verify to its end, for the sequence's next round.
-
-        That round has the same noise. Other drafts, or fewer, would draw again what verification has already
-        accepted, which biases the output.
-        """
+        """Keep a proposal that a round could not verify to its end, for the sequence's next round; see `Drafting`."""
         proposal.deferred = True
         proposal.sequence.states[self] = proposal
 
@@ -134,7 +129,7 @@ class Drafters:
         if not drafting:
             return
         decoding = [proposal.sequence for proposal in proposals if proposal.sequence.decoding]
-        costs = self.controller.costs(decoding, kv_len, self.draft_kv_len, awaiting_first_token)
+        costs = self.controller.costs(decoding, kv_len, self.draft_kv_len(decoding), awaiting_first_token)
         # Deferred proposals have drafts already.
         rows += sum(len(proposal.drafts) for proposal in proposals)
         for growing in drafting:
@@ -151,11 +146,8 @@ class Drafters:
             seconds_per_row = costs.draft_pass(sum(n_read)) / max(1, sum(n_read))
             for index, growing in enumerate(chosen):
                 growing.proposal.draft_model_seconds += seconds_per_row * n_read[index]
-                read_before = seconds_per_row * max(0, n_read[index] - 1)
-                if not growing.sequence.stats.drafted_by["model"]:
-                    growing.proposal.first_catch_up_seconds += read_before
-                elif n_read[index] > SHORT_CATCH_UP:
-                    growing.proposal.later_catch_up_seconds += read_before
+                if n_read[index] > SHORT_CATCH_UP:
+                    growing.proposal.catch_up_seconds += seconds_per_row * (n_read[index] - 1)
                 if index not in logits or not self._draw(logits[index], growing):
                     growing.ended = True
                     continue

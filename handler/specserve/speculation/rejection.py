@@ -8,6 +8,9 @@ drafts is a stopping time.
 A round accepts the first drafts, 0 to gamma of them, and adds one token of the target: after a rejection the recovered
 token, which replaces the first rejected draft; after gamma accepted drafts the bonus token. Indices count from 0: p_i
 is the target's distribution after i drafts, and draft x_i was sampled from q_i.
+
+A request is verified by `accept_equal` if it is greedy, else by `verify_coupled` if it has a seed, so that its output
+repeats, else by `verify_block`; it may ask for any rule.
 """
 
 from __future__ import annotations
@@ -20,22 +23,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from specserve.sampling.distribution import FloatArray, draw, race
-from specserve.sampling.noise import Purpose
-
-
-class NoiseSource(Protocol):
-    """Where a rule's random numbers come from."""
-
-    def uniform(self, purpose: Purpose, index: int) -> float:
-        """A number in [0, 1), independent of every other (purpose, index) and of every other round."""
-
-    def exponentials(self, index: int, part: int, count: int) -> FloatArray:
-        """Standard exponential numbers, shape (count,): the same for draft and target, with any number of drafts.
-
-        They belong to a position of the sequence, that after `index` drafts, and to a stage of `distribution.race`:
-        columns of the vocabulary against each other, with summed rates (part 0), then the tokens of the winner c (part
-        1 + c).
-        """
+from specserve.sampling.noise import Noise, Purpose
 
 
 class Distributions(Protocol):
@@ -54,17 +42,17 @@ class Verdict(NamedTuple):
 
 def residual(p: FloatArray, q: FloatArray, weight: float = 1.0) -> FloatArray:
     """max(0, weight p - q), not normalised; shapes (vocabulary,)."""
-    return np.maximum((p if weight == 1 else weight * p) - q, 0)
+    return np.maximum(weight * p - q, 0)
 
 
 def recover(p: FloatArray, q: FloatArray, uniform: float, weight: float = 1.0) -> int:
-    """A token from the normalised residual of p and q, shapes (vocabulary,)."""
+    """A token drawn in proportion to the residual of p and q, shapes (vocabulary,)."""
     rest = residual(p, q, weight)
     # p = q up to rounding leaves no residual; a rejection is then itself a rounding error, and p is right.
     return draw(rest if rest.any() else p, uniform)
 
 
-def verify_token(p: Distributions, q: Distributions, drafts: abc.Sequence[int], noise: NoiseSource) -> Verdict:
+def verify_token(p: Distributions, q: Distributions, drafts: abc.Sequence[int], noise: Noise) -> Verdict:
     """Token verification (Leviathan et al. 2023, arXiv 2211.17192, algorithm 1).
 
     Draft token x at index i is accepted with probability min(1, p_i(x) / q_i(x)). At the first rejection the next token
@@ -78,24 +66,25 @@ def verify_token(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
     """
     for i, x in enumerate(drafts):
         p_i, q_i = p[i], q[i]
-        accepted = noise.uniform(Purpose.ACCEPT, i) * float(q_i[x]) < float(p_i[x])
-        if not accepted:
+        if noise.uniform(Purpose.ACCEPT, i) * float(q_i[x]) >= float(p_i[x]):
             return Verdict(i, recover(p_i, q_i, noise.uniform(Purpose.RECOVER, i)))
     return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
 
 
-def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], noise: NoiseSource) -> Verdict:
+def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], noise: Noise) -> Verdict:
     """Block verification (Sun et al. 2025, arXiv 2403.10444, algorithm 2).
 
     It accepts at least as many drafts in expectation as token verification.
 
-    Let w_n be the weight of the first n drafts: w_0 = 1, w_n = min(1, w_{n-1} p_{n-1}(x_{n-1}) / q_{n-1}(x_{n-1})). For
-    each n from 1 to gamma a number of its own decides whether the block may end after n accepted drafts: with
-    probability h_n = s_n / (s_n + 1 - w_n), s_n = sum max(0, w_n p_n - q_n), and h_gamma = w_gamma. The largest n that
-    may end it is taken, or 0. So n or more are accepted, given the first n drafts, with probability w_n: by induction
-    from gamma, h_n + (1 - h_n) E[w_{n+1}] = w_n, as E[w_{n+1}] over x_n ~ q_n is sum min(q_n, w_n p_n) = w_n - s_n. The
-    next token is recovered from norm(max(0, w_n p_n - q_n)), or is the bonus, drawn from p_gamma. So what follows n
-    drafts is x with min(q_n(x), w_n p_n(x)) + max(0, w_n p_n(x) - q_n(x)) = w_n p_n(x): distributed as p_n.
+    The weight of the first n drafts is w_0 = 1, w_n = min(1, w_{n-1} p_{n-1}(x_{n-1}) / q_{n-1}(x_{n-1})). With
+    s_n = sum max(0, w_n p_n - q_n), each n has an independent chance h_n = s_n / (s_n + 1 - w_n), the last h_gamma =
+    w_gamma; n_accepted is the largest n whose chance comes true, or 0.
+
+    Claim: given the first n drafts, n or more are accepted with probability w_n. By induction from gamma down:
+        w_n = h_n + (1 - h_n) E[w_{n+1}], since E[w_{n+1}] over x_n ~ q_n is sum min(q_n, w_n p_n) = w_n - s_n.
+    So x follows n drafts, as the next draft of an accepted prefix or as the recovered token, with
+        min(q_n(x), w_n p_n(x)) + max(0, w_n p_n(x) - q_n(x)) = w_n p_n(x): it is distributed as p_n.
+    Where drafting stopped was decided by the drafts before, so the induction may begin there.
 
     Args and noise are those of `verify_token`; reading stops at the first draft with p(x) = 0.
     """
@@ -108,7 +97,7 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
             break
         if n < gamma:
             s = float(residual(p[n], q[n], w).sum(dtype=np.float64))
-            # A denominator of 0 is no residual and weight 1: p = q at this index, and the block may end here.
+            # A denominator of 0 means p_n = q_n and weight 1: what follows is accepted in any case.
             h = s / (s + 1 - w) if s + 1 - w > 0 else 1.0
         else:
             h = w
@@ -120,7 +109,7 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
     return Verdict(n_accepted, recover(p[n_accepted], q[n_accepted], uniform, w_accepted))
 
 
-def verify_coupled(p: Distributions, _q: Distributions, drafts: abc.Sequence[int], noise: NoiseSource) -> Verdict:
+def verify_coupled(p: Distributions, _q: Distributions, drafts: abc.Sequence[int], noise: Noise) -> Verdict:
     """Coupled verification (Daliri et al. 2024, arXiv 2408.07978): the target's own choice, whatever was drafted.
 
     At every position the target's token is drawn by an exponential race (`race`) whose noise is keyed by seed and
@@ -135,7 +124,7 @@ def verify_coupled(p: Distributions, _q: Distributions, drafts: abc.Sequence[int
 def accept_equal(choose: Callable[[int], int], drafts: abc.Sequence[int]) -> Verdict:
     """Accept drafts while they equal the target's own choice at their index, which is the next token after them.
 
-    With the argmax as the choice every rule comes to this where all distributions are one-hot.
+    Where all distributions are one-hot, every rule comes to this, with the argmax as the choice.
 
     Args:
         choose: the target's choice by index; indices after a rejection are never asked for.
@@ -148,12 +137,12 @@ def accept_equal(choose: Callable[[int], int], drafts: abc.Sequence[int]) -> Ver
     return Verdict(len(drafts), choose(len(drafts)))
 
 
-def sample_independent(q: FloatArray, index: int, noise: NoiseSource) -> int:
+def sample_independent(q: FloatArray, index: int, noise: Noise) -> int:
     """A draft token for token and block verification, with noise that nothing else uses."""
     return draw(q, noise.uniform(Purpose.DRAFT, index))
 
 
-def sample_coupled(q: FloatArray, index: int, noise: NoiseSource) -> int:
+def sample_coupled(q: FloatArray, index: int, noise: Noise) -> int:
     """A draft token for coupled verification: the target's race, run with the draft's probabilities."""
     return race(q, partial(noise.exponentials, index))
 
@@ -161,8 +150,8 @@ def sample_coupled(q: FloatArray, index: int, noise: NoiseSource) -> int:
 class Rule(NamedTuple):
     """How a draft token is sampled, and the verification that goes with it."""
 
-    sample: Callable[[FloatArray, int, NoiseSource], int]
-    verify: Callable[[Distributions, Distributions, abc.Sequence[int], NoiseSource], Verdict]
+    sample: Callable[[FloatArray, int, Noise], int]
+    verify: Callable[[Distributions, Distributions, abc.Sequence[int], Noise], Verdict]
 
 
 RULES: dict[str, Rule] = {

@@ -7,8 +7,9 @@ One round of one sequence, whose tokens are [a b c]; the target's cache holds a 
     verify  Verdict(1, x)                 d is accepted, e is rejected, and x is recovered in its place
     commit  tokens [a b c d x]            `target_cached` 4: e is truncated from the cache, x is the next pending token
 
-The scheduler gives the grammar masks of a round a budget of time. Where it is spent, `MaskDeferred` is raised, nothing
-is decided for the sequence, and the next round verifies the same drafts with the same noise: it is deferred.
+The scheduler gives the grammar masks of a round a budget of time. Where it is spent, `process_logits` raises
+`MaskDeferred`: the sequence is deferred. Nothing is decided for it, and the next round verifies the same drafts with
+the same noise.
 
 Of a `Sequence` (sequence.py): `tokens` are the prompt and what is decided after it, `generated` is how many of them are
 decided, and after the first of these the sequence is `decoding`; `target_cached` is how many leading tokens the
@@ -62,8 +63,8 @@ class Plan(NamedTuple):
         return self.sequence.scores_prompt and not self.sequence.decoding
 
     @property
-    def first_logits(self) -> int:
-        """The index of the first row whose logits are needed; those of all later rows are too.
+    def rows_without_logits(self) -> int:
+        """How many of its first rows need no logits; all later ones, those of the drafts included, do.
 
         Rows with logits: of a prefill chunk none, of the last one 1, of a decode round with 2 drafts 3, of a scored
         chunk all.
@@ -83,7 +84,7 @@ class Draft(NamedTuple):
 
 
 class Undrafted(NamedTuple):
-    """The first token that a drafter offered and was not worth drafting: verification shows if it was right."""
+    """The first token of an offer of which nothing was drafted, made before any draft: p_0 shows if it was right."""
 
     token: int
     drafter: DrafterName
@@ -101,8 +102,7 @@ class Proposal:
         drafts: in order.
         undrafted: see the class.
         draft_model_seconds: the sequence's part of the draft model's passes, by the cost model.
-        first_catch_up_seconds: the part of these for the model's first catch-up with the sequence.
-        later_catch_up_seconds: the part of these for a later long one.
+        catch_up_seconds: the part of these in which the model read what it had missed, mostly the prompt.
         deferred: whether it comes from an earlier round that could not verify it to its end; nothing is added.
     """
 
@@ -112,8 +112,7 @@ class Proposal:
     drafts: list[Draft] = field(default_factory=list)
     undrafted: list[Undrafted] = field(default_factory=list)
     draft_model_seconds: float = 0.0
-    first_catch_up_seconds: float = 0.0
-    later_catch_up_seconds: float = 0.0
+    catch_up_seconds: float = 0.0
     deferred: bool = False
 
     @property
@@ -143,7 +142,11 @@ class Drafting(Protocol):
         """An empty proposal; or the sequence's deferred one, as it was."""
 
     def propose(self, proposals: list[Proposal], rows: int, kv_len: int, awaiting_first_token: int = 0) -> None:
-        """Add what is worth drafting to the proposals; the target's pass has `rows` rows without any."""
+        """Add what is worth drafting to the proposals; the target's pass has `rows` rows without any.
+
+        First what a lookup, the client's prediction and the grammar offer, then tokens of the draft model, one at a
+        time, with the others asked again after each; controller.py says how long that is worth its time.
+        """
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """The draft model's cache keeps at most the first `length` tokens of a sequence."""
@@ -151,7 +154,8 @@ class Drafting(Protocol):
     def defer(self, proposal: Proposal) -> None:
         """Keep the proposal for the sequence's next round.
 
-        Other drafts, or fewer, would draw again what verification has already accepted, which biases the output.
+        Whether it was deferred depends on what verification had accepted by then: other drafts, or fewer, would draw
+        that again under this condition, which biases the output.
         """
 
 
@@ -249,7 +253,8 @@ def run_round(
     """
     started = clock()
     proposals = [drafters.begin(plan.sequence, plan.max_drafts, _noise(plan.sequence)) for plan in plans]
-    # Tokens of the target's cache that attention reads for a row.
+    # Tokens of the target's cache that attention reads for a row: of the longest of these sequences with our kernels,
+    # of all slots with llama.cpp's.
     kv_len = target.kv_len([plan.sequence.slot for plan in plans])
     drafters.propose(proposals, sum(plan.rows for plan in plans), kv_len, awaiting_first_token)
     drafted = clock()
@@ -257,16 +262,17 @@ def run_round(
     passed = clock()
     cost = drafters.controller.target_cost
     works = [_work(plan, proposal) for plan, proposal in zip(plans, proposals, strict=True)]
-    alike = all(plan.sequence.constraint is None and not plan.scores_rows for plan in plans)
+    no_masks_or_scores = all(plan.sequence.constraint is None and not plan.scores_rows for plan in plans)
     outcomes, first = {}, 0
     for plan, proposal, charge in zip(plans, proposals, charges(works, cost, kv_len), strict=True):
-        end = first + plan.rows - plan.first_logits + len(proposal.drafts)
+        end = first + plan.rows - plan.rows_without_logits + len(proposal.drafts)
         outcomes[plan.sequence] = _apply(target, drafters, plan, proposal, logits[first:end], charge=charge)
         first = end
     done = clock()
     # Computing distributions and verifying take time for every row, so they belong to the cost of a pass; the grammar
     # masks and prompt scores of some sequences do not.
-    cost.observe(sum(work.rows + work.drafts for work in works), kv_len, (done if alike else passed) - drafted)
+    measured = done if no_masks_or_scores else passed
+    cost.observe(sum(work.rows + work.drafts for work in works), kv_len, measured - drafted)
     return Report(drafted - started, passed - drafted, outcomes)
 
 
@@ -304,14 +310,10 @@ def _apply(
     target.truncate(sequence.slot, sequence.target_cached)
     drafters.truncate(sequence, sequence.target_cached)
     if outcome.is_decode_round:
-        catch_up = proposal.later_catch_up_seconds
-        # What the round took beyond the sequence's part of a pass without any drafts. The first catch-up is not held
-        # against the sequence; later ones are, a part in each round (`Balance`).
-        extra_seconds = (
-            charge.target_drafts_seconds + proposal.draft_model_seconds - proposal.first_catch_up_seconds - catch_up
-        )
+        # What its drafts cost: their rows of the target's pass, and its part of the draft model's passes.
+        extra_seconds = charge.target_drafts_seconds + proposal.draft_model_seconds - proposal.catch_up_seconds
         balance = drafters.controller.balance(sequence)
-        balance.count_round(outcome.n_accepted + 1, charge.plain_seconds, extra_seconds, catch_up)
+        balance.count_round(outcome.n_accepted + 1, charge.plain_seconds, extra_seconds, proposal.catch_up_seconds)
     return outcome
 
 
@@ -333,7 +335,6 @@ def _decide(controller: Controller, proposal: Proposal, logits: FloatArray) -> i
     verdict = _verify(p, proposal)
     if sequence.speculation.mode != "off":
         observations = _observations(sequence, p, proposal, verdict)
-        # After a rejection this is the rejected position again, which acceptance.py counts twice on purpose.
         controller.acceptance.learn(sequence, observations, p.confidence(verdict.n_accepted))
     _commit(sequence, p, proposal, verdict)
     return verdict.n_accepted
@@ -351,7 +352,7 @@ def _batch(plans: list[Plan], proposals: list[Proposal]) -> list[Row]:
         sequence = plan.sequence
         first = sequence.target_cached
         tokens = sequence.tokens[first : first + plan.rows] + proposal.tokens
-        rows += [Row(token, sequence.slot, first + i, i >= plan.first_logits) for i, token in enumerate(tokens)]
+        rows += [Row(token, sequence.slot, first + i, i >= plan.rows_without_logits) for i, token in enumerate(tokens)]
     return rows
 
 
@@ -367,6 +368,7 @@ def _score_prompt(sequence: Sequence, logits: FloatArray) -> None:
     """Score the tokens of the prompt that follow these rows."""
     following = sequence.tokens[sequence.target_cached + 1 : sequence.prompt_length]
     top = sequence.top_logprobs or 0
+    # Nothing follows the prompt's last token.
     sequence.prompt_scores += [score(row, token, top) for row, token in zip(logits, following, strict=False)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
@@ -123,14 +124,16 @@ def test_a_sequence_is_not_charged_for_drafts_of_other_sequences() -> None:
     assert pair.controller.candidate(other, 1.0, 1, 8, costs)
 
 
-@pytest.mark.parametrize(("constraint", "seconds"), [(None, 2.0), (Alternating(VOCABULARY), 1.0)])
-def test_verification_without_grammar_masks_is_part_of_the_cost_of_a_pass(
-    constraint: Alternating | None, seconds: float
+@pytest.mark.parametrize(
+    ("options", "seconds"), [({}, 2.0), ({"constraint": Alternating(VOCABULARY)}, 1.0), ({"top_logprobs": 5}, 1.0)]
+)
+def test_verification_without_masks_and_logprobs_is_part_of_the_cost_of_a_pass(
+    options: dict[str, Any], seconds: float
 ) -> None:
     """Each call of this clock adds one second: one call is after the pass of three rows, one after its verification."""
     expected = Cost(table(lambda rows: rows * seconds / 3))
     pair = FakePair(costs=(expected, flat()), clock=map(float, count()).__next__)
-    pair.submit(PROMPT, gamma=0, constraint=constraint)
+    pair.submit(PROMPT, gamma=0, **options)
     pair.step()
     assert expected.factor == pytest.approx(1.0)
 

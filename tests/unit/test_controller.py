@@ -141,10 +141,10 @@ def test_rate_is_that_of_plain_decoding_times_the_measured_speedup() -> None:
     assert controller.costs([one], 0, 0).rate == pytest.approx(1.0)
     assert controller.costs([one, other], 0, 0).rate == pytest.approx(2 / 1.7)
     for _ in range(20):
-        controller.balance(one).count_round(4, 1.0, 1.0)
+        controller.balance(one).count_round(4, 1.0, 1.0, 0.0)
     assert controller.costs([one], 0, 0).rate == pytest.approx(2.0)
     for _ in range(50):
-        controller.balance(one).count_round(1, 1.0, 1.0)
+        controller.balance(one).count_round(1, 1.0, 1.0, 0.0)
     assert controller.costs([one], 0, 0).rate == pytest.approx(1.0, abs=0.01)
 
 
@@ -224,7 +224,7 @@ def test_drafts_that_only_lose_are_stopped_and_retried_at_a_bounded_cost() -> No
     for _ in range(5000):
         drafts = 1.3 if controller.candidate(one, 1.0, 1, 8, costs) else 0.0
         lost += drafts
-        controller.balance(one).count_round(1, 1.0, drafts)
+        controller.balance(one).count_round(1, 1.0, drafts, 0.0)
     assert lost / 5000 < 0.011
     assert lost > 10
 

@@ -57,6 +57,7 @@ def process_logits(logits: FloatArray, sequence: Sequence, drafts: abc.Sequence[
 
     Raises:
         ConstraintError: the request's grammar has become too costly to follow.
+        MaskDeferred: the round has no time left for its mask.
     """
     sampling, constraint = sequence.sampling, sequence.constraint
     output = [*sequence.answer, *drafts] if sampling.shapes_logits or constraint is not None else []

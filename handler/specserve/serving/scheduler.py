@@ -29,7 +29,7 @@ class Scheduler:
     Args:
         target: the target's engine.
         drafters: propose drafts; their controller knows what forward passes cost.
-        prefill_rows: the most prompt tokens in a round; a pass of the target has room for these and `max_logits` rows.
+        prefill_rows: the most prompt tokens in a round; the engine has room for these and `max_logits` rows in a pass.
         idle_tokens: the most tokens of finished sequences that stay in the cache.
         max_wait_seconds: the most that prefill and grammar masks may each add to a round, and drafts where several
             requests run.
@@ -98,7 +98,7 @@ class Scheduler:
             self._recorder.record_ends([generation])
 
     def fail_all(self, reason: Exception) -> None:
-        """End every running sequence with an error; the queued ones stay."""
+        """End every running sequence with an error; the queued ones stay. The engine loop calls it if `step` raises."""
         self._fail(dict.fromkeys(self._running, reason))
         self._recorder.record_ends(self._end_completed())
 
@@ -133,7 +133,7 @@ class Scheduler:
         plans = self._decode_plans(decoding) if decoding else []
         if len(plans) < len(self._running):
             plans += self._prefill_plans(plans)
-        # A fixed order, so that the same sequences make the same batch; who was deferred before has its masks first.
+        # A fixed order, so that the same sequences make the same batch; one that was deferred is verified first.
         return sorted(plans, key=lambda plan: (-plan.sequence.deferrals, plan.sequence.slot))
 
     def _admit(self) -> None:
@@ -145,7 +145,7 @@ class Scheduler:
             if not self._cache.free_slots:
                 return
             if generation.tokens in postponed and not generation.scores_prompt:
-                # The same prompt was refused just now.
+                # The same prompt was refused just now. One that is scored is computed whole, so it waits for none.
                 continue
             try:
                 # Refused while more than a quarter of what it needs is being prefilled for another.
@@ -166,25 +166,18 @@ class Scheduler:
 
     def _by_request(self) -> list[Generation]:
         """The waiting sequences in order of admission: requests take turns, so that a large `n` delays no other."""
-        admitted = Counter(generation.info.request for generation in self._running)
+        turn = Counter(generation.info.request for generation in self._running)
         turns: list[tuple[int, Generation]] = []
         for generation in self._queue:
-            admitted[generation.info.request] += 1
-            turns.append((admitted[generation.info.request], generation))
+            turn[generation.info.request] += 1
+            turns.append((turn[generation.info.request], generation))
         return [generation for _, generation in sorted(turns, key=itemgetter(0))]
 
     def _decode_plans(self, decoding: list[Generation]) -> list[Plan]:
         """The plans of the sequences that decode, with the most drafts that each may have."""
         # A sequence that was deferred verifies the same drafts again.
-        deferred = {g: n for g in decoding if (n := self._drafters.deferred_tokens(g)) is not None}
-        n_deferred = sum(deferred.values())
-        drafting = [g for g in decoding if g.speculation.max_drafts > 0 and g not in deferred]
-        # Every running sequence may need the logits of one row beside those of its drafts.
-        logits_for_drafts = self._target.max_logits - len(self._running) - n_deferred
-        max_each = logits_for_drafts // max(1, len(drafting))
-        if len({generation.info.request for generation in self._running}) > 1:
-            # Drafts may delay other requests only so long.
-            max_each = self._most_in_time(len(decoding) + n_deferred, drafting, max_each)
+        deferred_drafts = {g: n for g in decoding if (n := self._drafters.deferred_tokens(g)) is not None}
+        max_each = self._max_each(decoding, deferred_drafts)
         constrained = sum(generation.constraint is not None for generation in decoding)
         plans = []
         for generation in decoding:
@@ -195,17 +188,24 @@ class Scheduler:
                 drafts = drafts_with_masks(
                     drafts, mask_seconds, constrained=constrained, max_wait=self.max_wait_seconds
                 )
-            plans.append(Plan(generation, 1, deferred.get(generation, drafts)))
+            plans.append(Plan(generation, 1, deferred_drafts.get(generation, drafts)))
         return plans
 
-    def _most_in_time(self, rows: int, drafting: list[Generation], most: int) -> int:
-        """The most drafts of each, up to `most`, for which other requests can wait; without them it has `rows` rows."""
+    def _max_each(self, decoding: list[Generation], deferred_drafts: Mapping[Generation, int]) -> int:
+        """The most drafts of each sequence for which the pass has logits, and other requests time."""
+        n_deferred = sum(deferred_drafts.values())
+        drafting = [g for g in decoding if g.speculation.max_drafts > 0 and g not in deferred_drafts]
+        # Every running sequence may need the logits of one row beside those of its drafts.
+        logits_for_drafts = self._target.max_logits - len(self._running) - n_deferred
+        most = logits_for_drafts // max(1, len(drafting))
+        if len({generation.info.request for generation in self._running}) == 1:
+            return most
         draft_cost = self._controller.draft_cost if self._drafters.has_model else None
         return drafts_in_time(
             self._controller.target_cost,
             self._kv_len(),
             draft_cost.seconds(len(drafting), self._drafters.draft_kv_len(drafting)) if draft_cost else 0.0,
-            rows=rows,
+            rows=len(decoding) + n_deferred,
             drafting=len(drafting),
             most=most,
             max_wait=self.max_wait_seconds,

@@ -2,7 +2,7 @@
 
 TorchServe calls `handle` again and again while requests are live. Each call has an entry per live request, with its id:
 
-- The entry has the request's body until its HTTP status is set; the first reply does that.
+- The entry has the request's body in every call until its HTTP status is set; the first reply does that.
 - The entry's function in `context.stopping_criteria` says what a reply is: a whole response (it returns None), a chunk
   (False) or the last chunk (True).
 - Where a call has no reply yet, it deletes the entry's id from `context.request_ids`: then nothing is sent, and the
@@ -89,6 +89,7 @@ class Handler:
         """
         receive_bodies_as_bytes()
         self._config = config
+        # OpenMP's compute threads belong to the thread that first runs a pass.
         thread = engine_thread()
         models = thread.submit(load, config).result()
         self._models = models
@@ -111,11 +112,7 @@ class Handler:
         self._responses: dict[str, Response] = {}
 
     def handle(self, data: list[dict[str, Any]], context: Context) -> list[str]:
-        """Take new requests, forget old ones, and reply to every entry with what a slice of rounds has produced.
-
-        No slice is started while a prompt is to be prefilled: more requests mostly come with it, and the next call
-        takes these first and then runs the slice itself, so that they share it.
-        """
+        """Take new requests, forget old ones, and reply to every entry with what a slice of rounds has produced."""
         called = time.monotonic()
         entries = dict(context.request_ids)
         if set(entries.values()) != self._responses.keys():
@@ -141,6 +138,8 @@ class Handler:
                 replies[index] = self._reply(context, index, response)
         self._watch_draft_model()
         self._emit_metrics()
+        # With a prompt to prefill none is started: more requests mostly come with it, and the next call takes these
+        # first and then runs the slice itself.
         self._loop.start_unless_prefilling()
         return replies
 

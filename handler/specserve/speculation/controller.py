@@ -5,17 +5,17 @@ alpha_j are acceptance probabilities (Leviathan et al. 2023, arXiv 2211.17192, s
 cost). Time is worth the tokens a second that decoding yields anyway: as many as plain decoding, or more where the
 sequence has lately been faster. The largest gain over all n is taken, whatever shape the costs have.
 
-An example: alpha is .8 and then .7; a pass of the target takes 40 ms and 3 ms more for each further row, one of the
-draft model 12 ms, and plain decoding yields one token in 40 ms, the rate. One draft brings .8 tokens and costs 15 ms,
-which are worth 15 / 40 = .375: a gain of .425. Two bring .8 + .8 x .7 = 1.36 and cost 30 ms or .75: a gain of .61, so
-two are drafted. For block verification, which accepts more, the expected tokens are a lower bound.
+An example: alpha is .8 for every token, a pass of the target takes 40 ms and 3 ms more for each further row, one of the
+draft model 12 ms, and plain decoding yields one token in 40 ms, the rate. A draft costs 15 ms, worth 15 / 40 = .375
+tokens, and the drafts bring .8, .64, .51, .41 and .33 tokens: four are drafted, for a gain of 2.36 - 1.5 = .86. For
+block verification, which accepts more, the expected tokens are a lower bound.
 
-drafters.py asks in every round:
+drafters.py asks in every round, with the round's `costs`:
 
     for each sequence: a lookup, the client's prediction and the grammar offer tokens, which cost no pass;
         `offer_length` says how many of them to draft
-    while `choose_for_model` chooses sequences: the draft model reads these in one pass, one token is drafted for each,
-        and the others offer again
+    while `choose_for_model` chooses sequences, each seen as a `candidate`: the draft model reads these in one pass, one
+        token is drafted for each, and the others offer again
 
 The acceptance probabilities come from acceptance.py.
 """
@@ -36,13 +36,12 @@ from specserve.speculation.cost import Cost
 # of other drafters. More are a long catch-up, mostly its prefill of the prompt.
 SHORT_CATCH_UP = 4
 # Whether a long catch-up pays (`Controller.candidate`): it is charged in equal parts to the rounds that are left, at 3
-# tokens a round, with a margin of 1.75. 10 times the tokens generated are still to come, since a short answer may end
-# soon, but at most 48 more than those: after 5 tokens 50; after 20 tokens 68, which are 23 rounds, each charged
-# 1.75 / 23 of the catch-up.
+# tokens a round, with a margin of 1.75. A short answer may end soon, so of n generated tokens it is concluded that
+# min(10 n, n + 48) are left: 50 of 5; 68 of 20, which are 23 rounds, each charged 1.75 / 23 of the catch-up.
 _CATCH_UP_MARGIN, _TOKENS_PER_ROUND = 1.75, 3
 _GROWTH, _HORIZON = 10, 48
-# What it has cost (`Balance`): in each round this share of what is left of it. At once it would end the drafts that are
-# to earn it (benchmarks/RESULTS.md, decisions).
+# What a long catch-up after the first has cost (`Balance`): each round counts this share of what is left. Counted at
+# once it would end the drafts that are to earn it, as would the first one (benchmarks/RESULTS.md, decisions).
 _CATCH_UP_SHARE = 1 / 16
 # What drafts may cost a sequence, net of what they brought, before the draft model pauses: a share of its plain
 # decoding time plus 4 plain steps. It bounds what an adversary can cost (tests/engine/test_simulation.py).
@@ -90,8 +89,11 @@ class Balance:
 
     def __init__(self) -> None:
         self._tokens = 0
+        # What these would have taken without drafts, and what drafts have lost of that.
         self._total_plain_seconds = 0.0
         self._total_loss_seconds = 0.0
+        self._has_caught_up = False
+        # Of later catch-ups, not counted yet.
         self._outstanding_seconds = 0.0
         self._recent_tokens = 0.0
         # The time that these took, in steps of plain decoding.
@@ -108,9 +110,7 @@ class Balance:
         step_seconds = self._total_plain_seconds / max(1, self._tokens)
         return self._total_loss_seconds > _LOSS_SHARE * self._total_plain_seconds + _LOSS_STEPS * step_seconds
 
-    def count_round(
-        self, tokens: int, plain_seconds: float, extra_seconds: float, catch_up_seconds: float = 0.0
-    ) -> None:
+    def count_round(self, tokens: int, plain_seconds: float, extra_seconds: float, catch_up_seconds: float) -> None:
         """Account for a decoding round.
 
         Args:
@@ -121,7 +121,9 @@ class Balance:
         """
         self._tokens += tokens
         self._total_plain_seconds += tokens * plain_seconds
-        self._outstanding_seconds += catch_up_seconds
+        if self._has_caught_up:
+            self._outstanding_seconds += catch_up_seconds
+        self._has_caught_up |= catch_up_seconds > 0
         counted = _CATCH_UP_SHARE * self._outstanding_seconds
         self._outstanding_seconds -= counted
         self._total_loss_seconds += extra_seconds + counted - (tokens - 1) * plain_seconds
@@ -197,7 +199,7 @@ class Controller:
         return Candidate(reached, shown.long_run_acceptance, 1, most, catch_up)
 
     def balance(self, sequence: Sequence) -> Balance:
-        """What drafts have brought and cost this sequence, from its first round on."""
+        """What drafts have brought and cost this sequence; made on first use."""
         return sequence.state(self, Balance)
 
 
@@ -205,8 +207,8 @@ def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: Roun
     """Which sequences the draft model should draft one more token for, and the expected gain of going on.
 
     One token each is drafted before the question is asked again; but several drafts can pay where one does not, and
-    sequences share the passes of both models. So every n and k is tried: n more tokens each, for the first k sequences,
-    the likeliest first. Those of the best pair draft.
+    sequences share the passes of both models. So every n and k is tried: n more tokens each, every one as likely as the
+    first, for the first k sequences. The order is by long catch-up, then by likelihood. Those of the best pair draft.
 
     Args:
         candidates: all that may go on.
@@ -217,7 +219,7 @@ def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: Roun
         Indices into `candidates`, and the gain in tokens; none and 0.0 where nothing pays.
     """
     able = [index for index, one in enumerate(candidates) if one.most > 0]
-    # Long catch-ups last, so that each k is tried without them, too.
+    # With long catch-ups last, the sequences that have none are also tried without any.
     order = sorted(able, key=lambda i: (candidates[i].catch_up, -candidates[i].reached * candidates[i].acceptance))
     base = costs.target_pass(rows)
     best: tuple[list[int], float] = [], 0.0
@@ -240,7 +242,9 @@ def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: Roun
 def offer_length(
     reached: float, probabilities: abc.Sequence[float], by_model: Candidate | None, rows: int, costs: RoundCosts
 ) -> int:
-    """How many leading tokens of an offer to draft; 0 where the draft model, with at most as many, gains more.
+    """How many leading tokens of an offer to draft; 0 where the draft model gains more.
+
+    It is compared with at most as many tokens, since after these the model may go on as well.
 
     Args:
         reached: the probability that all drafts before them are accepted.

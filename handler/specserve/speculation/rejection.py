@@ -9,8 +9,8 @@ A round accepts the first drafts, 0 to gamma of them, and adds one token of the 
 token, which replaces the first rejected draft; after gamma accepted drafts the bonus token. Indices count from 0: p_i
 is the target's distribution after i drafts, and draft x_i was sampled from q_i.
 
-A request is verified by `accept_equal` if it is greedy, else by `verify_coupled` if it has a seed, so that its output
-repeats, else by `verify_block`; it may ask for any rule.
+A greedy request is verified by `accept_equal`. One that samples is verified by `verify_coupled` if it has a seed, so
+that its output repeats, else by `verify_block`, or by the rule that it asks for.
 """
 
 from __future__ import annotations
@@ -77,13 +77,14 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
     It accepts at least as many drafts in expectation as token verification.
 
     The weight of the first n drafts is w_0 = 1, w_n = min(1, w_{n-1} p_{n-1}(x_{n-1}) / q_{n-1}(x_{n-1})). With
-    s_n = sum max(0, w_n p_n - q_n), each n has an independent chance h_n = s_n / (s_n + 1 - w_n), the last h_gamma =
-    w_gamma; n_accepted is the largest n whose chance comes true, or 0.
+    s_n = sum max(0, w_n p_n - q_n), each n passes with probability h_n = s_n / (s_n + 1 - w_n), by a uniform number of
+    its own, and gamma with h_gamma = w_gamma. The largest n that passes is accepted, or 0.
 
     Claim: given the first n drafts, n or more are accepted with probability w_n. By induction from gamma down:
         w_n = h_n + (1 - h_n) E[w_{n+1}], since E[w_{n+1}] over x_n ~ q_n is sum min(q_n, w_n p_n) = w_n - s_n.
-    So x follows n drafts, as the next draft of an accepted prefix or as the recovered token, with
-        min(q_n(x), w_n p_n(x)) + max(0, w_n p_n(x) - q_n(x)) = w_n p_n(x): it is distributed as p_n.
+    So exactly n are accepted with probability w_n - E[w_{n+1}] = s_n, the sum of the residual, and x is recovered with
+    probability max(0, w_n p_n(x) - q_n(x)). As the next accepted draft x has probability min(q_n(x), w_n p_n(x)).
+    Together that is w_n p_n(x): what follows the first n drafts is distributed as p_n.
     Where drafting stopped was decided by the drafts before, so the induction may begin there.
 
     Args and noise are those of `verify_token`; reading stops at the first draft with p(x) = 0.

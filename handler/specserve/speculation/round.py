@@ -43,7 +43,7 @@ class Plan(NamedTuple):
     """What one sequence does in a round; valid until the round is applied to it.
 
     Args:
-        sequence: the one.
+        sequence: whose plan it is.
         rows: how many of its pending tokens the target reads: all to decide new ones, fewer for a prefill chunk.
         max_drafts: the most draft tokens that are verified after them; 0 in a prefill.
     """
@@ -75,7 +75,10 @@ class Plan(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A draft token, the distribution q it was sampled from, its drafter, and the drafter's confidence in it."""
+    """A draft token, the distribution q it was sampled from, its drafter, and the drafter's confidence there.
+
+    Confidence is a model's largest probability at temperature 1; other drafters estimate how likely the token is right.
+    """
 
     token: int
     q: FloatArray
@@ -84,7 +87,10 @@ class Draft(NamedTuple):
 
 
 class Undrafted(NamedTuple):
-    """The first token of an offer of which nothing was drafted, made before any draft: p_0 shows if it was right."""
+    """The first token of an offer for a round's first position of which nothing was drafted.
+
+    p_0 shows all the same if it was right, so its drafter learns.
+    """
 
     token: int
     drafter: DrafterName
@@ -96,11 +102,11 @@ class Proposal:
     """The drafts of one sequence in one round.
 
     Args:
-        sequence: the one that they follow.
-        max_drafts: the most drafts that it may have.
+        sequence: that they follow.
+        max_drafts: `Plan.max_drafts`.
         noise: the random numbers of this round.
         drafts: in order.
-        undrafted: see the class.
+        undrafted: one for each drafter whose offer was refused.
         draft_model_seconds: the sequence's part of the draft model's passes, by the cost model.
         catch_up_seconds: the part of these in which the model read what it had missed, mostly the prompt.
         deferred: whether it comes from an earlier round that could not verify it to its end; nothing is added.
@@ -132,7 +138,7 @@ class Proposal:
 
 
 class Drafting(Protocol):
-    """What a round needs of the drafters (drafters.py)."""
+    """What a round needs of `Drafters` (drafters.py imports this file)."""
 
     @property
     def controller(self) -> Controller:
@@ -154,8 +160,8 @@ class Drafting(Protocol):
     def defer(self, proposal: Proposal) -> None:
         """Keep the proposal for the sequence's next round.
 
-        Whether it was deferred depends on what verification had accepted by then: other drafts, or fewer, would draw
-        that again under this condition, which biases the output.
+        Deferral is more likely after some verdicts than after others. Other drafts, or fewer, would replace just
+        these verdicts, which biases the output; the same drafts with the same noise give the same verdict.
         """
 
 
@@ -262,7 +268,7 @@ def run_round(
     passed = clock()
     cost = drafters.controller.target_cost
     works = [_work(plan, proposal) for plan, proposal in zip(plans, proposals, strict=True)]
-    no_masks_or_scores = all(plan.sequence.constraint is None and not plan.scores_rows for plan in plans)
+    times_verification = all(_only_verifies(plan) for plan in plans)
     outcomes, first = {}, 0
     for plan, proposal, charge in zip(plans, proposals, charges(works, cost, kv_len), strict=True):
         end = first + plan.rows - plan.rows_without_logits + len(proposal.drafts)
@@ -270,14 +276,20 @@ def run_round(
         first = end
     done = clock()
     # Computing distributions and verifying take time for every row, so they belong to the cost of a pass; the grammar
-    # masks and prompt scores of some sequences do not.
-    measured = done if no_masks_or_scores else passed
+    # masks and log-probabilities of some sequences do not.
+    measured = done if times_verification else passed
     cost.observe(sum(work.rows + work.drafts for work in works), kv_len, measured - drafted)
     return Report(drafted - started, passed - drafted, outcomes)
 
 
+def _only_verifies(plan: Plan) -> bool:
+    """Whether its sequence needs no grammar mask and no log-probabilities."""
+    sequence = plan.sequence
+    return sequence.constraint is None and sequence.top_logprobs is None and not plan.scores_rows
+
+
 def _work(plan: Plan, proposal: Proposal) -> Work:
-    # The seconds of a deferred proposal belong to an earlier round.
+    # The seconds of a deferred proposal were spent in an earlier round.
     seconds = 0.0 if proposal.deferred else proposal.draft_model_seconds
     return Work(plan.sequence.decoding, plan.rows, len(proposal.drafts), seconds)
 
@@ -287,19 +299,20 @@ def _apply(
 ) -> Outcome:
     """Decide the tokens of one sequence, or take note of its prefill chunk, and say what the round did for it.
 
-    Decided: both caches are truncated to what is decided. Deferred: to before the last token. A prefill chunk leaves
-    them as they are, an error leaves them to the caller.
+    Both caches are truncated to what is decided, of a deferred sequence to before its last token. A prefill chunk
+    leaves them as they are, an error leaves them to the caller.
     """
     sequence, was_decoding = plan.sequence, plan.sequence.decoding
     outcome = Outcome(sequence.generated, sequence.target_cached, charge)
+    n_accepted: int | None = None
     try:
         if plan.scores_rows:
             _score_prompt(sequence, logits[: plan.rows])
         if not plan.decides:
             sequence.target_cached += plan.rows
             return outcome
+        # The last rows: those before belong to a prompt that is scored.
         n_accepted = _decide(drafters.controller, proposal, logits[-1 - len(proposal.drafts) :])
-        outcome = outcome._replace(is_decode_round=was_decoding, drafted_by=proposal.drafted_by, n_accepted=n_accepted)
     except MaskDeferred:
         # The next round feeds the last token again, and verifies the same drafts.
         sequence.deferrals += 1
@@ -309,12 +322,14 @@ def _apply(
         return outcome._replace(error=error)
     target.truncate(sequence.slot, sequence.target_cached)
     drafters.truncate(sequence, sequence.target_cached)
-    if outcome.is_decode_round:
-        # What its drafts cost: their rows of the target's pass, and its part of the draft model's passes.
-        extra_seconds = charge.target_drafts_seconds + proposal.draft_model_seconds - proposal.catch_up_seconds
-        balance = drafters.controller.balance(sequence)
-        balance.count_round(outcome.n_accepted + 1, charge.plain_seconds, extra_seconds, proposal.catch_up_seconds)
-    return outcome
+    if n_accepted is None or not was_decoding:
+        return outcome
+    # What its drafts cost: their rows of the target's pass, and its part of the draft model's passes, in this round or,
+    # if it was deferred, in an earlier one.
+    extra_seconds = charge.target_drafts_seconds + proposal.draft_model_seconds - proposal.catch_up_seconds
+    balance = drafters.controller.balance(sequence)
+    balance.count_round(n_accepted + 1, charge.plain_seconds, extra_seconds, proposal.catch_up_seconds)
+    return outcome._replace(is_decode_round=True, drafted_by=proposal.drafted_by, n_accepted=n_accepted)
 
 
 def _decide(controller: Controller, proposal: Proposal, logits: FloatArray) -> int:
@@ -335,13 +350,16 @@ def _decide(controller: Controller, proposal: Proposal, logits: FloatArray) -> i
     verdict = _verify(p, proposal)
     if sequence.speculation.mode != "off":
         observations = _observations(sequence, p, proposal, verdict)
+        # After a rejection the rejected position counts twice, on purpose (acceptance.py).
         controller.acceptance.learn(sequence, observations, p.confidence(verdict.n_accepted))
     _commit(sequence, p, proposal, verdict)
     return verdict.n_accepted
 
 
 def _noise(sequence: Sequence) -> Noise:
-    # `round_number` counts rounds that have decided tokens, so a deferred round is repeated with the same numbers.
+    # Uniform numbers are keyed by `round_number`: a rejected position is never sampled with its old ones again. It
+    # counts rounds that have decided tokens, so a deferred round is repeated with the same. Races are keyed by
+    # the position alone, `generated` + index.
     return Noise(sequence.seed, sequence.choice, sequence.round_number, sequence.generated)
 
 
@@ -398,10 +416,10 @@ def _observations(
     # The sum of min(p, q) is the acceptance probability in token verification; block verification accepts a little
     # more. Where it is known, it says more than the outcome.
     knows_probability = sequence.speculation.verification != "coupled" and not is_greedy(sequence.sampling)
-    first = proposal.tokens[0] if n_accepted else next_token
+    first_decided = proposal.tokens[0] if n_accepted else next_token
     observations = []
     for undrafted in proposal.undrafted:
-        accepted = float(p[0][undrafted.token]) if knows_probability else float(undrafted.token == first)
+        accepted = float(p[0][undrafted.token]) if knows_probability else float(undrafted.token == first_decided)
         observations.append(Observation(undrafted.drafter, undrafted.confidence, accepted, target_confidence=None))
     for index, draft in enumerate(proposal.drafts[: n_accepted + 1]):
         accepted = float(np.minimum(p[index], draft.q).sum()) if knows_probability else float(index < n_accepted)

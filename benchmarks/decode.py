@@ -75,10 +75,9 @@ class Run:
         """Tokens per second after the first token."""
         return (len(self.tokens) - 1) / self.stats.decode_seconds
 
-    @property
-    def speed_with_prefill(self) -> float:
-        """Tokens per second, prefill included."""
-        return len(self.tokens) / (self.stats.decode_seconds + self.stats.prefill_seconds)
+    def seconds_for(self, tokens: int) -> float:
+        """What an answer of so many tokens takes at this pace, prefill included."""
+        return self.stats.prefill_seconds + (tokens - 1) / self.speed
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,11 @@ def summarise(family: str, temperature: float, mode: str, pairs: list[tuple[Run,
     """One row of the result, from pairs of a plain run and this mode's, one for each prompt."""
     runs = [run for _, run in pairs]
     ratios = [run.speed / plain.speed for plain, run in pairs]
-    with_prefill = [run.speed_with_prefill / plain.speed_with_prefill for plain, run in pairs]
+    # Above temperature 0 the two answers differ, also in length.
+    lengths = [len(run.tokens) for run in runs]
+    with_prefill = [
+        plain.seconds_for(length) / run.seconds_for(length) for (plain, run), length in zip(pairs, lengths, strict=True)
+    ]
     stats = SequenceStats.total(run.stats for run in runs)
     seconds = stats.decode_seconds
     low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3

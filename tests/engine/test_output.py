@@ -23,10 +23,9 @@ from specserve.sampling.logits import penalise
 from specserve.sampling.noise import Noise, Purpose
 from specserve.sequence import SamplingParams, Verification
 from specserve.speculation import drafters
-from specserve.speculation.drafters import Drafters, GrowingProposal
+from specserve.speculation.drafters import Draft, Drafters, Proposal
 from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
 from specserve.speculation.rejection import RULES
-from specserve.speculation.round import Draft
 
 prompts = st.lists(st.integers(0, END_TOKEN - 1), min_size=1, max_size=30)
 
@@ -230,15 +229,15 @@ def report_half_of_q_for_free_drafts(patch: pytest.MonkeyPatch) -> None:
 
 def drop_drafts_of_low_probability(patch: pytest.MonkeyPatch) -> None:
     """A controller must not do this: decide by the sampled token whether it is drafted."""
-    add_any = GrowingProposal.add
+    add_any = Proposal.add
 
-    def add(self: GrowingProposal, draft: Draft, acceptance: float) -> None:
+    def add(self: Proposal, draft: Draft, acceptance: float) -> None:
         if draft.q[draft.token] > 0.3:
             add_any(self, draft, acceptance)
         else:
             self.ended = True
 
-    patch.setattr(GrowingProposal, "add", add)
+    patch.setattr(Proposal, "add", add)
 
 
 def share_noise_between_draft_and_rule(patch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def gain_of(drafts: list[tuple[Candidate, int]], rows: int, costs: RoundCosts) -
         if drafting:
             seconds += costs.draft_pass(sum(one.first_rows for one in drafting) if n == 1 else len(drafting))
     seconds += costs.target_pass(rows + sum(gamma for _, gamma in drafts)) - costs.target_pass(rows)
-    return tokens - costs.rate * seconds
+    return tokens - costs.tokens_per_second * seconds
 
 
 @given(
@@ -90,7 +90,7 @@ def test_choose_for_model_finds_the_best_choice_of_sequences(
 
 def test_choose_for_model_skips_a_full_sequence_without_charging_its_costs() -> None:
     full, other = Candidate(1.0, 0.99, 3, 0, 9.0), Candidate(0.9, 0.9, 1, 4)
-    costs = RoundCosts(lambda rows: 1.0 + 0.01 * rows, lambda rows: 0.1 * rows, rate=1.0)
+    costs = RoundCosts(lambda rows: 1.0 + 0.01 * rows, lambda rows: 0.1 * rows, tokens_per_second=1.0)
     chosen, gain = choose_for_model([full, other], 5, costs)
     assert chosen == [1]
     assert gain == pytest.approx(choose_for_model([other], 5, costs)[1])
@@ -124,6 +124,14 @@ def test_unlikely_free_proposal_yields_to_the_draft_model() -> None:
     assert offer_length(1.0, [0.99, 0.99, 0.99], Candidate(1.0, 0.95, 1, MAX_DRAFTS), 1, costs) == 3
 
 
+@pytest.mark.parametrize("unlikely", [0, 1, 5, 14])
+def test_unlikely_tokens_at_the_end_of_an_offer_do_not_keep_a_likely_one_from_being_drafted(unlikely: int) -> None:
+    """Times in seconds: the target .037 and .003 a row, the draft model .012; one token in .040 without drafts."""
+    costs = RoundCosts(lambda rows: 0.037 + 0.003 * rows, lambda _rows: 0.012, tokens_per_second=1 / 0.04)
+    by_model = Candidate(1.0, 0.8, 1, MAX_DRAFTS)
+    assert offer_length(1.0, [0.9, *[0.05] * unlikely], by_model, 1, costs) == 1
+
+
 def test_choose_for_model_drafts_nothing_when_a_row_costs_as_much_as_a_token() -> None:
     costs = costs_of([float(rows) for rows in range(50)], [0.01 * rows for rows in range(50)], 1.0)
     assert choose_for_model([Candidate(1.0, 0.99, 1, MAX_DRAFTS)], 1, costs) == ([], 0.0)
@@ -135,23 +143,23 @@ def sequence(sampling: SamplingParams = GREEDY, max_tokens: int = 100, generated
     return one
 
 
-def test_rate_is_that_of_plain_decoding_times_the_measured_speedup() -> None:
+def test_time_is_worth_plain_decoding_times_the_measured_speedup() -> None:
     controller = Controller(stairs(), flat(0.1))
     one, other = sequence(), sequence()
-    assert controller.costs([one], 0, 0).rate == pytest.approx(1.0)
-    assert controller.costs([one, other], 0, 0).rate == pytest.approx(2 / 1.7)
+    assert controller.costs([one], 0, 0).tokens_per_second == pytest.approx(1.0)
+    assert controller.costs([one, other], 0, 0).tokens_per_second == pytest.approx(2 / 1.7)
     for _ in range(20):
         controller.balance(one).count_round(4, 1.0, 1.0, 0.0)
-    assert controller.costs([one], 0, 0).rate == pytest.approx(2.0)
+    assert controller.costs([one], 0, 0).tokens_per_second == pytest.approx(2.0)
     for _ in range(50):
         controller.balance(one).count_round(1, 1.0, 1.0, 0.0)
-    assert controller.costs([one], 0, 0).rate == pytest.approx(1.0, abs=0.01)
+    assert controller.costs([one], 0, 0).tokens_per_second == pytest.approx(1.0, abs=0.01)
 
 
-def test_rate_counts_sequences_awaiting_their_first_token() -> None:
+def test_time_is_worth_as_much_to_sequences_awaiting_their_first_token() -> None:
     controller = Controller(stairs(), flat(0.1))
     none_waiting, three_waiting = (controller.costs([sequence()], 0, 0, waiting) for waiting in (0, 3))
-    assert three_waiting.rate == pytest.approx(4 * none_waiting.rate)
+    assert three_waiting.tokens_per_second == pytest.approx(4 * none_waiting.tokens_per_second)
 
 
 def test_greedy_and_sampled_sequences_are_calibrated_separately() -> None:
@@ -231,7 +239,9 @@ def test_drafts_that_only_lose_are_stopped_and_retried_at_a_bounded_cost() -> No
 
 def test_a_long_catch_up_that_cannot_pay_keeps_no_other_sequence_from_drafting() -> None:
     """Times in seconds: a pass of the target over two rows takes .060, one of the draft model .008."""
-    costs = RoundCosts(lambda rows: 0.06 + 0.002 * (rows - 2), lambda rows: 0.008 + 0.0005 * (rows - 1), rate=2 / 0.06)
+    costs = RoundCosts(
+        lambda rows: 0.06 + 0.002 * (rows - 2), lambda rows: 0.008 + 0.0005 * (rows - 1), tokens_per_second=2 / 0.06
+    )
     short_answer = Candidate(1.0, 0.65, 1, MAX_DRAFTS, catch_up=0.082)
     long_answer = Candidate(1.0, 0.64, 1, MAX_DRAFTS, catch_up=0.0035)
     assert choose_for_model([short_answer, long_answer], 2, costs)[0] == [1]

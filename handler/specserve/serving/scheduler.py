@@ -31,8 +31,8 @@ class Scheduler:
         drafters: propose drafts; their controller knows what forward passes cost.
         prefill_rows: the most prompt tokens in a round; the engine has room for these and `max_logits` rows in a pass.
         idle_tokens: the most tokens of finished sequences that stay in the cache.
-        max_wait_seconds: the most that prefill and grammar masks may each add to a round, and drafts where several
-            requests run.
+        max_wait_seconds: the most that prefill may add to a round, and that grammar masks may. The drafts of several
+            requests together, too; those of a request alone are not limited.
         begin_masks: told the seconds that the grammar masks of a round may take; what does not fit is deferred.
         clock: seconds, for statistics and costs.
         observers: told of every round and of every end.
@@ -114,9 +114,10 @@ class Scheduler:
         if self._begin_masks is not None:
             # Grammar masks may delay other sequences as long as prefill may.
             self._begin_masks(self.max_wait_seconds)
-        awaiting = self.awaiting_first_token
         try:
-            report = run_round(self._target, self._drafters, plans, self._clock, awaiting_first_token=awaiting)
+            report = run_round(
+                self._target, self._drafters, plans, self._clock, awaiting_first_token=self.awaiting_first_token
+            )
         except EngineError as error:
             self._fail({plan.sequence: error for plan in plans})
             self._recorder.record_ends(self._end_completed())
@@ -181,6 +182,9 @@ class Scheduler:
         constrained = sum(generation.constraint is not None for generation in decoding)
         plans = []
         for generation in decoding:
+            if generation in deferred_drafts:
+                plans.append(Plan(generation, 1, deferred_drafts[generation]))
+                continue
             # The round adds one token of the target's own.
             drafts = max(0, min(generation.speculation.max_drafts, generation.remaining - 1, max_each))
             if generation.constraint is not None:
@@ -188,11 +192,11 @@ class Scheduler:
                 drafts = drafts_with_masks(
                     drafts, mask_seconds, constrained=constrained, max_wait=self.max_wait_seconds
                 )
-            plans.append(Plan(generation, 1, deferred_drafts.get(generation, drafts)))
+            plans.append(Plan(generation, 1, drafts))
         return plans
 
     def _max_each(self, decoding: list[Generation], deferred_drafts: Mapping[Generation, int]) -> int:
-        """The most drafts of each sequence for which the pass has logits, and other requests time."""
+        """The most drafts of a sequence, so that the pass has rows of logits for all, and other requests have time."""
         n_deferred = sum(deferred_drafts.values())
         drafting = [g for g in decoding if g.speculation.max_drafts > 0 and g not in deferred_drafts]
         # Every running sequence may need the logits of one row beside those of its drafts.
@@ -200,6 +204,7 @@ class Scheduler:
         most = logits_for_drafts // max(1, len(drafting))
         if len({generation.info.request for generation in self._running}) == 1:
             return most
+        # A draft model that has failed leaves its cost behind.
         draft_cost = self._controller.draft_cost if self._drafters.has_model else None
         return drafts_in_time(
             self._controller.target_cost,
@@ -216,6 +221,7 @@ class Scheduler:
         logits_left = self._target.max_logits - sum(1 + plan.max_drafts for plan in decode_plans)
         # What decoding probably takes: the controller has not decided yet; with many sequences it mostly drafts little.
         likely_rows = sum(1 if plan.sequence.speculation.is_auto else 1 + plan.max_drafts for plan in decode_plans)
+        # The chunk for which all sequences together wait least per prefilled token.
         rows_left = prefill_chunk(
             self._controller.target_cost,
             self._kv_len(),

@@ -13,7 +13,8 @@ Three threads share the work:
 - TorchServe's thread runs `handle`: it owns the responses, and replies.
 - The engine thread runs rounds, in slices of some milliseconds (engine_loop.py). While one runs it owns the scheduler,
   all generations that were submitted, both models, the metrics and the trace; else they belong to TorchServe's thread.
-- The parser's thread turns bodies into generations (parser.py).
+- The parser's thread turns bodies into generations (parser.py); routes that generate nothing are answered in
+  TorchServe's thread.
 
 A call ends by starting a slice and returns at once: TorchServe sends the replies, and calls again, while it runs. So a
 call: end the slice early if requests are new or gone, wait for it, submit what is parsed, run a slice if there was
@@ -130,7 +131,8 @@ class Handler:
         context.stopping_criteria = [whole_response] * len(data)
         for index, request_id in entries.items():
             response = self._responses.get(request_id)
-            # One submitted after the slice has had no round yet: sending status 200 now would hide that it fails.
+            # One submitted after the slice has had no round yet. The first reply of a stream sends status 200, which is
+            # too early while the request may still fail.
             came_late = ran_meanwhile and request_id in submitted
             if response is None or (came_late and not response.done):
                 del context.request_ids[index]
@@ -138,7 +140,7 @@ class Handler:
                 replies[index] = self._reply(context, index, response)
         self._watch_draft_model()
         self._emit_metrics()
-        # With a prompt to prefill none is started: more requests mostly come with it, and the next call takes these
+        # With a prompt to prefill no slice is started: more requests mostly come with it, and the next call takes these
         # first and then runs the slice itself.
         self._loop.start_unless_prefilling()
         return replies
@@ -186,21 +188,21 @@ class Handler:
         - A stream: its next events, as a chunk, or as the last one if it is done (complete or failed).
         - No stream, not done: nothing.
         - No stream, done: the body, as a whole response, or as the last chunk if the status was sent.
-        - A stream that fails before its status was sent: as if it were none, with the error's own status.
+        - A stream that fails before its status was sent: like no stream, with the error's own status.
         """
         if response.error:
             self._cancel(response)
         if response.streams and (response.status_sent or not response.error):
             return self._next_chunk(context, index, response)
         if not response.done:
-            return self._reply_later(context, index, response)
+            return self._keep_open(context, index, response)
         if response.status_sent:
             context.stopping_criteria[index] = last_chunk
         else:
             self._send_status(context, index, response, "application/json")
         return json.dumps(response.body())
 
-    def _reply_later(self, context: Context, index: int, response: Response) -> str:
+    def _keep_open(self, context: Context, index: int, response: Response) -> str:
         """Send nothing until the status deadline, then the status and an empty chunk in each call.
 
         TorchServe notices a client that has left only when it sends. A later error is an error object under status 200.

@@ -40,8 +40,8 @@ SHORT_CATCH_UP = 4
 # min(10 n, n + 48) are left: 50 of 5; 68 of 20, which are 23 rounds, each charged 1.75 / 23 of the catch-up.
 _CATCH_UP_MARGIN, _TOKENS_PER_ROUND = 1.75, 3
 _GROWTH, _HORIZON = 10, 48
-# What a long catch-up after the first has cost (`Balance`): each round counts this share of what is left. Counted at
-# once it would end the drafts that are to earn it, as would the first one (benchmarks/RESULTS.md, decisions).
+# Of a long catch-up after the first (`Balance`): the share of what is left that each round counts as lost. All at once,
+# and with the first one, it would end the drafts that are to earn it (benchmarks/RESULTS.md, decisions).
 _CATCH_UP_SHARE = 1 / 16
 # What drafts may cost a sequence, net of what they brought, before the draft model pauses: a share of its plain
 # decoding time plus 4 plain steps. It bounds what an adversary can cost (tests/engine/test_simulation.py).
@@ -56,13 +56,13 @@ class RoundCosts(NamedTuple):
     Args:
         target_pass: seconds of a pass of the target by its number of rows.
         draft_pass: the same of the draft model.
-        rate: tokens a second that all sequences together yield without these drafts: the value of time.
+        tokens_per_second: that all sequences together yield without these drafts: the value of time.
         prompt_waiting: whether some sequence awaits its first token, so that no long catch-up may start.
     """
 
     target_pass: Callable[[int], float]
     draft_pass: Callable[[int], float]
-    rate: float
+    tokens_per_second: float
     prompt_waiting: bool = False
 
 
@@ -85,15 +85,17 @@ class Candidate(NamedTuple):
 
 
 class Balance:
-    """What drafts have brought and cost one sequence: its recent speed-up, and whether it has lost too much."""
+    """Two accounts of one sequence's drafts: its recent speed-up, and its loss since the beginning.
+
+    The loss is kept as a guarantee: it bounds what drafts cost where every estimate is wrong.
+    """
 
     def __init__(self) -> None:
         self._tokens = 0
         # What these would have taken without drafts, and what drafts have lost of that.
         self._total_plain_seconds = 0.0
         self._total_loss_seconds = 0.0
-        self._has_caught_up = False
-        # Of later catch-ups, not counted yet.
+        # Of catch-ups, not counted yet.
         self._outstanding_seconds = 0.0
         self._recent_tokens = 0.0
         # The time that these took, in steps of plain decoding.
@@ -116,14 +118,12 @@ class Balance:
         Args:
             tokens: how many it gave.
             plain_seconds: the sequence's part of the pass, had no sequence drafted; it would have given one token.
-            extra_seconds: what its drafts added in both models, without a long catch-up.
-            catch_up_seconds: of a long catch-up.
+            extra_seconds: what its drafts added in both models, without long catch-ups.
+            catch_up_seconds: of a long catch-up after the first, in which the model reads what others have drafted.
         """
         self._tokens += tokens
         self._total_plain_seconds += tokens * plain_seconds
-        if self._has_caught_up:
-            self._outstanding_seconds += catch_up_seconds
-        self._has_caught_up |= catch_up_seconds > 0
+        self._outstanding_seconds += catch_up_seconds
         counted = _CATCH_UP_SHARE * self._outstanding_seconds
         self._outstanding_seconds -= counted
         self._total_loss_seconds += extra_seconds + counted - (tokens - 1) * plain_seconds
@@ -163,10 +163,11 @@ class Controller:
         """
         plain_seconds = self.target_cost.seconds(len(decoding), target_kv_len)
         draft_cost = self.draft_cost
+        speedups = [self.balance(sequence).speedup for sequence in decoding]
         return RoundCosts(
             target_pass=lambda rows: self.target_cost.seconds(rows, target_kv_len),
             draft_pass=(lambda rows: draft_cost.seconds(rows, draft_kv_len)) if draft_cost else (lambda _rows: 0.0),
-            rate=(sum(self.balance(sequence).speedup for sequence in decoding) + awaiting_first_token) / plain_seconds,
+            tokens_per_second=(sum(speedups) + awaiting_first_token) / plain_seconds,
             prompt_waiting=awaiting_first_token > 0,
         )
 
@@ -208,7 +209,8 @@ def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: Roun
 
     One token each is drafted before the question is asked again; but several drafts can pay where one does not, and
     sequences share the passes of both models. So every n and k is tried: n more tokens each, every one as likely as the
-    first, for the first k sequences. The order is by long catch-up, then by likelihood. Those of the best pair draft.
+    first, for the first k sequences: those without a long catch-up before the others, then the likelier before the less
+    likely. The k sequences of the best n and k draft.
 
     Args:
         candidates: all that may go on.
@@ -233,7 +235,7 @@ def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: Roun
             drafts += len(drafting)
             rows_read = sum(one.first_rows for one in drafting) if n == 1 else len(drafting)
             seconds += costs.draft_pass(rows_read)
-            gain = expected - costs.rate * (seconds + costs.target_pass(rows + drafts) - base)
+            gain = expected - costs.tokens_per_second * (seconds + costs.target_pass(rows + drafts) - base)
             if gain > best[1]:
                 best = order[:k], gain
     return best
@@ -244,7 +246,7 @@ def offer_length(
 ) -> int:
     """How many leading tokens of an offer to draft; 0 where the draft model gains more.
 
-    It is compared with at most as many tokens, since after these the model may go on as well.
+    The model's gain is taken over at most that length, since after these tokens it may go on anyway.
 
     Args:
         reached: the probability that all drafts before them are accepted.
@@ -258,11 +260,10 @@ def offer_length(
     for n, probability in enumerate(probabilities, 1):
         reached *= probability
         expected += reached
-        gain = expected - costs.rate * (costs.target_pass(rows + n) - base)
+        gain = expected - costs.tokens_per_second * (costs.target_pass(rows + n) - base)
         if gain > best:
             length, best = n, gain
     if by_model is None:
         return length
-    as_many = by_model._replace(most=min(by_model.most, len(probabilities)))
-    _, of_model = choose_for_model([as_many], rows, costs)
-    return length if best > of_model else 0
+    _, model_gain = choose_for_model([by_model._replace(most=min(by_model.most, length))], rows, costs)
+    return length if best > model_gain else 0

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
+from typing import NamedTuple
 
 from specserve.errors import ConstraintError, DraftError, MaskDeferred
 from specserve.sampling.distribution import FloatArray, confidence, is_greedy, one_hot, to_distribution
 from specserve.sampling.logits import process_logits
 from specserve.sampling.noise import Noise
-from specserve.sequence import Sequence
+from specserve.sequence import DrafterName, Sequence
 from specserve.speculation.controller import (
     SHORT_CATCH_UP,
     Candidate,
@@ -26,39 +27,90 @@ from specserve.speculation.controller import (
 from specserve.speculation.draft_model import DraftedSequence, DraftModel
 from specserve.speculation.proposers import Proposer
 from specserve.speculation.rejection import RULES
-from specserve.speculation.round import Draft, Proposal, Undrafted
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class GrowingProposal:
-    """A proposal that may get more drafts.
+class Draft(NamedTuple):
+    """A draft token, the distribution q it was sampled from, its drafter, and the drafter's confidence there.
 
-    Args:
-        proposal: the drafts so far.
-        reached: the estimated probability that all of them are accepted.
-        ended: whether the draft model has nothing more to add.
+    Confidence is a model's largest probability at temperature 1; other drafters estimate how likely the token is right.
     """
 
-    proposal: Proposal
+    token: int
+    q: FloatArray
+    drafter: DrafterName
+    confidence: float
+
+
+class Refused(NamedTuple):
+    """The first token of an offer for a round's first position, nothing of which was drafted.
+
+    p_0 shows all the same if it was right, so its drafter learns.
+    """
+
+    token: int
+    drafter: DrafterName
+    confidence: float
+
+
+@dataclass
+class Proposal:
+    """The drafts of one sequence in one round.
+
+    Args:
+        sequence: that they follow.
+        max_drafts: the most that it may have.
+        noise: the random numbers of this round.
+        drafts: in order.
+        refused: one for each drafter whose offer was refused.
+        reached: the estimated probability that all drafts are accepted.
+        ended: whether the draft model has nothing more to add.
+        draft_model_seconds: the sequence's part of the draft model's passes, by the cost model.
+        catch_up_seconds: the part of these in which the model read what it had missed, mostly the prompt.
+        deferred: whether it comes from an earlier round that could not verify it to its end; nothing is added.
+    """
+
+    sequence: Sequence
+    max_drafts: int
+    noise: Noise
+    drafts: list[Draft] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
     reached: float = 1.0
     ended: bool = False
+    draft_model_seconds: float = 0.0
+    catch_up_seconds: float = 0.0
+    deferred: bool = False
 
-    @property
-    def sequence(self) -> Sequence:
-        """The one that the drafts follow."""
-        return self.proposal.sequence
+    def add(self, draft: Draft, acceptance: float) -> None:
+        """Draft one more token; it stays in the round whatever it is."""
+        self.drafts.append(draft)
+        self.reached *= acceptance
 
     @property
     def remaining(self) -> int:
         """How many more tokens may be drafted."""
-        return self.proposal.max_drafts - len(self.proposal.drafts)
+        return self.max_drafts - len(self.drafts)
 
-    def add(self, draft: Draft, acceptance: float) -> None:
-        """Draft one more token; it stays in the round whatever it is."""
-        self.proposal.drafts.append(draft)
-        self.reached *= acceptance
+    @property
+    def drafted(self) -> DraftedSequence:
+        """The sequence with the draft tokens after it."""
+        return DraftedSequence(self.sequence, self.tokens)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The draft tokens, in order."""
+        return [draft.token for draft in self.drafts]
+
+    @property
+    def q(self) -> list[FloatArray]:
+        """The distributions that the drafts were sampled from, in order."""
+        return [draft.q for draft in self.drafts]
+
+    @property
+    def drafted_by(self) -> list[DrafterName]:
+        """The drafters of the drafts, in order."""
+        return [draft.drafter for draft in self.drafts]
 
 
 class Drafters:
@@ -100,7 +152,11 @@ class Drafters:
         return self._model.kv_len(sequence.slot for sequence in sequences) if self._model else 0
 
     def defer(self, proposal: Proposal) -> None:
-        """Keep a proposal that a round could not verify to its end, for the sequence's next round; see `Drafting`."""
+        """Keep a proposal that a round could not verify to its end, for the sequence's next round.
+
+        Deferral is more likely after some verdicts than after others. Other drafts, or fewer, would replace just
+        these verdicts, which biases the output; the same drafts with the same noise give the same verdict.
+        """
         proposal.deferred = True
         proposal.sequence.states[self] = proposal
 
@@ -123,38 +179,36 @@ class Drafters:
             kv_len: how many tokens a row of that pass attends to.
             awaiting_first_token: number of sequences in prefill or about to be.
         """
-        drafting = [
-            GrowingProposal(proposal) for proposal in proposals if proposal.max_drafts > 0 and not proposal.deferred
-        ]
+        drafting = [proposal for proposal in proposals if proposal.max_drafts > 0 and not proposal.deferred]
         if not drafting:
             return
         decoding = [proposal.sequence for proposal in proposals if proposal.sequence.decoding]
         costs = self.controller.costs(decoding, kv_len, self.draft_kv_len(decoding), awaiting_first_token)
         # Deferred proposals have drafts already.
         rows += sum(len(proposal.drafts) for proposal in proposals)
-        for growing in drafting:
-            rows += self._propose_free(growing, rows, costs)
+        for proposal in drafting:
+            rows += self._propose_free(proposal, rows, costs)
         while self._model and (chosen := self._choose(drafting, rows, costs)):
             began = self._clock()
             try:
-                logits, n_read = self._model.read([DraftedSequence(g.sequence, g.proposal.tokens) for g in chosen])
+                logits, n_read = self._model.read([proposal.drafted for proposal in chosen])
             except DraftError as error:
                 logger.error("specserve: %s Decoding goes on without it.", error)
                 self._model = None
                 return
             read = self._clock()
             seconds_per_row = costs.draft_pass(sum(n_read)) / max(1, sum(n_read))
-            for index, growing in enumerate(chosen):
-                growing.proposal.draft_model_seconds += seconds_per_row * n_read[index]
+            for index, proposal in enumerate(chosen):
+                proposal.draft_model_seconds += seconds_per_row * n_read[index]
                 if n_read[index] > SHORT_CATCH_UP:
-                    growing.proposal.catch_up_seconds += seconds_per_row * (n_read[index] - 1)
-                if index not in logits or not self._draw(logits[index], growing):
-                    growing.ended = True
+                    proposal.catch_up_seconds += seconds_per_row * (n_read[index] - 1)
+                if index not in logits or not self._draw(logits[index], proposal):
+                    proposal.ended = True
                     continue
                 rows += 1
-                rows += self._propose_free(growing, rows, costs)
+                rows += self._propose_free(proposal, rows, costs)
             # Drawing belongs to the cost of a pass, grammar masks do not.
-            has_masks = any(growing.sequence.constraint is not None for growing in chosen)
+            has_masks = any(proposal.sequence.constraint is not None for proposal in chosen)
             self._model.observe_cost((read if has_masks else self._clock()) - began)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
@@ -162,59 +216,59 @@ class Drafters:
         if self._model:
             self._model.truncate(sequence, length)
 
-    def _propose_free(self, growing: GrowingProposal, rows: int, costs: RoundCosts) -> int:
+    def _propose_free(self, proposal: Proposal, rows: int, costs: RoundCosts) -> int:
         """Draft what the first proposer offers that is worth verifying; returns how many tokens that is."""
-        sequence, proposal = growing.sequence, growing.proposal
-        if growing.remaining <= 0:
+        sequence = proposal.sequence
+        if proposal.remaining <= 0:
             return 0
         for proposer in self._proposers:
             if sequence.speculation.drafter not in {None, proposer.name}:
                 continue
-            tokens, confidences = proposer.propose(sequence, proposal.tokens, growing.remaining)
+            tokens, confidences = proposer.propose(sequence, proposal.tokens, proposal.remaining)
             if not tokens:
                 continue
-            by_model = self._candidate(growing, costs)
+            by_model = self._candidate(proposal, costs)
             acceptance = self.controller.acceptance
             probabilities = [acceptance.of_token(sequence, proposer.name, stated) for stated in confidences]
             if sequence.speculation.is_auto:
-                length = offer_length(growing.reached, probabilities, by_model, rows, costs)
+                length = offer_length(proposal.reached, probabilities, by_model, rows, costs)
             else:
                 # A fixed number of drafts is made in any case; the model makes those that it is likelier to get right.
                 unlikely = (n for n, p in enumerate(probabilities) if by_model and p < by_model.acceptance)
                 length = next(unlikely, len(tokens))
             for token, stated, probability in zip(tokens[:length], confidences, probabilities, strict=False):
-                growing.add(Draft(token, one_hot(token, self._vocabulary), proposer.name, stated), probability)
+                proposal.add(Draft(token, one_hot(token, self._vocabulary), proposer.name, stated), probability)
             if length:
                 return length
             if not proposal.drafts:
-                proposal.undrafted.append(Undrafted(tokens[0], proposer.name, confidences[0]))
+                proposal.refused.append(Refused(tokens[0], proposer.name, confidences[0]))
         return 0
 
-    def _choose(self, drafting: list[GrowingProposal], rows: int, costs: RoundCosts) -> list[GrowingProposal]:
+    def _choose(self, drafting: list[Proposal], rows: int, costs: RoundCosts) -> list[Proposal]:
         """The sequences whose next token the model drafts in this step."""
-        able = [(g, self._candidate(g, costs)) for g in drafting if not g.ended and g.remaining > 0]
-        fixed = [g for g, candidate in able if candidate and not g.sequence.speculation.is_auto]
-        auto = [(g, candidate) for g, candidate in able if candidate and g.sequence.speculation.is_auto]
+        able = [(one, self._candidate(one, costs)) for one in drafting if not one.ended and one.remaining > 0]
+        fixed = [one for one, candidate in able if candidate and not one.sequence.speculation.is_auto]
+        auto = [(one, candidate) for one, candidate in able if candidate and one.sequence.speculation.is_auto]
         chosen, _ = choose_for_model([candidate for _, candidate in auto], rows + len(fixed), costs)
         return [*fixed, *(auto[index][0] for index in sorted(chosen))]
 
-    def _candidate(self, growing: GrowingProposal, costs: RoundCosts) -> Candidate | None:
+    def _candidate(self, proposal: Proposal, costs: RoundCosts) -> Candidate | None:
         """What is known of a sequence before the model drafts its next token; None where it cannot or may not."""
-        sequence = growing.sequence
+        sequence = proposal.sequence
         if self._model is None or sequence.speculation.drafter not in {None, "model"}:
             return None
-        drafted = DraftedSequence(sequence, growing.proposal.tokens)
+        drafted = proposal.drafted
         if not self._model.can_read(drafted):
             return None
         pending = self._model.pending(drafted)
         if sequence.speculation.is_auto:
-            return self.controller.candidate(sequence, growing.reached, pending, growing.remaining, costs)
+            return self.controller.candidate(sequence, proposal.reached, pending, proposal.remaining, costs)
         acceptance = self.controller.acceptance.of(sequence).next_acceptance
-        return Candidate(growing.reached, acceptance, pending, growing.remaining)
+        return Candidate(proposal.reached, acceptance, pending, proposal.remaining)
 
-    def _draw(self, logits: FloatArray, growing: GrowingProposal) -> bool:
+    def _draw(self, logits: FloatArray, proposal: Proposal) -> bool:
         """Draw a draft token from the model's logits; False where the grammar leaves none."""
-        sequence, proposal = growing.sequence, growing.proposal
+        sequence = proposal.sequence
         try:
             shaped = process_logits(logits, sequence, proposal.tokens)
             q = to_distribution(shaped, sequence.sampling)
@@ -227,5 +281,5 @@ class Drafters:
             token = RULES[sequence.speculation.verification].sample(q, len(proposal.drafts), proposal.noise)
         stated = confidence(shaped)
         probability = self.controller.acceptance.of_token(sequence, "model", stated)
-        growing.add(Draft(token, q, "model", stated), probability)
+        proposal.add(Draft(token, q, "model", stated), probability)
         return True

@@ -1,16 +1,15 @@
 """The rules that keep the target's distribution: which draft tokens are accepted, and which token follows them.
 
 A rule sees the target's distributions p, the distributions q that the drafts were really sampled from, and noise.
-Whatever was drafted, the output is distributed exactly as if every token were sampled from p. Whether to draft another
-token may depend on everything drafted and on the next q, but is decided before that token is sampled: the number of
-drafts is a stopping time.
+Whatever was drafted, the output is distributed exactly as if every token were sampled from p.
 
 A round accepts the first drafts, 0 to gamma of them, and adds one token of the target: after a rejection the recovered
 token, which replaces the first rejected draft; after gamma accepted drafts the bonus token. Indices count from 0: p_i
-is the target's distribution after i drafts, and draft x_i was sampled from q_i.
+is the target's distribution after i drafts, and draft x_i was sampled from q_i. Whether to draft x_i may depend on the
+drafts before it, and so on q_i, but is decided before x_i is sampled: the number of drafts is a stopping time.
 
 A greedy request is verified by `accept_equal`. One that samples is verified by `verify_coupled` if it has a seed, so
-that its output repeats, else by `verify_block`, or by the rule that it asks for.
+that its output repeats, else by `verify_block`, or by the rule that it asks for (openai/parse.py).
 """
 
 from __future__ import annotations
@@ -80,11 +79,12 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
     s_n = sum max(0, w_n p_n - q_n), each n passes with probability h_n = s_n / (s_n + 1 - w_n), by a uniform number of
     its own, and gamma with h_gamma = w_gamma. The largest n that passes is accepted, or 0.
 
-    Claim: given the first n drafts, n or more are accepted with probability w_n. By induction from gamma down:
+    Claim: given the first n drafts, n or more are accepted with probability w_n, over later drafts and all uniform
+    numbers. By induction from gamma down:
         w_n = h_n + (1 - h_n) E[w_{n+1}], since E[w_{n+1}] over x_n ~ q_n is sum min(q_n, w_n p_n) = w_n - s_n.
-    So exactly n are accepted with probability w_n - E[w_{n+1}] = s_n, the sum of the residual, and x is recovered with
-    probability max(0, w_n p_n(x) - q_n(x)). As the next accepted draft x has probability min(q_n(x), w_n p_n(x)).
-    Together that is w_n p_n(x): what follows the first n drafts is distributed as p_n.
+    So exactly n are accepted with probability w_n - E[w_{n+1}] = s_n, the sum of the residual. After n accepted drafts
+    x follows as the recovered token with probability max(0, w_n p_n(x) - q_n(x)), and as the next accepted draft with
+    min(q_n(x), w_n p_n(x)): together w_n p_n(x), so it is distributed as p_n.
     Where drafting stopped was decided by the drafts before, so the induction may begin there.
 
     Args and noise are those of `verify_token`; reading stops at the first draft with p(x) = 0.
@@ -98,7 +98,7 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
             break
         if n < gamma:
             s = float(residual(p[n], q[n], w).sum(dtype=np.float64))
-            # A denominator of 0 means p_n = q_n and weight 1: what follows is accepted in any case.
+            # A denominator of 0 means weight 1 and p_n = q_n: the next weight is 1 as well.
             h = s / (s + 1 - w) if s + 1 - w > 0 else 1.0
         else:
             h = w
@@ -119,6 +119,7 @@ def verify_coupled(p: Distributions, _q: Distributions, drafts: abc.Sequence[int
 
     Args are those of `verify_token`; q is not needed.
     """
+    # `race` asks for its noise by the number and the size of each of its stages.
     return accept_equal(lambda index: race(p[index], partial(noise.exponentials, index)), drafts)
 
 

@@ -8,22 +8,26 @@ One round of one sequence, whose tokens are [a b c]; the target's cache holds a 
     commit  tokens [a b c d x]            `target_cached` 4: e is truncated from the cache, x is the next pending token
 
 The scheduler gives the grammar masks of a round a budget of time. Where it is spent, `process_logits` raises
-`MaskDeferred`: the sequence is deferred. Nothing is decided for it, and the next round verifies the same drafts with
-the same noise.
+`MaskDeferred`: the sequence is deferred. Nothing is decided for it; the next round feeds its last token and its drafts
+again, since their logits are overwritten by then, and verifies them with the same noise. The masks are kept, so it gets
+further; a mask that takes longer than a whole budget fails the request.
 
 Of a `Sequence` (sequence.py): `tokens` are the prompt and what is decided after it, `generated` is how many of them are
 decided, and after the first of these the sequence is `decoding`; `target_cached` is how many leading tokens the
 target's cache holds, `target_pending` how many it has not been fed: 1 while decoding; `remaining` is how many more may
-be decided.
+be decided. `speculation.mode` is off (no drafts), fixed (a number of them) or auto (the controller's choice).
+
+Of a `Proposal` (drafters.py): `drafts` are a sequence's drafts of the round, each with its token, the distribution q it
+was sampled from, its drafter, and the drafter's confidence there: a model's largest probability, else an estimate of
+how likely the token is right.
 """
 
 from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,6 +40,7 @@ from specserve.sequence import DrafterName, Sequence
 from specserve.speculation.acceptance import Observation
 from specserve.speculation.charges import Charge, Work, charges
 from specserve.speculation.controller import Controller
+from specserve.speculation.drafters import Drafters, Proposal
 from specserve.speculation.rejection import RULES, Verdict, accept_equal
 
 
@@ -74,97 +79,6 @@ class Plan(NamedTuple):
         return self.rows - 1 if self.decides else self.rows
 
 
-class Draft(NamedTuple):
-    """A draft token, the distribution q it was sampled from, its drafter, and the drafter's confidence there.
-
-    Confidence is a model's largest probability at temperature 1; other drafters estimate how likely the token is right.
-    """
-
-    token: int
-    q: FloatArray
-    drafter: DrafterName
-    confidence: float
-
-
-class Undrafted(NamedTuple):
-    """The first token of an offer for a round's first position of which nothing was drafted.
-
-    p_0 shows all the same if it was right, so its drafter learns.
-    """
-
-    token: int
-    drafter: DrafterName
-    confidence: float
-
-
-@dataclass
-class Proposal:
-    """The drafts of one sequence in one round.
-
-    Args:
-        sequence: that they follow.
-        max_drafts: `Plan.max_drafts`.
-        noise: the random numbers of this round.
-        drafts: in order.
-        undrafted: one for each drafter whose offer was refused.
-        draft_model_seconds: the sequence's part of the draft model's passes, by the cost model.
-        catch_up_seconds: the part of these in which the model read what it had missed, mostly the prompt.
-        deferred: whether it comes from an earlier round that could not verify it to its end; nothing is added.
-    """
-
-    sequence: Sequence
-    max_drafts: int
-    noise: Noise
-    drafts: list[Draft] = field(default_factory=list)
-    undrafted: list[Undrafted] = field(default_factory=list)
-    draft_model_seconds: float = 0.0
-    catch_up_seconds: float = 0.0
-    deferred: bool = False
-
-    @property
-    def tokens(self) -> list[int]:
-        """The draft tokens, in order."""
-        return [draft.token for draft in self.drafts]
-
-    @property
-    def q(self) -> list[FloatArray]:
-        """The distributions that the drafts were sampled from, in order."""
-        return [draft.q for draft in self.drafts]
-
-    @property
-    def drafted_by(self) -> list[DrafterName]:
-        """The drafters of the drafts, in order."""
-        return [draft.drafter for draft in self.drafts]
-
-
-class Drafting(Protocol):
-    """What a round needs of `Drafters` (drafters.py imports this file)."""
-
-    @property
-    def controller(self) -> Controller:
-        """It learns what was accepted, and what drafts cost."""
-
-    def begin(self, sequence: Sequence, max_drafts: int, noise: Noise) -> Proposal:
-        """An empty proposal; or the sequence's deferred one, as it was."""
-
-    def propose(self, proposals: list[Proposal], rows: int, kv_len: int, awaiting_first_token: int = 0) -> None:
-        """Add what is worth drafting to the proposals; the target's pass has `rows` rows without any.
-
-        First what a lookup, the client's prediction and the grammar offer, then tokens of the draft model, one at a
-        time, with the others asked again after each; controller.py says how long that is worth its time.
-        """
-
-    def truncate(self, sequence: Sequence, length: int) -> None:
-        """The draft model's cache keeps at most the first `length` tokens of a sequence."""
-
-    def defer(self, proposal: Proposal) -> None:
-        """Keep the proposal for the sequence's next round.
-
-        Deferral is more likely after some verdicts than after others. Other drafts, or fewer, would replace just
-        these verdicts, which biases the output; the same drafts with the same noise give the same verdict.
-        """
-
-
 class Outcome(NamedTuple):
     """What a round did for one sequence.
 
@@ -172,7 +86,7 @@ class Outcome(NamedTuple):
         generated_before: number of its tokens after the prompt before the round; 0 in prefill.
         cached_before: number of its tokens in the target's cache before the round.
         charge: its estimated part of the round's time (charges.py).
-        is_decode_round: whether it decided tokens and its prefill was over before; not so where it was deferred.
+        is_decode_round: whether it decided tokens and its prefill was over before; False if deferred.
         drafted_by: the drafter of each verified draft.
         n_accepted: how many of them were accepted.
         error: why the sequence failed.
@@ -236,7 +150,7 @@ class TargetDistributions:
 
 def run_round(
     target: Engine,
-    drafters: Drafting,
+    drafters: Drafters,
     plans: list[Plan],
     clock: Callable[[], float] = perf_counter,
     *,
@@ -262,13 +176,16 @@ def run_round(
     # Tokens of the target's cache that attention reads for a row: of the longest of these sequences with our kernels,
     # of all slots with llama.cpp's.
     kv_len = target.kv_len([plan.sequence.slot for plan in plans])
+    # First what a lookup, the client's prediction and the grammar offer, then tokens of the draft model, one at a time,
+    # with the others asked again after each; as long as that is worth its time (controller.py).
     drafters.propose(proposals, sum(plan.rows for plan in plans), kv_len, awaiting_first_token)
     drafted = clock()
     logits = target.forward(_batch(plans, proposals))
     passed = clock()
     cost = drafters.controller.target_cost
     works = [_work(plan, proposal) for plan, proposal in zip(plans, proposals, strict=True)]
-    times_verification = all(_only_verifies(plan) for plan in plans)
+    # Asked before the plans are applied and no longer valid.
+    no_masks_or_scores = all(_no_masks_or_scores(plan) for plan in plans)
     outcomes, first = {}, 0
     for plan, proposal, charge in zip(plans, proposals, charges(works, cost, kv_len), strict=True):
         end = first + plan.rows - plan.rows_without_logits + len(proposal.drafts)
@@ -277,12 +194,12 @@ def run_round(
     done = clock()
     # Computing distributions and verifying take time for every row, so they belong to the cost of a pass; the grammar
     # masks and log-probabilities of some sequences do not.
-    measured = done if times_verification else passed
+    measured = done if no_masks_or_scores else passed
     cost.observe(sum(work.rows + work.drafts for work in works), kv_len, measured - drafted)
     return Report(drafted - started, passed - drafted, outcomes)
 
 
-def _only_verifies(plan: Plan) -> bool:
+def _no_masks_or_scores(plan: Plan) -> bool:
     """Whether its sequence needs no grammar mask and no log-probabilities."""
     sequence = plan.sequence
     return sequence.constraint is None and sequence.top_logprobs is None and not plan.scores_rows
@@ -295,16 +212,14 @@ def _work(plan: Plan, proposal: Proposal) -> Work:
 
 
 def _apply(
-    target: Engine, drafters: Drafting, plan: Plan, proposal: Proposal, logits: FloatArray, *, charge: Charge
+    target: Engine, drafters: Drafters, plan: Plan, proposal: Proposal, logits: FloatArray, *, charge: Charge
 ) -> Outcome:
     """Decide the tokens of one sequence, or take note of its prefill chunk, and say what the round did for it.
 
-    Both caches are truncated to what is decided, of a deferred sequence to before its last token. A prefill chunk
-    leaves them as they are, an error leaves them to the caller.
+    Afterwards the caches hold what is decided, but for its last token. An error leaves them to the caller.
     """
     sequence, was_decoding = plan.sequence, plan.sequence.decoding
     outcome = Outcome(sequence.generated, sequence.target_cached, charge)
-    n_accepted: int | None = None
     try:
         if plan.scores_rows:
             _score_prompt(sequence, logits[: plan.rows])
@@ -314,22 +229,28 @@ def _apply(
         # The last rows: those before belong to a prompt that is scored.
         n_accepted = _decide(drafters.controller, proposal, logits[-1 - len(proposal.drafts) :])
     except MaskDeferred:
-        # The next round feeds the last token again, and verifies the same drafts.
         sequence.deferrals += 1
         sequence.target_cached += plan.rows - 1
         drafters.defer(proposal)
+        _truncate(target, drafters, sequence)
+        return outcome
     except (FloatingPointError, ConstraintError) as error:
         return outcome._replace(error=error)
-    target.truncate(sequence.slot, sequence.target_cached)
-    drafters.truncate(sequence, sequence.target_cached)
-    if n_accepted is None or not was_decoding:
+    _truncate(target, drafters, sequence)
+    if not was_decoding:
         return outcome
     # What its drafts cost: their rows of the target's pass, and its part of the draft model's passes, in this round or,
     # if it was deferred, in an earlier one.
     extra_seconds = charge.target_drafts_seconds + proposal.draft_model_seconds - proposal.catch_up_seconds
+    later_catch_up = proposal.catch_up_seconds if sequence.stats.drafted_by["model"] else 0.0
     balance = drafters.controller.balance(sequence)
-    balance.count_round(n_accepted + 1, charge.plain_seconds, extra_seconds, proposal.catch_up_seconds)
+    balance.count_round(n_accepted + 1, charge.plain_seconds, extra_seconds, later_catch_up)
     return outcome._replace(is_decode_round=True, drafted_by=proposal.drafted_by, n_accepted=n_accepted)
+
+
+def _truncate(target: Engine, drafters: Drafters, sequence: Sequence) -> None:
+    target.truncate(sequence.slot, sequence.target_cached)
+    drafters.truncate(sequence, sequence.target_cached)
 
 
 def _decide(controller: Controller, proposal: Proposal, logits: FloatArray) -> int:
@@ -350,7 +271,7 @@ def _decide(controller: Controller, proposal: Proposal, logits: FloatArray) -> i
     verdict = _verify(p, proposal)
     if sequence.speculation.mode != "off":
         observations = _observations(sequence, p, proposal, verdict)
-        # After a rejection the rejected position counts twice, on purpose (acceptance.py).
+        # So a rejected position counts twice, which measured faster (acceptance.py).
         controller.acceptance.learn(sequence, observations, p.confidence(verdict.n_accepted))
     _commit(sequence, p, proposal, verdict)
     return verdict.n_accepted
@@ -410,7 +331,7 @@ def _observations(
 ) -> list[Observation]:
     """What verification showed of the draft tokens that it reached, up to the first rejected one.
 
-    The first position of a round is always reached, so proposals that were not drafted are judged by it too.
+    The first position of a round is always reached, so refused offers are judged by it, too.
     """
     n_accepted, next_token = verdict
     # The sum of min(p, q) is the acceptance probability in token verification; block verification accepts a little
@@ -418,9 +339,9 @@ def _observations(
     knows_probability = sequence.speculation.verification != "coupled" and not is_greedy(sequence.sampling)
     first_decided = proposal.tokens[0] if n_accepted else next_token
     observations = []
-    for undrafted in proposal.undrafted:
-        accepted = float(p[0][undrafted.token]) if knows_probability else float(undrafted.token == first_decided)
-        observations.append(Observation(undrafted.drafter, undrafted.confidence, accepted, target_confidence=None))
+    for refused in proposal.refused:
+        accepted = float(p[0][refused.token]) if knows_probability else float(refused.token == first_decided)
+        observations.append(Observation(refused.drafter, refused.confidence, accepted, target_confidence=None))
     for index, draft in enumerate(proposal.drafts[: n_accepted + 1]):
         accepted = float(np.minimum(p[index], draft.q).sum()) if knows_probability else float(index < n_accepted)
         observations.append(

@@ -6,7 +6,8 @@ from typing import ClassVar
 
 import pytest
 
-from fake_pair import VOCABULARY, FakePair, plain_greedy
+from costs import flat, proportional
+from fake_pair import ENDLESS, VOCABULARY, FakePair, plain_greedy
 from specserve.sequence import DrafterName, Sequence
 from specserve.speculation.proposers import FreeTokens
 
@@ -49,6 +50,22 @@ def test_a_prefill_in_the_same_round_does_not_make_drafts_pay() -> None:
     pair.run_until(lambda: long.generated > 0)
     assert sequence.stats.rounds > 10
     assert sequence.stats.drafted == 0
+
+
+def test_a_sequence_drafts_when_so_few_are_left_that_the_draft_model_pays() -> None:
+    """A row of the draft model takes .35 of a step: time worth 1.05 tokens beside two others, and .35 alone."""
+    pair = FakePair(blend=0.0, costs=(flat(), proportional(0.35)))
+    for n in range(2):
+        pair.submit([n, 1], gamma=4, mode="auto", max_tokens=20, sampling=ENDLESS)
+    long = pair.submit([5, 1], gamma=4, mode="auto", max_tokens=120, sampling=ENDLESS)
+    pair.run_until(lambda: long.generated > 1)
+    expected = pair.controller.acceptance.of(long).next_acceptance
+    pair.run_until(lambda: long.generated > 15)
+    assert long.stats.drafted == 0
+    # The target's confidence is not computed where not even certain drafts pay.
+    assert pair.controller.acceptance.of(long).next_acceptance == expected
+    pair.run(long)
+    assert long.stats.accepted > 40
 
 
 @pytest.mark.parametrize("right", [True, False])

@@ -170,8 +170,11 @@ class Acceptance:
         """What one sequence has shown."""
         return sequence.state(self, SequenceAcceptance)
 
-    def learn(self, sequence: Sequence, observations: abc.Sequence[Observation], confidence: float) -> None:
-        """Learn from the tokens that verification reached, and from the target's confidence after the accepted ones."""
+    def learn(self, sequence: Sequence, observations: abc.Sequence[Observation], confidence: float | None) -> None:
+        """Learn from the tokens that verification reached, and from the target's confidence after the accepted ones.
+
+        That is None while the draft model cannot pay: only its next token is predicted by it.
+        """
         own = self.of(sequence)
         by_target = self._calibration(sequence, "target")
         for seen in observations:
@@ -189,7 +192,8 @@ class Acceptance:
                 by_target.learn(seen.target_confidence, seen.accepted)
         # After a rejection this is the rejected position again, which so counts twice. Counted once, the slowest
         # recorded answer is at 0.998 of plain decoding instead of 1.018 (benchmarks/simulate.py, 1.5B, our kernels).
-        own.expect(by_target.probability(confidence))
+        if confidence is not None:
+            own.expect(by_target.probability(confidence))
 
     def _calibration(self, sequence: Sequence, drafter: str) -> Calibration:
         key = (drafter, not is_greedy(sequence.sampling))

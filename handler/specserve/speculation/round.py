@@ -272,7 +272,8 @@ def _decide(controller: Controller, proposal: Proposal, logits: FloatArray) -> i
     if sequence.speculation.mode != "off":
         observations = _observations(sequence, p, proposal, verdict)
         # So a rejected position counts twice, which measured faster (acceptance.py).
-        controller.acceptance.learn(sequence, observations, p.confidence(verdict.n_accepted))
+        next_confidence = p.confidence(verdict.n_accepted) if proposal.model_may_pay else None
+        controller.acceptance.learn(sequence, observations, next_confidence)
     _commit(sequence, p, proposal, verdict)
     return verdict.n_accepted
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from costs import flat, proportional
+from costs import FixedCost, flat, table
 from fake_pair import ENDLESS, VOCABULARY, FakePair, plain_greedy
 from specserve.sequence import DrafterName, Sequence
 from specserve.speculation.proposers import FreeTokens
@@ -53,8 +53,8 @@ def test_a_prefill_in_the_same_round_does_not_make_drafts_pay() -> None:
 
 
 def test_a_sequence_drafts_when_so_few_are_left_that_the_draft_model_pays() -> None:
-    """A row of the draft model takes .35 of a step: time worth 1.05 tokens beside two others, and .35 alone."""
-    pair = FakePair(blend=0.0, costs=(flat(), proportional(0.35)))
+    """The first three rows of the draft model take .35 of a step each: worth 1.05 tokens beside two others, .35 alone."""
+    pair = FakePair(blend=0.0, costs=(flat(), FixedCost(table(lambda rows: 0.35 * min(rows, 3)))))
     for n in range(2):
         pair.submit([n, 1], gamma=4, mode="auto", max_tokens=20, sampling=ENDLESS)
     long = pair.submit([5, 1], gamma=4, mode="auto", max_tokens=120, sampling=ENDLESS)

@@ -53,7 +53,7 @@ def test_a_prefill_in_the_same_round_does_not_make_drafts_pay() -> None:
 
 
 def test_a_sequence_drafts_when_so_few_are_left_that_the_draft_model_pays() -> None:
-    """The first three rows of the draft model take .35 of a step each: worth 1.05 tokens beside two others, .35 alone."""
+    """The first three rows of the draft model take .35 of a step each, worth 1.05 tokens beside two others."""
     pair = FakePair(blend=0.0, costs=(flat(), FixedCost(table(lambda rows: 0.35 * min(rows, 3)))))
     for n in range(2):
         pair.submit([n, 1], gamma=4, mode="auto", max_tokens=20, sampling=ENDLESS)

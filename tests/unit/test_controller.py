@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from costs import flat, proportional, stairs
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
 from specserve.speculation.acceptance import Observation
-from specserve.speculation.controller import Candidate, Controller, RoundCosts, choose_for_model, offer_length
+from specserve.speculation.controller import (
+    Balance,
+    Candidate,
+    Controller,
+    RoundCosts,
+    choose_for_model,
+    offer_length,
+)
 
 MAX_DRAFTS = 9
 GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(temperature=1)
@@ -235,6 +242,23 @@ def test_drafts_that_only_lose_are_stopped_and_retried_at_a_bounded_cost() -> No
         controller.balance(one).count_round(1, 1.0, drafts, 0.0)
     assert lost / 5000 < 0.011
     assert lost > 10
+
+
+def test_the_first_long_catch_up_is_not_counted_as_lost_a_later_one_is_over_several_rounds() -> None:
+    """Drafts break even, but for catch-ups of 12 steps in four rounds; four steps may be lost."""
+    balance = Balance()
+
+    def counted(catch_up: float, rounds: int) -> list[bool]:
+        lost = []
+        for _ in range(rounds):
+            balance.count_round(2, 1.0, 1.0, catch_up)
+            lost.append(balance.has_lost)
+        return lost
+
+    assert not any([*counted(3.0, 4), *counted(0.0, 40)])
+    later = [*counted(3.0, 4), *counted(0.0, 40)]
+    assert not any(later[:4])
+    assert later[-1]
 
 
 def test_a_long_catch_up_that_cannot_pay_keeps_no_other_sequence_from_drafting() -> None:

@@ -158,6 +158,18 @@ def test_speedup_is_that_of_randomised_requests_over_the_control_group() -> None
     assert value == pytest.approx(2, rel=0.15)
 
 
+def test_the_comparison_begins_anew_when_the_draft_model_has_failed() -> None:
+    metrics = RecordingMetrics(Holdback(0.1))
+    for number in range(40):
+        metrics.end(an_end(info("holdback"), tpot=0.2 + number / 1000))
+        metrics.end(an_end(tpot=0.1 + number / 1000))
+    assert ("specserve_holdback_speedup", "value") in emitted(metrics)
+    metrics.samples.clear()
+    metrics.now += 100
+    metrics.emit(GAUGES._replace(draft_model=False))
+    assert "specserve_holdback_speedup" not in {sample.metric.name for sample in metrics.samples}
+
+
 def test_samples_are_emitted_at_intervals_and_when_idle(metrics: RecordingMetrics) -> None:
     def sends(live: int, now: float) -> bool:
         metrics.now = now

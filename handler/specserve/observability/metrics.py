@@ -86,7 +86,7 @@ class Metrics:
 
     Args:
         served: the first labels of every sample.
-        holdback: told the TPOT of sequences that may be compared.
+        holdback: told the TPOT of sequences that may be compared; it begins anew when the draft model has failed.
         send: given every sample; None sends none.
         clock: seconds.
     """
@@ -99,6 +99,7 @@ class Metrics:
         self._send = send
         self._clock = clock
         self._last_sent = -_INTERVAL
+        self._draft_model: bool | None = None
         self._families: set[str] = set()
         self._counts: defaultdict[tuple[Metric, tuple[str, ...]], float] = defaultdict(float)
         self._observed: list[Sample] = []
@@ -168,6 +169,10 @@ class Metrics:
 
     def emit(self, gauges: Gauges) -> None:
         """Send what is new, if it is time or no sequence is running."""
+        if self._draft_model and not gauges.draft_model:
+            # The control group is compared with sequences that it drafted for.
+            self._holdback.reset()
+        self._draft_model = gauges.draft_model
         now = self._clock()
         if gauges.live and now < self._last_sent + _INTERVAL:
             return

@@ -31,8 +31,8 @@ class Scheduler:
         drafters: propose drafts; their controller knows what forward passes cost.
         prefill_rows: the most prompt tokens in a round; the engine has room for these and `max_logits` rows in a pass.
         idle_tokens: the most tokens of finished sequences that stay in the cache.
-        max_wait_seconds: the most that prefill may add to a round, and that grammar masks may. The drafts of several
-            requests together, too; those of a request alone are not limited.
+        max_wait_seconds: the most that each of these may add to a round: prefill, grammar masks, and drafts if several
+            requests are running.
         begin_masks: told the seconds that the grammar masks of a round may take; what does not fit is deferred.
         clock: seconds, for statistics and costs.
         observers: told of every round and of every end.
@@ -146,7 +146,7 @@ class Scheduler:
             if not self._cache.free_slots:
                 return
             if generation.tokens in postponed and not generation.scores_prompt:
-                # The same prompt was refused just now. One that is scored is computed whole, so it waits for none.
+                # Only saves the comparison: the same prompt was refused just now. One to be scored waits for none.
                 continue
             try:
                 # Refused while more than a quarter of what it needs is being prefilled for another.
@@ -204,12 +204,14 @@ class Scheduler:
         most = logits_for_drafts // max(1, len(drafting))
         if len({generation.info.request for generation in self._running}) == 1:
             return most
-        # A draft model that has failed leaves its cost behind.
-        draft_cost = self._controller.draft_cost if self._drafters.has_model else None
+        draft_step = 0.0
+        # The draft model may have failed since.
+        if self._controller.draft_cost and self._drafters.has_model:
+            draft_step = self._controller.draft_cost.seconds(len(drafting), self._drafters.draft_kv_len(drafting))
         return drafts_in_time(
             self._controller.target_cost,
             self._kv_len(),
-            draft_cost.seconds(len(drafting), self._drafters.draft_kv_len(drafting)) if draft_cost else 0.0,
+            draft_step,
             rows=len(decoding) + n_deferred,
             drafting=len(drafting),
             most=most,

@@ -13,8 +13,8 @@ Three threads share the work:
 - TorchServe's thread runs `handle`: it owns the responses, and replies.
 - The engine thread runs rounds, in slices of some milliseconds (engine_loop.py). While one runs it owns the scheduler,
   all generations that were submitted, both models, the metrics and the trace; else they belong to TorchServe's thread.
-- The parser's thread turns bodies into generations (parser.py); routes that generate nothing are answered in
-  TorchServe's thread.
+- The parser's thread turns bodies into generations (parser.py); `Parser.begin` answers routes that generate nothing,
+  in TorchServe's thread.
 
 A call ends by starting a slice and returns at once: TorchServe sends the replies, and calls again, while it runs. So a
 call: end the slice early if requests are new or gone, wait for it, submit what is parsed, run a slice if there was
@@ -97,7 +97,6 @@ class Handler:
         # Requests drawn to run without drafts, which show how much drafts bring.
         self._holdback = Holdback(config.speculation.holdback)
         self._metrics = Metrics(served, self._holdback, send, time.monotonic)
-        self._draft_model_up = models.drafters.has_model
         self._scheduler = Scheduler(
             models.target,
             models.drafters,
@@ -131,14 +130,13 @@ class Handler:
         context.stopping_criteria = [whole_response] * len(data)
         for index, request_id in entries.items():
             response = self._responses.get(request_id)
-            # One submitted after the slice has had no round yet. The first reply of a stream sends status 200, which is
-            # too early while the request may still fail.
+            # Submitted after that slice: no round has seen it yet. A stream's first reply sends status 200, too early
+            # while the request may still fail.
             came_late = ran_meanwhile and request_id in submitted
             if response is None or (came_late and not response.done):
                 del context.request_ids[index]
             else:
                 replies[index] = self._reply(context, index, response)
-        self._watch_draft_model()
         self._emit_metrics()
         # With a prompt to prefill no slice is started: more requests mostly come with it, and the next call takes these
         # first and then runs the slice itself.
@@ -191,6 +189,7 @@ class Handler:
         - A stream that fails before its status was sent: like no stream, with the error's own status.
         """
         if response.error:
+            # The other choices of the request are of no use now.
             self._cancel(response)
         if response.streams and (response.status_sent or not response.error):
             return self._next_chunk(context, index, response)
@@ -235,12 +234,6 @@ class Handler:
             context.set_response_content_type(index, content_type)
             response.status_sent = True
 
-    def _watch_draft_model(self) -> None:
-        """Begin the comparison with the control group anew when the draft model has failed."""
-        if self._draft_model_up != self._models.drafters.has_model:
-            self._draft_model_up = self._models.drafters.has_model
-            self._holdback.reset()
-
     def _emit_metrics(self) -> None:
         self._metrics.emit(
             Gauges(
@@ -248,7 +241,7 @@ class Handler:
                 self._scheduler.queued,
                 self._config.sequences,
                 own_kernels=self._models.kernels.variant is not None,
-                draft_model=None if self._config.draft is None else self._draft_model_up,
+                draft_model=None if self._config.draft is None else self._models.drafters.has_model,
             )
         )
 

@@ -8,7 +8,7 @@ sequence has lately been faster. The largest gain over all n is taken, whatever 
 An example: alpha is .8 for every token, a pass of the target takes 40 ms and 3 ms more for each further row, one of the
 draft model 12 ms, and plain decoding yields one token in 40 ms, the rate. A draft costs 15 ms, worth 15 / 40 = .375
 tokens, and the drafts bring .8, .64, .51, .41 and .33 tokens: four are drafted, for a gain of 2.36 - 1.5 = .86. For
-block verification, which accepts more, the expected tokens are a lower bound.
+block verification, which accepts more, that is a lower bound.
 
 drafters.py asks in every round, with the round's `costs`:
 
@@ -36,15 +36,17 @@ from specserve.speculation.cost import Cost
 # of other drafters. More are a long catch-up, mostly its prefill of the prompt.
 SHORT_CATCH_UP = 4
 # Whether a long catch-up pays (`Controller.candidate`): it is charged in equal parts to the rounds that are left, at 3
-# tokens a round, with a margin of 1.75. A short answer may end soon, so of n generated tokens it is concluded that
-# min(10 n, n + 48) are left: 50 of 5; 68 of 20, which are 23 rounds, each charged 1.75 / 23 of the catch-up.
+# tokens a round, with a margin of 1.75. A short answer may end soon, so after n generated tokens min(10 n, n + 48) more
+# are expected: after 5, 50; after 20, 68, which are 23 rounds, each charged 1.75 / 23 of the catch-up.
 _CATCH_UP_MARGIN, _TOKENS_PER_ROUND = 1.75, 3
 _GROWTH, _HORIZON = 10, 48
-# Of a long catch-up after the first (`Balance`): the share of what is left that each round counts as lost. All at once,
-# and with the first one, it would end the drafts that are to earn it (benchmarks/RESULTS.md, decisions).
+# A long catch-up after the first is counted as lost little by little (`Balance`): in each round this share of what is
+# not counted yet. The first is never counted. Either, counted at once, would stop the drafts that are to earn it
+# (benchmarks/RESULTS.md, decisions).
 _CATCH_UP_SHARE = 1 / 16
 # What drafts may cost a sequence, net of what they brought, before the draft model pauses: a share of its plain
-# decoding time plus 4 plain steps. It bounds what an adversary can cost (tests/engine/test_simulation.py).
+# decoding time plus 4 plain steps. It bounds what an adversary can cost, but for the first catch-up and for drafts of
+# other drafters, which cost only their rows (tests/engine/test_simulation.py).
 _LOSS_SHARE, _LOSS_STEPS = 0.01, 4.0
 # Share of a sequence's recent tokens and time that is left after another round.
 _SPEEDUP_FADE = 0.85
@@ -87,7 +89,7 @@ class Candidate(NamedTuple):
 class Balance:
     """Two accounts of one sequence's drafts: its recent speed-up, and its loss since the beginning.
 
-    The loss is kept as a guarantee: it bounds what drafts cost where every estimate is wrong.
+    The loss bounds what drafts of the model cost where every estimate is wrong.
     """
 
     def __init__(self) -> None:
@@ -95,7 +97,9 @@ class Balance:
         # What these would have taken without drafts, and what drafts have lost of that.
         self._total_plain_seconds = 0.0
         self._total_loss_seconds = 0.0
-        # Of catch-ups, not counted yet.
+        self._in_first_catch_up = False
+        self._first_catch_up_over = False
+        # Of later long catch-ups, not counted yet.
         self._outstanding_seconds = 0.0
         self._recent_tokens = 0.0
         # The time that these took, in steps of plain decoding.
@@ -119,11 +123,17 @@ class Balance:
             tokens: how many it gave.
             plain_seconds: the sequence's part of the pass, had no sequence drafted; it would have given one token.
             extra_seconds: what its drafts added in both models, without long catch-ups.
-            catch_up_seconds: of a long catch-up after the first, in which the model reads what others have drafted.
+            catch_up_seconds: of a long catch-up: the first reads the prompt, later ones what other drafters wrote.
         """
         self._tokens += tokens
         self._total_plain_seconds += tokens * plain_seconds
-        self._outstanding_seconds += catch_up_seconds
+        if self._first_catch_up_over:
+            self._outstanding_seconds += catch_up_seconds
+        elif catch_up_seconds:
+            # It may take several rounds.
+            self._in_first_catch_up = True
+        elif self._in_first_catch_up:
+            self._first_catch_up_over = True
         counted = _CATCH_UP_SHARE * self._outstanding_seconds
         self._outstanding_seconds -= counted
         self._total_loss_seconds += extra_seconds + counted - (tokens - 1) * plain_seconds
@@ -210,7 +220,7 @@ def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: Roun
     One token each is drafted before the question is asked again; but several drafts can pay where one does not, and
     sequences share the passes of both models. So every n and k is tried: n more tokens each, every one as likely as the
     first, for the first k sequences: those without a long catch-up before the others, then the likelier before the less
-    likely. The k sequences of the best n and k draft.
+    likely. n only looks ahead: the answer is the k sequences of the best pair, for one token each.
 
     Args:
         candidates: all that may go on.
@@ -233,6 +243,7 @@ def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: Roun
             drafting = [one for one in first_k if one.most >= n]
             expected += sum(one.reached * one.acceptance**n for one in drafting)
             drafts += len(drafting)
+            # The first pass also reads what is pending.
             rows_read = sum(one.first_rows for one in drafting) if n == 1 else len(drafting)
             seconds += costs.draft_pass(rows_read)
             gain = expected - costs.tokens_per_second * (seconds + costs.target_pass(rows + drafts) - base)

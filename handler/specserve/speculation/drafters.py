@@ -68,7 +68,7 @@ class Proposal:
         model_may_pay: whether tokens of the draft model would be worth their time if all were accepted.
         ended: whether the draft model has nothing more to add.
         draft_model_seconds: the sequence's part of the draft model's passes, by the cost model.
-        catch_up_seconds: the part of these in which the model read what it had missed, mostly the prompt.
+        long_catch_up_seconds: the part of these in which the model read more than SHORT_CATCH_UP tokens.
         deferred: whether it comes from an earlier round that could not verify it to its end; nothing is added.
     """
 
@@ -81,7 +81,7 @@ class Proposal:
     model_may_pay: bool = True
     ended: bool = False
     draft_model_seconds: float = 0.0
-    catch_up_seconds: float = 0.0
+    long_catch_up_seconds: float = 0.0
     deferred: bool = False
 
     def add(self, draft: Draft, acceptance: float) -> None:
@@ -154,11 +154,7 @@ class Drafters:
         return self._model.kv_len(sequence.slot for sequence in sequences) if self._model else 0
 
     def defer(self, proposal: Proposal) -> None:
-        """Keep a proposal that a round could not verify to its end, for the sequence's next round.
-
-        Deferral is more likely after some verdicts than after others. Other drafts, or fewer, would replace just
-        these verdicts, which biases the output; the same drafts with the same noise give the same verdict.
-        """
+        """Keep a proposal that a round could not verify to its end for the sequence's next round (see round.py)."""
         proposal.deferred = True
         proposal.sequence.states[self] = proposal
 
@@ -207,7 +203,7 @@ class Drafters:
             for index, proposal in enumerate(chosen):
                 proposal.draft_model_seconds += seconds_per_row * n_read[index]
                 if n_read[index] > SHORT_CATCH_UP:
-                    proposal.catch_up_seconds += seconds_per_row * (n_read[index] - 1)
+                    proposal.long_catch_up_seconds += seconds_per_row * (n_read[index] - 1)
                 if index not in logits or not self._draw(logits[index], proposal):
                     proposal.ended = True
                     continue

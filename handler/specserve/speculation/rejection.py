@@ -1,12 +1,13 @@
 """The rules that keep the target's distribution: which draft tokens are accepted, and which token follows them.
 
-A rule sees the target's distributions p, the distributions q that the drafts were really sampled from, and noise.
+A rule sees the target's distributions p, the distributions q that the drafts were really sampled from (one-hot for
+drafters without a model), and noise.
 Whatever was drafted, the output is distributed exactly as if every token were sampled from p.
 
 A round accepts the first drafts, 0 to gamma of them, and adds one token of the target: after a rejection the recovered
 token, which replaces the first rejected draft; after gamma accepted drafts the bonus token. Indices count from 0: p_i
 is the target's distribution after i drafts, and draft x_i was sampled from q_i. Whether to draft x_i may depend on the
-drafts before it, and so on q_i, but is decided before x_i is sampled: the number of drafts is a stopping time.
+drafts before it, which determine q_i, but is decided before x_i is sampled: the number of drafts is a stopping time.
 
 A greedy request is verified by `accept_equal`. One that samples is verified by `verify_coupled` if it has a seed, so
 that its output repeats, else by `verify_block`, or by the rule that it asks for (openai/parse.py).
@@ -79,8 +80,8 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
     s_n = sum max(0, w_n p_n - q_n), each n passes with probability h_n = s_n / (s_n + 1 - w_n), by a uniform number of
     its own, and gamma with h_gamma = w_gamma. The largest n that passes is accepted, or 0.
 
-    Claim: given the first n drafts, n or more are accepted with probability w_n, over later drafts and all uniform
-    numbers. By induction from gamma down:
+    Claim: given the first n drafts, which w_n is a function of, n or more are accepted with probability w_n, over later
+    drafts and all uniform numbers. By h_gamma = w_gamma for n = gamma, and by induction from there down:
         w_n = h_n + (1 - h_n) E[w_{n+1}], since E[w_{n+1}] over x_n ~ q_n is sum min(q_n, w_n p_n) = w_n - s_n.
     So exactly n are accepted with probability w_n - E[w_{n+1}] = s_n, the sum of the residual. After n accepted drafts
     x follows as the recovered token with probability max(0, w_n p_n(x) - q_n(x)), and as the next accepted draft with
@@ -119,7 +120,7 @@ def verify_coupled(p: Distributions, _q: Distributions, drafts: abc.Sequence[int
 
     Args are those of `verify_token`; q is not needed.
     """
-    # `race` asks for its noise by the number and the size of each of its stages.
+    # `race` is Gumbel-max in two stages, groups of tokens and then the tokens of one.
     return accept_equal(lambda index: race(p[index], partial(noise.exponentials, index)), drafts)
 
 

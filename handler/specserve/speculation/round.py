@@ -9,8 +9,9 @@ One round of one sequence, whose tokens are [a b c]; the target's cache holds a 
 
 The scheduler gives the grammar masks of a round a budget of time. Where it is spent, `process_logits` raises
 `MaskDeferred`: the sequence is deferred. Nothing is decided for it; the next round feeds its last token and its drafts
-again, since their logits are overwritten by then, and verifies them with the same noise. The masks are kept, so it gets
-further; a mask that takes longer than a whole budget fails the request.
+again, since their logits are overwritten by then, and verifies them with the same noise: deferral is more likely after
+some verdicts than after others, so other drafts would replace just these and bias the output. The masks are kept, so
+it gets further; a mask that takes longer than a whole budget fails the request.
 
 Of a `Sequence` (sequence.py): `tokens` are the prompt and what is decided after it, `generated` is how many of them are
 decided, and after the first of these the sequence is `decoding`; `target_cached` is how many leading tokens the
@@ -18,8 +19,12 @@ target's cache holds, `target_pending` how many it has not been fed: 1 while dec
 be decided. `speculation.mode` is off (no drafts), fixed (a number of them) or auto (the controller's choice).
 
 Of a `Proposal` (drafters.py): `drafts` are a sequence's drafts of the round, each with its token, the distribution q it
-was sampled from, its drafter, and the drafter's confidence there: a model's largest probability, else an estimate of
-how likely the token is right.
+was sampled from (one-hot for all drafters but the model), its drafter, and the drafter's confidence there: a model's
+largest probability, else an estimate of how likely the token is right. `refused` are first tokens of offers for the
+round's first position, where nothing of the offer was worth drafting. `deferred` proposals come from an earlier round.
+`model_may_pay` is false where not even drafts that are all accepted would be worth the draft model's time.
+`draft_model_seconds` are the sequence's part of that time, `long_catch_up_seconds` the part of these in which the model
+read more than a few tokens that it had missed, mostly the prompt.
 """
 
 from __future__ import annotations
@@ -241,10 +246,10 @@ def _apply(
         return outcome
     # What its drafts cost: their rows of the target's pass, and its part of the draft model's passes, in this round or,
     # if it was deferred, in an earlier one.
-    extra_seconds = charge.target_drafts_seconds + proposal.draft_model_seconds - proposal.catch_up_seconds
-    later_catch_up = proposal.catch_up_seconds if sequence.stats.drafted_by["model"] else 0.0
+    catch_up_seconds = proposal.long_catch_up_seconds
+    extra_seconds = charge.target_drafts_seconds + proposal.draft_model_seconds - catch_up_seconds
     balance = drafters.controller.balance(sequence)
-    balance.count_round(n_accepted + 1, charge.plain_seconds, extra_seconds, later_catch_up)
+    balance.count_round(n_accepted + 1, charge.plain_seconds, extra_seconds, catch_up_seconds)
     return outcome._replace(is_decode_round=True, drafted_by=proposal.drafted_by, n_accepted=n_accepted)
 
 
@@ -271,7 +276,8 @@ def _decide(controller: Controller, proposal: Proposal, logits: FloatArray) -> i
     verdict = _verify(p, proposal)
     if sequence.speculation.mode != "off":
         observations = _observations(sequence, p, proposal, verdict)
-        # So a rejected position counts twice, which measured faster (acceptance.py).
+        # If a draft was rejected, the last observation has this confidence, too: the position counts twice, which
+        # measured faster (acceptance.py). It predicts the draft model's next token only.
         next_confidence = p.confidence(verdict.n_accepted) if proposal.model_may_pay else None
         controller.acceptance.learn(sequence, observations, next_confidence)
     _commit(sequence, p, proposal, verdict)
@@ -313,7 +319,7 @@ def _score_prompt(sequence: Sequence, logits: FloatArray) -> None:
 
 
 def _commit(sequence: Sequence, p: TargetDistributions, proposal: Proposal, verdict: Verdict) -> None:
-    """Append the accepted draft tokens and the rule's own token."""
+    """Append the accepted drafts and the rule's own token; `Generation` cuts what follows EOS or a stop string."""
     n_accepted, next_token = verdict
     sequence.round_number += 1
     sequence.deferrals = 0

@@ -146,7 +146,7 @@ class Scheduler:
             if not self._cache.free_slots:
                 return
             if generation.tokens in postponed and not generation.scores_prompt:
-                # Only saves the comparison: the same prompt was refused just now. One to be scored waits for none.
+                # The same prompt was refused just now. A scored one reuses no prefix, so it waits for none.
                 continue
             try:
                 # Refused while more than a quarter of what it needs is being prefilled for another.
@@ -178,7 +178,7 @@ class Scheduler:
         """The plans of the sequences that decode, with the most drafts that each may have."""
         # A sequence that was deferred verifies the same drafts again.
         deferred_drafts = {g: n for g in decoding if (n := self._drafters.deferred_tokens(g)) is not None}
-        max_each = self._max_each(decoding, deferred_drafts)
+        most_each = self._most_drafts_each(decoding, deferred_drafts)
         constrained = sum(generation.constraint is not None for generation in decoding)
         plans = []
         for generation in decoding:
@@ -186,7 +186,7 @@ class Scheduler:
                 plans.append(Plan(generation, 1, deferred_drafts[generation]))
                 continue
             # The round adds one token of the target's own.
-            drafts = max(0, min(generation.speculation.max_drafts, generation.remaining - 1, max_each))
+            drafts = max(0, min(generation.speculation.max_drafts, generation.remaining - 1, most_each))
             if generation.constraint is not None:
                 mask_seconds = generation.constraint.mask_seconds
                 drafts = drafts_with_masks(
@@ -195,7 +195,7 @@ class Scheduler:
             plans.append(Plan(generation, 1, drafts))
         return plans
 
-    def _max_each(self, decoding: list[Generation], deferred_drafts: Mapping[Generation, int]) -> int:
+    def _most_drafts_each(self, decoding: list[Generation], deferred_drafts: Mapping[Generation, int]) -> int:
         """The most drafts of a sequence, so that the pass has rows of logits for all, and other requests have time."""
         n_deferred = sum(deferred_drafts.values())
         drafting = [g for g in decoding if g.speculation.max_drafts > 0 and g not in deferred_drafts]
@@ -203,6 +203,7 @@ class Scheduler:
         logits_for_drafts = self._target.max_logits - len(self._running) - n_deferred
         most = logits_for_drafts // max(1, len(drafting))
         if len({generation.info.request for generation in self._running}) == 1:
+            # No other request waits.
             return most
         draft_step = 0.0
         # The draft model may have failed since.

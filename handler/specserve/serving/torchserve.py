@@ -16,9 +16,9 @@ Three threads share the work:
 - The parser's thread turns bodies into generations (parser.py); `Parser.begin` answers routes that generate nothing,
   in TorchServe's thread.
 
-A call ends by starting a slice and returns at once: TorchServe sends the replies, and calls again, while it runs. So a
-call: end the slice early if requests are new or gone, wait for it, submit what is parsed, run a slice if there was
-none, reply, start the next one.
+A call ends by starting a slice, unless a prompt is to be prefilled, and returns at once: TorchServe sends the replies,
+and calls again, while it runs. So a call: end the slice early if requests are new or gone, wait for it, submit what is
+parsed, run a slice if there was none, reply, start the next one.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class Handler:
         context.stopping_criteria = [whole_response] * len(data)
         for index, request_id in entries.items():
             response = self._responses.get(request_id)
-            # Submitted after that slice: no round has seen it yet. A stream's first reply sends status 200, too early
-            # while the request may still fail.
+            # Submitted after that slice: no round has seen it yet. A stream's first reply sends status 200: better
+            # after a round, which may fail.
             came_late = ran_meanwhile and request_id in submitted
             if response is None or (came_late and not response.done):
                 del context.request_ids[index]
@@ -150,6 +150,7 @@ class Handler:
             response = self._responses.pop(request_id)
             self._cancel(response)
             for generation in response.generations:
+                # Its slot keeps the generation for its tokens.
                 generation.drop_output()
 
     def _parse_new(self, data: list[dict[str, Any]], context: Context, called: float) -> None:
@@ -163,9 +164,9 @@ class Handler:
             self._parser.begin(request_id, route, body, size, called)
 
     def _submit_parsed(self) -> set[str]:
-        """Submit the requests that are parsed, for which it waits a short time; returns their ids.
+        """Submit the requests that are parsed; returns their ids.
 
-        It waits longest where nothing runs, since that delays nobody.
+        It waits for them a short time: in every call if nothing runs, else once.
         """
         parsed = self._parser.take(idle=not self._scheduler.busy)
         for request_id, (arrival, size, future) in parsed.items():
@@ -184,9 +185,9 @@ class Handler:
         """What this call sends to one entry.
 
         - A stream: its next events, as a chunk, or as the last one if it is done (complete or failed).
+        - A stream that fails before its status was sent: like no stream, with the error's own status.
         - No stream, not done: nothing.
         - No stream, done: the body, as a whole response, or as the last chunk if the status was sent.
-        - A stream that fails before its status was sent: like no stream, with the error's own status.
         """
         if response.error:
             # The other choices of the request are of no use now.

@@ -58,7 +58,8 @@ class RoundCosts(NamedTuple):
     Args:
         target_pass: seconds of a pass of the target by its number of rows.
         draft_pass: the same of the draft model.
-        tokens_per_second: that all sequences together yield without these drafts: the value of time.
+        tokens_per_second: that all sequences together yield without these drafts, one that awaits its first token
+            counted as one: the value of time.
         prompt_waiting: whether some sequence awaits its first token, so that no long catch-up may start.
     """
 
@@ -94,21 +95,20 @@ class Balance:
 
     def __init__(self) -> None:
         self._tokens = 0
-        # What these would have taken without drafts, and what drafts have lost of that.
+        # What these would have taken without drafts.
         self._total_plain_seconds = 0.0
+        # How much longer than that it took; negative if drafts have gained.
         self._total_loss_seconds = 0.0
-        self._in_first_catch_up = False
-        self._first_catch_up_over = False
-        # Of later long catch-ups, not counted yet.
+        # Of long catch-ups, not counted yet.
         self._outstanding_seconds = 0.0
         self._recent_tokens = 0.0
-        # The time that these took, in steps of plain decoding.
-        self._recent_plain_steps = 0.0
+        # The time that these took, in units of a plain step.
+        self._recent_steps = 0.0
 
     @property
     def speedup(self) -> float:
         """The recent speed-up over plain decoding, at least 1."""
-        return max(1.0, self._recent_tokens / self._recent_plain_steps) if self._recent_plain_steps else 1.0
+        return max(1.0, self._recent_tokens / self._recent_steps) if self._recent_steps else 1.0
 
     @property
     def has_lost(self) -> bool:
@@ -123,22 +123,16 @@ class Balance:
             tokens: how many it gave.
             plain_seconds: the sequence's part of the pass, had no sequence drafted; it would have given one token.
             extra_seconds: what its drafts added in both models, without long catch-ups.
-            catch_up_seconds: of a long catch-up: the first reads the prompt, later ones what other drafters wrote.
+            catch_up_seconds: of a long catch-up after the first, in which the model reads what other drafters wrote.
         """
         self._tokens += tokens
         self._total_plain_seconds += tokens * plain_seconds
-        if self._first_catch_up_over:
-            self._outstanding_seconds += catch_up_seconds
-        elif catch_up_seconds:
-            # It may take several rounds.
-            self._in_first_catch_up = True
-        elif self._in_first_catch_up:
-            self._first_catch_up_over = True
+        self._outstanding_seconds += catch_up_seconds
         counted = _CATCH_UP_SHARE * self._outstanding_seconds
         self._outstanding_seconds -= counted
         self._total_loss_seconds += extra_seconds + counted - (tokens - 1) * plain_seconds
         self._recent_tokens = _SPEEDUP_FADE * self._recent_tokens + tokens
-        self._recent_plain_steps = _SPEEDUP_FADE * self._recent_plain_steps + 1 + extra_seconds / plain_seconds
+        self._recent_steps = _SPEEDUP_FADE * self._recent_steps + 1 + extra_seconds / plain_seconds
 
 
 class Controller:
@@ -219,8 +213,8 @@ def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: Roun
 
     One token each is drafted before the question is asked again; but several drafts can pay where one does not, and
     sequences share the passes of both models. So every n and k is tried: n more tokens each, every one as likely as the
-    first, for the first k sequences: those without a long catch-up before the others, then the likelier before the less
-    likely. n only looks ahead: the answer is the k sequences of the best pair, for one token each.
+    first, for the first k sequences: those with a cheaper catch-up first (most have none), then the likelier. n only
+    looks ahead: the answer is the k sequences of the best pair, for one token each.
 
     Args:
         candidates: all that may go on.
@@ -231,7 +225,7 @@ def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: Roun
         Indices into `candidates`, and the gain in tokens; none and 0.0 where nothing pays.
     """
     able = [index for index, one in enumerate(candidates) if one.most > 0]
-    # With long catch-ups last, the sequences that have none are also tried without any.
+    # So some k has no long catch-up.
     order = sorted(able, key=lambda i: (candidates[i].catch_up, -candidates[i].reached * candidates[i].acceptance))
     base = costs.target_pass(rows)
     best: tuple[list[int], float] = [], 0.0
@@ -257,7 +251,7 @@ def offer_length(
 ) -> int:
     """How many leading tokens of an offer to draft; 0 where the draft model gains more.
 
-    The model's gain is taken over at most that length, since after these tokens it may go on anyway.
+    The model's gain is taken over no more tokens than are taken of the offer: after those it may go on in either case.
 
     Args:
         reached: the probability that all drafts before them are accepted.

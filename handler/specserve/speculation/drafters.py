@@ -203,6 +203,7 @@ class Drafters:
             for index, proposal in enumerate(chosen):
                 proposal.draft_model_seconds += seconds_per_row * n_read[index]
                 if n_read[index] > SHORT_CATCH_UP:
+                    # All but the row that it would have read anyway.
                     proposal.long_catch_up_seconds += seconds_per_row * (n_read[index] - 1)
                 if index not in logits or not self._draw(logits[index], proposal):
                     proposal.ended = True

@@ -7,10 +7,10 @@ Whatever was drafted, the output is distributed exactly as if every token were s
 A round accepts the first drafts, 0 to gamma of them, and adds one token of the target: after a rejection the recovered
 token, which replaces the first rejected draft; after gamma accepted drafts the bonus token. Indices count from 0: p_i
 is the target's distribution after i drafts, and draft x_i was sampled from q_i. Whether to draft x_i may depend on the
-drafts before it, which determine q_i, but is decided before x_i is sampled: the number of drafts is a stopping time.
+drafts before it and on q_i, but is decided before x_i is sampled: the number of drafts is a stopping time.
 
 A greedy request is verified by `accept_equal`. One that samples is verified by `verify_coupled` if it has a seed, so
-that its output repeats, else by `verify_block`, or by the rule that it asks for (openai/parse.py).
+that its output repeats, else by `verify_block`, or by the rule that it asks for (serving/openai/parse.py).
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
     s_n = sum max(0, w_n p_n - q_n), each n passes with probability h_n = s_n / (s_n + 1 - w_n), by a uniform number of
     its own, and gamma with h_gamma = w_gamma. The largest n that passes is accepted, or 0.
 
-    Claim: given the first n drafts, which w_n is a function of, n or more are accepted with probability w_n, over later
-    drafts and all uniform numbers. By h_gamma = w_gamma for n = gamma, and by induction from there down:
+    Claim: given the first n drafts, n or more are accepted with probability w_n, over later drafts and all uniform
+    numbers. For gamma that is h_gamma = w_gamma. From there down by induction: n passes, or else n + 1 or more do,
         w_n = h_n + (1 - h_n) E[w_{n+1}], since E[w_{n+1}] over x_n ~ q_n is sum min(q_n, w_n p_n) = w_n - s_n.
     So exactly n are accepted with probability w_n - E[w_{n+1}] = s_n, the sum of the residual. After n accepted drafts
     x follows as the recovered token with probability max(0, w_n p_n(x) - q_n(x)), and as the next accepted draft with
@@ -99,7 +99,7 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
             break
         if n < gamma:
             s = float(residual(p[n], q[n], w).sum(dtype=np.float64))
-            # A denominator of 0 means weight 1 and p_n = q_n: the next weight is 1 as well.
+            # A denominator of 0 means weight 1 and p_n = q_n: the next weight is 1 as well, so any h will do.
             h = s / (s + 1 - w) if s + 1 - w > 0 else 1.0
         else:
             h = w
@@ -120,8 +120,7 @@ def verify_coupled(p: Distributions, _q: Distributions, drafts: abc.Sequence[int
 
     Args are those of `verify_token`; q is not needed.
     """
-    # `race` is Gumbel-max in two stages, groups of tokens and then the tokens of one.
-    return accept_equal(lambda index: race(p[index], partial(noise.exponentials, index)), drafts)
+    return accept_equal(lambda index: sample_coupled(p[index], index, noise), drafts)
 
 
 def accept_equal(choose: Callable[[int], int], drafts: abc.Sequence[int]) -> Verdict:
@@ -146,7 +145,7 @@ def sample_independent(q: FloatArray, index: int, noise: Noise) -> int:
 
 
 def sample_coupled(q: FloatArray, index: int, noise: Noise) -> int:
-    """A draft token for coupled verification: the target's race, run with the draft's probabilities."""
+    """A draft token for coupled verification: the target's race (Gumbel-max), run with the draft's probabilities."""
     return race(q, partial(noise.exponentials, index))
 
 

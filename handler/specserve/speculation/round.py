@@ -10,21 +10,22 @@ One round of one sequence, whose tokens are [a b c]; the target's cache holds a 
 The scheduler gives the grammar masks of a round a budget of time. Where it is spent, `process_logits` raises
 `MaskDeferred`: the sequence is deferred. Nothing is decided for it; the next round feeds its last token and its drafts
 again, since their logits are overwritten by then, and verifies them with the same noise: deferral is more likely after
-some verdicts than after others, so other drafts would replace just these and bias the output. The masks are kept, so
-it gets further; a mask that takes longer than a whole budget fails the request.
+some verdicts than after others, since the masks that verification needs depend on what it accepts; so other drafts
+would replace just these verdicts and bias the output. The masks are kept, so it gets further; a mask that takes longer
+than a whole budget fails the request.
 
-Of a `Sequence` (sequence.py): `tokens` are the prompt and what is decided after it, `generated` is how many of them are
-decided, and after the first of these the sequence is `decoding`; `target_cached` is how many leading tokens the
-target's cache holds, `target_pending` how many it has not been fed: 1 while decoding; `remaining` is how many more may
-be decided. `speculation.mode` is off (no drafts), fixed (a number of them) or auto (the controller's choice).
+Of a `Sequence` (sequence.py): `tokens` are the prompt and what is decided after it, `generated` is the number of tokens
+after the prompt, and from the first of these on the sequence is `decoding`; `target_cached` is how many leading tokens
+the target's cache holds, `target_pending` how many it has not been fed: 1 while decoding; `remaining` is how many more
+may be decided. `speculation.mode` is off (no drafts), fixed (a number of them) or auto (the controller's choice).
 
 Of a `Proposal` (drafters.py): `drafts` are a sequence's drafts of the round, each with its token, the distribution q it
 was sampled from (one-hot for all drafters but the model), its drafter, and the drafter's confidence there: a model's
-largest probability, else an estimate of how likely the token is right. `refused` are first tokens of offers for the
-round's first position, where nothing of the offer was worth drafting. `deferred` proposals come from an earlier round.
-`model_may_pay` is false where not even drafts that are all accepted would be worth the draft model's time.
-`draft_model_seconds` are the sequence's part of that time, `long_catch_up_seconds` the part of these in which the model
-read more than a few tokens that it had missed, mostly the prompt.
+largest probability, else an estimate of how likely the token is right. `refused` are the first tokens of offers for the
+round's first position that were turned down whole; their drafters are judged by them all the same. `deferred` proposals
+come from an earlier round. `model_may_pay` is false where not even drafts that are all accepted would be worth the
+draft model's time. `draft_model_seconds` are the sequence's part of that time, `long_catch_up_seconds` the part of
+these in which the model read more than a few tokens that it had missed, mostly the prompt.
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ def run_round(
     passed = clock()
     cost = drafters.controller.target_cost
     works = [_work(plan, proposal) for plan, proposal in zip(plans, proposals, strict=True)]
-    # Asked before the plans are applied and no longer valid.
+    # Before the loop: applying a plan changes its properties.
     no_masks_or_scores = all(_no_masks_or_scores(plan) for plan in plans)
     outcomes, first = {}, 0
     for plan, proposal, charge in zip(plans, proposals, charges(works, cost, kv_len), strict=True):
@@ -202,6 +203,24 @@ def run_round(
     measured = done if no_masks_or_scores else passed
     cost.observe(sum(work.rows + work.drafts for work in works), kv_len, measured - drafted)
     return Report(drafted - started, passed - drafted, outcomes)
+
+
+def _noise(sequence: Sequence) -> Noise:
+    # Uniform numbers are keyed by `round_number`: a rejected position is never sampled with its old ones again. It
+    # counts rounds that have decided tokens, so a deferred round is repeated with the same. Races are keyed by
+    # the position alone, `generated` + index.
+    return Noise(sequence.seed, sequence.choice, sequence.round_number, sequence.generated)
+
+
+def _batch(plans: list[Plan], proposals: list[Proposal]) -> list[Row]:
+    """Each sequence's pending tokens and then its draft tokens."""
+    rows = []
+    for plan, proposal in zip(plans, proposals, strict=True):
+        sequence = plan.sequence
+        first = sequence.target_cached
+        tokens = sequence.tokens[first : first + plan.rows] + proposal.tokens
+        rows += [Row(token, sequence.slot, first + i, i >= plan.rows_without_logits) for i, token in enumerate(tokens)]
+    return rows
 
 
 def _no_masks_or_scores(plan: Plan) -> bool:
@@ -244,10 +263,12 @@ def _apply(
     _truncate(target, drafters, sequence)
     if not was_decoding:
         return outcome
-    # What its drafts cost: their rows of the target's pass, and its part of the draft model's passes, in this round or,
+    # `plain_seconds` of its charge: its part of the target's pass, had no sequence drafted. What its drafts cost: their
+    # rows of the target's pass, and its part of the draft model's passes, in this round or,
     # if it was deferred, in an earlier one.
-    catch_up_seconds = proposal.long_catch_up_seconds
-    extra_seconds = charge.target_drafts_seconds + proposal.draft_model_seconds - catch_up_seconds
+    extra_seconds = charge.target_drafts_seconds + proposal.draft_model_seconds - proposal.long_catch_up_seconds
+    # The first long catch-up is never counted. `stats` has the drafts of earlier rounds only.
+    catch_up_seconds = proposal.long_catch_up_seconds if sequence.stats.drafted_by["model"] else 0.0
     balance = drafters.controller.balance(sequence)
     balance.count_round(n_accepted + 1, charge.plain_seconds, extra_seconds, catch_up_seconds)
     return outcome._replace(is_decode_round=True, drafted_by=proposal.drafted_by, n_accepted=n_accepted)
@@ -276,30 +297,12 @@ def _decide(controller: Controller, proposal: Proposal, logits: FloatArray) -> i
     verdict = _verify(p, proposal)
     if sequence.speculation.mode != "off":
         observations = _observations(sequence, p, proposal, verdict)
-        # If a draft was rejected, the last observation has this confidence, too: the position counts twice, which
-        # measured faster (acceptance.py). It predicts the draft model's next token only.
+        # The target's confidence where it decided the next token: it predicts if the draft model's next one will be
+        # accepted. After a rejection the last observation has it, too; counted twice, it is faster (acceptance.py).
         next_confidence = p.confidence(verdict.n_accepted) if proposal.model_may_pay else None
         controller.acceptance.learn(sequence, observations, next_confidence)
     _commit(sequence, p, proposal, verdict)
     return verdict.n_accepted
-
-
-def _noise(sequence: Sequence) -> Noise:
-    # Uniform numbers are keyed by `round_number`: a rejected position is never sampled with its old ones again. It
-    # counts rounds that have decided tokens, so a deferred round is repeated with the same. Races are keyed by
-    # the position alone, `generated` + index.
-    return Noise(sequence.seed, sequence.choice, sequence.round_number, sequence.generated)
-
-
-def _batch(plans: list[Plan], proposals: list[Proposal]) -> list[Row]:
-    """Each sequence's pending tokens and then its draft tokens."""
-    rows = []
-    for plan, proposal in zip(plans, proposals, strict=True):
-        sequence = plan.sequence
-        first = sequence.target_cached
-        tokens = sequence.tokens[first : first + plan.rows] + proposal.tokens
-        rows += [Row(token, sequence.slot, first + i, i >= plan.rows_without_logits) for i, token in enumerate(tokens)]
-    return rows
 
 
 def _verify(p: TargetDistributions, proposal: Proposal) -> Verdict:

@@ -203,7 +203,7 @@ class Scheduler:
         logits_for_drafts = self._target.max_logits - len(self._running) - n_deferred
         most = logits_for_drafts // max(1, len(drafting))
         if len({generation.info.request for generation in self._running}) == 1:
-            # No other request waits.
+            # No other request is in a slot; queued ones wait for an answer to end.
             return most
         draft_step = 0.0
         # The draft model may have failed since.
@@ -224,7 +224,7 @@ class Scheduler:
         logits_left = self._target.max_logits - sum(1 + plan.max_drafts for plan in decode_plans)
         # What decoding probably takes: the controller has not decided yet; with many sequences it mostly drafts little.
         likely_rows = sum(1 if plan.sequence.speculation.is_auto else 1 + plan.max_drafts for plan in decode_plans)
-        # The chunk for which all sequences together wait least per prefilled token.
+        # The chunk for which all sequences together wait least per prefilled token: the others for the whole round.
         rows_left = prefill_chunk(
             self._controller.target_cost,
             self._kv_len(),

@@ -2,7 +2,8 @@
 
 TorchServe calls `handle` again and again while requests are live. Each call has an entry per live request, with its id:
 
-- The entry has the request's body in every call until its HTTP status is set; the first reply does that.
+- The entry has the request's body in every call until its HTTP status is set; the first reply, be it an empty
+  chunk, does that.
 - The entry's function in `context.stopping_criteria` says what a reply is: a whole response (it returns None), a chunk
   (False) or the last chunk (True).
 - Where a call has no reply yet, it deletes the entry's id from `context.request_ids`: then nothing is sent, and the
@@ -130,8 +131,8 @@ class Handler:
         context.stopping_criteria = [whole_response] * len(data)
         for index, request_id in entries.items():
             response = self._responses.get(request_id)
-            # Submitted after that slice: no round has seen it yet. A stream's first reply sends status 200: better
-            # after a round, which may fail.
+            # Submitted after that slice, so no round has seen it yet: it is answered in the next call. A stream's first
+            # reply sends status 200: better after a round, which may fail.
             came_late = ran_meanwhile and request_id in submitted
             if response is None or (came_late and not response.done):
                 del context.request_ids[index]
@@ -199,7 +200,7 @@ class Handler:
         if response.status_sent:
             context.stopping_criteria[index] = last_chunk
         else:
-            self._send_status(context, index, response, "application/json")
+            self._set_status(context, index, response, "application/json")
         return json.dumps(response.body())
 
     def _keep_open(self, context: Context, index: int, response: Response) -> str:
@@ -208,7 +209,7 @@ class Handler:
         TorchServe notices a client that has left only when it sends. A later error is an error object under status 200.
         """
         if response.status_sent or time.monotonic() >= response.status_deadline:
-            self._send_status(context, index, response, "application/json")
+            self._set_status(context, index, response, "application/json")
             context.stopping_criteria[index] = more_to_come
         else:
             # The entry comes again with the next call, its status still open.
@@ -224,12 +225,12 @@ class Handler:
         else:
             events = response.next_events()
             criterion = last_chunk if response.done else more_to_come
-        self._send_status(context, index, response, "text/event-stream")
+        self._set_status(context, index, response, "text/event-stream")
         context.stopping_criteria[index] = criterion
         return events
 
-    def _send_status(self, context: Context, index: int, response: Response, content_type: str) -> None:
-        """Send the status and the content type, once."""
+    def _set_status(self, context: Context, index: int, response: Response, content_type: str) -> None:
+        """Set the status and the content type, once; TorchServe sends them with the reply."""
         if not response.status_sent:
             context.set_response_status(response.status, PHRASES[response.status], index)
             context.set_response_content_type(index, content_type)

@@ -35,9 +35,10 @@ from specserve.speculation.cost import Cost
 # The most tokens that the draft model reads before it drafts in an ordinary round: the bonus token, and accepted tokens
 # of other drafters. More are a long catch-up, mostly its prefill of the prompt.
 SHORT_CATCH_UP = 4
-# Whether a long catch-up pays (`Controller.candidate`): it is charged in equal parts to the rounds that are left, at 3
-# tokens a round, with a margin of 1.75. A short answer may end soon, so after n generated tokens min(10 n, n + 48) more
-# are expected: after 5, 50; after 20, 68, which are 23 rounds, each charged 1.75 / 23 of the catch-up.
+# Whether a long catch-up pays (`Controller.candidate`): the next round is weighed with the part of its seconds that
+# falls to each round that is left, at 3 tokens a round, times a margin of 1.75; nothing is charged later. A short
+# answer may end soon, so after n generated tokens min(10 n, n + 48) more are expected: after 5, 50; after 20, 68, which
+# are 23 rounds, so 1.75 / 23 of the catch-up is weighed.
 _CATCH_UP_MARGIN, _TOKENS_PER_ROUND = 1.75, 3
 _GROWTH, _HORIZON = 10, 48
 # A long catch-up after the first is counted as lost little by little (`Balance`): in each round this share of what is
@@ -77,7 +78,7 @@ class Candidate(NamedTuple):
         acceptance: that of its next draft token, before it is drafted.
         first_rows: how many tokens the draft model reads before that; 1 in a long catch-up, charged by `catch_up`.
         most: how many more draft tokens the sequence may have.
-        catch_up: this round's share of the seconds of a long catch-up, times a margin; 0 for a short one.
+        catch_up: the part of a long catch-up's seconds that is weighed against this round; 0 for a short one.
     """
 
     reached: float
@@ -225,7 +226,7 @@ def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: Roun
         Indices into `candidates`, and the gain in tokens; none and 0.0 where nothing pays.
     """
     able = [index for index, one in enumerate(candidates) if one.most > 0]
-    # So some k has no long catch-up.
+    # Cheap catch-ups first, so that small k try the sequences that need none.
     order = sorted(able, key=lambda i: (candidates[i].catch_up, -candidates[i].reached * candidates[i].acceptance))
     base = costs.target_pass(rows)
     best: tuple[list[int], float] = [], 0.0
@@ -251,7 +252,8 @@ def offer_length(
 ) -> int:
     """How many leading tokens of an offer to draft; 0 where the draft model gains more.
 
-    The model's gain is taken over no more tokens than are taken of the offer: after those it may go on in either case.
+    The model is weighed as if it drafted for this sequence alone, over no more tokens than are taken of the offer:
+    after those it may go on.
 
     Args:
         reached: the probability that all drafts before them are accepted.

@@ -82,11 +82,12 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
 
     Claim: given the first n drafts, n or more are accepted with probability w_n, over later drafts and all uniform
     numbers. For gamma that is h_gamma = w_gamma. From there down by induction: n passes, or else n + 1 or more do,
-        w_n = h_n + (1 - h_n) E[w_{n+1}], since E[w_{n+1}] over x_n ~ q_n is sum min(q_n, w_n p_n) = w_n - s_n.
+        w_n = h_n + (1 - h_n) E[w_{n+1}], since E[w_{n+1}] over x_n ~ q_n is sum min(q_n, w_n p_n) = w_n - s_n;
+    this is what h_n solves.
     So exactly n are accepted with probability w_n - E[w_{n+1}] = s_n, the sum of the residual. After n accepted drafts
     x follows as the recovered token with probability max(0, w_n p_n(x) - q_n(x)), and as the next accepted draft with
     min(q_n(x), w_n p_n(x)): together w_n p_n(x), so it is distributed as p_n.
-    Where drafting stopped was decided by the drafts before, so the induction may begin there.
+    Whether gamma is n is decided by the first n drafts, so the induction may begin there.
 
     Args and noise are those of `verify_token`; reading stops at the first draft with p(x) = 0.
     """
@@ -145,7 +146,10 @@ def sample_independent(q: FloatArray, index: int, noise: Noise) -> int:
 
 
 def sample_coupled(q: FloatArray, index: int, noise: Noise) -> int:
-    """A draft token for coupled verification: the target's race (Gumbel-max), run with the draft's probabilities."""
+    """A draft token for coupled verification: the target's race (Gumbel-max), run with the draft's probabilities.
+
+    `race` asks for its noise by the number and the size of a race.
+    """
     return race(q, partial(noise.exponentials, index))
 
 

@@ -146,10 +146,7 @@ def summarise(family: str, temperature: float, mode: str, pairs: list[tuple[Run,
     runs = [run for _, run in pairs]
     ratios = [run.speed / plain.speed for plain, run in pairs]
     # Above temperature 0 the two answers differ, also in length.
-    lengths = [len(run.tokens) for run in runs]
-    with_prefill = [
-        plain.seconds_for(length) / run.seconds_for(length) for (plain, run), length in zip(pairs, lengths, strict=True)
-    ]
+    with_prefill = [plain.seconds_for(len(run.tokens)) / run.seconds_for(len(run.tokens)) for plain, run in pairs]
     stats = SequenceStats.total(run.stats for run in runs)
     seconds = stats.decode_seconds
     low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3

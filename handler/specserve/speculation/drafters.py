@@ -65,7 +65,8 @@ class Proposal:
         drafts: in order.
         refused: one for each drafter whose offer was refused.
         reached: the estimated probability that all drafts are accepted.
-        model_may_pay: whether tokens of the draft model would be worth their time if all were accepted.
+        model_may_pay: whether tokens of the draft model would be worth their time if all were accepted; always in mode
+            fixed, which does not ask.
         ended: whether the draft model has nothing more to add.
         draft_model_seconds: the sequence's part of the draft model's passes, by the cost model.
         long_catch_up_seconds: the part of these in which the model read more than SHORT_CATCH_UP tokens.
@@ -184,11 +185,14 @@ class Drafters:
         costs = self.controller.costs(decoding, kv_len, self.draft_kv_len(decoding), awaiting_first_token)
         # Deferred proposals have drafts already.
         rows += sum(len(proposal.drafts) for proposal in proposals)
-        # Beside many sequences they are not, and what only the model needs is not computed: 1 % of a round of eight.
-        certain = [Candidate(reached=1.0, acceptance=1.0, first_rows=1, most=one.max_drafts) for one in drafting]
+        # Beside many sequences not even certain drafts pay; what only the model needs is then not computed: 1 % of a
+        # round of eight.
+        auto = [proposal for proposal in drafting if proposal.sequence.speculation.is_auto]
+        certain = [Candidate(reached=1.0, acceptance=1.0, first_rows=1, most=one.max_drafts) for one in auto]
         model_may_pay = self._model is not None and choose_for_model(certain, rows, costs)[1] > 0
-        for proposal in drafting:
+        for proposal in auto:
             proposal.model_may_pay = model_may_pay
+        for proposal in drafting:
             rows += self._propose_free(proposal, rows, costs)
         while self._model and (chosen := self._choose(drafting, rows, costs)):
             began = self._clock()
@@ -258,16 +262,13 @@ class Drafters:
     def _candidate(self, proposal: Proposal, costs: RoundCosts) -> Candidate | None:
         """What is known of a sequence before the model drafts its next token; None where it cannot or may not."""
         sequence = proposal.sequence
-        is_auto = sequence.speculation.is_auto
-        if self._model is None or sequence.speculation.drafter not in {None, "model"}:
-            return None
-        if is_auto and not proposal.model_may_pay:
+        if self._model is None or sequence.speculation.drafter not in {None, "model"} or not proposal.model_may_pay:
             return None
         drafted = proposal.drafted
         if not self._model.can_read(drafted):
             return None
         pending = self._model.pending(drafted)
-        if is_auto:
+        if sequence.speculation.is_auto:
             return self.controller.candidate(sequence, proposal.reached, pending, proposal.remaining, costs)
         acceptance = self.controller.acceptance.of(sequence).next_acceptance
         return Candidate(proposal.reached, acceptance, pending, proposal.remaining)

@@ -1,8 +1,8 @@
 """The rules that keep the target's distribution: which draft tokens are accepted, and which token follows them.
 
 A rule sees the target's distributions p, the distributions q that the drafts were really sampled from (one-hot for
-drafters without a model), and noise.
-Whatever was drafted, the output is distributed exactly as if every token were sampled from p.
+drafters without a model), and noise. Whatever was drafted, the output is distributed exactly as if every token were
+sampled from p.
 
 A round accepts the first drafts, 0 to gamma of them, and adds one token of the target: after a rejection the recovered
 token, which replaces the first rejected draft; after gamma accepted drafts the bonus token. Indices count from 0: p_i

@@ -265,8 +265,7 @@ def _apply(
     if not was_decoding:
         return outcome
     # `plain_seconds` of its charge: its part of the target's pass, had no sequence drafted. What its drafts cost: their
-    # rows of the target's pass, and its part of the draft model's passes, in this round or,
-    # if it was deferred, in an earlier one.
+    # rows of the target's pass, and its part of the draft model's passes, if deferred in an earlier round.
     extra_seconds = charge.target_drafts_seconds + proposal.draft_model_seconds - proposal.long_catch_up_seconds
     # The first long catch-up is never counted. `stats` has the drafts of earlier rounds only.
     catch_up_seconds = proposal.long_catch_up_seconds if sequence.stats.drafted_by["model"] else 0.0

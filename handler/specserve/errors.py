@@ -40,7 +40,7 @@ class ConstraintError(SpecserveError):
 
 
 class MaskDeferred(SpecserveError):
-    """The round has no time left for another grammar mask; the sequence continues in the next round."""
+    """The round has no time left for a grammar mask; the sequence continues in the next round."""
 
 
 class RequestError(SpecserveError):

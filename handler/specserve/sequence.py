@@ -78,10 +78,6 @@ class SpeculationParams:
 class Constraint(Protocol):
     """A grammar that the completion must follow."""
 
-    @property
-    def mask_seconds(self) -> float:
-        """The current time of one call of `allowed`."""
-
     def allowed(self, written: abc.Sequence[int]) -> NDArray[np.bool_] | None:
         """The tokens that may follow this beginning of the completion, shape (vocabulary,); None allows all.
 
@@ -258,7 +254,7 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Whether the prefill is over, so that every round decides tokens, unless it is deferred."""
+        """Whether the prefill is over, so that every round decides tokens, if it has time for the grammar masks."""
         return self.generated > 0
 
     @property

@@ -19,11 +19,12 @@ from costs import flat
 from fake_engine import FakeEngine, FakeVocabulary
 from fake_pair import END_TOKEN, ENDLESS, SEEDED, SLOTS, FakePair, plain_greedy
 from specserve.sampling.distribution import FloatArray, draw, to_distribution
-from specserve.sampling.logits import penalise
+from specserve.sampling.logits import TargetDistributions, penalise
 from specserve.sampling.noise import Noise, Purpose
 from specserve.sequence import SamplingParams, Verification
 from specserve.speculation import drafters
-from specserve.speculation.drafters import Draft, Drafters, Proposal
+from specserve.speculation import round as round_module
+from specserve.speculation.proposal import Draft, Proposal
 from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
 from specserve.speculation.rejection import RULES
 
@@ -105,12 +106,13 @@ SAMPLING = SamplingParams(temperature=0.9, top_k=4, presence_penalty=0.8, logit_
 # Some of its tokens match likely outputs and others do not.
 PREDICTION = [0, 1, 2, 3, 4, 5, 0, 2, 4, 1]
 GRAMMAR: Callable[[Shared], Alternating] = lambda _shared: Alternating(6)  # noqa: E731
-# A round has time for as many masks as slots; after a deferral the estimated mask time leaves none for drafts.
-LATE_MASKS: Callable[[Shared], Alternating] = lambda shared: Slow(6, shared, late_seconds=1.0)  # noqa: E731
+# A round has time for two masks, so drafts of two tokens have none for the bonus token.
+LATE_MASKS: Callable[[Shared], Alternating] = lambda shared: Slow(6, shared)  # noqa: E731
 CASES: dict[str, dict[str, Any]] = {
     "the draft model": {},
     "a grammar": {"grammar": GRAMMAR},
     "masks that wait": {"grammar": LATE_MASKS},
+    "masks that wait, with a prediction": {"grammar": LATE_MASKS, "prediction": PREDICTION},
     "a prediction": {"prediction": PREDICTION, "drafter": "prediction"},
     # At these costs some draft tokens of either source pay and others do not.
     "adaptive lengths": {"mode": "auto", "draft_seconds": 0.38},
@@ -153,7 +155,7 @@ def outputs(
     **options: Any,
 ) -> tuple[list[tuple[int, ...]], Counter[int]]:
     """The first three output tokens for each seed, by the whole scheduler, and the histogram of drafts a round."""
-    shared = Shared(SLOTS if grammar is LATE_MASKS else 10**9)
+    shared = Shared(2 if grammar is LATE_MASKS else 10**9)
     pair = FakePair(
         vocabulary=NoEndToken(6),
         blend=0.6,
@@ -214,8 +216,18 @@ def test_coupled_output_is_the_same_with_and_without_drafts(case: str) -> None:
     assert gammas[1] + gammas[2] > 50
 
 
-def discard_deferred_drafts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Drafters, "defer", lambda *_: None)
+def discard_drafts_without_a_bonus_token(patch: pytest.MonkeyPatch) -> None:
+    verify = round_module._verify
+
+    def discard(p: TargetDistributions, proposal: Proposal) -> tuple[int, int | None]:
+        n_accepted, next_token = verify(p, proposal)
+        if next_token is not None:
+            return n_accepted, next_token
+        # The next round draws anew, with other noise.
+        proposal.sequence.round_number += 1
+        return 0, None
+
+    patch.setattr(round_module, "_verify", discard)
 
 
 def report_half_of_q_for_free_drafts(patch: pytest.MonkeyPatch) -> None:
@@ -250,7 +262,7 @@ def share_noise_between_draft_and_rule(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fault", "case"),
     [
-        (discard_deferred_drafts, "masks that wait"),
+        (discard_drafts_without_a_bonus_token, "masks that wait"),
         (report_half_of_q_for_free_drafts, "a prediction"),
         (drop_drafts_of_low_probability, "the draft model"),
         (drop_drafts_of_low_probability, "adaptive lengths"),

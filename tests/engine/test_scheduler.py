@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from constraints import Shared, Slow
+from constraints import Alternating, Shared, Slow
 from costs import FixedCost, flat, proportional
 from fake_engine import FakeEngine
 from fake_pair import ENDLESS, SLOTS, VOCABULARY, FakePair, RecordingObserver, plain_greedy
-from specserve.sequence import SamplingParams, SpeculationParams
+from specserve.sequence import DrafterName, SamplingParams, SpeculationParams
 from specserve.serving.budget import max_wait
 from specserve.serving.generation import Generation
 from specserve.speculation.cost import CostTable
@@ -196,17 +196,6 @@ def test_the_cache_of_a_finished_sequence_does_not_count_in_the_time_of_drafts()
     assert [max(generation.stats.gammas) for generation in generations] == [2, 2]
 
 
-def test_a_deferred_sequence_leaves_the_time_for_drafts_to_the_others() -> None:
-    """A draft takes two seconds, one in each model; one that is verified again takes none of that time."""
-    shared = Shared(1)
-    pair = FakePair(blend=0.6, max_wait_seconds=9.0, begin_masks=shared.begin_round)
-    pair.submit([1], gamma=6, max_tokens=200, sampling=ENDLESS, request="deferred", constraint=Slow(VOCABULARY, shared))
-    drafted = pair.submit([2], gamma=6, max_tokens=60, sampling=ENDLESS, request="drafted")
-    pair.run(drafted)
-    assert shared.deferred
-    assert max(drafted.stats.gammas) == 4
-
-
 def test_a_prompt_that_delays_no_sequence_is_prefilled_in_full_chunks() -> None:
     pair = FakePair(prefill_rows=64, max_wait_seconds=20.0)
     pair.submit(LONG, max_tokens=5)
@@ -291,7 +280,7 @@ def test_records_add_up_to_the_prefill_and_decode_time_of_a_sequence() -> None:
     assert sum(decode) == pytest.approx(stats.decode_seconds)
 
 
-def test_records_count_each_draft_once_if_a_round_is_deferred() -> None:
+def test_records_count_each_draft_once_if_masks_are_missing() -> None:
     shared, observer = Shared(4), RecordingObserver()
     pair = FakePair(blend=0.6, begin_masks=shared.begin_round, observers=[observer])
     stats = [pair.submit([n, 2], max_tokens=15, constraint=Slow(VOCABULARY, shared)).stats for n in range(2)]
@@ -328,16 +317,40 @@ def test_deferred_masks_change_no_output(gamma: int) -> None:
         assert deferred > 0 or masks > 1
 
 
-def test_a_deferred_sequence_that_is_cancelled_keeps_no_drafts_and_no_grammar() -> None:
-    shared = Shared(1)
-    pair = FakePair(blend=0.6, begin_masks=shared.begin_round)
-    generations = [pair.submit([1, 2, n], constraint=Slow(VOCABULARY, shared), sampling=ENDLESS) for n in range(3)]
-    while all(pair.drafters.deferred_tokens(generation) is None for generation in generations):
+@pytest.mark.parametrize("drafter", ["model", "prediction"])
+def test_a_token_is_drafted_only_if_its_mask_is_known_and_needs_no_bonus_token(drafter: DrafterName) -> None:
+    """A round has time for four masks, which are all needed to draft; the drafts are right. The first has one left."""
+    plain = FakePair()
+    expected = plain.submit([1, 2], gamma=0, max_tokens=22, sampling=ENDLESS, constraint=Alternating(VOCABULARY))
+    plain.run()
+    shared = Shared(4)
+    pair = FakePair(blend=0.0, begin_masks=shared.begin_round)
+    constraint = Slow(VOCABULARY, shared)
+    generation = pair.submit(
+        [1, 2],
+        gamma=6,
+        max_tokens=40,
+        sampling=ENDLESS,
+        constraint=constraint,
+        prediction=expected.answer,
+        drafter=drafter,
+    )
+    pair.step()
+    lengths = []
+    for _ in range(5):
         pair.step()
-    deferred = next(one for one in generations if pair.drafters.deferred_tokens(one) is not None)
-    pair.scheduler.cancel(deferred)
-    assert not deferred.states
-    assert deferred.constraint is None
+        lengths.append(generation.generated)
+    assert lengths == [6, 10, 14, 18, 22]
+    assert generation.answer == expected.answer
+
+
+def test_an_offered_token_that_the_grammar_forbids_is_not_drafted() -> None:
+    pair = FakePair()
+    constraint = Alternating(VOCABULARY)
+    stats = pair.submit([1, 2], gamma=4, prediction=[1] * 50, drafter="prediction", constraint=constraint).stats
+    pair.run()
+    assert set(stats.gammas) <= {0, 1}
+    assert stats.drafted > 0
 
 
 def test_a_deferred_sequence_comes_first_in_the_next_round() -> None:
@@ -360,12 +373,3 @@ def test_a_sequence_without_a_grammar_is_never_deferred() -> None:
     plain = pair.submit([3, 4], gamma=0)
     pair.step(21)
     assert plain.generated == 20
-
-
-@pytest.mark.parametrize(("mask_seconds", "gamma"), [(0.0, 6), (0.01, 6), (0.025, 3), (0.5, 0)])
-def test_drafts_are_limited_to_the_masks_that_a_round_has_time_for(mask_seconds: float, gamma: int) -> None:
-    pair = FakePair(blend=1.0, max_wait_seconds=0.2, costs=(flat(0.01), flat(0.001)))
-    constraint = Slow(VOCABULARY, Shared(10**6), mask_seconds=mask_seconds)
-    generation = pair.submit([1, 2], gamma=6, max_tokens=30, constraint=constraint)
-    pair.run()
-    assert max(generation.stats.gammas) == gamma

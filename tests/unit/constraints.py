@@ -23,8 +23,6 @@ class Alternating:
         self._length = length
         self._fails_at = fails_at
 
-    mask_seconds = 0.0
-
     def allowed(self, written: Sequence[int]) -> NDArray[np.bool_]:
         if self._fails_at is not None and len(written) >= self._fails_at:
             raise ConstraintError("The grammar has become too costly to follow.")
@@ -62,23 +60,16 @@ class Shared:
 
 
 class Slow(Alternating):
-    """An alternating grammar whose masks use up the shared budget; a mask is computed once and then free.
+    """An alternating grammar whose masks use up the shared budget; a mask is computed once and then free."""
 
-    The estimate for the next mask is `mask_seconds`, and `late_seconds` after one was deferred.
-    """
-
-    def __init__(self, size: int, shared: Shared, *, mask_seconds: float = 0.0, late_seconds: float = 0.0) -> None:
+    def __init__(self, size: int, shared: Shared) -> None:
         super().__init__(size)
         self._shared = shared
         self._computed: set[tuple[int, ...]] = set()
-        self._seconds = mask_seconds, late_seconds
-        self.mask_seconds = mask_seconds
 
     def allowed(self, written: Sequence[int]) -> NDArray[np.bool_]:
         if tuple(written) not in self._computed:
-            self.mask_seconds = self._seconds[1]
             self._shared.spend()
-            self.mask_seconds = self._seconds[0]
             self._computed.add(tuple(written))
         return super().allowed(written)
 
@@ -86,7 +77,6 @@ class Slow(Alternating):
         try:
             return super().complete(written)
         except MaskDeferred:
-            self.mask_seconds = self._seconds[0]
             return False
 
 

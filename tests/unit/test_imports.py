@@ -29,8 +29,9 @@ ALLOWED = {
 PURE = tuple(
     f"{name}.py"
     for name in (
-        *("sequence", "sampling/distribution", "sampling/noise", "speculation/rejection"),
+        *("sequence", "sampling/distribution", "sampling/noise", "sampling/logits", "speculation/rejection"),
         *("speculation/cost", "speculation/charges", "speculation/acceptance", "speculation/controller"),
+        "speculation/proposal",
     )
 )
 # The modules that may import a library.

@@ -54,8 +54,6 @@ _MAX_TOKEN_BYTES = 16
 _STACK_BYTES = 256 * 2**20
 # An ordinary schema takes 1 to 5 MB, a grammar at the limits 100 MB.
 _CACHED_GRAMMARS = 8
-# Masks whose longest time is the estimate for the next one.
-_TIMED_MASKS = 8
 # Share of a round's mask time that searching for one sequence's forced tokens may take.
 _FORCING_SHARE = 0.1
 
@@ -125,12 +123,6 @@ class Constraint:
         # Masks by position, and the layouts after the last consumed tokens.
         self._masks: dict[int, bytes] = {}
         self._layouts: deque[Layout] = deque(maxlen=_CACHED_POSITIONS)
-        self._mask_times: deque[float] = deque(maxlen=_TIMED_MASKS)
-
-    @property
-    def mask_seconds(self) -> float:
-        """Estimated time of the next mask: the longest of the last few."""
-        return max(self._mask_times, default=0.0)
 
     def allowed(self, tokens: Sequence[int]) -> BoolArray | None:
         """Return the mask of the tokens that may follow, shape (vocabulary,).
@@ -224,10 +216,8 @@ class Constraint:
             return cached
         if not self._follow(tokens):
             return None
-        before = self._request_budget.spent
         with self._timed():
             packed = self._matcher.compute_bitmask()
-        self._mask_times.append(self._request_budget.spent - before)
         # A failed matcher allows the end of the answer, which would pass for a complete one.
         self._check()
         self._masks[position] = packed

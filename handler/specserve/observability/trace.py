@@ -13,6 +13,9 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from zlib import crc32
 
+from specserve.config import TraceConfig
+from specserve.errors import ConfigError
+from specserve.observability.metrics import Served
 from specserve.observability.records import EndRecord, RequestInfo, RoundRecord
 
 logger = logging.getLogger(__name__)
@@ -99,3 +102,20 @@ class Trace:
             return
         entry = {"time": round(time.time(), 3), "event": event, **asdict(info), "choice": choice, **fields}
         self._files.emit(logging.LogRecord("", 0, "", 0, json.dumps(entry), None, None))
+
+
+def open_traces(config: TraceConfig | None, served: Served, spell: Callable[[int], bytes]) -> list[Trace]:
+    """The configured trace, in a file of this model version; none without a configuration.
+
+    Raises:
+        ConfigError: its directory cannot be written.
+    """
+    if config is None:
+        return []
+    path = config.directory / f"{served.model}-{served.version}.jsonl"
+    try:
+        return [Trace(path, share=config.share, mebibytes=config.mebibytes, text=spell if config.text else None)]
+    except OSError as error:
+        raise ConfigError(
+            f"`handler.trace.directory`: {config.directory} cannot be written ({error.strerror})."
+        ) from error

@@ -10,7 +10,7 @@ from collections import abc
 
 import numpy as np
 
-from specserve.sampling.distribution import FloatArray
+from specserve.sampling.distribution import FloatArray, argmax, confidence, to_distribution
 from specserve.sequence import SamplingParams, Sequence, TokenScore
 
 
@@ -68,6 +68,45 @@ def process_logits(logits: FloatArray, sequence: Sequence, drafts: abc.Sequence[
         if allowed is not None:
             logits = np.where(allowed, logits, -np.inf)
     return logits
+
+
+class TargetDistributions:
+    """The target's distributions after 0, 1, 2, ... draft tokens, each computed when a rule first asks for it.
+
+    A softmax over a large vocabulary takes time. Token, coupled and greedy verification never ask for rows after a
+    rejection; block verification asks for those of all drafts, up to a draft of probability 0.
+
+    Args:
+        logits: the target's rows, from that of the last decided token on; overwritten by its next pass.
+        sequence: the decided tokens.
+        drafts: the draft tokens after them.
+    """
+
+    def __init__(self, logits: FloatArray, sequence: Sequence, drafts: list[int]) -> None:
+        self.logits = logits
+        self._sequence = sequence
+        self._drafts = drafts
+        self._shaped: dict[int, FloatArray] = {}
+        self._distributions: dict[int, FloatArray] = {}
+
+    def __getitem__(self, index: int, /) -> FloatArray:
+        """The distribution at `index`, shape (vocabulary,)."""
+        if index not in self._distributions:
+            self._distributions[index] = to_distribution(self._shaped_at(index), self._sequence.sampling)
+        return self._distributions[index]
+
+    def argmax(self, index: int) -> int:
+        """The most probable token at `index`."""
+        return argmax(self._shaped_at(index))
+
+    def confidence(self, index: int) -> float:
+        """The probability of the most probable token at `index`, at temperature 1."""
+        return confidence(self._shaped_at(index))
+
+    def _shaped_at(self, index: int) -> FloatArray:
+        if index not in self._shaped:
+            self._shaped[index] = process_logits(self.logits[index], self._sequence, self._drafts[:index])
+        return self._shaped[index]
 
 
 def score(logits: FloatArray, token: int, top: int) -> TokenScore:

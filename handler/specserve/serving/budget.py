@@ -74,19 +74,3 @@ def drafts_in_time(
     longest = target.seconds(rows, kv_len) + max_wait
     seconds = {n: n * draft_step + target.seconds(rows + drafting * n, kv_len) for n in range(1, most + 1)}
     return max((n for n in seconds if seconds[n] <= longest), default=0)
-
-
-def drafts_with_masks(gamma: int, mask_seconds: float, *, constrained: int, max_wait: float) -> int:
-    """How many of a sequence's `gamma` drafts have time for their grammar masks.
-
-    The masks of all constrained sequences get half of `max_wait`; the other half is for masks that take longer than
-    before.
-
-    Args:
-        gamma: tokens.
-        mask_seconds: of one mask of this sequence.
-        constrained: number of sequences with a grammar, this one included.
-        max_wait: in seconds.
-    """
-    share = max_wait / 2 / constrained
-    return gamma if (gamma + 1) * mask_seconds <= share else max(0, int(share / mask_seconds) - 1)

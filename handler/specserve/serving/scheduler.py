@@ -13,7 +13,7 @@ from specserve.engine.base import Engine
 from specserve.errors import EngineError
 from specserve.observability.records import Observer
 from specserve.sequence import Sequence
-from specserve.serving.budget import drafts_in_time, drafts_with_masks, prefill_chunk
+from specserve.serving.budget import drafts_in_time, prefill_chunk
 from specserve.serving.generation import Generation
 from specserve.serving.prefix_cache import PrefixCache
 from specserve.serving.recorder import Recorder
@@ -33,7 +33,7 @@ class Scheduler:
         idle_tokens: the most tokens of finished sequences that stay in the cache.
         max_wait_seconds: the most that each of these may add to a round: prefill, grammar masks, and drafts if several
             requests are running.
-        begin_masks: told the seconds that the grammar masks of a round may take; what does not fit is deferred.
+        begin_masks: told the seconds that the grammar masks of a round may take; the rest has to wait.
         clock: seconds, for statistics and costs.
         observers: told of every round and of every end.
     """
@@ -176,32 +176,15 @@ class Scheduler:
 
     def _decode_plans(self, decoding: list[Generation]) -> list[Plan]:
         """The plans of the sequences that decode, with the most drafts that each may have."""
-        # A sequence that was deferred verifies the same drafts again.
-        deferred_drafts = {g: n for g in decoding if (n := self._drafters.deferred_tokens(g)) is not None}
-        most_each = self._most_drafts_each(decoding, deferred_drafts)
-        constrained = sum(generation.constraint is not None for generation in decoding)
-        plans = []
-        for generation in decoding:
-            if generation in deferred_drafts:
-                plans.append(Plan(generation, 1, deferred_drafts[generation]))
-                continue
-            # The round adds one token of the target's own.
-            drafts = max(0, min(generation.speculation.max_drafts, generation.remaining - 1, most_each))
-            if generation.constraint is not None:
-                mask_seconds = generation.constraint.mask_seconds
-                drafts = drafts_with_masks(
-                    drafts, mask_seconds, constrained=constrained, max_wait=self.max_wait_seconds
-                )
-            plans.append(Plan(generation, 1, drafts))
-        return plans
+        most_each = self._most_drafts_each(decoding)
+        # The round adds one token of the target's own.
+        return [Plan(one, 1, max(0, min(one.speculation.max_drafts, one.remaining - 1, most_each))) for one in decoding]
 
-    def _most_drafts_each(self, decoding: list[Generation], deferred_drafts: Mapping[Generation, int]) -> int:
+    def _most_drafts_each(self, decoding: list[Generation]) -> int:
         """The most drafts of a sequence, so that the pass has rows of logits for all, and other requests have time."""
-        n_deferred = sum(deferred_drafts.values())
-        drafting = [g for g in decoding if g.speculation.max_drafts > 0 and g not in deferred_drafts]
+        drafting = [generation for generation in decoding if generation.speculation.max_drafts > 0]
         # Every running sequence may need the logits of one row beside those of its drafts.
-        logits_for_drafts = self._target.max_logits - len(self._running) - n_deferred
-        most = logits_for_drafts // max(1, len(drafting))
+        most = (self._target.max_logits - len(self._running)) // max(1, len(drafting))
         if len({generation.info.request for generation in self._running}) == 1:
             # No other request is in a slot; queued ones wait for an answer to end.
             return most
@@ -213,7 +196,7 @@ class Scheduler:
             self._controller.target_cost,
             self._kv_len(),
             draft_step,
-            rows=len(decoding) + n_deferred,
+            rows=len(decoding),
             drafting=len(drafting),
             most=most,
             max_wait=self.max_wait_seconds,

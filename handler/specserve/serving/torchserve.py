@@ -31,11 +31,10 @@ from collections.abc import Callable
 from typing import Any
 
 from specserve.config import HandlerConfig, parse_handler
-from specserve.errors import ConfigError, SpecserveError
+from specserve.errors import SpecserveError
 from specserve.observability.control_group import Holdback
 from specserve.observability.metrics import Gauges, Metrics, Sample, Served
-from specserve.observability.records import Observer
-from specserve.observability.trace import Trace
+from specserve.observability.trace import open_traces
 from specserve.serving.budget import max_wait
 from specserve.serving.engine_loop import EngineLoop, engine_thread
 from specserve.serving.loading import Models, load_models
@@ -105,7 +104,7 @@ class Handler:
             idle_tokens=config.idle_tokens,
             max_wait_seconds=max_wait(config.max_wait_ms, models.drafters.controller.target_cost),
             begin_masks=models.grammars.begin_round,
-            observers=[self._metrics, *_traces(config, models, served)],
+            observers=[self._metrics, *open_traces(config.trace, served, models.vocabulary.piece)],
         )
         self._routes = Routes(config, models, self._scheduler, self._holdback, served.model)
         self._loop = EngineLoop(self._scheduler, thread, config.time_slice_ms / 1000)
@@ -246,18 +245,3 @@ class Handler:
                 draft_model=None if self._config.draft is None else self._models.drafters.has_model,
             )
         )
-
-
-def _traces(config: HandlerConfig, models: Models, served: Served) -> list[Observer]:
-    """The configured trace, in a file of this model version."""
-    trace = config.trace
-    if trace is None:
-        return []
-    path = trace.directory / f"{served.model}-{served.version}.jsonl"
-    text = models.vocabulary.piece if trace.text else None
-    try:
-        return [Trace(path, share=trace.share, mebibytes=trace.mebibytes, text=text)]
-    except OSError as error:
-        raise ConfigError(
-            f"`handler.trace.directory`: {trace.directory} cannot be written ({error.strerror})."
-        ) from error

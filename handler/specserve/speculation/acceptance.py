@@ -12,8 +12,12 @@ from bisect import bisect_right
 from collections import abc
 from typing import NamedTuple
 
+import numpy as np
+
 from specserve.sampling.distribution import is_greedy
+from specserve.sampling.logits import TargetDistributions
 from specserve.sequence import Sequence
+from specserve.speculation.proposal import Proposal
 
 # What half and twice of a constant change is in benchmarks/RESULTS.md, sensitivity.
 
@@ -173,7 +177,7 @@ class Acceptance:
     def learn(self, sequence: Sequence, observations: abc.Sequence[Observation], confidence: float | None) -> None:
         """Learn from the tokens that verification reached, and from the target's confidence after the accepted ones.
 
-        That is None while the draft model cannot pay: only its next token is predicted by it.
+        That predicts the draft model's next token only; None where it is not known.
         """
         own = self.of(sequence)
         by_target = self._calibration(sequence, "target")
@@ -200,3 +204,28 @@ class Acceptance:
         if key not in self._calibrations:
             self._calibrations[key] = Calibration(PRIORS.get(drafter, CALIBRATED))
         return self._calibrations[key]
+
+
+def observe(proposal: Proposal, p: TargetDistributions, first_decided: int, n_accepted: int) -> list[Observation]:
+    """What verification showed of the draft tokens that it reached, up to the first rejected one.
+
+    Args:
+        proposal: refused offers are judged by the first position, which is always reached.
+        p: the target's distributions.
+        first_decided: the token that was decided there.
+        n_accepted: number of accepted drafts.
+    """
+    sequence = proposal.sequence
+    # The sum of min(p, q) is the acceptance probability in token verification; block verification accepts a little
+    # more. Where it is known, it says more than the outcome.
+    knows_probability = sequence.speculation.verification != "coupled" and not is_greedy(sequence.sampling)
+    observations = []
+    for refused in proposal.refused:
+        accepted = float(p[0][refused.token]) if knows_probability else float(refused.token == first_decided)
+        observations.append(Observation(refused.drafter, refused.confidence, accepted, target_confidence=None))
+    for index, draft in enumerate(proposal.drafts[: n_accepted + 1]):
+        accepted = float(np.minimum(p[index], draft.q).sum()) if knows_probability else float(index < n_accepted)
+        observations.append(
+            Observation(draft.drafter, draft.confidence, accepted, target_confidence=p.confidence(index))
+        )
+    return observations

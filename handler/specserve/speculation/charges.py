@@ -1,10 +1,25 @@
-"""What each sequence of a round is charged of its time: an estimate, since sequences share the passes."""
+"""What each sequence of a round is charged of its time, and the balance of what its drafts brought and cost.
+
+All times are estimates, since sequences share the passes.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from specserve.speculation.cost import Cost
+from specserve.speculation.proposal import Proposal
+
+# A long catch-up after the first is counted as lost little by little (`Balance`): in each round this share of what is
+# not counted yet. The first is never counted. Either, counted at once, would stop the drafts that are to earn it
+# (benchmarks/RESULTS.md, decisions).
+_CATCH_UP_SHARE = 1 / 16
+# What drafts may cost a sequence, net of what they brought, before the draft model pauses: a share of its plain
+# decoding time plus 4 plain steps. It bounds what an adversary can cost, but for the first catch-up and for drafts of
+# other drafters, which cost only their rows (tests/engine/test_simulation.py).
+_LOSS_SHARE, _LOSS_STEPS = 0.01, 4.0
+# Share of a sequence's recent tokens and time that is left after another round.
+_SPEEDUP_FADE = 0.85
 
 
 class Work(NamedTuple):
@@ -68,3 +83,50 @@ def _shares(seconds: list[float]) -> list[float]:
     """Each one's share of the sum; equal shares of nothing."""
     total = sum(seconds)
     return [one / total if total else 1 / len(seconds) for one in seconds]
+
+
+class Balance:
+    """Two accounts of one sequence's drafts: its recent speed-up, and its loss since the beginning.
+
+    The loss bounds what drafts of the model cost where every estimate is wrong.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        # What these would have taken without drafts.
+        self._total_plain_seconds = 0.0
+        # How much longer than that it took; negative if drafts have gained.
+        self._total_loss_seconds = 0.0
+        self._model_drafted = False
+        # Of long catch-ups, not counted yet.
+        self._outstanding_seconds = 0.0
+        self._recent_tokens = 0.0
+        # The time that these took, in units of a plain step.
+        self._recent_steps = 0.0
+
+    @property
+    def speedup(self) -> float:
+        """The recent speed-up over plain decoding, at least 1."""
+        return max(1.0, self._recent_tokens / self._recent_steps) if self._recent_steps else 1.0
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether its drafts have cost more, net of what they brought, than they may; that grows with the text."""
+        step_seconds = self._total_plain_seconds / max(1, self._tokens)
+        return self._total_loss_seconds > _LOSS_SHARE * self._total_plain_seconds + _LOSS_STEPS * step_seconds
+
+    def count_round(self, tokens: int, charge: Charge, proposal: Proposal) -> None:
+        """Account for a decoding round that gave so many tokens; plain decoding would have given one."""
+        plain_seconds = charge.plain_seconds
+        extra_seconds = charge.target_drafts_seconds + proposal.draft_model_seconds - proposal.long_catch_up_seconds
+        if self._model_drafted:
+            # The first long catch-up, which may take several rounds, is over.
+            self._outstanding_seconds += proposal.long_catch_up_seconds
+        self._model_drafted |= "model" in proposal.drafted_by
+        counted = _CATCH_UP_SHARE * self._outstanding_seconds
+        self._outstanding_seconds -= counted
+        self._tokens += tokens
+        self._total_plain_seconds += tokens * plain_seconds
+        self._total_loss_seconds += extra_seconds + counted - (tokens - 1) * plain_seconds
+        self._recent_tokens = _SPEEDUP_FADE * self._recent_tokens + tokens
+        self._recent_steps = _SPEEDUP_FADE * self._recent_steps + 1 + extra_seconds / plain_seconds

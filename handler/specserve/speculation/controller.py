@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from specserve.sequence import Sequence
 from specserve.speculation.acceptance import Acceptance
+from specserve.speculation.charges import Balance
 from specserve.speculation.cost import Cost
 
 # What half and twice of a constant change is in benchmarks/RESULTS.md, sensitivity.
@@ -41,16 +42,6 @@ SHORT_CATCH_UP = 4
 # are 23 rounds, so 1.75 / 23 of the catch-up is weighed.
 _CATCH_UP_MARGIN, _TOKENS_PER_ROUND = 1.75, 3
 _GROWTH, _HORIZON = 10, 48
-# A long catch-up after the first is counted as lost little by little (`Balance`): in each round this share of what is
-# not counted yet. The first is never counted. Either, counted at once, would stop the drafts that are to earn it
-# (benchmarks/RESULTS.md, decisions).
-_CATCH_UP_SHARE = 1 / 16
-# What drafts may cost a sequence, net of what they brought, before the draft model pauses: a share of its plain
-# decoding time plus 4 plain steps. It bounds what an adversary can cost, but for the first catch-up and for drafts of
-# other drafters, which cost only their rows (tests/engine/test_simulation.py).
-_LOSS_SHARE, _LOSS_STEPS = 0.01, 4.0
-# Share of a sequence's recent tokens and time that is left after another round.
-_SPEEDUP_FADE = 0.85
 
 
 class RoundCosts(NamedTuple):
@@ -86,54 +77,6 @@ class Candidate(NamedTuple):
     first_rows: int
     most: int
     catch_up: float = 0.0
-
-
-class Balance:
-    """Two accounts of one sequence's drafts: its recent speed-up, and its loss since the beginning.
-
-    The loss bounds what drafts of the model cost where every estimate is wrong.
-    """
-
-    def __init__(self) -> None:
-        self._tokens = 0
-        # What these would have taken without drafts.
-        self._total_plain_seconds = 0.0
-        # How much longer than that it took; negative if drafts have gained.
-        self._total_loss_seconds = 0.0
-        # Of long catch-ups, not counted yet.
-        self._outstanding_seconds = 0.0
-        self._recent_tokens = 0.0
-        # The time that these took, in units of a plain step.
-        self._recent_steps = 0.0
-
-    @property
-    def speedup(self) -> float:
-        """The recent speed-up over plain decoding, at least 1."""
-        return max(1.0, self._recent_tokens / self._recent_steps) if self._recent_steps else 1.0
-
-    @property
-    def has_lost(self) -> bool:
-        """Whether its drafts have cost more, net of what they brought, than they may; that grows with the text."""
-        step_seconds = self._total_plain_seconds / max(1, self._tokens)
-        return self._total_loss_seconds > _LOSS_SHARE * self._total_plain_seconds + _LOSS_STEPS * step_seconds
-
-    def count_round(self, tokens: int, plain_seconds: float, extra_seconds: float, catch_up_seconds: float) -> None:
-        """Account for a decoding round.
-
-        Args:
-            tokens: how many it gave.
-            plain_seconds: the sequence's part of the pass, had no sequence drafted; it would have given one token.
-            extra_seconds: what its drafts added in both models, without long catch-ups.
-            catch_up_seconds: of a long catch-up after the first, in which the model reads what other drafters wrote.
-        """
-        self._tokens += tokens
-        self._total_plain_seconds += tokens * plain_seconds
-        self._outstanding_seconds += catch_up_seconds
-        counted = _CATCH_UP_SHARE * self._outstanding_seconds
-        self._outstanding_seconds -= counted
-        self._total_loss_seconds += extra_seconds + counted - (tokens - 1) * plain_seconds
-        self._recent_tokens = _SPEEDUP_FADE * self._recent_tokens + tokens
-        self._recent_steps = _SPEEDUP_FADE * self._recent_steps + 1 + extra_seconds / plain_seconds
 
 
 class Controller:

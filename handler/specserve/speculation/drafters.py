@@ -1,21 +1,21 @@
 """A round's drafts: what the free proposers offer, then tokens of the draft model, as far as each pays.
 
 After every token of the draft model the proposers (proposers.py) are asked again, so one draft may mix drafters.
+
+A sequence with a grammar is drafted for as far as the round has time for its masks, position by position: a token is
+drafted only after the mask at its position is computed, so verification lacks at most the mask after all drafts.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from time import perf_counter
-from typing import NamedTuple
 
 from specserve.errors import ConstraintError, DraftError, MaskDeferred
 from specserve.sampling.distribution import FloatArray, confidence, is_greedy, one_hot, to_distribution
 from specserve.sampling.logits import process_logits
-from specserve.sampling.noise import Noise
-from specserve.sequence import DrafterName, Sequence
+from specserve.sequence import Sequence
 from specserve.speculation.controller import (
     SHORT_CATCH_UP,
     Candidate,
@@ -25,95 +25,11 @@ from specserve.speculation.controller import (
     offer_length,
 )
 from specserve.speculation.draft_model import DraftedSequence, DraftModel
+from specserve.speculation.proposal import Draft, Proposal, Refused
 from specserve.speculation.proposers import Proposer
 from specserve.speculation.rejection import RULES
 
 logger = logging.getLogger(__name__)
-
-
-class Draft(NamedTuple):
-    """A draft token, the distribution q it was sampled from, its drafter, and the drafter's confidence there.
-
-    Confidence is a model's largest probability at temperature 1; other drafters estimate how likely the token is right.
-    """
-
-    token: int
-    q: FloatArray
-    drafter: DrafterName
-    confidence: float
-
-
-class Refused(NamedTuple):
-    """The first token of an offer for a round's first position, nothing of which was drafted.
-
-    p_0 shows all the same if it was right, so its drafter learns.
-    """
-
-    token: int
-    drafter: DrafterName
-    confidence: float
-
-
-@dataclass
-class Proposal:
-    """The drafts of one sequence in one round.
-
-    Args:
-        sequence: that they follow.
-        max_drafts: the most that it may have.
-        noise: the random numbers of this round.
-        drafts: in order.
-        refused: one for each drafter whose offer was refused.
-        reached: the estimated probability that all drafts are accepted.
-        model_may_pay: whether tokens of the draft model would be worth their time if all were accepted; always in mode
-            fixed, which does not ask.
-        ended: whether the draft model has nothing more to add.
-        draft_model_seconds: the sequence's part of the draft model's passes, by the cost model.
-        long_catch_up_seconds: the part of these in which the model read more than SHORT_CATCH_UP tokens.
-        deferred: whether it comes from an earlier round that could not verify it to its end; nothing is added.
-    """
-
-    sequence: Sequence
-    max_drafts: int
-    noise: Noise
-    drafts: list[Draft] = field(default_factory=list)
-    refused: list[Refused] = field(default_factory=list)
-    reached: float = 1.0
-    model_may_pay: bool = True
-    ended: bool = False
-    draft_model_seconds: float = 0.0
-    long_catch_up_seconds: float = 0.0
-    deferred: bool = False
-
-    def add(self, draft: Draft, acceptance: float) -> None:
-        """Draft one more token; it stays in the round whatever it is."""
-        self.drafts.append(draft)
-        self.reached *= acceptance
-
-    @property
-    def remaining(self) -> int:
-        """How many more tokens may be drafted."""
-        return self.max_drafts - len(self.drafts)
-
-    @property
-    def drafted(self) -> DraftedSequence:
-        """The sequence with the draft tokens after it."""
-        return DraftedSequence(self.sequence, self.tokens)
-
-    @property
-    def tokens(self) -> list[int]:
-        """The draft tokens, in order."""
-        return [draft.token for draft in self.drafts]
-
-    @property
-    def q(self) -> list[FloatArray]:
-        """The distributions that the drafts were sampled from, in order."""
-        return [draft.q for draft in self.drafts]
-
-    @property
-    def drafted_by(self) -> list[DrafterName]:
-        """The drafters of the drafts, in order."""
-        return [draft.drafter for draft in self.drafts]
 
 
 class Drafters:
@@ -154,37 +70,20 @@ class Drafters:
         """How many tokens of its KV cache a row of these attends to in the draft model; 0 without a model."""
         return self._model.kv_len(sequence.slot for sequence in sequences) if self._model else 0
 
-    def defer(self, proposal: Proposal) -> None:
-        """Keep a proposal that a round could not verify to its end for the sequence's next round (see round.py)."""
-        proposal.deferred = True
-        proposal.sequence.states[self] = proposal
-
-    def deferred_tokens(self, sequence: Sequence) -> int | None:
-        """The number of draft tokens that a sequence has to verify in its next round; None where it is free."""
-        proposal: Proposal | None = sequence.states.get(self)
-        return None if proposal is None else len(proposal.drafts)
-
-    def begin(self, sequence: Sequence, max_drafts: int, noise: Noise) -> Proposal:
-        """The proposal of a sequence for this round: the deferred one, or an empty one."""
-        deferred: Proposal | None = sequence.states.pop(self, None)
-        return deferred or Proposal(sequence, max_drafts, noise)
-
     def propose(self, proposals: list[Proposal], rows: int, kv_len: int, awaiting_first_token: int = 0) -> None:
         """Add drafts to the proposals, at most `max_drafts` each.
 
         Args:
-            proposals: empty or deferred, one for each sequence of the round.
+            proposals: one for each sequence of the round, without drafts.
             rows: of the target's pass without drafts.
             kv_len: how many tokens a row of that pass attends to.
             awaiting_first_token: number of sequences in prefill or about to be.
         """
-        drafting = [proposal for proposal in proposals if proposal.max_drafts > 0 and not proposal.deferred]
+        drafting = [proposal for proposal in proposals if proposal.max_drafts > 0]
         if not drafting:
             return
         decoding = [proposal.sequence for proposal in proposals if proposal.sequence.decoding]
         costs = self.controller.costs(decoding, kv_len, self.draft_kv_len(decoding), awaiting_first_token)
-        # Deferred proposals have drafts already.
-        rows += sum(len(proposal.drafts) for proposal in proposals)
         # Beside many sequences not even certain drafts pay; what only the model needs is then not computed: 1 % of a
         # round of eight.
         auto = [proposal for proposal in drafting if proposal.sequence.speculation.is_auto]
@@ -197,7 +96,7 @@ class Drafters:
         while self._model and (chosen := self._choose(drafting, rows, costs)):
             began = self._clock()
             try:
-                logits, n_read = self._model.read([proposal.drafted for proposal in chosen])
+                logits, n_read = self._model.read([_drafted(proposal) for proposal in chosen])
             except DraftError as error:
                 logger.error("specserve: %s Decoding goes on without it.", error)
                 self._model = None
@@ -243,10 +142,13 @@ class Drafters:
                 # A fixed number of drafts is made in any case; the model makes those that it is likelier to get right.
                 unlikely = (n for n, p in enumerate(probabilities) if by_model and p < by_model.acceptance)
                 length = next(unlikely, len(tokens))
+            before = len(proposal.drafts)
             for token, stated, probability in zip(tokens[:length], confidences, probabilities, strict=False):
+                if not _allowed(proposal, token):
+                    break
                 proposal.add(Draft(token, one_hot(token, self._vocabulary), proposer.name, stated), probability)
-            if length:
-                return length
+            if len(proposal.drafts) > before:
+                return len(proposal.drafts) - before
             if not proposal.drafts:
                 proposal.refused.append(Refused(tokens[0], proposer.name, confidences[0]))
         return 0
@@ -264,7 +166,7 @@ class Drafters:
         sequence = proposal.sequence
         if self._model is None or sequence.speculation.drafter not in {None, "model"} or not proposal.model_may_pay:
             return None
-        drafted = proposal.drafted
+        drafted = _drafted(proposal)
         if not self._model.can_read(drafted):
             return None
         pending = self._model.pending(drafted)
@@ -290,3 +192,20 @@ class Drafters:
         probability = self.controller.acceptance.of_token(sequence, "model", stated)
         proposal.add(Draft(token, q, "model", stated), probability)
         return True
+
+
+def _drafted(proposal: Proposal) -> DraftedSequence:
+    """The sequence with the draft tokens after it."""
+    return DraftedSequence(proposal.sequence, proposal.tokens)
+
+
+def _allowed(proposal: Proposal, token: int) -> bool:
+    """Whether the request's grammar is known, by now, to allow a token after the drafts."""
+    constraint = proposal.sequence.constraint
+    if constraint is None:
+        return True
+    try:
+        mask = constraint.allowed([*proposal.sequence.answer, *proposal.tokens])
+    except (ConstraintError, MaskDeferred):
+        return False
+    return mask is None or bool(mask[token])

@@ -1,0 +1,88 @@
+"""A proposal: the draft tokens of one sequence in one round, as drafters.py makes them and round.py verifies them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from specserve.sampling.distribution import FloatArray
+from specserve.sampling.noise import Noise
+from specserve.sequence import DrafterName, Sequence
+
+
+class Draft(NamedTuple):
+    """A draft token, the distribution q it was sampled from, its drafter, and the drafter's confidence there.
+
+    Confidence is a model's largest probability at temperature 1; other drafters estimate how likely the token is right.
+    """
+
+    token: int
+    q: FloatArray
+    drafter: DrafterName
+    confidence: float
+
+
+class Refused(NamedTuple):
+    """The first token of an offer for a round's first position, nothing of which was drafted.
+
+    p_0 shows all the same if it was right, so its drafter learns.
+    """
+
+    token: int
+    drafter: DrafterName
+    confidence: float
+
+
+@dataclass
+class Proposal:
+    """The drafts of one sequence in one round.
+
+    Args:
+        sequence: that they follow.
+        max_drafts: the most that it may have.
+        noise: the random numbers of this round.
+        drafts: in order.
+        refused: one for each drafter whose offer was refused.
+        reached: the estimated probability that all drafts are accepted.
+        model_may_pay: whether tokens of the draft model would be worth their time if all were accepted; always in mode
+            fixed, which does not ask.
+        ended: whether the draft model has nothing more to add.
+        draft_model_seconds: the sequence's part of the draft model's passes, by the cost model.
+        long_catch_up_seconds: the part of these in which the model read more than SHORT_CATCH_UP tokens.
+    """
+
+    sequence: Sequence
+    max_drafts: int
+    noise: Noise
+    drafts: list[Draft] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
+    reached: float = 1.0
+    model_may_pay: bool = True
+    ended: bool = False
+    draft_model_seconds: float = 0.0
+    long_catch_up_seconds: float = 0.0
+
+    def add(self, draft: Draft, acceptance: float) -> None:
+        """Draft one more token; it stays in the round whatever it is."""
+        self.drafts.append(draft)
+        self.reached *= acceptance
+
+    @property
+    def remaining(self) -> int:
+        """How many more tokens may be drafted."""
+        return self.max_drafts - len(self.drafts)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The draft tokens, in order."""
+        return [draft.token for draft in self.drafts]
+
+    @property
+    def q(self) -> list[FloatArray]:
+        """The distributions that the drafts were sampled from, in order."""
+        return [draft.q for draft in self.drafts]
+
+    @property
+    def drafted_by(self) -> list[DrafterName]:
+        """The drafters of the drafts, in order."""
+        return [draft.drafter for draft in self.drafts]

@@ -8,7 +8,7 @@ import pytest
 
 from costs import FixedCost, flat, table
 from fake_pair import ENDLESS, VOCABULARY, FakePair, plain_greedy
-from specserve.sequence import DrafterName, Sequence
+from specserve.sequence import DrafterName, Sequence, SpeculationMode
 from specserve.speculation.proposers import FreeTokens
 
 PROMPT = [1, 2, 3]
@@ -66,6 +66,16 @@ def test_a_sequence_drafts_when_so_few_are_left_that_the_draft_model_pays() -> N
     assert pair.controller.acceptance.of(long).next_acceptance == expected
     pair.run(long)
     assert long.stats.accepted > 40
+
+
+@pytest.mark.parametrize(("mode", "pays"), [("fixed", True), ("off", False)])
+def test_a_sequence_drafts_in_passes_that_another_has_made_anyway(mode: SpeculationMode, pays: bool) -> None:
+    """A pass of the draft model takes .7 of a step, whatever its rows, worth 1.4 tokens beside another sequence."""
+    pair = FakePair(blend=0.0, costs=(flat(), flat(0.7)))
+    pair.submit([1, 1], gamma=1, mode=mode, drafter="model", max_tokens=100, sampling=ENDLESS)
+    one = pair.submit([2, 1], gamma=1, mode="auto", max_tokens=40, sampling=ENDLESS)
+    pair.run(one)
+    assert (one.stats.accepted > 10) == pays
 
 
 @pytest.mark.parametrize("right", [True, False])

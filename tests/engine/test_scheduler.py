@@ -365,6 +365,19 @@ def test_a_deferred_sequence_comes_first_in_the_next_round() -> None:
     assert [generation.generated for generation in generations] == pytest.approx([20] * 3, abs=1)
 
 
+@pytest.mark.parametrize("gammas", [(6, 0, 0), (6, 6, 0)])
+def test_masks_of_drafts_leave_time_for_those_that_other_sequences_need(gammas: tuple[int, ...]) -> None:
+    """A round has time for four masks."""
+    shared = Shared(4)
+    pair = FakePair(begin_masks=shared.begin_round)
+    generations = [
+        pair.submit([1, 2, n], gamma=gamma, max_tokens=200, sampling=ENDLESS, constraint=Slow(VOCABULARY, shared))
+        for n, gamma in enumerate(gammas)
+    ]
+    pair.step(40)
+    assert min(generation.generated for generation in generations) > 30
+
+
 def test_a_sequence_without_a_grammar_is_never_deferred() -> None:
     shared = Shared(1)
     pair = FakePair(begin_masks=shared.begin_round)

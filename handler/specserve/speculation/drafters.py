@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
 
 from specserve.errors import ConstraintError, DraftError, MaskDeferred
 from specserve.sampling.distribution import FloatArray, confidence, is_greedy, one_hot, to_distribution
@@ -79,6 +83,10 @@ class Drafters:
             kv_len: how many tokens a row of that pass attends to.
             awaiting_first_token: number of sequences in prefill or about to be.
         """
+        # The masks that all sequences need come before those of drafts, which could take all the time that masks have.
+        for proposal in proposals:
+            with suppress(ConstraintError, MaskDeferred):
+                _mask(proposal)
         drafting = [proposal for proposal in proposals if proposal.max_drafts > 0]
         if not drafting:
             return
@@ -88,7 +96,8 @@ class Drafters:
         # round of eight.
         auto = [proposal for proposal in drafting if proposal.sequence.speculation.is_auto]
         certain = [Candidate(reached=1.0, acceptance=1.0, first_rows=1, most=one.max_drafts) for one in auto]
-        model_may_pay = self._model is not None and choose_for_model(certain, rows, costs)[1] > 0
+        added = _added(costs, len(drafting) - len(auto))
+        model_may_pay = self._model is not None and choose_for_model(certain, rows, added)[1] > 0
         for proposal in auto:
             proposal.model_may_pay = model_may_pay
         for proposal in drafting:
@@ -156,10 +165,12 @@ class Drafters:
     def _choose(self, drafting: list[Proposal], rows: int, costs: RoundCosts) -> list[Proposal]:
         """The sequences whose next token the model drafts in this step."""
         able = [(one, self._candidate(one, costs)) for one in drafting if not one.ended and one.remaining > 0]
-        fixed = [one for one, candidate in able if candidate and not one.sequence.speculation.is_auto]
+        fixed = [(one, candidate) for one, candidate in able if candidate and not one.sequence.speculation.is_auto]
         auto = [(one, candidate) for one, candidate in able if candidate and one.sequence.speculation.is_auto]
-        chosen, _ = choose_for_model([candidate for _, candidate in auto], rows + len(fixed), costs)
-        return [*fixed, *(auto[index][0] for index in sorted(chosen))]
+        # A fixed number of drafts is made in any case, so the others are weighed by what they add to that pass.
+        added = _added(costs, sum(candidate.first_rows for _, candidate in fixed))
+        chosen, _ = choose_for_model([candidate for _, candidate in auto], rows + len(fixed), added)
+        return [*(one for one, _ in fixed), *(auto[index][0] for index in sorted(chosen))]
 
     def _candidate(self, proposal: Proposal, costs: RoundCosts) -> Candidate | None:
         """What is known of a sequence before the model drafts its next token; None where it cannot or may not."""
@@ -199,13 +210,22 @@ def _drafted(proposal: Proposal) -> DraftedSequence:
     return DraftedSequence(proposal.sequence, proposal.tokens)
 
 
+def _added(costs: RoundCosts, rows: int) -> RoundCosts:
+    """The costs where the draft model's passes have some rows anyway: what further ones add."""
+    before = costs.draft_pass(rows)
+    return costs._replace(draft_pass=lambda more: costs.draft_pass(rows + more) - before)
+
+
+def _mask(proposal: Proposal) -> NDArray[np.bool_] | None:
+    """The grammar's mask after the drafts, shape (vocabulary,); None allows all tokens."""
+    constraint = proposal.sequence.constraint
+    return constraint.allowed([*proposal.sequence.answer, *proposal.tokens]) if constraint else None
+
+
 def _allowed(proposal: Proposal, token: int) -> bool:
     """Whether the request's grammar is known, by now, to allow a token after the drafts."""
-    constraint = proposal.sequence.constraint
-    if constraint is None:
-        return True
     try:
-        mask = constraint.allowed([*proposal.sequence.answer, *proposal.tokens])
+        mask = _mask(proposal)
     except (ConstraintError, MaskDeferred):
         return False
     return mask is None or bool(mask[token])

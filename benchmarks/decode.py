@@ -138,7 +138,8 @@ def kept(results: ResultsFile, key: tuple[str, str, float, str]) -> Run:
     tokens, stats = results[key]
     seconds = {name: value for name, value in stats.items() if name.endswith("_seconds")}
     drafted_by, accepted_by = Counter(stats["drafted_by"]), Counter(stats["accepted_by"])
-    return Run(tokens, SequenceStats(stats["rounds"], drafted_by=drafted_by, accepted_by=accepted_by, **seconds))
+    counts = {"rounds": stats["rounds"], "decided": stats["decided"]}
+    return Run(tokens, SequenceStats(**counts, drafted_by=drafted_by, accepted_by=accepted_by, **seconds))
 
 
 def summarise(family: str, temperature: float, mode: str, pairs: list[tuple[Run, Run]]) -> Row:

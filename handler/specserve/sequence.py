@@ -115,11 +115,12 @@ class SequenceStats:
     """What the rounds of a sequence did, and its share of the seconds they took.
 
     `rounds` counts decode rounds, `gammas` those by their number of draft tokens, `drafted_by` and `accepted_by` draft
-    tokens by drafter. `plain_seconds` is what the tokens after the first would have taken without drafts, by the cost
-    model.
+    tokens by drafter, `decided` all their tokens, an end token included. `plain_seconds` is what the tokens after the
+    first would have taken without drafts, by the cost model.
     """
 
     rounds: int = 0
+    decided: int = 0
     gammas: Counter[int] = field(default_factory=Counter)
     drafted_by: Counter[str] = field(default_factory=Counter)
     accepted_by: Counter[str] = field(default_factory=Counter)
@@ -138,9 +139,10 @@ class SequenceStats:
             self.target_seconds += target
             self.other_seconds += other
 
-    def add_round(self, drafters: abc.Sequence[DrafterName], accepted: int, plain_seconds: float) -> None:
+    def add_round(self, drafters: abc.Sequence[DrafterName], accepted: int, decided: int, plain_seconds: float) -> None:
         """Count a decode round by the drafter of each of its drafts; the round that ends a prefill is not one."""
         self.rounds += 1
+        self.decided += decided
         self.gammas[len(drafters)] += 1
         self.drafted_by.update(drafters)
         self.accepted_by.update(drafters[:accepted])
@@ -173,7 +175,7 @@ class SequenceStats:
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens per round, the recovered or bonus token included; 0 before the first round."""
-        return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0
+        return self.decided / self.rounds if self.rounds else 0.0
 
 
 def common_prefix(left: list[int], right: list[int], most: int | None = None) -> int:

@@ -298,16 +298,34 @@ def test_a_new_request_interrupts_a_long_time_slice(monkeypatch: pytest.MonkeyPa
     front_end.run()
 
 
-def test_a_streams_status_waits_for_its_first_round_among_other_requests(front_end: FrontEnd) -> None:
+def test_a_streams_status_waits_for_its_first_event(front_end: FrontEnd) -> None:
+    """So an error before that has a status of its own."""
     front_end.post({**BODY, "max_tokens": 100, "ignore_eos": True})
     front_end.handle_once()
-    front_end.handle_once()
-    failing = front_end.post({**BODY, "stream": True})
-    front_end.handle_once()
-    assert not front_end.chunks[failing], "its first round has not run"
+    failing = front_end.post({**BODY, "prompt": "abc" * 30, "stream": True})
+    for _ in range(3):
+        front_end.handle_once()
+    assert not front_end.chunks[failing]
     front_end.target.fail_after = 0
     front_end.run()
     assert front_end.status[failing] == 500
+
+
+@pytest.mark.parametrize(("seconds", "chunks"), [(60.0, set()), (0.0, {""})])
+def test_a_queued_stream_gets_its_status_at_the_deadline(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, seconds: float, chunks: set[str]
+) -> None:
+    monkeypatch.setattr(torchserve, "_STATUS_SECONDS", seconds)
+    for _ in range(20):
+        front_end.post({**BODY, "max_tokens": 100, "ignore_eos": True})
+    front_end.handle_once()
+    waiting = front_end.post({**BODY, "stream": True})
+    for _ in range(3):
+        front_end.handle_once()
+    assert set(front_end.chunks[waiting]) == chunks
+    front_end.run()
+    assert front_end.status[waiting] == 200
+    assert front_end.events(waiting)
 
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "json_object"}}])
@@ -445,8 +463,10 @@ def test_a_failure_after_the_status_is_an_error_object(front_end: FrontEnd, monk
 def test_a_model_failure_is_a_500_or_an_error_event_and_the_next_request_is_served(
     front_end: FrontEnd,
 ) -> None:
-    whole, stream = front_end.post(BODY), front_end.post({**BODY, "stream": True})
-    front_end.handle_once()
+    endless = {**BODY, "max_tokens": 100, "ignore_eos": True}
+    whole, stream = front_end.post(endless), front_end.post({**endless, "stream": True})
+    while not any(front_end.chunks[stream]):
+        front_end.handle_once()
     front_end.target.fail_after = 0
     front_end.run()
     assert front_end.status[whole] == 500

@@ -29,7 +29,7 @@ ALLOWED = {
 PURE = tuple(
     f"{name}.py"
     for name in (
-        *("sequence", "sampling/distribution", "sampling/noise", "sampling/logits", "speculation/rejection"),
+        *("errors", "sequence", "sampling/distribution", "sampling/noise", "sampling/logits", "speculation/rejection"),
         *("speculation/cost", "speculation/charges", "speculation/acceptance", "speculation/controller"),
         "speculation/proposal",
     )

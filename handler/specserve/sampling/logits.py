@@ -95,6 +95,11 @@ class TargetDistributions:
             self._distributions[index] = to_distribution(self._shaped_at(index), self._sequence.sampling)
         return self._distributions[index]
 
+    @property
+    def n_computed(self) -> int:
+        """At how many positions something was asked for, and had time for its grammar mask."""
+        return len(self._shaped)
+
     def argmax(self, index: int) -> int:
         """The most probable token at `index`."""
         return argmax(self._shaped_at(index))

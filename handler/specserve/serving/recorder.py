@@ -80,4 +80,4 @@ def _count(generation: Generation, outcome: Outcome, record: RoundRecord, now: f
     if outcome.is_decode_round:
         # Plain decoding takes a step for the EOS token as well.
         steps = len(record.tokens) + generation.ended_by_eos
-        stats.add_round(outcome.drafted_by, record.accepted, steps * outcome.charge.plain_seconds)
+        stats.add_round(outcome.drafted_by, record.accepted, steps, steps * outcome.charge.plain_seconds)

@@ -134,7 +134,7 @@ class Scheduler:
         plans = self._decode_plans(decoding) if decoding else []
         if len(plans) < len(self._running):
             plans += self._prefill_plans(plans)
-        # A fixed order, so that the same sequences make the same batch; one that was deferred is verified first.
+        # A fixed order, so that the same sequences make the same batch; one that was deferred gets its mask first.
         return sorted(plans, key=lambda plan: (-plan.sequence.deferrals, plan.sequence.slot))
 
     def _admit(self) -> None:
@@ -146,7 +146,7 @@ class Scheduler:
             if not self._cache.free_slots:
                 return
             if generation.tokens in postponed and not generation.scores_prompt:
-                # The same prompt was refused just now. A scored one reuses no prefix, so it waits for none.
+                # The same prompt was postponed just now; a scored one reuses no prefix, so it waits for none.
                 continue
             try:
                 # Refused while more than a quarter of what it needs is being prefilled for another.
@@ -177,7 +177,7 @@ class Scheduler:
     def _decode_plans(self, decoding: list[Generation]) -> list[Plan]:
         """The plans of the sequences that decode, with the most drafts that each may have."""
         most_each = self._most_drafts_each(decoding)
-        # The round adds one token of the target's own.
+        # The round may add one token of the target's own.
         return [Plan(one, 1, max(0, min(one.speculation.max_drafts, one.remaining - 1, most_each))) for one in decoding]
 
     def _most_drafts_each(self, decoding: list[Generation]) -> int:

@@ -122,7 +122,7 @@ class Handler:
         ran_meanwhile = self._loop.join()
         self._forget_absent(set(entries.values()))
         self._parse_new(data, context, called)
-        submitted = self._submit_parsed()
+        self._submit_parsed()
         if not ran_meanwhile:
             # Waits for this slice, too.
             self._loop.run()
@@ -130,10 +130,8 @@ class Handler:
         context.stopping_criteria = [whole_response] * len(data)
         for index, request_id in entries.items():
             response = self._responses.get(request_id)
-            # Submitted after that slice, so no round has seen it yet: it is answered in the next call. A stream's first
-            # reply sends status 200: better after a round, which may fail.
-            came_late = ran_meanwhile and request_id in submitted
-            if response is None or (came_late and not response.done):
+            if response is None:
+                # It is still being parsed.
                 del context.request_ids[index]
             else:
                 replies[index] = self._reply(context, index, response)
@@ -163,11 +161,8 @@ class Handler:
             body = data[index].get("body", data[index].get("data"))
             self._parser.begin(request_id, route, body, size, called)
 
-    def _submit_parsed(self) -> set[str]:
-        """Submit the requests that are parsed; returns their ids.
-
-        It waits for them a short time: in every call if nothing runs, else once.
-        """
+    def _submit_parsed(self) -> None:
+        """Submit the parsed requests; waits for others a short time: in every call if nothing runs, else once."""
         parsed = self._parser.take(idle=not self._scheduler.busy)
         for request_id, (arrival, size, future) in parsed.items():
             response = self._responses[request_id] = future.result()
@@ -175,7 +170,6 @@ class Handler:
             for generation in response.generations:
                 if not generation.done:
                     self._scheduler.submit(generation, time.monotonic() - arrival)
-        return set(parsed)
 
     def _cancel(self, response: Response) -> None:
         for generation in response.generations:
@@ -186,7 +180,8 @@ class Handler:
 
         - A stream: its next events, as a chunk, or as the last one if it is done (complete or failed).
         - A stream that fails before its status was sent: like no stream, with the error's own status.
-        - No stream, not done: nothing.
+        - No stream, not done, or a stream before its first event: nothing, or from the status deadline on an empty
+          chunk.
         - No stream, done: the body, as a whole response, or as the last chunk if the status was sent.
         """
         if response.error:
@@ -195,20 +190,20 @@ class Handler:
         if response.streams and (response.status_sent or not response.error):
             return self._next_chunk(context, index, response)
         if not response.done:
-            return self._keep_open(context, index, response)
+            return self._keep_open(context, index, response, "application/json")
         if response.status_sent:
             context.stopping_criteria[index] = last_chunk
         else:
             self._set_status(context, index, response, "application/json")
         return json.dumps(response.body())
 
-    def _keep_open(self, context: Context, index: int, response: Response) -> str:
+    def _keep_open(self, context: Context, index: int, response: Response, content_type: str) -> str:
         """Send nothing until the status deadline, then the status and an empty chunk in each call.
 
         TorchServe notices a client that has left only when it sends. A later error is an error object under status 200.
         """
         if response.status_sent or time.monotonic() >= response.status_deadline:
-            self._set_status(context, index, response, "application/json")
+            self._set_status(context, index, response, content_type)
             context.stopping_criteria[index] = more_to_come
         else:
             # The entry comes again with the next call, its status still open.
@@ -217,15 +212,13 @@ class Handler:
 
     def _next_chunk(self, context: Context, index: int, response: Response) -> str:
         """A stream's next events; an empty chunk lets TorchServe notice that the client has left."""
-        if response.done and not response.status_sent:
-            # A first chunk that is also the last one would hang the client, so an empty one comes before it.
-            events = ""
-            criterion = more_to_come
-        else:
-            events = response.next_events()
-            criterion = last_chunk if response.done else more_to_come
+        # A first chunk that is also the last one would hang the client, so an empty one comes before it.
+        is_last = response.done and response.status_sent
+        events = "" if response.done and not is_last else response.next_events()
+        if not events and not response.done:
+            return self._keep_open(context, index, response, "text/event-stream")
         self._set_status(context, index, response, "text/event-stream")
-        context.stopping_criteria[index] = criterion
+        context.stopping_criteria[index] = last_chunk if is_last else more_to_come
         return events
 
     def _set_status(self, context: Context, index: int, response: Response, content_type: str) -> None:

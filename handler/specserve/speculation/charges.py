@@ -72,7 +72,9 @@ def charges(works: list[Work], cost: Cost, kv_len: int) -> list[Charge]:
     plain_seconds = [decode / n_decoding if work.decoding else work.rows * prompt_row for work in works]
     target_drafts_seconds = [work.drafts * draft_row for work in works]
     target_shares = _shares([sum(seconds) for seconds in zip(plain_seconds, target_drafts_seconds, strict=True)])
-    draft_shares = _shares([work.draft_model_seconds for work in works])
+    # Drafts that took no pass have taken time for grammar masks at most.
+    passes = [work.draft_model_seconds for work in works]
+    draft_shares = _shares(passes if any(passes) else [float(work.drafts) for work in works])
     return [
         Charge(*charge)
         for charge in zip(plain_seconds, target_drafts_seconds, target_shares, draft_shares, strict=True)

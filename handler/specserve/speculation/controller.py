@@ -2,13 +2,13 @@
 
 A draft token is accepted only if all before it are, so drafting n tokens gains sum_i prod_{j<=i} alpha_j tokens, where
 alpha_j are acceptance probabilities (Leviathan et al. 2023, arXiv 2211.17192, section 3.3, with a measured verify
-cost). Time is worth the tokens a second that decoding yields anyway: as many as plain decoding, or more where the
-sequence has lately been faster. The largest gain over all n is taken, whatever shape the costs have.
+cost; for block verification, which accepts more, a lower bound). A second is worth the tokens that the sequences have
+lately yielded in one, with drafts or without. The largest gain over all n is taken, whatever shape the costs have.
 
 An example: alpha is .8 for every token, a pass of the target takes 40 ms and 3 ms more for each further row, one of the
-draft model 12 ms, and plain decoding yields one token in 40 ms, the rate. A draft costs 15 ms, worth 15 / 40 = .375
-tokens, and the drafts bring .8, .64, .51, .41 and .33 tokens: four are drafted, for a gain of 2.36 - 1.5 = .86. For
-block verification, which accepts more, that is a lower bound.
+draft model 12 ms. At first time is worth what plain decoding yields, one token in 40 ms: a draft costs 15 ms, or .375
+tokens, and the drafts bring .8, .64, .51, .41 and .33 tokens, so four are drafted. Rounds then give 3.36 tokens in
+100 ms, so a draft costs .50 tokens: three; and so on until two drafts give 34.9 tokens a second, the most there is.
 
 drafters.py asks in every round, with the round's `costs`:
 
@@ -36,10 +36,8 @@ from specserve.speculation.cost import Cost
 # The most tokens that the draft model reads before it drafts in an ordinary round: the bonus token, and accepted tokens
 # of other drafters. More are a long catch-up, mostly its prefill of the prompt.
 SHORT_CATCH_UP = 4
-# Whether a long catch-up pays (`Controller.candidate`): the next round is weighed with the part of its seconds that
-# falls to each round that is left, at 3 tokens a round, times a margin of 1.75; nothing is charged later. A short
-# answer may end soon, so after n generated tokens min(10 n, n + 48) more are expected: after 5, 50; after 20, 68, which
-# are 23 rounds, so 1.75 / 23 of the catch-up is weighed.
+# Of a long catch-up's seconds the round weighs 1.75 / (rounds that are expected to follow), at 3 tokens a round. A
+# short answer may end soon, so after n generated tokens min(10 n, n + 48) more are expected: after 5, 50; after 20, 68.
 _CATCH_UP_MARGIN, _TOKENS_PER_ROUND = 1.75, 3
 _GROWTH, _HORIZON = 10, 48
 
@@ -50,8 +48,8 @@ class RoundCosts(NamedTuple):
     Args:
         target_pass: seconds of a pass of the target by its number of rows.
         draft_pass: the same of the draft model.
-        tokens_per_second: that all sequences together yield without these drafts, one that awaits its first token
-            counted as one: the value of time.
+        tokens_per_second: the value of time: what all sequences together have lately yielded, one that awaits its
+            first token counted as one.
         prompt_waiting: whether some sequence awaits its first token, so that no long catch-up may start.
     """
 
@@ -69,7 +67,7 @@ class Candidate(NamedTuple):
         acceptance: that of its next draft token, before it is drafted.
         first_rows: how many tokens the draft model reads before that; 1 in a long catch-up, charged by `catch_up`.
         most: how many more draft tokens the sequence may have.
-        catch_up: the part of a long catch-up's seconds that is weighed against this round; 0 for a short one.
+        catch_up: the part of a long catch-up's seconds that this round weighs; 0 for a short one.
     """
 
     reached: float
@@ -99,9 +97,8 @@ class Controller:
     ) -> RoundCosts:
         """What passes cost in this round, and what its time is worth.
 
-        A second is worth the tokens that plain decoding yields in it, more by the recent speed-up of each sequence. For
-        two sequences and a third that awaits its first token, in passes of 45 ms, the rate is 3 / 45 ms: a draft has to
-        bring three times what it must alone.
+        A second is worth the tokens that plain decoding yields in it, times the recent speed-up of each sequence. For
+        two sequences and a third that awaits its first token, in passes of 45 ms, that is 3 / 45 ms.
 
         Args:
             decoding: the sequences that decode in this round, at least one.
@@ -124,8 +121,8 @@ class Controller:
     ) -> Candidate | None:
         """What is to be known before the draft model drafts for a sequence; None where it may not.
 
-        It may not after the sequence's drafts lost too much, while the other drafters go on. And no long catch-up
-        starts while a prompt is being prefilled, since sequences that decode would wait for both.
+        It may not while the sequence's drafts have lost too much for its length; other drafters go on. And no long
+        catch-up starts while a prompt is being prefilled, since sequences that decode would wait for both.
 
         Args:
             sequence: in mode `auto`; the others draft what they ask for.
@@ -155,10 +152,9 @@ class Controller:
 def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: RoundCosts) -> tuple[list[int], float]:
     """Which sequences the draft model should draft one more token for, and the expected gain of going on.
 
-    One token each is drafted before the question is asked again; but several drafts can pay where one does not, and
-    sequences share the passes of both models. So every n and k is tried: n more tokens each, every one as likely as the
-    first, for the first k sequences: those with a cheaper catch-up first (most have none), then the likelier. n only
-    looks ahead: the answer is the k sequences of the best pair, for one token each.
+    Several drafts can pay where one does not, and sequences share the passes of both models. So for every k and n the
+    gain of n more tokens for the first k sequences is computed, every token as likely as the first. These k draft one
+    token each; then the question is asked again.
 
     Args:
         candidates: all that may go on.
@@ -169,7 +165,7 @@ def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: Roun
         Indices into `candidates`, and the gain in tokens; none and 0.0 where nothing pays.
     """
     able = [index for index, one in enumerate(candidates) if one.most > 0]
-    # Cheap catch-ups first, so that small k try the sequences that need none.
+    # Sequences that need no catch-up first, then the likeliest.
     order = sorted(able, key=lambda i: (candidates[i].catch_up, -candidates[i].reached * candidates[i].acceptance))
     base = costs.target_pass(rows)
     best: tuple[list[int], float] = [], 0.0

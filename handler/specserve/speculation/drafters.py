@@ -10,11 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from time import perf_counter
-
-import numpy as np
-from numpy.typing import NDArray
 
 from specserve.errors import ConstraintError, DraftError, MaskDeferred
 from specserve.sampling.distribution import FloatArray, confidence, is_greedy, one_hot, to_distribution
@@ -83,10 +79,6 @@ class Drafters:
             kv_len: how many tokens a row of that pass attends to.
             awaiting_first_token: number of sequences in prefill or about to be.
         """
-        # The masks that all sequences need come before those of drafts, which could take all the time that masks have.
-        for proposal in proposals:
-            with suppress(ConstraintError, MaskDeferred):
-                _mask(proposal)
         drafting = [proposal for proposal in proposals if proposal.max_drafts > 0]
         if not drafting:
             return
@@ -134,7 +126,7 @@ class Drafters:
     def _propose_free(self, proposal: Proposal, rows: int, costs: RoundCosts) -> int:
         """Draft what the first proposer offers that is worth verifying; returns how many tokens that is."""
         sequence = proposal.sequence
-        if proposal.remaining <= 0:
+        if proposal.remaining <= 0 or not proposal.mask_is_known():
             return 0
         for proposer in self._proposers:
             if sequence.speculation.drafter not in {None, proposer.name}:
@@ -153,7 +145,7 @@ class Drafters:
                 length = next(unlikely, len(tokens))
             before = len(proposal.drafts)
             for token, stated, probability in zip(tokens[:length], confidences, probabilities, strict=False):
-                if not _allowed(proposal, token):
+                if not proposal.allows(token):
                     break
                 proposal.add(Draft(token, one_hot(token, self._vocabulary), proposer.name, stated), probability)
             if len(proposal.drafts) > before:
@@ -178,7 +170,7 @@ class Drafters:
         if self._model is None or sequence.speculation.drafter not in {None, "model"} or not proposal.model_may_pay:
             return None
         drafted = _drafted(proposal)
-        if not self._model.can_read(drafted):
+        if not self._model.can_read(drafted) or not proposal.mask_is_known():
             return None
         pending = self._model.pending(drafted)
         if sequence.speculation.is_auto:
@@ -214,18 +206,3 @@ def _added(costs: RoundCosts, rows: int) -> RoundCosts:
     """The costs where the draft model's passes have some rows anyway: what further ones add."""
     before = costs.draft_pass(rows)
     return costs._replace(draft_pass=lambda more: costs.draft_pass(rows + more) - before)
-
-
-def _mask(proposal: Proposal) -> NDArray[np.bool_] | None:
-    """The grammar's mask after the drafts, shape (vocabulary,); None allows all tokens."""
-    constraint = proposal.sequence.constraint
-    return constraint.allowed([*proposal.sequence.answer, *proposal.tokens]) if constraint else None
-
-
-def _allowed(proposal: Proposal, token: int) -> bool:
-    """Whether the request's grammar is known, by now, to allow a token after the drafts."""
-    try:
-        mask = _mask(proposal)
-    except (ConstraintError, MaskDeferred):
-        return False
-    return mask is None or bool(mask[token])

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from specserve.errors import ConstraintError, MaskDeferred
 from specserve.sampling.distribution import FloatArray
 from specserve.sampling.noise import Noise
 from specserve.sequence import DrafterName, Sequence
@@ -48,7 +52,7 @@ class Proposal:
             fixed, which does not ask.
         ended: whether the draft model has nothing more to add.
         draft_model_seconds: the sequence's part of the draft model's passes, by the cost model.
-        long_catch_up_seconds: the part of these in which the model read more than SHORT_CATCH_UP tokens.
+        long_catch_up_seconds: the part of these in which the model read more than a few tokens (controller.py).
     """
 
     sequence: Sequence
@@ -61,6 +65,24 @@ class Proposal:
     ended: bool = False
     draft_model_seconds: float = 0.0
     long_catch_up_seconds: float = 0.0
+    # The grammar's mask after so many drafts, shape (vocabulary,); None allows all tokens.
+    _mask: NDArray[np.bool_] | None = None
+    _mask_after: int = -1
+
+    def mask_is_known(self) -> bool:
+        """Whether the round has time for the mask after the drafts, in which the request's grammar follows them."""
+        constraint = self.sequence.constraint
+        if constraint is not None and self._mask_after != len(self.drafts):
+            try:
+                self._mask = constraint.allowed([*self.sequence.answer, *self.tokens])
+            except (ConstraintError, MaskDeferred):
+                return False
+            self._mask_after = len(self.drafts)
+        return True
+
+    def allows(self, token: int) -> bool:
+        """Whether the request's grammar is known to allow a token after the drafts."""
+        return self.mask_is_known() and (self._mask is None or bool(self._mask[token]))
 
     def add(self, draft: Draft, acceptance: float) -> None:
         """Draft one more token; it stays in the round whatever it is."""

@@ -314,6 +314,6 @@ class GrammarProposer:
         try:
             tokens = sequence.constraint.forced([*sequence.answer, *drafts], limit)
         except (ConstraintError, MaskDeferred):
-            # Verification asks the grammar about the same position, and fails or defers the sequence.
+            # Verification asks the grammar about the same position.
             return FreeTokens([], [])
         return FreeTokens(tokens, [_FORCED_CONFIDENCE] * len(tokens))

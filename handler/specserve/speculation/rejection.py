@@ -86,8 +86,8 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
     this is what h_n solves.
     So exactly n are accepted with probability w_n - E[w_{n+1}] = s_n, the sum of the residual. After n accepted drafts
     x follows as the recovered token with probability max(0, w_n p_n(x) - q_n(x)), and as the next accepted draft with
-    min(q_n(x), w_n p_n(x)): together w_n p_n(x), so it is distributed as p_n.
-    Whether gamma is n is decided by the first n drafts, so the induction may begin there.
+    min(q_n(x), w_n p_n(x)): together w_n p_n(x). Given that n or more are accepted, which has probability w_n, it is
+    distributed as p_n.
 
     Args and noise are those of `verify_token`; reading stops at the first draft with p(x) = 0.
     """

@@ -2,7 +2,7 @@
 
 One round of one sequence, whose tokens are [a b c]; the target's cache holds a and b (`target_cached` 2), c is pending:
 
-    draft   d, e                          at most gamma tokens, after c
+    draft   d, e                          at most max_drafts tokens, after c; here gamma is 2
     target  rows c, d, e                  one pass; their logits give p_0 (after c), p_1 (after d), p_2 (after e)
     verify  Verdict(1, x)                 d is accepted, e is rejected, and x is recovered in its place
     commit  tokens [a b c d x]            `target_cached` 4: e is truncated from the cache, x is the next pending token
@@ -131,8 +131,12 @@ def run_round(
     Raises:
         EngineError: the target failed. Its caches are as before; the caller truncates those of the draft model.
     """
-    started = clock()
+    no_masks_or_scores = all(_no_masks_or_scores(plan) for plan in plans)
     proposals = [Proposal(plan.sequence, plan.max_drafts, _noise(plan.sequence)) for plan in plans]
+    for proposal in proposals:
+        # The masks that all sequences need come before those of drafts, which could take all the time of masks.
+        proposal.mask_is_known()
+    started = clock()
     # Tokens of the target's cache that attention reads for a row: of the longest of these sequences with our kernels,
     # of all slots with llama.cpp's.
     kv_len = target.kv_len([plan.sequence.slot for plan in plans])
@@ -147,8 +151,6 @@ def run_round(
         Work(plan.sequence.decoding, plan.rows, len(proposal.drafts), proposal.draft_model_seconds)
         for plan, proposal in zip(plans, proposals, strict=True)
     ]
-    # Before the loop: applying a plan changes its properties.
-    no_masks_or_scores = all(_no_masks_or_scores(plan) for plan in plans)
     outcomes, first = {}, 0
     for plan, proposal, charge in zip(plans, proposals, charges(works, cost, kv_len), strict=True):
         end = first + plan.rows - plan.rows_without_logits + len(proposal.drafts)
@@ -214,7 +216,7 @@ def _apply(
 
 
 def _decide(controller: Controller, proposal: Proposal, logits: FloatArray) -> int:
-    """Verify the drafts, and append the accepted ones and the rule's own token; returns how many were accepted.
+    """Verify the drafts, and append the accepted ones and the rule's own token, if any; returns how many were accepted.
 
     Args:
         controller: learns; also where nothing was drafted, since the target's confidence says if the next draft pays.
@@ -260,6 +262,8 @@ def _verify(p: TargetDistributions, proposal: Proposal) -> tuple[int, int | None
             return accept_equal(p.argmax, proposal.tokens)
         return RULES[speculation.verification].verify(p, proposal.q, proposal.tokens, proposal.noise)
     except MaskDeferred:
+        if p.n_computed < len(proposal.drafts):
+            raise
         return len(proposal.drafts), None
 
 

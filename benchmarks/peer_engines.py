@@ -21,12 +21,11 @@ from pathlib import Path
 from rich.console import Console
 
 from servers import ServerProcess
-from specserve.config import cache_directory, load_yaml, usable_cores
+from specserve.config import cache_directory, usable_cores
 from specserve.errors import EnvironmentFailure
 from specserve.tools import files
 from specserve.tools.archive import handler_of
-from specserve.tools.download import fetch
-from specserve.tools.models import prepare, requantise
+from specserve.tools.models import prepare
 from specserve.tools.paths import PROJECT
 
 PEERS = cache_directory() / "peers"
@@ -80,11 +79,7 @@ class Job:
         prepared = prepare(config)
         handler = handler_of(config, prepared)
         threads = handler.threads or usable_cores()
-        draft, as_written = prepared.draft, load_yaml(config)[1]
-        if as_written.draft and as_written.draft.requantise == "q3_0":
-            # Only our kernels gain from 3 bits, so the other engines get the draft in Q4_0.
-            draft = requantise(fetch(as_written.draft, config, as_written.models_directory), "q4_0")
-        return cls(prepared.target, draft, threads, slots, handler.context_length)
+        return cls(prepared.target, prepared.draft, threads, slots, handler.context_length)
 
 
 def run_logged(command: list[str | Path], log: Path, *, cwd: Path | None = None) -> None:

@@ -44,26 +44,9 @@ const Kernels & kernels_of(const ggml_tensor * weights) {
     return static_cast<const Memory *>(weights->buffer->context)->kernels;
 }
 
-// What marks, as a weight's `extra`, that its q4_0 is packed as q3_0.
-char packed_with_3_bits;
-
 Weights described(const ggml_tensor * tensor) {
-    const auto format = tensor->extra == &packed_with_3_bits ? Format::q3_0 : static_cast<Format>(format_of(tensor->type));
-    return {format, tensor->ne[0], tensor->ne[1], static_cast<const uint8_t *>(tensor->data)};
-}
-
-// Whether q4_0 blocks use only the middle 8 of their 16 values.
-bool fits_3_bits(const uint8_t * blocks, size_t size) {
-    for (const uint8_t * block = blocks; block < blocks + size; block += 18) {
-        for (int i = 2; i < 18; i++) {
-            const int low = block[i] & 0x0f;
-            const int high = block[i] >> 4;
-            if (low < 4 || low > 11 || high < 4 || high > 11) {
-                return false;
-            }
-        }
-    }
-    return true;
+    return {static_cast<Format>(format_of(tensor->type)), tensor->ne[0], tensor->ne[1],
+            static_cast<const uint8_t *>(tensor->data)};
 }
 
 int64_t panels_of(const Weights & w, const Kernels & kernels) {
@@ -370,10 +353,6 @@ void * allocate(size_t size) {
 
 void set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
     GGML_ASSERT(offset == 0 && size == ggml_nbytes(tensor));
-    if (tensor->type == GGML_TYPE_Q4_0 && (library().formats >> static_cast<int>(Format::q3_0) & 1) != 0 &&
-        fits_3_bits(static_cast<const uint8_t *>(data), size)) {
-        tensor->extra = &packed_with_3_bits;
-    }
     const Weights weights = described(tensor);
     const Kernels & kernels = kernels_of(tensor);
     const int64_t panels = panels_of(weights, kernels);

@@ -28,14 +28,6 @@ std::vector<uint8_t> quantised(Format format, const std::vector<float> & weights
     const auto columns = static_cast<int64_t>(weights.size()) / k;
     std::vector<uint8_t> blocks(static_cast<size_t>(columns) * ggml_row_size(type_of(format), k));
     ggml_quantize_chunk(type_of(format), weights.data(), blocks.data(), 0, columns, k, nullptr);
-    if (format == Format::q3_0) {
-        for (size_t block = 0; block < blocks.size(); block += 18) {
-            for (size_t i = block + 2; i < block + 18; i++) {
-                // Halved, -8 to 7 become -4 to 3.
-                blocks[i] = static_cast<uint8_t>(((blocks[i] & 0x0f) / 2 + 4) | ((blocks[i] >> 4) / 2 + 4) << 4);
-            }
-        }
-    }
     return blocks;
 }
 

@@ -8,10 +8,9 @@
 
 namespace specserve {
 
-// The weight formats of GGUF files that have kernels here. q3_0 is q4_0 whose weights use only the middle 8 of its 16
-// values, -4 to 3 times the scale: a file has it as q4_0, and here it is packed with 3 bits a weight.
-enum class Format : int { q4_0, q8_0, q4_k, q6_k, q3_0 };
-constexpr int kFormats = 5;
+// The weight formats of GGUF files that have kernels here.
+enum class Format : int { q4_0, q8_0, q4_k, q6_k };
+constexpr int kFormats = 4;
 
 // A weight matrix, packed for the kernels: `columns` output features of `k` weights each.
 //
@@ -31,7 +30,7 @@ struct Weights {
 // all three arrays from front to back.
 struct Tile {
     int8_t * values;  // [k / 32][rows][32]
-    float * scales;   // [blocks][rows]: one a block of 32 (q4_0, q8_0, q3_0) or of 256 weights (q4_k, q6_k)
+    float * scales;   // [blocks][rows]: one a block of 32 (q4_0, q8_0) or of 256 weights (q4_k, q6_k)
     int32_t * sums;   // sums of quantised activations, in the form that the format's kernel wants: see quantise()
     int rows;
 };
@@ -82,7 +81,7 @@ struct Kernels {
 
 // The weights of a block of this format: every block has scales of its own.
 constexpr int block_length(Format format) {
-    return format == Format::q4_k || format == Format::q6_k ? 256 : 32;
+    return format == Format::q4_0 || format == Format::q8_0 ? 32 : 256;
 }
 
 // 32-bit words a row of `k` activations takes in Tile::scales and in Tile::sums.

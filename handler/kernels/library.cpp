@@ -22,7 +22,7 @@ int format_of(ggml_type type) {
 }
 
 ggml_type type_of(Format format) {
-    constexpr ggml_type types[kFormats] = {GGML_TYPE_Q4_0, GGML_TYPE_Q8_0, GGML_TYPE_Q4_K, GGML_TYPE_Q6_K, GGML_TYPE_Q4_0};
+    constexpr ggml_type types[kFormats] = {GGML_TYPE_Q4_0, GGML_TYPE_Q8_0, GGML_TYPE_Q4_K, GGML_TYPE_Q6_K};
     return types[static_cast<int>(format)];
 }
 

@@ -22,7 +22,7 @@ constexpr int64_t kHeadGroup = 16;  // columns of a group: one or two panels
 
 Library & library();
 
-// The format of a ggml type, q4_0 where it may be q3_0; -1 where there is none here.
+// The format of a ggml type; -1 where there is none here.
 int format_of(ggml_type type);
 ggml_type type_of(Format format);
 

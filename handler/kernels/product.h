@@ -13,9 +13,9 @@
 // So weights are read and unpacked once for all rows of a tile, and a row's sums are added in the same order, that of
 // k, whatever the number of rows, the panel, and the thread: its result is the same bit for bit in any company.
 //
-// dpbusd multiplies unsigned by signed bytes. Weights are stored as w + 8 (q4_0), w + 4 (q3_0), w + 32 (q6_k) or are
-// unsigned anyway (q4_k); what the shift adds is 8 (4, 32) times the sum of the activations, and every integer sum begins
-// with minus that, from Tile::sums.
+// dpbusd multiplies unsigned by signed bytes. 4-bit weights are stored as w + 8 (q4_0), w + 32 (q6_k) or are unsigned
+// anyway (q4_k); what the shift adds is 8 (or 32) times the sum of the activations, and every integer sum begins with
+// minus that, from Tile::sums.
 
 #pragma once
 
@@ -38,7 +38,6 @@ constexpr int kAhead = 32 << 10;
 
 constexpr int64_t weight_bytes(Format format) {  // of a panel's block, without its scales
     switch (format) {
-        case Format::q3_0: return 3 * kVector;
         case Format::q4_0: return 4 * kVector;
         case Format::q8_0: return 8 * kVector;
         case Format::q4_k: return 32 * kVector;
@@ -49,7 +48,6 @@ constexpr int64_t weight_bytes(Format format) {  // of a panel's block, without 
 
 constexpr int64_t side_bytes(Format format) {  // scales of a panel's block
     switch (format) {
-        case Format::q3_0:
         case Format::q4_0:
         case Format::q8_0: return 2 * kLanes;
         case Format::q4_k: return 4 * kVector;      // d, dmin; scales and minima of 6 bits in 3 registers
@@ -60,7 +58,6 @@ constexpr int64_t side_bytes(Format format) {  // scales of a panel's block
 
 constexpr int64_t source_bytes(Format format) {  // a block of one column, in a GGUF file
     switch (format) {
-        case Format::q3_0:
         case Format::q4_0: return 18;
         case Format::q8_0: return 34;
         case Format::q4_k: return 144;
@@ -85,20 +82,6 @@ inline void spread(const uint8_t * from, int groups, uint8_t * to, int lane) {
 inline void pack_32(const uint8_t * block, int groups, uint8_t * weights, uint8_t * side, int lane) {
     std::memcpy(side + 2 * lane, block, 2);
     spread(block + 2, groups, weights, lane);
-}
-
-// q3_0, from a block of q4_0: two registers with the lower two bits of four groups of weights each, and one with the
-// upper bits of all eight groups.
-inline void pack_q3_0(const uint8_t * block, uint8_t * weights, uint8_t * side, int lane) {
-    std::memcpy(side + 2 * lane, block, 2);
-    for (int i = 0; i < 32; i++) {
-        const int nibble = i < 16 ? block[2 + i] & 0x0f : block[2 + i - 16] >> 4;
-        const int code = nibble - 4;
-        const int group = i / 4;
-        const int byte = 4 * lane + i % 4;
-        weights[group / 4 * kVector + byte] |= static_cast<uint8_t>((code & 3) << (2 * (group % 4)));
-        weights[2 * kVector + byte] |= static_cast<uint8_t>((code >> 2) << group);
-    }
 }
 
 // q4_k: d, dmin (half), 12 bytes with 8 scales and 8 minima of 6 bits, 128 bytes: of each 32 bytes the low nibbles are
@@ -159,7 +142,6 @@ void pack(const Weights & w, const uint8_t * source, int64_t first, int64_t last
                 uint8_t * to = weights + b * weight_bytes(w.format);
                 uint8_t * scales = side + b * side_bytes(w.format);
                 switch (w.format) {
-                    case Format::q3_0: pack_q3_0(block, to, scales, lane); break;
                     case Format::q4_0: pack_32(block, 4, to, scales, lane); break;
                     case Format::q8_0: pack_32(block, 8, to, scales, lane); break;
                     case Format::q4_k: pack_q4_k(block, to, scales, lane); break;
@@ -173,7 +155,7 @@ void pack(const Weights & w, const uint8_t * source, int64_t first, int64_t last
 // ---- activations ----
 
 // A block's largest magnitude becomes 127. `sums` are what the format's kernel wants to begin or end with:
-// q4_0: -8 x the sum of 32; q3_0: -4 x that; q8_0: -128 x that where bytes were made unsigned; q6_k: -32 x the sum of 16;
+// q4_0: -8 x the sum of 32; q8_0: -128 x that where bytes were made unsigned; q6_k: -32 x the sum of 16;
 // q4_k: the sums of 32 as they are, two in a word, to be multiplied by the minima.
 void quantise(Format format, const float * source, int64_t first, int64_t last, const Tile & tile, int row) {
     const int length = block_length(format);
@@ -190,7 +172,6 @@ void quantise(Format format, const float * source, int64_t first, int64_t last, 
             sums_of_16(bytes, sums);
             const int32_t sum = sums[0] + sums[1];
             switch (format) {
-                case Format::q3_0: tile.sums[group * tile.rows + row] = -4 * sum; break;
                 case Format::q4_0: tile.sums[group * tile.rows + row] = -8 * sum; break;
                 case Format::q8_0: tile.sums[group * tile.rows + row] = -kByteBias * sum; break;
                 case Format::q4_k: {
@@ -218,29 +199,10 @@ template <int64_t bytes> inline void prefetch(const uint8_t * weights) {
 
 template <int rows> using Sums = Floats[rows];
 
-// The eight registers of a block of q3_0: see pack_q3_0.
-inline void unpack_q3_0(const uint8_t * weights, Ints (&w)[8]) {
-    const Ints two = all_bytes(3);
-    const Ints four = all_bytes(4);
-    const Ints upper = load(weights + 2 * kVector);
-    const Ints up[8] = {shift_left<2>(upper),  shift_left<1>(upper),  upper,
-                        shift_right<1>(upper), shift_right<2>(upper), shift_right<3>(upper),
-                        shift_right<4>(upper), shift_right<5>(upper)};
-    UNROLL
-    for (int half = 0; half < 2; half++) {
-        const Ints lower = load(weights + half * kVector);
-        const Ints low[4] = {lower, shift_right<2>(lower), shift_right<4>(lower), shift_right<6>(lower)};
-        UNROLL
-        for (int v = 0; v < 4; v++) {
-            w[4 * half + v] = bits_or(bits_and(low[v], two), bits_and(up[4 * half + v], four));
-        }
-    }
-}
-
-// q4_0, q3_0 and q8_0: one scale a block of 32, for weights and for activations.
+// q4_0 and q8_0: one scale a block of 32, for weights and for activations.
 template <Format format, int rows>
 inline void multiply_32(const uint8_t * weights, const uint8_t * side, int64_t k, const Tile & tile, Sums<rows> & out) {
-    constexpr int largest = format == Format::q8_0 ? 128 : format == Format::q4_0 ? 15 : 7;
+    constexpr bool nibbles = format == Format::q4_0;
     const int8_t * values = tile.values;
     const float * scales = tile.scales;
     const int32_t * sums = tile.sums;
@@ -248,23 +210,19 @@ inline void multiply_32(const uint8_t * weights, const uint8_t * side, int64_t k
         prefetch<weight_bytes(format)>(weights);
         prefetch<side_bytes(format)>(side);
         Ints w[8];
-        if constexpr (format == Format::q3_0) {
-            unpack_q3_0(weights, w);
-        } else {
-            UNROLL
-            for (int v = 0; v < 8; v++) {
-                if constexpr (format == Format::q4_0) {
-                    const Ints both = load(weights + (v % 4) * kVector);
-                    w[v] = v < 4 ? low_nibbles(both) : high_nibbles(both);
-                } else {
-                    w[v] = unsigned_bytes(load(weights + v * kVector));
-                }
+        UNROLL
+        for (int v = 0; v < 8; v++) {
+            if (nibbles) {
+                const Ints both = load(weights + (v % 4) * kVector);
+                w[v] = v < 4 ? low_nibbles(both) : high_nibbles(both);
+            } else {
+                w[v] = unsigned_bytes(load(weights + v * kVector));
             }
         }
         const Floats d = halves(side);
         UNROLL
         for (int r = 0; r < rows; r++) {
-            const Ints sum = dot<8, largest>(all(sums[r]), w, values + 32 * r);
+            const Ints sum = dot<8, nibbles ? 15 : 128>(all(sums[r]), w, values + 32 * r);
             out[r] = fma(to_float(sum), mul(d, all(scales[r])), out[r]);
         }
         weights += weight_bytes(format);
@@ -435,7 +393,6 @@ constexpr TileFunction tile_function(int wanted) {
 
 void multiply(const Weights & w, int64_t panel, const Tile & tile, float * out, int64_t stride) {
     switch (w.format) {
-        case Format::q3_0: tile_function<Format::q3_0>(tile.rows)(w, panel, tile, out, stride); break;
         case Format::q4_0: tile_function<Format::q4_0>(tile.rows)(w, panel, tile, out, stride); break;
         case Format::q8_0: tile_function<Format::q8_0>(tile.rows)(w, panel, tile, out, stride); break;
         case Format::q4_k: tile_function<Format::q4_k>(tile.rows)(w, panel, tile, out, stride); break;

@@ -47,7 +47,6 @@ class TinySource(_Section):
 
 
 Source = HubSource | RegistrySource | TinySource
-Requantise = Literal["q4_0", "q3_0"]
 
 
 class ModelConfig(_Section):
@@ -57,10 +56,7 @@ class ModelConfig(_Section):
     file: str | None = Field(default=None, description="Its name in the models directory.")
     sha256: Sha256 | None = None
     sources: list[Source] = []
-    requantise: Requantise | None = Field(
-        default=None,
-        description="By scripts/prepare: q4_0, or q3_0 with 3 bits in feed-forward layers, for drafts.",
-    )
+    requantise: Literal["q4_0"] | None = Field(default=None, description="q4_0: every tensor, by scripts/prepare.")
 
     @model_validator(mode="after")
     def _has_a_path(self) -> ModelConfig:

@@ -19,27 +19,15 @@ Floats = NDArray[np.float32]
 # The variants that this processor supports, the best one first. Tests name their variant: without a name it is used
 # only if it is faster than llama.cpp's kernels, which depends on what else the machine does.
 SUPPORTED_VARIANTS = [name for name in kernels.VARIANTS if re.search(rf"\b{name}\b", processor())]
-BLOCK = {"Q4_0": 32, "Q8_0": 32, "Q4_K": 256, "Q6_K": 256, "Q3_0": 32}
+BLOCK = {"Q4_0": 32, "Q8_0": 32, "Q4_K": 256, "Q6_K": 256}
 
 needs_kernels = pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernels are for x86-64")
-
-
-def kind_of(name: str) -> gguf.GGMLQuantizationType:
-    """Return the type of a format's weights in a GGUF file: Q3_0 is Q4_0 that uses the middle 8 of its 16 values."""
-    return gguf.GGMLQuantizationType["Q4_0" if name == "Q3_0" else name]
-
-
-def with_3_bits(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return blocks of Q4_0 with other weights, which fit into 3 bits, and the same scales."""
-    fitting = (blocks >> 1 & 0x77) + np.uint8(0x44)
-    is_scale = np.arange(blocks.shape[-1]) % 18 < 2
-    return np.where(is_scale, blocks, fitting)
 
 
 def quantised(name: str, weights: Floats) -> NDArray[np.uint8]:
     """Quantise weights [columns][k] by llama.cpp, as in a GGUF file."""
     kernels.library()
-    kind = kind_of(name)
+    kind = gguf.GGMLQuantizationType[name]
     columns, k = weights.shape
     block, size = gguf.GGML_QUANT_SIZES[kind]
     out = np.zeros((columns, k // block * size), np.uint8)
@@ -47,12 +35,12 @@ def quantised(name: str, weights: Floats) -> NDArray[np.uint8]:
     pointer, count = ctypes.c_void_p, ctypes.c_int64
     quantise.argtypes = [ctypes.c_int, pointer, pointer, count, count, count, pointer]
     quantise(int(kind), weights.ctypes.data, out.ctypes.data, 0, columns, k, None)
-    return with_3_bits(out) if name == "Q3_0" else out
+    return out
 
 
 def exact(name: str, blocks: NDArray[np.uint8], x: Floats) -> NDArray[np.float64]:
     """Return the product of dequantised weights and unrounded activations in double precision, [rows][columns]."""
-    weights = gguf.quants.dequantize(blocks, kind_of(name)).astype(np.float64)
+    weights = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name]).astype(np.float64)
     return x.astype(np.float64) @ weights.T
 
 

@@ -26,7 +26,6 @@ from kernel_products import (
     needs_kernels,
     product,
     quantised,
-    with_3_bits,
 )
 from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
@@ -143,28 +142,13 @@ def test_blocks_of_random_bytes_are_dequantised_as_gguf_defines(name: str) -> No
     """Uses every bit of a block, also those that quantised normal numbers seldom set."""
     blocks = quantised(name, numbers(13, 32, 512))
     size = blocks.shape[1] * BLOCK[name] // 512
-    halves = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,), "Q3_0": (0,)}[name]
+    halves = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}[name]
     noise = np.random.default_rng(14).integers(256, size=blocks.shape, dtype=np.uint8)
-    if name == "Q3_0":
-        noise = with_3_bits(noise)
     for start in range(0, blocks.shape[1], size):
         for half in halves:
             noise[:, start + half : start + half + 2] = blocks[:, start + half : start + half + 2]
     x = numbers(15, 7, 512)
     assert max(errors(product(name, noise, x), exact(name, noise, x))) < 0.05
-
-
-@pytest.mark.usefixtures("variant")
-def test_weights_of_3_bits_give_the_bits_of_q4_0_and_one_that_does_not_fit_changes_the_format() -> None:
-    blocks, x = quantised("Q3_0", numbers(16, 40, 512)), numbers(17, 9, 512)
-    with_3 = product("Q3_0", blocks, x)
-    without_3 = sum(1 << number for number, name in enumerate(kernels.FORMATS) if name != "Q3_0")
-    kernels.library().specserve_take(without_3)
-    assert np.array_equal(product("Q4_0", blocks, x), with_3)
-    kernels.library().specserve_take((1 << len(kernels.FORMATS)) - 1)
-    for outside in (0x03, 0x0C, 0x30, 0xC0):
-        blocks[39, -1] = outside | (0x40 if outside < 0x10 else 0x04)
-        assert max(errors(product("Q4_0", blocks, x), exact("Q4_0", blocks, x))) < 0.05
 
 
 # ---- planted wrong kernels ----
@@ -176,13 +160,8 @@ PLANTED = {
     "the scale of the neighbour's row": ("mul(d, all(scales[r]))", "mul(d, all(scales[(r + 1) % rows]))"),
     "a forgotten minimum": ("out[r] = fma(fnma(dmin, to_float(sum), sub[r])", "out[r] = fma(fma(dmin, zero(), sub[r])"),
     "upper bits of another weight": ("j % 4 == 1 ? shift_left<2>(bits)", "j % 4 == 1 ? shift_left<4>(bits)"),
-    "the upper bit of another weight": ("shift_right<3>(upper)", "shift_right<2>(upper)"),
 }  # fmt: skip
-WRONG_FORMAT = {
-    "a forgotten minimum": "Q4_K",
-    "upper bits of another weight": "Q6_K",
-    "the upper bit of another weight": "Q3_0",
-}
+WRONG_FORMAT = {"a forgotten minimum": "Q4_K", "upper bits of another weight": "Q6_K"}
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +197,6 @@ def build_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., cty
         )
         loaded = ctypes.CDLL(str(build_directory / "wrong.so"))
         kernels.declare(loaded)
-        loaded.specserve_take((1 << len(kernels.FORMATS)) - 1)
         assert loaded.specserve_use(b"avx2")
         return loaded
 
@@ -429,7 +407,7 @@ def test_the_check_at_load_finds_only_rounding_errors(name: str) -> None:
 def test_a_format_slower_than_llama_cpps_is_not_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "speed", lambda name, _threads: 0.8 if name == "Q6_K" else 1.5)
     chosen = kernels.use("auto")
-    assert chosen.formats == ("Q4_0", "Q8_0", "Q4_K", "Q3_0")
+    assert chosen.formats == ("Q4_0", "Q8_0", "Q4_K")
     assert "Q6_K is slower than llama.cpp's (0.80 times its speed)" in chosen.sentence
     kernels.use("off")
 

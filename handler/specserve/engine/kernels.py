@@ -24,7 +24,7 @@ from specserve.engine.llama_model import start_backend
 FILE = "libspecserve_kernels.so"
 Mode = Literal["auto", "off"]
 # In the order of `enum class Format` in kernels.h.
-FORMATS = ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "Q3_0")
+FORMATS = ("Q4_0", "Q8_0", "Q4_K", "Q6_K")
 VARIANTS = ("avx512_vnni", "avx_vnni", "avx2")
 # Error of a product relative to its root mean square. Activations of 8 bits cause 0.023 (768 terms, any variant), a
 # wrong bias or scale 0.2 and more (tests/engine/test_kernels.py).

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from specserve.config import ModelConfig, Requantise, load_yaml
+from specserve.config import ModelConfig, load_yaml
 from specserve.errors import ModelLoadError
 from specserve.tools import cli, files, paths
 from specserve.tools.download import fetch
 from specserve.tools.files import ModelFile
 
 TARGET_CHANGED = (
-    "The target is requantised: it decodes faster, and it is a coarser model than the "
+    "The target is requantised to pure Q4_0: it decodes faster, and it is a slightly coarser model than the "
     "published file; remove `requantise:` below `target:` to serve the published one."
 )
 # Runs in a process of its own: that can be interrupted at once, and llama.cpp's messages can be captured.
@@ -25,12 +25,7 @@ _REQUANTISE = """
 import sys
 from pathlib import Path
 from specserve.engine.llama_model import write_pure_q4_0
-from specserve.tools.three_bits import round_feed_forward
-source, target, form = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-if not write_pure_q4_0(source, target):
-    sys.exit(1)
-if form == "q3_0":
-    round_feed_forward(source, target)
+sys.exit(not write_pure_q4_0(Path(sys.argv[1]), Path(sys.argv[2])))
 """
 
 
@@ -54,7 +49,7 @@ def prepare(config_file: Path) -> Prepared:
 
     def prepared(model: ModelConfig) -> Path:
         source = fetch(model, config_file, handler.models_directory)
-        return source.path if model.requantise is None else requantise(source, model.requantise)
+        return source.path if model.requantise is None else requantise(source)
 
     target = prepared(handler.target)
     draft = None if handler.draft is None else prepared(handler.draft)
@@ -63,8 +58,8 @@ def prepare(config_file: Path) -> Prepared:
     return Prepared(target, draft)
 
 
-def requantise(source: ModelFile, form: Requantise = "q4_0") -> Path:
-    """Return the requantised version of a file; it is written into the models directory once.
+def requantise(source: ModelFile) -> Path:
+    """Return the pure Q4_0 version of a file; it is written into the models directory once.
 
     Raises:
         EnvironmentFailure: the disk is too small.
@@ -73,28 +68,28 @@ def requantise(source: ModelFile, form: Requantise = "q4_0") -> Path:
     models = paths.models_directory()
     # Files of the same name from two directories of the operator get different names.
     suffix = "" if source.path.parent == models else f".{source.sha256[:8]}"
-    target = models / f"{source.path.stem}{suffix}.pure-{form}.gguf"
+    target = models / f"{source.path.stem}{suffix}.pure-q4_0.gguf"
     record = target.with_name(f".{target.name}.json")
     with files.locked(models / f".{target.name}.lock", f"{target.name} is being written"):
         if target.is_file() and files.read_json(record).get("source_sha256") == source.sha256:
             return target
         files.require_space(models, source.path.stat().st_size, target.name)
-        _run_requantise(source.path, target, form)
+        _run_requantise(source.path, target)
         files.write_json(record, {"source_sha256": source.sha256})
     return target
 
 
-def _run_requantise(source: Path, target: Path, form: Requantise) -> None:
+def _run_requantise(source: Path, target: Path) -> None:
     partial = target.with_name(target.name + ".partial")
-    command = [sys.executable, "-c", _REQUANTISE, str(source), str(partial), form]
+    command = [sys.executable, "-c", _REQUANTISE, str(source), str(partial)]
     try:
-        with Console(stderr=True).status(f"requantising {source.name} to {form.upper()}"):
+        with Console(stderr=True).status(f"requantising {source.name} to Q4_0"):
             outcome = subprocess.run(command, capture_output=True, check=False)
         if outcome.returncode:
             messages = [line for line in outcome.stderr.decode(errors="replace").splitlines() if "failed" in line]
             reason = messages[-1].strip() if messages else "llama.cpp refused"
             raise ModelLoadError(
-                f"{source}: cannot be requantised to {form.upper()} ({reason}); "
+                f"{source}: cannot be requantised to Q4_0 ({reason}); "
                 "check that it is a complete GGUF file, or remove `requantise:`."
             )
         partial.replace(target)

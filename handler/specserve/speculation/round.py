@@ -9,17 +9,16 @@ One round of one sequence, whose tokens are [a b c]; the target's cache holds a 
 
 The scheduler gives the grammar masks of a round a budget of time; where it is spent, `process_logits` raises
 `MaskDeferred`. A token is drafted only when the mask at its position is known, so only the mask after all drafts can be
-missing. If all drafts are accepted, they are then decided without a bonus token, and without drafts nothing is decided:
-the sequence is deferred, and comes first in the next round. No verdict is ever discarded, so nothing is biased.
+missing. If all drafts are accepted, they are then decided without a bonus token; where there are none, nothing is
+decided, and the sequence comes first in the next round. No verdict is ever discarded, so nothing is biased.
 
 Of a `Sequence` (sequence.py): `tokens` are the prompt and what is decided after it, `generated` is the number of tokens
 after the prompt, and from the first of these on the sequence is `decoding`; `target_cached` is how many leading tokens
 the target's cache holds, `target_pending` how many it has not been fed: 1 while decoding; `remaining` is how many more
 may be decided. `speculation.mode` is off (no drafts), fixed (a number of them) or auto (the controller's choice).
 
-Of a `Proposal` (proposal.py): `drafts` are a sequence's drafts of the round, each with the distribution q it was
-sampled from; `draft_model_seconds` is the sequence's part of the draft model's time, `long_catch_up_seconds` the part
-of these in which the model read more than a few tokens that it had missed, mostly the prompt.
+A `Proposal` (proposal.py) has a sequence's drafts of the round, each with the distribution q it was sampled from, and
+the part of the draft model's time that they took.
 """
 
 from __future__ import annotations

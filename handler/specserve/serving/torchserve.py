@@ -18,8 +18,7 @@ Three threads share the work:
   in TorchServe's thread.
 
 A call ends by starting a slice, unless a prompt is to be prefilled, and returns at once: TorchServe sends the replies,
-and calls again, while it runs. So a call: end the slice early if requests are new or gone, wait for it, submit what is
-parsed, run a slice if there was none, reply, start the next one.
+and calls again, while it runs.
 """
 
 from __future__ import annotations

@@ -80,14 +80,8 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
     s_n = sum max(0, w_n p_n - q_n), each n passes with probability h_n = s_n / (s_n + 1 - w_n), by a uniform number of
     its own, and gamma with h_gamma = w_gamma. The largest n that passes is accepted, or 0.
 
-    Claim: given the first n drafts, n or more are accepted with probability w_n, over later drafts and all uniform
-    numbers. For gamma that is h_gamma = w_gamma. From there down by induction: n passes, or else n + 1 or more do,
-        w_n = h_n + (1 - h_n) E[w_{n+1}], since E[w_{n+1}] over x_n ~ q_n is sum min(q_n, w_n p_n) = w_n - s_n;
-    this is what h_n solves.
-    So exactly n are accepted with probability w_n - E[w_{n+1}] = s_n, the sum of the residual. After n accepted drafts
-    x follows as the recovered token with probability max(0, w_n p_n(x) - q_n(x)), and as the next accepted draft with
-    min(q_n(x), w_n p_n(x)): together w_n p_n(x). Given that n or more are accepted, which has probability w_n, it is
-    distributed as p_n.
+    Given the first n drafts, n or more are accepted so with probability w_n, and p_n is the distribution of the token
+    that follows them (proof: tests/unit/test_rejection.py).
 
     Args and noise are those of `verify_token`; reading stops at the first draft with p(x) = 0.
     """

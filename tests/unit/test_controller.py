@@ -38,11 +38,11 @@ def costs_of(target: list[float], draft: list[float], rate: float) -> RoundCosts
 def gain_of(drafts: list[tuple[Candidate, int]], rows: int, costs: RoundCosts) -> float:
     """Expected tokens minus what their time is worth, directly from the definition."""
     tokens = sum(one.reached * one.acceptance**n for one, gamma in drafts for n in range(1, gamma + 1))
-    seconds = sum(one.catch_up for one, gamma in drafts if gamma)
+    seconds = sum(one.catch_up_seconds for one, gamma in drafts if gamma)
     for n in range(1, MAX_DRAFTS + 1):
         drafting = [one for one, gamma in drafts if gamma >= n]
         if drafting:
-            seconds += costs.draft_pass(sum(one.first_rows for one in drafting) if n == 1 else len(drafting))
+            seconds += costs.draft_pass(sum(one.charged_rows for one in drafting) if n == 1 else len(drafting))
     seconds += costs.target_pass(rows + sum(gamma for _, gamma in drafts)) - costs.target_pass(rows)
     return tokens - costs.tokens_per_second * seconds
 
@@ -218,14 +218,14 @@ def test_long_catch_up_is_spread_over_rounds_and_a_short_one_is_not() -> None:
     costs = controller.costs([sequence()], 0, 0)
     short, long = (controller.candidate(sequence(generated=20), 1.0, pending, 8, costs) for pending in (2, 100))
     assert short
-    assert (short.first_rows, short.catch_up) == (2, 0.0)
+    assert (short.charged_rows, short.catch_up_seconds) == (2, 0.0)
     assert long
-    assert long.first_rows == 1
-    assert 0 < long.catch_up < costs.draft_pass(100) / 5
+    assert long.charged_rows == 1
+    assert 0 < long.catch_up_seconds < costs.draft_pass(100) / 5
     for few_to_come in (sequence(max_tokens=26, generated=20), sequence(generated=1)):
         expensive = controller.candidate(few_to_come, 1.0, 100, 8, costs)
         assert expensive
-        assert expensive.catch_up > 2 * long.catch_up
+        assert expensive.catch_up_seconds > 2 * long.catch_up_seconds
 
 
 def test_long_catch_up_is_judged_by_the_long_run_acceptance() -> None:
@@ -269,7 +269,7 @@ def test_a_long_catch_up_is_counted_as_lost_over_several_rounds() -> None:
     lost = []
     for catch_up in [12.0] * 2 + [0.0] * 40 + [12.0] + [0.0] * 40:
         count_round(balance, 2, extra_seconds=1.0, catch_up_seconds=catch_up, drafter=None if catch_up else "model")
-        lost.append(balance.has_lost)
+        lost.append(balance.is_over_budget)
     assert not any(lost[:46])
     assert lost[-1]
 
@@ -279,7 +279,7 @@ def test_a_long_catch_up_that_cannot_pay_keeps_no_other_sequence_from_drafting()
     costs = RoundCosts(
         lambda rows: 0.06 + 0.002 * (rows - 2), lambda rows: 0.008 + 0.0005 * (rows - 1), tokens_per_second=2 / 0.06
     )
-    short_answer = Candidate(1.0, 0.65, 1, MAX_DRAFTS, catch_up=0.082)
-    long_answer = Candidate(1.0, 0.64, 1, MAX_DRAFTS, catch_up=0.0035)
+    short_answer = Candidate(1.0, 0.65, 1, MAX_DRAFTS, catch_up_seconds=0.082)
+    long_answer = Candidate(1.0, 0.64, 1, MAX_DRAFTS, catch_up_seconds=0.0035)
     assert choose_for_model([short_answer, long_answer], 2, costs)[0] == [1]
     assert choose_for_model([short_answer], 2, costs)[0] == []

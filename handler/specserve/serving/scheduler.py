@@ -149,7 +149,6 @@ class Scheduler:
                 # The same prompt was postponed just now; a scored one reuses no prefix, so it waits for none.
                 continue
             try:
-                # Refused while more than a quarter of what it needs is being prefilled for another.
                 admitted = self._cache.assign(generation, (g for g in self._running if not g.decoding))
             except Exception as error:
                 # It was never running, so nobody else would end it.
@@ -181,15 +180,15 @@ class Scheduler:
         return [Plan(one, 1, max(0, min(one.speculation.max_drafts, one.remaining - 1, most_each))) for one in decoding]
 
     def _most_drafts_each(self, decoding: list[Generation]) -> int:
-        """The most drafts of a sequence, so that the pass has rows of logits for all, and other requests have time."""
+        """The most drafts of a sequence: as there are rows of logits, and time if other requests wait."""
         drafting = [generation for generation in decoding if generation.speculation.max_drafts > 0]
         # Every running sequence may need the logits of one row beside those of its drafts.
         most = (self._target.max_logits - len(self._running)) // max(1, len(drafting))
         if len({generation.info.request for generation in self._running}) == 1:
-            # No other request is in a slot; queued ones wait for an answer to end.
+            # No other request is in a slot; queued ones mostly wait for an answer to end.
             return most
         draft_step = 0.0
-        # The draft model may have failed since.
+        # The draft model may have failed since it was loaded.
         if self._controller.draft_cost and self._drafters.has_model:
             draft_step = self._controller.draft_cost.seconds(len(drafting), self._drafters.draft_kv_len(drafting))
         return drafts_in_time(

@@ -17,8 +17,7 @@ Three threads share the work:
 - The parser's thread turns bodies into generations (parser.py); `Parser.begin` answers routes that generate nothing,
   in TorchServe's thread.
 
-A call ends by starting a slice, unless a prompt is to be prefilled, and returns at once: TorchServe sends the replies,
-and calls again, while it runs.
+A call ends by starting a slice, and returns at once: TorchServe sends the replies, and calls again, while it runs.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ from specserve.serving.torchserve_types import (
 
 logger = logging.getLogger(__name__)
 
-# How long the HTTP status of a whole response stays open, in seconds; most responses are complete by then. Until it is
-# set TorchServe sends the request's body with every call, so for a long body it is set at once.
+# How long the HTTP status stays open, in seconds; most whole responses are complete by then. Until it is set TorchServe
+# sends the request's body with every call, so for a long body it is set as soon as that is parsed.
 _STATUS_SECONDS = 2.0
 
 
@@ -115,15 +114,14 @@ class Handler:
         called = time.monotonic()
         entries = dict(context.request_ids)
         if set(entries.values()) != self._responses.keys():
-            # Requests have come or gone, or are being parsed: the slice ends after its current round.
+            # Requests have come or gone, or are being parsed: end the slice after its current round.
             self._loop.interrupt()
-        # Waits for the slice that the last call started; False if it started none.
+        # Wait for the slice that the last call started; False if it started none.
         ran_meanwhile = self._loop.join()
         self._forget_absent(set(entries.values()))
         self._parse_new(data, context, called)
         self._submit_parsed()
         if not ran_meanwhile:
-            # Waits for this slice, too.
             self._loop.run()
         replies = [""] * len(data)
         context.stopping_criteria = [whole_response] * len(data)
@@ -147,7 +145,7 @@ class Handler:
             response = self._responses.pop(request_id)
             self._cancel(response)
             for generation in response.generations:
-                # Its slot keeps the generation for its tokens.
+                # Its slot still refers to it, to know which tokens are cached.
                 generation.drop_output()
 
     def _parse_new(self, data: list[dict[str, Any]], context: Context, called: float) -> None:
@@ -161,7 +159,7 @@ class Handler:
             self._parser.begin(request_id, route, body, size, called)
 
     def _submit_parsed(self) -> None:
-        """Submit the parsed requests; waits for others a short time: in every call if nothing runs, else once."""
+        """Submit the parsed requests, after a short wait for others; while rounds run it waits for each only once."""
         parsed = self._parser.take(idle=not self._scheduler.busy)
         for request_id, (arrival, size, future) in parsed.items():
             response = self._responses[request_id] = future.result()
@@ -177,11 +175,14 @@ class Handler:
     def _reply(self, context: Context, index: int, response: Response) -> str:
         """What this call sends to one entry.
 
-        - A stream: its next events, as a chunk, or as the last one if it is done (complete or failed).
-        - A stream that fails before its status was sent: like no stream, with the error's own status.
-        - No stream, not done, or a stream before its first event: nothing, or from the status deadline on an empty
-          chunk.
-        - No stream, done: the body, as a whole response, or as the last chunk if the status was sent.
+        | the response              | what is sent                                                                |
+        | ------------------------- | --------------------------------------------------------------------------- |
+        | a stream                  | its next events, as a chunk; if it is done, as the last one                 |
+        | a stream before its first | nothing; from the status deadline on, the status and an empty chunk         |
+        | whole, not done           | the same                                                                    |
+        | whole, done               | the body, as a whole response; as the last chunk if the status was sent     |
+
+        A stream that fails before its status is sent is answered as a whole response, with the error's own status.
         """
         if response.error:
             # The other choices of the request are of no use now.

@@ -174,10 +174,36 @@ class Acceptance:
         """What one sequence has shown."""
         return sequence.state(self, SequenceAcceptance)
 
+    def learn_from(self, proposal: Proposal, p: TargetDistributions, decided: list[int], n_accepted: int) -> None:
+        """Learn from a verification: from the drafts that it reached, up to the first rejected one, and refused offers.
+
+        Args:
+            proposal: its offers were refused at the first position, which is always reached.
+            p: the target's distributions.
+            decided: the accepted drafts, and the rule's own token if there is one.
+            n_accepted: number of accepted drafts.
+        """
+        sequence = proposal.sequence
+        # The sum of min(p, q) is the acceptance probability in token verification; block verification accepts a little
+        # more. Where it is known, it says more than the outcome.
+        knows_probability = sequence.speculation.verification != "coupled" and not is_greedy(sequence.sampling)
+        observations = []
+        for refused in proposal.refused:
+            accepted = float(p[0][refused.token]) if knows_probability else float(refused.token == decided[0])
+            observations.append(Observation(refused.drafter, refused.confidence, accepted, target_confidence=None))
+        for index, draft in enumerate(proposal.drafts[: n_accepted + 1]):
+            accepted = float(np.minimum(p[index], draft.q).sum()) if knows_probability else float(index < n_accepted)
+            observations.append(
+                Observation(draft.drafter, draft.confidence, accepted, target_confidence=p.confidence(index))
+            )
+        # The target's confidence where it decided the last token; not computed where no draft of the model would pay.
+        decides_last = proposal.model_may_pay and len(decided) > n_accepted
+        self.learn(sequence, observations, p.confidence(n_accepted) if decides_last else None)
+
     def learn(self, sequence: Sequence, observations: abc.Sequence[Observation], confidence: float | None) -> None:
         """Learn from the tokens that verification reached, and from the target's confidence after the accepted ones.
 
-        That predicts the draft model's next token only; None where it is not known.
+        That predicts whether the draft model's next token will be accepted; None where it is not known.
         """
         own = self.of(sequence)
         by_target = self._calibration(sequence, "target")
@@ -204,28 +230,3 @@ class Acceptance:
         if key not in self._calibrations:
             self._calibrations[key] = Calibration(PRIORS.get(drafter, CALIBRATED))
         return self._calibrations[key]
-
-
-def observe(proposal: Proposal, p: TargetDistributions, first_decided: int, n_accepted: int) -> list[Observation]:
-    """What verification showed of the draft tokens that it reached, up to the first rejected one.
-
-    Args:
-        proposal: refused offers are judged by the first position, which is always reached.
-        p: the target's distributions.
-        first_decided: the token that was decided there.
-        n_accepted: number of accepted drafts.
-    """
-    sequence = proposal.sequence
-    # The sum of min(p, q) is the acceptance probability in token verification; block verification accepts a little
-    # more. Where it is known, it says more than the outcome.
-    knows_probability = sequence.speculation.verification != "coupled" and not is_greedy(sequence.sampling)
-    observations = []
-    for refused in proposal.refused:
-        accepted = float(p[0][refused.token]) if knows_probability else float(refused.token == first_decided)
-        observations.append(Observation(refused.drafter, refused.confidence, accepted, target_confidence=None))
-    for index, draft in enumerate(proposal.drafts[: n_accepted + 1]):
-        accepted = float(np.minimum(p[index], draft.q).sum()) if knows_probability else float(index < n_accepted)
-        observations.append(
-            Observation(draft.drafter, draft.confidence, accepted, target_confidence=p.confidence(index))
-        )
-    return observations

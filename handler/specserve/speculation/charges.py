@@ -112,7 +112,7 @@ class Balance:
         return max(1.0, self._recent_tokens / self._recent_steps) if self._recent_steps else 1.0
 
     @property
-    def has_lost(self) -> bool:
+    def is_over_budget(self) -> bool:
         """Whether its drafts have cost more, net of what they brought, than they may; that grows with the text."""
         step_seconds = self._total_plain_seconds / max(1, self._tokens)
         return self._total_loss_seconds > _LOSS_SHARE * self._total_plain_seconds + _LOSS_STEPS * step_seconds

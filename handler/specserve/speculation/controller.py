@@ -2,11 +2,11 @@
 
 A draft token is accepted only if all before it are, so drafting n tokens gains sum_i prod_{j<=i} alpha_j tokens, where
 alpha_j are acceptance probabilities (Leviathan et al. 2023, arXiv 2211.17192, section 3.3, with a measured verify
-cost; for block verification, which accepts more, a lower bound). A second is worth the tokens that the sequences have
-lately yielded in one, with drafts or without. The largest gain over all n is taken, whatever shape the costs have.
+cost; for block verification, which accepts more, a lower bound). The largest gain over all n is taken, whatever shape
+the costs have.
 
 An example: alpha is .8 for every token, a pass of the target takes 40 ms and 3 ms more for each further row, one of the
-draft model 12 ms. At first time is worth what plain decoding yields, one token in 40 ms: a draft costs 15 ms, or .375
+draft model 12 ms. At first time is worth what plain decoding yields, a token in 40 ms: a draft costs 15 ms, or .375
 tokens, and the drafts bring .8, .64, .51, .41 and .33 tokens, so four are drafted. Rounds then give 3.36 tokens in
 100 ms, so a draft costs .50 tokens: three; and so on until two drafts give 34.9 tokens a second, the most there is.
 
@@ -48,15 +48,14 @@ class RoundCosts(NamedTuple):
     Args:
         target_pass: seconds of a pass of the target by its number of rows.
         draft_pass: the same of the draft model.
-        tokens_per_second: the value of time: what all sequences together have lately yielded, one that awaits its
-            first token counted as one.
-        prompt_waiting: whether some sequence awaits its first token, so that no long catch-up may start.
+        tokens_per_second: the value of time, see `Controller.costs`.
+        awaiting_first_token: number of sequences in prefill or about to be.
     """
 
     target_pass: Callable[[int], float]
     draft_pass: Callable[[int], float]
     tokens_per_second: float
-    prompt_waiting: bool = False
+    awaiting_first_token: int = 0
 
 
 class Candidate(NamedTuple):
@@ -65,16 +64,16 @@ class Candidate(NamedTuple):
     Args:
         reached: the probability that all its drafts so far are accepted.
         acceptance: that of its next draft token, before it is drafted.
-        first_rows: how many tokens the draft model reads before that; 1 in a long catch-up, charged by `catch_up`.
+        charged_rows: how many tokens the draft model reads before that; of a long catch-up 1.
         most: how many more draft tokens the sequence may have.
-        catch_up: the part of a long catch-up's seconds that this round weighs; 0 for a short one.
+        catch_up_seconds: of a long catch-up's other tokens, the part that this round weighs.
     """
 
     reached: float
     acceptance: float
-    first_rows: int
+    charged_rows: int
     most: int
-    catch_up: float = 0.0
+    catch_up_seconds: float = 0.0
 
 
 class Controller:
@@ -97,8 +96,9 @@ class Controller:
     ) -> RoundCosts:
         """What passes cost in this round, and what its time is worth.
 
-        A second is worth the tokens that plain decoding yields in it, times the recent speed-up of each sequence. For
-        two sequences and a third that awaits its first token, in passes of 45 ms, that is 3 / 45 ms.
+        A second is worth the tokens that plain decoding yields in it, times each sequence's recent speed-up, if that is
+        above 1, and one more a pass for each that awaits its first token. For two sequences without a speed-up and one
+        that waits, in passes of 45 ms, that is 3 / 45 ms.
 
         Args:
             decoding: the sequences that decode in this round, at least one.
@@ -113,7 +113,7 @@ class Controller:
             target_pass=lambda rows: self.target_cost.seconds(rows, target_kv_len),
             draft_pass=(lambda rows: draft_cost.seconds(rows, draft_kv_len)) if draft_cost else (lambda _rows: 0.0),
             tokens_per_second=(sum(speedups) + awaiting_first_token) / plain_seconds,
-            prompt_waiting=awaiting_first_token > 0,
+            awaiting_first_token=awaiting_first_token,
         )
 
     def candidate(
@@ -131,12 +131,12 @@ class Controller:
             most: how many more draft tokens the sequence may have.
             costs: of this round.
         """
-        if self.balance(sequence).has_lost:
+        if self.balance(sequence).is_over_budget:
             return None
         shown = self.acceptance.of(sequence)
         if pending <= SHORT_CATCH_UP:
             return Candidate(reached, shown.next_acceptance, pending, most)
-        if costs.prompt_waiting:
+        if costs.awaiting_first_token:
             return None
         expected = min(sequence.remaining, _GROWTH * sequence.generated, _HORIZON + sequence.generated)
         rounds = max(1.0, expected / _TOKENS_PER_ROUND)
@@ -164,25 +164,25 @@ def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: Roun
     Returns:
         Indices into `candidates`, and the gain in tokens; none and 0.0 where nothing pays.
     """
-    able = [index for index, one in enumerate(candidates) if one.most > 0]
     # Sequences that need no catch-up first, then the likeliest.
-    order = sorted(able, key=lambda i: (candidates[i].catch_up, -candidates[i].reached * candidates[i].acceptance))
+    able = [index for index, one in enumerate(candidates) if one.most > 0]
+    able.sort(key=lambda i: (candidates[i].catch_up_seconds, -candidates[i].reached * candidates[i].acceptance))
     base = costs.target_pass(rows)
     best: tuple[list[int], float] = [], 0.0
-    for k in range(1, len(order) + 1):
-        first_k = [candidates[index] for index in order[:k]]
+    for k in range(1, len(able) + 1):
+        first_k = [candidates[index] for index in able[:k]]
         expected, drafts = 0.0, 0
-        seconds = sum(one.catch_up for one in first_k)
+        seconds = sum(one.catch_up_seconds for one in first_k)
         for n in range(1, max(one.most for one in first_k) + 1):
             drafting = [one for one in first_k if one.most >= n]
             expected += sum(one.reached * one.acceptance**n for one in drafting)
             drafts += len(drafting)
             # The first pass also reads what is pending.
-            rows_read = sum(one.first_rows for one in drafting) if n == 1 else len(drafting)
+            rows_read = sum(one.charged_rows for one in drafting) if n == 1 else len(drafting)
             seconds += costs.draft_pass(rows_read)
             gain = expected - costs.tokens_per_second * (seconds + costs.target_pass(rows + drafts) - base)
             if gain > best[1]:
-                best = order[:k], gain
+                best = able[:k], gain
     return best
 
 

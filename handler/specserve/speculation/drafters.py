@@ -87,7 +87,7 @@ class Drafters:
         # Beside many sequences not even certain drafts pay; what only the model needs is then not computed: 1 % of a
         # round of eight.
         auto = [proposal for proposal in drafting if proposal.sequence.speculation.is_auto]
-        certain = [Candidate(reached=1.0, acceptance=1.0, first_rows=1, most=one.max_drafts) for one in auto]
+        certain = [Candidate(reached=1.0, acceptance=1.0, charged_rows=1, most=one.max_drafts) for one in auto]
         added = _added(costs, len(drafting) - len(auto))
         model_may_pay = self._model is not None and choose_for_model(certain, rows, added)[1] > 0
         for proposal in auto:
@@ -126,7 +126,7 @@ class Drafters:
     def _propose_free(self, proposal: Proposal, rows: int, costs: RoundCosts) -> int:
         """Draft what the first proposer offers that is worth verifying; returns how many tokens that is."""
         sequence = proposal.sequence
-        if proposal.remaining <= 0 or not proposal.mask_is_known():
+        if proposal.remaining <= 0 or not proposal.compute_mask():
             return 0
         for proposer in self._proposers:
             if sequence.speculation.drafter not in {None, proposer.name}:
@@ -160,7 +160,7 @@ class Drafters:
         fixed = [(one, candidate) for one, candidate in able if candidate and not one.sequence.speculation.is_auto]
         auto = [(one, candidate) for one, candidate in able if candidate and one.sequence.speculation.is_auto]
         # A fixed number of drafts is made in any case, so the others are weighed by what they add to that pass.
-        added = _added(costs, sum(candidate.first_rows for _, candidate in fixed))
+        added = _added(costs, sum(candidate.charged_rows for _, candidate in fixed))
         chosen, _ = choose_for_model([candidate for _, candidate in auto], rows + len(fixed), added)
         return [*(one for one, _ in fixed), *(auto[index][0] for index in sorted(chosen))]
 
@@ -170,7 +170,7 @@ class Drafters:
         if self._model is None or sequence.speculation.drafter not in {None, "model"} or not proposal.model_may_pay:
             return None
         drafted = _drafted(proposal)
-        if not self._model.can_read(drafted) or not proposal.mask_is_known():
+        if not self._model.can_read(drafted) or not proposal.compute_mask():
             return None
         pending = self._model.pending(drafted)
         if sequence.speculation.is_auto:

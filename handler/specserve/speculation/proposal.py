@@ -69,8 +69,8 @@ class Proposal:
     _mask: NDArray[np.bool_] | None = None
     _mask_after: int = -1
 
-    def mask_is_known(self) -> bool:
-        """Whether the round has time for the mask after the drafts, in which the request's grammar follows them."""
+    def compute_mask(self) -> bool:
+        """Compute the grammar's mask after the drafts; False if the round has no time for it."""
         constraint = self.sequence.constraint
         if constraint is not None and self._mask_after != len(self.drafts):
             try:
@@ -82,7 +82,7 @@ class Proposal:
 
     def allows(self, token: int) -> bool:
         """Whether the request's grammar is known to allow a token after the drafts."""
-        return self.mask_is_known() and (self._mask is None or bool(self._mask[token]))
+        return self.compute_mask() and (self._mask is None or bool(self._mask[token]))
 
     def add(self, draft: Draft, acceptance: float) -> None:
         """Draft one more token; it stays in the round whatever it is."""

@@ -7,18 +7,14 @@ One round of one sequence, whose tokens are [a b c]; the target's cache holds a 
     verify  Verdict(1, x)                 d is accepted, e is rejected, and x is recovered in its place
     commit  tokens [a b c d x]            `target_cached` 4: e is truncated from the cache, x is the next pending token
 
-The scheduler gives the grammar masks of a round a budget of time; where it is spent, `process_logits` raises
-`MaskDeferred`. A token is drafted only when the mask at its position is known, so only the mask after all drafts can be
-missing. If all drafts are accepted, they are then decided without a bonus token; where there are none, nothing is
-decided, and the sequence comes first in the next round. No verdict is ever discarded, so nothing is biased.
+What is used of a `Sequence` (sequence.py):
 
-Of a `Sequence` (sequence.py): `tokens` are the prompt and what is decided after it, `generated` is the number of tokens
-after the prompt, and from the first of these on the sequence is `decoding`; `target_cached` is how many leading tokens
-the target's cache holds, `target_pending` how many it has not been fed: 1 while decoding; `remaining` is how many more
-may be decided. `speculation.mode` is off (no drafts), fixed (a number of them) or auto (the controller's choice).
-
-A `Proposal` (proposal.py) has a sequence's drafts of the round, each with the distribution q it was sampled from, and
-the part of the draft model's time that they took.
+    tokens              the prompt and what is decided after it
+    generated           how many are decided; from the first on the sequence is `decoding`
+    remaining           how many more may be
+    target_cached       how many leading tokens the target's cache holds
+    target_pending      how many it has not been fed: 1 while decoding
+    speculation.mode    off (no drafts), fixed (a number of them) or auto (the controller's choice)
 """
 
 from __future__ import annotations
@@ -34,7 +30,6 @@ from specserve.sampling.distribution import FloatArray, is_greedy
 from specserve.sampling.logits import TargetDistributions, score
 from specserve.sampling.noise import Noise
 from specserve.sequence import DrafterName, Sequence
-from specserve.speculation.acceptance import observe
 from specserve.speculation.charges import Charge, Work, charges
 from specserve.speculation.controller import Controller
 from specserve.speculation.drafters import Drafters
@@ -74,7 +69,7 @@ class Plan(NamedTuple):
         """
         if self.scores_rows:
             return 0
-        return self.rows - 1 if self.decides else self.rows
+        return self.rows - self.decides
 
 
 class Outcome(NamedTuple):
@@ -118,7 +113,7 @@ def run_round(
     """Draft for the plans, run the target once over all rows, and decide tokens.
 
     Decided tokens are appended to the sequences, both KV caches are truncated to them, and the controller learns from
-    what was accepted. Statistics and the caches of sequences that failed are left to the caller.
+    what was accepted. The caller keeps statistics, and clears the caches of sequences that failed.
 
     Args:
         target: the target's engine; its slots hold what the sequences say.
@@ -132,15 +127,15 @@ def run_round(
     """
     no_masks_or_scores = all(_no_masks_or_scores(plan) for plan in plans)
     proposals = [Proposal(plan.sequence, plan.max_drafts, _noise(plan.sequence)) for plan in plans]
-    for proposal in proposals:
-        # The masks that all sequences need come before those of drafts, which could take all the time of masks.
-        proposal.mask_is_known()
+    for plan, proposal in zip(plans, proposals, strict=True):
+        if plan.decides:
+            # Masks that are needed in any case come before those of drafts, which could take all the time of masks.
+            proposal.compute_mask()
     started = clock()
     # Tokens of the target's cache that attention reads for a row: of the longest of these sequences with our kernels,
     # of all slots with llama.cpp's.
     kv_len = target.kv_len([plan.sequence.slot for plan in plans])
-    # First what a lookup, the client's prediction and the grammar offer, then tokens of the draft model, one at a time,
-    # with the others asked again after each; as long as that is worth its time (controller.py).
+    # Adds drafts to the proposals, as long as that is worth its time (controller.py).
     drafters.propose(proposals, sum(plan.rows for plan in plans), kv_len, awaiting_first_token)
     drafted = clock()
     logits = target.forward(_batch(plans, proposals))
@@ -236,11 +231,7 @@ def _decide(controller: Controller, proposal: Proposal, logits: FloatArray) -> i
         sequence.deferrals += 1
         return 0
     if sequence.speculation.mode != "off":
-        # The target's confidence where it decided the next token predicts if the draft model's next one will be
-        # accepted. It is not computed where no draft of the model would pay.
-        next_confidence = p.confidence(n_accepted) if proposal.model_may_pay and next_token is not None else None
-        observations = observe(proposal, p, decided[0], n_accepted)
-        controller.acceptance.learn(sequence, observations, next_confidence)
+        controller.acceptance.learn_from(proposal, p, decided, n_accepted)
     sequence.deferrals = 0
     sequence.round_number += 1
     if sequence.top_logprobs is not None:
@@ -254,7 +245,13 @@ def _decide(controller: Controller, proposal: Proposal, logits: FloatArray) -> i
 
 
 def _verify(p: TargetDistributions, proposal: Proposal) -> tuple[int, int | None]:
-    """The number of accepted drafts, and the rule's own token; None where the mask after all drafts is missing."""
+    """The number of accepted drafts, and the rule's own token; None where the mask after all drafts is missing.
+
+    The grammar masks of a round have a budget of time; where it is spent, p raises `MaskDeferred`. A token is drafted
+    only when the mask at its position is known, so only the mask after all drafts can be missing. If all drafts are
+    accepted, they are then decided without a bonus token; where there are none, nothing is decided, and the sequence
+    comes first in the next round. No verdict is ever discarded, so nothing is biased.
+    """
     sampling, speculation = proposal.sequence.sampling, proposal.sequence.speculation
     try:
         if is_greedy(sampling):
@@ -262,7 +259,7 @@ def _verify(p: TargetDistributions, proposal: Proposal) -> tuple[int, int | None
         return RULES[speculation.verification].verify(p, proposal.q, proposal.tokens, proposal.noise)
     except MaskDeferred:
         if p.n_computed < len(proposal.drafts):
-            raise
+            raise RuntimeError("a token was drafted before the mask at its position was known") from None
         return len(proposal.drafts), None
 
 

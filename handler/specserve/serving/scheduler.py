@@ -127,7 +127,7 @@ class Scheduler:
     def _schedule(self) -> list[Plan]:
         """Admit what fits, and plan the round: all sequences that decode, and prefill chunks of the oldest others.
 
-        The round that ends a prefill has no drafts, so that the first token comes sooner.
+        A sequence in prefill has no drafts, so that its first token comes sooner.
         """
         self._admit()
         decoding = [generation for generation in self._running if generation.decoding]
@@ -149,6 +149,7 @@ class Scheduler:
                 # The same prompt was postponed just now; a scored one reuses no prefix, so it waits for none.
                 continue
             try:
+                # False while another sequence prefills the same prefix.
                 admitted = self._cache.assign(generation, (g for g in self._running if not g.decoding))
             except Exception as error:
                 # It was never running, so nobody else would end it.
@@ -180,21 +181,21 @@ class Scheduler:
         return [Plan(one, 1, max(0, min(one.speculation.max_drafts, one.remaining - 1, most_each))) for one in decoding]
 
     def _most_drafts_each(self, decoding: list[Generation]) -> int:
-        """The most drafts of a sequence: as there are rows of logits, and time if other requests wait."""
+        """The most drafts of a sequence: as rows of logits allow, and `max_wait_seconds` if several requests run."""
         drafting = [generation for generation in decoding if generation.speculation.max_drafts > 0]
         # Every running sequence may need the logits of one row beside those of its drafts.
         most = (self._target.max_logits - len(self._running)) // max(1, len(drafting))
         if len({generation.info.request for generation in self._running}) == 1:
             # No other request is in a slot; queued ones mostly wait for an answer to end.
             return most
-        draft_step = 0.0
+        draft_cost, draft_pass_seconds = self._controller.draft_cost, 0.0
         # The draft model may have failed since it was loaded.
-        if self._controller.draft_cost and self._drafters.has_model:
-            draft_step = self._controller.draft_cost.seconds(len(drafting), self._drafters.draft_kv_len(drafting))
+        if draft_cost and self._drafters.has_model:
+            draft_pass_seconds = draft_cost.seconds(len(drafting), self._drafters.draft_kv_len(drafting))
         return drafts_in_time(
             self._controller.target_cost,
             self._kv_len(),
-            draft_step,
+            draft_pass_seconds,
             rows=len(decoding),
             drafting=len(drafting),
             most=most,
@@ -204,9 +205,10 @@ class Scheduler:
     def _prefill_plans(self, decode_plans: list[Plan]) -> list[Plan]:
         """Prefill chunks beside these plans, the oldest sequence's first."""
         logits_left = self._target.max_logits - sum(1 + plan.max_drafts for plan in decode_plans)
-        # What decoding probably takes: the controller has not decided yet; with many sequences it mostly drafts little.
+        # For the time that decoding takes: the controller has not decided yet, and with many sequences drafts little.
         likely_rows = sum(1 if plan.sequence.speculation.is_auto else 1 + plan.max_drafts for plan in decode_plans)
-        # The chunk for which all sequences together wait least per prefilled token: the others for the whole round.
+        # The chunk that minimises, per prefilled token, what all sequences together wait: those that decode for what it
+        # adds to the round, the others for the whole round.
         rows_left = prefill_chunk(
             self._controller.target_cost,
             self._kv_len(),
@@ -242,7 +244,7 @@ class Scheduler:
         self._recorder.record_ends(ended)
 
     def _fail(self, errors: Mapping[Sequence, Exception]) -> None:
-        """End sequences with an error; nothing of them stays cached."""
+        """Mark sequences as failed; nothing of them stays cached."""
         for generation in self._running:
             if generation in errors:
                 logger.error("specserve: a sequence failed: %s", errors[generation])

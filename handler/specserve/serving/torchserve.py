@@ -2,8 +2,8 @@
 
 TorchServe calls `handle` again and again while requests are live. Each call has an entry per live request, with its id:
 
-- The entry has the request's body in every call until its HTTP status is set; the first reply, be it an empty
-  chunk, does that.
+- The entry has the request's body in every call until its HTTP status is set, with the first reply, be it an empty
+  chunk.
 - The entry's function in `context.stopping_criteria` says what a reply is: a whole response (it returns None), a chunk
   (False) or the last chunk (True).
 - Where a call has no reply yet, it deletes the entry's id from `context.request_ids`: then nothing is sent, and the
@@ -17,7 +17,8 @@ Three threads share the work:
 - The parser's thread turns bodies into generations (parser.py); `Parser.begin` answers routes that generate nothing,
   in TorchServe's thread.
 
-A call ends by starting a slice, and returns at once: TorchServe sends the replies, and calls again, while it runs.
+A call mostly ends by starting a slice, and returns at once: TorchServe sends the replies, and calls again, while it
+runs. The next call waits for that slice; if none was started, it runs one itself.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ from specserve.serving.torchserve_types import (
 
 logger = logging.getLogger(__name__)
 
-# How long the HTTP status stays open, in seconds; most whole responses are complete by then. Until it is set TorchServe
-# sends the request's body with every call, so for a long body it is set as soon as that is parsed.
+# How long the first reply is held back, in seconds, so that an error can still have an HTTP status of its own. Until
+# then TorchServe sends the request's body with every call, so for a long body it is sent once that is parsed.
 _STATUS_SECONDS = 2.0
 
 
@@ -159,7 +160,7 @@ class Handler:
             self._parser.begin(request_id, route, body, size, called)
 
     def _submit_parsed(self) -> None:
-        """Submit the parsed requests, after a short wait for others; while rounds run it waits for each only once."""
+        """Submit the parsed requests, after a short wait for others if there are new ones or nothing else to do."""
         parsed = self._parser.take(idle=not self._scheduler.busy)
         for request_id, (arrival, size, future) in parsed.items():
             response = self._responses[request_id] = future.result()
@@ -175,14 +176,14 @@ class Handler:
     def _reply(self, context: Context, index: int, response: Response) -> str:
         """What this call sends to one entry.
 
-        | the response              | what is sent                                                                |
-        | ------------------------- | --------------------------------------------------------------------------- |
-        | a stream                  | its next events, as a chunk; if it is done, as the last one                 |
-        | a stream before its first | nothing; from the status deadline on, the status and an empty chunk         |
-        | whole, not done           | the same                                                                    |
-        | whole, done               | the body, as a whole response; as the last chunk if the status was sent     |
+        | the response                | what is sent                                                              |
+        | --------------------------- | ------------------------------------------------------------------------- |
+        | whole, or without events    | nothing; from the status deadline on, the status and an empty chunk       |
+        | a stream with new events    | these, as a chunk                                                         |
+        | a stream that is done       | the last events, as the last chunk, after an empty one if it is the first |
+        | whole, done                 | the body, as a whole response; as the last chunk if the status was sent   |
 
-        A stream that fails before its status is sent is answered as a whole response, with the error's own status.
+        An error makes a response done; before its status is sent, also a stream is then answered as a whole response.
         """
         if response.error:
             # The other choices of the request are of no use now.
@@ -198,10 +199,7 @@ class Handler:
         return json.dumps(response.body())
 
     def _keep_open(self, context: Context, index: int, response: Response, content_type: str) -> str:
-        """Send nothing until the status deadline, then the status and an empty chunk in each call.
-
-        TorchServe notices a client that has left only when it sends. A later error is an error object under status 200.
-        """
+        """Send nothing until the status deadline, then empty chunks: by sending TorchServe notices that a client left."""
         if response.status_sent or time.monotonic() >= response.status_deadline:
             self._set_status(context, index, response, content_type)
             context.stopping_criteria[index] = more_to_come
@@ -211,7 +209,7 @@ class Handler:
         return ""
 
     def _next_chunk(self, context: Context, index: int, response: Response) -> str:
-        """A stream's next events; an empty chunk lets TorchServe notice that the client has left."""
+        """A stream's next events."""
         # A first chunk that is also the last one would hang the client, so an empty one comes before it.
         is_last = response.done and response.status_sent
         events = "" if response.done and not is_last else response.next_events()

@@ -8,7 +8,8 @@ the costs have.
 An example: alpha is .8 for every token, a pass of the target takes 40 ms and 3 ms more for each further row, one of the
 draft model 12 ms. At first time is worth what plain decoding yields, a token in 40 ms: a draft costs 15 ms, or .375
 tokens, and the drafts bring .8, .64, .51, .41 and .33 tokens, so four are drafted. Rounds then give 3.36 tokens in
-100 ms, so a draft costs .50 tokens: three; and so on until two drafts give 34.9 tokens a second, the most there is.
+100 ms (`Balance.speedup`), so a draft costs .50 tokens: three; and so on until two drafts give 34.9 tokens a second,
+the most there is.
 
 drafters.py asks in every round, with the round's `costs`:
 
@@ -33,11 +34,12 @@ from specserve.speculation.cost import Cost
 
 # What half and twice of a constant change is in benchmarks/RESULTS.md, sensitivity.
 
-# The most tokens that the draft model reads before it drafts in an ordinary round: the bonus token, and accepted tokens
-# of other drafters. More are a long catch-up, mostly its prefill of the prompt.
+# The most tokens that the draft model reads before it drafts in an ordinary round: the last round's, as far as it has
+# not drafted them itself. More are a long catch-up, mostly its prefill of the prompt.
 SHORT_CATCH_UP = 4
-# Of a long catch-up's seconds the round weighs 1.75 / (rounds that are expected to follow), at 3 tokens a round. A
-# short answer may end soon, so after n generated tokens min(10 n, n + 48) more are expected: after 5, 50; after 20, 68.
+# Of a long catch-up's seconds the round weighs 1.75 / (rounds that are expected to follow), at 3 tokens a round: with
+# 1.25 more answers lose (benchmarks/RESULTS.md, decisions). A short answer may end soon, so after n generated tokens
+# min(10 n, n + 48) more are expected, at most `remaining`: after 5, 50; after 20, 68.
 _CATCH_UP_MARGIN, _TOKENS_PER_ROUND = 1.75, 3
 _GROWTH, _HORIZON = 10, 48
 
@@ -122,7 +124,7 @@ class Controller:
         """What is to be known before the draft model drafts for a sequence; None where it may not.
 
         It may not while the sequence's drafts have lost too much for its length; other drafters go on. And no long
-        catch-up starts while a prompt is being prefilled, since sequences that decode would wait for both.
+        catch-up starts while a sequence awaits its first token, since those that decode would wait for both.
 
         Args:
             sequence: in mode `auto`; the others draft what they ask for.
@@ -145,7 +147,11 @@ class Controller:
         return Candidate(reached, shown.long_run_acceptance, 1, most, catch_up)
 
     def balance(self, sequence: Sequence) -> Balance:
-        """What drafts have brought and cost this sequence; made on first use."""
+        """What drafts have brought and cost this sequence (charges.py).
+
+        `speedup`: its tokens in about its last seven rounds, times a plain step, over the time they took; at least 1.
+        `is_over_budget`: its drafts have cost more than 1 % of its plain time and four plain steps, net of their gains.
+        """
         return sequence.state(self, Balance)
 
 
@@ -191,8 +197,8 @@ def offer_length(
 ) -> int:
     """How many leading tokens of an offer to draft; 0 where the draft model gains more.
 
-    The model is weighed as if it drafted for this sequence alone, over no more tokens than are taken of the offer:
-    after those it may go on.
+    Offer and model are compared over the same number of tokens, since the model may go on after either; the model as if
+    it drafted for this sequence alone.
 
     Args:
         reached: the probability that all drafts before them are accepted.

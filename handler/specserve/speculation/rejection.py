@@ -9,8 +9,8 @@ token, which replaces the first rejected draft; after gamma accepted drafts the 
 is the target's distribution after i drafts, and draft x_i was sampled from q_i. Whether to draft x_i may depend on the
 drafts before it and on q_i, but is decided before x_i is sampled: the number of drafts is a stopping time.
 
-A greedy request is verified by `accept_equal`. One that samples is verified by `verify_coupled` if it has a seed, so
-that its output repeats, else by `verify_block`, or by the rule that it asks for (serving/openai/parse.py).
+A greedy request is verified by `accept_equal`. One that samples is verified by the rule that it asks for; if it asks
+for none, by `verify_coupled` if it has a seed, so that its output repeats, else by `verify_block`.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
     s_n = sum max(0, w_n p_n - q_n), each n passes with probability h_n = s_n / (s_n + 1 - w_n), by a uniform number of
     its own, and gamma with h_gamma = w_gamma. The largest n that passes is accepted, or 0.
 
-    Given the first n drafts, n or more are accepted so with probability w_n, and p_n is the distribution of the token
-    that follows them (proof: tests/unit/test_rejection.py).
+    h_n is what makes this hold: given the first n drafts, n or more are accepted with probability w_n, and the token
+    that follows them is distributed as p_n (proof: tests/unit/test_rejection.py).
 
     Args and noise are those of `verify_token`; reading stops at the first draft with p(x) = 0.
     """
@@ -140,10 +140,7 @@ def sample_independent(q: FloatArray, index: int, noise: Noise) -> int:
 
 
 def sample_coupled(q: FloatArray, index: int, noise: Noise) -> int:
-    """A draft token for coupled verification: the target's race (Gumbel-max), run with the draft's probabilities.
-
-    `race` asks for its noise by the number and the size of a race.
-    """
+    """A draft token for coupled verification: the target's race (Gumbel-max), run with the draft's probabilities."""
     return race(q, partial(noise.exponentials, index))
 
 

@@ -7,14 +7,21 @@ One round of one sequence, whose tokens are [a b c]; the target's cache holds a 
     verify  Verdict(1, x)                 d is accepted, e is rejected, and x is recovered in its place
     commit  tokens [a b c d x]            `target_cached` 4: e is truncated from the cache, x is the next pending token
 
-What is used of a `Sequence` (sequence.py):
+The main fields of a `Sequence` (sequence.py):
 
     tokens              the prompt and what is decided after it
     generated           how many are decided; from the first on the sequence is `decoding`
     remaining           how many more may be
     target_cached       how many leading tokens the target's cache holds
     target_pending      how many it has not been fed: 1 while decoding
+    round_number        how many rounds have decided tokens; `deferrals` counts those since then that could not
     speculation.mode    off (no drafts), fixed (a number of them) or auto (the controller's choice)
+
+and of a `Proposal` (proposal.py), its drafts of the round:
+
+    drafts              in order, each with its token, drafter, and the distribution q that it was sampled from
+    tokens, q           these of all drafts, as lists; so `drafted_by`
+    noise               the random numbers of the round
 """
 
 from __future__ import annotations
@@ -76,10 +83,10 @@ class Outcome(NamedTuple):
     """What a round did for one sequence.
 
     Args:
-        generated_before: number of its tokens after the prompt before the round; 0 in prefill.
-        cached_before: number of its tokens in the target's cache before the round.
+        generated_before: its `generated` before the round; 0 in prefill.
+        cached_before: its `target_cached` before the round.
         charge: its estimated part of the round's time (charges.py).
-        is_decode_round: whether it decided tokens and its prefill was over before.
+        is_decode_round: whether it decided tokens, and its prefill was over before.
         drafted_by: the drafter of each verified draft.
         n_accepted: how many of them were accepted.
         error: why the sequence failed.
@@ -123,13 +130,13 @@ def run_round(
         awaiting_first_token: number of sequences in prefill or about to be; they make time more valuable.
 
     Raises:
-        EngineError: the target failed. Its caches are as before; the caller truncates those of the draft model.
+        EngineError: the target failed; the caller clears the caches of these sequences.
     """
     no_masks_or_scores = all(_no_masks_or_scores(plan) for plan in plans)
     proposals = [Proposal(plan.sequence, plan.max_drafts, _noise(plan.sequence)) for plan in plans]
     for plan, proposal in zip(plans, proposals, strict=True):
         if plan.decides:
-            # Masks that are needed in any case come before those of drafts, which could take all the time of masks.
+            # The grammar masks of a round have a budget of time (`_verify`): those needed in any case come first.
             proposal.compute_mask()
     started = clock()
     # Tokens of the target's cache that attention reads for a row: of the longest of these sequences with our kernels,
@@ -142,9 +149,15 @@ def run_round(
     passed = clock()
     cost = drafters.controller.target_cost
     works = [
-        Work(plan.sequence.decoding, plan.rows, len(proposal.drafts), proposal.draft_model_seconds)
+        Work(
+            decoding=plan.sequence.decoding,
+            rows=plan.rows,
+            drafts=len(proposal.drafts),
+            draft_model_seconds=proposal.draft_model_seconds,
+        )
         for plan, proposal in zip(plans, proposals, strict=True)
     ]
+    # Each sequence's part of the round's time, as estimated from what passes cost.
     outcomes, first = {}, 0
     for plan, proposal, charge in zip(plans, proposals, charges(works, cost, kv_len), strict=True):
         end = first + plan.rows - plan.rows_without_logits + len(proposal.drafts)
@@ -247,10 +260,9 @@ def _decide(controller: Controller, proposal: Proposal, logits: FloatArray) -> i
 def _verify(p: TargetDistributions, proposal: Proposal) -> tuple[int, int | None]:
     """The number of accepted drafts, and the rule's own token; None where the mask after all drafts is missing.
 
-    The grammar masks of a round have a budget of time; where it is spent, p raises `MaskDeferred`. A token is drafted
-    only when the mask at its position is known, so only the mask after all drafts can be missing. If all drafts are
-    accepted, they are then decided without a bonus token; where there are none, nothing is decided, and the sequence
-    comes first in the next round. No verdict is ever discarded, so nothing is biased.
+    Where the round's time for masks is spent, p raises `MaskDeferred`. A token is drafted only when the mask at its
+    position is known, so only the bonus token can be missing: the next round draws it, from the same distribution.
+    Where there are no drafts either, nothing is decided, and the sequence comes first in the next round.
     """
     sampling, speculation = proposal.sequence.sampling, proposal.sequence.speculation
     try:

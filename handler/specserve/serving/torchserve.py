@@ -199,7 +199,7 @@ class Handler:
         return json.dumps(response.body())
 
     def _keep_open(self, context: Context, index: int, response: Response, content_type: str) -> str:
-        """Send nothing until the status deadline, then empty chunks: by sending TorchServe notices that a client left."""
+        """Send nothing until the status deadline, then empty chunks, by which TorchServe notices that a client left."""
         if response.status_sent or time.monotonic() >= response.status_deadline:
             self._set_status(context, index, response, content_type)
             context.stopping_criteria[index] = more_to_come

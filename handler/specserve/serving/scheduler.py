@@ -138,7 +138,7 @@ class Scheduler:
         return sorted(plans, key=lambda plan: (-plan.sequence.deferrals, plan.sequence.slot))
 
     def _admit(self) -> None:
-        """Give free slots to waiting sequences; one waits while another prefills its prefix."""
+        """Give free slots to waiting sequences; one waits while another prefills a prefix that it can reuse."""
         if not self._cache.free_slots:
             return
         postponed: list[list[int]] = []
@@ -146,7 +146,7 @@ class Scheduler:
             if not self._cache.free_slots:
                 return
             if generation.tokens in postponed and not generation.scores_prompt:
-                # The same prompt was postponed just now; a scored one reuses no prefix, so it waits for none.
+                # Saves asking again; a scored prompt reuses no prefix, so it waits for none.
                 continue
             try:
                 # False while another sequence prefills the same prefix.
@@ -205,7 +205,7 @@ class Scheduler:
     def _prefill_plans(self, decode_plans: list[Plan]) -> list[Plan]:
         """Prefill chunks beside these plans, the oldest sequence's first."""
         logits_left = self._target.max_logits - sum(1 + plan.max_drafts for plan in decode_plans)
-        # For the time that decoding takes: the controller has not decided yet, and with many sequences drafts little.
+        # Estimated rows of those that decode: in mode auto 1, since with many sequences the controller drafts little.
         likely_rows = sum(1 if plan.sequence.speculation.is_auto else 1 + plan.max_drafts for plan in decode_plans)
         # The chunk that minimises, per prefilled token, what all sequences together wait: those that decode for what it
         # adds to the round, the others for the whole round.

@@ -18,7 +18,7 @@ Three threads share the work:
   in TorchServe's thread.
 
 A call mostly ends by starting a slice, and returns at once: TorchServe sends the replies, and calls again, while it
-runs. The next call waits for that slice; if none was started, it runs one itself.
+runs. The next call waits for that slice; if none was started, it has one run and waits for it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from specserve.serving.torchserve_types import (
 logger = logging.getLogger(__name__)
 
 # How long the first reply is held back, in seconds, so that an error can still have an HTTP status of its own. Until
-# then TorchServe sends the request's body with every call, so for a long body it is sent once that is parsed.
+# then TorchServe sends the request's body with every call, so after a long body the status is sent at once.
 _STATUS_SECONDS = 2.0
 
 
@@ -176,14 +176,15 @@ class Handler:
     def _reply(self, context: Context, index: int, response: Response) -> str:
         """What this call sends to one entry.
 
-        | the response                | what is sent                                                              |
-        | --------------------------- | ------------------------------------------------------------------------- |
-        | whole, or without events    | nothing; from the status deadline on, the status and an empty chunk       |
-        | a stream with new events    | these, as a chunk                                                         |
-        | a stream that is done       | the last events, as the last chunk, after an empty one if it is the first |
-        | whole, done                 | the body, as a whole response; as the last chunk if the status was sent   |
-
         An error makes a response done; before its status is sent, also a stream is then answered as a whole response.
+
+        | the response              | what is sent                                                              |
+        | ------------------------- | ------------------------------------------------------------------------- |
+        | a stream with new events  | these, as a chunk                                                         |
+        | a stream that is done     | the last events, as the last chunk, after an empty one if it is the first |
+        | a stream without new ones | nothing; from the status deadline on, the status and an empty chunk       |
+        | whole, not done           | the same                                                                  |
+        | whole, done               | the body, as a whole response; as the last chunk if the status was sent   |
         """
         if response.error:
             # The other choices of the request are of no use now.

@@ -1,12 +1,15 @@
 """How many tokens to draft: expected accepted tokens against what their time is worth, decided anew in every round.
 
-A draft token is accepted only if all before it are, so drafting n tokens gains sum_i prod_{j<=i} alpha_j tokens, where
-alpha_j are acceptance probabilities (Leviathan et al. 2023, arXiv 2211.17192, section 3.3, with a measured verify
-cost; for block verification, which accepts more, a lower bound). The largest gain over all n is taken, whatever shape
-the costs have.
+A draft token is accepted only if all before it are. With acceptance probabilities alpha_j, T(rows) and D the seconds of
+passes of the target and of the draft model, and v the tokens that a second is worth, n drafts gain
+
+    gain(n) = sum_{i<=n} prod_{j<=i} alpha_j - v (T(1 + n) - T(1) + n D)
+
+tokens (Leviathan et al. 2023, arXiv 2211.17192, section 3.3, with measured costs; block verification accepts more). The
+largest gain over all n is taken, whatever shape the costs have.
 
 An example: alpha is .8 for every token, a pass of the target takes 40 ms and 3 ms more for each further row, one of the
-draft model 12 ms. At first time is worth what plain decoding yields, a token in 40 ms: a draft costs 15 ms, or .375
+draft model 12 ms. At first a second is worth what plain decoding yields, a token in 40 ms: a draft costs 15 ms, or .375
 tokens, and the drafts bring .8, .64, .51, .41 and .33 tokens, so four are drafted. Rounds then give 3.36 tokens in
 100 ms (`Balance.speedup`), so a draft costs .50 tokens: three; and so on until two drafts give 34.9 tokens a second,
 the most there is.
@@ -16,7 +19,7 @@ drafters.py asks in every round, with the round's `costs`:
     for each sequence: a lookup, the client's prediction and the grammar offer tokens, which cost no pass;
         `offer_length` says how many of them to draft
     while `choose_for_model` chooses sequences, each seen as a `candidate`: the draft model reads these in one pass, one
-        token is drafted for each, and the others offer again
+        token is drafted for each, and the other drafters offer again
 
 The acceptance probabilities come from acceptance.py.
 """
@@ -39,7 +42,7 @@ from specserve.speculation.cost import Cost
 SHORT_CATCH_UP = 4
 # Of a long catch-up's seconds the round weighs 1.75 / (rounds that are expected to follow), at 3 tokens a round: with
 # 1.25 more answers lose (benchmarks/RESULTS.md, decisions). A short answer may end soon, so after n generated tokens
-# min(10 n, n + 48) more are expected, at most `remaining`: after 5, 50; after 20, 68.
+# min(10 n, n + 48) more are expected, at most `remaining`. After 20, that are 68 in 23 rounds: 1.75 / 23 is weighed.
 _CATCH_UP_MARGIN, _TOKENS_PER_ROUND = 1.75, 3
 _GROWTH, _HORIZON = 10, 48
 
@@ -150,7 +153,7 @@ class Controller:
         """What drafts have brought and cost this sequence (charges.py).
 
         `speedup`: its tokens in about its last seven rounds, times a plain step, over the time they took; at least 1.
-        `is_over_budget`: its drafts have cost more than 1 % of its plain time and four plain steps, net of their gains.
+        `is_over_budget`: its drafts have cost more than 1 % of its plain time plus 4 plain steps, net of their gains.
         """
         return sequence.state(self, Balance)
 
@@ -197,8 +200,8 @@ def offer_length(
 ) -> int:
     """How many leading tokens of an offer to draft; 0 where the draft model gains more.
 
-    Offer and model are compared over the same number of tokens, since the model may go on after either; the model as if
-    it drafted for this sequence alone.
+    Offer and model are compared over the same number of tokens, since the model could continue the offer, too; the
+    model as if it drafted for this sequence alone.
 
     Args:
         reached: the probability that all drafts before them are accepted.

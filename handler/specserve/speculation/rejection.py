@@ -80,8 +80,9 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
     s_n = sum max(0, w_n p_n - q_n), each n passes with probability h_n = s_n / (s_n + 1 - w_n), by a uniform number of
     its own, and gamma with h_gamma = w_gamma. The largest n that passes is accepted, or 0.
 
-    h_n is what makes this hold: given the first n drafts, n or more are accepted with probability w_n, and the token
-    that follows them is distributed as p_n (proof: tests/unit/test_rejection.py).
+    h_n is chosen so that, given the first n drafts, n or more are accepted with probability w_n. Then n + 1 or more are
+    with probability sum min(w_n p_n, q_n) = w_n - s_n, so exactly n with s_n; and x is the token after n drafts with
+    min(w_n p_n(x), q_n(x)) + max(0, w_n p_n(x) - q_n(x)) = w_n p_n(x), as it should be (more: test_rejection.py).
 
     Args and noise are those of `verify_token`; reading stops at the first draft with p(x) = 0.
     """
@@ -140,7 +141,7 @@ def sample_independent(q: FloatArray, index: int, noise: Noise) -> int:
 
 
 def sample_coupled(q: FloatArray, index: int, noise: Noise) -> int:
-    """A draft token for coupled verification: the target's race (Gumbel-max), run with the draft's probabilities."""
+    """The token at an index by a race (Gumbel-max): with p the target's, with q and the same noise mostly the same."""
     return race(q, partial(noise.exponentials, index))
 
 

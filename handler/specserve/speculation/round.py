@@ -14,7 +14,8 @@ The main fields of a `Sequence` (sequence.py):
     remaining           how many more may be
     target_cached       how many leading tokens the target's cache holds
     target_pending      how many it has not been fed: 1 while decoding
-    round_number        how many rounds have decided tokens; `deferrals` counts those since then that could not
+    round_number        how many rounds have decided tokens
+    deferrals           rounds in a row that have decided nothing (`_verify`)
     speculation.mode    off (no drafts), fixed (a number of them) or auto (the controller's choice)
 
 and of a `Proposal` (proposal.py), its drafts of the round:
@@ -68,15 +69,11 @@ class Plan(NamedTuple):
         return self.sequence.scores_prompt and not self.sequence.decoding
 
     @property
-    def rows_without_logits(self) -> int:
-        """How many of its first rows need no logits; all later ones, those of the drafts included, do.
-
-        Rows with logits: of a prefill chunk none, of the last one 1, of a decode round with 2 drafts 3, of a scored
-        chunk all.
-        """
+    def rows_with_logits(self) -> int:
+        """How many of its last rows need logits, besides all those of drafts: in prefill only the prompt's last one."""
         if self.scores_rows:
-            return 0
-        return self.rows - self.decides
+            return self.rows
+        return int(self.decides)
 
 
 class Outcome(NamedTuple):
@@ -139,12 +136,12 @@ def run_round(
             # The grammar masks of a round have a budget of time (`_verify`): those needed in any case come first.
             proposal.compute_mask()
     started = clock()
-    # Tokens of the target's cache that attention reads for a row: of the longest of these sequences with our kernels,
-    # of all slots with llama.cpp's.
+    # Tokens that attention reads for a row: the longest sequence's with our kernels, all slots' with llama.cpp's.
     kv_len = target.kv_len([plan.sequence.slot for plan in plans])
     # Adds drafts to the proposals, as long as that is worth its time (controller.py).
     drafters.propose(proposals, sum(plan.rows for plan in plans), kv_len, awaiting_first_token)
     drafted = clock()
+    # Of the rows that asked for them, in order.
     logits = target.forward(_batch(plans, proposals))
     passed = clock()
     cost = drafters.controller.target_cost
@@ -160,7 +157,7 @@ def run_round(
     # Each sequence's part of the round's time, as estimated from what passes cost.
     outcomes, first = {}, 0
     for plan, proposal, charge in zip(plans, proposals, charges(works, cost, kv_len), strict=True):
-        end = first + plan.rows - plan.rows_without_logits + len(proposal.drafts)
+        end = first + plan.rows_with_logits + len(proposal.drafts)
         outcomes[plan.sequence] = _apply(target, drafters, plan, proposal, logits[first:end], charge=charge)
         first = end
     done = clock()
@@ -184,7 +181,8 @@ def _batch(plans: list[Plan], proposals: list[Proposal]) -> list[Row]:
         sequence = plan.sequence
         first = sequence.target_cached
         tokens = sequence.tokens[first : first + plan.rows] + proposal.tokens
-        rows += [Row(token, sequence.slot, first + i, i >= plan.rows_without_logits) for i, token in enumerate(tokens)]
+        without_logits = plan.rows - plan.rows_with_logits
+        rows += [Row(token, sequence.slot, first + i, i >= without_logits) for i, token in enumerate(tokens)]
     return rows
 
 

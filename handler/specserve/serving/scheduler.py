@@ -207,8 +207,7 @@ class Scheduler:
         logits_left = self._target.max_logits - sum(1 + plan.max_drafts for plan in decode_plans)
         # Estimated rows of those that decode: in mode auto 1, since with many sequences the controller drafts little.
         likely_rows = sum(1 if plan.sequence.speculation.is_auto else 1 + plan.max_drafts for plan in decode_plans)
-        # The chunk that minimises, per prefilled token, what all sequences together wait: those that decode for what it
-        # adds to the round, the others for the whole round.
+        # Minimises (decoding x what the chunk adds to the round + others x the whole round) / tokens of the chunk.
         rows_left = prefill_chunk(
             self._controller.target_cost,
             self._kv_len(),

@@ -53,7 +53,7 @@ from specserve.serving.torchserve_types import (
 
 logger = logging.getLogger(__name__)
 
-# How long the first reply is held back, in seconds, so that an error can still have an HTTP status of its own. Until
+# How long an empty first reply is held back, in seconds, so that an error can have an HTTP status of its own. Until
 # then TorchServe sends the request's body with every call, so after a long body the status is sent at once.
 _STATUS_SECONDS = 2.0
 
@@ -117,7 +117,7 @@ class Handler:
         if set(entries.values()) != self._responses.keys():
             # Requests have come or gone, or are being parsed: end the slice after its current round.
             self._loop.interrupt()
-        # Wait for the slice that the last call started; False if it started none.
+        # False if the last call started none.
         ran_meanwhile = self._loop.join()
         self._forget_absent(set(entries.values()))
         self._parse_new(data, context, called)
@@ -160,7 +160,7 @@ class Handler:
             self._parser.begin(request_id, route, body, size, called)
 
     def _submit_parsed(self) -> None:
-        """Submit the parsed requests, after a short wait for others if there are new ones or nothing else to do."""
+        """Submit the parsed requests; `take` waits shortly for those that are being parsed."""
         parsed = self._parser.take(idle=not self._scheduler.busy)
         for request_id, (arrival, size, future) in parsed.items():
             response = self._responses[request_id] = future.result()
@@ -182,9 +182,8 @@ class Handler:
         | ------------------------- | ------------------------------------------------------------------------- |
         | a stream with new events  | these, as a chunk                                                         |
         | a stream that is done     | the last events, as the last chunk, after an empty one if it is the first |
-        | a stream without new ones | nothing; from the status deadline on, the status and an empty chunk       |
-        | whole, not done           | the same                                                                  |
         | whole, done               | the body, as a whole response; as the last chunk if the status was sent   |
+        | with nothing to send yet  | an empty chunk if the status was sent or is due, else nothing             |
         """
         if response.error:
             # The other choices of the request are of no use now.
@@ -200,7 +199,7 @@ class Handler:
         return json.dumps(response.body())
 
     def _keep_open(self, context: Context, index: int, response: Response, content_type: str) -> str:
-        """Send nothing until the status deadline, then empty chunks, by which TorchServe notices that a client left."""
+        """Send an empty chunk, by which TorchServe notices that a client left; nothing before the status is due."""
         if response.status_sent or time.monotonic() >= response.status_deadline:
             self._set_status(context, index, response, content_type)
             context.stopping_criteria[index] = more_to_come

@@ -42,7 +42,7 @@ from specserve.speculation.cost import Cost
 SHORT_CATCH_UP = 4
 # Of a long catch-up's seconds the round weighs 1.75 / (rounds that are expected to follow), at 3 tokens a round: with
 # 1.25 more answers lose (benchmarks/RESULTS.md, decisions). A short answer may end soon, so after n generated tokens
-# min(10 n, n + 48) more are expected, at most `remaining`. After 20, that are 68 in 23 rounds: 1.75 / 23 is weighed.
+# min(10 n, n + 48) more are expected, at most `remaining`.
 _CATCH_UP_MARGIN, _TOKENS_PER_ROUND = 1.75, 3
 _GROWTH, _HORIZON = 10, 48
 
@@ -68,10 +68,10 @@ class Candidate(NamedTuple):
 
     Args:
         reached: the probability that all its drafts so far are accepted.
-        acceptance: that of its next draft token, before it is drafted.
-        charged_rows: how many tokens the draft model reads before that; of a long catch-up 1.
+        acceptance: that of its next draft token, before it is drafted; for a long catch-up, of many.
+        charged_rows: how many tokens the draft model reads before that, but 1 in a long catch-up.
         most: how many more draft tokens the sequence may have.
-        catch_up_seconds: of a long catch-up's other tokens, the part that this round weighs.
+        catch_up_seconds: what this round pays of a long catch-up, which serves all later rounds.
     """
 
     reached: float
@@ -101,9 +101,8 @@ class Controller:
     ) -> RoundCosts:
         """What passes cost in this round, and what its time is worth.
 
-        A second is worth the tokens that plain decoding yields in it, times each sequence's recent speed-up, if that is
-        above 1, and one more a pass for each that awaits its first token. For two sequences without a speed-up and one
-        that waits, in passes of 45 ms, that is 3 / 45 ms.
+        `tokens_per_second` is the sum of the sequences' speed-ups, each at least 1, and one for each that awaits its
+        first token, over the seconds of a pass without drafts.
 
         Args:
             decoding: the sequences that decode in this round, at least one.
@@ -153,7 +152,8 @@ class Controller:
         """What drafts have brought and cost this sequence (charges.py).
 
         `speedup`: its tokens in about its last seven rounds, times a plain step, over the time they took; at least 1.
-        `is_over_budget`: its drafts have cost more than 1 % of its plain time plus 4 plain steps, net of their gains.
+        `is_over_budget`: its drafts have cost more than 1 % of its plain time plus 4 plain steps, net of their gains;
+        until plain decoding has made up for it.
         """
         return sequence.state(self, Balance)
 

@@ -80,9 +80,10 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
     s_n = sum max(0, w_n p_n - q_n), each n passes with probability h_n = s_n / (s_n + 1 - w_n), by a uniform number of
     its own, and gamma with h_gamma = w_gamma. The largest n that passes is accepted, or 0.
 
-    h_n is chosen so that, given the first n drafts, n or more are accepted with probability w_n. Then n + 1 or more are
-    with probability sum min(w_n p_n, q_n) = w_n - s_n, so exactly n with s_n; and x is the token after n drafts with
-    min(w_n p_n(x), q_n(x)) + max(0, w_n p_n(x) - q_n(x)) = w_n p_n(x), as it should be (more: test_rejection.py).
+    Claim: given the first n drafts, n or more are accepted with probability w_n. n + 1 or more are with probability
+    sum min(w_n p_n, q_n) = w_n - s_n; else n passes with h_n, and (w_n - s_n) + (1 - w_n + s_n) h_n = w_n. So exactly n
+    are with s_n, and the token after n drafts is x with min(w_n p_n(x), q_n(x)) + max(0, w_n p_n(x) - q_n(x)) =
+    w_n p_n(x): it is distributed as p_n.
 
     Args and noise are those of `verify_token`; reading stops at the first draft with p(x) = 0.
     """
@@ -95,7 +96,7 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
             break
         if n < gamma:
             s = float(residual(p[n], q[n], w).sum(dtype=np.float64))
-            # A denominator of 0 means weight 1 and p_n = q_n: the next weight is 1 as well, so any h will do.
+            # A denominator of 0 means weight 1 and p_n = q_n: n + 1 or more are then accepted anyway.
             h = s / (s + 1 - w) if s + 1 - w > 0 else 1.0
         else:
             h = w
@@ -141,7 +142,7 @@ def sample_independent(q: FloatArray, index: int, noise: Noise) -> int:
 
 
 def sample_coupled(q: FloatArray, index: int, noise: Noise) -> int:
-    """The token at an index by a race (Gumbel-max): with p the target's, with q and the same noise mostly the same."""
+    """The token at an index by an exponential race; target and draft model share its noise, so they mostly agree."""
     return race(q, partial(noise.exponentials, index))
 
 

@@ -11,7 +11,7 @@ The main fields of a `Sequence` (sequence.py):
 
     tokens              the prompt and what is decided after it
     generated           how many are decided; from the first on the sequence is `decoding`
-    remaining           how many more may be
+    remaining           how many more may be decided
     target_cached       how many leading tokens the target's cache holds
     target_pending      how many it has not been fed: 1 while decoding
     round_number        how many rounds have decided tokens
@@ -70,7 +70,10 @@ class Plan(NamedTuple):
 
     @property
     def rows_with_logits(self) -> int:
-        """How many of its last rows need logits, besides all those of drafts: in prefill only the prompt's last one."""
+        """How many of its last rows need logits, besides all those of drafts: the one after which a token is decided.
+
+        All rows of a prompt that is scored.
+        """
         if self.scores_rows:
             return self.rows
         return int(self.decides)
@@ -129,6 +132,7 @@ def run_round(
     Raises:
         EngineError: the target failed; the caller clears the caches of these sequences.
     """
+    # Before `_apply` ends prefills.
     no_masks_or_scores = all(_no_masks_or_scores(plan) for plan in plans)
     proposals = [Proposal(plan.sequence, plan.max_drafts, _noise(plan.sequence)) for plan in plans]
     for plan, proposal in zip(plans, proposals, strict=True):
@@ -169,8 +173,8 @@ def run_round(
 
 
 def _noise(sequence: Sequence) -> Noise:
-    # Uniform numbers are keyed by `round_number`: a rejected position is never sampled with its old ones again. Races
-    # are keyed by the position alone, `generated` + index.
+    # A position that is sampled again gets new uniform numbers, by `round_number`, but the same race, by `generated` +
+    # index.
     return Noise(sequence.seed, sequence.choice, sequence.round_number, sequence.generated)
 
 
@@ -226,7 +230,7 @@ def _decide(controller: Controller, proposal: Proposal, logits: FloatArray) -> i
     Args:
         controller: learns; also where nothing was drafted, since the target's confidence says if the next draft pays.
         proposal: its drafts, which the target has read.
-        logits: the target's rows from that of the last decided token on.
+        logits: the target's rows, from that of the sequence's last token on.
 
     Raises:
         FloatingPointError: the logits are not finite.
@@ -259,8 +263,8 @@ def _verify(p: TargetDistributions, proposal: Proposal) -> tuple[int, int | None
     """The number of accepted drafts, and the rule's own token; None where the mask after all drafts is missing.
 
     Where the round's time for masks is spent, p raises `MaskDeferred`. A token is drafted only when the mask at its
-    position is known, so only the bonus token can be missing: the next round draws it, from the same distribution.
-    Where there are no drafts either, nothing is decided, and the sequence comes first in the next round.
+    position is known, and every rule reads the mask after all drafts only once it has accepted them: so only the bonus
+    token can be missing. The next round draws it; without drafts nothing is decided (`deferrals`).
     """
     sampling, speculation = proposal.sequence.sampling, proposal.sequence.speculation
     try:

@@ -42,9 +42,9 @@ from specserve.speculation.cost import Cost
 SHORT_CATCH_UP = 4
 # Of a long catch-up's seconds the round weighs 1.75 / (rounds that are expected to follow), at 3 tokens a round: with
 # 1.25 more answers lose (benchmarks/RESULTS.md, decisions). A short answer may end soon, so after n generated tokens
-# min(10 n, n + 48) more are expected, at most `remaining`.
+# min(16 n, n + 48) more are expected, at most `remaining`.
 _CATCH_UP_MARGIN, _TOKENS_PER_ROUND = 1.75, 3
-_GROWTH, _HORIZON = 10, 48
+_GROWTH, _HORIZON = 16, 48
 
 
 class RoundCosts(NamedTuple):

@@ -1,15 +1,6 @@
 """Verification rules preserve the target's distribution: by exact enumeration, and by statistical tests.
 
 Statistical tests run on fixed seeds; their false-alarm rate is the share of seeds on which a correct rule would fail.
-
-Why block verification is exact, in the words of `verify_block`. Claim: given the first n drafts, n or more are accepted
-with probability w_n, over later drafts and all uniform numbers. For gamma that is h_gamma = w_gamma. From there down by
-induction: n passes, or else n + 1 or more do,
-    w_n = h_n + (1 - h_n) E[w_{n+1}], since E[w_{n+1}] over x_n ~ q_n is sum min(q_n, w_n p_n) = w_n - s_n;
-this is what h_n solves. So exactly n are accepted with probability w_n - E[w_{n+1}] = s_n, the sum of the residual.
-After n accepted drafts x follows as the recovered token with probability max(0, w_n p_n(x) - q_n(x)), and as the next
-accepted draft with min(q_n(x), w_n p_n(x)): together w_n p_n(x). Given that n or more are accepted, which has
-probability w_n, it is distributed as p_n.
 """
 
 from __future__ import annotations

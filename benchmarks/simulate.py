@@ -3,7 +3,8 @@
 Scheduler, drafters and controller are those of the server. Only the two engines are replaced: they return the recorded
 logits of a real pair, and advance a simulated clock by the cost of each pass.
 
-    .venv/bin/python benchmarks/simulate.py [--recordings FILE] [--machines NAME ...] [--set acceptance._FADE=.7 ...]
+    .venv/bin/python benchmarks/simulate.py [--recordings FILE] [--machines NAME ...] [--orders N]
+        [--set acceptance._FADE=.7 ...]
 """
 
 from __future__ import annotations
@@ -343,8 +344,24 @@ MACHINES = {
 }
 
 
-def compare(target: CostTable, draft: CostTable, recordings: list[Recording]) -> Iterator[dict[str, Any]]:
-    """Rows of the result for one machine: speed relative to plain decoding, by family and policy; oracle included."""
+def replay_all(
+    target: CostTable, draft: CostTable, policy: SpeculationParams, recordings: list[Recording], seed: int
+) -> list[float]:
+    """Seconds of each recording, replayed in a random order, as a server would see them."""
+    order = list(range(len(recordings)))
+    Random(seed).shuffle(order)
+    simulation = Simulation(target, draft, policy)
+    seconds = {index: simulation.run(recordings[index])[0] for index in order}
+    return [seconds[index] for index in range(len(recordings))]
+
+
+def compare(
+    target: CostTable, draft: CostTable, recordings: list[Recording], orders: int
+) -> Iterator[dict[str, Any]]:
+    """Rows of the result for one machine: speed relative to plain decoding, by family and policy; oracle included.
+
+    Mode `auto` learns from one answer for the next, so its seconds are means over several orders of the recordings.
+    """
     policies = {"plain": SpeculationParams(mode="off")}
     policies |= {f"fixed {gamma}": SpeculationParams(gamma, drafter="model") for gamma in FIXED}
     policies |= {
@@ -353,8 +370,9 @@ def compare(target: CostTable, draft: CostTable, recordings: list[Recording]) ->
     }
     seconds: dict[str, list[float]] = {}
     for name, policy in policies.items():
-        simulation = Simulation(target, draft, policy)
-        seconds[name] = [simulation.run(recording)[0] for recording in recordings]
+        seeds = range(1, (orders if policy.is_auto else 1) + 1)
+        runs = [replay_all(target, draft, policy, recordings, seed) for seed in seeds]
+        seconds[name] = [mean(times) for times in zip(*runs, strict=True)]
     costs = Cost(target), Cost(draft)
     seconds["oracle, model"] = [oracle(recording, *costs) for recording in recordings]
     families = dict.fromkeys((r.name if r.family == "synthetic" else r.family, r.temperature) for r in recordings)
@@ -387,7 +405,7 @@ def show(machine: str, rows: list[dict[str, Any]]) -> None:
     table.add_section()
     for name, summary in (("mean of recorded", mean), ("slowest recorded answer", min)):
         key = "ratio" if summary is mean else "least"
-        table.add_row(name, "", *(f"{summary(r[key] for r in recorded if r['mode'] == mode):.2f}" for mode in modes))
+        table.add_row(name, "", *(f"{summary(r[key] for r in recorded if r['mode'] == mode):.3f}" for mode in modes))
     Console(width=200).print(table)
 
 
@@ -396,6 +414,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recordings", type=Path, default=RECORDINGS, help="a file that record.py wrote")
     parser.add_argument("--machines", nargs="+", choices=MACHINES, default=list(MACHINES), help="only these machines")
+    parser.add_argument("--orders", type=int, default=6, help="so many orders of the recordings (%(default)s)")
     parser.add_argument("--set", nargs="+", default=[], metavar="MODULE.NAME=VALUE", help="constants of speculation/")
     options = parser.parse_args()
     for constant in options.set:
@@ -403,11 +422,9 @@ def main() -> None:
         module, name = name.split(".")
         setattr(import_module(f"specserve.speculation.{module}"), name, float(value))
     recordings = read_recordings(options.recordings) + [synthetic(kind) for kind in PROCESSES]
-    # In random order, as a server would see them.
-    Random(1).shuffle(recordings)
     rows = []
     for machine in options.machines:
-        mine = list(compare(*MACHINES[machine], recordings))
+        mine = list(compare(*MACHINES[machine], recordings, options.orders))
         mine.sort(key=lambda row: (row["family"] in PROCESSES, row["family"], row["temperature"]))
         show(machine, mine)
         rows += [{"machine": machine, **row} for row in mine]

@@ -38,7 +38,12 @@ def costs_of(target: list[float], draft: list[float], rate: float) -> RoundCosts
 def gain_of(drafts: list[tuple[Candidate, int]], rows: int, costs: RoundCosts) -> float:
     """Expected tokens minus what their time is worth, directly from the definition."""
     tokens = sum(one.reached * one.acceptance**n for one, gamma in drafts for n in range(1, gamma + 1))
-    seconds = sum(one.catch_up_seconds for one, gamma in drafts if gamma)
+    # Every token of the round pays for a catch-up, the target's own one as well.
+    seconds = sum(
+        one.catch_up_seconds * (1 + sum(one.reached * one.acceptance**n for n in range(1, gamma + 1)))
+        for one, gamma in drafts
+        if gamma
+    )
     for n in range(1, MAX_DRAFTS + 1):
         drafting = [one for one, gamma in drafts if gamma >= n]
         if drafting:
@@ -213,7 +218,7 @@ def test_next_acceptance_follows_the_targets_confidence_without_drafts() -> None
         assert low < controller.acceptance.of(one).next_acceptance < high
 
 
-def test_long_catch_up_is_spread_over_rounds_and_a_short_one_is_not() -> None:
+def test_long_catch_up_is_spread_over_tokens_and_a_short_one_is_not() -> None:
     controller = Controller(stairs(), proportional(0.01))
     costs = controller.costs([sequence()], 0, 0)
     short, long = (controller.candidate(sequence(generated=20), 1.0, pending, 8, costs) for pending in (2, 100))

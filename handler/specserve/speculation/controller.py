@@ -40,10 +40,10 @@ from specserve.speculation.cost import Cost
 # The most tokens that the draft model reads before it drafts in an ordinary round: the last round's, as far as it has
 # not drafted them itself. More are a long catch-up, mostly its prefill of the prompt.
 SHORT_CATCH_UP = 4
-# Of a long catch-up's seconds the round weighs 1.75 / (rounds that are expected to follow), at 3 tokens a round: with
-# 1.25 more answers lose (benchmarks/RESULTS.md, decisions). A short answer may end soon, so after n generated tokens
-# min(16 n, n + 48) more are expected, at most `remaining`.
-_CATCH_UP_MARGIN, _TOKENS_PER_ROUND = 1.75, 3
+# A long catch-up has to promise 1.95 times its seconds (benchmarks/RESULTS.md, decisions). Every token that is expected
+# to follow pays an equal part of them. A short answer may end soon, so after n generated tokens min(16 n, n + 48) more
+# are expected, at most `remaining`.
+_CATCH_UP_MARGIN = 1.95
 _GROWTH, _HORIZON = 16, 48
 
 
@@ -71,7 +71,7 @@ class Candidate(NamedTuple):
         acceptance: that of its next draft token, before it is drafted; for a long catch-up, of many.
         charged_rows: how many tokens the draft model reads before that, but 1 in a long catch-up.
         most: how many more draft tokens the sequence may have.
-        catch_up_seconds: what this round pays of a long catch-up, which serves all later rounds.
+        catch_up_seconds: what each token of this round pays of a long catch-up, which serves the rest of the answer.
     """
 
     reached: float
@@ -143,9 +143,8 @@ class Controller:
         if costs.awaiting_first_token:
             return None
         expected = min(sequence.remaining, _GROWTH * sequence.generated, _HORIZON + sequence.generated)
-        rounds = max(1.0, expected / _TOKENS_PER_ROUND)
-        catch_up = _CATCH_UP_MARGIN * (costs.draft_pass(pending) - costs.draft_pass(1)) / rounds
-        # It has to pay over all these rounds, so the long run's acceptance counts.
+        catch_up = _CATCH_UP_MARGIN * (costs.draft_pass(pending) - costs.draft_pass(1)) / max(1, expected)
+        # It has to pay over all these tokens, so the long run's acceptance counts.
         return Candidate(reached, shown.long_run_acceptance, 1, most, catch_up)
 
     def balance(self, sequence: Sequence) -> Balance:
@@ -181,10 +180,12 @@ def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: Roun
     for k in range(1, len(able) + 1):
         first_k = [candidates[index] for index in able[:k]]
         expected, drafts = 0.0, 0
+        # The target's own token pays for a catch-up, too.
         seconds = sum(one.catch_up_seconds for one in first_k)
         for n in range(1, max(one.most for one in first_k) + 1):
             drafting = [one for one in first_k if one.most >= n]
             expected += sum(one.reached * one.acceptance**n for one in drafting)
+            seconds += sum(one.reached * one.acceptance**n * one.catch_up_seconds for one in drafting)
             drafts += len(drafting)
             # The first pass also reads what is pending.
             rows_read = sum(one.charged_rows for one in drafting) if n == 1 else len(drafting)

@@ -355,9 +355,7 @@ def replay_all(
     return [seconds[index] for index in range(len(recordings))]
 
 
-def compare(
-    target: CostTable, draft: CostTable, recordings: list[Recording], orders: int
-) -> Iterator[dict[str, Any]]:
+def compare(target: CostTable, draft: CostTable, recordings: list[Recording], orders: int) -> Iterator[dict[str, Any]]:
     """Rows of the result for one machine: speed relative to plain decoding, by family and policy; oracle included.
 
     Mode `auto` learns from one answer for the next, so its seconds are means over several orders of the recordings.

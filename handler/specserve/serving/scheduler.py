@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Runs rounds over all running sequences; has no threads of its own. A `Generation` is a `Sequence` with its text.
+    """Runs rounds over all running sequences; has no threads of its own.
 
     Args:
         target: the target's engine.

@@ -2,8 +2,7 @@
 
 TorchServe calls `handle` again and again while requests are live. Each call has an entry per live request, with its id:
 
-- The entry has the request's body in every call until its HTTP status is set, with the first reply, be it an empty
-  chunk.
+- The entry has the request's body in every call until its first reply, even an empty chunk, which sets the HTTP status.
 - The entry's function in `context.stopping_criteria` says what a reply is: a whole response (it returns None), a chunk
   (False) or the last chunk (True).
 - Where a call has no reply yet, it deletes the entry's id from `context.request_ids`: then nothing is sent, and the
@@ -12,13 +11,13 @@ TorchServe calls `handle` again and again while requests are live. Each call has
 Three threads share the work:
 
 - TorchServe's thread runs `handle`: it owns the responses, and replies.
-- The engine thread runs rounds, in slices of some milliseconds (engine_loop.py). While one runs it owns the scheduler,
-  all generations that were submitted, both models, the metrics and the trace; else they belong to TorchServe's thread.
+- The engine thread runs rounds, in slices of some milliseconds (engine_loop.py). During a slice it owns the scheduler,
+  all generations that were submitted, both models, the metrics and the trace; between slices TorchServe's thread does.
 - The parser's thread turns bodies into generations (parser.py); `Parser.begin` answers routes that generate nothing,
   in TorchServe's thread.
 
-A call mostly ends by starting a slice, and returns at once: TorchServe sends the replies, and calls again, while it
-runs. The next call waits for that slice; if none was started, it has one run and waits for it.
+A call mostly ends by starting a slice, which runs while TorchServe sends the replies and calls again. The next call
+waits for that slice; if none was started, it runs one first.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class Handler:
         """
         receive_bodies_as_bytes()
         self._config = config
-        # OpenMP's compute threads belong to the thread that first runs a pass.
+        # OpenMP's compute threads belong to the thread that first runs a pass, so models are loaded in that one.
         thread = engine_thread()
         models = thread.submit(load, config).result()
         self._models = models
@@ -160,7 +159,7 @@ class Handler:
             self._parser.begin(request_id, route, body, size, called)
 
     def _submit_parsed(self) -> None:
-        """Submit the parsed requests; `take` waits shortly for those that are being parsed."""
+        """Submit the parsed requests; `take` waits briefly for those that are being parsed."""
         parsed = self._parser.take(idle=not self._scheduler.busy)
         for request_id, (arrival, size, future) in parsed.items():
             response = self._responses[request_id] = future.result()

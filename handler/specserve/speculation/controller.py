@@ -6,7 +6,8 @@ passes of the target and of the draft model, and v the tokens that a second is w
     gain(n) = sum_{i<=n} prod_{j<=i} alpha_j - v (T(1 + n) - T(1) + n D)
 
 tokens (Leviathan et al. 2023, arXiv 2211.17192, section 3.3, with measured costs; block verification accepts more). The
-largest gain over all n is taken, whatever shape the costs have.
+largest gain over all n is sought, whatever shape the costs have; the draft model then drafts one token, and the
+question is asked again.
 
 An example: alpha is .8 for every token, a pass of the target takes 40 ms and 3 ms more for each further row, one of the
 draft model 12 ms. At first a second is worth what plain decoding yields, a token in 40 ms: a draft costs 15 ms, or .375
@@ -35,10 +36,10 @@ from specserve.speculation.acceptance import Acceptance
 from specserve.speculation.charges import Balance
 from specserve.speculation.cost import Cost
 
-# What half and twice of a constant change is in benchmarks/RESULTS.md, sensitivity.
+# benchmarks/RESULTS.md has what half and twice of each of these change (sensitivity).
 
-# The most tokens that the draft model reads before it drafts in an ordinary round: the last round's, as far as it has
-# not drafted them itself. More are a long catch-up, mostly its prefill of the prompt.
+# With more tokens to read before it drafts, the draft model has a long catch-up: its prefill of the prompt, or what
+# other drafters have drafted.
 SHORT_CATCH_UP = 4
 # A long catch-up has to promise 1.95 times its seconds (benchmarks/RESULTS.md, decisions). Every token that is expected
 # to follow pays an equal part of them. A short answer may end soon, so after n generated tokens min(16 n, n + 48) more
@@ -68,10 +69,11 @@ class Candidate(NamedTuple):
 
     Args:
         reached: the probability that all its drafts so far are accepted.
-        acceptance: that of its next draft token, before it is drafted; for a long catch-up, of many.
-        charged_rows: how many tokens the draft model reads before that, but 1 in a long catch-up.
+        acceptance: that of its next draft token, before it is drafted; before a long catch-up, the long run's.
+        charged_rows: tokens that the draft model reads before that; 1 before a long catch-up, whose other rows are in
+            `catch_up_seconds`.
         most: how many more draft tokens the sequence may have.
-        catch_up_seconds: what each token of this round pays of a long catch-up, which serves the rest of the answer.
+        catch_up_seconds: what each token of the answer, from now on, pays of a long catch-up.
     """
 
     reached: float
@@ -101,8 +103,7 @@ class Controller:
     ) -> RoundCosts:
         """What passes cost in this round, and what its time is worth.
 
-        `tokens_per_second` is the sum of the sequences' speed-ups, each at least 1, and one for each that awaits its
-        first token, over the seconds of a pass without drafts.
+        Each sequence would get one token in a pass without drafts; its time is worth that, times its recent speed-up.
 
         Args:
             decoding: the sequences that decode in this round, at least one.
@@ -150,6 +151,8 @@ class Controller:
     def balance(self, sequence: Sequence) -> Balance:
         """What drafts have brought and cost this sequence (charges.py).
 
+        It is made when first asked for, and kept with the sequence.
+
         `speedup`: its tokens in about its last seven rounds, times a plain step, over the time they took; at least 1.
         `is_over_budget`: its drafts have cost more than 1 % of its plain time plus 4 plain steps, net of their gains;
         until plain decoding has made up for it.
@@ -180,7 +183,7 @@ def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: Roun
     for k in range(1, len(able) + 1):
         first_k = [candidates[index] for index in able[:k]]
         expected, drafts = 0.0, 0
-        # The target's own token pays for a catch-up, too.
+        # Every token of the round pays its part of a catch-up: the target's own, and the accepted drafts.
         seconds = sum(one.catch_up_seconds for one in first_k)
         for n in range(1, max(one.most for one in first_k) + 1):
             drafting = [one for one in first_k if one.most >= n]
@@ -201,8 +204,8 @@ def offer_length(
 ) -> int:
     """How many leading tokens of an offer to draft; 0 where the draft model gains more.
 
-    Offer and model are compared over the same number of tokens, since the model could continue the offer, too; the
-    model as if it drafted for this sequence alone.
+    Both are compared over the length of the offer, since after it the model may draft in either case; the model as if
+    it drafted for this sequence alone.
 
     Args:
         reached: the probability that all drafts before them are accepted.

@@ -4,7 +4,7 @@ A rule sees the target's distributions p, the distributions q that the drafts we
 drafters without a model), and noise. Whatever was drafted, the output is distributed exactly as if every token were
 sampled from p.
 
-A round accepts the first drafts, 0 to gamma of them, and adds one token of the target: after a rejection the recovered
+A rule accepts the first drafts, 0 to gamma of them, and adds one token of the target: after a rejection the recovered
 token, which replaces the first rejected draft; after gamma accepted drafts the bonus token. Indices count from 0: p_i
 is the target's distribution after i drafts, and draft x_i was sampled from q_i. Whether to draft x_i may depend on the
 drafts before it and on q_i, but is decided before x_i is sampled: the number of drafts is a stopping time.
@@ -59,7 +59,7 @@ def verify_token(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
     is recovered from norm(max(0, p_i - q_i)); if all are accepted, the bonus token is drawn from p_gamma.
 
     Args:
-        p: gamma + 1 distributions, each of shape (vocabulary,); those after a rejection are never read.
+        p: gamma + 1 distributions, each of shape (vocabulary,), computed when read.
         q: gamma distributions, q[i] the one that drafts[i] was sampled from, so positive there.
         drafts: gamma tokens.
         noise: the round's numbers; ACCEPT, RECOVER and BONUS are used.
@@ -80,10 +80,12 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
     s_n = sum max(0, w_n p_n - q_n), each n passes with probability h_n = s_n / (s_n + 1 - w_n), by a uniform number of
     its own, and gamma with h_gamma = w_gamma. The largest n that passes is accepted, or 0.
 
-    Claim: given the first n drafts, n or more are accepted with probability w_n. n + 1 or more are with probability
-    sum min(w_n p_n, q_n) = w_n - s_n; else n passes with h_n, and (w_n - s_n) + (1 - w_n + s_n) h_n = w_n. So exactly n
-    are with s_n, and the token after n drafts is x with min(w_n p_n(x), q_n(x)) + max(0, w_n p_n(x) - q_n(x)) =
-    w_n p_n(x): it is distributed as p_n.
+    Claim: given the first n drafts, n or more are accepted with probability w_n. By induction, from gamma down:
+    n + 1 or more are accepted with probability w_{n+1}, which is sum min(w_n p_n, q_n) = w_n - s_n on average over x_n;
+    otherwise n passes with probability h_n, and (w_n - s_n) + (1 - w_n + s_n) h_n = w_n. So exactly n are accepted with
+    probability s_n, and the next token is then recovered from max(0, w_n p_n - q_n) / s_n. Together the token after n
+    drafts is x with probability min(w_n p_n(x), q_n(x)) + max(0, w_n p_n(x) - q_n(x)) = w_n p_n(x): it is distributed
+    as p_n.
 
     Args and noise are those of `verify_token`; reading stops at the first draft with p(x) = 0.
     """
@@ -111,9 +113,9 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
 def verify_coupled(p: Distributions, _q: Distributions, drafts: abc.Sequence[int], noise: Noise) -> Verdict:
     """Coupled verification (Daliri et al. 2024, arXiv 2408.07978): the target's own choice, whatever was drafted.
 
-    At every position the target's token is drawn by an exponential race (`race`) whose noise is keyed by seed and
-    position; drafts are accepted while they equal it. So one seed gives one output, with any drafts or none. A draft
-    sampled with the same noise mostly equals the target's token.
+    At every position the target's token wins an exponential race: it has the smallest E_x / p(x) of all tokens x, with
+    exponential random numbers E_x that follow from seed and position. Drafts are accepted while they equal it, so one
+    seed gives one output, with any drafts or none. A draft sampled with the same E_x mostly equals the target's token.
 
     Args are those of `verify_token`; q is not needed.
     """
@@ -147,7 +149,7 @@ def sample_coupled(q: FloatArray, index: int, noise: Noise) -> int:
 
 
 class Rule(NamedTuple):
-    """How a draft token is sampled, and the verification that goes with it."""
+    """How drafters.py samples a draft token, and the verification that goes with it."""
 
     sample: Callable[[FloatArray, int, Noise], int]
     verify: Callable[[Distributions, Distributions, abc.Sequence[int], Noise], Verdict]

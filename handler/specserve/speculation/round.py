@@ -15,7 +15,8 @@ The main fields of a `Sequence` (sequence.py):
     target_cached       how many leading tokens the target's cache holds
     target_pending      how many it has not been fed: 1 while decoding
     round_number        how many rounds have decided tokens
-    deferrals           rounds in a row that have decided nothing (`_verify`)
+    deferrals           rounds in a row that have decided nothing: a round's time for grammar masks is limited, and a
+                        sequence without its mask waits for the next round
     speculation.mode    off (no drafts), fixed (a number of them) or auto (the controller's choice)
 
 and of a `Proposal` (proposal.py), its drafts of the round:
@@ -46,7 +47,7 @@ from specserve.speculation.rejection import RULES, accept_equal
 
 
 class Plan(NamedTuple):
-    """What one sequence does in a round; valid until the round is applied to it.
+    """What one sequence does in a round. Its properties depend on the sequence: ask before `_apply`.
 
     Args:
         sequence: whose plan it is.
@@ -132,12 +133,11 @@ def run_round(
     Raises:
         EngineError: the target failed; the caller clears the caches of these sequences.
     """
-    # Before `_apply` ends prefills.
     no_masks_or_scores = all(_no_masks_or_scores(plan) for plan in plans)
     proposals = [Proposal(plan.sequence, plan.max_drafts, _noise(plan.sequence)) for plan in plans]
     for plan, proposal in zip(plans, proposals, strict=True):
         if plan.decides:
-            # The grammar masks of a round have a budget of time (`_verify`): those needed in any case come first.
+            # The masks that are needed in any case come first.
             proposal.compute_mask()
     started = clock()
     # Tokens that attention reads for a row: the longest sequence's with our kernels, all slots' with llama.cpp's.
@@ -158,7 +158,6 @@ def run_round(
         )
         for plan, proposal in zip(plans, proposals, strict=True)
     ]
-    # Each sequence's part of the round's time, as estimated from what passes cost.
     outcomes, first = {}, 0
     for plan, proposal, charge in zip(plans, proposals, charges(works, cost, kv_len), strict=True):
         end = first + plan.rows_with_logits + len(proposal.drafts)
@@ -166,7 +165,7 @@ def run_round(
         first = end
     done = clock()
     # Computing distributions and verifying take time for every row, so they belong to the cost of a pass; the grammar
-    # masks and log-probabilities of some sequences do not.
+    # masks and log-probabilities of some sequences do not (so the cost of their rounds is a little low).
     measured = done if no_masks_or_scores else passed
     cost.observe(sum(work.rows + work.drafts for work in works), kv_len, measured - drafted)
     return Report(drafted - started, passed - drafted, outcomes)
@@ -262,9 +261,9 @@ def _decide(controller: Controller, proposal: Proposal, logits: FloatArray) -> i
 def _verify(p: TargetDistributions, proposal: Proposal) -> tuple[int, int | None]:
     """The number of accepted drafts, and the rule's own token; None where the mask after all drafts is missing.
 
-    Where the round's time for masks is spent, p raises `MaskDeferred`. A token is drafted only when the mask at its
+    p raises `MaskDeferred` where the round has no more time for masks. A token is drafted only when the mask at its
     position is known, and every rule reads the mask after all drafts only once it has accepted them: so only the bonus
-    token can be missing. The next round draws it; without drafts nothing is decided (`deferrals`).
+    token can be missing. The next round draws it; without drafts nothing is decided.
     """
     sampling, speculation = proposal.sequence.sampling, proposal.sequence.speculation
     try:

@@ -83,7 +83,7 @@ class Scheduler:
         return len(self._queue)
 
     def submit(self, generation: Generation, waited: float = 0.0) -> None:
-        """Queue a sequence that arrived `waited` seconds ago; it starts in the first round that has a free slot."""
+        """Queue a sequence that arrived `waited` seconds ago; it waits for a slot."""
         generation.timestamps.arrival = self._clock() - waited
         self._queue.append(generation)
 
@@ -207,7 +207,7 @@ class Scheduler:
         logits_left = self._target.max_logits - sum(1 + plan.max_drafts for plan in decode_plans)
         # Estimated rows of those that decode: in mode auto 1, since with many sequences the controller drafts little.
         likely_rows = sum(1 if plan.sequence.speculation.is_auto else 1 + plan.max_drafts for plan in decode_plans)
-        # Minimises (decoding x what the chunk adds to the round + others x the whole round) / tokens of the chunk.
+        # Balances the delay of those that decode against the wait of all others (budget.py).
         rows_left = prefill_chunk(
             self._controller.target_cost,
             self._kv_len(),

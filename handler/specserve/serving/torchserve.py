@@ -2,7 +2,8 @@
 
 TorchServe calls `handle` again and again while requests are live. Each call has an entry per live request, with its id:
 
-- The entry has the request's body in every call until its first reply, even an empty chunk, which sets the HTTP status.
+- The entry has the request's body in every call until its first reply (an empty chunk is one), which also sets the HTTP
+  status.
 - The entry's function in `context.stopping_criteria` says what a reply is: a whole response (it returns None), a chunk
   (False) or the last chunk (True).
 - Where a call has no reply yet, it deletes the entry's id from `context.request_ids`: then nothing is sent, and the
@@ -13,11 +14,11 @@ Three threads share the work:
 - TorchServe's thread runs `handle`: it owns the responses, and replies.
 - The engine thread runs rounds, in slices of some milliseconds (engine_loop.py). During a slice it owns the scheduler,
   all generations that were submitted, both models, the metrics and the trace; between slices TorchServe's thread does.
-- The parser's thread turns bodies into generations (parser.py); `Parser.begin` answers routes that generate nothing,
-  in TorchServe's thread.
+- The parser's thread turns bodies into responses with generations (parser.py); an error is a response, too.
+  `Parser.begin` answers routes that generate nothing, in TorchServe's thread.
 
 A call mostly ends by starting a slice, which runs while TorchServe sends the replies and calls again. The next call
-waits for that slice; if none was started, it runs one first.
+waits for that slice; if none was started, it takes new requests and runs one before it replies.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ class Handler:
     def _reply(self, context: Context, index: int, response: Response) -> str:
         """What this call sends to one entry.
 
-        An error makes a response done; before its status is sent, also a stream is then answered as a whole response.
+        An error makes a response done; before the status is sent, it turns a stream into a whole response.
 
         | the response              | what is sent                                                              |
         | ------------------------- | ------------------------------------------------------------------------- |

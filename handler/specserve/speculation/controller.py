@@ -1,4 +1,4 @@
-"""How many tokens to draft: expected accepted tokens against what their time is worth, decided anew in every round.
+"""How many tokens to draft: expected accepted tokens against what their time is worth, asked anew in every round.
 
 A draft token is accepted only if all before it are. With acceptance probabilities alpha_j, T(rows) and D the seconds of
 passes of the target and of the draft model, and v the tokens that a second is worth, n drafts gain
@@ -12,8 +12,8 @@ question is asked again.
 An example: alpha is .8 for every token, a pass of the target takes 40 ms and 3 ms more for each further row, one of the
 draft model 12 ms. At first a second is worth what plain decoding yields, a token in 40 ms: a draft costs 15 ms, or .375
 tokens, and the drafts bring .8, .64, .51, .41 and .33 tokens, so four are drafted. Rounds then give 3.36 tokens in
-100 ms (`Balance.speedup`), so a draft costs .50 tokens: three; and so on until two drafts give 34.9 tokens a second,
-the most there is.
+100 ms (`Balance.speedup` is 1.34), so a draft costs .50 tokens: three; and so on until two drafts give 34.9 tokens a
+second, the most there is.
 
 drafters.py asks in every round, with the round's `costs`:
 
@@ -41,9 +41,9 @@ from specserve.speculation.cost import Cost
 # With more tokens to read before it drafts, the draft model has a long catch-up: its prefill of the prompt, or what
 # other drafters have drafted.
 SHORT_CATCH_UP = 4
-# A long catch-up has to promise 1.95 times its seconds (benchmarks/RESULTS.md, decisions). Every token that is expected
-# to follow pays an equal part of them. A short answer may end soon, so after n generated tokens min(16 n, n + 48) more
-# are expected, at most `remaining`.
+# A long catch-up has to promise 1.95 times its seconds (benchmarks/RESULTS.md, decisions). They are spread over the
+# tokens that are expected to follow: after n tokens n + 48 more, but at most 16 n, since a short answer may end soon,
+# and at most `remaining`.
 _CATCH_UP_MARGIN = 1.95
 _GROWTH, _HORIZON = 16, 48
 
@@ -73,7 +73,7 @@ class Candidate(NamedTuple):
         charged_rows: tokens that the draft model reads before that; 1 before a long catch-up, whose other rows are in
             `catch_up_seconds`.
         most: how many more draft tokens the sequence may have.
-        catch_up_seconds: what each token of the answer, from now on, pays of a long catch-up.
+        catch_up_seconds: the part of a long catch-up that each further token of the answer pays.
     """
 
     reached: float
@@ -103,7 +103,8 @@ class Controller:
     ) -> RoundCosts:
         """What passes cost in this round, and what its time is worth.
 
-        Each sequence would get one token in a pass without drafts; its time is worth that, times its recent speed-up.
+        In a pass without drafts each sequence would get one token; with its drafts it has got `speedup` times that. The
+        sum over the seconds of the pass is what a second is worth, `tokens_per_second`: v above.
 
         Args:
             decoding: the sequences that decode in this round, at least one.
@@ -151,11 +152,9 @@ class Controller:
     def balance(self, sequence: Sequence) -> Balance:
         """What drafts have brought and cost this sequence (charges.py).
 
-        It is made when first asked for, and kept with the sequence.
-
-        `speedup`: its tokens in about its last seven rounds, times a plain step, over the time they took; at least 1.
-        `is_over_budget`: its drafts have cost more than 1 % of its plain time plus 4 plain steps, net of their gains;
-        until plain decoding has made up for it.
+        Made on first use, and kept in the sequence. `speedup`: its tokens of about the last seven rounds, over those
+        that plain decoding would have given in the same time; at least 1. `is_over_budget`: drafts have lost, net of
+        their gains, more than 1 % of the time that plain decoding would have taken, plus that of 4 tokens.
         """
         return sequence.state(self, Balance)
 
@@ -204,8 +203,8 @@ def offer_length(
 ) -> int:
     """How many leading tokens of an offer to draft; 0 where the draft model gains more.
 
-    Both are compared over the length of the offer, since after it the model may draft in either case; the model as if
-    it drafted for this sequence alone.
+    Both are compared over the part of the offer that is worth drafting, since after it the model may draft in either
+    case; the model as if it drafted for this sequence alone.
 
     Args:
         reached: the probability that all drafts before them are accepted.

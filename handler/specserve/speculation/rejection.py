@@ -7,7 +7,7 @@ sampled from p.
 A rule accepts the first drafts, 0 to gamma of them, and adds one token of the target: after a rejection the recovered
 token, which replaces the first rejected draft; after gamma accepted drafts the bonus token. Indices count from 0: p_i
 is the target's distribution after i drafts, and draft x_i was sampled from q_i. Whether to draft x_i may depend on the
-drafts before it and on q_i, but is decided before x_i is sampled: the number of drafts is a stopping time.
+drafts before it and on q_i, but is settled before x_i is sampled: the number of drafts is a stopping time.
 
 A greedy request is verified by `accept_equal`. One that samples is verified by the rule that it asks for; if it asks
 for none, by `verify_coupled` if it has a seed, so that its output repeats, else by `verify_block`.
@@ -76,16 +76,16 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
 
     It accepts at least as many drafts in expectation as token verification.
 
-    The weight of the first n drafts is w_0 = 1, w_n = min(1, w_{n-1} p_{n-1}(x_{n-1}) / q_{n-1}(x_{n-1})). With
-    s_n = sum max(0, w_n p_n - q_n), each n passes with probability h_n = s_n / (s_n + 1 - w_n), by a uniform number of
-    its own, and gamma with h_gamma = w_gamma. The largest n that passes is accepted, or 0.
+    Given the first n drafts, n or more of them are accepted with probability w_n = min(1, w_{n-1} p_{n-1}(x_{n-1}) /
+    q_{n-1}(x_{n-1})), w_0 = 1. To that end every n passes with a probability h_n, by a uniform number of its own, and
+    the largest n that passes is accepted: h_gamma = w_gamma, and below gamma h_n = s_n / (s_n + 1 - w_n) with
+    s_n = sum max(0, w_n p_n - q_n); h_0 is 1.
 
-    Claim: given the first n drafts, n or more are accepted with probability w_n. By induction, from gamma down:
-    n + 1 or more are accepted with probability w_{n+1}, which is sum min(w_n p_n, q_n) = w_n - s_n on average over x_n;
-    otherwise n passes with probability h_n, and (w_n - s_n) + (1 - w_n + s_n) h_n = w_n. So exactly n are accepted with
-    probability s_n, and the next token is then recovered from max(0, w_n p_n - q_n) / s_n. Together the token after n
-    drafts is x with probability min(w_n p_n(x), q_n(x)) + max(0, w_n p_n(x) - q_n(x)) = w_n p_n(x): it is distributed
-    as p_n.
+    Proof, from gamma down: n + 1 or more are accepted with probability w_{n+1}, on average over x_n that is
+    sum min(w_n p_n, q_n) = w_n - s_n; otherwise n passes, so together (w_n - s_n) + (1 - w_n + s_n) h_n = w_n. Exactly
+    n are accepted with probability s_n, and the next token is then recovered from max(0, w_n p_n - q_n) / s_n. So the
+    token after n drafts is x with probability min(w_n p_n(x), q_n(x)) + max(0, w_n p_n(x) - q_n(x)) = w_n p_n(x): given
+    that n or more are accepted, it is distributed as p_n.
 
     Args and noise are those of `verify_token`; reading stops at the first draft with p(x) = 0.
     """

@@ -47,11 +47,11 @@ from specserve.speculation.rejection import RULES, accept_equal
 
 
 class Plan(NamedTuple):
-    """What one sequence does in a round. Its properties depend on the sequence: ask before `_apply`.
+    """What one sequence does in a round. Its properties hold until tokens are decided.
 
     Args:
         sequence: whose plan it is.
-        rows: how many of its pending tokens the target reads: all to decide new ones, fewer for a prefill chunk.
+        rows: how many of its pending tokens the target reads; fewer than all in a prefill chunk.
         max_drafts: the most draft tokens that are verified after them; 0 in a prefill.
     """
 
@@ -71,10 +71,7 @@ class Plan(NamedTuple):
 
     @property
     def rows_with_logits(self) -> int:
-        """How many of its last rows need logits, besides all those of drafts: the one after which a token is decided.
-
-        All rows of a prompt that is scored.
-        """
+        """How many of its last rows need logits, besides those of drafts: one if it decides, all of a scored prompt."""
         if self.scores_rows:
             return self.rows
         return int(self.decides)
@@ -133,11 +130,11 @@ def run_round(
     Raises:
         EngineError: the target failed; the caller clears the caches of these sequences.
     """
-    no_masks_or_scores = all(_no_masks_or_scores(plan) for plan in plans)
+    needs_masks_or_scores = any(_needs_masks_or_scores(plan) for plan in plans)
     proposals = [Proposal(plan.sequence, plan.max_drafts, _noise(plan.sequence)) for plan in plans]
     for plan, proposal in zip(plans, proposals, strict=True):
         if plan.decides:
-            # The masks that are needed in any case come first.
+            # The masks that are needed in any case come first. None that is missing raises here, but in `_verify`.
             proposal.compute_mask()
     started = clock()
     # Tokens that attention reads for a row: the longest sequence's with our kernels, all slots' with llama.cpp's.
@@ -145,7 +142,6 @@ def run_round(
     # Adds drafts to the proposals, as long as that is worth its time (controller.py).
     drafters.propose(proposals, sum(plan.rows for plan in plans), kv_len, awaiting_first_token)
     drafted = clock()
-    # Of the rows that asked for them, in order.
     logits = target.forward(_batch(plans, proposals))
     passed = clock()
     cost = drafters.controller.target_cost
@@ -166,13 +162,13 @@ def run_round(
     done = clock()
     # Computing distributions and verifying take time for every row, so they belong to the cost of a pass; the grammar
     # masks and log-probabilities of some sequences do not (so the cost of their rounds is a little low).
-    measured = done if no_masks_or_scores else passed
+    measured = passed if needs_masks_or_scores else done
     cost.observe(sum(work.rows + work.drafts for work in works), kv_len, measured - drafted)
     return Report(drafted - started, passed - drafted, outcomes)
 
 
 def _noise(sequence: Sequence) -> Noise:
-    # A position that is sampled again gets new uniform numbers, by `round_number`, but the same race, by `generated` +
+    # A position that is drafted again gets new uniform numbers, by `round_number`, but the same race, by `generated` +
     # index.
     return Noise(sequence.seed, sequence.choice, sequence.round_number, sequence.generated)
 
@@ -189,10 +185,10 @@ def _batch(plans: list[Plan], proposals: list[Proposal]) -> list[Row]:
     return rows
 
 
-def _no_masks_or_scores(plan: Plan) -> bool:
-    """Whether its sequence needs no grammar mask and no log-probabilities."""
+def _needs_masks_or_scores(plan: Plan) -> bool:
+    """Whether its sequence needs grammar masks or log-probabilities."""
     sequence = plan.sequence
-    return sequence.constraint is None and sequence.top_logprobs is None and not plan.scores_rows
+    return sequence.constraint is not None or sequence.top_logprobs is not None or plan.scores_rows
 
 
 def _apply(
@@ -263,7 +259,7 @@ def _verify(p: TargetDistributions, proposal: Proposal) -> tuple[int, int | None
 
     p raises `MaskDeferred` where the round has no more time for masks. A token is drafted only when the mask at its
     position is known, and every rule reads the mask after all drafts only once it has accepted them: so only the bonus
-    token can be missing. The next round draws it; without drafts nothing is decided.
+    token can be missing. The next round draws it; without drafts nothing is decided, and no random number was used.
     """
     sampling, speculation = proposal.sequence.sampling, proposal.sequence.speculation
     try:

@@ -134,7 +134,7 @@ class Scheduler:
         plans = self._decode_plans(decoding) if decoding else []
         if len(plans) < len(self._running):
             plans += self._prefill_plans(plans)
-        # A fixed order, so that the same sequences make the same batch; one that was deferred gets its mask first.
+        # A fixed order (llama.cpp's kernels add by the order of the batch); one that was deferred gets its mask first.
         return sorted(plans, key=lambda plan: (-plan.sequence.deferrals, plan.sequence.slot))
 
     def _admit(self) -> None:

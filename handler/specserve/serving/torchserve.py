@@ -17,8 +17,8 @@ Three threads share the work:
 - The parser's thread turns bodies into responses with generations (parser.py); an error is a response, too.
   `Parser.begin` answers routes that generate nothing, in TorchServe's thread.
 
-A call mostly ends by starting a slice, which runs while TorchServe sends the replies and calls again. The next call
-waits for that slice; if none was started, it takes new requests and runs one before it replies.
+A call waits for the slice that the last one started, takes new requests, runs a slice if none had been started,
+replies, and starts the next one, which runs while TorchServe sends the replies; none if there is a prompt to prefill.
 """
 
 from __future__ import annotations

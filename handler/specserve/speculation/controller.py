@@ -1,7 +1,7 @@
 """How many tokens to draft: expected accepted tokens against what their time is worth, asked anew in every round.
 
 A draft token is accepted only if all before it are. With acceptance probabilities alpha_j, T(rows) and D the seconds of
-passes of the target and of the draft model, and v the tokens that a second is worth, n drafts gain
+passes of the target and of the draft model, and v the tokens that a second yields now, n drafts gain
 
     gain(n) = sum_{i<=n} prod_{j<=i} alpha_j - v (T(1 + n) - T(1) + n D)
 
@@ -41,7 +41,7 @@ from specserve.speculation.cost import Cost
 # With more tokens to read before it drafts, the draft model has a long catch-up: its prefill of the prompt, or what
 # other drafters have drafted.
 SHORT_CATCH_UP = 4
-# A long catch-up has to promise 1.95 times its seconds (benchmarks/RESULTS.md, decisions). They are spread over the
+# The seconds of a long catch-up count 1.95 times (benchmarks/RESULTS.md, decisions). They are spread over the
 # tokens that are expected to follow: after n tokens n + 48 more, but at most 16 n, since a short answer may end soon,
 # and at most `remaining`.
 _CATCH_UP_MARGIN = 1.95
@@ -69,7 +69,7 @@ class Candidate(NamedTuple):
 
     Args:
         reached: the probability that all its drafts so far are accepted.
-        acceptance: that of its next draft token, before it is drafted; before a long catch-up, the long run's.
+        acceptance: the probability that its next draft token is accepted; before a long catch-up, the long run's.
         charged_rows: tokens that the draft model reads before that; 1 before a long catch-up, whose other rows are in
             `catch_up_seconds`.
         most: how many more draft tokens the sequence may have.
@@ -103,14 +103,14 @@ class Controller:
     ) -> RoundCosts:
         """What passes cost in this round, and what its time is worth.
 
-        In a pass without drafts each sequence would get one token; with its drafts it has got `speedup` times that. The
-        sum over the seconds of the pass is what a second is worth, `tokens_per_second`: v above.
+        `tokens_per_second`, v above: the sum of the sequences' speed-ups (`Balance.speedup`), and 1 for each that
+        awaits its first token, divided by the seconds of a pass without drafts.
 
         Args:
             decoding: the sequences that decode in this round, at least one.
             target_kv_len: tokens of the target's cache that a row attends to.
             draft_kv_len: the same of the draft model's.
-            awaiting_first_token: number of sequences in prefill or about to be; time is worth as much to each of them.
+            awaiting_first_token: number of sequences in prefill or about to be.
         """
         plain_seconds = self.target_cost.seconds(len(decoding), target_kv_len)
         draft_cost = self.draft_cost
@@ -144,8 +144,8 @@ class Controller:
             return Candidate(reached, shown.next_acceptance, pending, most)
         if costs.awaiting_first_token:
             return None
-        expected = min(sequence.remaining, _GROWTH * sequence.generated, _HORIZON + sequence.generated)
-        catch_up = _CATCH_UP_MARGIN * (costs.draft_pass(pending) - costs.draft_pass(1)) / max(1, expected)
+        following = min(sequence.remaining, _GROWTH * sequence.generated, _HORIZON + sequence.generated)
+        catch_up = _CATCH_UP_MARGIN * (costs.draft_pass(pending) - costs.draft_pass(1)) / max(1, following)
         # It has to pay over all these tokens, so the long run's acceptance counts.
         return Candidate(reached, shown.long_run_acceptance, 1, most, catch_up)
 
@@ -174,7 +174,7 @@ def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: Roun
     Returns:
         Indices into `candidates`, and the gain in tokens; none and 0.0 where nothing pays.
     """
-    # Sequences that need no catch-up first, then the likeliest.
+    # Cheapest long catch-up first (0: none), then the likeliest.
     able = [index for index, one in enumerate(candidates) if one.most > 0]
     able.sort(key=lambda i: (candidates[i].catch_up_seconds, -candidates[i].reached * candidates[i].acceptance))
     base = costs.target_pass(rows)

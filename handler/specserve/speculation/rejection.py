@@ -76,16 +76,16 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
 
     It accepts at least as many drafts in expectation as token verification.
 
-    Given the first n drafts, n or more of them are accepted with probability w_n = min(1, w_{n-1} p_{n-1}(x_{n-1}) /
-    q_{n-1}(x_{n-1})), w_0 = 1. To that end every n passes with a probability h_n, by a uniform number of its own, and
-    the largest n that passes is accepted: h_gamma = w_gamma, and below gamma h_n = s_n / (s_n + 1 - w_n) with
-    s_n = sum max(0, w_n p_n - q_n); h_0 is 1.
+    The weight of the first n drafts is w_0 = 1, w_n = min(1, w_{n-1} p_{n-1}(x_{n-1}) / q_{n-1}(x_{n-1})). Each n
+    succeeds with probability h_n, by a uniform number of its own, and the largest n that does is accepted, or 0:
+    h_gamma = w_gamma, below gamma h_n = s_n / (s_n + 1 - w_n) with s_n = sum max(0, w_n p_n - q_n). Then, given the
+    first n drafts, n or more are accepted with probability w_n.
 
     Proof, from gamma down: n + 1 or more are accepted with probability w_{n+1}, on average over x_n that is
-    sum min(w_n p_n, q_n) = w_n - s_n; otherwise n passes, so together (w_n - s_n) + (1 - w_n + s_n) h_n = w_n. Exactly
-    n are accepted with probability s_n, and the next token is then recovered from max(0, w_n p_n - q_n) / s_n. So the
-    token after n drafts is x with probability min(w_n p_n(x), q_n(x)) + max(0, w_n p_n(x) - q_n(x)) = w_n p_n(x): given
-    that n or more are accepted, it is distributed as p_n.
+    sum min(w_n p_n, q_n) = w_n - s_n; otherwise n succeeds (0 always), so together (w_n - s_n) +
+    (1 - w_n + s_n) h_n = w_n. Exactly n are accepted with probability s_n, and the next token is then recovered from
+    max(0, w_n p_n - q_n) / s_n. So the token after n drafts is x with probability min(w_n p_n(x), q_n(x)) +
+    max(0, w_n p_n(x) - q_n(x)) = w_n p_n(x): given that n or more are accepted, it is distributed as p_n.
 
     Args and noise are those of `verify_token`; reading stops at the first draft with p(x) = 0.
     """

@@ -22,7 +22,7 @@ The main fields of a `Sequence` (sequence.py):
 and of a `Proposal` (proposal.py), its drafts of the round:
 
     drafts              in order, each with its token, drafter, and the distribution q that it was sampled from
-    tokens, q           these of all drafts, as lists; so `drafted_by`
+    tokens, q           these of all drafts, as lists; and `drafted_by`, likewise
     noise               the random numbers of the round
 """
 
@@ -51,7 +51,7 @@ class Plan(NamedTuple):
 
     Args:
         sequence: whose plan it is.
-        rows: how many of its pending tokens the target reads; fewer than all in a prefill chunk.
+        rows: how many of its pending tokens the target reads; fewer than all in a prefill chunk but the last.
         max_drafts: the most draft tokens that are verified after them; 0 in a prefill.
     """
 
@@ -100,7 +100,7 @@ class Outcome(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Seconds of a round's drafting and of its target pass, and what the round did for each sequence."""
+    """Seconds of a round's drafting and of its target pass alone, and what the round did for each sequence."""
 
     draft_seconds: float
     target_seconds: float
@@ -134,10 +134,10 @@ def run_round(
     proposals = [Proposal(plan.sequence, plan.max_drafts, _noise(plan.sequence)) for plan in plans]
     for plan, proposal in zip(plans, proposals, strict=True):
         if plan.decides:
-            # The masks that are needed in any case come first. None that is missing raises here, but in `_verify`.
+            # The masks that are needed in any case come first. A missing one raises only in `_verify`.
             proposal.compute_mask()
     started = clock()
-    # Tokens that attention reads for a row: the longest sequence's with our kernels, all slots' with llama.cpp's.
+    # Tokens that a row attends to: the longest sequence's with our kernels, all slots' with llama.cpp's.
     kv_len = target.kv_len([plan.sequence.slot for plan in plans])
     # Adds drafts to the proposals, as long as that is worth its time (controller.py).
     drafters.propose(proposals, sum(plan.rows for plan in plans), kv_len, awaiting_first_token)
@@ -194,7 +194,7 @@ def _needs_masks_or_scores(plan: Plan) -> bool:
 def _apply(
     target: Engine, drafters: Drafters, plan: Plan, proposal: Proposal, logits: FloatArray, *, charge: Charge
 ) -> Outcome:
-    """Decide the tokens of one sequence, or take note of its prefill chunk, and say what the round did for it.
+    """Decide the tokens of one sequence, or take note of a prefill chunk; and say what the round did for it.
 
     Afterwards the caches hold what is decided, but for its last token. An error leaves them to the caller.
     """
@@ -223,7 +223,7 @@ def _decide(controller: Controller, proposal: Proposal, logits: FloatArray) -> i
     """Verify the drafts, and append the accepted ones and the rule's own token, if any; returns how many were accepted.
 
     Args:
-        controller: learns; also where nothing was drafted, since the target's confidence says if the next draft pays.
+        controller: learns, also without drafts: from the target's confidence.
         proposal: its drafts, which the target has read.
         logits: the target's rows, from that of the sequence's last token on.
 

@@ -86,7 +86,7 @@ class Parser:
         Streams wait once for a long parse, and not again for what has come since: there is one thread.
 
         Args:
-            idle: nothing else runs, so waiting delays nobody.
+            idle: nothing else runs, so waiting delays no request.
         """
         waits = idle or not self._waited_for & self._parsing.keys()
         wait([parsing.response for parsing in self._parsing.values()], _PARSE_SECONDS if waits else 0.0)

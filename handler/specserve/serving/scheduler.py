@@ -152,7 +152,7 @@ class Scheduler:
                 # False while another sequence prefills the same prefix.
                 admitted = self._cache.assign(generation, (g for g in self._running if not g.decoding))
             except Exception as error:
-                # It was never running, so nobody else would end it.
+                # It was never running, so nothing else would end it.
                 logger.exception("specserve: a sequence cannot be started")
                 self._queue.remove(generation)
                 generation.fail(error)

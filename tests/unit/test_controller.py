@@ -37,13 +37,11 @@ def costs_of(target: list[float], draft: list[float], rate: float) -> RoundCosts
 
 def gain_of(drafts: list[tuple[Candidate, int]], rows: int, costs: RoundCosts) -> float:
     """Expected tokens minus what their time is worth, directly from the definition."""
-    tokens = sum(one.reached * one.acceptance**n for one, gamma in drafts for n in range(1, gamma + 1))
+    accepted = [sum(one.reached * one.acceptance**n for n in range(1, gamma + 1)) for one, gamma in drafts]
+    tokens = sum(accepted)
     # Every token of the round pays for a catch-up, the target's own one as well.
-    seconds = sum(
-        one.catch_up_seconds * (1 + sum(one.reached * one.acceptance**n for n in range(1, gamma + 1)))
-        for one, gamma in drafts
-        if gamma
-    )
+    paying = [(one, more) for (one, gamma), more in zip(drafts, accepted, strict=True) if gamma]
+    seconds = sum(one.catch_up_seconds * (1 + more) for one, more in paying)
     for n in range(1, MAX_DRAFTS + 1):
         drafting = [one for one, gamma in drafts if gamma >= n]
         if drafting:

@@ -186,8 +186,9 @@ def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: Roun
         seconds = sum(one.catch_up_seconds for one in first_k)
         for n in range(1, max(one.most for one in first_k) + 1):
             drafting = [one for one in first_k if one.most >= n]
-            expected += sum(one.reached * one.acceptance**n for one in drafting)
-            seconds += sum(one.reached * one.acceptance**n * one.catch_up_seconds for one in drafting)
+            accepted = [one.reached * one.acceptance**n for one in drafting]
+            expected += sum(accepted)
+            seconds += sum(tokens * one.catch_up_seconds for tokens, one in zip(accepted, drafting, strict=True))
             drafts += len(drafting)
             # The first pass also reads what is pending.
             rows_read = sum(one.charged_rows for one in drafting) if n == 1 else len(drafting)

@@ -244,7 +244,7 @@ def drop_drafts_of_low_probability(patch: pytest.MonkeyPatch) -> None:
     add_any = Proposal.add
 
     def add(self: Proposal, draft: Draft, acceptance: float) -> None:
-        if draft.q[draft.token] > 0.3:
+        if draft.q is None or draft.q[draft.token] > 0.3:
             add_any(self, draft, acceptance)
         else:
             self.ended = True

@@ -192,7 +192,8 @@ class Acceptance:
             accepted = float(p[0][refused.token]) if knows_probability else float(refused.token == decided[0])
             observations.append(Observation(refused.drafter, refused.confidence, accepted, target_confidence=None))
         for index, draft in enumerate(proposal.drafts[: n_accepted + 1]):
-            accepted = float(np.minimum(p[index], draft.q).sum()) if knows_probability else float(index < n_accepted)
+            q = draft.q if knows_probability else None
+            accepted = float(index < n_accepted) if q is None else float(np.minimum(p[index], q).sum())
             observations.append(
                 Observation(draft.drafter, draft.confidence, accepted, target_confidence=p.confidence(index))
             )

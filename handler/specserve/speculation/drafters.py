@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from time import perf_counter
 
 from specserve.errors import ConstraintError, DraftError, MaskDeferred
-from specserve.sampling.distribution import FloatArray, confidence, is_greedy, one_hot, to_distribution
+from specserve.sampling.distribution import FloatArray, argmax, confidence, is_greedy, one_hot, to_distribution
 from specserve.sampling.logits import process_logits
 from specserve.sequence import Sequence
 from specserve.speculation.controller import (
@@ -147,7 +147,8 @@ class Drafters:
             for token, stated, probability in zip(tokens[:length], confidences, probabilities, strict=False):
                 if not proposal.allows(token):
                     break
-                proposal.add(Draft(token, one_hot(token, self._vocabulary), proposer.name, stated), probability)
+                q = None if is_greedy(sequence.sampling) else one_hot(token, self._vocabulary)
+                proposal.add(Draft(token, q, proposer.name, stated), probability)
             if len(proposal.drafts) > before:
                 return len(proposal.drafts) - before
             if not proposal.drafts:
@@ -183,14 +184,14 @@ class Drafters:
         sequence = proposal.sequence
         try:
             shaped = process_logits(logits, sequence, proposal.tokens)
-            q = to_distribution(shaped, sequence.sampling)
+            if is_greedy(sequence.sampling):
+                q, token = None, argmax(shaped)
+            else:
+                q = to_distribution(shaped, sequence.sampling)
+                token = RULES[sequence.speculation.verification].sample(q, len(proposal.drafts), proposal.noise)
         except (FloatingPointError, ConstraintError, MaskDeferred):
             # The grammar forbids all tokens that the draft's head computes, or cannot say now what it allows.
             return False
-        if is_greedy(sequence.sampling):
-            token = int(q.argmax())
-        else:
-            token = RULES[sequence.speculation.verification].sample(q, len(proposal.drafts), proposal.noise)
         stated = confidence(shaped)
         probability = self.controller.acceptance.of_token(sequence, "model", stated)
         proposal.add(Draft(token, q, "model", stated), probability)

@@ -17,11 +17,12 @@ from specserve.sequence import DrafterName, Sequence
 class Draft(NamedTuple):
     """A draft token, the distribution q it was sampled from, its drafter, and the drafter's confidence there.
 
+    q is None where the request is greedy: its verification needs none, and 150,000 numbers take 0.14 ms a draft.
     Confidence is a model's largest probability at temperature 1; other drafters estimate how likely the token is right.
     """
 
     token: int
-    q: FloatArray
+    q: FloatArray | None
     drafter: DrafterName
     confidence: float
 
@@ -101,8 +102,8 @@ class Proposal:
 
     @property
     def q(self) -> list[FloatArray]:
-        """The distributions that the drafts were sampled from, in order."""
-        return [draft.q for draft in self.drafts]
+        """The distributions that the drafts were sampled from, in order; none where the request is greedy."""
+        return [draft.q for draft in self.drafts if draft.q is not None]
 
     @property
     def drafted_by(self) -> list[DrafterName]:

@@ -244,7 +244,8 @@ def drop_drafts_of_low_probability(patch: pytest.MonkeyPatch) -> None:
     add_any = Proposal.add
 
     def add(self: Proposal, draft: Draft, acceptance: float) -> None:
-        if draft.q is None or draft.q[draft.token] > 0.3:
+        assert draft.q is not None
+        if draft.q[draft.token] > 0.3:
             add_any(self, draft, acceptance)
         else:
             self.ended = True

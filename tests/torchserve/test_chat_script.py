@@ -48,13 +48,12 @@ class Terminal:
     def read_until(self, pattern: str, seconds: float = 60) -> str:
         """The output that no call has returned yet, up to a match of the pattern."""
         end = time.monotonic() + seconds
-        while not (match := re.search(pattern, self._output.decode(errors="replace"))):
+        while not (match := re.search(pattern.encode(), self._output)):
             assert time.monotonic() < end, f"{pattern} not in {self._output!r}"
             if select.select([self._terminal], [], [], 0.1)[0]:
                 self._output += os.read(self._terminal, 65536)
-        text = self._output.decode(errors="replace")
-        self._output = text[match.end() :].encode()
-        return text[: match.end()]
+        text, self._output = self._output[: match.end()], self._output[match.end() :]
+        return text.decode(errors="replace")
 
 
 def test_answers_are_followed_by_their_speed_and_speedup(server: Server) -> None:

@@ -14,7 +14,8 @@ class FakeEngine:
     """A model whose next-token logits are a pure function of the last `memory` tokens.
 
     `blend` 0 gives the target, 1 an unrelated model, and values in between a draft that often agrees with the target.
-    A row whose position is not the cached length of its slot is an `EngineError`. After `fail_after` more forward
+    A row whose position is not the cached length of its slot is an `EngineError`. Every forward pass overwrites the
+    logits that the one before has returned. After `fail_after` more forward
     passes one raises an `EngineError`, after `poison_after` more one returns NaN logits; None is never.
     """
 
@@ -34,6 +35,7 @@ class FakeEngine:
         self._blend = blend
         self._sharpness = sharpness
         self._cached_logits: dict[tuple[int, ...], FloatArray] = {}
+        self._returned = np.empty((0, vocabulary), np.float32)
 
     def cached_len(self, slot: int) -> int:
         """Return the number of cached tokens of a slot."""
@@ -63,6 +65,7 @@ class FakeEngine:
             if row.position != lengths[row.slot]:
                 raise EngineError(f"Slot {row.slot} holds {lengths[row.slot]} tokens, position {row.position} given.")
             lengths[row.slot] += 1
+        self._returned.fill(np.nan)
         result = []
         for row in rows:
             self.decoded.append(row)
@@ -74,6 +77,7 @@ class FakeEngine:
         logits = np.stack(result) if result else np.empty((0, self.width), np.float32)
         if result and self._is_due("poison_after"):
             logits[:, 0] = np.nan
+        self._returned = logits
         return logits
 
     def _is_due(self, fault: str) -> bool:

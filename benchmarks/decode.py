@@ -138,7 +138,7 @@ def kept(results: ResultsFile, key: tuple[str, str, float, str]) -> Run:
     tokens, stats = results[key]
     seconds = {name: value for name, value in stats.items() if name.endswith("_seconds")}
     drafted_by, accepted_by = Counter(stats["drafted_by"]), Counter(stats["accepted_by"])
-    counts = {"rounds": stats["rounds"], "decided": stats["decided"]}
+    counts = {name: stats[name] for name in ("rounds", "decided", "alternatives", "adopted")}
     return Run(tokens, SequenceStats(**counts, drafted_by=drafted_by, accepted_by=accepted_by, **seconds))
 
 
@@ -164,6 +164,7 @@ def summarise(family: str, temperature: float, mode: str, pairs: list[tuple[Run,
         "acceptance_rate": round(stats.accepted / stats.drafted, 3) if stats.drafted else None,
         "mean_acceptance_length": round(stats.mean_acceptance_length, 3),
         "drafters": {name: [drafted, stats.accepted_by[name]] for name, drafted in sorted(stats.drafted_by.items())},
+        "alternatives": [stats.alternatives, stats.adopted],
         "share_target": round(stats.target_seconds / seconds, 4),
         "share_draft": round(stats.draft_seconds / seconds, 4),
         "share_other": round(stats.other_seconds / seconds, 4),
@@ -224,7 +225,7 @@ def main() -> None:
                     for task in tasks
                 ]
                 rows.append(summarise(family, temperature, mode.name, pairs))
-    print_table("decoding, ratios to plain decoding of the same run", rows, omit=["drafters"])
+    print_table("decoding, ratios to plain decoding of the same run", rows, omit=["drafters", "alternatives"])
     files = {"target": config.target.path, "draft": config.draft.path if config.draft else None}
     notes = [
         "one sequence, no server; the draft's prefill happens after the first token, so it is in `ratio` too",

@@ -1,10 +1,10 @@
 """Records the target's answers and the draft's predictions along them, for simulate.py to replay.
 
-The target answers each prompt of prompts/ alone. Then the draft is run over the answer (teacher forcing), and at every
-position its own choice is compared with the target's token. Above temperature 0 both choose with the noise of coupled
-verification, so that the comparison is deterministic.
+The target answers the first prompts of each family alone. Then the draft is run over the answer (teacher forcing), and
+at every position its choices are compared with the target's token. Above temperature 0 both choose with the noise of
+coupled verification, so that the comparison is deterministic.
 
-    .venv/bin/python benchmarks/record.py FILE [--config FILE] [--temperatures T ...]
+    .venv/bin/python benchmarks/record.py FILE [--config FILE] [--temperatures T ...] [--prompts N]
 """
 
 from __future__ import annotations
@@ -34,12 +34,20 @@ RECORDED = [family for family, (file, extra) in FAMILIES.items() if extra is Non
 _CHUNK = 64
 _DIGITS = 4
 _SEED = 1
+_MOST_TOKENS = 128
+# The draft's choices at a position that are recorded.
+_CHOICES = 3
 
 
-def choose(logits: FloatArray, index: int, sampling: SamplingParams) -> int:
-    """The token chosen at an index of the answer."""
-    p = to_distribution(logits, sampling)
-    return race(p, partial(Noise(_SEED, 0, 0, 0).exponentials, index)) if sampling.temperature else int(np.argmax(p))
+def choose(logits: FloatArray, index: int, sampling: SamplingParams, choices: int = 1) -> list[int]:
+    """The token chosen at an index of the answer, and the next choices, each as if those before it had no chance."""
+    p = to_distribution(logits, sampling) if sampling.temperature else np.exp(logits - logits.max())
+    noise = partial(Noise(_SEED, 0, 0, 0).exponentials, index)
+    chosen: list[int] = []
+    while len(chosen) < choices:
+        chosen.append(race(p, noise) if sampling.temperature else int(np.argmax(p)))
+        p[chosen[-1]] = 0
+    return chosen
 
 
 def record(
@@ -52,12 +60,12 @@ def record(
     sure = []
     target.truncate(0, 0)
     prefill(target, prompt[:-1])
-    while len(answer) < task.max_tokens and not (answer and model.is_end_token(answer[-1])):
+    while len(answer) < min(task.max_tokens, _MOST_TOKENS) and not (answer and model.is_end_token(answer[-1])):
         tokens = [*prompt, *answer]
         [logits] = target.forward([Row(tokens[-1], 0, len(tokens) - 1, wants_logits=True)])
         sure.append(round(confidence(logits), _DIGITS))
-        answer.append(choose(logits, len(answer), sampling))
-    hit, draft_sure = teacher_force(draft, prompt[-window:], answer, target.width, sampling)
+        answer += choose(logits, len(answer), sampling)
+    rank, draft_sure, others = teacher_force(draft, prompt[-window:], answer, target.width, sampling)
     return {
         "family": task.family,
         "name": task.name,
@@ -65,26 +73,35 @@ def record(
         "prompt": prompt,
         "answer": answer,
         "sure": sure,
-        "hit": hit,
+        "rank": rank,
         "draft_sure": draft_sure,
+        "others": others,
     }
 
 
 def teacher_force(
     draft: LlamaEngine, prompt: list[int], answer: list[int], width: int, sampling: SamplingParams
-) -> tuple[list[bool], list[float]]:
-    """By index of the answer: whether the draft (over `width` tokens) chooses the same token, and its confidence."""
+) -> tuple[list[int], list[float], list[list[float]]]:
+    """By index of the answer: the token's place among the draft's choices (over `width` tokens), and what it thinks.
+
+    That is its confidence, and the probabilities of its choices after the first one, at temperature 1.
+    """
     draft.truncate(0, 0)
     prefill(draft, prompt[:-1])
-    hit, sure = [], []
+    rank, sure, others = [], [], []
     tokens = [*prompt, *answer]
     for start in range(len(prompt) - 1, len(tokens) - 1, _CHUNK):
         positions = range(start, min(start + _CHUNK, len(tokens) - 1))
         rows = [Row(tokens[position], 0, position, wants_logits=True) for position in positions]
         for position, logits in zip(positions, draft.forward(rows), strict=True):
-            sure.append(round(confidence(logits), _DIGITS))
-            hit.append(choose(logits[:width], position + 1 - len(prompt), sampling) == tokens[position + 1])
-    return hit, sure
+            stated = confidence(logits)
+            sure.append(round(stated, _DIGITS))
+            choices = choose(logits[:width], position + 1 - len(prompt), sampling, _CHOICES)
+            right = tokens[position + 1]
+            rank.append(choices.index(right) if right in choices else _CHOICES)
+            probabilities = stated * np.exp(logits[choices[1:]] - logits.max())
+            others.append([round(float(one), _DIGITS) for one in probabilities])
+    return rank, sure, others
 
 
 def main() -> None:
@@ -92,6 +109,7 @@ def main() -> None:
     parser = argument_parser(__doc__, quick="one prompt a family")
     parser.add_argument("file", type=Path, help="one JSON object a line; existing recordings are not repeated")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.8])
+    parser.add_argument("--prompts", type=int, default=4, help="prompts a family (%(default)s)")
     options = parser.parse_args()
     config = prepared_handler(options.config)
     if config.draft is None or config.draft.path is None or config.target.path is None:
@@ -110,7 +128,7 @@ def main() -> None:
     )
     lines = options.file.read_text(encoding="utf-8").splitlines() if options.file.exists() else []
     known = {(line["name"], line["temperature"]) for line in map(json.loads, lines)}
-    limit = 1 if options.quick else None
+    limit = 1 if options.quick else options.prompts
     tasks = [
         (task, temperature)
         for temperature in options.temperatures

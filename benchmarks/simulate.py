@@ -55,8 +55,9 @@ class Recording:
         prompt: tokens.
         answer: the target's tokens after the prompt.
         sure: by index of the answer, the target's confidence.
-        hit: by index, whether the draft chooses the same token.
+        rank: by index, the token's place among the draft's choices; 0 where the draft chooses the same token.
         draft_sure: by index, the draft's confidence.
+        others: by index, the probabilities of the draft's choices after the first.
     """
 
     family: str
@@ -65,8 +66,14 @@ class Recording:
     prompt: list[int]
     answer: list[int]
     sure: list[float]
-    hit: list[bool]
+    rank: list[int]
     draft_sure: list[float]
+    others: list[list[float]]
+
+    @property
+    def hit(self) -> list[bool]:
+        """By index, whether the draft chooses the same token."""
+        return [rank == 0 for rank in self.rank]
 
 
 @dataclass
@@ -84,7 +91,7 @@ class Clock:
 class Replay:
     """A recording that is being replayed as a sequence, with its tokens renumbered to a small vocabulary.
 
-    Token 0 occurs in no recording. Each replay begins with a token of its own, so that no two share a prefix.
+    The last tokens occur in no recording. Each replay begins with a token of its own, so that no two share a prefix.
     """
 
     recording: Recording
@@ -116,6 +123,7 @@ class ReplayEngine:
 
     max_rows = 128
     max_logits = 64
+    max_alternatives = 8
     slot_length = CONTEXT
 
     def __init__(
@@ -126,6 +134,7 @@ class ReplayEngine:
         self._clock = clock
         self._draft = draft
         self._lengths = [0] * n_slots
+        self._alternatives: dict[int, list[int]] = {}
         self.n_slots = n_slots
         self.width = width
 
@@ -133,8 +142,12 @@ class ReplayEngine:
         """The recorded logits after each row; see `Engine.forward`."""
         counts = Counter(row.slot for row in rows)
         self._clock.now += self._cost.seconds(len(rows), self.kv_len(counts))
+        self._alternatives = {}
         for row in rows:
-            self._lengths[row.slot] = row.position + 1
+            if row.alternative:
+                self._alternatives.setdefault(row.slot, []).append(row.position)
+            else:
+                self._lengths[row.slot] = row.position + 1
         return np.array([self._row(row) for row in rows if row.wants_logits], np.float32)
 
     def _row(self, asked: Row) -> list[float]:
@@ -144,12 +157,18 @@ class ReplayEngine:
         start = replay.sequence.draft_start if self._draft else 0
         index = start + asked.position - (replay.sequence.prompt_length - 1)
         index = min(max(0, index), len(recording.answer) - 1)
-        right = recording.hit[index] if self._draft else True
+        rank = recording.rank[index] if self._draft else 0
         sure = recording.draft_sure[index] if self._draft else recording.sure[index]
-        argmax = replay.names[recording.answer[index]] if right else 0
-        sure = min(1 - 1e-6, max(sure, 1.5 / self.width))
-        row = [float(np.log((1 - sure) / (self.width - 1)))] * self.width
-        row[argmax] = float(np.log(sure))
+        choices = [sure, *(recording.others[index] if self._draft else [])]
+        # A tie would be decided by the tokens' numbers.
+        choices = [max(1.5 / self.width, p) * (1 - 1e-4 * place) for place, p in enumerate(choices)]
+        rest = max(1e-6, 1 - sum(choices)) / (self.width - len(choices))
+        row = [math.log(min(rest, choices[-1] / 2))] * self.width
+        # Wrong choices are tokens that occur in no recording.
+        wrong = iter(range(self.width - len(self._replays) - len(choices), self.width))
+        right = replay.names[recording.answer[index]]
+        for place, p in enumerate(choices):
+            row[right if place == rank else next(wrong)] = math.log(min(p, 1 - 1e-6))
         return row
 
     def cached_len(self, slot: int) -> int:
@@ -163,6 +182,11 @@ class ReplayEngine:
     def truncate(self, slot: int, length: int) -> None:
         """Remove tokens from the KV cache."""
         self._lengths[slot] = min(self._lengths[slot], length)
+        self._alternatives.pop(slot, None)
+
+    def adopt(self, slot: int, number: int) -> None:
+        """Let a slot end with an alternative of the last pass."""
+        self._lengths[slot] = self._alternatives.pop(slot)[number] + 1
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """Never called: no two replays share a prefix."""
@@ -305,8 +329,10 @@ def synthetic(kind: str, length: int = 400, seed: int = 1) -> Recording:
     sure = np.clip(1 / (1 + (1 / probabilities - 1) * np.exp(generator.normal(0, 1.5, (2, length)))), 0.02, 0.9995)
     hit = np.zeros(length, bool) if kind == "adversarial" else generator.random(length) < sure.mean(axis=0)
     tokens = list(range(1, 101 + length))
+    # Alternatives are never right.
+    rank, others = np.where(hit, 0, 2).tolist(), [[0.5 * (1 - one)] for one in sure[1].tolist()]
     return Recording(
-        "synthetic", kind, 0.0, tokens[:100], tokens[100:], sure[0].tolist(), hit.tolist(), sure[1].tolist()
+        "synthetic", kind, 0.0, tokens[:100], tokens[100:], sure[0].tolist(), rank, sure[1].tolist(), others
     )
 
 
@@ -327,6 +353,9 @@ _TWO_CORES_FAST_MEMORY = {2: 1.72, 3: 2.43, 4: 2.27, 5: 3.15, 6: 3.92, 8: 4.07, 
 # that the server measures at its first start).
 _OWN_TARGET = {2: 1.04, 3: 1.04, 4: 1.10, 5: 1.22, 6: 1.29, 8: 1.51, 12: 2.15, 16: 2.61, 32: 5.0}
 _OWN_DRAFT = {2: 1.04, 3: 1.10, 4: 1.19, 5: 1.45, 6: 1.67, 8: 2.05, 12: 2.75, 16: 3.4, 32: 6.0}
+# The same on 2 cores of an AMD EPYC (Zen 5), as the server measures at its first start.
+_ZEN_5_TARGET = {2: 1.02, 3: 1.02, 4: 1.03, 5: 1.04, 6: 1.05, 8: 1.06, 12: 1.4, 16: 1.8, 24: 2.45, 32: 3.1}
+_ZEN_5_DRAFT = {2: 1.06, 3: 1.08, 4: 1.1, 5: 1.16, 6: 1.18, 8: 1.26, 12: 1.8, 16: 2.17, 24: 3.1, 32: 3.96}
 # Assumed: a many-core desktop, where memory is the limit up to 8 rows; and a machine where every row costs the same.
 _FLAT = {2: 1.02, 3: 1.04, 4: 1.06, 6: 1.1, 8: 1.15, 12: 1.5, 16: 1.9, 32: 3.6}
 _STEEP = {2: 1.9, 3: 2.8, 4: 3.6, 8: 7.0, 16: 14.0, 32: 28.0}
@@ -338,6 +367,7 @@ MACHINES = {
     "2 cores, fast memory, 1.5B by 0.5B": (stairs(37, _TWO_CORES_FAST_MEMORY), stairs(13.6, _TWO_CORES_FAST_MEMORY)),
     "2 cores, fast memory, our kernels, 3B by 0.5B": (stairs(70, _OWN_TARGET), stairs(8.1, _OWN_DRAFT)),
     "2 cores, fast memory, our kernels, 1.5B by 0.5B": (stairs(36, _OWN_TARGET), stairs(8.1, _OWN_DRAFT)),
+    "2 cores of Zen 5, our kernels, 1.5B by 0.5B": (stairs(24, _ZEN_5_TARGET), stairs(5.7, _ZEN_5_DRAFT)),
     "flat to 8 rows, 3B by 0.5B": (stairs(40, _FLAT), stairs(7, _FLAT)),
     "flat to 8 rows, 7B by 0.5B": (stairs(90, _FLAT), stairs(7, _FLAT)),
     "every row costs alike": (stairs(145, _STEEP), stairs(26, _STEEP)),

@@ -115,7 +115,8 @@ class SequenceStats:
     """What the rounds of a sequence did, and its share of the seconds they took.
 
     `rounds` counts decode rounds, `gammas` those by their number of draft tokens, `drafted_by` and `accepted_by` draft
-    tokens by drafter, `decided` all their tokens, an end token included. `plain_seconds` is what the tokens after the
+    tokens by drafter, `decided` all their tokens, an end token included. `alternatives` counts those that the target
+    read, `adopted` those that were recovered. `plain_seconds` is what the tokens after the
     first would have taken without drafts, by the cost model.
     """
 
@@ -124,6 +125,8 @@ class SequenceStats:
     gammas: Counter[int] = field(default_factory=Counter)
     drafted_by: Counter[str] = field(default_factory=Counter)
     accepted_by: Counter[str] = field(default_factory=Counter)
+    alternatives: int = 0
+    adopted: int = 0
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     target_seconds: float = 0.0

@@ -85,6 +85,76 @@ def test_logits_after_truncate_do_not_depend_on_the_removed_tokens(engine: Llama
     np.testing.assert_allclose(engine.forward(rows([7, 8], start=2)), expected, atol=1e-4)
 
 
+def alternative(token: int, position: int, slot: int = 0) -> Row:
+    return Row(token, slot, position, wants_logits=True, alternative=True)
+
+
+@pytest.fixture
+def branching(model: LlamaModel) -> Iterator[LlamaEngine]:
+    """An engine that takes three alternatives."""
+    engine = engine_for(model, max_alternatives=3)
+    yield engine
+    engine.close()
+
+
+def test_an_alternative_has_the_logits_of_a_pass_in_which_it_follows(branching: LlamaEngine) -> None:
+    """Alternatives of two slots, two of them at one position, beside drafts that they must not see."""
+    expected = []
+    for tokens in ([5, 6, 7, 8], [5, 6, 40], [5, 6, 7, 41], [5, 6, 7, 42], [9, 10], [9, 43]):
+        expected.append(branching.forward(rows(tokens))[-1].copy())
+        branching.truncate(0, 0)
+    branching.forward(rows([5, 6]))
+    found = branching.forward(
+        [
+            *rows([7, 8], start=2),
+            *(alternative(token, position) for token, position in ((40, 2), (41, 3), (42, 3))),
+            *rows([9, 10], slot=1),
+        ]
+    )
+    np.testing.assert_allclose(found, expected[:5], atol=1e-4)
+    branching.truncate(1, 0)
+    found = branching.forward([*rows([9, 10], slot=1), alternative(43, 1, slot=1)])
+    np.testing.assert_allclose(found, expected[4:], atol=1e-4)
+
+
+@pytest.mark.parametrize(("number", "tokens"), [(0, [5, 40]), (1, [5, 6, 41])])
+def test_a_slot_goes_on_after_an_adopted_alternative(branching: LlamaEngine, number: int, tokens: list[int]) -> None:
+    """llama.cpp's attention adds in the order of cells, which is another one here: the logits differ a little."""
+    other = branching.forward(rows([*tokens[:-1], 7, 11])).copy()
+    branching.truncate(0, 0)
+    expected = branching.forward(rows([*tokens, 11])).copy()
+    branching.truncate(0, 0)
+    branching.forward(rows([5]))
+    branching.forward([*rows([6, 7], start=1), alternative(40, 1), alternative(41, 2)])
+    branching.adopt(0, number)
+    assert branching.cached_len(0) == len(tokens)
+    found = branching.forward(rows([11], start=len(tokens)))
+    assert np.abs(found - expected).max() < 0.2 * np.abs(found - other).max()
+
+
+def test_alternatives_that_are_not_adopted_leave_nothing_in_the_cache(branching: LlamaEngine) -> None:
+    """A hundred passes, half of them without `truncate`, would fill the cache."""
+    expected = branching.forward(rows([5, 6, 7])).copy()
+    for trial in range(100):
+        branching.truncate(0, 1)
+        for _ in range(1 + trial % 2):
+            first = branching.cached_len(0)
+            branching.forward([*rows([6] * 80, start=first)[:60], *(alternative(40, first) for _ in range(3))])
+    branching.truncate(0, 1)
+    branching.copy(0, 1, 1)
+    np.testing.assert_allclose(branching.forward(rows([6, 7], slot=1, start=1)), expected, atol=1e-4)
+
+
+def test_an_alternative_without_a_row_at_its_position_is_refused(branching: LlamaEngine) -> None:
+    branching.forward(rows([5, 6]))
+    for position in (1, 3):
+        with pytest.raises(EngineError, match="does not follow"):
+            branching.forward([*rows([7], start=2), alternative(40, position)])
+    with pytest.raises(EngineError, match="at most 3 alternatives"):
+        branching.forward([*rows([7], start=2), *(alternative(40, 2) for _ in range(4))])
+    assert branching.cached_len(0) == 2
+
+
 @pytest.mark.parametrize(("start", "count"), [(1, 1), (3, 2)])
 def test_rows_that_do_not_continue_the_cache_are_refused(engine: LlamaEngine, start: int, count: int) -> None:
     with pytest.raises(EngineError, match="does not follow"):

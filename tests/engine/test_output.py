@@ -18,6 +18,7 @@ from constraints import Alternating, Shared, Slow
 from costs import flat
 from fake_engine import FakeEngine, FakeVocabulary
 from fake_pair import END_TOKEN, ENDLESS, SEEDED, SLOTS, FakePair, plain_greedy
+from specserve.engine.base import Row
 from specserve.sampling.distribution import FloatArray, draw, to_distribution
 from specserve.sampling.logits import TargetDistributions, penalise
 from specserve.sampling.noise import Noise, Purpose
@@ -117,6 +118,8 @@ CASES: dict[str, dict[str, Any]] = {
     # At these costs some draft tokens of either source pay and others do not.
     "adaptive lengths": {"mode": "auto", "draft_seconds": 0.38},
     "adaptive lengths with a prediction": {"mode": "auto", "draft_seconds": 0.1, "prediction": PREDICTION},
+    # One draft a round, whose alternatives take the other rows.
+    "alternatives": {"mode": "auto", "draft_seconds": 0.38, "max_tokens": 9, "gamma": 4},
 }
 
 
@@ -152,6 +155,7 @@ def outputs(
     *,
     grammar: Callable[[Shared], Alternating] | None = None,
     draft_seconds: float = 0.1,
+    max_tokens: int = 4,
     **options: Any,
 ) -> tuple[list[tuple[int, ...]], Counter[int]]:
     """The first three output tokens for each seed, by the whole scheduler, and the histogram of drafts a round."""
@@ -173,7 +177,7 @@ def outputs(
                 [1, 2],
                 verification=verification,
                 sampling=replace(SAMPLING, seed=seed + n),
-                max_tokens=4,
+                max_tokens=max_tokens,
                 constraint=grammar(shared) if grammar else None,
                 **options,
             )
@@ -260,6 +264,21 @@ def share_noise_between_draft_and_rule(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(RULES, "token", RULES["token"]._replace(sample=sample))
 
 
+def compute_alternatives_after_the_draft(patch: pytest.MonkeyPatch) -> None:
+    """Their logits are those of the draft that they take the place of."""
+    forward = FakeEngine.forward
+
+    def wrong(self: FakeEngine, rows: list[Row]) -> FloatArray:
+        logits = forward(self, rows).copy()
+        asked = [row for row in rows if row.wants_logits]
+        drafts = {(row.slot, row.position): n for n, row in enumerate(asked) if not row.alternative}
+        for n, row in enumerate(asked):
+            logits[n] = logits[drafts[row.slot, row.position]]
+        return logits
+
+    patch.setattr(FakeEngine, "forward", wrong)
+
+
 @pytest.mark.parametrize(
     ("fault", "case"),
     [
@@ -268,6 +287,7 @@ def share_noise_between_draft_and_rule(patch: pytest.MonkeyPatch) -> None:
         (drop_drafts_of_low_probability, "the draft model"),
         (drop_drafts_of_low_probability, "adaptive lengths"),
         (share_noise_between_draft_and_rule, "the draft model"),
+        (compute_alternatives_after_the_draft, "alternatives"),
     ],
 )
 def test_a_planted_fault_changes_the_distribution(

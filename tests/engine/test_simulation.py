@@ -61,7 +61,8 @@ def test_drafting_resumes_after_a_long_stretch_without_drafts(seed: int) -> None
     prompt = [random.randrange(1000) for _ in range(60)]
     hit = [random.random() < share for share in accepted]
     answer = [random.randrange(1000, 100_000) for _ in accepted]
-    recording = Recording("synthetic", "hard in the middle", 0.0, prompt, answer, sure, hit, sure)
+    rank, others = [0 if right else 2 for right in hit], [[0.0] for _ in hit]
+    recording = Recording("synthetic", "hard in the middle", 0.0, prompt, answer, sure, rank, sure, others)
     plain, adaptive = (Simulation(*MACHINES[OWN_KERNELS], policy).run(recording)[0] for policy in (PLAIN, ADAPTIVE))
     assert plain / adaptive > 1.1
 

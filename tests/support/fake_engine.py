@@ -25,7 +25,9 @@ class FakeEngine:
         self.n_slots = n_slots
         self.max_rows = 256
         self.max_logits = 64
+        self.max_alternatives = 8
         self.cache: list[list[int]] = [[] for _ in range(n_slots)]
+        self.alternatives: dict[int, list[list[int]]] = {}
         self.decoded: list[Row] = []
         self.fail_after: int | None = None
         self.poison_after: int | None = None
@@ -58,20 +60,19 @@ class FakeEngine:
         """Run one forward pass; see `Engine.forward`."""
         if self._is_due("fail_after"):
             raise EngineError("The fake engine was told to fail.")
-        if not 0 < len(rows) <= self.max_rows:
-            raise EngineError(f"A forward pass takes 1 to {self.max_rows} rows, not {len(rows)}.")
-        lengths = [len(tokens) for tokens in self.cache]
-        for row in rows:
-            if row.position != lengths[row.slot]:
-                raise EngineError(f"Slot {row.slot} holds {lengths[row.slot]} tokens, position {row.position} given.")
-            lengths[row.slot] += 1
+        self._check(rows)
+        self.alternatives.clear()
         self._returned.fill(np.nan)
         result = []
         for row in rows:
             self.decoded.append(row)
-            self.cache[row.slot].append(row.token)
+            context = [*self.cache[row.slot][: row.position], row.token]
+            if row.alternative:
+                self.alternatives.setdefault(row.slot, []).append(context)
+            else:
+                self.cache[row.slot] = context
             if row.wants_logits:
-                result.append(self.logits(self.cache[row.slot]))
+                result.append(self.logits(context))
         if len(result) > self.max_logits:
             raise EngineError(f"A forward pass gives at most {self.max_logits} rows of logits.")
         logits = np.stack(result) if result else np.empty((0, self.width), np.float32)
@@ -80,6 +81,20 @@ class FakeEngine:
         self._returned = logits
         return logits
 
+    def _check(self, rows: list[Row]) -> None:
+        """Refuse rows that no engine can compute."""
+        if not 0 < len(rows) <= self.max_rows:
+            raise EngineError(f"A forward pass takes 1 to {self.max_rows} rows, not {len(rows)}.")
+        if sum(row.alternative for row in rows) > self.max_alternatives:
+            raise EngineError(f"A forward pass takes at most {self.max_alternatives} alternatives.")
+        lengths = [len(tokens) for tokens in self.cache]
+        for row in rows:
+            if row.alternative and len(self.cache[row.slot]) <= row.position < lengths[row.slot]:
+                continue
+            if row.alternative or row.position != lengths[row.slot]:
+                raise EngineError(f"Slot {row.slot} holds {lengths[row.slot]} tokens, position {row.position} given.")
+            lengths[row.slot] += 1
+
     def _is_due(self, fault: str) -> bool:
         """Count down the forward passes before a fault, which happens once."""
         remaining = getattr(self, fault)
@@ -87,8 +102,13 @@ class FakeEngine:
         return bool(remaining == 0)
 
     def truncate(self, slot: int, length: int) -> None:
-        """Remove all but the first `length` tokens of a slot."""
+        """Remove all but the first `length` tokens of a slot, and its alternatives."""
         del self.cache[slot][length:]
+        self.alternatives.pop(slot, None)
+
+    def adopt(self, slot: int, number: int) -> None:
+        """Let a slot end with an alternative of the last pass."""
+        self.cache[slot] = self.alternatives.pop(slot)[number]
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """Replace a slot by the first `length` tokens of another slot."""

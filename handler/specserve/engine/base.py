@@ -11,12 +11,17 @@ __all__ = ["Engine", "FloatArray", "Row", "Vocabulary"]
 
 
 class Row(NamedTuple):
-    """One token of a batch: it is written at `position` of `slot`'s KV cache."""
+    """One token of a batch: it is written at `position` of `slot`'s KV cache.
+
+    An `alternative` comes after the other rows of its slot, at a position that one of them has, and takes its place:
+    it attends to the tokens before that, and no row attends to it. See `Engine.adopt`.
+    """
 
     token: int
     slot: int
     position: int
     wants_logits: bool
+    alternative: bool = False
 
 
 class Vocabulary(Protocol):
@@ -58,7 +63,7 @@ class Engine(Protocol):
     """One model with a KV cache of `n_slots` independent sequences.
 
     A slot always caches a contiguous prefix of its sequence: rows of a slot must continue at its cached length, in
-    order, and only `truncate` shortens it.
+    order, and only `truncate` and `adopt` shorten it.
     """
 
     @property
@@ -77,8 +82,12 @@ class Engine(Protocol):
     def max_logits(self) -> int:
         """Maximum rows of a forward pass with `wants_logits`."""
 
+    @property
+    def max_alternatives(self) -> int:
+        """Maximum alternatives of a forward pass."""
+
     def cached_len(self, slot: int) -> int:
-        """Return the number of cached tokens of a slot."""
+        """Return the number of cached tokens of a slot, alternatives not counted."""
 
     def kv_len(self, slots: Iterable[int]) -> int:
         """Return how many cached tokens attention reads for a row of one of these slots, its own or not."""
@@ -98,7 +107,15 @@ class Engine(Protocol):
         """
 
     def truncate(self, slot: int, length: int) -> None:
-        """Remove all but the first `length` tokens of a slot from the cache."""
+        """Remove all but the first `length` tokens of a slot from the cache, and its alternatives."""
+
+    def adopt(self, slot: int, number: int) -> None:
+        """Let a slot end with one of its alternatives of the last pass, in place of what is cached from there on.
+
+        Args:
+            slot: not truncated since that pass.
+            number: of the alternative among the slot's, in the order of the rows.
+        """
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """Replace a slot's cache by the first `length` tokens of another slot, without computing them again."""

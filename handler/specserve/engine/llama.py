@@ -32,6 +32,7 @@ class LlamaEngine:
         max_rows: maximum rows of a forward pass.
         max_logits: maximum rows of logits of a forward pass.
         head: which logits are computed; others are -inf. Without specserve's kernels, or by default, all are.
+        max_alternatives: maximum alternatives of a forward pass.
 
     Raises:
         ModelLoadError: there is no memory for the context, or the model's cache cannot be truncated.
@@ -47,8 +48,10 @@ class LlamaEngine:
         max_rows: int,
         max_logits: int,
         head: DraftHead | None = None,
+        max_alternatives: int = 0,
     ) -> None:
         self.n_slots = n_slots
+        self.max_alternatives = max_alternatives
         self.max_rows = max_rows
         self.max_logits = max_logits
         self.slot_length = min(context_length, model.trained_context)
@@ -56,8 +59,9 @@ class LlamaEngine:
         params = llama_cpp.llama_context_default_params()
         self._own_kernels = kernels.in_use().variant is not None
         self._head = head if self._own_kernels else None
-        params.n_ctx = n_slots * context_length
-        params.n_seq_max = n_slots
+        params.n_ctx = n_slots * context_length + max_alternatives
+        # An alternative is the end of a sequence of llama.cpp's own, which shares the cells of what precedes it.
+        params.n_seq_max = n_slots + max_alternatives
         params.n_batch = params.n_ubatch = max_rows
         params.n_outputs_max = max_logits
         params.n_threads = params.n_threads_batch = threads
@@ -74,6 +78,8 @@ class LlamaEngine:
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
         self._lengths = [0] * n_slots
+        # By slot, its alternatives of the last pass: llama.cpp's sequence, and the position.
+        self._alternatives: dict[int, list[tuple[int, int]]] = {}
         self._make_batch(max_rows)
         self._check_truncation(model)
 
@@ -82,16 +88,17 @@ class LlamaEngine:
         self._tokens = np.zeros(rows, np.int32)
         self._positions = np.zeros(rows, np.int32)
         self._counts = np.ones(rows, np.int32)
-        self._slots = np.zeros(rows, np.int32)
+        # A line for each row: its slot, and the sequences of the alternatives that attend to it.
+        self._sequences = np.zeros((rows, 1 + self.max_alternatives), np.int32)
         self._wants = np.zeros(rows, np.int8)
-        first = self._slots.ctypes.data
-        self._slot_pointers = np.arange(rows, dtype=np.uintp) * self._slots.itemsize + first
+        first, line = self._sequences.ctypes.data, self._sequences.strides[0]
+        self._sequence_pointers = np.arange(rows, dtype=np.uintp) * np.uintp(line) + np.uintp(first)
         batch = llama_cpp.llama_batch()
         int32s = ctypes.POINTER(ctypes.c_int32)
         batch.token = self._tokens.ctypes.data_as(int32s)
         batch.pos = self._positions.ctypes.data_as(int32s)
         batch.n_seq_id = self._counts.ctypes.data_as(int32s)
-        batch.seq_id = self._slot_pointers.ctypes.data_as(ctypes.POINTER(int32s))
+        batch.seq_id = self._sequence_pointers.ctypes.data_as(ctypes.POINTER(int32s))
         batch.logits = self._wants.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
         self._batch = batch
 
@@ -114,41 +121,86 @@ class LlamaEngine:
 
     def forward(self, rows: list[Row]) -> FloatArray:
         """Run one forward pass; see `Engine.forward`."""
+        lengths = self._lengths_after(rows)
         count = len(rows)
-        if not 0 < count <= self.max_rows:
-            raise EngineError(f"A forward pass takes 1 to {self.max_rows} rows, not {count}.")
-        tokens, slots, positions, wants = zip(*rows, strict=True)
-        wanted = sum(wants)
-        if wanted > self.max_logits:
-            raise EngineError(f"A forward pass gives at most {self.max_logits} rows of logits, not {wanted}.")
-        lengths = self._lengths.copy()
-        for slot, position in zip(slots, positions, strict=True):
-            if position != lengths[slot]:
-                raise EngineError(f"Slot {slot} holds {lengths[slot]} tokens; position {position} does not follow.")
-            lengths[slot] += 1
+        tokens, slots, positions, wants, alternative = zip(*rows, strict=True)
+        for slot in list(self._alternatives):
+            self._drop_alternatives(slot)
         self._tokens[:count] = tokens
-        self._slots[:count] = slots
+        self._sequences[:count, 0] = slots
+        self._counts[:count] = 1
         self._positions[:count] = positions
         self._wants[:count] = wants
         self._batch.n_tokens = count
+        if any(alternative):
+            self._add_alternatives(rows)
         groups = None if self._head is None else self._head.groups(tokens)
         with kernels.head_limited_to(groups):
             code = llama_cpp.llama_decode(self._context, self._batch)
         if code != 0:
             for slot in set(slots):
+                self._drop_alternatives(slot)
                 self._remove_from(slot, self._lengths[slot])
             raise EngineError(f"llama_decode failed with code {code} on {count} rows.")
         self._lengths = lengths
-        if not wanted:
+        if not any(wants):
             return np.empty((0, self.width), np.float32)
         logits = llama_cpp.llama_get_logits(self._context)
-        return np.ctypeslib.as_array(logits, shape=(wanted, self.width))
+        return np.ctypeslib.as_array(logits, shape=(sum(wants), self.width))
+
+    def _lengths_after(self, rows: list[Row]) -> list[int]:
+        """The cached length of every slot after a pass over these rows.
+
+        Raises:
+            EngineError: such a pass is not possible.
+        """
+        wanted, alternatives = sum(row.wants_logits for row in rows), sum(row.alternative for row in rows)
+        if not 0 < len(rows) <= self.max_rows:
+            raise EngineError(f"A forward pass takes 1 to {self.max_rows} rows, not {len(rows)}.")
+        if wanted > self.max_logits:
+            raise EngineError(f"A forward pass gives at most {self.max_logits} rows of logits, not {wanted}.")
+        if alternatives > self.max_alternatives:
+            raise EngineError(f"A forward pass takes at most {self.max_alternatives} alternatives, not {alternatives}.")
+        lengths = self._lengths.copy()
+        for _, slot, position, _, alternative in rows:
+            if alternative and self._lengths[slot] <= position < lengths[slot]:
+                continue
+            if alternative or position != lengths[slot]:
+                raise EngineError(f"Slot {slot} holds {lengths[slot]} tokens; position {position} does not follow.")
+            lengths[slot] += 1
+        return lengths
 
     def truncate(self, slot: int, length: int) -> None:
-        """Remove all but the first `length` tokens of a slot from the cache."""
+        """Remove all but the first `length` tokens of a slot from the cache, and its alternatives."""
+        self._drop_alternatives(slot)
         if length < self._lengths[slot]:
             self._remove_from(slot, length)
             self._lengths[slot] = length
+
+    def adopt(self, slot: int, number: int) -> None:
+        """Let a slot end with one of its alternatives of the last pass; see `Engine.adopt`."""
+        sequence, position = self._alternatives[slot][number]
+        self._remove_from(slot, position)
+        llama_cpp.llama_memory_seq_cp(self._memory, sequence, slot, position, position + 1)
+        self._lengths[slot] = position + 1
+        self._drop_alternatives(slot)
+
+    def _add_alternatives(self, rows: list[Row]) -> None:
+        """Give each alternative a sequence of llama.cpp's, which what precedes it in its slot belongs to as well."""
+        alternatives = [(index, row) for index, row in enumerate(rows) if row.alternative]
+        for sequence, (index, row) in enumerate(alternatives, self.n_slots):
+            llama_cpp.llama_memory_seq_cp(self._memory, row.slot, sequence, 0, self._lengths[row.slot])
+            for before, other in enumerate(rows):
+                if other.slot == row.slot and other.position < row.position and not other.alternative:
+                    self._sequences[before, self._counts[before]] = sequence
+                    self._counts[before] += 1
+            self._sequences[index, 0] = sequence
+            self._alternatives.setdefault(row.slot, []).append((sequence, row.position))
+
+    def _drop_alternatives(self, slot: int) -> None:
+        """Remove a slot's alternatives from the cache, if it has any."""
+        for sequence, _ in self._alternatives.pop(slot, ()):
+            self._remove_from(sequence, 0)
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """Replace a slot's cache by the first `length` tokens of another slot; both share the cells."""

@@ -50,6 +50,8 @@ ROUNDS = _metric("counter", "specserve_rounds_total", "family", "drafter")
 GAMMA = _metric("counter", "specserve_gamma", "family", "gamma")
 DRAFTED = _metric("counter", "specserve_draft_tokens_total", "family", "drafter")
 ACCEPTED = _metric("counter", "specserve_accepted_tokens_total", "family", "drafter", "position")
+ALTERNATIVES = _metric("counter", "specserve_alternative_tokens_total", "family")
+ADOPTED = _metric("counter", "specserve_adopted_alternatives_total", "family")
 EMITTED = _metric("counter", "specserve_emitted_tokens_total", "family", "group")
 PROMPT = _metric("counter", "specserve_prompt_tokens_total", "family")
 CACHED = _metric("counter", "specserve_prefix_cached_tokens_total", "family")
@@ -122,6 +124,8 @@ class Metrics:
             self._count(DRAFTED, 1, family, drafter)
             if index < record.accepted:
                 self._count(ACCEPTED, 1, family, drafter, str(index + 1))
+        self._count(ALTERNATIVES, record.alternatives, family)
+        self._count(ADOPTED, record.adopted, family)
         if record.info.group == "auto":
             self._count_pauses(record, family)
 

@@ -49,6 +49,8 @@ class RoundRecord(NamedTuple):
         other_seconds: of everything else.
         live: number of running sequences.
         is_decode_round: whether the round decided tokens and its prefill was over before.
+        alternatives: how many tokens the target has read as alternatives to drafts.
+        adopted: whether one of them was recovered.
     """
 
     info: RequestInfo
@@ -63,6 +65,8 @@ class RoundRecord(NamedTuple):
     other_seconds: float
     live: int
     is_decode_round: bool
+    alternatives: int = 0
+    adopted: bool = False
 
 
 class EndRecord(NamedTuple):

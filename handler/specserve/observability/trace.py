@@ -77,6 +77,8 @@ class Trace:
             "kv_len": record.kv_len,
             "drafts": record.drafts,
             "accepted": record.accepted,
+            "alternatives": record.alternatives,
+            "adopted": record.adopted,
             "tokens": len(record.tokens),
             "seconds": [
                 round(seconds, 6) for seconds in (record.draft_seconds, record.target_seconds, record.other_seconds)

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 # The most rows of a forward pass with logits, which are the largest buffers by far: 0.6 MB a row for 151,936 tokens,
 # twice.
 _MAX_LOGITS = 64
+# The most alternatives to drafts in a pass of the target (speculation/alternatives.py): on no machine seen more pay.
+_MAX_ALTERNATIVES = 8
 # The ratio of draft to target step time above which the log warns: a draft has then to be accepted every other time to
 # pay at all.
 _HIGH_COST_RATIO = 0.5
@@ -101,7 +103,7 @@ def open_engines(
     Raises:
         ModelLoadError: there is no memory for the target's cache, or a forward pass of it failed.
     """
-    target = _engine(target_model, config, _MAX_LOGITS)
+    target = _engine(target_model, config, _MAX_LOGITS, max_alternatives=_MAX_ALTERNATIVES if draft_model else 0)
     target_cost = _cost(target, target_model, config)
     draft, draft_cost = None, None
     if draft_model is not None:
@@ -175,7 +177,13 @@ def _check_context(model: LlamaModel, config: HandlerConfig) -> None:
         )
 
 
-def _engine(model: LlamaModel, config: HandlerConfig, max_logits: int, head: DraftHead | None = None) -> LlamaEngine:
+def _engine(
+    model: LlamaModel,
+    config: HandlerConfig,
+    max_logits: int,
+    head: DraftHead | None = None,
+    max_alternatives: int = 0,
+) -> LlamaEngine:
     return LlamaEngine(
         model,
         n_slots=config.sequences,
@@ -184,6 +192,7 @@ def _engine(model: LlamaModel, config: HandlerConfig, max_logits: int, head: Dra
         max_rows=config.prefill_rows + _MAX_LOGITS,
         max_logits=max(max_logits, config.sequences),
         head=head,
+        max_alternatives=max_alternatives,
     )
 
 

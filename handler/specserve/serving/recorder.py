@@ -67,6 +67,8 @@ def _round_record(
         other_seconds=outcome.charge.target_share * other_seconds,
         live=live,
         is_decode_round=outcome.is_decode_round,
+        alternatives=outcome.n_alternatives,
+        adopted=outcome.adopted,
     )
 
 
@@ -81,3 +83,5 @@ def _count(generation: Generation, outcome: Outcome, record: RoundRecord, now: f
         # Plain decoding takes a step for the EOS token as well.
         steps = len(record.tokens) + generation.ended_by_eos
         stats.add_round(outcome.drafted_by, record.accepted, steps, steps * outcome.charge.plain_seconds)
+        stats.alternatives += outcome.n_alternatives
+        stats.adopted += outcome.adopted

@@ -32,6 +32,8 @@ PRIORS = {
     "model": (0.11, 0.3, 0.47, 0.7, 0.88, 0.95, 0.975, 0.99, 0.995),
     "target": (0.05, 0.2, 0.46, 0.68, 0.83, 0.9, 0.95, 0.98, 0.99),
     "lookup": (0.04, 0.12, 0.25, 0.42, 0.6, 0.75, 0.85, 0.92, 0.97),
+    # By its share of the probability that the draft and the alternatives before it leave.
+    "alternative": (0.14, 0.24, 0.35, 0.53, 0.75, 0.85, 0.9, 0.95, 0.95),
 }
 # Prediction and grammar start as calibrated: about the centre of each bin, as a probability.
 CALIBRATED = (0.07, 0.18, 0.38, 0.62, 0.82, 0.92, 0.965, 0.985, 0.995)
@@ -170,6 +172,10 @@ class Acceptance:
         """The acceptance probability of a token in which its drafter has this confidence."""
         return self.of(sequence).probability(drafter, self._calibration(sequence, drafter).probability(confidence))
 
+    def of_alternative(self, sequence: Sequence, confidence: float) -> float:
+        """The probability that an alternative is recovered where its draft is rejected; confidence is its share."""
+        return self._calibration(sequence, "alternative").probability(confidence)
+
     def of(self, sequence: Sequence) -> SequenceAcceptance:
         """What one sequence has shown."""
         return sequence.state(self, SequenceAcceptance)
@@ -197,9 +203,22 @@ class Acceptance:
             observations.append(
                 Observation(draft.drafter, draft.confidence, accepted, target_confidence=p.confidence(index))
             )
+        self._learn_alternatives(proposal, decided, n_accepted)
         # The target's confidence where it decided the last token; not computed where no draft of the model would pay.
         decides_last = proposal.model_may_pay and len(decided) > n_accepted
         self.learn(sequence, observations, p.confidence(n_accepted) if decides_last else None)
+
+    def _learn_alternatives(self, proposal: Proposal, decided: list[int], n_accepted: int) -> None:
+        """Learn from the first rejected draft's alternatives, whether the target has read them or not."""
+        if n_accepted == len(decided):
+            return
+        calibration = self._calibration(proposal.sequence, "alternative")
+        for one in proposal.possible:
+            if one.index == n_accepted:
+                hit = one.token == decided[n_accepted]
+                calibration.learn(one.confidence, float(hit))
+                if hit:
+                    break
 
     def learn(self, sequence: Sequence, observations: abc.Sequence[Observation], confidence: float | None) -> None:
         """Learn from the tokens that verification reached, and from the target's confidence after the accepted ones.

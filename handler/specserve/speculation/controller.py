@@ -43,9 +43,10 @@ from specserve.speculation.cost import Cost
 SHORT_CATCH_UP = 4
 # The seconds of a long catch-up count 1.95 times (benchmarks/RESULTS.md, decisions). They are spread over the
 # tokens that are expected to follow: after n tokens n + 48 more, but at most 16 n, since a short answer may end soon,
-# and at most `remaining`.
+# and at most `remaining`. A grammar's answer is often a label of a few tokens: 4 n (an empty list was at .67 of plain
+# decoding's speed, prefill included; benchmarks/decode.py --families schema, Zen 5).
 _CATCH_UP_MARGIN = 1.95
-_GROWTH, _HORIZON = 16, 48
+_GROWTH, _GRAMMAR_GROWTH, _HORIZON = 16, 4, 48
 
 
 class RoundCosts(NamedTuple):
@@ -144,7 +145,8 @@ class Controller:
             return Candidate(reached, shown.next_acceptance, pending, most)
         if costs.awaiting_first_token:
             return None
-        following = min(sequence.remaining, _GROWTH * sequence.generated, _HORIZON + sequence.generated)
+        growth = _GROWTH if sequence.constraint is None else _GRAMMAR_GROWTH
+        following = min(sequence.remaining, growth * sequence.generated, _HORIZON + sequence.generated)
         catch_up = _CATCH_UP_MARGIN * (costs.draft_pass(pending) - costs.draft_pass(1)) / max(1, following)
         # It has to pay over all these tokens, so the long run's acceptance counts.
         return Candidate(reached, shown.long_run_acceptance, 1, most, catch_up)

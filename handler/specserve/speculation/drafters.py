@@ -16,6 +16,7 @@ from specserve.errors import ConstraintError, DraftError, MaskDeferred
 from specserve.sampling.distribution import FloatArray, argmax, confidence, is_greedy, one_hot, to_distribution
 from specserve.sampling.logits import process_logits
 from specserve.sequence import Sequence
+from specserve.speculation.alternatives import choose_alternatives, note_possible
 from specserve.speculation.controller import (
     SHORT_CATCH_UP,
     Candidate,
@@ -70,14 +71,23 @@ class Drafters:
         """How many tokens of its KV cache a row of these attends to in the draft model; 0 without a model."""
         return self._model.kv_len(sequence.slot for sequence in sequences) if self._model else 0
 
-    def propose(self, proposals: list[Proposal], rows: int, kv_len: int, awaiting_first_token: int = 0) -> None:
-        """Add drafts to the proposals, at most `max_drafts` each.
+    def propose(
+        self,
+        proposals: list[Proposal],
+        rows: int,
+        kv_len: int,
+        awaiting_first_token: int = 0,
+        *,
+        max_alternatives: int = 0,
+    ) -> None:
+        """Add drafts and alternatives to the proposals, at most `max_drafts` each.
 
         Args:
             proposals: one for each sequence of the round, without drafts.
             rows: of the target's pass without drafts.
             kv_len: how many tokens a row of that pass attends to.
             awaiting_first_token: number of sequences in prefill or about to be.
+            max_alternatives: of the target's pass.
         """
         drafting = [proposal for proposal in proposals if proposal.max_drafts > 0]
         if not drafting:
@@ -117,6 +127,8 @@ class Drafters:
             # Drawing belongs to the cost of a pass, grammar masks do not.
             has_masks = any(proposal.sequence.constraint is not None for proposal in chosen)
             self._model.observe_cost((read if has_masks else self._clock()) - began)
+        if max_alternatives:
+            choose_alternatives(auto, max_alternatives, rows, costs)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Only the first `length` tokens of a sequence are decided; the draft model's cache forgets the rest."""
@@ -194,7 +206,10 @@ class Drafters:
             return False
         stated = confidence(shaped)
         probability = self.controller.acceptance.of_token(sequence, "model", stated)
-        proposal.add(Draft(token, q, "model", stated), probability)
+        draft = Draft(token, q, "model", stated)
+        if sequence.speculation.is_auto:
+            note_possible(proposal, shaped, draft, probability, self.controller.acceptance)
+        proposal.add(draft, probability)
         return True
 
 

@@ -38,6 +38,24 @@ class Refused(NamedTuple):
     confidence: float
 
 
+class Alternative(NamedTuple):
+    """A token that may be recovered where the draft at `index` is the first to be rejected.
+
+    The target reads it beside the drafts (round.py). Each is the draft model's next choice after the draft itself.
+
+    Args:
+        index: of the draft.
+        token: another than the draft's.
+        confidence: its probability among all tokens but the draft's and the alternatives before it.
+        gain: the estimated probability that it is recovered; the round then gives one token more.
+    """
+
+    index: int
+    token: int
+    confidence: float
+    gain: float
+
+
 @dataclass
 class Proposal:
     """The drafts of one sequence in one round.
@@ -48,6 +66,8 @@ class Proposal:
         noise: the random numbers of this round.
         drafts: in order.
         refused: one for each drafter whose offer was refused.
+        possible: alternatives that the target could read.
+        alternatives: those of them that it reads.
         reached: the estimated probability that all drafts are accepted.
         model_may_pay: whether tokens of the draft model would be worth their time if all were accepted; always in mode
             fixed, which does not ask.
@@ -61,6 +81,8 @@ class Proposal:
     noise: Noise
     drafts: list[Draft] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
+    possible: list[Alternative] = field(default_factory=list)
+    alternatives: list[Alternative] = field(default_factory=list)
     reached: float = 1.0
     model_may_pay: bool = True
     ended: bool = False
@@ -92,8 +114,18 @@ class Proposal:
 
     @property
     def remaining(self) -> int:
-        """How many more tokens may be drafted."""
-        return self.max_drafts - len(self.drafts)
+        """How many more tokens may be drafted, or read as alternatives."""
+        return self.max_drafts - len(self.drafts) - len(self.alternatives)
+
+    @property
+    def n_rows(self) -> int:
+        """How many rows of the target's pass are its drafts and alternatives."""
+        return len(self.drafts) + len(self.alternatives)
+
+    def recovered_alternative(self, n_accepted: int, token: int) -> int | None:
+        """The number of the alternative that holds the token after the accepted drafts; None if no one does."""
+        places = [(one.index, one.token) for one in self.alternatives]
+        return places.index((n_accepted, token)) if (n_accepted, token) in places else None
 
     @property
     def tokens(self) -> list[int]:

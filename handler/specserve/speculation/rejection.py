@@ -148,15 +148,21 @@ def sample_coupled(q: FloatArray, index: int, noise: Noise) -> int:
     return race(q, partial(noise.exponentials, index))
 
 
+def likeliest(q: FloatArray, _index: int, _noise: Noise) -> int:
+    """The token that token and block verification most likely recover in place of those set to 0 in q."""
+    return int(np.argmax(q))
+
+
 class Rule(NamedTuple):
-    """How drafters.py samples a draft token, and the verification that goes with it."""
+    """How drafters.py samples a draft token, the verification that goes with it, and a guess of a recovered token."""
 
     sample: Callable[[FloatArray, int, Noise], int]
     verify: Callable[[Distributions, Distributions, abc.Sequence[int], Noise], Verdict]
+    guess: Callable[[FloatArray, int, Noise], int] = likeliest
 
 
 RULES: dict[str, Rule] = {
     "token": Rule(sample_independent, verify_token),
     "block": Rule(sample_independent, verify_block),
-    "coupled": Rule(sample_coupled, verify_coupled),
+    "coupled": Rule(sample_coupled, verify_coupled, sample_coupled),
 }

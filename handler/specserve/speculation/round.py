@@ -1,5 +1,8 @@
 """One round of speculative decoding over all running sequences: draft, verify, accept.
 
+A draft's place may have alternatives, which the target reads as well (alternatives.py): where one of them is recovered,
+its row gives one more token, as a round without drafts would.
+
 One round of one sequence, whose tokens are [a b c]; the target's cache holds a and b (`target_cached` 2), c is pending:
 
     draft   d, e                          at most max_drafts tokens, after c; here gamma is 2
@@ -22,6 +25,7 @@ The main fields of a `Sequence` (sequence.py):
 and of a `Proposal` (proposal.py), its drafts of the round:
 
     drafts              in order, each with its token, drafter, and the distribution q that it was sampled from
+    alternatives        of the drafts; `n_rows` counts both
     tokens, q           these of all drafts, as lists; and `drafted_by`, likewise
     noise               the random numbers of the round
 """
@@ -87,6 +91,8 @@ class Outcome(NamedTuple):
         is_decode_round: whether it decided tokens, and its prefill was over before.
         drafted_by: the drafter of each verified draft.
         n_accepted: how many of them were accepted.
+        n_alternatives: how many alternatives the target has read beside them.
+        adopted: whether one of these was recovered, so that the round decided one more token.
         error: why the sequence failed.
     """
 
@@ -96,6 +102,8 @@ class Outcome(NamedTuple):
     is_decode_round: bool = False
     drafted_by: abc.Sequence[DrafterName] = ()
     n_accepted: int = 0
+    n_alternatives: int = 0
+    adopted: bool = False
     error: Exception | None = None
 
 
@@ -140,7 +148,13 @@ def run_round(
     # Tokens that a row attends to: the longest sequence's with our kernels, all slots' with llama.cpp's.
     kv_len = target.kv_len([plan.sequence.slot for plan in plans])
     # Adds drafts to the proposals, as long as that is worth its time (controller.py).
-    drafters.propose(proposals, sum(plan.rows for plan in plans), kv_len, awaiting_first_token)
+    drafters.propose(
+        proposals,
+        sum(plan.rows for plan in plans),
+        kv_len,
+        awaiting_first_token,
+        max_alternatives=target.max_alternatives,
+    )
     drafted = clock()
     logits = target.forward(_batch(plans, proposals))
     passed = clock()
@@ -149,14 +163,14 @@ def run_round(
         Work(
             decoding=plan.sequence.decoding,
             rows=plan.rows,
-            drafts=len(proposal.drafts),
+            drafts=proposal.n_rows,
             draft_model_seconds=proposal.draft_model_seconds,
         )
         for plan, proposal in zip(plans, proposals, strict=True)
     ]
     outcomes, first = {}, 0
     for plan, proposal, charge in zip(plans, proposals, charges(works, cost, kv_len), strict=True):
-        end = first + plan.rows_with_logits + len(proposal.drafts)
+        end = first + plan.rows_with_logits + proposal.n_rows
         outcomes[plan.sequence] = _apply(target, drafters, plan, proposal, logits[first:end], charge=charge)
         first = end
     done = clock()
@@ -174,7 +188,7 @@ def _noise(sequence: Sequence) -> Noise:
 
 
 def _batch(plans: list[Plan], proposals: list[Proposal]) -> list[Row]:
-    """Each sequence's pending tokens and then its draft tokens."""
+    """Each sequence's pending tokens, then its draft tokens, then their alternatives."""
     rows = []
     for plan, proposal in zip(plans, proposals, strict=True):
         sequence = plan.sequence
@@ -182,6 +196,8 @@ def _batch(plans: list[Plan], proposals: list[Proposal]) -> list[Row]:
         tokens = sequence.tokens[first : first + plan.rows] + proposal.tokens
         without_logits = plan.rows - plan.rows_with_logits
         rows += [Row(token, sequence.slot, first + i, i >= without_logits) for i, token in enumerate(tokens)]
+        after = first + plan.rows
+        rows += [Row(one.token, sequence.slot, after + one.index, True, True) for one in proposal.alternatives]
     return rows
 
 
@@ -199,24 +215,33 @@ def _apply(
     Afterwards the caches hold what is decided, but for its last token. An error leaves them to the caller.
     """
     sequence, was_decoding = plan.sequence, plan.sequence.decoding
-    outcome = Outcome(sequence.generated, sequence.target_cached, charge)
+    outcome = Outcome(sequence.generated, sequence.target_cached, charge, n_alternatives=len(proposal.alternatives))
+    # The first rows belong to a prompt that is scored, the last ones to alternatives.
+    verified = logits[-1 - proposal.n_rows : logits.shape[0] - len(proposal.alternatives)]
     try:
         if plan.scores_rows:
             _score_prompt(sequence, logits[: plan.rows])
         if not plan.decides:
             sequence.target_cached += plan.rows
             return outcome
-        # The last rows: those before belong to a prompt that is scored.
-        n_accepted = _decide(drafters.controller, proposal, logits[-1 - len(proposal.drafts) :])
+        n_accepted = _decide(drafters.controller, proposal, verified)
+        drafters.truncate(sequence, sequence.target_cached)
+        adopted = proposal.recovered_alternative(n_accepted, sequence.tokens[-1])
+        if adopted is not None:
+            # What the next round without drafts would do, whose row the target has read already.
+            target.adopt(sequence.slot, adopted)
+            row = logits.shape[0] - len(proposal.alternatives) + adopted
+            _decide(drafters.controller, Proposal(sequence, 0, _noise(sequence)), logits[row : row + 1])
     except (FloatingPointError, ConstraintError) as error:
         return outcome._replace(error=error)
     target.truncate(sequence.slot, sequence.target_cached)
-    drafters.truncate(sequence, sequence.target_cached)
     n_decided = sequence.generated - outcome.generated_before
     if not was_decoding or not n_decided:
         return outcome
     drafters.controller.balance(sequence).count_round(n_decided, charge, proposal)
-    return outcome._replace(is_decode_round=True, drafted_by=proposal.drafted_by, n_accepted=n_accepted)
+    return outcome._replace(
+        is_decode_round=True, drafted_by=proposal.drafted_by, n_accepted=n_accepted, adopted=adopted is not None
+    )
 
 
 def _decide(controller: Controller, proposal: Proposal, logits: FloatArray) -> int:

@@ -168,10 +168,14 @@ def summarise(paths: Sequence[Path]) -> Report:
 
 
 def pieces(entry: dict[str, Any]) -> list[Piece]:
-    """Return the tokens that a round emitted: accepted drafts and the target's own; undecoded bytes as in the trace."""
+    """Return the tokens that a round emitted: accepted drafts and the target's own; undecoded bytes as in the trace.
+
+    After a recovered token that the target had read as an alternative comes a bonus token.
+    """
     accepted, drafts = entry["accepted"], len(entry["drafts"])
     last = "plain" if not drafts else "bonus" if accepted == drafts else "recovered"
-    return [Piece(text, "accepted" if i < accepted else last) for i, text in enumerate(entry["text"])]
+    kinds = ["accepted"] * accepted + [last, "bonus"]
+    return [Piece(text, kind) for text, kind in zip(entry["text"], kinds, strict=False)]
 
 
 def whole_characters(written: list[Piece]) -> list[Piece]:

@@ -222,6 +222,7 @@ class GenerationResponse(Response, Generic[AnyRequest]):
                 name: {"drafted": drafted, "accepted": stats.accepted_by[name]}
                 for name, drafted in stats.drafted_by.items()
             },
+            "alternatives": {"read": stats.alternatives, "adopted": stats.adopted},
             "seconds": {
                 "prefill": round(stats.prefill_seconds, 6),
                 "draft": round(stats.draft_seconds, 6),

@@ -118,6 +118,13 @@ class DrafterCounts(TypedDict):
     accepted: int
 
 
+class AlternativeCounts(TypedDict):
+    """Tokens that the target read as alternatives to drafts, and those of them that it adopted."""
+
+    read: int
+    adopted: int
+
+
 class Seconds(TypedDict):
     """The request's share of the time; `plain_estimate` is the estimate for decoding without drafts."""
 
@@ -139,6 +146,7 @@ class Speculation(TypedDict):
     mean_acceptance_length: float
     gamma_histogram: dict[str, int]
     drafters: dict[str, DrafterCounts]
+    alternatives: AlternativeCounts
     seconds: Seconds
     estimated_speedup: float | None
 

@@ -1,0 +1,86 @@
+"""Alternatives: tokens that may be recovered in place of a rejected draft, read by the target beside the drafts.
+
+Where a further row costs the target's pass next to nothing, the target also reads the draft model's second and third
+choices. If the rule recovers one of them, its row of logits is there already, and the round decides one token more, as
+the next round would without drafts (round.py). The rules know nothing of it, so the distribution is the target's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import abc
+
+import numpy as np
+
+from specserve.sampling.distribution import FloatArray
+from specserve.speculation.acceptance import Acceptance
+from specserve.speculation.controller import RoundCosts
+from specserve.speculation.proposal import Alternative, Draft, Proposal
+from specserve.speculation.rejection import RULES, likeliest
+
+# Alternatives to a draft that are considered: 1 instead of 2 is slower by .02 of plain decoding on average where eight
+# rows cost as much as one, and by .003 where they cost half as much again (benchmarks/simulate.py).
+_CHOICES = 2
+# What an alternative has to gain beside its row, in tokens: it takes .1 ms of bookkeeping in the KV cache.
+_LEAST_GAIN = 0.005
+
+
+def note_possible(
+    proposal: Proposal, logits: FloatArray, draft: Draft, probability: float, acceptance: Acceptance
+) -> None:
+    """Note what could be recovered in place of a draft: the draft model's next choices.
+
+    Args:
+        proposal: without the draft.
+        logits: that a greedy draft is the argmax of, shape (vocabulary,).
+        draft: by the model.
+        probability: that it is accepted.
+        acceptance: estimates how likely a choice is recovered.
+    """
+    sequence, index = proposal.sequence, len(proposal.drafts)
+    greedy = draft.q is None
+    values, excluded = (logits, -np.inf) if draft.q is None else (draft.q, 0.0)
+    guess = likeliest if greedy else RULES[sequence.speculation.verification].guess
+    best = float(values[draft.token])
+    # That the draft is the first to be rejected and no choice so far is recovered; and what their probabilities leave.
+    rejected, left = proposal.reached * (1 - probability), 1 - (draft.confidence if greedy else best)
+    chosen = [(draft.token, best)]
+    values[draft.token] = excluded
+    while len(chosen) <= _CHOICES and rejected >= _LEAST_GAIN and left > 0:
+        token = guess(values, index, proposal.noise)
+        value = float(values[token])
+        if value <= excluded:
+            # No token is left.
+            break
+        mass = draft.confidence * math.exp(value - best) if greedy else value
+        share = min(1.0, mass / left)
+        gain = rejected * acceptance.of_alternative(sequence, share)
+        proposal.possible.append(Alternative(index, token, share, gain))
+        rejected, left = rejected - gain, left - mass
+        chosen.append((token, value))
+        values[token] = excluded
+    for token, value in chosen:
+        values[token] = value
+
+
+def choose_alternatives(proposals: abc.Sequence[Proposal], most: int, rows: int, costs: RoundCosts) -> None:
+    """Let the target read the alternatives that are likely to be recovered, as many as pay for their rows.
+
+    Args:
+        proposals: with all their drafts, which have left rows to them or not (`Proposal.remaining`).
+        most: alternatives that the pass may have.
+        rows: of the target's pass by now.
+        costs: of this round.
+    """
+    possible = [(one, proposal) for proposal in proposals for one in proposal.possible]
+    possible.sort(key=lambda pair: pair[0].gain, reverse=True)
+    base = costs.target_pass(rows)
+    expected, length, best = 0.0, 0, 0.0
+    for n, (one, _) in enumerate(possible[:most], 1):
+        expected += one.gain - _LEAST_GAIN
+        gain = expected - costs.tokens_per_second * (costs.target_pass(rows + n) - base)
+        if gain > best:
+            length, best = n, gain
+    for one, proposal in possible[:length]:
+        if proposal.remaining > 0:
+            proposal.alternatives.append(one)

@@ -1,0 +1,169 @@
+"""Alternatives to drafts: which are considered, which are read, and what a round gains by one that is recovered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from constraints import Alternating
+from costs import flat
+from fake_pair import ENDLESS, GREEDY, FakePair, RecordingObserver
+from specserve.sampling.distribution import FloatArray, to_distribution
+from specserve.sampling.noise import Noise
+from specserve.sequence import SamplingParams, Sequence, SpeculationParams, Verification
+from specserve.speculation.acceptance import Acceptance
+from specserve.speculation.alternatives import choose_alternatives, note_possible
+from specserve.speculation.controller import RoundCosts
+from specserve.speculation.proposal import Alternative, Draft, Proposal
+from specserve.speculation.rejection import RULES, sample_coupled
+
+WIDTH = 40
+UNLIKELY_ACCEPTED = 0.2
+
+
+def proposal_of(sampling: SamplingParams, verification: Verification = "block", max_drafts: int = 8) -> Proposal:
+    sequence = Sequence([1], sampling, SpeculationParams(16, verification, mode="auto"), max_tokens=100)
+    return Proposal(sequence, max_drafts, Noise(7, 0, 0, 0))
+
+
+def possible_after(proposal: Proposal, logits: FloatArray, acceptance: float = UNLIKELY_ACCEPTED) -> list[Alternative]:
+    """The alternatives to the draft that is chosen by these logits, which are unchanged afterwards."""
+    sampling, before = proposal.sequence.sampling, logits.copy()
+    q = to_distribution(logits, sampling) if sampling.temperature else None
+    kept = None if q is None else q.copy()
+    rule = RULES[proposal.sequence.speculation.verification]
+    token = int(np.argmax(logits)) if q is None else rule.sample(q, 0, proposal.noise)
+    note_possible(proposal, logits, Draft(token, q, "model", 0.4), acceptance, Acceptance())
+    assert np.array_equal(logits, before)
+    if q is not None and kept is not None:
+        assert np.array_equal(q, kept)
+    assert token not in [one.token for one in proposal.possible]
+    return proposal.possible
+
+
+@pytest.fixture
+def logits() -> FloatArray:
+    return np.random.default_rng(3).normal(size=WIDTH).astype(np.float32)
+
+
+def test_a_greedy_drafts_alternatives_are_the_next_most_probable_tokens(logits: FloatArray) -> None:
+    first, second = possible_after(proposal_of(GREEDY), logits)
+    assert [first.token, second.token] == np.argsort(-logits)[1:3].tolist()
+    assert first.gain > second.gain > 0
+
+
+def test_coupled_alternatives_are_what_the_race_gives_without_the_tokens_before(logits: FloatArray) -> None:
+    proposal = proposal_of(SamplingParams(temperature=1), "coupled")
+    found = possible_after(proposal, logits)
+    q = to_distribution(logits, proposal.sequence.sampling)
+    expected = []
+    for _ in range(3):
+        expected.append(sample_coupled(q, 0, proposal.noise))
+        q[expected[-1]] = 0
+    assert [one.token for one in found] == expected[1:]
+
+
+def test_a_draft_that_is_nearly_certain_or_the_only_token_has_no_alternatives(logits: FloatArray) -> None:
+    assert possible_after(proposal_of(GREEDY), logits, acceptance=0.999) == []
+    only = np.full(WIDTH, -np.inf, np.float32)
+    only[5] = 1.0
+    for sampling in (GREEDY, SamplingParams(temperature=1)):
+        assert possible_after(proposal_of(sampling), only) == []
+
+
+def costs_of(target: list[float], rate: float) -> RoundCosts:
+    return RoundCosts(lambda rows: target[rows], lambda _rows: 0.0, rate)
+
+
+@given(
+    gains=st.lists(st.lists(st.floats(0.0, 0.6), max_size=4), min_size=1, max_size=3),
+    target=st.lists(st.floats(0.1, 1.3), min_size=20, max_size=20).map(sorted),
+    rate=st.floats(0.1, 3),
+    most=st.integers(0, 6),
+)
+def test_the_alternatives_with_the_largest_gain_net_of_their_rows_are_read(
+    gains: list[list[float]], target: list[float], rate: float, most: int
+) -> None:
+    """Against every number of alternatives; of that many, the likeliest are best whatever rows cost."""
+    proposals = []
+    for several in gains:
+        proposals.append(proposal_of(GREEDY))
+        proposals[-1].possible = [Alternative(0, n, 0.5, gain) for n, gain in enumerate(several)]
+    choose_alternatives(proposals, most, 1, costs_of(target, rate))
+    ordered = sorted((gain for several in gains for gain in several), reverse=True)[:most]
+
+    def net(count: int) -> float:
+        return sum(ordered[:count]) - 0.005 * count - rate * (target[1 + count] - target[1])
+
+    chosen = [one.gain for proposal in proposals for one in proposal.alternatives]
+    assert sorted(chosen, reverse=True) == ordered[: len(chosen)]
+    assert net(len(chosen)) == pytest.approx(max(map(net, range(len(ordered) + 1))))
+
+
+def test_alternatives_take_no_more_rows_than_the_drafts_have_left() -> None:
+    proposal = proposal_of(GREEDY, max_drafts=2)
+    proposal.add(Draft(9, None, "model", 0.5), 0.5)
+    proposal.possible = [Alternative(0, token, 0.5, 0.4) for token in (1, 2, 3)]
+    choose_alternatives([proposal], 8, 1, costs_of([1.0] * 20, 1.0))
+    assert [one.token for one in proposal.alternatives] == [1]
+    assert proposal.remaining == 0
+
+
+@pytest.mark.parametrize("sampling", [ENDLESS, replace(ENDLESS, temperature=1, seed=5)])
+def test_recovered_alternatives_give_the_same_text_in_fewer_rounds(sampling: SamplingParams) -> None:
+    """Each saves a round: the same drafts are made without them."""
+    answers, rounds, adopted = [], [], []
+    for most in (0, 8):
+        pair = FakePair(costs=(flat(), flat(0.3)), blend=0.45)
+        pair.target.max_alternatives = most
+        generation = pair.submit(
+            [1, 2, 3], gamma=8, mode="auto", verification="coupled", sampling=sampling, max_tokens=300
+        )
+        pair.run()
+        answers.append(generation.answer)
+        rounds.append(generation.stats.rounds)
+        adopted.append(generation.stats.adopted)
+        assert generation.stats.decided == generation.stats.accepted + rounds[-1] + adopted[-1]
+    assert answers[0] == answers[1]
+    assert adopted[0] == 0
+    assert adopted[1] > 20
+    assert rounds[1] < 0.9 * rounds[0]
+
+
+def test_a_fixed_number_of_drafts_has_no_alternatives() -> None:
+    pair = FakePair(costs=(flat(), flat(0.01)), blend=0.45)
+    stats = pair.submit([1, 2, 3], gamma=8, sampling=ENDLESS, max_tokens=100).stats
+    pair.run()
+    assert stats.drafted > 0
+    assert stats.alternatives == 0
+
+
+def test_log_probabilities_sources_and_records_count_the_token_after_an_alternative() -> None:
+    observer = RecordingObserver()
+    pair = FakePair(costs=(flat(), flat(0.3)), blend=0.45, observers=[observer])
+    generation = pair.submit(
+        [1, 2, 3], gamma=8, mode="auto", sampling=ENDLESS, max_tokens=60, top_logprobs=1, keeps_sources=True
+    )
+    pair.run()
+    assert [score.token for score in generation.scores] == generation.answer
+    # Greedy: each is the most probable token by the scores at its own position.
+    assert all(score.top[0][0] == score.token for score in generation.scores)
+    assert len(generation.sources) == len(generation.answer)
+    assert sum(record.adopted for record in observer.rounds) == generation.stats.adopted > 0
+    for record in observer.rounds:
+        assert len(record.tokens) == record.accepted + 1 + record.adopted
+        assert record.alternatives >= record.adopted
+
+
+def test_an_alternative_whose_next_mask_is_not_known_is_decided_alone() -> None:
+    """A grammar: the masks after alternatives are computed only where one is recovered."""
+    plain, pair = (FakePair(costs=(flat(), flat(0.3)), blend=0.45) for _ in range(2))
+    expected = plain.submit([1, 2], gamma=0, mode="off", constraint=Alternating(24), max_tokens=40)
+    plain.run()
+    found = pair.submit([1, 2], gamma=8, mode="auto", constraint=Alternating(24), max_tokens=40)
+    pair.run()
+    assert found.answer == expected.answer

@@ -214,7 +214,7 @@ class Acceptance:
             return
         calibration = self._calibration(proposal.sequence, "alternative")
         for one in proposal.possible:
-            if one.index == n_accepted:
+            if one.draft_index == n_accepted:
                 hit = one.token == decided[n_accepted]
                 calibration.learn(one.confidence, float(hit))
                 if hit:

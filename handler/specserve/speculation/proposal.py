@@ -39,18 +39,18 @@ class Refused(NamedTuple):
 
 
 class Alternative(NamedTuple):
-    """A token that may be recovered where the draft at `index` is the first to be rejected.
+    """A token that may be recovered where the draft at `draft_index` is the first to be rejected.
 
     The target reads it beside the drafts (round.py). Each is the draft model's next choice after the draft itself.
 
     Args:
-        index: of the draft.
+        draft_index: of the draft.
         token: another than the draft's.
         confidence: its probability among all tokens but the draft's and the alternatives before it.
         gain: the estimated probability that it is recovered; the round then gives one token more.
     """
 
-    index: int
+    draft_index: int
     token: int
     confidence: float
     gain: float
@@ -124,7 +124,7 @@ class Proposal:
 
     def recovered_alternative(self, n_accepted: int, token: int) -> int | None:
         """The number of the alternative that holds the token after the accepted drafts; None if no one does."""
-        places = [(one.index, one.token) for one in self.alternatives]
+        places = [(one.draft_index, one.token) for one in self.alternatives]
         return places.index((n_accepted, token)) if (n_accepted, token) in places else None
 
     @property

@@ -197,7 +197,7 @@ def _batch(plans: list[Plan], proposals: list[Proposal]) -> list[Row]:
         without_logits = plan.rows - plan.rows_with_logits
         rows += [Row(token, sequence.slot, first + i, i >= without_logits) for i, token in enumerate(tokens)]
         after = first + plan.rows
-        rows += [Row(one.token, sequence.slot, after + one.index, True, True) for one in proposal.alternatives]
+        rows += [Row(one.token, sequence.slot, after + one.draft_index, True, True) for one in proposal.alternatives]
     return rows
 
 

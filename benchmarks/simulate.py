@@ -228,7 +228,7 @@ class Simulation:
         draft: CostTable,
         speculation: SpeculationParams,
         *,
-        window: int = 256,
+        window: int = 128,
         slots: int = 1,
         max_wait_seconds: float = math.inf,
     ) -> None:

@@ -75,7 +75,7 @@ class SpeculationConfig(_Section):
     gamma: int = Field(default=3, ge=1, le=32, description="Draft tokens per round in mode fixed.")
     max_gamma: int = Field(default=16, ge=1, le=32, description="The most draft tokens per round.")
     window: int = Field(
-        default=256,
+        default=128,
         ge=16,
         description="Tokens before the end of a sequence that the draft model prefills when it joins late.",
     )

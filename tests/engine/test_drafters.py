@@ -62,7 +62,7 @@ def test_a_sequence_drafts_when_so_few_are_left_that_the_draft_model_pays() -> N
     expected = pair.controller.acceptance.of(long).next_acceptance
     pair.run_until(lambda: long.generated > 15)
     assert long.stats.drafted == 0
-    # The target's confidence is not computed where not even certain drafts pay.
+    # The target's confidence is not computed where not even likely drafts pay.
     assert pair.controller.acceptance.of(long).next_acceptance == expected
     pair.run(long)
     assert long.stats.accepted > 40

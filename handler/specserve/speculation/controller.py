@@ -43,10 +43,10 @@ from specserve.speculation.cost import Cost
 SHORT_CATCH_UP = 4
 # The seconds of a long catch-up count 1.95 times (benchmarks/RESULTS.md, decisions). They are spread over the
 # tokens that are expected to follow: after n tokens n + 48 more, but at most 16 n, since a short answer may end soon,
-# and at most `remaining`. A grammar's answer is often a label of a few tokens: 4 n (an empty list was at .67 of plain
+# and at most `remaining`. A grammar's answer is often a label of a few tokens: 2 n (an empty list was at .67 of plain
 # decoding's speed, prefill included; benchmarks/decode.py --families schema, Zen 5).
 _CATCH_UP_MARGIN = 1.95
-_GROWTH, _GRAMMAR_GROWTH, _HORIZON = 16, 4, 48
+_GROWTH, _GRAMMAR_GROWTH, _HORIZON = 16, 2, 48
 
 
 class RoundCosts(NamedTuple):

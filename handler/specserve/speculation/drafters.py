@@ -32,6 +32,10 @@ from specserve.speculation.rejection import RULES
 
 logger = logging.getLogger(__name__)
 
+# An acceptance probability that few sequences have, and hardly several at once; and how many such drafts are tried:
+# where so many do not pay, more do not either.
+_LIKELY, _FEW = 0.95, 4
+
 
 class Drafters:
     """All drafters, and the controller that weighs them.
@@ -94,12 +98,12 @@ class Drafters:
             return
         decoding = [proposal.sequence for proposal in proposals if proposal.sequence.decoding]
         costs = self.controller.costs(decoding, kv_len, self.draft_kv_len(decoding), awaiting_first_token)
-        # Beside many sequences not even certain drafts pay; what only the model needs is then not computed: 1 % of a
-        # round of eight.
+        # Beside many sequences not even likely drafts pay; what only the model needs is then not computed: 3 % of a
+        # round of eight (Zen 5).
         auto = [proposal for proposal in drafting if proposal.sequence.speculation.is_auto]
-        certain = [Candidate(reached=1.0, acceptance=1.0, charged_rows=1, most=one.max_drafts) for one in auto]
+        likely = [Candidate(1.0, _LIKELY, charged_rows=1, most=min(_FEW, one.max_drafts)) for one in auto]
         added = _added(costs, len(drafting) - len(auto))
-        model_may_pay = self._model is not None and choose_for_model(certain, rows, added)[1] > 0
+        model_may_pay = self._model is not None and choose_for_model(likely, rows, added)[1] > 0
         for proposal in auto:
             proposal.model_may_pay = model_may_pay
         for proposal in drafting:

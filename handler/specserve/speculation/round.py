@@ -17,7 +17,7 @@ The main fields of a `Sequence` (sequence.py):
     remaining           how many more may be decided
     target_cached       how many leading tokens the target's cache holds
     target_pending      how many it has not been fed: 1 while decoding
-    round_number        how many rounds have decided tokens
+    round_number        how many rounds have decided tokens; one that adopts an alternative counts twice
     deferrals           rounds in a row that have decided nothing: a round's time for grammar masks is limited, and a
                         sequence without its mask waits for the next round
     speculation.mode    off (no drafts), fixed (a number of them) or auto (the controller's choice)

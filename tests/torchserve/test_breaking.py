@@ -146,10 +146,11 @@ def test_a_client_that_does_not_read_its_stream_delays_no_other(server: Server) 
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         slow.connect(("127.0.0.1", server.port))
         slow.sendall(head.encode() + body)
-        until(lambda: sequences(server)[0] >= 1, "a live stream")
+        slow.settimeout(END_SECONDS)
+        # Wait for the stream to begin, without reading it.
+        assert slow.recv(1, socket.MSG_PEEK)
         assert read(server, {**LONG, "max_tokens": 100})[1] is None
         until(lambda: sequences(server) == (0, 0), "the end of the stream that nobody reads")
-        slow.settimeout(END_SECONDS)
         got = b""
         # TorchServe keeps the connection open; the stream ends with an empty chunk.
         while not got.endswith(b"\r\n0\r\n\r\n"):

@@ -176,7 +176,8 @@ def test_time_is_worth_plain_decoding_times_the_measured_speedup() -> None:
     controller = Controller(stairs(), flat(0.1))
     one, other = sequence(), sequence()
     assert controller.costs([one], 0, 0).tokens_per_second == pytest.approx(1.0)
-    assert controller.costs([one, other], 0, 0).tokens_per_second == pytest.approx(2 / 1.7)
+    # What one drafts in vain, the other waits for as well.
+    assert controller.costs([one, other], 0, 0).tokens_per_second == pytest.approx(1.2 * 2 / 1.7)
     for _ in range(20):
         count_round(controller.balance(one), 4, extra_seconds=1.0)
     assert controller.costs([one], 0, 0).tokens_per_second == pytest.approx(2.0)

@@ -47,6 +47,8 @@ SHORT_CATCH_UP = 4
 # decoding's speed, prefill included; benchmarks/decode.py --families schema, Zen 5).
 _CATCH_UP_MARGIN = 1.95
 _GROWTH, _GRAMMAR_GROWTH, _HORIZON = 16, 2, 48
+# Time counts so much more where sequences share it: what one drafts in vain, all wait for.
+_SHARED_MARGIN = 1.2
 
 
 class RoundCosts(NamedTuple):
@@ -105,7 +107,7 @@ class Controller:
         """What passes cost in this round, and what its time is worth.
 
         `tokens_per_second`, v above: the sum of the sequences' speed-ups (`Balance.speedup`), and 1 for each that
-        awaits its first token, divided by the seconds of a pass without drafts.
+        awaits its first token, divided by the seconds of a pass without drafts; with several sequences 1.2 times that.
 
         Args:
             decoding: the sequences that decode in this round, at least one.
@@ -116,10 +118,11 @@ class Controller:
         plain_seconds = self.target_cost.seconds(len(decoding), target_kv_len)
         draft_cost = self.draft_cost
         speedups = [self.balance(sequence).speedup for sequence in decoding]
+        margin = _SHARED_MARGIN if len(decoding) > 1 else 1.0
         return RoundCosts(
             target_pass=lambda rows: self.target_cost.seconds(rows, target_kv_len),
             draft_pass=(lambda rows: draft_cost.seconds(rows, draft_kv_len)) if draft_cost else (lambda _rows: 0.0),
-            tokens_per_second=(sum(speedups) + awaiting_first_token) / plain_seconds,
+            tokens_per_second=margin * (sum(speedups) + awaiting_first_token) / plain_seconds,
             awaiting_first_token=awaiting_first_token,
         )
 

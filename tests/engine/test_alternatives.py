@@ -159,8 +159,7 @@ def test_log_probabilities_sources_and_records_count_the_token_after_an_alternat
         assert record.alternatives >= record.adopted
 
 
-def test_an_alternative_whose_next_mask_is_not_known_is_decided_alone() -> None:
-    """A grammar: the masks after alternatives are computed only where one is recovered."""
+def test_an_answer_under_a_grammar_is_the_same_with_alternatives() -> None:
     plain, pair = (FakePair(costs=(flat(), flat(0.3)), blend=0.45) for _ in range(2))
     expected = plain.submit([1, 2], gamma=0, mode="off", constraint=Alternating(24), max_tokens=40)
     plain.run()

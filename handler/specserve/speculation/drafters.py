@@ -98,8 +98,8 @@ class Drafters:
             return
         decoding = [proposal.sequence for proposal in proposals if proposal.sequence.decoding]
         costs = self.controller.costs(decoding, kv_len, self.draft_kv_len(decoding), awaiting_first_token)
-        # Beside many sequences not even likely drafts pay; what only the model needs is then not computed: 3 % of a
-        # round of eight (Zen 5).
+        # Beside many sequences not even likely drafts pay; what only the model needs is then not computed: 1 % of a
+        # round of eight.
         auto = [proposal for proposal in drafting if proposal.sequence.speculation.is_auto]
         likely = [Candidate(1.0, _LIKELY, charged_rows=1, most=min(_FEW, one.max_drafts)) for one in auto]
         added = _added(costs, len(drafting) - len(auto))

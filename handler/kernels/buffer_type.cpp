@@ -46,7 +46,7 @@ const Kernels & kernels_of(const ggml_tensor * weights) {
 
 Weights described(const ggml_tensor * tensor) {
     return {static_cast<Format>(format_of(tensor->type)), tensor->ne[0], tensor->ne[1],
-            static_cast<const uint8_t *>(tensor->data)};
+            static_cast<const uint8_t *>(tensor->data), library().non_temporal};
 }
 
 int64_t panels_of(const Weights & w, const Kernels & kernels) {

@@ -67,6 +67,9 @@ EXPORT const char * specserve_use(const char * variant) {
 // attention is ours: with any format it is.
 EXPORT void specserve_take(unsigned formats) { library().formats = formats; }
 
+// How products prefetch weights from now on: see library.h. Their results are the same.
+EXPORT void specserve_prefetch(int non_temporal) { library().non_temporal = non_temporal != 0; }
+
 // From now on passes compute these ascending groups of 16 columns of the head, the product that llama.cpp names
 // result_output; other columns are minus infinity. Null for the whole head. The array must outlive the passes.
 EXPORT void specserve_compute_head(const int32_t * groups, int64_t count) {

@@ -29,9 +29,9 @@ namespace {
 using namespace specserve;
 
 constexpr int kVector = 4 * kLanes;  // bytes of a register
-// Few rows are limited by memory: weights and scales are asked for, into the second-level cache, so many bytes before
-// they are needed. A pass of one row of the published 1.5B takes 31 ms so on two cores of an EPYC (Zen 4), 34 where
-// scales are not asked for, and 43 with 8 KiB; 16 to 96 KiB are alike.
+// Few rows are limited by memory: weights and scales are asked for so many bytes before they are needed. A pass of one
+// row of the published 1.5B takes 31 ms so on two cores of an EPYC (Zen 4), 34 where scales are not asked for, and 43
+// with 8 KiB; 16 to 96 KiB are alike, also on Zen 5 (24 to 64 KiB with non-temporal prefetches).
 constexpr int kAhead = 32 << 10;
 
 // ---- layout ----
@@ -191,24 +191,44 @@ void quantise(Format format, const float * source, int64_t first, int64_t last, 
 
 // ---- products ----
 
-template <int64_t bytes> inline void prefetch(const uint8_t * weights) {
+template <bool non_temporal, int64_t bytes> inline void prefetch(const uint8_t * weights) {
     for (int64_t i = 0; i < bytes; i += 64) {
-        _mm_prefetch(reinterpret_cast<const char *>(weights + kAhead + i), _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char *>(weights + kAhead + i), non_temporal ? _MM_HINT_NTA : _MM_HINT_T1);
     }
 }
 
 template <int rows> using Sums = Floats[rows];
 
+// For every row: dot products of `vectors` x 4 weights with its activations, added to start(row) and given to
+// add(row, sum). The dot products of a row wait for each other, so those of kChains rows are interleaved.
+template <int rows, int vectors, int largest_weight, typename Start, typename Add>
+inline void for_rows(const Ints * weights, const int8_t * activations, Start start, Add add) {
+    UNROLL
+    for (int first = 0; first < rows; first += kChains) {
+        const int count = rows - first < kChains ? rows - first : kChains;
+        Ints sums[kChains];
+        UNROLL
+        for (int c = 0; c < count; c++) {
+            sums[c] = start(first + c);
+        }
+        dot<vectors, largest_weight>(sums, count, weights, activations + 32 * first);
+        UNROLL
+        for (int c = 0; c < count; c++) {
+            add(first + c, to_float(sums[c]));
+        }
+    }
+}
+
 // q4_0 and q8_0: one scale a block of 32, for weights and for activations.
-template <Format format, int rows>
+template <Format format, int rows, bool non_temporal>
 inline void multiply_32(const uint8_t * weights, const uint8_t * side, int64_t k, const Tile & tile, Sums<rows> & out) {
     constexpr bool nibbles = format == Format::q4_0;
     const int8_t * values = tile.values;
     const float * scales = tile.scales;
     const int32_t * sums = tile.sums;
     for (int64_t block = 0; block < k / 32; block++) {
-        prefetch<weight_bytes(format)>(weights);
-        prefetch<side_bytes(format)>(side);
+        prefetch<non_temporal, weight_bytes(format)>(weights);
+        prefetch<non_temporal, side_bytes(format)>(side);
         Ints w[8];
         UNROLL
         for (int v = 0; v < 8; v++) {
@@ -220,11 +240,9 @@ inline void multiply_32(const uint8_t * weights, const uint8_t * side, int64_t k
             }
         }
         const Floats d = halves(side);
-        UNROLL
-        for (int r = 0; r < rows; r++) {
-            const Ints sum = dot<8, nibbles ? 15 : 128>(all(sums[r]), w, values + 32 * r);
-            out[r] = fma(to_float(sum), mul(d, all(scales[r])), out[r]);
-        }
+        for_rows<rows, 8, nibbles ? 15 : 128>(
+            w, values, [=](int r) { return all(sums[r]); },
+            [=, &out](int r, Floats sum) { out[r] = fma(sum, mul(d, all(scales[r])), out[r]); });
         weights += weight_bytes(format);
         side += side_bytes(format);
         values += 32 * rows;
@@ -234,14 +252,14 @@ inline void multiply_32(const uint8_t * weights, const uint8_t * side, int64_t k
 }
 
 // q4_k: weight = d x scale x nibble - dmin x minimum, with a scale and a minimum a sub-block of 32.
-template <int rows>
+template <int rows, bool non_temporal>
 inline void multiply_q4_k(const uint8_t * weights, const uint8_t * side, int64_t k, const Tile & tile,
                           Sums<rows> & out) {
     const int8_t * values = tile.values;
     const float * scales = tile.scales;
     const int32_t * sums = tile.sums;
     for (int64_t block = 0; block < k / 256; block++) {
-        prefetch<side_bytes(Format::q4_k)>(side);
+        prefetch<non_temporal, side_bytes(Format::q4_k)>(side);
         const Floats d = halves(side);
         const Ints a = load(side + kVector);
         const Ints b = load(side + 2 * kVector);
@@ -264,7 +282,7 @@ inline void multiply_q4_k(const uint8_t * weights, const uint8_t * side, int64_t
         for (int j = 0; j < 8; j++) {
             const uint8_t * pair = weights + (j / 2) * 8 * kVector;
             if (j % 2 == 0) {
-                prefetch<8 * kVector>(pair);
+                prefetch<non_temporal, 8 * kVector>(pair);
             }
             Ints w[8];
             UNROLL
@@ -273,10 +291,9 @@ inline void multiply_q4_k(const uint8_t * weights, const uint8_t * side, int64_t
                 w[v] = j % 2 == 0 ? low_nibbles(both) : high_nibbles(both);
             }
             const Floats s = mul(d, to_float(widen_unsigned(scale + j * kLanes)));
-            UNROLL
-            for (int r = 0; r < rows; r++) {
-                sub[r] = fma(to_float(dot<8, 15>(zero_ints(), w, values + 32 * r)), s, sub[r]);
-            }
+            for_rows<rows, 8, 15>(
+                w, values, [](int) { return zero_ints(); },
+                [&sub, s](int r, Floats sum) { sub[r] = fma(sum, s, sub[r]); });
             values += 32 * rows;
         }
         const Floats dmin = halves(side + 2 * kLanes);
@@ -300,14 +317,14 @@ inline void multiply_q4_k(const uint8_t * weights, const uint8_t * side, int64_t
 }
 
 // q6_k: weight = d x scale x (6 bits - 32), with a signed scale a sub-block of 16.
-template <int rows>
+template <int rows, bool non_temporal>
 inline void multiply_q6_k(const uint8_t * weights, const uint8_t * side, int64_t k, const Tile & tile,
                           Sums<rows> & out) {
     const int8_t * values = tile.values;
     const float * scales = tile.scales;
     const int32_t * sums = tile.sums;
     for (int64_t block = 0; block < k / 256; block++) {
-        prefetch<side_bytes(Format::q6_k)>(side);
+        prefetch<non_temporal, side_bytes(Format::q6_k)>(side);
         const Floats d = halves(side + 16 * kLanes);
         Floats sub[rows];
         UNROLL
@@ -318,9 +335,9 @@ inline void multiply_q6_k(const uint8_t * weights, const uint8_t * side, int64_t
             const uint8_t * low = weights + (j / 4) * 24 * kVector + (j % 2) * 8 * kVector;
             const uint8_t * high = weights + (j / 4) * 24 * kVector + 16 * kVector;
             if (j % 4 < 2) {
-                prefetch<8 * kVector>(low);
+                prefetch<non_temporal, 8 * kVector>(low);
             } else if (j % 4 == 2) {
-                prefetch<8 * kVector>(high);
+                prefetch<non_temporal, 8 * kVector>(high);
             }
             Ints w[8];
             UNROLL
@@ -336,12 +353,10 @@ inline void multiply_q6_k(const uint8_t * weights, const uint8_t * side, int64_t
             }
             for (int half = 0; half < 2; half++) {
                 const Floats s = mul(d, to_float(widen_signed(side + (2 * j + half) * kLanes)));
-                UNROLL
-                for (int r = 0; r < rows; r++) {
-                    const Ints start = all(sums[half * rows + r]);
-                    const Ints sum = dot<4, 63>(start, w + 4 * half, values + 32 * r + 16 * half);
-                    sub[r] = fma(to_float(sum), s, sub[r]);
-                }
+                const int32_t * starts = sums + half * rows;
+                for_rows<rows, 4, 63>(
+                    w + 4 * half, values + 16 * half, [=](int r) { return all(starts[r]); },
+                    [&sub, s](int r, Floats sum) { sub[r] = fma(sum, s, sub[r]); });
             }
             values += 32 * rows;
             sums += 2 * rows;
@@ -356,7 +371,7 @@ inline void multiply_q6_k(const uint8_t * weights, const uint8_t * side, int64_t
     }
 }
 
-template <Format format, int rows>
+template <Format format, int rows, bool non_temporal>
 void multiply_tile(const Weights & w, int64_t panel, const Tile & tile, float * out, int64_t stride) {
     const uint8_t * weights = w.data + panel * panel_bytes(format, w.k);
     const uint8_t * side = weights + w.k / block_length(format) * weight_bytes(format);
@@ -366,11 +381,11 @@ void multiply_tile(const Weights & w, int64_t panel, const Tile & tile, float * 
         sums[r] = zero();
     }
     if constexpr (format == Format::q4_k) {
-        multiply_q4_k<rows>(weights, side, w.k, tile, sums);
+        multiply_q4_k<rows, non_temporal>(weights, side, w.k, tile, sums);
     } else if constexpr (format == Format::q6_k) {
-        multiply_q6_k<rows>(weights, side, w.k, tile, sums);
+        multiply_q6_k<rows, non_temporal>(weights, side, w.k, tile, sums);
     } else {
-        multiply_32<format, rows>(weights, side, w.k, tile, sums);
+        multiply_32<format, rows, non_temporal>(weights, side, w.k, tile, sums);
     }
     const int64_t column = panel * kLanes;
     UNROLL
@@ -382,21 +397,27 @@ void multiply_tile(const Weights & w, int64_t panel, const Tile & tile, float * 
 using TileFunction = void (*)(const Weights &, int64_t, const Tile &, float *, int64_t);
 
 // A function for every number of rows, so that loops over rows are unrolled and sums stay in registers.
-template <Format format, int rows = 1>
+template <Format format, bool non_temporal, int rows = 1>
 constexpr TileFunction tile_function(int wanted) {
     if constexpr (rows == kMaxTile) {
-        return multiply_tile<format, rows>;
+        return multiply_tile<format, rows, non_temporal>;
     } else {
-        return wanted == rows ? multiply_tile<format, rows> : tile_function<format, rows + 1>(wanted);
+        return wanted == rows ? multiply_tile<format, rows, non_temporal>
+                              : tile_function<format, non_temporal, rows + 1>(wanted);
     }
+}
+
+template <Format format>
+TileFunction tile_function(const Weights & w, const Tile & tile) {
+    return w.non_temporal ? tile_function<format, true>(tile.rows) : tile_function<format, false>(tile.rows);
 }
 
 void multiply(const Weights & w, int64_t panel, const Tile & tile, float * out, int64_t stride) {
     switch (w.format) {
-        case Format::q4_0: tile_function<Format::q4_0>(tile.rows)(w, panel, tile, out, stride); break;
-        case Format::q8_0: tile_function<Format::q8_0>(tile.rows)(w, panel, tile, out, stride); break;
-        case Format::q4_k: tile_function<Format::q4_k>(tile.rows)(w, panel, tile, out, stride); break;
-        case Format::q6_k: tile_function<Format::q6_k>(tile.rows)(w, panel, tile, out, stride); break;
+        case Format::q4_0: tile_function<Format::q4_0>(w, tile)(w, panel, tile, out, stride); break;
+        case Format::q8_0: tile_function<Format::q8_0>(w, tile)(w, panel, tile, out, stride); break;
+        case Format::q4_k: tile_function<Format::q4_k>(w, tile)(w, panel, tile, out, stride); break;
+        case Format::q6_k: tile_function<Format::q6_k>(w, tile)(w, panel, tile, out, stride); break;
     }
 }
 

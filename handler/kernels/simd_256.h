@@ -58,17 +58,19 @@ inline Ints four_for_all(const int8_t * activations) {
     return _mm256_set1_epi32(four);
 }
 
+// One row at a time: 16 registers have no room for more sums.
+constexpr int kChains = 1;
+
 #ifdef __AVXVNNI__
 
 constexpr int kByteBias = 128;
 inline Ints unsigned_bytes(Ints x) { return _mm256_xor_si256(x, _mm256_set1_epi8(-128)); }
 
 template <int vectors, int largest_weight>
-inline Ints dot(Ints start, const Ints * weights, const int8_t * activations) {
+inline void dot(Ints * sum, int, const Ints * weights, const int8_t * activations) {
     _Pragma("GCC unroll 16") for (int v = 0; v < vectors; v++) {
-        start = _mm256_dpbusd_avx_epi32(start, weights[v], four_for_all(activations + 4 * v));
+        *sum = _mm256_dpbusd_avx_epi32(*sum, weights[v], four_for_all(activations + 4 * v));
     }
-    return start;
 }
 
 inline Ints dot_pairs(Ints start, Ints x, int32_t pair) {
@@ -86,7 +88,7 @@ inline Ints unsigned_bytes(Ints x) { return x; }
 constexpr int sums_that_fit(int largest_weight) { return 32767 / (2 * 127 * largest_weight); }
 
 template <int vectors, int largest_weight>
-inline Ints dot(Ints start, const Ints * weights, const int8_t * activations) {
+inline void dot(Ints * sum, int, const Ints * weights, const int8_t * activations) {
     constexpr bool is_signed = largest_weight == 128;
     constexpr int fit = sums_that_fit(largest_weight);
     constexpr int group = is_signed ? 1 : fit < vectors ? fit : vectors;
@@ -100,9 +102,8 @@ inline Ints dot(Ints start, const Ints * weights, const int8_t * activations) {
                                            : _mm256_maddubs_epi16(weights[i], four);
             pairs = i == v ? product : _mm256_add_epi16(pairs, product);
         }
-        start = _mm256_add_epi32(start, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
-    return start;
 }
 
 inline Ints dot_pairs(Ints start, Ints x, int32_t pair) {

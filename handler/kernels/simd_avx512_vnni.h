@@ -58,19 +58,25 @@ inline void store(float * p, Floats x, int64_t count) {
     }
 }
 
-// The products of `vectors` x 4 weights a lane with as many activations, which are the same for all lanes.
+// Rows whose dot products are interleaved. With 4 instead of 1 products of 16 rows and prefill take 3 to 5 % less time on
+// Zen 5, those of few rows as much.
+constexpr int kChains = 4;
+
+// The products of `vectors` x 4 weights a lane with as many activations of each of `rows` rows, which lie 32 bytes apart
+// and are the same for all lanes.
 //
 // dpbusd broadcasts its operand from memory by itself ({1to16}). GCC 12 makes a vpbroadcastd of its own of the
 // intrinsics: 10.8 cycles for the 8 products, conversion and scaling of a block and row, where 10.0 are possible;
 // 11 to 13 % of the products of 8 to 16 rows (two cores of an EPYC, Zen 4).
 template <int vectors, int largest_weight>
-inline Ints dot(Ints start, const Ints * weights, const int8_t * activations) {
+inline void dot(Ints * sums, int rows, const Ints * weights, const int8_t * activations) {
     struct __attribute__((may_alias, packed)) Four { int32_t bytes; };
     _Pragma("GCC unroll 16") for (int v = 0; v < vectors; v++) {
-        const auto * four = reinterpret_cast<const Four *>(activations + 4 * v);
-        __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(start) : "v"(weights[v]), "m"(*four));
+        _Pragma("GCC unroll 16") for (int r = 0; r < rows; r++) {
+            const auto * four = reinterpret_cast<const Four *>(activations + 32 * r + 4 * v);
+            __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums[r]) : "v"(weights[v]), "m"(*four));
+        }
     }
-    return start;
 }
 
 // Pairs of 16 bits: x0 y0 + x1 y1 in every lane, added to `start`.

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -111,6 +112,16 @@ def test_product_rows_have_the_same_bits_for_any_rows_tiles_and_threads(name: st
             assert np.array_equal(product(name, blocks, x[:rows], threads=threads), alone[:rows])
     fewer = np.ascontiguousarray(blocks[17:])
     assert np.array_equal(product(name, fewer, x[:5]), alone[:5, 17:])
+
+
+@pytest.mark.usefixtures("variant")
+@pytest.mark.parametrize("name", kernels.FORMATS)
+def test_products_have_the_same_bits_with_either_prefetch(name: str) -> None:
+    blocks, x = quantised(name, numbers(7, 300, 768)), numbers(8, 33, 768)
+    kernels.library().specserve_prefetch(0)
+    temporal = product(name, blocks, x, threads=2)
+    kernels.library().specserve_prefetch(1)
+    assert np.array_equal(product(name, blocks, x, threads=2), temporal)
 
 
 @pytest.mark.usefixtures("variant")
@@ -416,6 +427,28 @@ def test_a_format_that_is_slow_once_is_measured_again(monkeypatch: pytest.Monkey
     speeds = iter([0.01, 0.5, *[1.5] * 10])
     monkeypatch.setattr(kernels, "speed", lambda *_: next(speeds))
     assert kernels.use("auto").formats == kernels.FORMATS
+    kernels.use("off")
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_the_prefetch_that_takes_less_time_is_used(monkeypatch: pytest.MonkeyPatch, *, faster: bool) -> None:
+    """Of one row and of six together; the fastest run of each counts."""
+    # By the prefetch (non-temporal first), the rows, and the turn.
+    seconds = {True: {1: [4.0, 3.0], 6: [5.0, 9.0]}, False: {1: [2.0, 2.0], 6: [7.0, 6.5 if faster else 5.5]}}
+    asked: list[bool] = []
+
+    def time_product(_ours: object, _format: int, _k: int, _columns: int, rows: int, *_: int) -> float:
+        return seconds[asked[-1]][rows].pop(0)
+
+    timed = SimpleNamespace(specserve_prefetch=asked.append, specserve_time_product=time_product)
+    monkeypatch.setattr(kernels, "library", lambda: timed)
+    assert kernels.non_temporal_is_faster.__wrapped__("avx2", 2) == faster
+    monkeypatch.undo()
+    monkeypatch.setattr(kernels, "non_temporal_is_faster", lambda *_: faster)
+    chosen = kernels.use("auto", variant=SUPPORTED_VARIANTS[0])
+    assert chosen.prefetch == ("prefetchnta" if faster else "prefetcht1")
+    assert f"{chosen.variant}, {chosen.prefetch}: " in chosen.sentence
+    assert f" {chosen.prefetch} " in kernels.identity()
     kernels.use("off")
 
 

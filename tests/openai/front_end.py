@@ -63,7 +63,7 @@ class FrontEnd:
             grammars,
             self.target,
             Drafters(controller, PredictionProposer(), LookupProposer(), model=model, vocabulary=200),
-            Kernels(None, (), "a fake engine computes"),
+            Kernels(None, (), None, "a fake engine computes"),
         )
         if chat_template is not None:
             models = replace(models, chat_template=ChatTemplate(chat_template, bos="", eos=""))

@@ -35,6 +35,9 @@ _TIMED_K, _TIMED_COLUMNS, _TIMED_ROWS, _TIMES = 2048, 1536, (1, 4, 8), 5
 # a moment causes more, so a kernel that seems slower is measured up to `_TRIALS` times.
 _NOISE = 0.1
 _TRIALS = 6
+# Products for the comparison of prefetches, in the most frequent format: 47 MB of weights, more than the third-level
+# cache of most machines has for two cores. It takes .8 s, once a process.
+_STREAMED_FORMAT, _STREAMED_K, _STREAMED_COLUMNS, _STREAMED_ROWS, _STREAMED_TIMES = "Q4_K", 2048, 40960, (1, 6), 9
 
 
 class Kernels(NamedTuple):
@@ -43,11 +46,13 @@ class Kernels(NamedTuple):
     Args:
         variant: instruction set of specserve's kernels; None if llama.cpp's are used.
         formats: weight formats that specserve's kernels compute.
+        prefetch: how they prefetch weights, `prefetcht1` or `prefetchnta`; results are the same.
         sentence: the same for people, with the reason.
     """
 
     variant: str | None
     formats: tuple[str, ...]
+    prefetch: str | None
     sentence: str
 
 
@@ -102,6 +107,7 @@ def declare(loaded: ctypes.CDLL) -> None:
     loaded.specserve_check_product.restype = loaded.specserve_time_product.restype = ctypes.c_double
     loaded.specserve_check_product.argtypes = [ctypes.c_int, ctypes.c_int]
     loaded.specserve_read_bandwidth.restype = loaded.specserve_dot_peak.restype = ctypes.c_double
+    loaded.specserve_prefetch.argtypes = [ctypes.c_int]
     two, sizes = [ctypes.c_int, ctypes.c_int], [ctypes.c_int64, ctypes.c_int64]
     loaded.specserve_time_product.argtypes = [*two, *sizes, ctypes.c_int, *two]
     loaded.specserve_run_product.restype = ctypes.c_double
@@ -112,7 +118,7 @@ def declare(loaded: ctypes.CDLL) -> None:
     loaded.specserve_attend.argtypes = [*sizes, ctypes.c_int, ctypes.c_float, ctypes.c_int, *[pointer] * 5]
 
 
-_STOCK = Kernels(None, (), "llama.cpp's own kernels compute: specserve's were not selected")
+_STOCK = Kernels(None, (), None, "llama.cpp's own kernels compute: specserve's were not selected")
 _state = {"in_use": _STOCK}
 
 
@@ -130,7 +136,7 @@ def use(mode: Mode, *, threads: int = 1, variant: str | None = None) -> Kernels:
     Args:
         mode: `off` selects llama.cpp's kernels.
         threads: compute threads, for the comparison of speeds.
-        variant: one of VARIANTS, instead of the best that the processor supports; speeds are then not compared.
+        variant: one of VARIANTS, instead of the best that the processor supports; its speed is then not compared.
     """
     _state["in_use"] = chosen = _choose(mode, threads, variant)
     return chosen
@@ -156,14 +162,18 @@ def _choose(mode: Mode, threads: int, variant: str | None) -> Kernels:
     rejected += [f"{name} is slower than llama.cpp's ({ratio:.2f} times its speed)" for name, ratio in slow.items()]
     if not selected:
         return _stock("; ".join(rejected))
-    sentence = f"specserve's own kernels compute ({used.decode()}: {', '.join(selected)}, attention)"
+    name = used.decode()
+    non_temporal = non_temporal_is_faster(name, threads)
+    loaded.specserve_prefetch(non_temporal)
+    prefetch = "prefetchnta" if non_temporal else "prefetcht1"
+    sentence = f"specserve's own kernels compute ({name}, {prefetch}: {', '.join(selected)}, attention)"
     if rejected:
         sentence += f", but not all: {'; '.join(rejected)}"
-    return Kernels(used.decode(), tuple(selected), sentence)
+    return Kernels(name, tuple(selected), prefetch, sentence)
 
 
 def _stock(reason: str) -> Kernels:
-    return Kernels(None, (), f"llama.cpp's own kernels compute: {reason}")
+    return Kernels(None, (), None, f"llama.cpp's own kernels compute: {reason}")
 
 
 def largest_error(name: str) -> float:
@@ -190,6 +200,23 @@ def speed(name: str, threads: int) -> float:
         return sum(float(time_product(ours, *sizes, rows, threads, _TIMES)) for rows in _TIMED_ROWS)
 
     return seconds(ours=False) / seconds(ours=True)
+
+
+@lru_cache
+def non_temporal_is_faster(variant: str, threads: int) -> bool:
+    """Return whether `prefetchnta` makes products faster whose weights come from memory; `variant` is in use."""
+    del variant
+    loaded = library()
+    sizes = FORMATS.index(_STREAMED_FORMAT), _STREAMED_K, _STREAMED_COLUMNS
+    seconds: dict[bool, float] = {True: 0.0, False: 0.0}
+    for rows in _STREAMED_ROWS:
+        times: dict[bool, list[float]] = {True: [], False: []}
+        for non_temporal in (True, False, True, False):
+            loaded.specserve_prefetch(non_temporal)
+            times[non_temporal].append(loaded.specserve_time_product(True, *sizes, rows, threads, _STREAMED_TIMES))
+        for non_temporal, measured in times.items():
+            seconds[non_temporal] += min(measured)
+    return seconds[True] < seconds[False]
 
 
 @contextmanager
@@ -241,7 +268,7 @@ def identity() -> str:
     if chosen.variant is None:
         return "stock"
     checksum = hashlib.sha256(library_path().read_bytes()).hexdigest()
-    return f"{checksum} {chosen.variant} {' '.join(chosen.formats)}"
+    return f"{checksum} {chosen.variant} {chosen.prefetch} {' '.join(chosen.formats)}"
 
 
 class Calls(NamedTuple):

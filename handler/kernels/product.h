@@ -31,8 +31,8 @@ using namespace specserve;
 constexpr int kVector = 4 * kLanes;  // bytes of a register
 // Few rows are limited by memory: weights and scales are asked for so many bytes before they are needed. A pass of one
 // row of the published 1.5B takes 31 ms so on two cores of an EPYC (Zen 4), 34 where scales are not asked for, and 43
-// with 8 KiB; 16 to 96 KiB are alike, also on Zen 5 (24 to 64 KiB with non-temporal prefetches).
-constexpr int kAhead = 32 << 10;
+// with 8 KiB; 16 to 96 KiB are alike there. On Zen 5, non-temporally: 20.7 ms, 22.3 with 32 KiB, as much with 12.
+constexpr int kAhead = 24 << 10;
 
 // ---- layout ----
 

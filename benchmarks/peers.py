@@ -250,7 +250,7 @@ def compare_requests(config: Path, settings: Sequence[str], tasks: list[Task], r
             if PLAIN in failures:
                 raise SystemExit(f"{PLAIN}, which ratios are to, did not run: {failures[PLAIN]}")
             for task in track(tasks, ", ".join(group), console=Console(stderr=True)):
-                key = [names, task.name, group]
+                key = [names, task.family, task.name, group]
                 if key not in results:
                     results.add(key, with_interference(partial(answer_side_by_side, contestants, task)))
                 (answers, failed), interference = results[key]

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from constraints import Alternating
+from constraints import Alternating, Shared, Slow
 from costs import flat
-from fake_pair import ENDLESS, GREEDY, FakePair, RecordingObserver
+from fake_pair import ENDLESS, GREEDY, VOCABULARY, FakePair, RecordingObserver
 from specserve.sampling.distribution import FloatArray, to_distribution
 from specserve.sampling.noise import Noise
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams, Verification
@@ -166,3 +166,32 @@ def test_an_answer_under_a_grammar_is_the_same_with_alternatives() -> None:
     found = pair.submit([1, 2], gamma=8, mode="auto", constraint=Alternating(24), max_tokens=40)
     pair.run()
     assert found.answer == expected.answer
+
+
+@pytest.mark.parametrize("masks", [2, 3])
+def test_an_alternative_counts_only_if_the_mask_after_it_is_in_time(
+    masks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round has time for so many masks. Where the one after an alternative is late, the next round decides."""
+    plain = FakePair(costs=(flat(), flat(0.3)), blend=0.45)
+    constraint = Alternating(VOCABULARY)
+    expected = plain.submit([1, 2], gamma=0, mode="off", constraint=constraint, max_tokens=200, sampling=ENDLESS)
+    plain.run()
+    shared, observer = Shared(masks), RecordingObserver()
+    pair = FakePair(costs=(flat(), flat(0.3)), blend=0.45, begin_masks=shared.begin_round, observers=[observer])
+    adopt = pair.target.adopt
+    adoptions: list[int] = []
+
+    def counted(slot: int, number: int) -> None:
+        adoptions.append(number)
+        adopt(slot, number)
+
+    monkeypatch.setattr(pair.target, "adopt", counted)
+    found = pair.submit(
+        [1, 2], gamma=8, mode="auto", constraint=Slow(VOCABULARY, shared), max_tokens=200, sampling=ENDLESS
+    )
+    pair.run()
+    assert found.answer == expected.answer
+    assert 0 < found.stats.adopted < len(adoptions)
+    assert found.stats.adopted == sum(record.adopted for record in observer.rounds)
+    assert all(len(record.tokens) == record.accepted + 2 for record in observer.rounds if record.adopted)

@@ -50,7 +50,7 @@ class RoundRecord(NamedTuple):
         live: number of running sequences.
         is_decode_round: whether the round decided tokens and its prefill was over before.
         alternatives: how many tokens the target has read as alternatives to drafts.
-        adopted: whether one of them was recovered.
+        adopted: whether one of them was recovered and gave one more token.
     """
 
     info: RequestInfo

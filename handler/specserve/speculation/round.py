@@ -92,7 +92,7 @@ class Outcome(NamedTuple):
         drafted_by: the drafter of each verified draft.
         n_accepted: how many of them were accepted.
         n_alternatives: how many alternatives the target has read beside them.
-        adopted: whether one of these was recovered, so that the round decided one more token.
+        adopted: whether one of these was recovered and the round decided one more token.
         error: why the sequence failed.
     """
 
@@ -240,7 +240,11 @@ def _apply(
         return outcome
     drafters.controller.balance(sequence).count_round(n_decided, charge, proposal)
     return outcome._replace(
-        is_decode_round=True, drafted_by=proposal.drafted_by, n_accepted=n_accepted, adopted=adopted is not None
+        is_decode_round=True,
+        drafted_by=proposal.drafted_by,
+        n_accepted=n_accepted,
+        # Without the mask after it an alternative gives no further token.
+        adopted=n_decided > n_accepted + 1,
     )
 
 

@@ -430,11 +430,13 @@ def test_a_format_that_is_slow_once_is_measured_again(monkeypatch: pytest.Monkey
     kernels.use("off")
 
 
-@pytest.mark.parametrize("faster", [False, True])
-def test_the_prefetch_that_takes_less_time_is_used(monkeypatch: pytest.MonkeyPatch, *, faster: bool) -> None:
-    """Of one row and of six together; the fastest run of each counts."""
+@pytest.mark.parametrize("fast", [False, True])
+def test_weights_are_prefetched_non_temporally_unless_that_is_slower(
+    monkeypatch: pytest.MonkeyPatch, *, fast: bool
+) -> None:
+    """By more than 5 %, for one row and six together; the fastest run of each counts."""
     # By the prefetch (non-temporal first), the rows, and the turn.
-    seconds = {True: {1: [4.0, 3.0], 6: [5.0, 9.0]}, False: {1: [2.0, 2.0], 6: [7.0, 6.5 if faster else 5.5]}}
+    seconds = {True: {1: [4.0, 3.0], 6: [5.0, 9.0]}, False: {1: [2.0, 2.0], 6: [7.0, 5.7 if fast else 5.5]}}
     asked: list[bool] = []
 
     def time_product(_ours: object, _format: int, _k: int, _columns: int, rows: int, *_: int) -> float:
@@ -442,11 +444,11 @@ def test_the_prefetch_that_takes_less_time_is_used(monkeypatch: pytest.MonkeyPat
 
     timed = SimpleNamespace(specserve_prefetch=asked.append, specserve_time_product=time_product)
     monkeypatch.setattr(kernels, "library", lambda: timed)
-    assert kernels.non_temporal_is_faster.__wrapped__("avx2", 2) == faster
+    assert kernels.non_temporal_is_fast.__wrapped__("avx2", 2) == fast
     monkeypatch.undo()
-    monkeypatch.setattr(kernels, "non_temporal_is_faster", lambda *_: faster)
+    monkeypatch.setattr(kernels, "non_temporal_is_fast", lambda *_: fast)
     chosen = kernels.use("auto", variant=SUPPORTED_VARIANTS[0])
-    assert chosen.prefetch == ("prefetchnta" if faster else "prefetcht1")
+    assert chosen.prefetch == ("prefetchnta" if fast else "prefetcht1")
     assert f"{chosen.variant}, {chosen.prefetch}: " in chosen.sentence
     assert f" {chosen.prefetch} " in kernels.identity()
     kernels.use("off")

@@ -37,6 +37,9 @@ _NOISE = 0.1
 _TRIALS = 6
 # Products for the comparison of prefetches, in the most frequent format: 47 MB of weights, more than the third-level
 # cache of most machines has for two cores. It takes .8 s, once a process.
+# `prefetcht1` has to be so many times as fast to be used: it loses on some numbers of rows only, by where the library's
+# code lies in memory (benchmarks/RESULTS.md, decisions), and these two may be lucky.
+_STREAMED_MARGIN = 1.05
 _STREAMED_FORMAT, _STREAMED_K, _STREAMED_COLUMNS, _STREAMED_ROWS, _STREAMED_TIMES = "Q4_K", 2048, 40960, (1, 6), 9
 
 
@@ -163,7 +166,7 @@ def _choose(mode: Mode, threads: int, variant: str | None) -> Kernels:
     if not selected:
         return _stock("; ".join(rejected))
     name = used.decode()
-    non_temporal = non_temporal_is_faster(name, threads)
+    non_temporal = non_temporal_is_fast(name, threads)
     loaded.specserve_prefetch(non_temporal)
     prefetch = "prefetchnta" if non_temporal else "prefetcht1"
     sentence = f"specserve's own kernels compute ({name}, {prefetch}: {', '.join(selected)}, attention)"
@@ -203,8 +206,8 @@ def speed(name: str, threads: int) -> float:
 
 
 @lru_cache
-def non_temporal_is_faster(variant: str, threads: int) -> bool:
-    """Return whether `prefetchnta` makes products faster whose weights come from memory; `variant` is in use."""
+def non_temporal_is_fast(variant: str, threads: int) -> bool:
+    """Return whether `prefetchnta` is at least about as fast where weights come from memory; `variant` is in use."""
     del variant
     loaded = library()
     sizes = FORMATS.index(_STREAMED_FORMAT), _STREAMED_K, _STREAMED_COLUMNS
@@ -216,7 +219,7 @@ def non_temporal_is_faster(variant: str, threads: int) -> bool:
             times[non_temporal].append(loaded.specserve_time_product(True, *sizes, rows, threads, _STREAMED_TIMES))
         for non_temporal, measured in times.items():
             seconds[non_temporal] += min(measured)
-    return seconds[True] < seconds[False]
+    return seconds[True] < _STREAMED_MARGIN * seconds[False]
 
 
 @contextmanager

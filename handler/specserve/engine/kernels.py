@@ -37,8 +37,8 @@ _NOISE = 0.1
 _TRIALS = 6
 # Products for the comparison of prefetches, in the most frequent format: 47 MB of weights, more than the third-level
 # cache of most machines has for two cores. It takes .8 s, once a process.
-# `prefetcht1` has to be so many times as fast to be used: it loses for some numbers of rows only, by where the library's
-# code lies in memory (benchmarks/RESULTS.md, decisions), and these two may be lucky.
+# `prefetcht1` has to be so many times as fast to be used: it loses for some numbers of rows only, by where the code
+# lies in memory (benchmarks/RESULTS.md, decisions), and these two may be lucky.
 _STREAMED_MARGIN = 1.1
 _STREAMED_FORMAT, _STREAMED_K, _STREAMED_COLUMNS, _STREAMED_ROWS, _STREAMED_TIMES = "Q4_K", 2048, 40960, (1, 6), 9
 

@@ -220,7 +220,7 @@ def build_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., cty
 def test_avx_vnni_kernels_are_correct_when_run_by_avx512_instructions(
     build_library: Callable[..., ctypes.CDLL],
 ) -> None:
-    """No machine at hand has AVX-VNNI; its two instructions are AVX-512's with another encoding."""
+    """Few machines have AVX-VNNI; its two instructions are AVX-512's with another encoding."""
     renamed = [f"-D_mm256_{name}_avx_epi32=_mm256_{name}_epi32" for name in ("dpbusd", "dpwssd")]
     kernels.library()
     library = build_library("// ---- layout ----", "", "-D__AVXVNNI__", "-mavx512vl", "-mavx512vnni", *renamed)

@@ -68,7 +68,7 @@ double check_product(const Kernels & kernels, Format format, int rows) {
     const std::vector<uint8_t> blocks = quantised(format, normal_numbers(static_cast<size_t>(k * columns), 1), k);
     const std::vector<float> x = normal_numbers(static_cast<size_t>(k * rows), 2);
 
-    Weights weights = {format, k, columns, nullptr, false};
+    Weights weights = {format, k, columns, nullptr, library().non_temporal};
     const int64_t panels = (columns + kernels.lanes - 1) / kernels.lanes;
     std::vector<uint8_t> packed(static_cast<size_t>(panels * kernels.panel_bytes(format, k)));
     kernels.pack(weights, blocks.data(), 0, panels, packed.data());

@@ -22,7 +22,7 @@ struct Weights {
     int64_t k;
     int64_t columns;
     const uint8_t * data;
-    bool non_temporal = false;  // how they are prefetched: see Library
+    bool non_temporal;  // how they are prefetched: see Library
 };
 
 // Rows of activations, quantised to 8 bits: a tile of up to `max_tile` rows that are multiplied together.

@@ -12,9 +12,9 @@ namespace specserve {
 struct Library {
     const Kernels * kernels = nullptr;  // the variant in use
     unsigned formats = 0;               // bit n: weights of format n that are loaded from now on are taken
-    // Whether weights are prefetched by prefetchnta instead of prefetcht1. A pass streams a gigabyte, which seems to evict
-    // the kernels' code from the second-level cache, and so from the first: on Zen 5, passes of some numbers of rows
-    // took up to 1.4 times as long, by where the library's pages lay in memory. With prefetchnta none did.
+    // Whether weights are prefetched by prefetchnta instead of prefetcht1. A pass streams a gigabyte, which seems to
+    // evict the kernels' code from the second-level cache, and so from the first: on Zen 5, passes of some numbers of
+    // rows took up to 1.4 times as long, by where the library's pages lay in memory. With prefetchnta none did.
     bool non_temporal = false;
     std::atomic<int64_t> products{0};   // calls of compute_forward, counted by thread 0
     std::atomic<int64_t> attentions{0};

@@ -58,12 +58,12 @@ inline void store(float * p, Floats x, int64_t count) {
     }
 }
 
-// Rows whose dot products are interleaved. With 4 instead of 1 products of 16 rows and prefill take 3 to 5 % less time on
-// Zen 5, those of few rows as much.
+// Rows whose dot products are interleaved. With 4 instead of 1 products of 16 rows and prefill take 3 to 5 % less time
+// on Zen 5, those of few rows as long.
 constexpr int kChains = 4;
 
-// The products of `vectors` x 4 weights a lane with as many activations of each of `rows` rows, which lie 32 bytes apart
-// and are the same for all lanes.
+// The products of `vectors` x 4 weights a lane with as many activations of each of `rows` rows, which lie 32 bytes
+// apart and are the same for all lanes.
 //
 // dpbusd broadcasts its operand from memory by itself ({1to16}). GCC 12 makes a vpbroadcastd of its own of the
 // intrinsics: 10.8 cycles for the 8 products, conversion and scaling of a block and row, where 10.0 are possible;

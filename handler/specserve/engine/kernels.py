@@ -35,11 +35,11 @@ _TIMED_K, _TIMED_COLUMNS, _TIMED_ROWS, _TIMES = 2048, 1536, (1, 4, 8), 5
 # a moment causes more, so a kernel that seems slower is measured up to `_TRIALS` times.
 _NOISE = 0.1
 _TRIALS = 6
-# Products for the comparison of prefetches, in the most frequent format: 47 MB of weights, more than the third-level
-# cache of most machines has for two cores. It takes .8 s, once a process.
 # `prefetcht1` has to be so many times as fast to be used: it loses for some numbers of rows only, by where the code
-# lies in memory (benchmarks/RESULTS.md, decisions), and these two may be lucky.
+# lies in memory (benchmarks/RESULTS.md, decisions), and those that are timed may be lucky.
 _STREAMED_MARGIN = 1.1
+# Products for that comparison, in the most frequent format: 47 MB of weights, more than the third-level cache of most
+# machines has for two cores. It takes .8 s, once a process.
 _STREAMED_FORMAT, _STREAMED_K, _STREAMED_COLUMNS, _STREAMED_ROWS, _STREAMED_TIMES = "Q4_K", 2048, 40960, (1, 6), 9
 
 
@@ -154,9 +154,13 @@ def _choose(mode: Mode, threads: int, variant: str | None) -> Kernels:
     loaded.specserve_take(0)
     if mode == "off":
         return _stock("`kernels: off`")
-    used = loaded.specserve_use((variant or "").encode())
-    if used is None:
+    found = loaded.specserve_use((variant or "").encode())
+    if found is None:
         return _stock(f"this processor has not {variant}" if variant else "this processor has not even AVX2")
+    used = found.decode()
+    # First, since each way to prefetch has code of its own: what is checked and timed below is what will compute.
+    non_temporal = non_temporal_is_fast(used, threads)
+    loaded.specserve_prefetch(non_temporal)
     wrong = {name: error for name in FORMATS if (error := largest_error(name)) > _MAX_ERROR}
     slow = {} if variant else {name: ratio for name in FORMATS if (ratio := _best_speed(name, threads)) < 1 - _NOISE}
     selected = [name for name in FORMATS if name not in wrong and name not in slow]
@@ -165,14 +169,11 @@ def _choose(mode: Mode, threads: int, variant: str | None) -> Kernels:
     rejected += [f"{name} is slower than llama.cpp's ({ratio:.2f} times its speed)" for name, ratio in slow.items()]
     if not selected:
         return _stock("; ".join(rejected))
-    name = used.decode()
-    non_temporal = non_temporal_is_fast(name, threads)
-    loaded.specserve_prefetch(non_temporal)
     prefetch = "prefetchnta" if non_temporal else "prefetcht1"
-    sentence = f"specserve's own kernels compute ({name}, {prefetch}: {', '.join(selected)}, attention)"
+    sentence = f"specserve's own kernels compute ({used}, {prefetch}: {', '.join(selected)}, attention)"
     if rejected:
         sentence += f", but not all: {'; '.join(rejected)}"
-    return Kernels(name, tuple(selected), prefetch, sentence)
+    return Kernels(used, tuple(selected), prefetch, sentence)
 
 
 def _stock(reason: str) -> Kernels:
@@ -211,15 +212,16 @@ def non_temporal_is_fast(variant: str, threads: int) -> bool:
     del variant
     loaded = library()
     sizes = FORMATS.index(_STREAMED_FORMAT), _STREAMED_K, _STREAMED_COLUMNS
-    seconds: dict[bool, float] = {True: 0.0, False: 0.0}
-    for rows in _STREAMED_ROWS:
-        times: dict[bool, list[float]] = {True: [], False: []}
-        for non_temporal in (True, False, True, False):
-            loaded.specserve_prefetch(non_temporal)
-            times[non_temporal].append(loaded.specserve_time_product(True, *sizes, rows, threads, _STREAMED_TIMES))
-        for non_temporal, measured in times.items():
-            seconds[non_temporal] += min(measured)
-    return seconds[True] < _STREAMED_MARGIN * seconds[False]
+
+    def seconds(*, non_temporal: bool) -> list[float]:
+        loaded.specserve_prefetch(non_temporal)
+        time_product = loaded.specserve_time_product
+        return [float(time_product(True, *sizes, rows, threads, _STREAMED_TIMES)) for rows in _STREAMED_ROWS]
+
+    turns = [(seconds(non_temporal=True), seconds(non_temporal=False)) for _ in range(2)]
+    # Of each number of rows the faster turn counts.
+    non_temporal, temporal = np.min(turns, axis=0).sum(axis=1)
+    return bool(non_temporal < _STREAMED_MARGIN * temporal)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ namespace {
 
 constexpr size_t kAlignment = 64;            // of a register and of a cache line
 constexpr size_t kHugePage = size_t{1} << 21;
-constexpr int64_t kPiece = 64 << 10;           // bytes of weights a thread takes at a time: some microseconds of reading
+constexpr int64_t kPiece = 128 << 10;          // bytes of weights a thread takes at a time: some microseconds of reading
 constexpr int64_t kPieceOfPrompt = 256 << 10;  // with several tiles, weights that stay in the second-level cache
 
 // Whether there are kernels for a weight; a matrix of one column counts, too.
@@ -117,21 +117,19 @@ class Activations {
                 static_cast<int>(first_row(t + 1) - row)};
     }
 
-    // One thread's share: the blocks of all rows, divided evenly.
+    // One thread's share: some blocks of all rows of a tile, which lie side by side. Threads that took rows of one tile
+    // would write to the same cache lines: where two cores of a Zen 5 share no cache, a pass of 16 rows of a 3B took 96
+    // ms so, and takes 84.
     template <class Source> void quantise(Source source, int thread, int threads) const {
         const int64_t blocks = k_ / block_length(format_);
-        const int64_t last = rows_ * blocks * (thread + 1) / threads;
-        int64_t next = rows_ * blocks * thread / threads;
-        int64_t t = 0;
-        while (next < last) {
-            const int64_t row = next / blocks;
-            while (first_row(t + 1) <= row) {
-                t++;
+        const int64_t first = tiles_ * blocks * thread / threads;
+        const int64_t last = tiles_ * blocks * (thread + 1) / threads;
+        for (int64_t t = first / blocks; t * blocks < last; t++) {
+            const int64_t begin = std::max<int64_t>(first - t * blocks, 0);
+            const int64_t end = std::min(last - t * blocks, blocks);
+            for (int64_t row = first_row(t); row < first_row(t + 1); row++) {
+                kernels_.quantise(format_, source(row), begin, end, tile(t), static_cast<int>(row - first_row(t)));
             }
-            const int64_t end = std::min(last, (row + 1) * blocks);
-            kernels_.quantise(format_, source(row), next - row * blocks, end - row * blocks, tile(t),
-                               static_cast<int>(row - first_row(t)));
-            next = end;
         }
     }
 

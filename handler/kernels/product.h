@@ -375,10 +375,13 @@ template <Format format, int rows, bool non_temporal>
 void multiply_tile(const Weights & w, int64_t panel, const Tile & tile, float * out, int64_t stride) {
     const uint8_t * weights = w.data + panel * panel_bytes(format, w.k);
     const uint8_t * side = weights + w.k / block_length(format) * weight_bytes(format);
+    const int64_t column = panel * kLanes;
     Sums<rows> sums;
     UNROLL
     for (int r = 0; r < rows; r++) {
         sums[r] = zero();
+        // Another thread has read what lies here: its copy is withdrawn while the sums are computed.
+        _m_prefetchw(out + r * stride + column);
     }
     if constexpr (format == Format::q4_k) {
         multiply_q4_k<rows, non_temporal>(weights, side, w.k, tile, sums);
@@ -387,7 +390,6 @@ void multiply_tile(const Weights & w, int64_t panel, const Tile & tile, float * 
     } else {
         multiply_32<format, rows, non_temporal>(weights, side, w.k, tile, sums);
     }
-    const int64_t column = panel * kLanes;
     UNROLL
     for (int r = 0; r < rows; r++) {
         store(out + r * stride + column, sums[r], w.columns - column);

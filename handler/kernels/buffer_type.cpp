@@ -119,7 +119,7 @@ class Activations {
 
     // One thread's share: some blocks of all rows of a tile, which lie side by side. Threads that took rows of one tile
     // would write to the same cache lines: where two cores of a Zen 5 share no cache, a pass of 16 rows of a 3B took 96
-    // ms so, and takes 84.
+    // ms so, and takes 85.
     template <class Source> void quantise(Source source, int thread, int threads) const {
         const int64_t blocks = k_ / block_length(format_);
         const int64_t first = tiles_ * blocks * thread / threads;

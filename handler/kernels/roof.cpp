@@ -66,7 +66,7 @@ double fastest_run(int threads, const std::function<void(int)> & prepare, const 
 
 // Bytes each thread reads in a run: several times any last-level cache that a thread's share of a machine comes with.
 constexpr int64_t kReadBytes = int64_t{256} << 20;
-constexpr int64_t kAhead = 2048;  // bytes from a load to its prefetch, as in product.h
+constexpr int64_t kAhead = 2048;  // bytes from a load to its prefetch
 
 // Reads `bytes` (a multiple of 256) from p on.
 __attribute__((target("avx2"))) void read_all(const uint8_t * p, int64_t bytes) {

@@ -53,10 +53,10 @@ class Mode:
 
 
 PLAIN = Mode("plain", SpeculationParams(mode="off"))
-ADAPTIVE = Mode("adaptive", SpeculationParams(16, mode="auto"))
+ADAPTIVE = Mode("adaptive", SpeculationParams(15, mode="auto"))
 FIXED = {gamma: Mode(f"fixed {gamma}", SpeculationParams(gamma, drafter="model")) for gamma in (1, 2, 3, 4, 7, 15)}
 ONE_DRAFTER = [
-    Mode(f"{drafter} alone", SpeculationParams(16, mode="auto", drafter=drafter))
+    Mode(f"{drafter} alone", SpeculationParams(15, mode="auto", drafter=drafter))
     for drafter in ("model", "lookup", "prediction", "grammar")
 ]
 MODES = (*FIXED.values(), ADAPTIVE, *ONE_DRAFTER)

@@ -393,8 +393,8 @@ def compare(target: CostTable, draft: CostTable, recordings: list[Recording], or
     policies = {"plain": SpeculationParams(mode="off")}
     policies |= {f"fixed {gamma}": SpeculationParams(gamma, drafter="model") for gamma in FIXED}
     policies |= {
-        "adaptive, model": SpeculationParams(16, mode="auto", drafter="model"),
-        "adaptive": SpeculationParams(16, mode="auto"),
+        "adaptive, model": SpeculationParams(15, mode="auto", drafter="model"),
+        "adaptive": SpeculationParams(15, mode="auto"),
     }
     seconds: dict[str, list[float]] = {}
     for name, policy in policies.items():

@@ -73,7 +73,12 @@ class SpeculationConfig(_Section):
         description="auto: the controller decides how many tokens are drafted; fixed: `gamma`; off: none.",
     )
     gamma: int = Field(default=3, ge=1, le=32, description="Draft tokens per round in mode fixed.")
-    max_gamma: int = Field(default=16, ge=1, le=32, description="The most draft tokens per round.")
+    max_gamma: int = Field(
+        default=15,
+        ge=1,
+        le=32,
+        description="The most draft tokens per round; with the token before them 16 rows, a tile of the kernels.",
+    )
     window: int = Field(
         default=128,
         ge=16,

@@ -14,7 +14,7 @@ from simulate import MACHINES, PROCESSES, Recording, Simulation, oracle, read_re
 from specserve.sequence import SpeculationParams
 from specserve.speculation.cost import Cost
 
-PLAIN, ADAPTIVE = SpeculationParams(mode="off"), SpeculationParams(16, mode="auto")
+PLAIN, ADAPTIVE = SpeculationParams(mode="off"), SpeculationParams(15, mode="auto")
 SLOW, MIDDLE, LINEAR = "2 cores, 3B by 0.5B", "2 cores, 1.5B by 0.5B", "every row costs alike"
 OWN_KERNELS = "2 cores, fast memory, our kernels, 1.5B by 0.5B"
 

@@ -107,6 +107,11 @@ def test_row_counts_start_at_1_and_stay_within_the_engines_maximum() -> None:
     assert row_counts(32)[-1] == 32
 
 
+def test_both_sides_of_the_edge_of_a_tile_are_measured() -> None:
+    """Between 16 and 24 rows the cost jumps at 17, which a line from 16 to 24 would hide."""
+    assert {16, 17} <= set(row_counts(32))
+
+
 class Machine(FakeEngine):
     """An engine with its own clock: `true_cost` with relative noise, and a long delay in every seventh pass."""
 

@@ -20,6 +20,9 @@ _CATCH_UP_SHARE = 1 / 16
 _LOSS_SHARE, _LOSS_STEPS = 0.01, 4.0
 # Share of a sequence's recent tokens and time that is left after another round.
 _SPEEDUP_FADE = 0.85
+# The most that it counts for: where a long copy ends the old speed is no longer to be had, and would keep the draft
+# model out of what follows (benchmarks/RESULTS.md, decisions).
+_MOST_SPEEDUP = 2.0
 
 
 class Work(NamedTuple):
@@ -108,8 +111,9 @@ class Balance:
 
     @property
     def speedup(self) -> float:
-        """The recent speed-up over plain decoding, at least 1."""
-        return max(1.0, self._recent_tokens / self._recent_steps) if self._recent_steps else 1.0
+        """The recent speed-up over plain decoding, at least 1 and at most 2."""
+        recent = self._recent_tokens / self._recent_steps if self._recent_steps else 1.0
+        return min(_MOST_SPEEDUP, max(1.0, recent))
 
     @property
     def is_over_budget(self) -> bool:

@@ -158,7 +158,7 @@ class Controller:
         """What drafts have brought and cost this sequence (charges.py).
 
         Made on first use, and kept in the sequence. `speedup`: its tokens of about the last seven rounds, over those
-        that plain decoding would have given in the same time; at least 1. `is_over_budget`: drafts have lost, net of
+        that plain decoding would have given in the same time; at least 1, at most 2. `is_over_budget`: drafts have lost, net of
         their gains, more than 1 % of the time that plain decoding would have taken, plus that of 4 tokens.
         """
         return sequence.state(self, Balance)

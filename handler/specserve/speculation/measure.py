@@ -33,7 +33,7 @@ _FAR_ROWS = (1, 4, 8, 16)
 _TIMINGS, _MORE_TIMINGS, _SPREAD = 2, 4, 0.1
 _MIB = 2**20
 # Increase it when forward passes are built or timed in another way.
-_METHOD = 3
+_METHOD = 4
 
 
 def measured_cost(engine: Engine, model: Path, *, threads: int, kernels: str) -> CostTable:
@@ -206,8 +206,8 @@ def _token(engine: Engine, position: int) -> int:
 
 
 def row_counts(most: int) -> tuple[int, ...]:
-    """The numbers of rows worth measuring up to `most`: all of the first few, then the ends of kernels' tiles."""
-    return tuple(rows for rows in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32) if rows <= most)
+    """The numbers of rows worth measuring up to `most`: all of the first few, then where kernels' tiles end or begin."""
+    return tuple(rows for rows in (1, 2, 3, 4, 5, 6, 8, 12, 16, 17, 24, 32) if rows <= most)
 
 
 def typical(seconds: list[float]) -> float:

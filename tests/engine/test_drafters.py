@@ -80,7 +80,7 @@ def test_a_sequence_drafts_in_passes_that_another_has_made_anyway(mode: Speculat
 
 @pytest.mark.parametrize("right", [True, False])
 def test_acceptance_is_learned_from_proposals_that_were_not_drafted(right: bool) -> None:
-    """Every row costs as much as a decode step, so that no draft pays."""
+    """Every further row costs .94 of a decode step, so that only a draft pays that is likelier than these."""
     truth = plain_greedy(PROMPT, 30)
 
     class Oracle:
@@ -91,9 +91,29 @@ def test_acceptance_is_learned_from_proposals_that_were_not_drafted(right: bool)
             token = truth[sequence.generated] if sequence.generated < len(truth) else 0
             return FreeTokens([token if right else (token + 1) % VOCABULARY], [0.6])
 
-    pair = FakePair(proposers=[Oracle()])
+    pair = FakePair(proposers=[Oracle()], costs=(FixedCost(table(lambda rows: 0.06 + 0.94 * rows)), flat()))
     generation = pair.submit(PROMPT, gamma=4, mode="auto", drafter="lookup", max_tokens=len(truth))
     before = pair.controller.acceptance.of_token(generation, "lookup", 0.6)
     pair.run()
     assert generation.stats.drafted == 0
     assert (pair.controller.acceptance.of_token(generation, "lookup", 0.6) > before) == right
+
+
+def test_proposers_are_not_asked_where_not_even_likely_drafts_pay() -> None:
+    """Every row costs as much as a decode step; for a fixed number of drafts they are asked all the same."""
+    asked = []
+
+    class Listener:
+        name: ClassVar[DrafterName] = "lookup"
+
+        def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
+            del drafts, limit
+            asked.append(sequence)
+            return FreeTokens([1], [0.99])
+
+    pair = FakePair(proposers=[Listener()])
+    auto = pair.submit(PROMPT, gamma=1, mode="auto", drafter="lookup", max_tokens=9)
+    fixed = pair.submit(PROMPT, gamma=1, mode="fixed", drafter="lookup", max_tokens=9)
+    pair.run()
+    assert auto.generated == fixed.generated == 9
+    assert set(asked) == {fixed}

@@ -19,6 +19,7 @@ from specserve.speculation.controller import (
     Controller,
     RoundCosts,
     choose_for_model,
+    may_pay,
     offer_length,
 )
 from specserve.speculation.proposal import Draft, Proposal
@@ -172,12 +173,34 @@ def count_round(
     balance.count_round(tokens, Charge(1.0, extra_seconds, 1.0, 1.0), proposal)
 
 
+@pytest.mark.parametrize(("rate", "pays"), [(4.0, True), (4.1, False)])
+def test_drafts_may_pay_only_if_some_number_of_likely_ones_would(rate: float, pays: bool) -> None:
+    """After 1 row 2 to 4 take .7 more, worth 2.7 likely drafts; the three of them pay up to 4.07 tokens a second."""
+    costs = costs_of(STAIRS, [0.0] * 50, rate)
+    assert may_pay(0.95, 3, 1, costs) == pays
+    assert not may_pay(0.95, 1, 1, costs)
+
+
+@given(
+    acceptance=probabilities,
+    offers=st.lists(st.lists(probabilities, min_size=1, max_size=MAX_DRAFTS), min_size=1, max_size=4),
+    rows=st.integers(1, 4),
+    costs=st.builds(costs_of, curves, st.just([0.0] * 50), st.floats(0.01, 3)),
+)
+def test_where_drafts_may_not_pay_none_of_at_most_this_probability_is_drafted(
+    acceptance: float, offers: list[list[float]], rows: int, costs: RoundCosts
+) -> None:
+    offers = [[min(one, acceptance) for one in offer] for offer in offers]
+    if not may_pay(acceptance, MAX_DRAFTS * len(offers), rows, costs):
+        assert not any(offer_length(1.0, offer, None, rows, costs) for offer in offers)
+
+
 def test_time_is_worth_plain_decoding_times_the_measured_speedup() -> None:
     controller = Controller(stairs(), flat(0.1))
     one, other = sequence(), sequence()
     assert controller.costs([one], 0, 0).tokens_per_second == pytest.approx(1.0)
     # What one drafts in vain, the other waits for as well.
-    assert controller.costs([one, other], 0, 0).tokens_per_second == pytest.approx(1.2 * 2 / 1.7)
+    assert controller.costs([one, other], 0, 0).tokens_per_second == pytest.approx(1.12 * 2 / 1.7)
     for _ in range(20):
         count_round(controller.balance(one), 4, extra_seconds=1.0)
     assert controller.costs([one], 0, 0).tokens_per_second == pytest.approx(2.0)

@@ -47,8 +47,8 @@ SHORT_CATCH_UP = 4
 # decoding's speed, prefill included; benchmarks/decode.py --families schema, Zen 5).
 _CATCH_UP_MARGIN = 1.95
 _GROWTH, _GRAMMAR_GROWTH, _HORIZON = 16, 2, 48
-# Time counts so much more where sequences share it: what one drafts in vain, all wait for.
-_SHARED_MARGIN = 1.2
+# Time counts so much more for every other sequence that shares it: what one drafts in vain, all wait for.
+_SHARED_MARGIN = 0.12
 
 
 class RoundCosts(NamedTuple):
@@ -107,7 +107,7 @@ class Controller:
         """What passes cost in this round, and what its time is worth.
 
         `tokens_per_second`, v above: the sum of the sequences' speed-ups (`Balance.speedup`), and 1 for each that
-        awaits its first token, divided by the seconds of a pass without drafts; with several sequences 1.2 times that.
+        awaits its first token, divided by the seconds of a pass without drafts; 12 % more for every other sequence.
 
         Args:
             decoding: the sequences that decode in this round, at least one.
@@ -118,7 +118,7 @@ class Controller:
         plain_seconds = self.target_cost.seconds(len(decoding), target_kv_len)
         draft_cost = self.draft_cost
         speedups = [self.balance(sequence).speedup for sequence in decoding]
-        margin = _SHARED_MARGIN if len(decoding) > 1 else 1.0
+        margin = 1 + _SHARED_MARGIN * (len(decoding) - 1)
         return RoundCosts(
             target_pass=lambda rows: self.target_cost.seconds(rows, target_kv_len),
             draft_pass=(lambda rows: draft_cost.seconds(rows, draft_kv_len)) if draft_cost else (lambda _rows: 0.0),
@@ -158,10 +158,25 @@ class Controller:
         """What drafts have brought and cost this sequence (charges.py).
 
         Made on first use, and kept in the sequence. `speedup`: its tokens of about the last seven rounds, over those
-        that plain decoding would have given in the same time; at least 1, at most 2. `is_over_budget`: drafts have lost, net of
-        their gains, more than 1 % of the time that plain decoding would have taken, plus that of 4 tokens.
+        that plain decoding would have given in the same time; at least 1, at most 2. `is_over_budget`: drafts have
+        lost, net of their gains, more than 1 % of the time that plain decoding would have taken, plus that of 4 tokens.
         """
         return sequence.state(self, Balance)
+
+
+def may_pay(acceptance: float, most: int, rows: int, costs: RoundCosts) -> bool:
+    """Whether up to `most` drafts would pay for their rows if each were accepted with this probability.
+
+    Args:
+        acceptance: of every draft, whatever happens to the others.
+        most: drafts of all sequences.
+        rows: of the target's pass without drafts.
+        costs: of this round.
+    """
+    base = costs.target_pass(rows)
+    return any(
+        n * acceptance > costs.tokens_per_second * (costs.target_pass(rows + n) - base) for n in range(1, most + 1)
+    )
 
 
 def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: RoundCosts) -> tuple[list[int], float]:

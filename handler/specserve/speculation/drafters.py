@@ -23,6 +23,7 @@ from specserve.speculation.controller import (
     Controller,
     RoundCosts,
     choose_for_model,
+    may_pay,
     offer_length,
 )
 from specserve.speculation.draft_model import DraftedSequence, DraftModel
@@ -98,14 +99,7 @@ class Drafters:
             return
         decoding = [proposal.sequence for proposal in proposals if proposal.sequence.decoding]
         costs = self.controller.costs(decoding, kv_len, self.draft_kv_len(decoding), awaiting_first_token)
-        # Beside many sequences not even likely drafts pay; what only the model needs is then not computed: 1 % of a
-        # round of eight.
-        auto = [proposal for proposal in drafting if proposal.sequence.speculation.is_auto]
-        likely = [Candidate(1.0, _LIKELY, charged_rows=1, most=min(_FEW, one.max_drafts)) for one in auto]
-        added = _added(costs, len(drafting) - len(auto))
-        model_may_pay = self._model is not None and choose_for_model(likely, rows, added)[1] > 0
-        for proposal in auto:
-            proposal.model_may_pay = model_may_pay
+        drafting = self._worth_weighing(drafting, rows, costs)
         for proposal in drafting:
             rows += self._propose_free(proposal, rows, costs)
         while self._model and (chosen := self._choose(drafting, rows, costs)):
@@ -132,12 +126,27 @@ class Drafters:
             has_masks = any(proposal.sequence.constraint is not None for proposal in chosen)
             self._model.observe_cost((read if has_masks else self._clock()) - began)
         if max_alternatives:
+            auto = [proposal for proposal in drafting if proposal.sequence.speculation.is_auto]
             choose_alternatives(auto, max_alternatives, rows, costs)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Only the first `length` tokens of a sequence are decided; the draft model's cache forgets the rest."""
         if self._model:
             self._model.truncate(sequence, length)
+
+    def _worth_weighing(self, drafting: list[Proposal], rows: int, costs: RoundCosts) -> list[Proposal]:
+        """The proposals that could get drafts, each with whether they could be the model's.
+
+        Beside many sequences not even likely drafts pay, and weighing all takes up to 2 % of a round of eight.
+        """
+        auto = [proposal for proposal in drafting if proposal.sequence.speculation.is_auto]
+        likely = [Candidate(1.0, _LIKELY, charged_rows=1, most=min(_FEW, one.max_drafts)) for one in auto]
+        rows_pay = may_pay(_LIKELY, sum(one.most for one in likely), rows, costs)
+        added = _added(costs, len(drafting) - len(auto))
+        model_may_pay = self._model is not None and rows_pay and choose_for_model(likely, rows, added)[1] > 0
+        for proposal in auto:
+            proposal.model_may_pay = model_may_pay
+        return drafting if rows_pay else [one for one in drafting if not one.sequence.speculation.is_auto]
 
     def _propose_free(self, proposal: Proposal, rows: int, costs: RoundCosts) -> int:
         """Draft what the first proposer offers that is worth verifying; returns how many tokens that is."""

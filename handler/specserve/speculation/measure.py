@@ -206,7 +206,7 @@ def _token(engine: Engine, position: int) -> int:
 
 
 def row_counts(most: int) -> tuple[int, ...]:
-    """The numbers of rows worth measuring up to `most`: all of the first few, then where kernels' tiles end or begin."""
+    """The numbers of rows worth measuring up to `most`: the first few, then where kernels' tiles end or begin."""
     return tuple(rows for rows in (1, 2, 3, 4, 5, 6, 8, 12, 16, 17, 24, 32) if rows <= most)
 
 

@@ -153,6 +153,11 @@ def likeliest(q: FloatArray, _index: int, _noise: Noise) -> int:
     return int(np.argmax(q))
 
 
+def next_in_race(q: FloatArray, index: int, noise: Noise) -> int:
+    """The token that wins the race of `sample_coupled` without those set to 0 in q; any where none is left."""
+    return sample_coupled(q, index, noise) if q.any() else 0
+
+
 class Rule(NamedTuple):
     """How drafters.py samples a draft token, the verification that goes with it, and a guess of a recovered token."""
 
@@ -164,5 +169,5 @@ class Rule(NamedTuple):
 RULES: dict[str, Rule] = {
     "token": Rule(sample_independent, verify_token),
     "block": Rule(sample_independent, verify_block),
-    "coupled": Rule(sample_coupled, verify_coupled, sample_coupled),
+    "coupled": Rule(sample_coupled, verify_coupled, next_in_race),
 }

@@ -356,7 +356,8 @@ _OWN_DRAFT = {2: 1.04, 3: 1.10, 4: 1.19, 5: 1.45, 6: 1.67, 8: 2.05, 12: 2.75, 16
 # The same on 2 cores of an AMD EPYC (Zen 5), as the server measures at its first start.
 _ZEN_5_TARGET = {2: 1.01, 3: 1.02, 4: 1.01, 6: 1.01, 8: 1.01, 12: 1.27, 16: 1.53, 17: 1.67, 24: 2.26, 32: 2.9}
 _ZEN_5_DRAFT = {2: 1.01, 3: 1.03, 4: 1.05, 6: 1.1, 8: 1.13, 12: 1.54, 16: 2.0, 17: 2.23, 24: 2.95, 32: 3.79}
-# The same where the two cores share no cache, which makes memory faster.
+# The same where the two cores share no cache, which makes memory faster: passes of the cost-matched 3B and of the
+# draft, medians of several processes in turns (no command prints them).
 _ZEN_5_APART_TARGET = {2: 1.06, 4: 1.07, 5: 1.1, 6: 1.16, 8: 1.42, 12: 1.97, 16: 2.53, 17: 3.01, 24: 3.79, 32: 4.88}
 _ZEN_5_APART_DRAFT = {2: 1.04, 3: 1.1, 4: 1.15, 6: 1.25, 8: 1.4, 12: 1.94, 16: 2.5, 17: 2.83, 24: 3.65, 32: 4.73}
 # Assumed: a many-core desktop, where memory is the limit up to 8 rows; and a machine where every row costs the same.

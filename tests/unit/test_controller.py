@@ -19,8 +19,8 @@ from specserve.speculation.controller import (
     Controller,
     RoundCosts,
     choose_for_model,
-    may_pay,
     offer_length,
+    rows_worth_adding,
 )
 from specserve.speculation.proposal import Draft, Proposal
 
@@ -174,11 +174,11 @@ def count_round(
 
 
 @pytest.mark.parametrize(("rate", "pays"), [(4.0, True), (4.1, False)])
-def test_drafts_may_pay_only_if_some_number_of_likely_ones_would(rate: float, pays: bool) -> None:
+def test_rows_are_worth_adding_only_if_some_number_of_them_is(rate: float, pays: bool) -> None:
     """After 1 row 2 to 4 take .7 more, worth 2.7 likely drafts; the three of them pay up to 4.07 tokens a second."""
     costs = costs_of(STAIRS, [0.0] * 50, rate)
-    assert may_pay(0.95, 3, 1, costs) == pays
-    assert not may_pay(0.95, 1, 1, costs)
+    assert (rows_worth_adding([0.95] * 3, 1, costs)[0] > 0) == pays
+    assert rows_worth_adding([0.95], 1, costs) == (0, 0.0)
 
 
 @given(
@@ -187,11 +187,11 @@ def test_drafts_may_pay_only_if_some_number_of_likely_ones_would(rate: float, pa
     rows=st.integers(1, 4),
     costs=st.builds(costs_of, curves, st.just([0.0] * 50), st.floats(0.01, 3)),
 )
-def test_where_drafts_may_not_pay_none_of_at_most_this_probability_is_drafted(
+def test_where_no_likely_drafts_pay_none_of_at_most_their_probability_is_drafted(
     acceptance: float, offers: list[list[float]], rows: int, costs: RoundCosts
 ) -> None:
     offers = [[min(one, acceptance) for one in offer] for offer in offers]
-    if not may_pay(acceptance, MAX_DRAFTS * len(offers), rows, costs):
+    if not rows_worth_adding([acceptance] * (MAX_DRAFTS * len(offers)), rows, costs)[0]:
         assert not any(offer_length(1.0, offer, None, rows, costs) for offer in offers)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from specserve.sampling.distribution import FloatArray
 from specserve.speculation.acceptance import Acceptance
-from specserve.speculation.controller import RoundCosts
+from specserve.speculation.controller import RoundCosts, rows_worth_adding
 from specserve.speculation.proposal import Alternative, Draft, Proposal
 from specserve.speculation.rejection import RULES, likeliest
 
@@ -74,13 +74,7 @@ def choose_alternatives(proposals: abc.Sequence[Proposal], most: int, rows: int,
     """
     possible = [(one, proposal) for proposal in proposals for one in proposal.possible]
     possible.sort(key=lambda pair: pair[0].gain, reverse=True)
-    base = costs.target_pass(rows)
-    expected, length, best = 0.0, 0, 0.0
-    for n, (one, _) in enumerate(possible[:most], 1):
-        expected += one.gain - _LEAST_GAIN
-        gain = expected - costs.tokens_per_second * (costs.target_pass(rows + n) - base)
-        if gain > best:
-            length, best = n, gain
+    length, _ = rows_worth_adding([one.gain - _LEAST_GAIN for one, _ in possible[:most]], rows, costs)
     for one, proposal in possible[:length]:
         if proposal.remaining > 0:
             proposal.alternatives.append(one)

@@ -29,6 +29,8 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 from specserve.sequence import Sequence
@@ -164,19 +166,25 @@ class Controller:
         return sequence.state(self, Balance)
 
 
-def may_pay(acceptance: float, most: int, rows: int, costs: RoundCosts) -> bool:
-    """Whether up to `most` drafts would pay for their rows if each were accepted with this probability.
+def rows_worth_adding(tokens: abc.Iterable[float], rows: int, costs: RoundCosts) -> tuple[int, float]:
+    """How many further rows the target's pass should have, taken in this order, and their gain in tokens.
 
     Args:
-        acceptance: of every draft, whatever happens to the others.
-        most: drafts of all sequences.
-        rows: of the target's pass without drafts.
+        tokens: what each further row is expected to bring.
+        rows: of the target's pass by now.
         costs: of this round.
+
+    Returns:
+        0 and 0.0 where no number of them pays.
     """
     base = costs.target_pass(rows)
-    return any(
-        n * acceptance > costs.tokens_per_second * (costs.target_pass(rows + n) - base) for n in range(1, most + 1)
-    )
+    expected, length, best = 0.0, 0, 0.0
+    for n, brought in enumerate(tokens, 1):
+        expected += brought
+        gain = expected - costs.tokens_per_second * (costs.target_pass(rows + n) - base)
+        if gain > best:
+            length, best = n, gain
+    return length, best
 
 
 def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: RoundCosts) -> tuple[list[int], float]:
@@ -234,14 +242,8 @@ def offer_length(
         rows: of the target's pass by now.
         costs: of this round.
     """
-    base = costs.target_pass(rows)
-    expected, length, best = 0.0, 0, 0.0
-    for n, probability in enumerate(probabilities, 1):
-        reached *= probability
-        expected += reached
-        gain = expected - costs.tokens_per_second * (costs.target_pass(rows + n) - base)
-        if gain > best:
-            length, best = n, gain
+    accepted = list(accumulate(probabilities, mul, initial=reached))[1:]
+    length, best = rows_worth_adding(accepted, rows, costs)
     if by_model is None:
         return length
     _, model_gain = choose_for_model([by_model._replace(most=min(by_model.most, length))], rows, costs)

@@ -23,8 +23,8 @@ from specserve.speculation.controller import (
     Controller,
     RoundCosts,
     choose_for_model,
-    may_pay,
     offer_length,
+    rows_worth_adding,
 )
 from specserve.speculation.draft_model import DraftedSequence, DraftModel
 from specserve.speculation.proposal import Draft, Proposal, Refused
@@ -141,9 +141,9 @@ class Drafters:
         """
         auto = [proposal for proposal in drafting if proposal.sequence.speculation.is_auto]
         likely = [Candidate(1.0, _LIKELY, charged_rows=1, most=min(_FEW, one.max_drafts)) for one in auto]
-        rows_pay = may_pay(_LIKELY, sum(one.most for one in likely), rows, costs)
+        rows_pay, _ = rows_worth_adding([_LIKELY] * sum(one.most for one in likely), rows, costs)
         added = _added(costs, len(drafting) - len(auto))
-        model_may_pay = self._model is not None and rows_pay and choose_for_model(likely, rows, added)[1] > 0
+        model_may_pay = self._model is not None and rows_pay > 0 and choose_for_model(likely, rows, added)[1] > 0
         for proposal in auto:
             proposal.model_may_pay = model_may_pay
         return drafting if rows_pay else [one for one in drafting if not one.sequence.speculation.is_auto]

@@ -90,13 +90,13 @@ class Lane:
     target: Engine
     drafters: Drafters
 
-    def start(self, task: Task, temperature: float) -> tuple[Scheduler, Generation]:
+    def start(self, task: Task, temperature: float, seed: int = 1) -> tuple[Scheduler, Generation]:
         """Submit a prompt to a new scheduler, whose caches are empty."""
         vocabulary = self.models.vocabulary
         scheduler = Scheduler(self.target, self.drafters, prefill_rows=self.config.prefill_rows, idle_tokens=0)
         generation = Generation(
             vocabulary.encode(task.text, special=True),
-            SamplingParams(temperature=temperature, seed=1),
+            SamplingParams(temperature=temperature, seed=seed),
             replace(self.mode.speculation, verification="block" if temperature else "token"),
             vocabulary,
             max_tokens=task.max_tokens,
@@ -113,9 +113,9 @@ def open_lanes(models: Models, config: HandlerConfig, modes: list[Mode]) -> list
     return [Lane(mode, models, config, *open_engines(models.vocabulary, models.draft, config)) for mode in modes]
 
 
-def run_side_by_side(lanes: list[Lane], task: Task, temperature: float) -> list[Run]:
+def run_side_by_side(lanes: list[Lane], task: Task, temperature: float, seed: int) -> list[Run]:
     """Answer a prompt in all lanes; the lane with the fewest tokens always runs the next round."""
-    started = [lane.start(task, temperature) for lane in lanes]
+    started = [lane.start(task, temperature, seed) for lane in lanes]
 
     def progress(lane: tuple[Scheduler, Generation]) -> tuple[int, int]:
         return lane[1].generated, lane[1].target_cached
@@ -128,12 +128,12 @@ def run_side_by_side(lanes: list[Lane], task: Task, temperature: float) -> list[
     return [Run(generation.answer, generation.stats) for _, generation in started]
 
 
-def keep(results: ResultsFile, key: tuple[str, str, float, str], run: Run) -> None:
+def keep(results: ResultsFile, key: tuple[str, str, float, int, str], run: Run) -> None:
     """Write a run to the file of results."""
     results.add(key, [run.tokens, vars(run.stats)])
 
 
-def kept(results: ResultsFile, key: tuple[str, str, float, str]) -> Run:
+def kept(results: ResultsFile, key: tuple[str, str, float, int, str]) -> Run:
     """Read a run from the file of results."""
     tokens, stats = results[key]
     seconds = {name: value for name, value in stats.items() if name.endswith("_seconds")}
@@ -143,7 +143,7 @@ def kept(results: ResultsFile, key: tuple[str, str, float, str]) -> Run:
 
 
 def summarise(family: str, temperature: float, mode: str, pairs: list[tuple[Run, Run]]) -> Row:
-    """One row of the result, from pairs of a plain run and this mode's, one for each prompt."""
+    """One row of the result, from pairs of a plain run and this mode's, one for each prompt and seed."""
     runs = [run for _, run in pairs]
     ratios = [run.speed / plain.speed for plain, run in pairs]
     # Above temperature 0 the two answers differ, also in length.
@@ -169,7 +169,7 @@ def summarise(family: str, temperature: float, mode: str, pairs: list[tuple[Run,
         "share_draft": round(stats.draft_seconds / seconds, 4),
         "share_other": round(stats.other_seconds / seconds, 4),
         "same_text_as_plain": sum(run.tokens == plain.tokens for plain, run in pairs),
-        "prompts": len(pairs),
+        "answers": len(pairs),
     }
 
 
@@ -188,6 +188,7 @@ def main() -> None:
     names = [mode.name for mode in MODES]
     parser.add_argument("--modes", nargs="+", choices=names, metavar="MODE", help=f"only these of {', '.join(names)}")
     parser.add_argument("--temperatures", nargs="+", type=float, help="default: 0 and 0.8, with --quick 0")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1], help="above temperature 0 an answer for each")
     parser.add_argument("--results", type=Path, help="file that keeps every answer, from which a run is resumed")
     options = parser.parse_args()
     config = prepared_handler(options.config)
@@ -208,28 +209,29 @@ def main() -> None:
         family_lanes = [lane for lane in lanes if lane.mode in modes]
         tasks = list(read_tasks(family, options.prompts or (3 if options.quick else None)))
         for temperature in temperatures:
-            for task in track(tasks, f"{family}, temperature {temperature}", console=Console(stderr=True)):
-                keys = [(family, task.name, temperature, lane.mode.name) for lane in family_lanes]
+            answers = [(task, seed) for seed in (options.seeds if temperature else [1]) for task in tasks]
+            for task, seed in track(answers, f"{family}, temperature {temperature}", console=Console(stderr=True)):
+                keys = [(family, task.name, temperature, seed, lane.mode.name) for lane in family_lanes]
                 if all(key in results for key in keys):
                     continue
-                runs, others = with_interference(partial(run_side_by_side, family_lanes, task, temperature))
+                runs, others = with_interference(partial(run_side_by_side, family_lanes, task, temperature, seed))
                 disturbed += others > MAX_INTERFERENCE
                 for key, run in zip(keys, runs, strict=True):
                     keep(results, key, run)
             for mode in modes:
                 pairs = [
                     (
-                        kept(results, (family, task.name, temperature, PLAIN.name)),
-                        kept(results, (family, task.name, temperature, mode.name)),
+                        kept(results, (family, task.name, temperature, seed, PLAIN.name)),
+                        kept(results, (family, task.name, temperature, seed, mode.name)),
                     )
-                    for task in tasks
+                    for task, seed in answers
                 ]
                 rows.append(summarise(family, temperature, mode.name, pairs))
     print_table("decoding, ratios to plain decoding of the same run", rows, omit=["drafters", "alternatives"])
     files = {"target": config.target.path, "draft": config.draft.path if config.draft else None}
     notes = [
         "one sequence, no server; the draft's prefill happens after the first token, so it is in `ratio` too",
-        f"{disturbed} prompts were answered while other processes used more than {MAX_INTERFERENCE:.0%} of a core",
+        f"{disturbed} answers were given while other processes used more than {MAX_INTERFERENCE:.0%} of a core",
     ]
     print_result("decode", {role: Path(path).name if path else None for role, path in files.items()}, rows, notes)
 

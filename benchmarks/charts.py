@@ -53,7 +53,7 @@ def speed_by_family(result: dict[str, Any]) -> Figure:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(families)), families)
     axes.set(ylabel=f"speed, {plain} = 1", title=f"{result['models']['target']} ({result['machine']['cpu']})")
-    figure.legend(loc="outside lower center", fontsize="small", ncols=min(5, len(modes)))
+    figure.legend(loc="outside lower center", fontsize="small", ncols=min(3, len(modes)))
     return figure
 
 

@@ -69,6 +69,8 @@ class ServerProcess:
                 stdout=output,
                 stderr=output,
                 env=os.environ | environment,
+                # ik_llama.cpp's server writes llama.log into its working directory.
+                cwd=log.parent,
             )
 
     def wait_ready(self) -> None:

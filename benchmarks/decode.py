@@ -40,6 +40,8 @@ from specserve.serving.scheduler import Scheduler
 from specserve.speculation.drafters import Drafters
 from specserve.tools.archive import prepared_handler
 
+# Of an answer: family, prompt, temperature, seed and mode.
+Key = tuple[str, str, float, int, str]
 QUICK_FAMILIES = ("code", "json", "schema", "prose", "edit", "edit, predicted")
 TEMPERATURES = (0.0, 0.8)
 
@@ -128,12 +130,12 @@ def run_side_by_side(lanes: list[Lane], task: Task, temperature: float, seed: in
     return [Run(generation.answer, generation.stats) for _, generation in started]
 
 
-def keep(results: ResultsFile, key: tuple[str, str, float, int, str], run: Run) -> None:
+def keep(results: ResultsFile, key: Key, run: Run) -> None:
     """Write a run to the file of results."""
     results.add(key, [run.tokens, vars(run.stats)])
 
 
-def kept(results: ResultsFile, key: tuple[str, str, float, int, str]) -> Run:
+def kept(results: ResultsFile, key: Key) -> Run:
     """Read a run from the file of results."""
     tokens, stats = results[key]
     seconds = {name: value for name, value in stats.items() if name.endswith("_seconds")}
@@ -209,7 +211,7 @@ def main() -> None:
         family_lanes = [lane for lane in lanes if lane.mode in modes]
         tasks = list(read_tasks(family, options.prompts or (3 if options.quick else None)))
         for temperature in temperatures:
-            answers = [(task, seed) for seed in (options.seeds if temperature else [1]) for task in tasks]
+            answers = [(task, seed) for seed in options.seeds[: None if temperature else 1] for task in tasks]
             for task, seed in track(answers, f"{family}, temperature {temperature}", console=Console(stderr=True)):
                 keys = [(family, task.name, temperature, seed, lane.mode.name) for lane in family_lanes]
                 if all(key in results for key in keys):

@@ -30,7 +30,8 @@ from common import MAX_INTERFERENCE, Row, argument_parser, print_result, print_t
 from pass_worker import MARK, Pass, Setting
 from peer_engines import IK, PEERS, Command, build_ik, install_packages, unpack
 from perplexity import forms_of_the_target, read_text, use_all_formats
-from specserve.config import load_yaml, usable_cores
+from specserve.config import load_yaml
+from specserve.cores import usable_cores
 from specserve.engine import kernels
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import EnvironmentFailure
@@ -215,13 +216,13 @@ def measure_file(path: Path, commands: dict[str, Command], turns: int) -> Measur
         workers = {}
         for name, command in commands.items():
             try:
-                workers[name] = Worker(name, command, Setting(str(path), usable_cores(), tokens))
+                workers[name] = Worker(name, command, Setting(str(path), usable_cores().threads, tokens))
             except EnvironmentFailure as reason:
                 measurement.failures[name] = str(reason)
             else:
                 stack.callback(workers[name].stop)
         for turn in range(turns):
-            measurement.roof = kernels.Roof(*map(max, measurement.roof, kernels.roof(usable_cores())))
+            measurement.roof = kernels.Roof(*map(max, measurement.roof, kernels.roof(usable_cores().threads)))
             passes = [Pass(CONTEXT, rows, rows) for rows in ROWS]
             if turn < PREFILL_TURNS:
                 passes.insert(0, Pass(0, PREFILL, 1))

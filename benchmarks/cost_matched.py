@@ -21,7 +21,7 @@ from rich.console import Console
 
 from common import argument_parser, print_result, read_tasks
 from perplexity import forms_of_the_target
-from specserve.config import usable_cores
+from specserve.cores import usable_cores
 from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
@@ -145,7 +145,7 @@ def greedy(path: Path, prompts: list[str]) -> list[list[int]]:
     """The greedy continuation of each prompt."""
     model = LlamaModel(path)
     engine = LlamaEngine(
-        model, n_slots=1, context_length=1024, threads=usable_cores(), max_rows=PROMPT_TOKENS, max_logits=4
+        model, n_slots=1, context_length=1024, threads=usable_cores().threads, max_rows=PROMPT_TOKENS, max_logits=4
     )
     answers = []
     for prompt in prompts:

@@ -112,7 +112,10 @@ class Lane:
 def open_lanes(models: Models, config: HandlerConfig, modes: list[Mode]) -> list[Lane]:
     """A lane for each mode, of one sequence each."""
     config = config.model_copy(update={"sequences": 1})
-    return [Lane(mode, models, config, *open_engines(models.vocabulary, models.draft, config)) for mode in modes]
+    return [
+        Lane(mode, models, config, *open_engines(models.vocabulary, models.draft, config, models.costs))
+        for mode in modes
+    ]
 
 
 def run_side_by_side(lanes: list[Lane], task: Task, temperature: float, seed: int) -> list[Run]:

@@ -21,7 +21,8 @@ from pathlib import Path
 from rich.console import Console
 
 from servers import ServerProcess
-from specserve.config import cache_directory, usable_cores
+from specserve.config import cache_directory
+from specserve.cores import usable_cores
 from specserve.errors import EnvironmentFailure
 from specserve.tools import files
 from specserve.tools.archive import handler_of
@@ -78,7 +79,7 @@ class Job:
         """The job of a model YAML."""
         prepared = prepare(config)
         handler = handler_of(config, prepared)
-        threads = handler.threads or usable_cores()
+        threads = usable_cores(handler.cores, handler.threads).threads
         return cls(prepared.target, prepared.draft, threads, slots, handler.context_length)
 
 
@@ -161,7 +162,7 @@ def build(home: Path, source: Path, options: dict[str, str]) -> Path:
             with Console(stderr=True).status(f"building {home.name}, some ten minutes on two cores (log: {log})"):
                 defined = [f"-D{name}={value}" for name, value in options.items()]
                 run_logged(["cmake", "-S", source, "-B", directory, *defined], log)
-                parallel = ["--target", "llama-server", "--parallel", str(usable_cores())]
+                parallel = ["--target", "llama-server", "--parallel", str(usable_cores().threads)]
                 run_logged(["cmake", "--build", directory, *parallel], log)
     return directory
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from common import Row as ResultRow
 from common import argument_parser, print_result, print_table
-from specserve.config import load_yaml, usable_cores
+from specserve.config import load_yaml
+from specserve.cores import usable_cores
 from specserve.engine import kernels
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.engine.llama import LlamaEngine
@@ -108,7 +109,7 @@ def score(
         use_all_formats(variant)
     model = LlamaModel(path)
     engine = LlamaEngine(
-        model, n_slots=1, context_length=window, threads=usable_cores(), max_rows=_CHUNK, max_logits=_CHUNK
+        model, n_slots=1, context_length=window, threads=usable_cores().threads, max_rows=_CHUNK, max_logits=_CHUNK
     )
     scores = {}
     for family in FAMILIES:

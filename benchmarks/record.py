@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import track
 
 from common import FAMILIES, Task, argument_parser, read_tasks
-from specserve.config import usable_cores
+from specserve.cores import usable_cores
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
@@ -120,7 +120,7 @@ def main() -> None:
             model,
             n_slots=1,
             context_length=config.context_length,
-            threads=config.threads or usable_cores(),
+            threads=usable_cores(config.cores, config.threads).threads,
             max_rows=_CHUNK,
             max_logits=_CHUNK,
         )

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from specserve.cores import parse_cores
 from specserve.errors import ConfigError
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+def _cores(value: object) -> object:
+    """A list of cores; YAML reads one core as a number."""
+    if isinstance(value, str | int):
+        try:
+            return parse_cores(str(value))
+        except ValueError:
+            raise ValueError(f"{value!r} is no list of cores such as 0-3,8") from None
+    return value
+
+
+Cores = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_cores), Field(min_length=1)]
 
 
 class _Section(BaseModel):
@@ -123,7 +136,14 @@ class HandlerConfig(_Section):
         description="auto: specserve's own matrix products and attention, if they work and are faster here; off: "
         "llama.cpp's.",
     )
-    threads: int | None = Field(default=None, ge=1, description="Compute threads; default: the number of usable cores.")
+    threads: int | None = Field(
+        default=None, ge=1, description="Compute threads; default: one for each physical core, within a cgroup's quota."
+    )
+    cores: Cores | None = Field(
+        default=None,
+        description="The cores that they may run on, such as 0-3,8; default: all that the process may use, divided "
+        "with other workers of the same user while these are busy.",
+    )
     prefill_rows: int = Field(default=64, ge=4, le=512, description="The most prompt tokens in a round.")
     max_wait_ms: float | None = Field(
         default=None,
@@ -159,16 +179,6 @@ def cache_directory() -> Path:
     """The directory of models and measurements: $SPECSERVE_CACHE, or one below ~/.cache."""
     cache = os.environ.get("SPECSERVE_CACHE")
     return Path(cache).expanduser() if cache else Path.home() / ".cache" / "specserve"
-
-
-def usable_cores() -> int:
-    """The number of cores this process may use: its affinity, or a container's quota if that is less."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
 
 
 def processor() -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from costs import proportional
+from specserve.cores import Usable
 from specserve.engine.llama_model import LlamaModel
 from specserve.tools import doctor, paths
 from specserve.tools.doctor import check_costs, check_threads
@@ -66,7 +67,7 @@ class Threads:
 def test_check_threads_advises_a_faster_number_of_threads(
     monkeypatch: pytest.MonkeyPatch, published: Path, slower: float, *, well: bool
 ) -> None:
-    monkeypatch.setattr(doctor, "usable_cores", lambda: 4)
+    monkeypatch.setattr(doctor, "usable_cores", lambda: Usable((0, 1, 2, 3), 4))
     monkeypatch.setattr(doctor, "one_slot_engine", lambda _model, count, _rows: Threads(count))
     monkeypatch.setattr(doctor, "time_passes", lambda used: [(1, 0.02 * (slower if used[0].count == 8 else 1))])
     model = LlamaModel(published)

@@ -12,10 +12,12 @@ from unittest import mock
 from constraints import AlternatingGrammars
 from costs import flat
 from fake_engine import FakeEngine, FakeVocabulary
+from fake_placement import FakeMachine, placement_on
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
 from specserve.engine.kernels import Kernels
 from specserve.observability.metrics import Served
 from specserve.serving import torchserve
+from specserve.serving.costs import Costs
 from specserve.serving.engine_loop import engine_thread
 from specserve.serving.loading import Models
 from specserve.serving.openai.prompt import ChatTemplate
@@ -63,6 +65,7 @@ class FrontEnd:
             grammars,
             self.target,
             Drafters(controller, PredictionProposer(), LookupProposer(), model=model, vocabulary=200),
+            Costs(placement_on(FakeMachine())),
             Kernels(None, (), None, "a fake engine computes"),
         )
         if chat_template is not None:

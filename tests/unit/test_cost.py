@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from fake_engine import FakeEngine
 from specserve.engine.base import FloatArray, Row
+from specserve.errors import EngineError
 from specserve.speculation.cost import Cost, CostTable
-from specserve.speculation.measure import measure, row_counts, typical
+from specserve.speculation.measure import Interrupted, measure, row_counts, typical
 
 ROWS = (1, 2, 3, 4, 8)
 # Four rows cost less than two, as with weights that are repacked for four rows.
@@ -96,6 +97,96 @@ def test_passes_of_the_draft_do_not_change_the_targets_cost() -> None:
     assert target.seconds(1, 0) == pytest.approx(1.0, rel=0.05)
 
 
+def test_cost_follows_a_machine_that_changes_at_once_within_eight_passes() -> None:
+    cost = Cost(TABLE)
+    for factor in (4.0, 1.0):
+        for _ in range(8):
+            cost.observe(1, 0, factor)
+        assert cost.seconds(8, 0) == pytest.approx(3.0 * factor, rel=0.05)
+
+
+def test_delays_of_some_passes_do_not_make_the_cost_jump() -> None:
+    cost = Cost(TABLE)
+    for number in range(200):
+        cost.observe(1, 0, 5.0 if number % 3 == 0 else 1.0)
+    assert cost.seconds(1, 0) == pytest.approx(1.0, rel=0.25)
+
+
+def test_what_the_drafts_passes_have_shown_is_forgotten_while_it_makes_none() -> None:
+    """Otherwise what a busy minute has taught would keep it from drafting, and only drafting can correct it."""
+    target = Cost(TABLE)
+    draft = Cost(TABLE, target=target)
+    for _ in range(50):
+        target.observe(1, 0, 2.0)
+        draft.observe(1, 0, 8.0)
+    assert draft.seconds(1, 0) == pytest.approx(8.0, rel=0.05)
+    for _ in range(8):
+        target.observe(1, 0, 2.0)
+    assert draft.seconds(1, 0) == pytest.approx(8.0, rel=0.05)
+    for _ in range(12):
+        target.observe(1, 0, 1.0)
+    assert draft.seconds(1, 0) == pytest.approx(1.0, rel=0.2)
+
+
+def test_draft_that_resumes_is_judged_by_its_next_two_passes() -> None:
+    target = Cost(TABLE)
+    draft = Cost(TABLE, target=target)
+    for now in (8.0, 1.0):
+        for _ in range(20):
+            target.observe(1, 0, 1.0)
+        for _ in range(2):
+            draft.observe(1, 0, now)
+        assert draft.seconds(1, 0) == pytest.approx(now, rel=0.3)
+
+
+def test_draft_that_is_not_used_is_forgotten_slowly_while_the_machine_stays_as_it_is() -> None:
+    target = Cost(TABLE)
+    draft = Cost(TABLE, target=target)
+    for _ in range(10):
+        draft.observe(1, 0, 8.0)
+    for _ in range(100):
+        target.observe(1, 0, 1.0)
+    assert draft.seconds(1, 0) == pytest.approx(8.0, rel=0.3)
+    for _ in range(5000):
+        target.observe(1, 0, 1.0)
+    assert draft.seconds(1, 0) == pytest.approx(1.0, rel=0.1)
+
+
+def test_each_number_of_threads_has_a_table_and_a_factor_of_its_own() -> None:
+    other = CostTable(ROWS, (100, 300), (tuple(1.5 * cost for cost in SECONDS),) * 2)
+    cost = Cost({2: TABLE, 1: other})
+    assert cost.seconds(1, 0) == 1.0
+    for _ in range(20):
+        cost.observe(1, 0, 2.0)
+    cost.use_threads(1)
+    assert cost.seconds(1, 0) == 1.5
+    cost.use_threads(2)
+    assert cost.seconds(1, 0) == pytest.approx(2.0, rel=0.05)
+
+
+def test_the_table_of_the_nearest_number_of_threads_counts() -> None:
+    half = CostTable(ROWS, (100, 300), (tuple(1.5 * cost for cost in SECONDS),) * 2)
+    cost = Cost({64: TABLE, 32: half})
+    for threads, expected in ((64, 1.0), (63, 1.0), (40, 1.5), (1, 1.5)):
+        cost.use_threads(threads)
+        assert cost.seconds(1, 0) == expected
+
+
+def test_table_is_doubted_once_passes_are_shorter_than_it_says_and_replaced() -> None:
+    cost = Cost({2: TABLE, 1: TABLE})
+    assert not cost.doubtful
+    for _ in range(20):
+        cost.observe(1, 0, 2.0)
+    assert not cost.doubtful, "a machine may become slower"
+    for _ in range(20):
+        cost.observe(1, 0, 0.5)
+    assert cost.doubtful == {2: TABLE}
+    half = CostTable(ROWS, (100, 300), (tuple(0.5 * cost for cost in SECONDS),) * 2)
+    cost.replace_table(2, half)
+    assert not cost.doubtful
+    assert (cost.table, cost.seconds(1, 0)) == (half, 0.5)
+
+
 def test_typical_time_is_the_median_of_the_faster_half() -> None:
     assert typical([1.0, 1.1, 9.0, 1.2, 30.0]) == 1.1
     assert typical([2.0]) == 2.0
@@ -158,3 +249,21 @@ def test_measurement_stays_within_the_engines_limits(context: int, max_rows: int
     table = measure(machine, clock=lambda: machine.now)
     assert table.rows[-1] <= min(max_rows, max_logits)
     assert max(row.position for row in machine.decoded) < context
+
+
+def test_measurement_needs_one_empty_slot_and_leaves_the_others_alone() -> None:
+    machine = FakeEngine(vocabulary=50, n_slots=2)
+    machine.forward([Row(7, 0, 0, wants_logits=False)])
+    measure(machine)
+    assert machine.cache == [[7], []]
+    machine.forward([Row(7, 1, 0, wants_logits=False)])
+    with pytest.raises(EngineError, match="no slot is empty"):
+        measure(machine)
+
+
+def test_measurement_ends_before_the_next_pass_when_it_is_interrupted() -> None:
+    machine = Machine()
+    with pytest.raises(Interrupted):
+        measure(machine, clock=lambda: machine.now, interrupted=lambda: machine.passes >= 5)
+    assert machine.passes == 5
+    assert machine.cached_len(0) == 0

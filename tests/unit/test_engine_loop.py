@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from specserve.serving.engine_loop import EngineLoop, engine_thread
+from fake_placement import FakeMachine, placement_on
+from specserve.serving.engine_loop import EngineLoop, IdleWork, engine_thread
 
 
 class FakeScheduler:
@@ -37,8 +40,11 @@ class FakeScheduler:
         self.left = 0
 
 
-def loop_of(scheduler: Any, seconds: float = math.inf) -> EngineLoop:
-    return EngineLoop(scheduler, engine_thread(), seconds)
+def loop_of(
+    scheduler: Any, seconds: float = math.inf, idle_work: IdleWork = lambda _wanted: None, idle_seconds: float = 3600.0
+) -> EngineLoop:
+    placement = placement_on(FakeMachine())
+    return EngineLoop(scheduler, engine_thread(), seconds, placement, idle_work=idle_work, idle_seconds=idle_seconds)
 
 
 def test_slice_has_at_least_one_round() -> None:
@@ -108,3 +114,42 @@ def test_exception_in_a_round_fails_its_sequences_and_not_the_thread(caplog: pyt
     loop_of(scheduler).run()
     assert [str(fault) for fault in scheduler.faults] == ["of ours"]
     assert "a round failed" in caplog.text
+
+
+class IdleTask:
+    """Idle work that goes on until it is told that the server is wanted, or for ten seconds."""
+
+    def __init__(self) -> None:
+        self.started, self.ended = threading.Event(), threading.Event()
+
+    def __call__(self, wanted: Callable[[], bool]) -> None:
+        self.started.set()
+        for _ in range(1000):
+            if wanted():
+                self.ended.set()
+                return
+            time.sleep(0.01)
+
+
+def test_idle_work_begins_when_no_sequence_is_left_and_ends_when_one_comes() -> None:
+    scheduler, task = FakeScheduler(1), IdleTask()
+    scheduler.may_finish.set()
+    loop = loop_of(scheduler, idle_work=task, idle_seconds=0.2)
+    loop.run()
+    assert task.started.wait(10)
+    assert not task.ended.is_set()
+    scheduler.left = 1
+    loop.run()
+    assert task.ended.is_set()
+    assert scheduler.left == 0
+    scheduler.left = 1
+    loop.run()
+
+
+def test_idle_work_does_not_begin_between_slices() -> None:
+    scheduler, task = FakeScheduler(3), IdleTask()
+    scheduler.may_finish.set()
+    loop = loop_of(scheduler, 0, idle_work=task, idle_seconds=0.0)
+    loop.run()
+    loop.run()
+    assert not task.started.wait(0.1)

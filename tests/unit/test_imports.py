@@ -15,15 +15,26 @@ PACKAGE = Path(__file__).parents[2] / "handler" / "specserve"
 # What each package may import of specserve, besides its own modules.
 ALLOWED = {
     "errors": set(),
-    "config": {"errors"},
+    "config": {"errors", "cores"},
+    "cores": {"errors"},
     "sequence": {"errors"},
-    "engine": {"errors", "sequence", "config", "sampling.distribution"},
+    "engine": {"errors", "sequence", "config", "cores", "sampling.distribution"},
     "sampling": {"errors", "sequence"},
     "grammar": {"errors", "sequence", "engine.base"},
     "speculation": {"errors", "sequence", "config", "engine.base", "sampling"},
     "observability": {"errors", "config", "sequence"},
-    "serving": {"errors", "sequence", "config", "observability", "engine", "grammar", "sampling", "speculation"},
-    "tools": {"errors", "sequence", "config", "engine", "sampling", "speculation"},
+    "serving": {
+        "errors",
+        "sequence",
+        "config",
+        "cores",
+        "observability",
+        "engine",
+        "grammar",
+        "sampling",
+        "speculation",
+    },
+    "tools": {"errors", "sequence", "config", "cores", "engine", "sampling", "speculation"},
 }
 # Algorithms that import NumPy and the standard library only.
 PURE = tuple(
@@ -36,7 +47,7 @@ PURE = tuple(
 )
 # The modules that may import a library.
 OWNERS = {
-    "llama_cpp": {"engine/llama.py", "engine/llama_model.py"},
+    "llama_cpp": {"engine/llama.py", "engine/llama_model.py", "engine/thread_pool.py"},
     "llguidance": {"grammar/constraint.py"},
     "ts": {"serving/torchserve_types.py"},
 }

@@ -12,6 +12,7 @@ from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.draft_head import DraftHead
 from specserve.engine.llama_model import LlamaModel
+from specserve.engine.thread_pool import ThreadPool
 from specserve.errors import EngineError, ModelLoadError
 
 _F16 = 1  # GGML_TYPE_F16 of ggml.h, which llama-cpp-python does not export
@@ -28,11 +29,12 @@ class LlamaEngine:
         model: its weights.
         n_slots: number of sequences.
         context_length: maximum tokens of a sequence.
-        threads: compute threads.
+        threads: compute threads, anywhere; a pool binds them to cores, and says how many they are.
         max_rows: maximum rows of a forward pass.
         max_logits: maximum rows of logits of a forward pass.
         head: which logits are computed; others are -inf. Without specserve's kernels, or by default, all are.
         max_alternatives: maximum alternatives of a forward pass.
+        pool: compute threads that engines share.
 
     Raises:
         ModelLoadError: there is no memory for the context, or the model's cache cannot be truncated.
@@ -49,6 +51,7 @@ class LlamaEngine:
         max_logits: int,
         head: DraftHead | None = None,
         max_alternatives: int = 0,
+        pool: ThreadPool | None = None,
     ) -> None:
         self.n_slots = n_slots
         self.max_alternatives = max_alternatives
@@ -81,6 +84,9 @@ class LlamaEngine:
         # By slot, its alternatives of the last pass: llama.cpp's sequence, and the position.
         self._alternatives: dict[int, list[tuple[int, int]]] = {}
         self._make_batch(max_rows)
+        self._pool = pool
+        if pool:
+            pool.add(context)
         self._check_truncation(model)
 
     def _make_batch(self, rows: int) -> None:
@@ -216,4 +222,6 @@ class LlamaEngine:
 
     def close(self) -> None:
         """Free the context."""
+        if self._pool:
+            self._pool.remove(self._context)
         llama_cpp.llama_free(self._context)

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Event
+from threading import Event, Timer
 
+from specserve.engine.placement import Placement
 from specserve.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+
+# Seconds without a sequence after which the server counts as idle.
+_IDLE_SECONDS = 10.0
+
+# Does something as long as its argument, which it asks often, returns false.
+IdleWork = Callable[[Callable[[], bool]], None]
 
 
 def engine_thread() -> ThreadPoolExecutor:
@@ -33,10 +41,27 @@ class EngineLoop:
         scheduler: has the sequences.
         thread: runs the rounds.
         seconds: length of a slice; it has at least one round, and begins no further one after this time.
+        placement: chooses the cores of each round.
+        idle_work: what the engine thread does while the server is idle.
+        idle_seconds: without a sequence, after which it is.
     """
 
-    def __init__(self, scheduler: Scheduler, thread: ThreadPoolExecutor, seconds: float) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        thread: ThreadPoolExecutor,
+        seconds: float,
+        placement: Placement,
+        *,
+        idle_work: IdleWork,
+        idle_seconds: float = _IDLE_SECONDS,
+    ) -> None:
         self._scheduler = scheduler
+        self._placement = placement
+        self._idle_work, self._idle_seconds = idle_work, idle_seconds
+        # Set once the server is not idle any more; each idle time has an event of its own.
+        self._wanted = Event()
+        self._timer: Timer | None = None
         self._seconds = seconds
         self._thread = thread
         self._slice: Future[None] | None = None
@@ -70,6 +95,9 @@ class EngineLoop:
         return started is not None
 
     def _submit(self) -> Future[None]:
+        self._wanted.set()
+        if self._timer:
+            self._timer.cancel()
         self._interrupted.clear()
         self._begun.clear()
         return self._thread.submit(self._run_rounds)
@@ -80,10 +108,16 @@ class EngineLoop:
         until = time.monotonic() + self._seconds
         while self._scheduler.busy:
             try:
+                self._placement.begin_round()
                 self._scheduler.step()
             except Exception as error:
                 # Raised to TorchServe, it would fail every request, those that wait included.
                 logger.exception("specserve: a round failed")
                 self._scheduler.fail_all(error)
             if time.monotonic() >= until or self._interrupted.is_set():
-                return
+                break
+        if not self._scheduler.busy:
+            self._wanted = wanted = Event()
+            self._timer = Timer(self._idle_seconds, self._thread.submit, (self._idle_work, wanted.is_set))
+            self._timer.daemon = True
+            self._timer.start()

@@ -6,22 +6,25 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from specserve.config import HandlerConfig, ModelConfig, usable_cores
+from specserve.config import HandlerConfig, ModelConfig
+from specserve.cores import usable_cores
 from specserve.engine import kernels
 from specserve.engine.base import Engine
 from specserve.engine.draft_head import DraftHead
 from specserve.engine.invariance import Invariance, probe
 from specserve.engine.kernels import Kernels
 from specserve.engine.llama import LlamaEngine
-from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
-from specserve.errors import EngineError, ModelLoadError
+from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
+from specserve.engine.placement import Placement, Workers
+from specserve.engine.thread_pool import ThreadPool
+from specserve.errors import ModelLoadError
 from specserve.grammar.constraint import GrammarCompiler
+from specserve.serving.costs import Costs
 from specserve.serving.openai.prompt import ChatTemplate
 from specserve.speculation.controller import Controller
 from specserve.speculation.cost import Cost
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.measure import measured_cost
 from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
 
 logger = logging.getLogger(__name__)
@@ -42,14 +45,16 @@ _PROBE_TOKENS = 96
 class Models:
     """The loaded models, ready to serve.
 
-    `kernels` says which kernels compute. `invariance` is the target's, None if it was not measured. The draft model's
-    does not matter: with greedy and coupled verification the output does not depend on the drafts.
+    `costs` are those of forward passes; `kernels` says which kernels compute them. `invariance` is the target's, None
+    if it was not measured. The draft model's does not matter: with greedy and coupled verification the output does not
+    depend on the drafts.
     """
 
     vocabulary: LlamaModel
     grammars: GrammarCompiler
     target: Engine
     drafters: Drafters
+    costs: Costs
     kernels: Kernels
     draft: LlamaModel | None = None
     chat_template: ChatTemplate | None = None
@@ -64,22 +69,26 @@ def load_models(config: HandlerConfig) -> Models:
     Raises:
         ModelLoadError: the target's file is missing or unusable, or the draft model does not match it.
     """
-    in_use = kernels.use(config.kernels, threads=_threads(config))
+    placement = _placement(config)
+    in_use = kernels.use(config.kernels, threads=placement.usable.threads)
     logger.info("specserve: %s", in_use.sentence)
     target_model = LlamaModel(_path(config.target))
     _check_context(target_model, config)
     draft_model = None if config.draft is None else _draft_model(config.draft)
     if draft_model is not None:
         check_same_vocabulary(target_model, draft_model)
-    target, drafters = open_engines(target_model, draft_model, config)
     grammars = GrammarCompiler(target_model, config.grammar_seconds)
-    # Otherwise all streams would wait for it when the first grammar comes.
+    # Otherwise all streams would wait for it when the first grammar comes. Threads that it starts inherit the cores of
+    # this one, which is bound to one core from the first pass on.
     grammars.prepare()
+    costs = Costs(placement)
+    target, drafters = open_engines(target_model, draft_model, config, costs)
     return Models(
         vocabulary=target_model,
         grammars=grammars,
         target=target,
         drafters=drafters,
+        costs=costs,
         kernels=in_use,
         draft=draft_model,
         chat_template=_chat_template(target_model),
@@ -95,20 +104,36 @@ def _draft_model(config: ModelConfig) -> LlamaModel | None:
         return None
 
 
+def _placement(config: HandlerConfig) -> Placement:
+    """Where the compute threads run; workers of one user divide the cores unless the operator has chosen them."""
+    usable = usable_cores(config.cores, config.threads)
+    workers = None
+    if config.cores is None:
+        try:
+            workers = Workers(usable.cores)
+        except OSError as error:
+            logger.warning("specserve: other workers cannot be seen (%s); give each its own `cores`", error)
+    if config.threads and config.threads > usable.threads:
+        logger.warning("specserve: `threads: %d`, but only %d cores may be used", config.threads, usable.threads)
+    return Placement(usable, ThreadPool(), workers)
+
+
 def open_engines(
-    target_model: LlamaModel, draft_model: LlamaModel | None, config: HandlerConfig
+    target_model: LlamaModel, draft_model: LlamaModel | None, config: HandlerConfig, costs: Costs
 ) -> tuple[LlamaEngine, Drafters]:
     """Open engines for loaded models, with their drafters; a model may have several engines.
 
     Raises:
         ModelLoadError: there is no memory for the target's cache, or a forward pass of it failed.
     """
-    target = _engine(target_model, config, _MAX_LOGITS, max_alternatives=_MAX_ALTERNATIVES if draft_model else 0)
-    target_cost = _cost(target, target_model, config)
+    target = _engine(
+        target_model, config, costs.placement, _MAX_LOGITS, max_alternatives=_MAX_ALTERNATIVES if draft_model else 0
+    )
+    target_cost = costs.measure(target, target_model.path)
     draft, draft_cost = None, None
     if draft_model is not None:
         try:
-            draft, draft_cost = _open_draft(draft_model, target_model, config, target_cost)
+            draft, draft_cost = _open_draft(draft_model, target_model, config, costs, target_cost)
         except ModelLoadError as error:
             _go_on_without(error)
         else:
@@ -125,11 +150,15 @@ def open_engines(
 
 
 def _open_draft(
-    draft_model: LlamaModel, target_model: LlamaModel, config: HandlerConfig, target_cost: Cost
+    draft_model: LlamaModel,
+    target_model: LlamaModel,
+    config: HandlerConfig,
+    costs: Costs,
+    target_cost: Cost,
 ) -> tuple[DraftModel, Cost]:
     head = DraftHead(draft_model.size, draft_model.end_tokens())
-    engine = _engine(draft_model, config, max(_MAX_LOGITS // 2, config.sequences), head)
-    cost = _cost(engine, draft_model, config, target_cost)
+    engine = _engine(draft_model, config, costs.placement, max(_MAX_LOGITS // 2, config.sequences), head=head)
+    cost = costs.measure(engine, draft_model.path, target_cost)
     draft = DraftModel(
         engine,
         cost,
@@ -143,19 +172,6 @@ def _open_draft(
 
 def _go_on_without(error: ModelLoadError) -> None:
     logger.error("specserve: %s Serving goes on without the draft model.", error)
-
-
-def _cost(engine: Engine, model: LlamaModel, config: HandlerConfig, target: Cost | None = None) -> Cost:
-    code = f"{kernels.identity()} {build_description()} {'a draft' if target else ''}"
-    try:
-        table = measured_cost(engine, model.path, threads=_threads(config), kernels=code)
-    except EngineError as error:
-        raise ModelLoadError(f"{model.path}: its forward passes cannot be timed: {error}") from error
-    return Cost(table, target=target)
-
-
-def _threads(config: HandlerConfig) -> int:
-    return config.threads or usable_cores()
 
 
 def _path(model: ModelConfig) -> Path:
@@ -180,7 +196,9 @@ def _check_context(model: LlamaModel, config: HandlerConfig) -> None:
 def _engine(
     model: LlamaModel,
     config: HandlerConfig,
+    placement: Placement,
     max_logits: int,
+    *,
     head: DraftHead | None = None,
     max_alternatives: int = 0,
 ) -> LlamaEngine:
@@ -188,11 +206,12 @@ def _engine(
         model,
         n_slots=config.sequences,
         context_length=config.context_length,
-        threads=_threads(config),
+        threads=placement.usable.threads,
         max_rows=config.prefill_rows + _MAX_LOGITS,
         max_logits=max(max_logits, config.sequences),
         head=head,
         max_alternatives=max_alternatives,
+        pool=placement.pool,
     )
 
 

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import specserve
-from specserve.config import HandlerConfig, ModelConfig, processor, usable_cores
+from specserve.config import HandlerConfig, ModelConfig, processor
 from specserve.engine.kernels import calls
 from specserve.engine.llama_model import LlamaModel, build_description
 from specserve.errors import RequestError
@@ -119,7 +119,8 @@ class Routes:
             "versions": {"specserve": specserve.__version__, **{name: _version(name) for name in _PACKAGES}},
             "build": build_description(),
             "processor": next((line for line in processor().splitlines() if line.startswith("model name")), ""),
-            "threads": config.threads or usable_cores(),
+            "threads": models.costs.placement.usable.threads,
+            "cores": list(models.costs.placement.cores),
             "models": {
                 role: _model(file, model) for role, file, model in pairs if file is not None and model is not None
             },

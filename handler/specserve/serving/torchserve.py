@@ -106,7 +106,13 @@ class Handler:
             observers=[self._metrics, *open_traces(config.trace, served, models.vocabulary.piece)],
         )
         self._routes = Routes(config, models, self._scheduler, self._holdback, served.model)
-        self._loop = EngineLoop(self._scheduler, thread, config.time_slice_ms / 1000)
+        self._loop = EngineLoop(
+            self._scheduler,
+            thread,
+            config.time_slice_ms / 1000,
+            models.costs.placement,
+            idle_work=models.costs.measure_doubtful,
+        )
         self._parser = Parser(self._routes)
         self._responses: dict[str, Response] = {}
 

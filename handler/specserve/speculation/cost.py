@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +14,16 @@ import numpy as np
 # the machine held up says little. Half and twice as much change the means of benchmarks/simulate.py, whose machine
 # never slows down, by .007 at most.
 _STEP, _FULL_STEP_AT = 0.02, 0.25
+# Passes that are remembered, and the log-ratio from which they move the factor at once: more than passes of a quiet
+# machine vary, less than a neighbour changes (benchmarks/neighbours.py).
+_RECENT, _JUMP = 8, 0.25
+# The log-ratio by which passes have to be shorter than a table says before it is doubted: the memory of a machine that
+# is shared varies by as much (benchmarks/RESULTS.md).
+_DOUBTFUL = 0.25
+# The share that is left of what the draft model's own passes have shown, after each further pass of the target when
+# `_RECENT` were without one: the target has become faster or slower since (a tenth after 10), or not: to try a draft
+# model that has become 8 times as slow takes 120 ms, all 800 passes (tests/engine/test_busy_minutes.py).
+_KEPT_OF_ANOTHER_TIME, _KEPT = 0.8, 0.999
 # Tokens of the KV cache that one entry of the cache of costs stands for; 16 and 256 change the means by .004 at most.
 _GRAIN = 64
 
@@ -37,38 +50,118 @@ class CostTable:
         return [low + share * max(0.0, high - low) for low, high in zip(short, long, strict=True)]
 
 
-class Cost:
-    """Seconds of one model's forward passes now: the table times a factor that live passes set.
+class _State:
+    """A table, and how the machine differs from it now."""
 
-    Args:
-        table: the measurement.
-        target: for a draft model, the target's cost: the machine becomes slower and faster for both, and the passes of
-            the target show it also while no drafts are made.
-    """
-
-    def __init__(self, table: CostTable, *, target: Cost | None = None) -> None:
+    def __init__(self, table: CostTable) -> None:
         self.table = table
-        self._target = target
-        self._factor = 1.0
+        # Log of the factor, and what each of the last passes has shown of it.
+        self.log_factor = 0.0
+        self.shown: deque[float] = deque(maxlen=_RECENT)
+        # When the last pass was observed, in passes of the target, and the log of its factor then.
+        self.observed_at, self.target_then = 0, 0.0
         self._curves: dict[int, list[float]] = {}
 
-    @property
-    def factor(self) -> float:
-        """How long passes take now, in units of the measurement."""
-        return self._factor * (self._target.factor if self._target else 1.0)
-
     def seconds(self, rows: int, kv_len: int) -> float:
-        """What a pass of `rows` rows takes with `kv_len` tokens in the KV cache; nothing for no rows."""
+        """What the table says, between its entries and beyond them."""
         entry = kv_len // _GRAIN
         if entry not in self._curves:
             counts = [0, *self.table.rows]
             self._curves[entry] = np.interp(range(counts[-1] + 1), counts, [0, *self.table.at(entry * _GRAIN)]).tolist()
         curve = self._curves[entry]
         last = len(curve) - 1
-        return self.factor * (curve[rows] if rows <= last else curve[last] * rows / last)
+        return curve[rows] if rows <= last else curve[last] * rows / last
+
+
+class Cost:
+    """Seconds of one model's forward passes now: the table times a factor that live passes set.
+
+    The factor follows them slowly, and jumps where the last passes agree that the machine has changed.
+
+    Args:
+        table: the measurement; or several, by number of compute threads.
+        target: for a draft model, the target's cost: the machine becomes slower and faster for both, and the passes of
+            the target show it also while no drafts are made. What the draft model's own passes have shown beside that
+            is forgotten while it makes none: else what a busy minute has taught would keep it from drafting for ever.
+    """
+
+    def __init__(self, table: CostTable | Mapping[int, CostTable], *, target: Cost | None = None) -> None:
+        tables = {1: table} if isinstance(table, CostTable) else table
+        self._states = {threads: _State(table) for threads, table in tables.items()}
+        self._state = self._states[max(self._states)]
+        self._target = target
+        self._passes = 0
+
+    @property
+    def table(self) -> CostTable:
+        """The measurement for the present number of threads."""
+        return self._state.table
+
+    @property
+    def factor(self) -> float:
+        """How long passes take now, in units of the measurement."""
+        return math.exp(self._log_factor)
+
+    @property
+    def _log_factor(self) -> float:
+        return self._own_log_factor + (self._target._log_factor if self._target else 0.0)  # noqa: SLF001 - of the same class
+
+    @property
+    def _own_log_factor(self) -> float:
+        state, target = self._state, self._target
+        if target is None or (unobserved := target.passes - state.observed_at - _RECENT) <= 0:
+            return state.log_factor
+        is_another_time = abs(target._log_factor - state.target_then) > _JUMP  # noqa: SLF001 - of the same class
+        return state.log_factor * (_KEPT_OF_ANOTHER_TIME if is_another_time else _KEPT) ** unobserved
+
+    @property
+    def passes(self) -> int:
+        """Number of passes that were observed."""
+        return self._passes
+
+    def use_threads(self, threads: int) -> None:
+        """Passes run with so many compute threads from now on: the table for the nearest number counts."""
+        self._state = self._states[min(self._states, key=lambda known: abs(math.log(known / threads)))]
+
+    @property
+    def doubtful(self) -> dict[int, CostTable]:
+        """By number of threads, the tables that say more than passes take: they were measured on a busy machine."""
+        return {threads: state.table for threads, state in self._states.items() if state.log_factor < -_DOUBTFUL}
+
+    def replace_table(self, threads: int, table: CostTable) -> None:
+        """Take a new measurement for a number of threads; what passes have shown of the old one is forgotten."""
+        is_used = self._state is self._states[threads]
+        self._states[threads] = _State(table)
+        if is_used:
+            self._state = self._states[threads]
+
+    def seconds(self, rows: int, kv_len: int) -> float:
+        """What a pass of `rows` rows takes with `kv_len` tokens in the KV cache; nothing for no rows."""
+        return self.factor * self._state.seconds(rows, kv_len)
 
     def observe(self, rows: int, kv_len: int, seconds: float) -> None:
         """Let the factor follow what a live pass took; one wider than any measured is ignored."""
-        if 0 < rows <= self.table.rows[-1]:
-            surprise = math.log(seconds / self.seconds(rows, kv_len))
-            self._factor *= math.exp(_STEP * min(1.0, max(-1.0, surprise / _FULL_STEP_AT)))
+        state, target = self._state, self._target
+        if not 0 < rows <= state.table.rows[-1]:
+            return
+        self._passes += 1
+        state.log_factor = self._own_log_factor
+        others = 0.0
+        if target is not None:
+            others = target._log_factor  # noqa: SLF001 - of the same class
+            if target.passes - state.observed_at > _RECENT:
+                # They belong to another time.
+                state.shown.clear()
+            state.observed_at, state.target_then = target.passes, others
+        shown = state.shown
+        shown.append(math.log(seconds / state.seconds(rows, kv_len)) - others)
+        surprise = shown[-1] - state.log_factor
+        state.log_factor += _STEP * min(1.0, max(-1.0, surprise / _FULL_STEP_AT))
+        if len(shown) == _RECENT:
+            agreed = statistics.median(shown)
+        elif len(shown) > 1:
+            agreed = min(max(state.log_factor, min(shown)), max(shown))
+        else:
+            return
+        if abs(agreed - state.log_factor) > _JUMP:
+            state.log_factor = agreed

@@ -13,7 +13,8 @@ import numpy as np
 import psutil
 from rich.console import Console
 
-from specserve.config import HandlerConfig, load_yaml, processor, usable_cores
+from specserve.config import HandlerConfig, load_yaml, processor
+from specserve.cores import usable_cores
 from specserve.engine import kernels
 from specserve.engine.invariance import probe
 from specserve.engine.llama import LlamaEngine
@@ -86,8 +87,8 @@ def examine(handler: HandlerConfig, prepared: Prepared) -> Iterator[Finding]:
         EnvironmentFailure: a model file cannot be read.
         ModelLoadError: a model cannot be loaded, or the draft does not fit the target.
     """
-    threads = handler.threads or usable_cores()
-    yield check_machine(threads, prepared)
+    threads = usable_cores(handler.cores, handler.threads).threads
+    yield check_machine(handler.threads or threads, prepared)
     yield check_kernels(handler.kernels, threads)
     yield check_files(prepared)
     with ExitStack() as stack:
@@ -118,12 +119,11 @@ def check_machine(threads: int, prepared: Prepared) -> Finding:
     best = next((name for name in _INSTRUCTIONS if name in flags), "none known")
     needed = sum(path.stat().st_size for path in (prepared.target, prepared.draft) if path)
     free = psutil.virtual_memory().available
-    facts = {"cores": usable_cores(), "threads": threads, "instructions": best, "available_bytes": free}
-    found = f"{usable_cores()} cores may be used, {threads} threads compute, with {best}"
-    if threads > usable_cores():
-        return Finding(
-            "machine", f"{found}: set `threads` to {usable_cores()} or leave it out, or all will wait.", False, facts
-        )
+    cores = usable_cores().threads
+    facts = {"cores": cores, "threads": threads, "instructions": best, "available_bytes": free}
+    found = f"{cores} cores may be used, {threads} threads compute, with {best}"
+    if threads > cores:
+        return Finding("machine", f"{found}: set `threads` to {cores} or leave it out.", False, facts)
     if free < 1.5 * needed:
         memory = f"{files.megabytes(free)} of memory are free and the weights take {files.megabytes(needed)}"
         return Finding("machine", f"{found}; {memory}: free some, or choose smaller models.", False, facts)
@@ -187,7 +187,7 @@ def check_costs(target: Cost, draft: Cost | None) -> Finding:
 def check_threads(model: LlamaModel, threads: int) -> Finding:
     """Whether another number of threads is faster."""
     seconds: dict[int, float] = {}
-    for count in sorted({max(1, threads // 2), threads, usable_cores()}):
+    for count in sorted({max(1, threads // 2), threads, usable_cores().threads}):
         engine = one_slot_engine(model, count, _MAX_ROWS)
         [(_, seconds[count])] = time_passes([engine])
         engine.close()

@@ -227,6 +227,7 @@ class SpeculationStatus(TypedDict):
     build: str
     processor: str
     threads: int
+    cores: list[int]
     models: dict[str, dict[str, str | int | None]]
     batch_invariance: dict[str, float | str | None]
     kernels: dict[str, str | int | tuple[str, ...] | None]

@@ -1,0 +1,118 @@
+"""Which cores of the machine this process may compute on: its affinity, a container's quota, the operator's choice."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from specserve.errors import ConfigError
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_CPUS = Path("/sys/devices/system/cpu")
+
+
+class Usable(NamedTuple):
+    """The cores that compute threads may run on, and how many threads run at most.
+
+    `cores` has one core of each physical core, ascending, then further hardware threads where more threads are asked
+    for; `threads` is at most their number.
+    """
+
+    cores: tuple[int, ...]
+    threads: int
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """The cores of a list as Linux writes it, such as `0-3,8`.
+
+    Raises:
+        ValueError: it is not such a list.
+    """
+    cores: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        cores |= set(range(int(first), int(last) + 1)) if dash else {int(first)}
+    if not cores or min(cores) < 0:
+        raise ValueError("no cores")
+    return tuple(sorted(cores))
+
+
+def usable_cores(chosen: Sequence[int] | None = None, threads: int | None = None) -> Usable:
+    """The cores that compute threads may run on, and their number.
+
+    Args:
+        chosen: the operator's cores; None for all that the process may use.
+        threads: as configured; None for one a physical core, and no more than a cgroup's quota, rounded up.
+
+    Raises:
+        ConfigError: the process may not use a chosen core.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    if chosen is not None and (missing := set(chosen) - set(allowed)):
+        raise ConfigError(
+            f"`cores`: this process may not use {'core' if len(missing) == 1 else 'cores'} "
+            f"{_listed(missing)}; it may use {_listed(allowed)}."
+        )
+    cores = sorted(set(chosen)) if chosen is not None else allowed
+    ordered, physical = _physical_first(cores)
+    default = physical if chosen is None else len(cores)
+    if (limit := quota()) is not None:
+        default = min(default, math.ceil(limit))
+    count = min(threads or default, len(cores))
+    return Usable(tuple(ordered[: max(count, physical)]), count)
+
+
+def _listed(cores: Sequence[int] | set[int]) -> str:
+    return ", ".join(map(str, sorted(cores)))
+
+
+def _physical_first(cores: list[int]) -> tuple[list[int], int]:
+    """The cores, the first hardware thread of each physical core before all others; and how many of these there are."""
+    first: dict[str, int] = {}
+    for core in cores:
+        first.setdefault(_siblings(core), core)
+    ones = sorted(first.values())
+    return [*ones, *(core for core in cores if core not in ones)], len(ones)
+
+
+def _siblings(core: int) -> str:
+    """The hardware threads of a core's physical core; itself where the system does not tell."""
+    try:
+        return (_CPUS / f"cpu{core}/topology/thread_siblings_list").read_text(encoding="ascii")
+    except OSError:
+        return str(core)
+
+
+def quota() -> float | None:
+    """The time that cgroups grant this process, in cores; None without a limit."""
+    return min(_quotas(), default=None)
+
+
+def _quotas() -> Iterator[float]:
+    """The quota of each cgroup that the process is in, by versions 1 and 2 of cgroups."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        names: tuple[str, ...]
+        if not controllers:
+            names, roots = ("cpu.max",), (_CGROUPS, _CGROUPS / "unified")
+        elif "cpu" in controllers.split(","):
+            names, roots = ("cpu.cfs_quota_us", "cpu.cfs_period_us"), (_CGROUPS / "cpu", _CGROUPS / "cpu,cpuacct")
+        else:
+            continue
+        relative = Path(path.lstrip("/"))
+        for root in roots:
+            # In a container the path is the host's, and the container's own group is mounted as the root.
+            for directory in {root / relative, *(root / parent for parent in relative.parents), root}:
+                try:
+                    limit, period = " ".join((directory / name).read_text(encoding="ascii") for name in names).split()
+                except (OSError, ValueError):
+                    continue
+                if limit not in {"max", "-1"}:
+                    yield int(limit) / int(period)

@@ -1,0 +1,255 @@
+"""Which cores the next passes run on: fewer threads where other processes keep a core busy.
+
+The threads of a pass meet at some 650 barriers. A core that its thread has to share delays them all, so a pass over
+two cores with one neighbour takes two to a hundred times as long as one over the free core alone
+(benchmarks/neighbours.py).
+
+Every thread is bound to a core of its own. Four times a second the system is asked how long each thread waited for its
+core, and how busy others kept the cores that are not in use; then the cores are chosen that promise the fastest pass.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import math
+import mmap
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import NamedTuple
+
+import numpy as np
+
+from specserve.cores import Usable
+from specserve.engine.thread_pool import ThreadPool
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two looks at the machine; each takes .2 ms.
+_INTERVAL = 0.25
+# Seconds between two lines of the log.
+_LOG_INTERVAL = 600.0
+# The speed of a pass grows with its threads to the power of this: two are 1.5 times as fast as one, memory being shared
+# (benchmarks/neighbours.py).
+_SCALING = 0.6
+# A choice has to promise so much more speed than the present one, over the number of its threads: a third of what one
+# more thread brings. The shares are estimates.
+_MARGIN = 0.2
+# The share of a core that others may take without being counted: system services do.
+_NEGLIGIBLE = 0.1
+# The least share of a busy core that is expected: the scheduler would give half of it to us.
+_SHARE_OF_BUSY = 0.5
+# The least nanoseconds that a thread wanted its core for in an interval, to tell its share.
+_LEAST_WANTED = 10_000_000
+# Workers of one user that can know of each other, seconds for which one counts as busy after a round began, and the
+# longest name of a file.
+_MAX_WORKERS, _BUSY_SECONDS, _MAX_NAME = 256, 1.0, 200
+
+
+class Usage(NamedTuple):
+    """Counters since the system started.
+
+    Args:
+        threads: by core with a thread of ours bound to it, the nanoseconds that it ran, and that it waited to run.
+        cores: by core, the ticks in which it was busy, with anything, and all ticks.
+    """
+
+    threads: Mapping[int, tuple[int, int]]
+    cores: Mapping[int, tuple[int, int]]
+
+
+def read_usage() -> Usage:
+    """Read the counters of Linux; what it does not tell is left out."""
+    threads: dict[int, tuple[int, int]] = {}
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            affinity = os.sched_getaffinity(int(task.name))
+            if len(affinity) == 1:
+                ran, waited, _ = map(int, (task / "schedstat").read_text(encoding="ascii").split())
+                core = affinity.pop()
+                before = threads.get(core, (0, 0))
+                threads[core] = before[0] + ran, before[1] + waited
+        except (OSError, ValueError):
+            # The thread has ended, or the kernel keeps no such statistics.
+            continue
+    cores: dict[int, tuple[int, int]] = {}
+    try:
+        lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        name, *numbers = line.split()
+        if name.startswith("cpu") and name != "cpu":
+            # User, nice, system, idle, iowait, irq, softirq, steal; guest time is part of the first two.
+            ticks = [int(number) for number in numbers[:8]]
+            total = sum(ticks)
+            cores[int(name[3:])] = total - ticks[3] - ticks[4], total
+    return Usage(threads, cores)
+
+
+def fastest(available: Mapping[int, float], threads: int) -> tuple[tuple[int, ...], float]:
+    """The cores, at most `threads` of them, that promise the fastest pass; and its speed, in passes of one free core.
+
+    A pass advances only while all its threads run, so the shares that the threads get of their cores multiply.
+
+    Args:
+        available: the share of each core that a thread would get; of equal ones the first are taken.
+        threads: at most.
+    """
+    ranked = sorted(available, key=lambda core: -available[core])
+    speeds = [speed([available[core] for core in ranked[:count]]) for count in range(1, threads + 1)]
+    best = max(speeds)
+    return tuple(sorted(ranked[: speeds.index(best) + 1])), best
+
+
+def speed(shares: Sequence[float]) -> float:
+    """The speed of a pass whose threads get these shares of their cores, in passes of one free core."""
+    product = float(len(shares) ** _SCALING)
+    for share in shares:
+        product *= share
+    return product
+
+
+class Workers:
+    """The workers of one user on the same cores, which divide them while several are busy.
+
+    Each has a number, by a lock that ends with its process, and writes when it last computed into a file that all of
+    them map. Containers with a /dev/shm of their own cannot see each other.
+
+    Args:
+        cores: that all of them may use.
+        directory: of the file.
+        clock: seconds, the same for all processes.
+
+    Raises:
+        OSError: the file cannot be used.
+    """
+
+    def __init__(
+        self,
+        cores: tuple[int, ...],
+        directory: Path = Path("/dev/shm"),  # noqa: S108 - opened without following links
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        name = f"specserve-{os.getuid()}-{'.'.join(map(str, cores))}"[:_MAX_NAME]
+        # Not to be closed: that would drop the lock.
+        file = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        os.ftruncate(file, 8 * _MAX_WORKERS)
+        self._computed = np.frombuffer(mmap.mmap(file, 8 * _MAX_WORKERS), np.float64)
+        self._number = next(number for number in range(_MAX_WORKERS) if _lock(file, number))
+        self._clock = clock
+
+    def part(self, cores: tuple[int, ...]) -> tuple[int, ...]:
+        """The cores of this worker, which computes now: all, or its part of them while others compute, too."""
+        self._computed[self._number] = now = self._clock()
+        busy = np.flatnonzero(np.abs(self._computed - now) < _BUSY_SECONDS)
+        rank = int(np.searchsorted(busy, self._number))
+        first, last = (len(cores) * share // len(busy) for share in (rank, rank + 1))
+        return cores[first:last] or (cores[rank % len(cores)],)
+
+
+def _lock(file: int, byte: int) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+    except BlockingIOError:
+        return False
+    return True
+
+
+class Placement:
+    """Chooses the cores of passes, and moves the compute threads.
+
+    All of it belongs to the thread that runs passes.
+
+    Args:
+        usable: the cores, and how many threads.
+        pool: the threads.
+        workers: others on the same cores; None where the operator has chosen the cores.
+        read: the machine's counters.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        usable: Usable,
+        pool: ThreadPool,
+        workers: Workers | None = None,
+        read: Callable[[], Usage] = read_usage,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self.usable = usable
+        self.pool = pool
+        self.cores = tuple(sorted(usable.cores[: usable.threads]))
+        self._workers = workers
+        self._read = read
+        self._clock = clock
+        self._followers: list[Callable[[tuple[int, ...]], None]] = [pool.run_on]
+        self._mine = usable.cores
+        self._available = dict.fromkeys(usable.cores, 1.0)
+        self._last: Usage | None = None
+        self._next_look = -math.inf
+        self._next_log = -math.inf
+        pool.run_on(self.cores)
+
+    def follow(self, follower: Callable[[tuple[int, ...]], None]) -> None:
+        """Tell a follower which cores passes run on: now, and whenever others are chosen."""
+        self._followers.append(follower)
+        follower(self.cores)
+
+    def run_on(self, cores: tuple[int, ...]) -> None:
+        """Let passes run on these cores."""
+        if cores != self.cores:
+            self.cores = cores
+            # What is known of threads on other cores says nothing of these.
+            self._last = None
+            for follower in self._followers:
+                follower(cores)
+
+    def begin_round(self) -> None:
+        """Choose the cores of the next passes; to be called before each round."""
+        mine = self.usable.cores
+        if self._workers:
+            mine = self._workers.part(mine)
+        now = self._clock()
+        if now < self._next_look and mine == self._mine:
+            return
+        if now >= self._next_look:
+            self._look(self._read())
+            self._next_look = now + _INTERVAL
+        threads = min(self.usable.threads, len(mine))
+        best, promised = fastest({core: self._available[core] for core in mine}, threads)
+        present = speed([self._available[core] for core in self.cores])
+        if mine != self._mine or promised > (1 + _MARGIN / len(best)) * present:
+            self._mine = mine
+            if best != self.cores and now >= self._next_log:
+                names = f"core{'s' * (len(best) > 1)} {', '.join(map(str, best))}"
+                logger.info("specserve: others are busy: passes run on %s, and change as these come and go", names)
+                self._next_log = now + _LOG_INTERVAL
+            self.run_on(best)
+
+    def _look(self, now: Usage) -> None:
+        """Update the share of each core that a thread would get, from what has happened since the last look."""
+        last, self._last = self._last, now
+        if last is None:
+            return
+        for core in self.usable.cores:
+            if core in self.cores:
+                ran, waited = (after - before for before, after in _pairs(last.threads, now.threads, core))
+                if ran + waited >= _LEAST_WANTED:
+                    self._available[core] = _share(waited / (ran + waited))
+            else:
+                busy, total = (after - before for before, after in _pairs(last.cores, now.cores, core))
+                if total > 0:
+                    self._available[core] = max(_SHARE_OF_BUSY, _share(busy / total))
+
+
+def _share(taken: float) -> float:
+    return 1.0 if taken < _NEGLIGIBLE else 1 - taken
+
+
+def _pairs(last: Mapping[int, tuple[int, int]], now: Mapping[int, tuple[int, int]], core: int) -> list[tuple[int, int]]:
+    """Both counters of a core before and after; the same twice where they are not known."""
+    after = now.get(core, (0, 0))
+    return list(zip(last.get(core, after), after, strict=True))

@@ -1,0 +1,83 @@
+"""llama.cpp's compute threads, each bound to a core of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import lru_cache
+
+import llama_cpp
+
+from specserve.engine.llama_model import start_backend
+
+_MAX_THREADS = 512  # GGML_MAX_N_THREADS of ggml.h
+_LOADED = os.RTLD_NOLOAD | os.RTLD_NOW
+
+
+class _Params(ctypes.Structure):
+    """ggml_threadpool_params of ggml.h."""
+
+    _fields_ = (
+        ("cpumask", ctypes.c_bool * _MAX_THREADS),
+        ("n_threads", ctypes.c_int),
+        ("prio", ctypes.c_int),
+        ("poll", ctypes.c_uint32),
+        ("strict_cpu", ctypes.c_bool),
+        ("paused", ctypes.c_bool),
+    )
+
+
+@lru_cache(maxsize=1)
+def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL, ctypes.CDLL]:
+    """The libraries of llama_cpp, which does not export what is needed here."""
+    start_backend()
+    base, cpu, llama = (ctypes.CDLL(f"lib{name}.so.0", _LOADED) for name in ("ggml-base", "ggml-cpu", "llama"))
+    cpu.ggml_threadpool_new.restype = ctypes.c_void_p
+    cpu.ggml_threadpool_free.argtypes = [ctypes.c_void_p]
+    llama.llama_attach_threadpool.argtypes = [ctypes.c_void_p] * 3
+    return base, cpu, llama
+
+
+class ThreadPool:
+    """The compute threads that several llama.cpp contexts share, one on each of some cores.
+
+    One of them is the thread that runs passes; only that may call `run_on`.
+    """
+
+    def __init__(self) -> None:
+        self._contexts: list[llama_cpp.llama_context_p] = []
+        self._cores: tuple[int, ...] = ()
+        self._pool: int | None = None
+
+    def add(self, context: llama_cpp.llama_context_p) -> None:
+        """Let a context compute with these threads."""
+        self._contexts.append(context)
+        if self._pool is not None:
+            self._attach(context)
+
+    def remove(self, context: llama_cpp.llama_context_p) -> None:
+        """Forget a context that is about to be freed."""
+        self._contexts.remove(context)
+
+    def run_on(self, cores: tuple[int, ...]) -> None:
+        """Compute with one thread on each of these cores from the next pass on."""
+        base, cpu, _ = _libraries()
+        params = _Params()
+        base.ggml_threadpool_params_init(ctypes.byref(params), ctypes.c_int(len(cores)))
+        for core in cores:
+            params.cpumask[core] = True
+        params.strict_cpu = True
+        before, self._pool = self._pool, cpu.ggml_threadpool_new(ctypes.byref(params))
+        self._cores = cores
+        for context in self._contexts:
+            self._attach(context)
+        if before is not None:
+            cpu.ggml_threadpool_free(before)
+        if len(cores) == 1:
+            # llama.cpp binds the thread that runs passes only where there are others.
+            os.sched_setaffinity(0, cores)
+
+    def _attach(self, context: llama_cpp.llama_context_p) -> None:
+        _, _, llama = _libraries()
+        llama.llama_attach_threadpool(context, self._pool, self._pool)
+        llama_cpp.llama_set_n_threads(context, len(self._cores), len(self._cores))

@@ -1,0 +1,64 @@
+"""A placement of compute threads that exist only in its records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specserve.cores import Usable
+from specserve.engine.placement import Placement, Usage
+
+
+class FakePool:
+    """Records the cores that passes run on."""
+
+    def __init__(self) -> None:
+        self.cores: list[tuple[int, ...]] = []
+
+    def run_on(self, cores: tuple[int, ...]) -> None:
+        """Record the cores."""
+        self.cores.append(cores)
+
+
+class FakeMachine:
+    """Counters of a machine with neighbours, a second at a time.
+
+    Args:
+        cores: how many there are.
+    """
+
+    def __init__(self, cores: int = 2) -> None:
+        self.now = 0.0
+        # The share of each core that others take, if they are given all they want.
+        self.taken = dict.fromkeys(range(cores), 0.0)
+        self._threads = dict.fromkeys(range(cores), (0, 0))
+        self._ticks = dict.fromkeys(range(cores), (0, 0))
+
+    def read(self) -> Usage:
+        """The counters."""
+        return Usage(dict(self._threads), dict(self._ticks))
+
+    def run(self, placement: Placement, seconds: float = 1.0) -> None:
+        """Let passes run for so many seconds; a busy core is shared fairly."""
+        for core, others in self.taken.items():
+            ours = core in placement.cores
+            got = max(0.5, 1 - others) if ours else 0.0
+            ran, waited = self._threads[core]
+            self._threads[core] = ran + int(1e9 * seconds * got), waited + int(1e9 * seconds * (ours - got))
+            busy, total = self._ticks[core]
+            share = 1.0 if ours else others
+            self._ticks[core] = busy + int(100 * seconds * share), total + int(100 * seconds)
+        self.now += seconds
+        placement.begin_round()
+
+    def clock(self) -> float:
+        """Seconds."""
+        return self.now
+
+
+def placement_on(machine: FakeMachine, threads: int | None = None, workers: Any = None) -> Placement:
+    """A placement on all cores of a machine."""
+    cores = tuple(machine.taken)
+    pool: Any = FakePool()
+    placement = Placement(Usable(cores, threads or len(cores)), pool, workers, machine.read, machine.clock)
+    placement.begin_round()
+    return placement

@@ -1,0 +1,212 @@
+"""The placement of compute threads: fewer where neighbours keep cores busy, all again when they have gone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from itertools import combinations
+from pathlib import Path
+from time import monotonic
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fake_placement import FakeMachine, FakePool, placement_on
+from specserve.engine.placement import Workers, fastest, read_usage, speed
+
+shares = st.lists(st.floats(0.05, 1.0), min_size=1, max_size=5)
+
+
+@given(available=shares, threads=st.integers(1, 5))
+def test_fastest_cores_are_those_of_brute_force(available: list[float], threads: int) -> None:
+    threads = min(threads, len(available))
+    cores, promised = fastest(dict(enumerate(available)), threads)
+    every = [choice for n in range(1, threads + 1) for choice in combinations(range(len(available)), n)]
+    assert promised == pytest.approx(max(speed([available[core] for core in choice]) for choice in every))
+    assert promised == pytest.approx(speed([available[core] for core in cores]))
+    assert cores == tuple(sorted(cores))
+
+
+def test_of_equal_cores_the_first_are_taken() -> None:
+    """They are ordered: one hardware thread of each physical core comes first."""
+    assert fastest(dict.fromkeys([0, 2, 1, 3], 1.0), 2)[0] == (0, 2)
+
+
+def test_quiet_machine_computes_with_all_threads() -> None:
+    machine = FakeMachine(4)
+    placement = placement_on(machine)
+    for _ in range(20):
+        machine.run(placement)
+    assert placement.cores == (0, 1, 2, 3)
+    assert isinstance(placement.pool, FakePool)
+    assert placement.pool.cores == [(0, 1, 2, 3)]
+
+
+@pytest.mark.parametrize("cores", [2, 4, 64])
+@pytest.mark.parametrize("taken", [0, 1])
+def test_core_that_a_neighbour_takes_is_left_within_a_second_and_taken_back_within_two(cores: int, taken: int) -> None:
+    machine = FakeMachine(cores)
+    placement = placement_on(machine)
+    machine.run(placement, 0.25)
+    machine.taken[taken] = 1.0
+    for _ in range(4):
+        machine.run(placement, 0.25)
+    assert placement.cores == tuple(core for core in range(cores) if core != taken)
+    machine.taken[taken] = 0.0
+    for _ in range(8):
+        machine.run(placement, 0.25)
+    assert placement.cores == tuple(range(cores))
+
+
+def test_one_thread_runs_where_all_cores_are_taken_and_stays_where_it_is() -> None:
+    machine = FakeMachine(2)
+    placement = placement_on(machine)
+    machine.run(placement)
+    machine.taken = {0: 1.0, 1: 1.0}
+    chosen = set()
+    for _ in range(10):
+        machine.run(placement)
+        chosen.add(placement.cores)
+    assert len(placement.cores) == 1
+    assert len(chosen) <= 2
+
+
+def test_single_thread_moves_to_the_free_core() -> None:
+    machine = FakeMachine(2)
+    placement = placement_on(machine, threads=1)
+    machine.run(placement)
+    assert placement.cores == (0,)
+    machine.taken[0] = 1.0
+    for _ in range(4):
+        machine.run(placement)
+    assert placement.cores == (1,)
+
+
+def test_short_interruptions_change_nothing() -> None:
+    """As those of TorchServe's front end, which takes a tenth of a core beside sixteen streams."""
+    for taken in ((0.1, 0.15), (0.05,) * 64):
+        machine = FakeMachine(len(taken))
+        placement = placement_on(machine)
+        machine.taken = dict(enumerate(taken))
+        for _ in range(20):
+            machine.run(placement)
+        assert placement.cores == tuple(range(len(taken)))
+
+
+def test_followers_are_told_of_the_cores_now_and_after_each_change() -> None:
+    machine = FakeMachine(2)
+    placement = placement_on(machine)
+    seen: list[tuple[int, ...]] = []
+    placement.follow(seen.append)
+    machine.run(placement)
+    machine.taken[0] = 1.0
+    for _ in range(4):
+        machine.run(placement)
+    assert seen == [(0, 1), (1,)]
+
+
+def test_machine_that_tells_nothing_computes_with_all_threads() -> None:
+    machine = FakeMachine(0)
+    machine.taken = {0: 1.0, 1: 1.0}
+    placement = placement_on(machine)
+    for _ in range(5):
+        machine.now += 1
+        placement.begin_round()
+    assert placement.cores == (0, 1)
+
+
+class Others:
+    """A process of its own that is a busy worker as long as its input is open."""
+
+    PROGRAM = """
+import sys, time, threading
+from pathlib import Path
+from specserve.engine.placement import Workers
+workers = Workers((0, 1, 2, 3), Path(sys.argv[1]))
+print(workers.part((0, 1, 2, 3)), flush=True)
+def compute():
+    while True:
+        workers.part((0, 1, 2, 3))
+        time.sleep(0.01)
+threading.Thread(target=compute, daemon=True).start()
+sys.stdin.read()
+"""
+
+    def __init__(self, directory: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", self.PROGRAM, str(directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout
+        self.part = self._process.stdout.readline()
+
+    def end(self) -> None:
+        """Kill it, as a worker that crashes."""
+        self._process.kill()
+        self._process.wait()
+
+
+def test_busy_workers_of_one_user_never_share_a_core(tmp_path: Path) -> None:
+    cores = (0, 1, 2, 3)
+    first = Workers(cores, tmp_path)
+    assert first.part(cores) == cores
+    others = [Others(tmp_path), Others(tmp_path)]
+    try:
+        parts = [first.part(cores)]
+        assert parts == [(0,)]
+        assert others[1].part == "(2, 3)\n"
+    finally:
+        for other in others:
+            other.end()
+    # They are dead, and what they wrote grows old by the clock that all share.
+    assert Workers(cores, tmp_path, clock=lambda: monotonic() + 60).part(cores) == cores
+
+
+def test_more_busy_workers_than_cores_get_one_each(tmp_path: Path) -> None:
+    others = [Others(tmp_path) for _ in range(3)]
+    try:
+        assert Workers((0, 1, 2, 3), tmp_path).part((0, 1)) == (1,)
+    finally:
+        for other in others:
+            other.end()
+
+
+def test_link_in_place_of_the_shared_file_is_refused(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("keep")
+    (tmp_path / f"specserve-{os.getuid()}-0").symlink_to(target)
+    with pytest.raises(OSError, match="symbolic link"):
+        Workers((0,), tmp_path)
+    assert target.read_text() == "keep"
+
+
+def test_usage_of_this_machine_has_its_bound_threads_and_its_cores() -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    done, bound = threading.Event(), threading.Event()
+
+    def compute() -> None:
+        os.sched_setaffinity(0, allowed[:1])
+        bound.set()
+        while not done.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        assert bound.wait(10)
+        before = read_usage()
+        done.wait(0.2)
+        after = read_usage()
+    finally:
+        done.set()
+        thread.join()
+    core = allowed[0]
+    assert sum(after.threads[core]) > sum(before.threads[core])
+    assert set(allowed) <= set(after.cores)
+    busy, total = after.cores[core]
+    assert 0 < busy <= total

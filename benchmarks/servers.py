@@ -71,6 +71,8 @@ class ServerProcess:
                 env=os.environ | environment,
                 # ik_llama.cpp's server writes llama.log into its working directory.
                 cwd=log.parent,
+                # As ours, and as a service: Linux divides the cores by sessions (benchmarks/neighbours.py).
+                start_new_session=True,
             )
 
     def wait_ready(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import llama_cpp
 import numpy as np
@@ -141,7 +142,7 @@ class LlamaEngine:
         if any(alternative):
             self._add_alternatives(rows)
         groups = None if self._head is None else self._head.groups(tokens)
-        with kernels.head_limited_to(groups):
+        with kernels.head_limited_to(groups), self._pool.computing() if self._pool else nullcontext():
             code = llama_cpp.llama_decode(self._context, self._batch)
         if code != 0:
             for slot in set(slots):

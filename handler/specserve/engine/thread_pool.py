@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import llama_cpp
@@ -41,13 +44,16 @@ def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL, ctypes.CDLL]:
 class ThreadPool:
     """The compute threads that several llama.cpp contexts share, one on each of some cores.
 
-    One of them is the thread that runs passes; only that may call `run_on`.
+    One of them is the thread that runs passes; only that may use the pool. If it is the main thread, it gets all its
+    cores back after each pass, since processes that it starts inherit them.
     """
 
     def __init__(self) -> None:
         self._contexts: list[llama_cpp.llama_context_p] = []
         self._cores: tuple[int, ...] = ()
         self._pool: int | None = None
+        is_main = threading.current_thread() is threading.main_thread()
+        self._given_back = os.sched_getaffinity(0) if is_main else None
 
     def add(self, context: llama_cpp.llama_context_p) -> None:
         """Let a context compute with these threads."""
@@ -73,9 +79,25 @@ class ThreadPool:
             self._attach(context)
         if before is not None:
             cpu.ggml_threadpool_free(before)
-        if len(cores) == 1:
+        if self._given_back is None:
+            self._bind()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Within it a pass may run."""
+        if self._given_back is None:
+            yield
+            return
+        self._bind()
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, self._given_back)
+
+    def _bind(self) -> None:
+        if len(self._cores) == 1:
             # llama.cpp binds the thread that runs passes only where there are others.
-            os.sched_setaffinity(0, cores)
+            os.sched_setaffinity(0, self._cores)
 
     def _attach(self, context: llama_cpp.llama_context_p) -> None:
         _, _, llama = _libraries()

@@ -1,0 +1,113 @@
+"""Compute threads of real llama.cpp contexts: bound to the cores that they are given, with the same results on any."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from pairs import KERNELS, TinyFiles
+from specserve.engine import kernels
+from specserve.engine.base import FloatArray, Row
+from specserve.engine.llama import LlamaEngine
+from specserve.engine.llama_model import LlamaModel
+from specserve.engine.placement import read_usage
+from specserve.engine.thread_pool import ThreadPool
+
+CORES = tuple(sorted(os.sched_getaffinity(0)))[:2]
+Result = TypeVar("Result")
+
+
+class Engine:
+    """An engine with a pool, in a thread of its own as in a worker."""
+
+    def __init__(self, path: Path) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self.run(lambda: self._open(path))
+
+    def _open(self, path: Path) -> None:
+        kernels.use(KERNELS)
+        self.pool = ThreadPool()
+        self.pool.run_on(CORES)
+        self.engine = LlamaEngine(
+            LlamaModel(path),
+            n_slots=1,
+            context_length=64,
+            threads=len(CORES),
+            max_rows=16,
+            max_logits=8,
+            pool=self.pool,
+        )
+
+    def run(self, work: Callable[[], Result]) -> Result:
+        return self._thread.submit(work).result()
+
+    def logits(self, cores: tuple[int, ...]) -> FloatArray:
+        """Of some tokens, computed on these cores."""
+
+        def work() -> FloatArray:
+            self.pool.run_on(cores)
+            found = self.engine.forward([Row(7 + i, 0, i, wants_logits=True) for i in range(5)]).copy()
+            self.engine.truncate(0, 0)
+            return found
+
+        return self.run(work)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    engine = Engine(TinyFiles(tmp_path_factory.mktemp("tiny")).path("qwen2", "target"))
+    yield engine
+    engine.run(engine.engine.close)
+
+
+@pytest.mark.parametrize("cores", [CORES, CORES[:1], CORES[-1:]])
+def test_each_thread_computes_on_a_core_of_its_own(engine: Engine, cores: tuple[int, ...]) -> None:
+    engine.logits(cores)
+    before = read_usage().threads
+    for _ in range(20):
+        engine.logits(cores)
+    after = read_usage().threads
+    # A thread that computed on another core may sleep there.
+    assert {core for core in after if sum(after[core]) > sum(before[core])} == set(cores)
+    assert engine.run(lambda: os.sched_getaffinity(0)) == {cores[0]}
+
+
+def test_results_are_the_same_on_any_cores_and_after_each_change(engine: Engine) -> None:
+    expected = engine.logits(CORES)
+    for cores in (CORES[:1], CORES[-1:], CORES):
+        assert np.array_equal(engine.logits(cores), expected)
+
+
+def test_other_threads_of_the_process_keep_all_cores(engine: Engine) -> None:
+    engine.logits(CORES[:1])
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(os.sched_getaffinity, 0).result() == os.sched_getaffinity(0)
+    assert len(os.sched_getaffinity(0)) >= len(CORES)
+
+
+def test_main_thread_gets_its_cores_back_after_each_pass(tmp_path: Path) -> None:
+    """A benchmark starts servers after it has run passes; they would run on one core."""
+    assert threading.current_thread() is threading.main_thread()
+    all_cores = os.sched_getaffinity(0)
+    pool = ThreadPool()
+    for cores in (CORES, CORES[:1]):
+        pool.run_on(cores)
+        engine = LlamaEngine(
+            LlamaModel(TinyFiles(tmp_path).path("qwen2", "target")),
+            n_slots=1,
+            context_length=64,
+            threads=1,
+            max_rows=16,
+            max_logits=8,
+            pool=pool,
+        )
+        engine.forward([Row(7, 0, 0, wants_logits=True)])
+        engine.close()
+        assert os.sched_getaffinity(0) == all_cores

@@ -11,7 +11,7 @@ from specserve.observability.metrics import ALL, Gauges, Metrics, Sample, Served
 from specserve.observability.records import EndRecord, Group, RequestInfo, RoundRecord, family_label
 
 SERVED = Served("qwen", "1.1")
-GAUGES = Gauges(live=2, waiting=1, slots=8, own_kernels=True, draft_model=True)
+GAUGES = Gauges(live=2, waiting=1, slots=8, own_kernels=True, threads=2, draft_model=True)
 
 
 def info(group: Group = "auto", *, randomised: bool = True) -> RequestInfo:
@@ -87,12 +87,8 @@ def test_prefill_and_deferred_rounds_count_time_and_no_drafts(metrics: Recording
 def test_counts_are_emitted_once(metrics: RecordingMetrics) -> None:
     metrics.round(a_round(["model"], 1))
     emitted(metrics)
-    assert all(
-        name.startswith(
-            ("specserve_live", "specserve_waiting", "specserve_slots", "specserve_own", "specserve_draft_model")
-        )
-        for name, *_ in emitted(metrics)
-    )
+    gauges = {"live_sequences", "waiting_sequences", "slots", "own_kernels", "compute_threads", "draft_model_up"}
+    assert {name for name, *_ in emitted(metrics)} == {f"specserve_{gauge}" for gauge in gauges}
 
 
 def test_end_of_a_sequence_counts_its_latencies(metrics: RecordingMetrics) -> None:
@@ -112,6 +108,7 @@ def test_gauges_are_emitted_every_time(metrics: RecordingMetrics) -> None:
     assert values["specserve_slots",] == 8
     assert values["specserve_draft_model_up",] == 1
     assert values["specserve_own_kernels",] == 1
+    assert values["specserve_compute_threads",] == 2
 
 
 def test_pause_and_resume_of_speculation_are_counted_once(metrics: RecordingMetrics) -> None:

@@ -68,18 +68,23 @@ LIVE = _metric("gauge", "specserve_live_sequences")
 WAITING = _metric("gauge", "specserve_waiting_sequences")
 SLOTS = _metric("gauge", "specserve_slots")
 OWN_KERNELS = _metric("gauge", "specserve_own_kernels")
+THREADS = _metric("gauge", "specserve_compute_threads")
 DRAFT_MODEL = _metric("gauge", "specserve_draft_model_up")
 HOLDBACK = _metric("gauge", "specserve_holdback_speedup", "bound")
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 
 
 class Gauges(NamedTuple):
-    """A server's state; `draft_model` is whether the draft model works, None without one."""
+    """A server's state.
+
+    `threads` is the number of compute threads now, `draft_model` whether the draft model works, None without one.
+    """
 
     live: int
     waiting: int
     slots: int
     own_kernels: bool
+    threads: int
     draft_model: bool | None
 
 
@@ -191,7 +196,7 @@ class Metrics:
         for (metric, labels), value in counts.items():
             yield Sample(metric, labels, value)
         yield from observed
-        for gauge, number in zip((LIVE, WAITING, SLOTS, OWN_KERNELS, DRAFT_MODEL), gauges, strict=True):
+        for gauge, number in zip((LIVE, WAITING, SLOTS, OWN_KERNELS, THREADS, DRAFT_MODEL), gauges, strict=True):
             if number is not None:
                 yield Sample(gauge, tuple(self._served), int(number))
         speedup = self._holdback.speedup()

@@ -239,6 +239,7 @@ class Handler:
                 self._scheduler.queued,
                 self._config.sequences,
                 own_kernels=self._models.kernels.variant is not None,
+                threads=len(self._models.costs.placement.cores),
                 draft_model=None if self._config.draft is None else self._models.drafters.has_model,
             )
         )

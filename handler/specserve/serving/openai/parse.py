@@ -14,6 +14,7 @@ from specserve.errors import RequestError
 from specserve.grammar.constraint import Constraint, GrammarCompiler
 from specserve.observability.records import Group, RequestInfo, family_label
 from specserve.sequence import SamplingParams, SpeculationParams, Verification
+from specserve.serving.detokenizer import with_control_tokens
 from specserve.serving.generation import Generation
 from specserve.serving.openai.body import DISAGREEMENT, UNKNOWN_FIELD
 from specserve.serving.openai.logprobs import MAX_RESPONSE_BYTES, ResponseSize
@@ -141,6 +142,7 @@ def to_generations(
         choices=request.choices,
         initial=_echoed(request, prompts),
     )
+    stops, marks = with_control_tokens(request.stop or (), vocabulary)
     result = [
         [
             Generation(
@@ -148,7 +150,8 @@ def to_generations(
                 sampling,
                 speculation,
                 vocabulary,
-                request.stop or (),
+                stops,
+                marks=marks,
                 info=info,
                 index=number * request.candidates + choice,
                 size=size,

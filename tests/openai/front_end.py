@@ -20,7 +20,7 @@ from specserve.serving import torchserve
 from specserve.serving.costs import Costs
 from specserve.serving.engine_loop import engine_thread
 from specserve.serving.loading import Models
-from specserve.serving.openai.prompt import ChatTemplate
+from specserve.serving.openai.chat_template import ChatTemplate
 from specserve.serving.torchserve import Handler
 from specserve.speculation.controller import Controller
 from specserve.speculation.draft_model import DraftModel

@@ -1,18 +1,63 @@
-"""Chat templates are rendered as by transformers, and in a sandbox."""
+"""Chat templates are rendered as by transformers, in a sandbox, and one that cannot be used turns chats off."""
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from specserve.errors import ModelLoadError, RequestError
-from specserve.serving.openai.prompt import ChatTemplate
+import tiny_models
+from front_end import FrontEnd
+from pairs import Pair, TinyFiles
+from specserve.errors import RequestError
+from specserve.serving.openai.chat_template import ChatTemplate
+from specserve.serving.openai.parse import parse_body
+from specserve.serving.openai.request_schema import ChatRequest
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello <b>"}]
+# The parts of SmolLM3's template that are beyond Jinja.
+SMOLLM3 = """\
+{%- if enable_thinking is not defined -%}{%- set enable_thinking = false -%}{%- endif -%}
+{%- set today = strftime_now("%d %B %Y") -%}
+{%- for message in messages -%}
+    {%- if message.role != "assistant" -%}
+        {{ "<|im_start|>" + message.role + "\n" + message.content + "<|im_end|>\n" }}
+    {%- else -%}
+        {% generation %}
+        {%- set content = message.content.lstrip("\n") -%}
+        {{ "<|im_start|>assistant\n" + content + "<|im_end|>\n" }}
+        {%- endgeneration %}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ "<|im_start|>assistant\n" }}{%- endif -%}"""
+BROKEN = {
+    "{% for %}": "does not compile",
+    "{% sometag %}{{ messages[0].content }}{% endsometag %}": "unknown tag 'sometag'",
+    "{{ messages[0].content | base64 }}": "No filter named 'base64'",
+    "{% if messages[0].content is odious %}{% endif %}{{ messages }}": "No test named 'odious'",
+    "{% if messages %}{{ messages[-1].content | base64 }}{% endif %}": "No filter named 'base64'",
+    "{{ messages[0].content.nothing.at_all }}": "it fails",
+    "{{ 1 / 0 }}": "it fails",
+    "vicuna": "it is 'vicuna'",
+    "{# a comment #}user, assistant": "it leaves out the text of a message",
+    "{{ messages[0].role }}": "it leaves out the text of a message",
+}
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate(source, bos="<s>", eos="</s>")
 
 
 def rendered(source: str) -> str:
     """Two messages rendered with a template."""
-    return ChatTemplate(source, bos="<s>", eos="</s>").render(MESSAGES)
+    return template(source).render(MESSAGES)
+
+
+def prompt_of(source: str, **fields: Any) -> str:
+    """The prompt of a chat request with a template."""
+    return template(source).prompt(parse_body({"messages": MESSAGES, **fields}, ChatRequest))
 
 
 def test_messages_are_rendered_as_transformers_does() -> None:
@@ -31,8 +76,31 @@ def test_functions_that_templates_use_beyond_jinja_are_defined() -> None:
     assert rendered("{{ messages[1] | tojson }}") == '{"role": "user", "content": "Hello <b>"}'
 
 
+def test_generation_blocks_are_rendered_as_what_they_contain() -> None:
+    """transformers masks them for training; names that are set in one are not set after it."""
+    dialogue = [*MESSAGES, {"role": "assistant", "content": "\nHi!"}, MESSAGES[1]]
+    assert template(SMOLLM3).problem is None
+    assert template(SMOLLM3).render(dialogue) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello <b><|im_end|>\n"
+        "<|im_start|>assistant\nHi!<|im_end|>\n<|im_start|>user\nHello <b><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert rendered("{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}") == "21"
+
+
+def test_tools_and_documents_are_none_and_not_undefined() -> None:
+    """Mistral's template tests `tools is not none`, and would list tools that are undefined."""
+    assert rendered("{% if tools is not none or documents is not none %}[AVAILABLE_TOOLS]{% endif %}") == ""
+
+
+def test_a_template_that_is_the_name_chatml_is_chatml() -> None:
+    """As in llama.cpp."""
+    assert rendered("chatml") == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello <b><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
 def test_an_exception_raised_by_a_template_is_a_400_with_its_message() -> None:
-    with pytest.raises(RequestError, match="roles must alternate") as caught:
+    with pytest.raises(RequestError, match=r"roles must alternate\.$") as caught:
         rendered("{{ raise_exception('roles must alternate') }}")
     assert caught.value.param == "messages"
 
@@ -53,6 +121,71 @@ def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
         rendered(source)
 
 
-def test_an_invalid_template_is_refused_at_load() -> None:
-    with pytest.raises(ModelLoadError, match="chat template"):
-        ChatTemplate("{% for %}", bos="", eos="")
+@pytest.mark.parametrize(("source", "reason"), BROKEN.items())
+def test_an_unusable_template_is_a_problem_that_every_chat_gets_as_a_400(source: str, reason: str) -> None:
+    problem = template(source).problem
+    assert problem is not None
+    assert reason in problem
+    assert "\n" not in problem
+    with pytest.raises(RequestError) as caught:
+        prompt_of(source)
+    assert (caught.value.status, caught.value.code) == (400, "unsupported_value")
+    assert problem in caught.value.message
+    assert "use v1/completions" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        # Gemma refuses system messages, other templates a chat without one.
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[0].content }}",
+        "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[1].content }}",
+        "{{ messages[1].content.strip() }}",
+        # Only chats that reach the unknown filter fail.
+        "{% if tools %}{{ tools | base64 }}{% endif %}{{ messages[0].content }}{{ messages[-1].content }}",
+    ],
+)
+def test_a_template_that_renders_some_chat_is_usable(source: str) -> None:
+    assert template(source).problem is None
+
+
+def test_fields_are_without_effect_where_the_template_does_not_read_them_and_a_400_where_it_does() -> None:
+    fields: dict[str, dict[str, Any]] = {
+        "reasoning_effort": {"reasoning_effort": "low"},
+        "chat_template_kwargs": {"chat_template_kwargs": {"colour": "red", "enable_thinking": False}},
+    }
+    plain = tiny_models.CHATML
+    for param, values in fields.items():
+        assert prompt_of(plain, **values) == prompt_of(plain)
+        with pytest.raises(RequestError) as caught:
+            prompt_of(SMOLLM3, **values)
+        assert (caught.value.param, caught.value.code) == (param, "unsupported_value")
+        assert "enable_thinking" in caught.value.message
+        assert prompt_of(SMOLLM3, **dict.fromkeys(values)) == prompt_of(SMOLLM3)
+    for reserved in ("add_generation_prompt", "messages"):
+        with pytest.raises(RequestError):
+            prompt_of(plain, chat_template_kwargs={reserved: None})
+
+
+def test_completions_go_on_beside_an_unusable_template() -> None:
+    front_end = FrontEnd(chat_template="{% sometag %}")
+    completion = front_end.post({"prompt": "hello", "max_tokens": 4})
+    chat = front_end.post({"messages": MESSAGES}, "v1/chat/completions")
+    front_end.run()
+    assert front_end.status[completion] == 200
+    assert front_end.status[chat] == 400
+    assert "Encountered unknown tag 'sometag'" in front_end.answer(chat)["error"]["message"]
+
+
+def test_a_model_with_an_unusable_template_loads_and_the_log_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tiny_models, "CHATML", "{{ messages | base64 }}")
+    with caplog.at_level(logging.INFO):
+        pair = Pair(TinyFiles(tmp_path).config("qwen2"))
+    [line] = [record.message for record in caplog.records if "chat" in record.message]
+    assert line == (
+        "specserve: v1/chat/completions is off, since the model's chat template cannot be used "
+        "(it does not compile: No filter named 'base64'); v1/completions goes on."
+    )
+    assert pair.complete("The quick", max_tokens=4, temperature=0).finish_reason == "length"

@@ -85,8 +85,8 @@ def test_a_stream_of_several_choices_equals_the_whole_response(front_end: FrontE
         [choice] = event["choices"]
         index = choice["index"]
         pieces[index] += choice["delta"].get("content", "") if route == CHAT_ROUTE else choice["text"]
-        logprobs = choice["logprobs"]
-        tokens[index] += logprobs["content"] if route == CHAT_ROUTE else logprobs["text_offset"]
+        logprobs = choice["logprobs"] or {}
+        tokens[index] += logprobs.get("content" if route == CHAT_ROUTE else "text_offset", [])
         ends[index].append(choice["finish_reason"])
     for choice in whole["choices"]:
         index, logprobs = choice["index"], choice["logprobs"]

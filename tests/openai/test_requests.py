@@ -93,6 +93,11 @@ EFFECTS: list[tuple[dict[str, Any], str, object]] = [
     ({"seed": 1}, "speculation.verification", "coupled"),
     ({"seed": 1, "temperature": 0}, "speculation.verification", "token"),
     ({"seed": 1, "speculation": {"verification": "token"}}, "speculation.verification", "token"),
+    # -1 is any seed, as elsewhere; other negative numbers are seeds.
+    ({"seed": -1}, "sampling.seed", None),
+    ({"seed": -1}, "speculation.verification", "block"),
+    ({"seed": -2}, "sampling.seed", -2),
+    ({"top_k": -1}, "sampling.top_k", 0),
     ({}, "top_logprobs", None),
     ({"logprobs": 0}, "top_logprobs", 0),
     ({"logprobs": 5}, "top_logprobs", 5),
@@ -130,7 +135,7 @@ INVALID: dict[str, list[Any]] = {
     "max_tokens": [-1, "5", 1.5, True],
     "temperature": [-0.1, 2.1, float("nan"), float("inf"), "hot"],
     "top_p": [1.1],
-    "top_k": [-1],
+    "top_k": [-2],
     "min_p": [2],
     "seed": [2**63, 0.5],
     "stop": [5, "", ["a", ""], ["a"] * 17],
@@ -140,7 +145,7 @@ INVALID: dict[str, list[Any]] = {
     "user": [5],
     "n": [129, 0, True],
     "best_of": [21, 0],
-    "suffix": ["end", 5],
+    "suffix": ["end", "", 5],
     "logprobs": [6, -1, True],
     "ignore_eos": [1],
     "grammar": ["", 5],
@@ -212,13 +217,7 @@ def test_a_missing_prompt_is_named() -> None:
 
 def test_fields_without_effect_are_accepted() -> None:
     sequence_of(
-        user="u",
-        store=True,
         metadata={"a": "b"},
-        service_tier="auto",
-        safety_identifier="s",
-        prompt_cache_key="k",
-        parallel_tool_calls=False,
         n=1,
         best_of=1,
         presence_penalty=0,
@@ -271,11 +270,10 @@ MESSAGES = [{"role": "user", "content": "hello"}]
     [
         ({"messages": []}, "messages"),
         ({"messages": "hello"}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages.0.content"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
-        ({"messages": [{"role": "user", "content": "a", "colour": 1}]}, "messages.0.colour"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "a", "colour": 1}]}, "messages[0].colour"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
@@ -297,6 +295,45 @@ def test_an_invalid_chat_field_is_refused_and_named(fields: dict[str, Any], para
     with pytest.raises(RequestError) as caught:
         parse_body({"messages": MESSAGES, **fields}, ChatRequest)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+TEXT = {"type": "text", "text": "a"}
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "sentence"),
+    [
+        ({"role": "user", "content": None}, "content", "must be a string of valid Unicode, or a list of parts"),
+        ({"role": "assistant", "content": None}, "content", "must be a string"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "content", "must be a string"),
+        ({"role": "assistant"}, "content", "is missing"),
+        ({"role": "assistant", "content": None, "tool_calls": [{}]}, "tool_calls", "is not supported by this server"),
+        ({"role": "assistant", "content": "a", "audio": {"id": "b"}}, "audio", "is not supported by this server"),
+        ({"role": "tool", "content": "a", "tool_call_id": "b"}, "tool_call_id", "Unknown field"),
+        ({"role": "user", "content": "\ud800"}, "content", "valid Unicode"),
+        ({"role": "user", "content": [IMAGE]}, "content[0]", "images, audio and files are not supported"),
+        ({"role": "user", "content": [TEXT, IMAGE]}, "content[1]", "images, audio and files are not supported"),
+        ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "content[0]", "not supported"),
+        ({"role": "user", "content": [TEXT, "b"]}, "content[1]", "must be an object"),
+        ({"role": "user", "content": [{"type": "text"}]}, "content[0].text", "is missing"),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "content[0].text", "valid string"),
+        ({"role": "user", "content": [{**TEXT, "colour": 1}]}, "content[0].colour", "Unknown field"),
+    ],
+)
+def test_the_error_of_a_message_names_its_field(message: dict[str, Any], param: str, sentence: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_body({"messages": [*MESSAGES, message]}, ChatRequest)
+    assert caught.value.param == f"messages[1].{param}"
+    assert f"'messages[1].{param}'" in caught.value.message
+    assert sentence in caught.value.message
+
+
+def test_the_error_of_a_prediction_names_its_field() -> None:
+    assert refusal({"prompt": "a", "prediction": {"type": "content", "content": None}}).param == "prediction.content"
+    parts = [TEXT, IMAGE]
+    error = refusal({"prompt": "a", "prediction": {"type": "content", "content": parts}})
+    assert error.param == "prediction.content[1]"
 
 
 def test_max_tokens_of_a_chat_defaults_to_the_rest_of_the_context() -> None:
@@ -404,6 +441,18 @@ def test_a_prediction_is_truncated_to_the_context_length() -> None:
     assert vocabulary.longest < 10_000
 
 
+@pytest.mark.parametrize(("suffix", "begins"), [(None, True), ("", False), ("end", False)])
+def test_an_empty_suffix_is_one_and_null_is_none(
+    monkeypatch: pytest.MonkeyPatch, suffix: str | None, *, begins: bool
+) -> None:
+    """At the end of a file, editors send an empty suffix and mean fill-in-the-middle."""
+    vocabulary = RecordingVocabulary(200)
+    monkeypatch.setattr(vocabulary, "infill", lambda prefix, suffix: [1, *prefix, 2, *suffix, 3])
+    request = parse_body({"prompt": "ab", "suffix": suffix}, CompletionRequest)
+    [prompt] = Tokenizer(vocabulary, CONFIG).completion(request)
+    assert prompt.tokens == ([97, 98] if begins else [1, 97, 98, 2, *(suffix or "").encode(), 3])
+
+
 def test_a_suffix_is_tokenized_once_for_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary = RecordingVocabulary(200)
     monkeypatch.setattr(vocabulary, "infill", lambda prefix, suffix: [*prefix, *suffix])
@@ -462,7 +511,7 @@ MANY = dict.fromkeys(map(str, range(5_000)), "x")
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"messages": [{"role": "user", "content": "a", **MANY}]}, "messages.0.0"),
+        ({"messages": [{"role": "user", "content": "a", **MANY}]}, "messages[0].0"),
         ({"messages": [], **MANY}, "0"),
         ({"speculation": MANY}, "speculation.0"),
         ({"response_format": {"type": "json_object", **MANY}}, "response_format.0"),

@@ -70,6 +70,17 @@ def test_greedy_output_is_the_same_with_and_without_speculation(coder: Server, f
     assert statistics["rounds"] < plain.model_extra["speculation"]["rounds"]
 
 
+def test_an_empty_suffix_is_fill_in_the_middle_at_the_end_of_a_file(coder: Server) -> None:
+    """Its three control tokens are in the prompt, and the answer ends before another one."""
+    fields: Any = {"model": "qwen2.5-coder-1.5b-instruct", "prompt": "def add(a, b):\n    return", "temperature": 0}
+    stop = ["<|fim_prefix|>", "<|fim_pad|>", "<|file_sep|>"]
+    plain, infill = (
+        coder.client().completions.create(**fields, max_tokens=16, suffix=suffix, stop=stop) for suffix in (None, "")
+    )
+    assert infill.usage.prompt_tokens == plain.usage.prompt_tokens + 3
+    assert infill.choices[0].text.startswith(" a + b")
+
+
 def test_worker_memory_is_the_model_files_the_kv_caches_and_little_else(coder: Server) -> None:
     prepared = prepare(DEFAULT_CONFIG)
     _, handler = load_yaml(DEFAULT_CONFIG)

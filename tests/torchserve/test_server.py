@@ -169,6 +169,7 @@ def test_invalid_requests_are_openais_errors_and_affect_no_other(server: Server)
         (b"\xff\xfe", "application/json"),
         (b"hello", "text/plain"),
         (b"a=b", "application/x-www-form-urlencoded"),
+        (b'{"prompt": "a", "max_tokens": 1}', "application/x-www-form-urlencoded"),
         (b'{"prompt": NaN}', "application/json"),
         (b'{"prompt": "a", "max_tokens": 1e400}', "application/json"),
         (b"[" * 5000, "application/json"),
@@ -182,9 +183,18 @@ def test_an_invalid_body_is_a_400_with_openais_error(server: Server, content: by
 
 def test_a_json_body_is_accepted_with_any_content_type(server: Server) -> None:
     body = json.dumps({"prompt": PROMPT, "max_tokens": 3})
-    for content_type in ("text/plain", "application/octet-stream"):
+    for content_type in ("text/plain", "application/octet-stream", "text/json; charset=utf-8", "", None):
         answer = server.post(data=body, headers={"Content-Type": content_type})
-        assert answer.json()["object"] == "text_completion"
+        assert answer.json()["object"] == "text_completion", content_type
+
+
+def test_the_error_of_json_that_is_announced_as_a_form_says_how_to_send_it(server: Server) -> None:
+    """What `curl -d` sends: TorchServe reads the body as a form, and what is not `name=value` does not reach us."""
+    body = json.dumps({"prompt": "What is 1+1?", "max_tokens": 3})
+    answer = server.post(data=body, headers={"Content-Type": "application/x-www-form-urlencoded"})
+    assert "--json instead of -d" in answer.json()["error"]["message"]
+    form = server.post(data={"body": body})
+    assert form.json()["usage"]["completion_tokens"] == 3
 
 
 def test_an_unknown_route_is_a_404(server: Server) -> None:

@@ -108,6 +108,22 @@ def test_json_object_format_whole_and_streamed(server: Server) -> None:
     assert text.lstrip().startswith("{")
 
 
+def test_a_client_that_stops_reading_text_at_the_finish_reason_has_the_whole_text(server: Server) -> None:
+    """The request of issue 41: its answer mostly comes in one round, which also ends it."""
+    one_city = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    one_city_format: Any = {"type": "json_schema", "json_schema": {"name": "capital", "schema": one_city}}
+    body: Any = {"temperature": 0, "response_format": one_city_format}
+    whole = chat(server, **body).choices[0]
+    *chunks, end, totals = chat(server, **body, stream=True, stream_options={"include_usage": True})
+    assert (chunks[0].choices[0].delta.role, totals.choices) == ("assistant", [])
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == whole.message.content
+    assert {chunk.choices[0].finish_reason for chunk in chunks} == {None}
+    assert (end.choices[0].delta.content, end.choices[0].finish_reason) == (None, "stop")
+    for choices in (complete(server, n=3, seed=1, stream=True), complete(server, max_tokens=1, stream=True)):
+        ends = [chunk.choices[0] for chunk in choices if chunk.choices[0].finish_reason]
+        assert [choice.text for choice in ends] == [""] * len(ends)
+
+
 def test_output_follows_a_gbnf_grammar(server: Server) -> None:
     answer = complete(server, extra_body={"grammar": 'root ::= ("yes" | "no") "!"{1,3}'})
     assert answer.choices[0].text in {f"{word}{'!' * count}" for word in ("yes", "no") for count in (1, 2, 3)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 
 import llama_cpp
@@ -60,14 +61,18 @@ class LlamaModel:
         self._end_tokens: list[int] | None = None
 
     def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        """Tokenise `text`; see `Vocabulary.encode`."""
+        """Tokenise `text`, see `Vocabulary.encode`; a BOS token that it spells at its beginning is not added again."""
         data = text.encode("utf-8")
         size = len(data) + 8
         tokens = (llama_cpp.llama_token * size)()
         count = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, size, begin, special)
         if count < 0:
             raise EngineError(f"The tokenizer needs {-count} tokens for {len(data)} bytes of text.")
-        return list(tokens[:count])
+        encoded = list(tokens[:count])
+        bos = self._added_bos()
+        if begin and bos is not None:
+            del encoded[: max(0, _leading(bos, encoded) - 1)]
+        return encoded
 
     def piece(self, token: int) -> bytes:
         """Return the bytes of a token; none for control tokens."""
@@ -105,8 +110,14 @@ class LlamaModel:
         prefix_token, suffix_token, middle_token = (token(self._vocab) for token in fim_tokens)
         if min(prefix_token, suffix_token, middle_token) < 0:
             return None
-        bos = self.bos_token() if llama_cpp.llama_vocab_get_add_bos(self._vocab) else None
-        return [*([] if bos is None else [bos]), prefix_token, *prefix, suffix_token, *suffix, middle_token]
+        bos = self._added_bos()
+        begin = [] if bos is None else [bos]
+        text = prefix if bos is None else prefix[_leading(bos, prefix) :]
+        return [*begin, prefix_token, *text, suffix_token, *suffix, middle_token]
+
+    def _added_bos(self) -> int | None:
+        """The BOS token, if prompts begin with it."""
+        return self.bos_token() if llama_cpp.llama_vocab_get_add_bos(self._vocab) else None
 
     def bos_token(self) -> int | None:
         """Return the BOS token, which also stands for an empty prompt; None if the vocabulary has none."""
@@ -131,10 +142,9 @@ class LlamaModel:
         return template.decode("utf-8", errors="replace") if template else None
 
     def bos_text(self) -> str:
-        """Return a chat template's `bos_token`; empty if `encode` adds the token."""
+        """Return a chat template's `bos_token`; empty if the vocabulary has none."""
         token = self.bos_token()
-        adds = llama_cpp.llama_vocab_get_add_bos(self._vocab)
-        return "" if token is None or adds else self.token_text(token).decode("utf-8", errors="replace")
+        return "" if token is None else self.token_text(token).decode("utf-8", errors="replace")
 
     def eos_text(self) -> str:
         """Return a chat template's `eos_token`."""
@@ -162,6 +172,11 @@ class LlamaModel:
     def close(self) -> None:
         """Free the weights."""
         llama_cpp.llama_model_free(self.pointer)
+
+
+def _leading(token: int, tokens: list[int]) -> int:
+    """How many times a token stands at the beginning."""
+    return sum(1 for _ in takewhile(token.__eq__, tokens))
 
 
 def build_description() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple, Protocol
@@ -58,6 +58,7 @@ class Generation(Sequence):
         speculation: how they are drafted and verified.
         vocabulary: the target's.
         stops: the stop strings.
+        marks: of the control tokens that stand in stop strings, by token.
         info: the request's labels.
         index: of this sequence in its request.
         size: counts the bytes of the response.
@@ -72,6 +73,7 @@ class Generation(Sequence):
         vocabulary: Vocabulary,
         stops: Iterable[str] = (),
         *,
+        marks: Mapping[int, str] | None = None,
         info: RequestInfo | None = None,
         index: int = 0,
         size: SizeLimit | None = None,
@@ -90,6 +92,7 @@ class Generation(Sequence):
         self.mean_logprob = -math.inf
         self._vocabulary = vocabulary
         self._text = Detokenizer(stops)
+        self._marks = marks or {}
         self._size = size
         self._prompt_scores_counted = 0
         # By token, the first and the last character of its text; the tokens that `take_tokens` has returned.
@@ -163,6 +166,8 @@ class Generation(Sequence):
             begin = self._text.length
             piece = self._vocabulary.piece(token)
             self._text.push(piece)
+            if token in self._marks:
+                self._text.push_mark(self._marks[token])
             if self._size is not None:
                 scored = self.top_logprobs is not None
                 self._size.add_token(piece, self.scores[len(self._spans)] if scored else None)
@@ -215,7 +220,7 @@ class Generation(Sequence):
         """
         tokens = []
         for (begin, end), score in zip(self._spans[self._taken :], self.scores[self._taken :], strict=False):
-            if end > self._text.released and not (self.done and begin < self._text.released):
+            if begin >= self._text.released if self._text.stopped else end > self._text.released:
                 break
             tokens.append(OutputToken(score, begin))
         self._taken += len(tokens)

@@ -20,7 +20,7 @@ from specserve.engine.thread_pool import ThreadPool
 from specserve.errors import ModelLoadError
 from specserve.grammar.constraint import GrammarCompiler
 from specserve.serving.costs import Costs
-from specserve.serving.openai.prompt import ChatTemplate
+from specserve.serving.openai.chat_template import ChatTemplate
 from specserve.speculation.controller import Controller
 from specserve.speculation.cost import Cost
 from specserve.speculation.draft_model import DraftModel
@@ -182,7 +182,16 @@ def _path(model: ModelConfig) -> Path:
 
 def _chat_template(model: LlamaModel) -> ChatTemplate | None:
     source = model.chat_template()
-    return ChatTemplate(source, bos=model.bos_text(), eos=model.eos_text()) if source else None
+    if not source:
+        return None
+    template = ChatTemplate(source, bos=model.bos_text(), eos=model.eos_text())
+    if template.problem is not None:
+        logger.error(
+            "specserve: v1/chat/completions is off, since the model's chat template cannot be used (%s); "
+            "v1/completions goes on.",
+            template.problem,
+        )
+    return template
 
 
 def _check_context(model: LlamaModel, config: HandlerConfig) -> None:

@@ -96,7 +96,10 @@ class Routes:
     def _respond(self, request_id: str, route: str, body: object) -> Response:
         if route in self._generating:
             if body is None:
-                raise RequestError("The request has no JSON body; send it with content-type application/json.")
+                raise RequestError(
+                    "The request has no JSON body. Send it with the header 'Content-Type: application/json' (curl: "
+                    "--json instead of -d): TorchServe reads what is announced as a form itself, and passes on fields."
+                )
             return self._generating[route](body, request_id)
         if route in self._complete_ones:
             return JsonResponse(200, self._complete_ones[route]())
@@ -157,8 +160,8 @@ class Routes:
         request = parse_body(body, ChatRequest)
         if self._models.chat_template is None:
             raise RequestError("This model has no chat template; use v1/completions.", code="unsupported_value")
-        text = self._models.chat_template.render([message.for_template() for message in request.messages])
-        return self._generate(ChatResponse, request, [self._tokenizer.chat(text)], request_id)
+        prompt = self._tokenizer.chat(self._models.chat_template.prompt(request))
+        return self._generate(ChatResponse, request, [prompt], request_id)
 
     def _generate(
         self, kind: type[GenerationResponse[AnyRequest]], request: AnyRequest, prompts: list[Prompt], request_id: str

@@ -14,14 +14,14 @@ from specserve.errors import RequestError
 from specserve.grammar.constraint import Constraint, GrammarCompiler
 from specserve.observability.records import Group, RequestInfo, family_label
 from specserve.sequence import SamplingParams, SpeculationParams, Verification
+from specserve.serving.detokenizer import with_control_tokens
 from specserve.serving.generation import Generation
+from specserve.serving.openai.body import DISAGREEMENT, UNKNOWN_FIELD
 from specserve.serving.openai.logprobs import MAX_RESPONSE_BYTES, ResponseSize
 from specserve.serving.openai.prompt import BYTES_PER_TOKEN, Prompt, too_long
 from specserve.serving.openai.request_schema import (
-    DISAGREEMENT,
     MAX_CHOICES,
     MAX_STOPS,
-    UNKNOWN_FIELD,
     AnyRequest,
     ChatRequest,
     CompletionRequest,
@@ -38,11 +38,15 @@ _SCORE_BYTES = 80
 # no other thread runs meanwhile: 260,000 of them take 0.1 s. A prompt of as many characters fills most contexts.
 _MAX_BRACKETS = 65_536
 
-_NOT_SERVED = frozenset({"tools", "tool_choice", "functions", "function_call", "modalities", "audio"})
+_NOT_SERVED = frozenset({"tools", "tool_choice", "functions", "function_call", "tool_calls", "modalities", "audio"})
+# What is right, by the field's name or by pydantic's type of error.
 _EXPECTED = {
     "prompt": f"must be a string of valid Unicode, a list of token ids, or a list of up to {MAX_CHOICES} of either",
     "stop": f"must be a string or a list of at most {MAX_STOPS} strings, none of them empty or over 1000 characters",
     "messages": "must be a list of {role, content}, role being system, developer, user or assistant and content text",
+    "content": "must be a string of valid Unicode, or a list of parts of type 'text'",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
 }
 
 
@@ -65,31 +69,36 @@ def parse_body(body: object, kind: type[AnyRequest]) -> AnyRequest:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        raise _explain(error.errors(include_url=False, include_input=False)[0]) from error
+        raise _explain(error.errors(include_url=False, include_input=False)) from error
 
 
-def _explain(error: Any) -> RequestError:
-    """The RequestError for an error of pydantic's: one sentence that names the field."""
+def _explain(errors: list[Any]) -> RequestError:
+    """The RequestError for errors of pydantic's: one sentence that names the field."""
+    # A field that may have several types has an error for each; the type that fits best is wrong furthest inside. A
+    # message with what is not served is mostly without content, too.
+    error = max(
+        (each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]),
+        key=lambda each: (not _NOT_SERVED.isdisjoint(each["loc"]), len(each["loc"])),
+    )
     if error["type"] == DISAGREEMENT:
         param, sentence = error["ctx"]["param"], error["ctx"]["sentence"]
         return RequestError(f"Invalid request: {sentence}.", param=param, code="invalid_value")
     # pydantic adds the types it tried, such as "list[TextPart]".
-    path = [str(part) for part in error["loc"] if str(part).isidentifier() or isinstance(part, int)]
+    path = [part for part in error["loc"] if isinstance(part, int) or part.isidentifier()]
     field, *inside = [*path, error["ctx"]["field"]] if error["type"] == UNKNOWN_FIELD else path
     if field == "response_format":
         inside = inside[1:]  # the first part is the format's type
     nested = ("speculation", "stream_options", "messages", "response_format", "prediction")
-    param = ".".join([field, *inside[:2]]) if field in nested else field
+    inside = inside if field in nested else []
+    param = field + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inside)
     if error["type"] == UNKNOWN_FIELD:
         return RequestError(f"Unknown field: '{param}'.", param=param, code="unknown_parameter")
     if error["type"] == "missing":
         return RequestError(f"The field '{param}' is missing.", param=param, code="missing_required_parameter")
-    if field in _NOT_SERVED:
+    if error["type"] == "none_required" or not _NOT_SERVED.isdisjoint([field, *inside]):
         return RequestError(f"'{param}' is not supported by this server.", param=param, code="unsupported_value")
-    expected = _EXPECTED.get(field)
-    if expected is None:
-        message = str(error["msg"])
-        expected = message[0].lower() + message[1:]
+    message = error["msg"][0].lower() + error["msg"][1:]
+    expected = _EXPECTED.get(str([field, *inside][-1]), _EXPECTED.get(error["type"], message))
     return RequestError(f"Invalid value for '{param}': {expected}.", param=param, code="invalid_value")
 
 
@@ -133,6 +142,7 @@ def to_generations(
         choices=request.choices,
         initial=_echoed(request, prompts),
     )
+    stops, marks = with_control_tokens(request.stop or (), vocabulary)
     result = [
         [
             Generation(
@@ -140,7 +150,8 @@ def to_generations(
                 sampling,
                 speculation,
                 vocabulary,
-                request.stop or (),
+                stops,
+                marks=marks,
                 info=info,
                 index=number * request.candidates + choice,
                 size=size,
@@ -216,7 +227,7 @@ def _sampling(request: GenerationRequest, vocabulary: Vocabulary) -> SamplingPar
     never = vocabulary.end_tokens() if request.ignore_eos else []
     return SamplingParams(
         temperature=1.0 if request.temperature is None else request.temperature,
-        top_k=request.top_k or 0,
+        top_k=max(0, request.top_k or 0),
         top_p=1.0 if request.top_p is None else request.top_p,
         min_p=request.min_p or 0.0,
         seed=request.seed,

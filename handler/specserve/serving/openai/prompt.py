@@ -1,66 +1,16 @@
-"""Prompts as tokens: chat messages in the model's template, and the tokenizer with its limits."""
+"""Prompts as tokens: the tokenizer, with the limits of what it is given."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from functools import partial
-from typing import Any, NoReturn
-
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specserve.config import HandlerConfig
 from specserve.engine.base import Vocabulary
-from specserve.errors import ModelLoadError, RequestError
+from specserve.errors import RequestError
 from specserve.serving.openai.request_schema import CompletionRequest
 
 # The most bytes per token, on average over a whole text; tokenizing takes more than linear time.
 BYTES_PER_TOKEN = 8
-
-
-class ChatTemplate:
-    """The chat template of a GGUF; it is untrusted code, so it runs in Jinja's sandbox.
-
-    Raises:
-        ModelLoadError: the template cannot be compiled.
-    """
-
-    def __init__(self, source: str, *, bos: str, eos: str) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = _strftime_now
-        # Jinja's own filter escapes HTML; chat templates expect this one.
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
-            raise ModelLoadError(f"The model's chat template cannot be compiled: {error}.") from error
-        self._tokens = {"bos_token": bos, "eos_token": eos}
-
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt for the assistant's next message.
-
-        Raises:
-            RequestError: 400; the template refuses these messages.
-        """
-        try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._tokens)
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
-            raise RequestError(
-                f"The model's chat template refuses these messages: {error}.", param="messages", code="invalid_value"
-            ) from error
-
-
-def _raise(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().astimezone().strftime(pattern)
 
 
 @dataclass(frozen=True)
@@ -87,14 +37,14 @@ class Tokenizer:
         Raises:
             RequestError: 400; a prompt is too long, a token id is out of range, or the model cannot fill in the middle.
         """
-        suffix = self._tokens(request.suffix, "suffix", begin=False) if request.suffix else []
+        suffix = None if request.suffix is None else self._tokens(request.suffix, "suffix", begin=False)
         return [self._prompt(prompt, suffix) for prompt in request.prompts]
 
-    def _prompt(self, prompt: str | list[int], suffix: list[int]) -> Prompt:
+    def _prompt(self, prompt: str | list[int], suffix: list[int] | None) -> Prompt:
         vocabulary = self._vocabulary
         if isinstance(prompt, str):
             text = prompt
-            tokens = self._tokens(prompt, "prompt", special=True, begin=not suffix)
+            tokens = self._tokens(prompt, "prompt", special=True, begin=suffix is None)
         else:
             tokens = prompt
             if len(tokens) > self._most:
@@ -102,7 +52,7 @@ class Tokenizer:
             if any(not 0 <= token < vocabulary.size for token in tokens):
                 raise RequestError.invalid("prompt", f"Token ids must lie between 0 and {vocabulary.size - 1}.")
             text = b"".join(map(vocabulary.piece, tokens)).decode("utf-8", errors="replace")
-        if suffix:
+        if suffix is not None:
             between = vocabulary.infill(tokens, suffix)
             if between is None:
                 raise RequestError.invalid(

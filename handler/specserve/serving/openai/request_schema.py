@@ -4,58 +4,32 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from specserve.sequence import Verification
+from specserve.serving.openai.body import Body, Text, at_most, disagreement
+from specserve.serving.openai.neutral_fields import NeutralChatFields, NeutralCompletionFields, NeutralFields
 
 # Entries of `stop` and of `logit_bias`, and answers to one request (SECURITY.md).
 MAX_STOPS = 16
 _MAX_BIASES = 1024
 MAX_CHOICES = 128
 _INT64 = 2**63
+_ANY_SEED = -1
 # OpenAI's default of `max_tokens` on v1/completions.
 _COMPLETION_TOKENS = 16
-DISAGREEMENT = "fields_disagree"
-UNKNOWN_FIELD = "unknown_field"
 
 
-def _disagreement(param: str, sentence: str) -> PydanticCustomError:
-    """The error of fields that exclude or need each other; `param` is the one to change."""
-    return PydanticCustomError(DISAGREEMENT, "{sentence}", {"param": param, "sentence": sentence})
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_no_unknown_field(cls, body: Any) -> Any:
-        """Name one unknown field; pydantic would make an error for each of a million."""
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = next((name for name in body if name not in known), None) if isinstance(body, dict) else None
-        if unknown is not None:
-            field = unknown.encode("utf-8", errors="replace").decode()
-            raise PydanticCustomError(UNKNOWN_FIELD, "unknown field", {"field": field})
-        return body
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
+    continuous_usage_stats: Literal[False] = False
 
 
-class SpeculationOptions(_Body):
+class SpeculationOptions(Body):
     """Speculation for this request: the server's default, off, or a fixed number of draft tokens per round.
 
     With `sources` the response says who wrote each piece of its text.
@@ -68,33 +42,23 @@ class SpeculationOptions(_Body):
     sources: bool = False
 
 
-def _at_most(count: int) -> BeforeValidator:
-    """Refuse a larger mapping before its values are validated, since each wrong one would be an error."""
-
-    def check(mapping: Any) -> Any:
-        if isinstance(mapping, dict) and len(mapping) > count:
-            raise PydanticCustomError("too_long", "{sentence}", {"sentence": f"may have at most {count} entries"})
-        return mapping
-
-    return BeforeValidator(check)
-
-
-def _is_unicode(text: str) -> str:
-    """Refuse half of a surrogate pair, which JSON can spell and no tokenizer can read."""
-    text.encode()  # raises a ValueError, which pydantic reports
-    return text
-
-
-Text = Annotated[str, AfterValidator(_is_unicode)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[Text, Field(min_length=1, max_length=1000)]
 
 
-class TextPart(_Body):
+class TextPart(Body):
     """A text part of a message's content."""
 
     type: Literal["text"]
     text: Text
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, part: Any) -> Any:
+        if isinstance(part, dict) and part.get("type", "text") != "text":
+            sentence = "must be a part of type 'text'; images, audio and files are not supported"
+            raise PydanticCustomError("other_part", "{sentence}", {"sentence": sentence})
+        return part
 
 
 Content = Text | Annotated[list[TextPart], Field(fail_fast=True)]
@@ -105,26 +69,26 @@ def text_of(content: str | list[TextPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class Prediction(_Body):
+class Prediction(Body):
     """The client's predicted output (OpenAI's Predicted Outputs), used as a draft."""
 
     type: Literal["content"]
     content: Content
 
 
-class PlainText(_Body):
+class PlainText(Body):
     """No constraint."""
 
     type: Literal["text"]
 
 
-class JsonObject(_Body):
+class JsonObject(Body):
     """Any JSON object."""
 
     type: Literal["json_object"]
 
 
-class SchemaDescription(_Body):
+class SchemaDescription(Body):
     """A JSON schema with OpenAI's fields around it."""
 
     name: str = Field(max_length=64)
@@ -133,7 +97,7 @@ class SchemaDescription(_Body):
     strict: bool | None = None
 
 
-class JsonSchema(_Body):
+class JsonSchema(Body):
     """JSON that follows a schema."""
 
     type: Literal["json_schema"]
@@ -143,17 +107,17 @@ class JsonSchema(_Body):
 ResponseFormat = Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")]
 
 
-class GenerationRequest(_Body):
+class GenerationRequest(NeutralFields):
     """The fields of both routes."""
 
     model: str | None = None
     max_tokens: int | None = Field(default=None, ge=0)
     temperature: float | None = Field(default=1.0, ge=0, le=2)
     top_p: float | None = Field(default=1.0, ge=0, le=1)
-    top_k: int | None = Field(default=None, ge=0, le=_INT64 - 1)
+    top_k: int | None = Field(default=None, ge=-1, le=_INT64 - 1)
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-_INT64, le=_INT64 - 1)
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=_MAX_BIASES), _at_most(_MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=_MAX_BIASES), at_most(_MAX_BIASES)] | None = None
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
@@ -166,15 +130,14 @@ class GenerationRequest(_Body):
     grammar: Annotated[Text, Field(min_length=1)] | None = None
     prediction: Prediction | None = None
     speculation: SpeculationOptions | None = None
+    # Only its `prompt_family` has an effect.
+    metadata: Annotated[dict[str, str], Field(max_length=16), at_most(16)] | None = None
 
-    # Fields that OpenAI's clients send; they have no effect here, except metadata's `prompt_family`.
-    user: str | None = None
-    store: bool | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16), _at_most(16)] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    parallel_tool_calls: bool | None = None
+    @field_validator("seed")
+    @classmethod
+    def _any_seed(cls, seed: int | None) -> int | None:
+        """None for -1, which vLLM and llama.cpp take for "choose one"."""
+        return None if seed == _ANY_SEED else seed
 
     @field_validator("stop")
     @classmethod
@@ -185,19 +148,19 @@ class GenerationRequest(_Body):
     def _fields_agree(self) -> Self:
         form = None if self.response_format is None else self.response_format.type
         if self.grammar is not None and form not in {None, "text"}:
-            raise _disagreement("grammar", "'grammar' and 'response_format' exclude each other")
+            raise disagreement("grammar", "'grammar' and 'response_format' exclude each other")
         if self.ignore_eos and (self.grammar is not None or form not in {None, "text"}):
-            raise _disagreement("ignore_eos", "'ignore_eos' would never let an answer that follows a grammar end")
+            raise disagreement("ignore_eos", "'ignore_eos' would never let an answer that follows a grammar end")
         if self.stream_options is not None and not self.stream:
-            raise _disagreement("stream_options", "'stream_options' needs 'stream': true")
+            raise disagreement("stream_options", "'stream_options' needs 'stream': true")
         options = self.speculation
         if options is not None:
             if options.gamma is not None and options.mode != "fixed":
-                raise _disagreement("speculation.gamma", "'speculation.gamma' needs 'speculation.mode': 'fixed'")
+                raise disagreement("speculation.gamma", "'speculation.gamma' needs 'speculation.mode': 'fixed'")
             if options.drafter == "prediction" and self.prediction is None:
-                raise _disagreement("speculation.drafter", "the drafter 'prediction' needs the field 'prediction'")
+                raise disagreement("speculation.drafter", "the drafter 'prediction' needs the field 'prediction'")
             if options.drafter == "grammar" and self.grammar is None and form in {None, "text"}:
-                raise _disagreement("speculation.drafter", "the drafter 'grammar' needs 'response_format' or 'grammar'")
+                raise disagreement("speculation.drafter", "the drafter 'grammar' needs 'response_format' or 'grammar'")
         return self
 
     @property
@@ -231,7 +194,7 @@ class GenerationRequest(_Body):
         return False
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(GenerationRequest, NeutralCompletionFields):
     """The body of v1/completions."""
 
     prompt: (
@@ -249,11 +212,11 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _best_of_agrees(self) -> Self:
         if self.best_of is not None and self.best_of < self.choices:
-            raise _disagreement("best_of", "'best_of' may not be smaller than 'n'")
+            raise disagreement("best_of", "'best_of' may not be smaller than 'n'")
         if self.stream and self.candidates > self.choices:
-            raise _disagreement("best_of", "'best_of' larger than 'n' cannot be streamed")
+            raise disagreement("best_of", "'best_of' larger than 'n' cannot be streamed")
         if len(self.prompts) * self.candidates > MAX_CHOICES:
-            raise _disagreement("prompt", f"a request may ask for at most {MAX_CHOICES} answers in all")
+            raise disagreement("prompt", f"a request may ask for at most {MAX_CHOICES} answers in all")
         return self
 
     @property
@@ -285,7 +248,7 @@ class CompletionRequest(GenerationRequest):
         return bool(self.echo) and self.logprobs is not None
 
 
-class Message(_Body):
+class Message(Body):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -304,7 +267,7 @@ class Message(_Body):
         return {"role": "system" if self.role == "developer" else self.role, "content": text_of(self.content)}
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, NeutralChatFields):
     """The body of v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -313,18 +276,14 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
 
-    # Fields of OpenAI's API that are not supported; only values without effect are accepted.
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none"] | None = None
-    functions: Annotated[list[Any], Field(max_length=0)] | None = None
-    function_call: Literal["none"] | None = None
-    modalities: Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True)] | None = None
-    audio: None = None
+    # Without effect where the chat template does not read them.
+    reasoning_effort: str | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
 
     @model_validator(mode="after")
     def _logprobs_agree(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise _disagreement("top_logprobs", "'top_logprobs' needs 'logprobs': true")
+            raise disagreement("top_logprobs", "'top_logprobs' needs 'logprobs': true")
         return self
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Generic, Literal
 
 from specserve.engine.base import Vocabulary
@@ -103,6 +103,8 @@ class GenerationResponse(Response, Generic[AnyRequest]):
     prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
+    # The text of a chunk that has none.
+    nothing: ClassVar[Mapping[str, object]]
 
     def __init__(
         self,
@@ -134,8 +136,13 @@ class GenerationResponse(Response, Generic[AnyRequest]):
         """A choice of the whole response."""
 
     @abstractmethod
-    def _delta(self, index: int, generation: Generation) -> Mapping[str, object]:
-        """A choice of a chunk."""
+    def _delta(self, index: int, generation: Generation) -> Mapping[str, object] | None:
+        """What is new of a choice, without its end; None if that is nothing."""
+
+    def _end(self, index: int, generation: Generation) -> Mapping[str, object]:
+        """A choice of the chunk that ends it, which in OpenAI's streams has no text."""
+        end = {"index": index, **self.nothing, "logprobs": None, "finish_reason": generation.finish_reason}
+        return {**end, **self._sources(generation, "")}
 
     def body(self) -> Mapping[str, Any]:
         """The whole response, or the error object."""
@@ -149,20 +156,26 @@ class GenerationResponse(Response, Generic[AnyRequest]):
         """The stream's events since the last call, '' where there is nothing new; when done, the end of the stream."""
         if self.error:
             return _event(self.error.body()) + _END
-        events = ""
         usage = {"usage": None} if self._wants_usage else {}
-        for index, generation in enumerate(self.generations):
-            has_news = generation.has_text or generation.done
-            if index in self._ended or not has_news or not self._prompt_is_scored(index):
-                continue
-            if generation.done:
-                self._ended.add(index)
-            events += _event({**self._head, "choices": [self._delta(index, generation)], **usage})
+        choices = [new for index, generation in enumerate(self.generations) for new in self._news(index, generation)]
+        events = "".join(_event({**self._head, "choices": [choice], **usage}) for choice in choices)
         if len(self._ended) == len(self.generations):
             if self._wants_usage:
                 events += _event({**self._head, "choices": [], **self._totals()})
             events += _END
         return events
+
+    def _news(self, index: int, generation: Generation) -> Iterator[Mapping[str, object]]:
+        """The choices of the chunks since the last call, for one choice of the response."""
+        has_news = generation.has_text or generation.done
+        if index in self._ended or not has_news or not self._prompt_is_scored(index):
+            return
+        delta = self._delta(index, generation)
+        if delta is not None:
+            yield delta
+        if generation.done:
+            self._ended.add(index)
+            yield self._end(index, generation)
 
     def _best(self, group: list[Generation]) -> list[Generation]:
         """The candidates with the highest mean log-probability; in their order if all are returned."""
@@ -239,11 +252,18 @@ class CompletionResponse(GenerationResponse[CompletionRequest]):
 
     prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
+    nothing: ClassVar[Mapping[str, object]] = {"text": ""}
 
     def _whole(self, index: int, generation: Generation) -> CompletionChoice:
-        return self._delta(index, generation)
+        return {**self._new(index, generation), "finish_reason": generation.finish_reason}
 
-    def _delta(self, index: int, generation: Generation) -> CompletionChoice:
+    def _delta(self, index: int, generation: Generation) -> CompletionChoice | None:
+        new = self._new(index, generation)
+        scored = new["logprobs"] is not None and new["logprobs"]["tokens"]
+        return new if new["text"] or scored else None
+
+    def _new(self, index: int, generation: Generation) -> CompletionChoice:
+        """What is new of a choice; at first with the prompt, if it is echoed."""
         echo = self._prompts[self._prompt_of(index)].text if self._request.echo else ""
         first = index not in self._begun
         self._begun.add(index)
@@ -252,7 +272,7 @@ class CompletionResponse(GenerationResponse[CompletionRequest]):
             "index": index,
             "text": repeated + text,
             "logprobs": self._logprobs(index, generation, shift=len(echo), first=first),
-            "finish_reason": generation.finish_reason,
+            "finish_reason": None,
             **self._sources(generation, text, repeated),
         }
 
@@ -274,6 +294,7 @@ class ChatResponse(GenerationResponse[ChatRequest]):
     prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    nothing: ClassVar[Mapping[str, object]] = {"delta": {}}
 
     def _whole(self, index: int, generation: Generation) -> ChatChoice:
         text = generation.take_text()
@@ -285,19 +306,19 @@ class ChatResponse(GenerationResponse[ChatRequest]):
             **self._sources(generation, text),
         }
 
-    def _delta(self, index: int, generation: Generation) -> ChatChunkChoice:
-        delta: ChatDelta = {}
-        if index not in self._begun:
-            self._begun.add(index)
-            delta["role"] = "assistant"
-        text = generation.take_text()
-        if text or delta:
-            delta["content"] = text
+    def _delta(self, index: int, generation: Generation) -> ChatChunkChoice | None:
+        first = index not in self._begun
+        self._begun.add(index)
+        text, logprobs = generation.take_text(), self._logprobs(generation)
+        scored = logprobs is not None and logprobs["content"]
+        if not (first or text or scored):
+            return None
+        delta: ChatDelta = {"role": "assistant", "content": text} if first else {"content": text}
         return {
             "index": index,
             "delta": delta,
-            "logprobs": self._logprobs(generation),
-            "finish_reason": generation.finish_reason,
+            "logprobs": logprobs,
+            "finish_reason": None,
             **self._sources(generation, text),
         }
 

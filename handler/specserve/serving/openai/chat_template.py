@@ -1,0 +1,156 @@
+"""The chat template of a GGUF: rendered as by transformers, in a sandbox, and off if it cannot be used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import partial
+from typing import Any, NoReturn
+
+from jinja2 import Environment, TemplateError, meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from specserve.errors import RequestError
+from specserve.serving.openai.request_schema import ChatRequest
+
+# What a template's code may raise, and what Python's compiler raises for a template that Jinja can parse.
+_FAILURES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, SyntaxError)
+# Templates that llama.cpp knows by their names. It knows fifty; only this one is found in files.
+_BY_NAME = {
+    "chatml": "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+}
+_HELLO = {"role": "user", "content": "Hello"}
+# Conversations of which a usable template can render one.
+_TRIALS = ([_HELLO], [{"role": "system", "content": "Be brief."}, _HELLO])
+# The variables by which templates are told how much to reason.
+_EFFORT_VARIABLES = frozenset({"reasoning_effort", "enable_thinking", "thinking"})
+
+
+class ChatTemplate:
+    """The chat template of a GGUF; it is untrusted code, so it runs in Jinja's sandbox.
+
+    `problem` says why no chat can be rendered, None if one can.
+
+    Args:
+        source: Jinja, or a name that llama.cpp knows.
+        bos: the text of the BOS token.
+        eos: the text of the EOS token.
+    """
+
+    def __init__(self, source: str, *, bos: str, eos: str) -> None:
+        environment = _environment()
+        self._tokens = {"bos_token": bos, "eos_token": eos}
+        self.problem: str | None = None
+        try:
+            parsed = environment.parse(_BY_NAME.get(source, source))
+            self._variables = meta.find_undeclared_variables(parsed)
+            self._template = environment.from_string(parsed)
+        except _FAILURES as error:
+            self.problem = f"it does not compile: {_reason(error)}"
+        else:
+            self.problem = self._trial_problem() if "{" in source or source in _BY_NAME else f"it is '{source[:40]}'"
+
+    def prompt(self, request: ChatRequest) -> str:
+        """The prompt for the assistant's next message.
+
+        Raises:
+            RequestError: 400; there is no usable template, it refuses these messages, or a field would change it.
+        """
+        if self.problem is not None:
+            raise RequestError(
+                f"Chats are off, since the model's chat template cannot be used ({self.problem}); use v1/completions.",
+                code="unsupported_value",
+            )
+        effort = _EFFORT_VARIABLES if request.reasoning_effort is not None else frozenset[str]()
+        read = {"reasoning_effort": effort, "chat_template_kwargs": frozenset(request.chat_template_kwargs or ())}
+        for param, variables in read.items():
+            for name in sorted(variables & self._variables):
+                raise RequestError(
+                    f"'{param}' is not supported with this model, whose chat template reads '{name}'.",
+                    param=param,
+                    code="unsupported_value",
+                )
+        return self.render([message.for_template() for message in request.messages])
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """These messages and the beginning of the assistant's next one.
+
+        Raises:
+            RequestError: 400; the template refuses these messages.
+        """
+        try:
+            return self._rendered(messages)
+        except _FAILURES as error:
+            raise RequestError(
+                f"The model's chat template refuses these messages: {_reason(error)}.",
+                param="messages",
+                code="invalid_value",
+            ) from error
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        # As transformers calls templates, many of which test `tools is none`.
+        return self._template.render(
+            messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._tokens
+        )
+
+    def _trial_problem(self) -> str | None:
+        """Why none of the trial conversations can be rendered; a template's own refusal of one is no problem."""
+        problems = []
+        for messages in _TRIALS:
+            try:
+                text = self._rendered(messages)
+            except _RefusedError:
+                return None
+            except _FAILURES as error:
+                problems.append(f"it fails: {_reason(error)}")
+            else:
+                if _HELLO["content"] in text:
+                    return None
+                problems.append("it leaves out the text of a message")
+        return problems[0]
+
+
+class _RefusedError(TemplateError):
+    """A template has called `raise_exception`."""
+
+
+class _Generation(Extension):
+    """`{% generation %}`, which marks for training what the assistant has written, and renders as it is."""
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """The statements up to `endgeneration`, in a scope of their own as in transformers."""
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What transformers gives templates."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+    )
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _strftime_now
+    # Jinja's own filter escapes HTML; chat templates expect this one.
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    return environment
+
+
+def _reason(error: Exception) -> str:
+    """An error as the end of a sentence; Jinja's own text may have lines of the template in it."""
+    return str(error.message if isinstance(error, TemplateError) else error).rstrip(".")
+
+
+def _raise(message: str) -> NoReturn:
+    raise _RefusedError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)

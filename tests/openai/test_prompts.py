@@ -1,0 +1,131 @@
+"""Prompts of real tokenizers: one BOS token, fill-in-the-middle; and stop strings that name control tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGUFWriter
+
+import tiny_models
+from pairs import PLAIN, Pair, TinyFiles, fixed_gamma
+from specserve.serving.openai.parse import parse_body
+from specserve.serving.openai.prompt import Tokenizer
+from specserve.serving.openai.request_schema import ChatRequest
+
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A pair whose prompts begin with a BOS token."""
+    return Pair(TinyFiles(tmp_path_factory.mktemp("llama")).config("llama"))
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A pair with tokens for fill-in-the-middle, whose prompts begin with no BOS token."""
+    return Pair(TinyFiles(tmp_path_factory.mktemp("qwen")).config("qwen2"))
+
+
+def tokens_of(pair: Pair, prompt: str | list[int], **fields: Any) -> list[int]:
+    """A completion's prompt."""
+    return pair.generation(prompt, **fields).prompt
+
+
+def chat_tokens(pair: Pair, **fields: Any) -> list[int]:
+    """A chat's prompt."""
+    assert pair.models.chat_template is not None
+    text = pair.models.chat_template.prompt(parse_body({**HELLO, **fields}, ChatRequest))
+    return Tokenizer(pair.vocabulary, pair.config).chat(text).tokens
+
+
+def named(pair: Pair, name: str) -> int:
+    """The token with this name."""
+    [token] = pair.vocabulary.encode(name, special=True, begin=False)
+    return token
+
+
+@pytest.mark.parametrize("text", ["Hello", "", " Hello", "</s>Hello", "Hello<s>there"])
+def test_a_prompt_that_spells_its_bos_token_has_one(llama: Pair, text: str) -> None:
+    bos = llama.vocabulary.bos_token()
+    plain = tokens_of(llama, text)
+    assert plain[0] == bos
+    assert tokens_of(llama, f"<s>{text}") == tokens_of(llama, f"<s><s>{text}") == plain
+    assert plain.count(bos or 0) == 1 + text.count("<s>")
+
+
+def test_a_prompt_that_spells_its_bos_token_has_the_log_probabilities_of_one_that_does_not(llama: Pair) -> None:
+    fields: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "logprobs": 1}
+    assert llama.complete("<s>Hello", **fields).sequence.scores == llama.complete("Hello", **fields).sequence.scores
+
+
+def test_token_ids_are_taken_as_they_are(llama: Pair) -> None:
+    bos = llama.vocabulary.bos_token() or 0
+    for ids in ([bos, bos, 300], [300]):
+        assert tokens_of(llama, ids) == ids
+
+
+def test_a_bos_token_that_the_model_does_not_add_stays_as_written(qwen: Pair) -> None:
+    """Qwen's separates documents."""
+    text, bos = "<|endoftext|>", qwen.vocabulary.bos_token()
+    assert tokens_of(qwen, text * 2 + "a")[:2] == [bos, bos]
+    assert bos not in tokens_of(qwen, "a")
+
+
+@pytest.mark.parametrize("begin", ["{{ bos_token }}", "<s>", ""])
+def test_a_chat_begins_with_one_bos_token_whether_its_template_spells_it_or_not(
+    begin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma's and Llama's templates spell it."""
+    monkeypatch.setattr(tiny_models, "ZEPHYR", begin + tiny_models.ZEPHYR)
+    pair = Pair(TinyFiles(tmp_path).config("llama"))
+    bos = pair.vocabulary.bos_token() or 0
+    tokens = chat_tokens(pair)
+    assert tokens == pair.vocabulary.encode("<|user|>\nHi</s>\n<|assistant|>\n", special=True)
+    assert (tokens[0], tokens.count(bos)) == (bos, 1)
+
+
+def test_a_template_has_the_bos_token_between_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 2's begins every question with it."""
+    source = "{% for m in messages %}{{ bos_token + '[INST]' + m.content + '[/INST]' }}{% endfor %}"
+    monkeypatch.setattr(tiny_models, "ZEPHYR", source)
+    pair = Pair(TinyFiles(tmp_path).config("llama"))
+    tokens = chat_tokens(pair, messages=[*HELLO["messages"], *HELLO["messages"]])
+    assert tokens.count(pair.vocabulary.bos_token() or 0) == 2
+
+
+def test_an_empty_suffix_is_fill_in_the_middle_and_null_is_a_plain_prompt(qwen: Pair) -> None:
+    before, after, middle = (named(qwen, f"<|fim_{part}|>") for part in ("prefix", "suffix", "middle"))
+    text = tokens_of(qwen, "def add(a, b):")
+    assert tokens_of(qwen, "def add(a, b):", suffix=None) == text
+    assert tokens_of(qwen, "def add(a, b):", suffix="") == [before, *text, after, middle]
+    assert tokens_of(qwen, "def add(a, b):", suffix="\n") == [before, *text, after, *tokens_of(qwen, "\n"), middle]
+
+
+def test_fill_in_the_middle_has_one_bos_token_before_the_prefix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = GGUFWriter.add_add_bos_token
+    monkeypatch.setattr(GGUFWriter, "add_add_bos_token", lambda writer, _value: write(writer, value=True))
+    pair = Pair(TinyFiles(tmp_path).config("qwen2"))
+    bos, before = named(pair, "<|endoftext|>"), named(pair, "<|fim_prefix|>")
+    plain = tokens_of(pair, "a", suffix="b")
+    assert plain[:2] == [bos, before]
+    assert tokens_of(pair, "<|endoftext|>a", suffix="b") == tokens_of(pair, [bos, *plain[2:3]], suffix="b") == plain
+
+
+@pytest.mark.parametrize("speculation", [PLAIN, fixed_gamma(3)])
+def test_a_stop_string_that_names_a_control_token_stops_at_the_token(qwen: Pair, speculation: dict[str, Any]) -> None:
+    """With this bias the tiny model writes the control token here and there."""
+    prefix = named(qwen, "<|fim_prefix|>")
+    fields: dict[str, Any] = {"max_tokens": 40, "seed": 2, "logit_bias": {str(prefix): 21}, "speculation": speculation}
+    free = qwen.complete("The quick", **fields)
+    count = free.sequence.answer.index(prefix)
+    assert count > 0
+    stopped = qwen.complete("The quick", **fields, stop=["never said", "<|fim_prefix|>"])
+    assert stopped.finish_reason == "stop"
+    assert stopped.sequence.answer == free.sequence.answer[: count + 1]
+    pieces = map(qwen.vocabulary.piece, free.sequence.answer[:count])
+    assert stopped.text == b"".join(pieces).decode(errors="replace")

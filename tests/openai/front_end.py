@@ -62,7 +62,14 @@ class FrontEnd:
             vocabulary,
             grammars,
             self.target,
-            Drafters(controller, PredictionProposer(), LookupProposer(), model=model, vocabulary=200),
+            Drafters(
+                controller,
+                PredictionProposer(),
+                LookupProposer(),
+                model=model,
+                vocabulary=200,
+                end_tokens=vocabulary.end_tokens(),
+            ),
             Kernels(None, (), None, "a fake engine computes"),
         )
         if chat_template is not None:

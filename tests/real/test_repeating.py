@@ -123,7 +123,7 @@ def decode_speculatively(loaded: Loaded, plain: PlainOutput) -> list[int]:
     sequence = Sequence(plain.prompt, SamplingParams(temperature=0), SpeculationParams(GAMMA), max_tokens=TOKENS)
     sequence.slot = 0
     cost = proportional()
-    drafters = Drafters(Controller(cost, None), Replay(plain), vocabulary=loaded.engine.width)
+    drafters = Drafters(Controller(cost, None), Replay(plain), vocabulary=loaded.engine.width, end_tokens=())
     while sequence.remaining > 0 and sequence.answer == plain.tokens[: sequence.generated]:
         gamma = min(GAMMA, sequence.remaining - 1) if sequence.generated else 0
         run_round(loaded.engine, drafters, [Plan(sequence, sequence.target_pending, gamma)])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, abc
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from itertools import pairwise
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -33,6 +33,11 @@ class FreeTokens(NamedTuple):
 
     tokens: list[int]
     confidence: list[float]
+
+    def until(self, end_tokens: Container[int]) -> FreeTokens:
+        """The same without what follows the first of these tokens."""
+        length = next((n for n, token in enumerate(self.tokens, 1) if token in end_tokens), len(self.tokens))
+        return FreeTokens(self.tokens[:length], self.confidence[:length])
 
 
 class Proposer(Protocol):

@@ -233,6 +233,12 @@ CASES = [
         lambda: repeated("a " * 3000, prediction={"type": "content", "content": "a " * 3000}),
     ),
     Case(
+        "a prompt of one word, 16 drafts, 8 answers",
+        "an index a prompt, 2,048 tokens of it a round",
+        COMPLETION,
+        lambda: repeated("a " * 3900),
+    ),
+    Case(
         "16 drafts a round by a model, 8 answers",
         "drafts as `max_wait_ms` allows",
         COMPLETION,

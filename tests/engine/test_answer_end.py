@@ -22,8 +22,9 @@ from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.sampling.distribution import FloatArray
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationMode, Verification
+from specserve.speculation.offers import FreeTokens
 from specserve.speculation.proposal import Draft, Proposal
-from specserve.speculation.proposers import FreeTokens, LookupProposer, Proposer
+from specserve.speculation.proposers import LookupProposer, Proposer
 
 # Prompts whose greedy answers have 1 to 11 tokens, and more drafts than that.
 PROMPTS = [[a, b] for a in range(6) for b in range(END_TOKEN) if 1 <= len(plain_greedy([a, b], 20)) < 12]
@@ -63,7 +64,7 @@ def test_the_draft_model_reads_no_end_token(
 def scripted(drafter: DrafterName, script: list[int], asked: list[list[int]]) -> Proposer:
     """A drafter that knows the whole answer, and what would follow it; `asked` gets the drafts it is asked after."""
 
-    class Scripted:
+    class Scripted(Proposer):
         name: ClassVar[DrafterName] = drafter
 
         def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:

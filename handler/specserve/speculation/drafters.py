@@ -105,6 +105,8 @@ class Drafters:
         decoding = [proposal.sequence for proposal in proposals if proposal.sequence.decoding]
         costs = self.controller.costs(decoding, kv_len, self.draft_kv_len(decoding), awaiting_first_token)
         drafting = self._worth_weighing(drafting, rows, costs)
+        for proposer in self._proposers:
+            proposer.begin_round()
         for proposal in drafting:
             rows += self._propose_free(proposal, rows, costs)
         while self._model and (chosen := self._choose(drafting, rows, costs)):

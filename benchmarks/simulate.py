@@ -260,7 +260,9 @@ class Simulation:
         )
         scheduler = Scheduler(
             target,
-            Drafters(self._controller, LookupProposer(), model=model, vocabulary=width, clock=self._clock),
+            Drafters(
+                self._controller, LookupProposer(), model=model, vocabulary=width, end_tokens=(), clock=self._clock
+            ),
             prefill_rows=64,
             idle_tokens=0,
             max_wait_seconds=self._max_wait_seconds,

@@ -40,6 +40,8 @@ FAMILY = "case"
 ROUND_SECONDS = re.compile(
     rf'^specserve_(?:draft|target|other)_seconds_total{{.*family="{FAMILY}".*}} (\S+)', re.MULTILINE
 )
+# The most drafts a round that a request may ask for, `max_gamma` of the published configurations.
+MOST_DRAFTS = 15
 CHAT, COMPLETION = "v1/chat/completions", "v1/completions"
 AMBIGUOUS = 'root ::= root root | root root root | "a"'
 EXPONENTIAL = 'root ::= ([a-y ]{1,900} | [b-y ]{1,900} | ([ac-y ] [a-y ]{5,900}){1,90}) "z" [a-y]{900}'
@@ -164,7 +166,7 @@ def wide_choice() -> Body:
 
 def repeated(prompt: str, **fields: Any) -> Body:
     """Eight greedy answers to a prompt that repeats itself, with as many drafts as a request may ask for."""
-    options = {"mode": "fixed", "gamma": 16, **fields.pop("speculation", {})}
+    options = {"mode": "fixed", "gamma": MOST_DRAFTS, **fields.pop("speculation", {})}
     return {"prompt": prompt, "n": 8, "max_tokens": 100, "ignore_eos": True, "speculation": options, **fields}
 
 
@@ -187,10 +189,10 @@ def sampled(**fields: Any) -> Body:
 CASES = [
     Case("an ambiguous grammar, 8 answers", "500 items in a row", COMPLETION, lambda: by_grammar(AMBIGUOUS, n=8)),
     Case(
-        "the same with 16 drafts a round",
+        "the same with 15 drafts a round",
         "masks within `max_wait_ms` a round",
         COMPLETION,
-        lambda: by_grammar(AMBIGUOUS, n=8, speculation={"mode": "fixed", "gamma": 16}),
+        lambda: by_grammar(AMBIGUOUS, n=8, speculation={"mode": "fixed", "gamma": MOST_DRAFTS}),
     ),
     Case("a grammar with many lexer states", "50,000 states", COMPLETION, lambda: by_grammar(EXPONENTIAL, n=8)),
     Case(
@@ -227,13 +229,19 @@ CASES = [
         lambda: {"prompt": "a", "prediction": {"type": "content", "content": " " * 1_000_000}},
     ),
     Case(
-        "a prediction and a prompt of one word, 16 drafts, 8 answers",
+        "a prediction and a prompt of one word, 15 drafts, 8 answers",
         "drafts as `max_wait_ms` allows",
         COMPLETION,
         lambda: repeated("a " * 3000, prediction={"type": "content", "content": "a " * 3000}),
     ),
     Case(
-        "16 drafts a round by a model, 8 answers",
+        "a prompt of one word, 15 drafts, 8 answers",
+        "an index a prompt, 2,048 tokens of it a round",
+        COMPLETION,
+        lambda: repeated("a " * 3900),
+    ),
+    Case(
+        "15 drafts a round by a model, 8 answers",
         "drafts as `max_wait_ms` allows",
         COMPLETION,
         lambda: repeated("Once upon a time", speculation={"drafter": "model"}, seed=1),
@@ -247,10 +255,10 @@ CASES = [
     ),
     Case("every field of sampling, 8 answers", "a vocabulary sorted a token", COMPLETION, sampled),
     Case(
-        "the same with 16 drafts a round",
+        "the same with 15 drafts a round",
         "drafts as `max_wait_ms` allows",
         COMPLETION,
-        lambda: sampled(speculation={"mode": "fixed", "gamma": 16, "drafter": "model"}),
+        lambda: sampled(speculation={"mode": "fixed", "gamma": MOST_DRAFTS, "drafter": "model"}),
     ),
     Case(
         "16 stop strings of 1,000 characters, 8 answers",

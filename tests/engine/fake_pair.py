@@ -71,7 +71,10 @@ class FakePair:
         self.controller = Controller(target_cost, draft_cost)
         free_drafters = [PredictionProposer()] if proposers is None else proposers
         clock = options.get("clock", perf_counter)
-        self.drafters = Drafters(self.controller, *free_drafters, model=model, vocabulary=width, clock=clock)
+        ends = self.vocabulary.end_tokens()
+        self.drafters = Drafters(
+            self.controller, *free_drafters, model=model, vocabulary=width, end_tokens=ends, clock=clock
+        )
         options = {"idle_tokens": 4096, **options}
         self.scheduler = Scheduler(self.target, self.drafters, prefill_rows=prefill_rows, **options)
         self._waiting: list[Generation] = []

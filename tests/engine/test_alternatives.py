@@ -107,7 +107,7 @@ def test_the_alternatives_with_the_largest_gain_net_of_their_rows_are_read(
     for several in gains:
         proposals.append(proposal_of(GREEDY))
         proposals[-1].possible = [Alternative(0, n, 0.5, gain) for n, gain in enumerate(several)]
-    choose_alternatives(proposals, most, 1, costs_of(target, rate))
+    choose_alternatives(proposals, most, 1, costs_of(target, rate), end_tokens=())
     ordered = sorted((gain for several in gains for gain in several), reverse=True)[:most]
 
     def net(count: int) -> float:
@@ -122,7 +122,7 @@ def test_alternatives_take_no_more_rows_than_the_drafts_have_left() -> None:
     proposal = proposal_of(GREEDY, max_drafts=2)
     proposal.add(Draft(9, None, "model", 0.5), 0.5)
     proposal.possible = [Alternative(0, token, 0.5, 0.4) for token in (1, 2, 3)]
-    choose_alternatives([proposal], 8, 1, costs_of([1.0] * 20, 1.0))
+    choose_alternatives([proposal], 8, 1, costs_of([1.0] * 20, 1.0), end_tokens=())
     assert [one.token for one in proposal.alternatives] == [1]
     assert proposal.remaining == 0
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import gc
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
 import pytest
 
 from costs import FixedCost, flat, table
-from fake_pair import ENDLESS, VOCABULARY, FakePair, plain_greedy
+from fake_pair import ENDLESS, SLOTS, VOCABULARY, FakePair, plain_greedy
 from specserve.sequence import DrafterName, Sequence, SpeculationMode
-from specserve.speculation.proposers import FreeTokens
+from specserve.speculation import proposers
+from specserve.speculation.lookup import Lookup
+from specserve.speculation.offers import FreeTokens
+from specserve.speculation.proposers import LookupProposer, Proposer
 
 PROMPT = [1, 2, 3]
 
@@ -83,7 +88,7 @@ def test_acceptance_is_learned_from_proposals_that_were_not_drafted(right: bool)
     """Every further row costs .94 of a decode step, so that only a draft pays that is likelier than these."""
     truth = plain_greedy(PROMPT, 30)
 
-    class Oracle:
+    class Oracle(Proposer):
         name: ClassVar[DrafterName] = "lookup"
 
         def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
@@ -103,7 +108,7 @@ def test_proposers_are_not_asked_where_not_even_likely_drafts_pay() -> None:
     """Every row costs as much as a decode step; for a fixed number of drafts they are asked all the same."""
     asked = []
 
-    class Listener:
+    class Listener(Proposer):
         name: ClassVar[DrafterName] = "lookup"
 
         def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
@@ -117,3 +122,90 @@ def test_proposers_are_not_asked_where_not_even_likely_drafts_pay() -> None:
     pair.run()
     assert auto.generated == fixed.generated == 9
     assert set(asked) == {fixed}
+
+
+# Lookups index prompts in slices
+
+
+@pytest.fixture
+def indexed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each call adds to the index of a lookup."""
+    counts: list[int] = []
+    extend = Lookup.extend
+
+    def counted(self: Lookup, tokens: Iterable[int]) -> None:
+        before = len(self)
+        extend(self, tokens)
+        counts.append(len(self) - before)
+
+    monkeypatch.setattr(Lookup, "extend", counted)
+    return counts
+
+
+def test_a_prompt_is_indexed_once_for_all_answers_to_it(indexed: list[int]) -> None:
+    """Eight answers in three slots; an equal prompt of another request shares the index, too."""
+    pair = FakePair(proposers=[LookupProposer()], prefill_rows=200)
+    prompt = [n % 23 for n in range(1000)]
+    answers = [pair.submit(prompt, drafter="lookup", choice=n, request="a", sampling=ENDLESS) for n in range(8)]
+    answers += [pair.submit(prompt, drafter="lookup", request="b", sampling=ENDLESS)]
+    pair.run()
+    assert sum(indexed) <= len(prompt) + sum(answer.generated for answer in answers)
+    assert all(answer.stats.accepted > 0 for answer in answers)
+
+
+def test_of_the_prompts_of_finished_sequences_one_at_most_stays_indexed() -> None:
+    def lookups() -> set[int]:
+        gc.collect()
+        return {id(thing) for thing in gc.get_objects() if isinstance(thing, Lookup)}
+
+    before = lookups()
+    pair = FakePair(proposers=[LookupProposer()])
+    for number in range(9):
+        pair.submit([number, 1, 2, 1, 2], drafter="lookup", sampling=ENDLESS)
+    pair.step(5)
+    assert len(lookups() - before) >= SLOTS
+    pair.run()
+    assert len(lookups() - before) == 1
+
+
+def test_a_round_indexes_a_bounded_number_of_tokens_of_all_sequences_together(indexed: list[int]) -> None:
+    """Three prompts of 3,900 tokens that begin decoding at the same time, as their common prefix was cached."""
+    pair = FakePair(proposers=[LookupProposer()], prefill_rows=200)
+    common = [1] * 3899
+    pair.run(pair.submit(common, max_tokens=1))
+    answers = [pair.submit([*common, n], drafter="lookup", sampling=ENDLESS, max_tokens=60) for n in (2, 3, 4)]
+    by_round = []
+    while not all(answer.done for answer in answers):
+        indexed.clear()
+        pair.step()
+        by_round.append(sum(indexed))
+    assert max(by_round) <= 2048
+    assert sum(by_round) > 3 * 3900
+    assert all(answer.stats.accepted_by["lookup"] > 0 for answer in answers)
+
+
+def test_lookups_are_the_same_whether_they_were_indexed_in_slices_or_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once all is indexed: of the whole answer where a slice is long enough, of its end where it is short."""
+    answers, offers = [], []
+    propose = Lookup.propose
+    for slice_length in (10_000, 100):
+        made: dict[tuple[int, tuple[int, ...]], FreeTokens] = {}
+
+        def noted(self: Lookup, drafts: list[int], most: int, made: Any = made) -> FreeTokens:
+            offer = propose(self, drafts, most)
+            made[len(self), tuple(drafts)] = offer
+            return offer
+
+        monkeypatch.setattr(Lookup, "propose", noted)
+        monkeypatch.setattr(proposers, "_INDEXED_A_ROUND", slice_length)
+        pair = FakePair(proposers=[LookupProposer()], prefill_rows=200)
+        answer = pair.submit([n % 7 for n in range(1000)], gamma=1, drafter="lookup", sampling=ENDLESS, max_tokens=60)
+        pair.run()
+        answers.append(answer.answer)
+        offers.append(made)
+    at_once, in_slices = offers
+    assert answers[0] == answers[1]
+    common = at_once.keys() & in_slices.keys()
+    assert len(common) > 10
+    assert all(at_once[key] == in_slices[key] for key in common)
+    assert min(in_slices) > min(at_once)

@@ -216,7 +216,7 @@ def test_max_wait_is_as_configured_or_else_250_ms_or_ten_passes(
 def test_a_fixed_gamma_delays_the_prefill_of_another_request_by_at_most_max_wait() -> None:
     """A row of the target takes a second, so three seconds are time for three drafts."""
     pair = FakePair(costs=(proportional(1.0), flat(0.0)), prefill_rows=1, max_wait_seconds=3.0)
-    drafting = pair.submit([1, 2], gamma=8, max_tokens=200)
+    drafting = pair.submit([1, 2], gamma=8, max_tokens=200, sampling=ENDLESS)
     pair.step(4)
     alone = drafting.stats.gammas.copy()
     pair.submit([3] * 30, gamma=0, max_tokens=5, request="another")

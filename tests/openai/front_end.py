@@ -64,7 +64,14 @@ class FrontEnd:
             vocabulary,
             grammars,
             self.target,
-            Drafters(controller, PredictionProposer(), LookupProposer(), model=model, vocabulary=200),
+            Drafters(
+                controller,
+                PredictionProposer(),
+                LookupProposer(),
+                model=model,
+                vocabulary=200,
+                end_tokens=vocabulary.end_tokens(),
+            ),
             Costs(placement_on(FakeMachine())),
             Kernels(None, (), None, "a fake engine computes"),
         )

@@ -22,7 +22,8 @@ from specserve.engine.llama_model import LlamaModel
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams
 from specserve.speculation.controller import Controller
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.proposers import FreeTokens
+from specserve.speculation.offers import FreeTokens
+from specserve.speculation.proposers import Proposer
 from specserve.speculation.rejection import Verdict, accept_equal
 from specserve.speculation.round import Plan, run_round
 from specserve.tools.models import prepare
@@ -101,7 +102,7 @@ def decode_plain(loaded: Loaded, prompt: list[int]) -> PlainOutput:
     return plain
 
 
-class Replay:
+class Replay(Proposer):
     """Drafts the plain output, with the target's second most probable token at every WRONG_EVERY-th position."""
 
     name: ClassVar[DrafterName] = "lookup"
@@ -123,7 +124,7 @@ def decode_speculatively(loaded: Loaded, plain: PlainOutput) -> list[int]:
     sequence = Sequence(plain.prompt, SamplingParams(temperature=0), SpeculationParams(GAMMA), max_tokens=TOKENS)
     sequence.slot = 0
     cost = proportional()
-    drafters = Drafters(Controller(cost, None), Replay(plain), vocabulary=loaded.engine.width)
+    drafters = Drafters(Controller(cost, None), Replay(plain), vocabulary=loaded.engine.width, end_tokens=())
     while sequence.remaining > 0 and sequence.answer == plain.tokens[: sequence.generated]:
         gamma = min(GAMMA, sequence.remaining - 1) if sequence.generated else 0
         run_round(loaded.engine, drafters, [Plan(sequence, sequence.target_pending, gamma)])

@@ -142,8 +142,8 @@ class FakeVocabulary:
         return self.piece(token) or b"<end>"
 
     def end_tokens(self) -> list[int]:
-        """Return the last token of the vocabulary."""
-        return [self.size - 1]
+        """Return all tokens that `is_end_token` says are."""
+        return [token for token in range(self.size) if self.is_end_token(token)]
 
     def infill(self, prefix: list[int], suffix: list[int]) -> list[int] | None:
         """Return None: there are no fill-in-the-middle tokens."""

@@ -20,7 +20,7 @@ class Bench:
     def __init__(self, *, n_slots: int = 2, idle_tokens: int = 1000) -> None:
         self.target = FakeEngine(vocabulary=24, n_slots=n_slots)
         self.cache = PrefixCache(
-            self.target, Drafters(Controller(flat(0.01), None), vocabulary=24), idle_tokens=idle_tokens
+            self.target, Drafters(Controller(flat(0.01), None), vocabulary=24, end_tokens=()), idle_tokens=idle_tokens
         )
 
     def start(self, prompt: list[int], *, prefill: bool = True, scores_prompt: bool = False) -> Sequence:

@@ -145,6 +145,7 @@ def open_engines(
         LookupProposer(),
         model=draft,
         vocabulary=target_model.size,
+        end_tokens=target_model.end_tokens(),
     )
     return target, drafters
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import abc
+from collections.abc import Container
 
 import numpy as np
 
@@ -63,16 +64,21 @@ def note_possible(
         values[token] = value
 
 
-def choose_alternatives(proposals: abc.Sequence[Proposal], most: int, rows: int, costs: RoundCosts) -> None:
+def choose_alternatives(
+    proposals: abc.Sequence[Proposal], most: int, rows: int, costs: RoundCosts, end_tokens: Container[int]
+) -> None:
     """Let the target read the alternatives that are likely to be recovered, as many as pay for their rows.
+
+    An end token is none of them: no token follows it.
 
     Args:
         proposals: with all their drafts, which have left rows to them or not (`Proposal.remaining`).
         most: alternatives that the pass may have.
         rows: of the target's pass by now.
         costs: of this round.
+        end_tokens: those that end an answer.
     """
-    possible = [(one, proposal) for proposal in proposals for one in proposal.possible]
+    possible = [(one, proposal) for proposal in proposals for one in proposal.possible if one.token not in end_tokens]
     possible.sort(key=lambda pair: pair[0].gain, reverse=True)
     length, _ = rows_worth_adding([one.gain - _LEAST_GAIN for one, _ in possible[:most]], rows, costs)
     for one, proposal in possible[:length]:

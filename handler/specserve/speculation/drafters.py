@@ -2,6 +2,8 @@
 
 After every token of the draft model the proposers (proposers.py) are asked again, so one draft may mix drafters.
 
+An end token ends a proposal, and so does the end of a grammar: what follows would be thrown away with it.
+
 A sequence with a grammar is drafted for as far as the round has time for its masks, position by position: a token is
 drafted only after the mask at its position is computed, so verification lacks at most the mask after all drafts.
 """
@@ -50,6 +52,7 @@ class Drafters:
         proposers: asked in this order, until one has something worth drafting.
         model: the draft model, where there is one.
         vocabulary: the width of the target's logits.
+        end_tokens: those that end an answer.
         clock: seconds, for the cost of the draft model's passes.
     """
 
@@ -59,12 +62,14 @@ class Drafters:
         *proposers: Proposer,
         model: DraftModel | None = None,
         vocabulary: int,
+        end_tokens: Iterable[int],
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.controller = controller
         self._proposers = proposers
         self._model = model
         self._vocabulary = vocabulary
+        self._end_tokens = frozenset(end_tokens)
         self._clock = clock
 
     @property
@@ -100,6 +105,8 @@ class Drafters:
         decoding = [proposal.sequence for proposal in proposals if proposal.sequence.decoding]
         costs = self.controller.costs(decoding, kv_len, self.draft_kv_len(decoding), awaiting_first_token)
         drafting = self._worth_weighing(drafting, rows, costs)
+        for proposer in self._proposers:
+            proposer.begin_round()
         for proposal in drafting:
             rows += self._propose_free(proposal, rows, costs)
         while self._model and (chosen := self._choose(drafting, rows, costs)):
@@ -127,7 +134,7 @@ class Drafters:
             self._model.observe_cost((read if has_masks else self._clock()) - began)
         if max_alternatives:
             auto = [proposal for proposal in drafting if proposal.sequence.speculation.is_auto]
-            choose_alternatives(auto, max_alternatives, rows, costs)
+            choose_alternatives(auto, max_alternatives, rows, costs, self._end_tokens)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Only the first `length` tokens of a sequence are decided; the draft model's cache forgets the rest."""
@@ -151,12 +158,13 @@ class Drafters:
     def _propose_free(self, proposal: Proposal, rows: int, costs: RoundCosts) -> int:
         """Draft what the first proposer offers that is worth verifying; returns how many tokens that is."""
         sequence = proposal.sequence
-        if proposal.remaining <= 0 or not proposal.compute_mask():
+        if proposal.remaining <= 0 or not proposal.compute_mask() or proposal.is_over(self._end_tokens):
             return 0
         for proposer in self._proposers:
             if sequence.speculation.drafter not in {None, proposer.name}:
                 continue
-            tokens, confidences = proposer.propose(sequence, proposal.tokens, proposal.remaining)
+            offer = proposer.propose(sequence, proposal.tokens, proposal.remaining)
+            tokens, confidences = offer.until(self._end_tokens)
             if not tokens:
                 continue
             by_model = self._candidate(proposal, costs)
@@ -196,7 +204,7 @@ class Drafters:
         if self._model is None or sequence.speculation.drafter not in {None, "model"} or not proposal.model_may_pay:
             return None
         drafted = _drafted(proposal)
-        if not self._model.can_read(drafted) or not proposal.compute_mask():
+        if not self._model.can_read(drafted) or not proposal.compute_mask() or proposal.is_over(self._end_tokens):
             return None
         pending = self._model.pending(drafted)
         if sequence.speculation.is_auto:

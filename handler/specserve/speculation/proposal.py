@@ -107,6 +107,22 @@ class Proposal:
         """Whether the request's grammar is known to allow a token after the drafts."""
         return self.compute_mask() and (self._mask is None or bool(self._mask[token]))
 
+    def is_over(self, end_tokens: frozenset[int]) -> bool:
+        """Whether nothing can follow the drafts: the last is an end token, or the grammar allows no other token.
+
+        Args:
+            end_tokens: those that end an answer.
+        """
+        if self.drafts and self.drafts[-1].token in end_tokens:
+            return True
+        mask = self._mask if self._mask_after == len(self.drafts) else None
+        # `argmax` stops at the first allowed token, and few masks begin with an end token.
+        return (
+            mask is not None
+            and int(mask.argmax()) in end_tokens
+            and end_tokens.issuperset(np.flatnonzero(mask).tolist())
+        )
+
     def add(self, draft: Draft, acceptance: float) -> None:
         """Draft one more token; it stays in the round whatever it is."""
         self.drafts.append(draft)

@@ -1,7 +1,6 @@
 """Drafters that cost no forward pass: what followed before, what the client predicted, what the grammar forces.
 
-Lookup: a sequence may continue as it did after the last occurrence of its present suffix (Saxena 2023, prompt lookup
-decoding).
+Lookup: an index over prompt and output (lookup.py).
 
 Prediction: the output is aligned with the client's prediction across insertions, deletions and replacements.
 """
@@ -10,29 +9,24 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, abc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 from specserve.errors import ConstraintError, MaskDeferred
 from specserve.sequence import DrafterName, Sequence
-
-Kind = tuple[str, int]
+from specserve.speculation.lookup import Lookup
+from specserve.speculation.offers import FreeTokens, HitRates, Kind
 
 # Assumed probability that a forced token is right: the same characters could be split into other tokens. The controller
 # learns from then on what verification shows.
 _FORCED_CONFIDENCE = 0.9
 
-# Proposals that a prior counts as, and the share of the counts that remains after each (RESULTS.md, sensitivity).
-_PRIOR_WEIGHT = 6.0
-_MEMORY = 0.97
-
-
-class FreeTokens(NamedTuple):
-    """Tokens that cost no forward pass to propose, and the probability of each if all before it are right."""
-
-    tokens: list[int]
-    confidence: list[float]
+# Tokens that lookups index in a round, of all sequences together: 8 ms of a repeated word, 27 of the worst text found,
+# on a core of an EPYC (no command prints that; benchmarks/worst_cases.py has the repeated word).
+_INDEXED_A_ROUND = 2048
 
 
 class Proposer(Protocol):
@@ -40,110 +34,12 @@ class Proposer(Protocol):
 
     name: ClassVar[DrafterName]
 
+    def begin_round(self) -> None:
+        """A round begins: a proposer may limit what it does in it; most do not."""
+        return
+
     def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
         """At most `limit` tokens that may follow the sequence and these drafts of it; none is an answer."""
-
-
-class HitRates:
-    """How often proposals of each kind were right in one sequence; recent ones weigh most.
-
-    Args:
-        priors: every kind there is, and how often such proposals are right in general, in (0, 1).
-    """
-
-    def __init__(self, priors: Mapping[Kind, float]) -> None:
-        self._priors = priors
-        self._right = dict.fromkeys(priors, 0.0)
-        self._made = dict.fromkeys(priors, 0.0)
-
-    def add(self, kind: Kind, *, right: bool) -> None:
-        """Count a proposal that a decided token has confirmed or refuted."""
-        self._right[kind] = _MEMORY * self._right[kind] + right
-        self._made[kind] = _MEMORY * self._made[kind] + 1
-
-    def confidence(self, kind: Kind) -> float:
-        """The probability that a proposal of this kind is right; never 0 or 1."""
-        return (self._right[kind] + _PRIOR_WEIGHT * self._priors[kind]) / (self._made[kind] + _PRIOR_WEIGHT)
-
-
-# The lengths by which matching suffixes are distinguished, in tokens. What followed one token followed it again in 7 %
-# (prose) to 30 % (code) of cases, what followed two about twice as often (no command prints that).
-_LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
-# Earlier occurrences of the last two tokens that are compared; this bounds the work for each token.
-_NEWEST = 16
-
-# How often the newest continuation was right: where several tokens followed the suffix, where it occurred once, and
-# where the same token always followed; by the suffix's length, 2 to 3, 4 to 7, 8 to 15, 16 to 31, 32 tokens. Only a
-# beginning: each sequence counts its own (no command prints them).
-_RATES = {
-    "split": (0.25, 0.25, 0.25, 0.25, 0.25),
-    "once": (0.45, 0.68, 0.82, 0.91, 0.96),
-    "repeated": (0.70, 0.82, 0.91, 0.94, 0.98),
-}
-_LOOKUP_PRIORS = {(evidence, bits): rate for evidence, rates in _RATES.items() for bits, rate in enumerate(rates, 2)}
-
-
-class Lookup:
-    """An index over a growing sequence that proposes what followed the same tokens before."""
-
-    def __init__(self) -> None:
-        self._tokens: list[int] = []
-        # After which positions the sequence has a pair of tokens, ascending.
-        self._pairs: dict[tuple[int, ...], list[int]] = {}
-        self._record = HitRates(_LOOKUP_PRIORS)
-
-    def __len__(self) -> int:
-        """Number of tokens in the index."""
-        return len(self._tokens)
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Add decided tokens, in order; each first confirms or refutes what would have been proposed."""
-        for token in tokens:
-            ends, length = self._matches(self._tokens)
-            if ends:
-                self._record.add(self._kind(self._tokens, ends, length), right=self._tokens[ends[-1]] == token)
-            self._tokens.append(token)
-            if len(self._tokens) > 1:
-                self._pairs.setdefault(tuple(self._tokens[-2:]), []).append(len(self._tokens))
-
-    def propose(self, drafts: abc.Sequence[int], most: int) -> FreeTokens:
-        """What followed the newest earlier occurrence of the longest suffix of the sequence and these drafts.
-
-        The continuation may run on into the drafts and into the proposal itself, so that periodic sequences continue
-        without end. Without a matching suffix of two tokens there is no proposal.
-
-        Args:
-            drafts: draft tokens after the sequence; they are not added.
-            most: the most tokens to propose.
-        """
-        run = [*self._tokens, *drafts]
-        proposed = FreeTokens([], [])
-        ends, length = self._matches(run)
-        while ends and len(proposed.tokens) < most:
-            token = run[ends[-1]]
-            proposed.tokens.append(token)
-            proposed.confidence.append(self._record.confidence(self._kind(run, ends, length)))
-            ends = [end + 1 for end in ends if run[end] == token]
-            length = min(length + 1, _LENGTHS[-1])
-            run.append(token)
-        return proposed
-
-    def _matches(self, run: list[int]) -> tuple[list[int], int]:
-        """Where the longest suffix of `run` (the sequence, and drafts after it) ended before, and its length."""
-        ends = [end for end in self._pairs.get(tuple(run[-2:]), [])[-_NEWEST:] if end < len(run)]
-        matched = _LENGTHS[0]
-        for length in _LENGTHS[1:]:
-            longer = [end for end in ends if end >= length and run[end - length : end] == run[-length:]]
-            if not longer:
-                break
-            ends, matched = longer, length
-        return ends, matched
-
-    @staticmethod
-    def _kind(run: list[int], ends: list[int], length: int) -> Kind:
-        """What is known of a suffix that ended there before, and its length in powers of two."""
-        split = len({run[end] for end in ends}) > 1
-        return "split" if split else "once" if len(ends) == 1 else "repeated", length.bit_length()
 
 
 # All in tokens, and assumed. A run of so many equal tokens is no coincidence: alignment is searched for until then, and
@@ -276,19 +172,55 @@ class Aligner:
         return next((n for n in range(most) if self._prediction[end - 1 - n] != output[-1 - n]), most)
 
 
-class LookupProposer:
-    """Proposes what followed the last time the sequence ended as it does now."""
+@dataclass
+class _Lookups:
+    """A sequence's lookups: of its prompt, which other sequences may share; its own as soon as that is complete."""
+
+    prompt: Lookup
+    own: Lookup | None = None
+
+
+class LookupProposer(Proposer):
+    """Proposes what followed the last time the sequence ended as it does now.
+
+    A prompt is indexed once for all sequences that have it, in slices, so that no round waits for a long one.
+    """
 
     name: ClassVar[DrafterName] = "lookup"
 
+    def __init__(self) -> None:
+        # Kept as long as a sequence has the prompt; the last one until another comes, since more answers may follow.
+        self._prompts: WeakValueDictionary[tuple[int, ...], Lookup] = WeakValueDictionary()
+        self._last = Lookup()
+        self._left = 0
+
+    def begin_round(self) -> None:
+        """Allow another slice; see `Proposer.begin_round`."""
+        self._left = _INDEXED_A_ROUND
+
     def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
-        """The continuation of the longest and newest match; see `Proposer.propose`."""
-        index = sequence.state(self, Lookup)
-        index.extend(sequence.tokens[len(index) :])
-        return index.propose(drafts, limit)
+        """The continuation of the longest and newest match, once all is indexed; see `Proposer.propose`."""
+        lookups = sequence.state(self, lambda: _Lookups(self._of_prompt(sequence.prompt)))
+        if lookups.own is None and self._index(lookups.prompt, sequence.prompt):
+            lookups.own = lookups.prompt.copy()
+        if lookups.own is None or not self._index(lookups.own, sequence.tokens):
+            return FreeTokens([], [])
+        return lookups.own.propose(drafts, limit)
+
+    def _of_prompt(self, prompt: list[int]) -> Lookup:
+        """The index of a prompt, as far as it goes by now."""
+        self._last = self._prompts.setdefault(tuple(prompt), Lookup())
+        return self._last
+
+    def _index(self, lookup: Lookup, tokens: list[int]) -> bool:
+        """Go on with an index of these tokens, as far as the round allows; returns whether it has them all."""
+        more = tokens[len(lookup) : len(lookup) + self._left]
+        lookup.extend(more)
+        self._left -= len(more)
+        return len(lookup) == len(tokens)
 
 
-class PredictionProposer:
+class PredictionProposer(Proposer):
     """Proposes what the client predicted, from where the output is aligned with it."""
 
     name: ClassVar[DrafterName] = "prediction"
@@ -302,7 +234,7 @@ class PredictionProposer:
         return aligner.propose(drafts, limit)
 
 
-class GrammarProposer:
+class GrammarProposer(Proposer):
     """Proposes the characters that the request's grammar leaves no choice about."""
 
     name: ClassVar[DrafterName] = "grammar"

@@ -67,7 +67,7 @@ def greedy_with_drafts(
     model = DraftModel(
         draft, costs[1], window=256, max_rows=64, vocabulary=target.width, context_length=draft.slot_length
     )
-    drafters = Drafters(Controller(*costs), model=model, vocabulary=target.width)
+    drafters = Drafters(Controller(*costs), model=model, vocabulary=target.width, end_tokens=())
     request = Request(prompt, SamplingParams(temperature=0), SpeculationParams(GAMMA, "token"), max_tokens=length)
     request.slot = 0
     while request.remaining > 0:

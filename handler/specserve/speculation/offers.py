@@ -1,0 +1,46 @@
+"""What proposers offer: tokens that cost no forward pass, and how often such offers were right in a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import NamedTuple
+
+Kind = tuple[str, int]
+
+# Proposals that a prior counts as, and the share of the counts that remains after each (RESULTS.md, sensitivity).
+_PRIOR_WEIGHT = 6.0
+_MEMORY = 0.97
+
+
+class FreeTokens(NamedTuple):
+    """Tokens that cost no forward pass to propose, and the probability of each if all before it are right."""
+
+    tokens: list[int]
+    confidence: list[float]
+
+    def until(self, end_tokens: Container[int]) -> FreeTokens:
+        """The same without what follows the first of these tokens."""
+        length = next((n for n, token in enumerate(self.tokens, 1) if token in end_tokens), len(self.tokens))
+        return FreeTokens(self.tokens[:length], self.confidence[:length])
+
+
+class HitRates:
+    """How often proposals of each kind were right in one sequence; recent ones weigh most.
+
+    Args:
+        priors: every kind there is, and how often such proposals are right in general, in (0, 1).
+    """
+
+    def __init__(self, priors: Mapping[Kind, float]) -> None:
+        self._priors = priors
+        self._right = dict.fromkeys(priors, 0.0)
+        self._made = dict.fromkeys(priors, 0.0)
+
+    def add(self, kind: Kind, *, right: bool) -> None:
+        """Count a proposal that a decided token has confirmed or refuted."""
+        self._right[kind] = _MEMORY * self._right[kind] + right
+        self._made[kind] = _MEMORY * self._made[kind] + 1
+
+    def confidence(self, kind: Kind) -> float:
+        """The probability that a proposal of this kind is right; never 0 or 1."""
+        return (self._right[kind] + _PRIOR_WEIGHT * self._priors[kind]) / (self._made[kind] + _PRIOR_WEIGHT)

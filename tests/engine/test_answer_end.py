@@ -1,0 +1,259 @@
+"""Nothing is drafted, read or learned after the end of an answer: an end token, or where its grammar ends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Tokens
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy.stats import chisquare
+
+from constraints import Alternating
+from costs import flat
+from fake_engine import FakeEngine, FakeVocabulary
+from fake_pair import END_TOKEN, ENDLESS, GREEDY, SLOTS, VOCABULARY, FakePair, plain_greedy
+from pairs import Pair, TinyFiles
+from specserve.engine.base import Row
+from specserve.engine.llama import LlamaEngine
+from specserve.sampling.distribution import FloatArray
+from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationMode, Verification
+from specserve.speculation.offers import FreeTokens
+from specserve.speculation.proposal import Draft, Proposal
+from specserve.speculation.proposers import LookupProposer, Proposer
+
+# Prompts whose greedy answers have 1 to 11 tokens, and more drafts than that.
+PROMPTS = [[a, b] for a in range(6) for b in range(END_TOKEN) if 1 <= len(plain_greedy([a, b], 20)) < 12]
+GAMMA = 12
+
+
+def draft_passes(pair: FakePair) -> int:
+    """Passes of the draft model, one sequence at a time: each has one row with logits."""
+    return sum(row.wants_logits for row in pair.draft.decoded)
+
+
+def test_a_short_answer_takes_a_pass_of_the_draft_model_for_each_token_after_the_first_and_for_its_end() -> None:
+    for prompt in PROMPTS:
+        pair = FakePair(blend=0.0)
+        generation = pair.submit(prompt, gamma=GAMMA)
+        pair.run()
+        assert generation.answer == plain_greedy(prompt, 20)
+        assert draft_passes(pair) == generation.stats.drafted == generation.generated
+
+
+@pytest.mark.parametrize("mode", ["fixed", "auto"])
+@pytest.mark.parametrize("verification", ["token", "block", "coupled"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_draft_model_reads_no_end_token(
+    mode: SpeculationMode, verification: Verification, temperature: float
+) -> None:
+    """It would read one only to draft what follows. The end is drafted, and often not what the target says."""
+    pair = FakePair(blend=0.4, costs=(flat(), flat(0.05)))
+    for seed, prompt in enumerate(PROMPTS):
+        sampling = SamplingParams(temperature=temperature, seed=seed)
+        pair.submit(prompt, gamma=GAMMA, mode=mode, verification=verification, sampling=sampling)
+    pair.run()
+    assert END_TOKEN in {row.token for row in pair.target.decoded}
+    assert END_TOKEN not in {row.token for row in pair.draft.decoded}
+
+
+def scripted(drafter: DrafterName, script: list[int], asked: list[list[int]]) -> Proposer:
+    """A drafter that knows the whole answer, and what would follow it; `asked` gets the drafts it is asked after."""
+
+    class Scripted(Proposer):
+        name: ClassVar[DrafterName] = drafter
+
+        def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
+            asked.append(drafts)
+            tokens = script[sequence.generated + len(drafts) :][:limit]
+            return FreeTokens(tokens, [0.9] * len(tokens))
+
+    return Scripted()
+
+
+@pytest.mark.parametrize("mode", ["fixed", "auto"])
+@pytest.mark.parametrize("drafter", ["lookup", "prediction", "grammar"])
+def test_an_offer_is_drafted_up_to_its_first_end_token(drafter: DrafterName, mode: SpeculationMode) -> None:
+    for prompt in PROMPTS:
+        truth = plain_greedy(prompt, 20)
+        pair = FakePair(
+            costs=(flat(), flat(0.05)), proposers=[scripted(drafter, [*truth, END_TOKEN, 1, 2, END_TOKEN, 3], [])]
+        )
+        generation = pair.submit(prompt, gamma=GAMMA, mode=mode, drafter=drafter)
+        pair.run()
+        assert generation.answer == truth
+        assert generation.stats.drafted_by == {drafter: len(truth)}
+        assert pair.target.decoded[-1].token == END_TOKEN
+
+
+def test_no_drafter_is_asked_after_a_drafted_end_token() -> None:
+    asked: list[list[int]] = []
+    pair = FakePair(blend=0.0, proposers=[scripted("lookup", [], asked)])
+    for prompt in PROMPTS:
+        pair.submit(prompt, gamma=GAMMA)
+    pair.run()
+    assert max(map(len, asked)) > 3
+    assert not any(END_TOKEN in drafts for drafts in asked)
+
+
+def test_end_tokens_of_the_prompt_end_no_answer_that_may_have_none() -> None:
+    """With `ignore_eos`: a lookup that offers the end of an earlier turn is wrong, and others are found after it."""
+    turn = [3, 4, 5, 6, 7, 8]
+    prompt = [*turn, END_TOKEN, 9, *turn, END_TOKEN, 9, *turn]
+    pair = FakePair(proposers=[LookupProposer()])
+    generation = pair.submit(prompt, gamma=GAMMA, drafter="lookup", sampling=ENDLESS, max_tokens=200)
+    plain = pair.submit(prompt, mode="off", sampling=ENDLESS, max_tokens=200)
+    pair.run()
+    assert generation.answer == plain.answer
+    assert generation.stats.accepted > 100
+
+
+class Ending(Alternating):
+    """After `length` tokens the end is the only one allowed, as with a real grammar."""
+
+    def allowed(self, written: Tokens[int]) -> NDArray[np.bool_]:
+        mask = super().allowed(written)
+        return np.arange(len(mask)) == END_TOKEN if self.complete_after(written) else mask
+
+    def complete_after(self, written: Tokens[int]) -> bool:
+        return len(written) >= self._length
+
+    def complete(self, written: Tokens[int]) -> bool:
+        return self.complete_after(written)
+
+
+@pytest.mark.parametrize("mode", ["fixed", "auto"])
+@pytest.mark.parametrize("length", range(2, 9))
+def test_the_draft_model_reads_nothing_where_only_the_end_of_a_grammar_may_follow(
+    length: int, mode: SpeculationMode
+) -> None:
+    """Of an answer of n tokens it reads n - 1 at most: the end after the last needs no draft."""
+    pair = FakePair(blend=0.0, costs=(flat(), flat(0.05)))
+    prompt = [1, 2]
+    generation = pair.submit(prompt, gamma=GAMMA, mode=mode, constraint=Ending(VOCABULARY, length=length))
+    pair.run()
+    assert (generation.generated, generation.finish_reason) == (length, "stop")
+    assert draft_passes(pair) > 0
+    assert max(row.position for row in pair.draft.decoded) <= len(prompt) + length - 2
+
+
+def test_a_loaded_pair_knows_its_end_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither model reads one where a real grammar ends."""
+    read: list[int] = []
+    forward = LlamaEngine.forward
+
+    def recorded(self: LlamaEngine, rows: list[Row]) -> FloatArray:
+        read.extend(row.token for row in rows)
+        return forward(self, rows)
+
+    pair = Pair(TinyFiles(tmp_path).config("llama"))
+    monkeypatch.setattr(LlamaEngine, "forward", recorded)
+    answer = pair.complete("a", temperature=0, grammar='root ::= "abababab"', speculation={"mode": "fixed", "gamma": 9})
+    assert answer.text == "abababab"
+    assert answer.sequence.stats.drafted > 0
+    assert not set(read) & set(pair.vocabulary.end_tokens())
+
+
+def test_an_end_token_is_no_alternative() -> None:
+    """The row of one gives the token after it, which nobody reads; `adopted` would count what no answer has."""
+    pair = FakePair(costs=(flat(), flat(0.05)), blend=0.45)
+    generations = [
+        pair.submit(prompt, gamma=8, mode="auto", sampling=replace(GREEDY, logit_bias=((END_TOKEN, 1.5),)))
+        for prompt in [[a, b] for a in range(END_TOKEN) for b in range(END_TOKEN)]
+    ]
+    pair.run()
+    alternatives = Counter(row.token for row in pair.target.decoded if row.alternative)
+    assert alternatives.total() > 50
+    assert alternatives[END_TOKEN] == 0
+    for generation in generations:
+        if generation.finish_reason == "stop":
+            stats = generation.stats
+            assert stats.decided == stats.accepted + stats.rounds + stats.adopted == generation.generated
+
+
+def test_nothing_is_learned_from_what_would_follow_an_end_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that agree after an end token, and models that do not, teach the same."""
+    learned = []
+    for agree in (True, False):
+        pair = FakePair(blend=0.0)
+        after = pair.draft.logits
+
+        def logits(context: list[int], after: object = after, shift: bool = not agree) -> FloatArray:
+            assert callable(after)
+            row: FloatArray = after(context)
+            return np.roll(row, 1) if shift and END_TOKEN in context[-2:] else row
+
+        monkeypatch.setattr(pair.draft, "logits", logits)
+        for prompt in PROMPTS:
+            pair.submit(prompt, gamma=GAMMA)
+        pair.run()
+        learned.append(pair.controller.acceptance.learned)
+    assert learned[0] == learned[1]
+
+
+# The distribution of whole answers
+
+WIDTH = 6
+LONGEST = 3
+TRIALS = 3000
+FALSE_ALARM_RATE = 1e-4
+
+
+def exact_answers(answer: tuple[int, ...] = ()) -> dict[tuple[int, ...], float]:
+    """The probability of every answer to [1, 2], end token included, by the target alone."""
+    if len(answer) == LONGEST or WIDTH - 1 in answer:
+        return {answer: 1.0}
+    logits = FakeEngine(vocabulary=WIDTH, n_slots=1).logits([1, 2, *answer]).astype(np.float64)
+    p = np.exp(logits) / np.exp(logits).sum()
+    return {
+        longer: float(p[token]) * probability
+        for token in range(WIDTH)
+        for longer, probability in exact_answers((*answer, token)).items()
+    }
+
+
+def pvalue(verification: Verification) -> float:
+    """Chi-square of whole answers against the exact distribution."""
+    pair = FakePair(vocabulary=FakeVocabulary(WIDTH), blend=0.6)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in range(0, TRIALS, SLOTS):
+        generations = [
+            pair.submit(
+                [1, 2], gamma=3, verification=verification, sampling=SamplingParams(seed=seed + n), max_tokens=LONGEST
+            )
+            for n in range(SLOTS)
+        ]
+        pair.run()
+        counts.update((*one.answer, *([WIDTH - 1] if one.ended_by_eos else [])) for one in generations)
+    exact = exact_answers()
+    likely = [answer for answer, probability in exact.items() if probability * TRIALS >= 5]
+    observed, expected = [counts[answer] for answer in likely], [exact[answer] * TRIALS for answer in likely]
+    rest = TRIALS - sum(observed), TRIALS - sum(expected)
+    return float(chisquare([*observed, rest[0]], [*expected, rest[1]]).pvalue)
+
+
+@pytest.mark.parametrize("verification", ["token", "block", "coupled"])
+def test_answers_of_every_length_have_the_targets_distribution(verification: Verification) -> None:
+    """3,000 answers each; false-alarm rate 1e-4."""
+    assert pvalue(verification) > FALSE_ALARM_RATE
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_taking_back_a_drawn_end_token_would_change_the_distribution(
+    verification: Verification, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gains no token, so it looks as if it could be left out; but that would be decided after it is drawn."""
+    add_any = Proposal.add
+
+    def add(self: Proposal, draft: Draft, acceptance: float) -> None:
+        if draft.token == WIDTH - 1:
+            self.ended = True
+        else:
+            add_any(self, draft, acceptance)
+
+    monkeypatch.setattr(Proposal, "add", add)
+    assert pvalue(verification) < FALSE_ALARM_RATE

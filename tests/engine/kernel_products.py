@@ -21,7 +21,9 @@ Floats = NDArray[np.float32]
 SUPPORTED_VARIANTS = [name for name in kernels.VARIANTS if re.search(rf"\b{name}\b", processor())]
 BLOCK = {"Q4_0": 32, "Q8_0": 32, "Q4_K": 256, "Q6_K": 256}
 
-needs_kernels = pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernels are for x86-64")
+needs_kernels = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="the kernels are for x86-64: run them on such a machine"
+)
 
 
 def quantised(name: str, weights: Floats) -> NDArray[np.uint8]:

@@ -12,7 +12,7 @@ from specserve.serving.generation import Generation
 from tiny_models import ARCHITECTURES
 
 pytestmark = pytest.mark.skipif(
-    KERNELS == "off", reason="with llama.cpp's attention logits depend on the other sequences"
+    KERNELS == "off", reason="with llama.cpp's attention logits depend on other sequences: unset SPECSERVE_TEST_KERNELS"
 )
 
 PREFIXES = ["The quick brown fox", "The quick brown dog jumps", "def accept(p, q):", "once upon a time " * 6]

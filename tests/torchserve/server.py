@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,15 @@ import yaml
 
 PROJECT = Path(__file__).parents[2]
 TINY = PROJECT / "config" / "tiny.yaml"
+# The deadline of everything that has to happen: only a server that hangs takes so long, however busy the machine.
+PATIENCE_SECONDS = 300
 
 
 def free_ports(count: int = 5) -> int:
-    """The first of `count` consecutive ports that nothing listens on."""
-    for first in range(20_000, 32_000, 10):
+    """The first of `count` consecutive ports that nothing listens on, in this process's part of the range."""
+    # Two runs that started with the same port would both find it free, and take it.
+    offset = os.getpid() % 1200 * 10
+    for first in (20_000 + (offset + step) % 12_000 for step in range(0, 12_000, 10)):
         try:
             for port in range(first, first + count):
                 with socket.socket() as probe:
@@ -64,26 +69,29 @@ class Server:
 
     def client(self) -> openai.OpenAI:
         """OpenAI's own client."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, timeout=PATIENCE_SECONDS)
 
     def post(self, body: object = None, *, route: str = "/v1/completions", **options: Any) -> requests.Response:
         """A plain POST with the token."""
         headers = {"Authorization": f"Bearer {self.key}", **options.pop("headers", {})}
+        timeout = options.pop("timeout", PATIENCE_SECONDS)
         content = options if "data" in options else {"json": body, **options}
-        return requests.post(self.url + route, headers=headers, timeout=60, **content)
+        return requests.post(self.url + route, headers=headers, timeout=timeout, **content)
 
     def get(self, route: str) -> requests.Response:
         """A plain GET with the token."""
-        return requests.get(self.url + route, headers={"Authorization": f"Bearer {self.key}"}, timeout=60)
+        headers = {"Authorization": f"Bearer {self.key}"}
+        return requests.get(self.url + route, headers=headers, timeout=PATIENCE_SECONDS)
 
     def manage(self, method: str, path: str) -> requests.Response:
         """A call of TorchServe's management API."""
         headers = {"Authorization": f"Bearer {self.token('management')}"}
-        return requests.request(method, f"http://127.0.0.1:{self.port + 1}{path}", headers=headers, timeout=120)
+        url = f"http://127.0.0.1:{self.port + 1}{path}"
+        return requests.request(method, url, headers=headers, timeout=PATIENCE_SECONDS)
 
     def metrics(self) -> dict[str, float]:
         """Values by name and labels, as Prometheus reads them."""
-        text = requests.get(f"http://127.0.0.1:{self.port + 2}/metrics", timeout=10).text
+        text = requests.get(f"http://127.0.0.1:{self.port + 2}/metrics", timeout=PATIENCE_SECONDS).text
         lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("specserve_")]
         return {name: float(value) for name, value in lines}
 
@@ -92,35 +100,45 @@ class Server:
         return (self.state / "logs" / "model_log.log").read_text()
 
 
-@contextmanager
-def running(*options: str, config: Path = TINY) -> Iterator[Server]:
-    """Start a server with `scripts/serve --detach` on free ports, and stop it at the end."""
-    port = free_ports()
+@contextlib.contextmanager
+def running(*options: str, config: Path = TINY, port: int | None = None) -> Iterator[Server]:
+    """Start a server with `scripts/serve --detach`, on free ports without `port`, and kill it at the end."""
+    port = port or free_ports()
     command = ["scripts/serve", "--config", str(config), "--port", str(port), "--detach", *options]
-    outcome = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=600, check=False)
-    assert outcome.returncode == 0, outcome.stderr
-    server = Server(port, outcome.stdout)
     try:
-        yield server
+        outcome = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=600, check=False)
+        assert outcome.returncode == 0, outcome.stderr
+        yield Server(port, outcome.stdout)
     finally:
+        server = Server(port)
+        # Stopping takes TorchServe four seconds, in which it waits.
+        for process in processes(server.state):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         stop(server)
 
 
 def stop(server: Server) -> None:
-    """Run `scripts/stop`, which does nothing if the server is stopped already."""
-    subprocess.run(["scripts/stop", "--port", str(server.port)], cwd=PROJECT, check=True, timeout=60)
+    """Run `scripts/stop`, which only removes files if the server has ended already."""
+    command = ["scripts/stop", "--port", str(server.port)]
+    subprocess.run(command, cwd=PROJECT, check=True, timeout=PATIENCE_SECONDS)
 
 
-def workers(files: str) -> list[psutil.Process]:
-    """The worker processes whose command line contains this path."""
+def processes(state: Path, program: str = "") -> list[psutil.Process]:
+    """The processes of a server, or those whose command line contains the name of a program."""
     # With attributes to read, process_iter skips processes that end meanwhile.
     commands = ((process, " ".join(process.info["cmdline"] or ())) for process in psutil.process_iter(["cmdline"]))
-    return [process for process, command in commands if "model_service_worker" in command and files in command]
+    return [process for process, command in commands if program in command and f"{state}{os.sep}" in command]
+
+
+def workers(state: Path) -> list[psutil.Process]:
+    """The worker processes of a server."""
+    return processes(state, "model_service_worker")
 
 
 def worker(state: Path) -> psutil.Process:
     """The worker process of a server."""
-    found = workers(str(state))
+    found = workers(state)
     assert found, "There is no worker."
     return found[0]
 
@@ -146,9 +164,9 @@ def seconds_until(condition: Callable[[], bool], what: str) -> float:
     return time.monotonic() - started
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
-    """Wait until the condition holds; the limit allows for a busy machine."""
-    end = time.monotonic() + seconds
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait until the condition holds."""
+    end = time.monotonic() + PATIENCE_SECONDS
     while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        assert time.monotonic() < end, f"not within {PATIENCE_SECONDS} s: {what}"
         time.sleep(0.1)

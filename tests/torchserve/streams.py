@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import json
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import requests
 
-from server import Server, until
+from server import PATIENCE_SECONDS, Server
 
 PROMPT = "The quick brown fox"
 GREEDY = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 LONG = {**GREEDY, "max_tokens": 480, "stream": True}
+# A request of one token that has no answer by then is taken for lost, and sent again.
+LOST_AFTER_SECONDS = 10
 
 
 def is_serving(server: Server) -> bool:
     """Whether a request is answered; one that TorchServe hands to a worker that has just died may never be."""
     with contextlib.suppress(requests.RequestException):
-        return server.post({**GREEDY, "max_tokens": 1}).status_code == 200
+        return server.post({**GREEDY, "max_tokens": 1}, timeout=LOST_AFTER_SECONDS).status_code == 200
     return False
 
 
@@ -35,8 +38,8 @@ def ended_sequences(server: Server, reason: str) -> float:
     return sum(value for name, value in series if "texts_total" in name and f'reason="{reason}"' in name)
 
 
-def read(server: Server, body: dict[str, Any]) -> tuple[list[str], str | None]:
-    """The text pieces of a stream, and its error if it did not end with [DONE]."""
+def read(server: Server, body: dict[str, Any], begun: threading.Event | None = None) -> tuple[list[str], str | None]:
+    """The text pieces of a stream, and its error unless it ended with [DONE]; sets `begun` at its first text or end."""
     pieces: list[str] = []
     try:
         with server.post(body, stream=True) as response:
@@ -51,15 +54,25 @@ def read(server: Server, body: dict[str, Any]) -> tuple[list[str], str | None]:
                     if "error" in found:
                         return pieces, str(found["error"])
                     pieces += [choice["text"] for choice in found["choices"]]
+                    if begun and any(pieces):
+                        begun.set()
     except requests.RequestException as error:
         return pieces, str(error)
+    finally:
+        if begun:
+            begun.set()
     return pieces, "the stream stopped"
 
 
 def begin_streams(
     pool: ThreadPoolExecutor, server: Server, count: int, body: dict[str, Any] = LONG
 ) -> list[Future[tuple[list[str], str | None]]]:
-    """Start streams, and wait until all are live."""
-    streams = [pool.submit(read, server, body) for _ in range(count)]
-    until(lambda: sequences(server)[0] == count, f"{count} live streams")
-    return streams
+    """Start streams, and return when each has sent text and none has ended; start them again if one has."""
+    for _ in range(20):
+        begun = [threading.Event() for _ in range(count)]
+        streams = [pool.submit(read, server, body, event) for event in begun]
+        assert all(event.wait(PATIENCE_SECONDS) for event in begun)
+        if not any(stream.done() for stream in streams):
+            return streams
+        wait(streams, PATIENCE_SECONDS)
+    raise AssertionError(f"Of {count} streams some always end before all have begun: {[s.result() for s in streams]}")

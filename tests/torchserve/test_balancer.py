@@ -19,10 +19,10 @@ import openai
 import pytest
 import requests
 
-from server import PROJECT, Server, free_ports, running, stop, until
+from server import PATIENCE_SECONDS, PROJECT, Server, free_ports, running, stop, until
 
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
-pytestmark = [pytest.mark.server, pytest.mark.skipif(NGINX is None, reason="nginx is not installed")]
+pytestmark = [pytest.mark.server, pytest.mark.skipif(NGINX is None, reason="no nginx is on PATH: apt install nginx")]
 
 KEY = "sk-of.a+test"
 LONG = "The quick brown fox jumps over the lazy dog. " * 6
@@ -38,7 +38,9 @@ class Balancer:
         """OpenAI's own client, on OpenAI's own path."""
         headers = {"x-prefix-key": prefix} if prefix else None
         url = f"http://127.0.0.1:{self.port}/v1"
-        return openai.OpenAI(base_url=url, api_key=key, default_headers=headers, max_retries=0, timeout=60)
+        return openai.OpenAI(
+            base_url=url, api_key=key, default_headers=headers, max_retries=0, timeout=PATIENCE_SECONDS
+        )
 
     def cached(self, prefix: str) -> int:
         """How many tokens of a long prompt were cached by the server to which this prefix key is routed."""
@@ -63,11 +65,11 @@ def balancing(first: int, second: int, directory: Path, max_connections: int = 6
     command = [str(NGINX), "-p", str(directory), "-c", str(directory / "specserve.conf"), "-g", "daemon off;"]
     process = subprocess.Popen(command)
     try:
-        until(lambda: _listens(port), "nginx answers", 10)
+        until(lambda: _listens(port), "nginx answers")
         yield Balancer(port)
     finally:
         process.terminate()
-        process.wait(timeout=10)
+        process.wait(timeout=PATIENCE_SECONDS)
 
 
 def _listens(port: int) -> bool:
@@ -122,7 +124,7 @@ def balancing_fake(handler: type[FakeServer], directory: Path) -> Iterator[parti
         try:
             with balancing(server.server_port, server.server_port, directory) as balancer:
                 url, headers = f"http://127.0.0.1:{balancer.port}/v1/completions", {"Authorization": f"Bearer {KEY}"}
-                yield partial(requests.post, url, json={}, headers=headers, timeout=60)
+                yield partial(requests.post, url, json={}, headers=headers, timeout=PATIENCE_SECONDS)
         finally:
             server.shutdown()
 
@@ -141,7 +143,7 @@ class OneChunkAtATime(FakeServer):
         self.end_headers()
         for chunk in CHUNKS:
             self._send(chunk + b"\n\n")
-            if not self.received.acquire(timeout=10):
+            if not self.received.acquire(timeout=PATIENCE_SECONDS):
                 break
         self._send(b"")
 
@@ -187,12 +189,13 @@ def test_concurrent_requests_of_a_key_are_limited(servers: tuple[Server, Server]
     with balancing(servers[0].port, servers[1].port, tmp_path, max_connections=1) as balancer:
         completions = balancer.client().completions
         body: dict[str, Any] = {"model": "qwen", "prompt": "One", "extra_body": {"ignore_eos": True}}
-        with completions.create(**body, max_tokens=480, stream=True) as stream:
+        # 64 answers of 480 tokens do not end before the second request arrives.
+        with completions.create(**body, max_tokens=480, n=64, stream=True) as stream:
             next(stream)
             with pytest.raises(openai.RateLimitError) as refusal:
                 completions.create(**body, max_tokens=1)
         assert refusal.value.code == "rate_limit_exceeded"
-        until(lambda: _accepts(balancer), "the next request is accepted", 10)
+        until(lambda: _accepts(balancer), "the next request is accepted")
 
 
 def _accepts(balancer: Balancer) -> bool:

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from server import PROJECT, Server, free_ports, until
+from server import PATIENCE_SECONDS, PROJECT, Server, free_ports, until
 from streams import sequences
 
 pytestmark = pytest.mark.server
@@ -25,7 +25,9 @@ GAIN = r", \d\.\d\d tokens a round; decoding took \S+ s, without drafts \S+ s by
 def chat(port: int, *options: str, lines: str = "") -> subprocess.CompletedProcess[str]:
     """Run scripts/chat with these lines as its input."""
     command = ["scripts/chat", "--port", str(port), *options]
-    return subprocess.run(command, cwd=PROJECT, input=lines, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, cwd=PROJECT, input=lines, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+    )
 
 
 class Terminal:
@@ -45,9 +47,9 @@ class Terminal:
     def type(self, keys: str) -> None:
         os.write(self._terminal, keys.encode())
 
-    def read_until(self, pattern: str, seconds: float = 60) -> str:
+    def read_until(self, pattern: str) -> str:
         """The output that no call has returned yet, up to a match of the pattern."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + PATIENCE_SECONDS
         while not (match := re.search(pattern.encode(), self._output)):
             assert time.monotonic() < end, f"{pattern} not in {self._output!r}"
             if select.select([self._terminal], [], [], 0.1)[0]:
@@ -94,7 +96,7 @@ def test_a_terminal_has_colours_and_prompts_and_handles_ctrl_c_and_ctrl_d(server
     terminal.type("Hello\n")
     assert "\x1b[32m" not in terminal.read_until(f"{ENDED}plain> ")
     terminal.type("\x04")
-    assert terminal.process.wait(30) == 0
+    assert terminal.process.wait(PATIENCE_SECONDS) == 0
 
 
 def test_no_color_switches_colours_off(server: Server) -> None:
@@ -103,7 +105,7 @@ def test_no_color_switches_colours_off(server: Server) -> None:
     terminal.type("Hello\n")
     assert not re.search(r"\x1b\[3\d", terminal.read_until(f"{FIGURES}{GAIN}"))
     terminal.type("/quit\n")
-    assert terminal.process.wait(30) == 0
+    assert terminal.process.wait(PATIENCE_SECONDS) == 0
 
 
 def test_a_refused_message_is_one_sentence_and_the_chat_continues(server: Server) -> None:
@@ -125,7 +127,7 @@ def test_a_refused_message_is_one_sentence_and_the_chat_continues(server: Server
 def test_an_invalid_option_or_missing_server_is_a_one_line_error(options: list[str], code: int, words: str) -> None:
     options = [option.format(free=free_ports()) for option in options]
     outcome = subprocess.run(
-        ["scripts/chat", *options], cwd=PROJECT, capture_output=True, text=True, timeout=60, check=False
+        ["scripts/chat", *options], cwd=PROJECT, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
     )
     assert outcome.returncode == code
     assert not outcome.stdout

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from server import Server, running, until, worker
+from server import PATIENCE_SECONDS, Server, running, until, worker
 from streams import GREEDY, LONG, begin_streams
 
 pytestmark = pytest.mark.server
@@ -83,7 +83,7 @@ def test_a_failed_target_pass_ends_its_streams_and_the_worker_serves_the_next(se
     with ThreadPoolExecutor(3) as pool:
         streams = begin_streams(pool, server, 3)
         (faults / "target").touch()
-        results = [stream.result(timeout=60) for stream in streams]
+        results = [stream.result(timeout=PATIENCE_SECONDS) for stream in streams]
     assert all(pieces for pieces, _ in results)
     assert all("The model failed while it wrote this answer" in str(error) for _, error in results)
     assert greedy_text(server) == before
@@ -98,12 +98,12 @@ def test_a_failed_draft_pass_changes_no_stream_and_is_reported(server: Server, f
     with ThreadPoolExecutor(3) as pool:
         streams = begin_streams(pool, server, 3, drafting)
         (faults / "draft").touch()
-        results = [stream.result(timeout=60) for stream in streams]
+        results = [stream.result(timeout=PATIENCE_SECONDS) for stream in streams]
     assert not (faults / "draft").exists()
     assert [("".join(pieces), error) for pieces, error in results] == [(before, None)] * 3
     assert not server.get("/v1/speculation").json()["draft_model_up"]
-    until(lambda: "Decoding goes on without it" in server.log(), "a sentence in the log", 10)
-    until(lambda: draft_model_up(server) == [0], "the metric", 10)
+    until(lambda: "Decoding goes on without it" in server.log(), "a sentence in the log")
+    until(lambda: draft_model_up(server) == [0], "the metric")
 
 
 def draft_model_up(server: Server) -> list[float]:

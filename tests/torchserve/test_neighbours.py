@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from server import Server, running
+from server import PATIENCE_SECONDS, Server
 
 pytestmark = pytest.mark.server
 
@@ -39,14 +39,7 @@ def archive_echo(store: Path, directory: Path) -> None:
 def echo(server: Server, text: str) -> requests.Response:
     headers = {"Authorization": f"Bearer {server.key}", "Content-Type": "text/plain"}
     url = f"http://127.0.0.1:{server.port}/predictions/echo"
-    return requests.post(url, data=text, headers=headers, timeout=60)
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    """A server of its own."""
-    with running() as server:
-        yield server
+    return requests.post(url, data=text, headers=headers, timeout=PATIENCE_SECONDS)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import psutil
 import pytest
 import requests
 
-from server import PROJECT, free_ports, tiny_config
+from server import PATIENCE_SECONDS, PROJECT, free_ports, tiny_config, until
 from specserve.tools.torchserve_process import java_home
 
 pytestmark = pytest.mark.server
@@ -40,21 +39,23 @@ class Operator:
     def manage(self, method: str, path: str) -> requests.Response:
         """A call of TorchServe's management API."""
         headers = {"Authorization": f"Bearer {self.token('management')}"}
-        return requests.request(method, f"http://127.0.0.1:{self.port + 1}{path}", headers=headers, timeout=60)
+        return requests.request(
+            method, f"http://127.0.0.1:{self.port + 1}{path}", headers=headers, timeout=PATIENCE_SECONDS
+        )
 
     def workers(self) -> list[Any]:
         """TorchServe's list of the model's workers."""
         answer = self.manage("GET", "/models/qwen")
         return list(answer.json()[0]["workers"]) if answer.ok else []
 
+    def is_ready(self) -> bool:
+        # Until TorchServe has written its whole key file and listens, there is nothing to ask.
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, requests.ConnectionError):
+            return any(worker["status"] == "READY" for worker in self.workers())
+        return False
+
     def wait_until_ready(self) -> None:
-        for _ in range(300):
-            # Until TorchServe has written its whole key file and listens, there is nothing to ask.
-            with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, requests.ConnectionError):
-                if any(worker["status"] == "READY" for worker in self.workers()):
-                    return
-            time.sleep(0.2)
-        raise AssertionError((self.directory / "console.log").read_text()[-3000:])
+        until(self.is_ready, f"a worker is ready, as {self.directory / 'console.log'} says")
 
     def complete(self, version: str = "1.0", **extra: Any) -> str:
         return str(self.answer(version, **extra).choices[0].text)
@@ -64,7 +65,7 @@ class Operator:
             base_url=f"http://127.0.0.1:{self.port}/predictions/qwen/{version}/v1",
             api_key=self.token("inference"),
             max_retries=0,
-            timeout=60,
+            timeout=PATIENCE_SECONDS,
         )
         return client.completions.create(
             model="tiny", prompt="The quick", max_tokens=8, temperature=0, extra_body=extra or None
@@ -93,7 +94,9 @@ def archived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     if archive.exists():
         shutil.copy2(archive, backup)
     try:
-        subprocess.run(["scripts/archive", "--config", "config/tiny.yaml"], cwd=PROJECT, check=True, timeout=120)
+        subprocess.run(
+            ["scripts/archive", "--config", "config/tiny.yaml"], cwd=PROJECT, check=True, timeout=PATIENCE_SECONDS
+        )
         yield
     finally:
         archive.unlink(missing_ok=True)
@@ -128,7 +131,7 @@ def operator(archived: None, foreign_python: Path, tmp_path_factory: pytest.Temp
         for pid in reversed(pids):
             if psutil.pid_exists(pid):
                 psutil.Process(pid).terminate()
-        process.wait(timeout=30)
+        process.wait(timeout=PATIENCE_SECONDS)
 
 
 def test_the_archive_serves_without_this_project_and_without_torch(operator: Operator, foreign_python: Path) -> None:
@@ -160,7 +163,7 @@ def test_the_api_key_renews_the_inference_key(operator: Operator) -> None:
     url = f"http://127.0.0.1:{operator.port + 1}/token?type=inference"
     old = operator.token("inference")
     refused, renewed = (
-        requests.get(url, headers={"Authorization": f"Bearer {operator.token(kind)}"}, timeout=60)
+        requests.get(url, headers={"Authorization": f"Bearer {operator.token(kind)}"}, timeout=PATIENCE_SECONDS)
         for kind in ("management", "API")
     )
     assert (refused.status_code, renewed.status_code) == (400, 200)
@@ -176,7 +179,7 @@ def canary(tmp_path: Path) -> Iterator[None]:
     stable = (store / "qwen.mar").rename(store / "qwen-1.0.mar")
     command = ["scripts/archive", "--config", str(config), "--version", "1.1"]
     try:
-        subprocess.run(command, cwd=PROJECT, check=True, timeout=120)
+        subprocess.run(command, cwd=PROJECT, check=True, timeout=PATIENCE_SECONDS)
         (store / "qwen.mar").rename(store / "qwen-1.1.mar")
     finally:
         stable.rename(store / "qwen.mar")
@@ -195,7 +198,7 @@ def test_a_canary_version_can_be_removed_registered_again_and_made_the_default(o
     assert stable.choices[0].text == canary.choices[0].text == text
     assert stable.speculation["drafted_tokens"] > 0
     assert canary.speculation["drafted_tokens"] == 0
-    metrics = requests.get(f"http://127.0.0.1:{operator.port + 2}/metrics", timeout=10).text
+    metrics = requests.get(f"http://127.0.0.1:{operator.port + 2}/metrics", timeout=PATIENCE_SECONDS).text
     assert all(f'specserve_slots{{model="qwen",version="{version}"' in metrics for version in ("1.0", "1.1"))
     assert operator.manage("PUT", "/models/qwen/1.1/set-default").ok
     assert operator.manage("DELETE", "/models/qwen/1.0").ok
@@ -204,6 +207,6 @@ def test_a_canary_version_can_be_removed_registered_again_and_made_the_default(o
         f"http://127.0.0.1:{operator.port}/predictions/qwen",
         json={"prompt": "The quick", "max_tokens": 8, "temperature": 0},
         headers={"Authorization": f"Bearer {operator.token('inference')}"},
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
     )
     assert bare.json()["choices"][0]["text"] == text

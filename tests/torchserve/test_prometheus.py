@@ -16,10 +16,13 @@ import pytest
 import requests
 import yaml
 
-from server import PROJECT, Server, free_ports, running, tiny_config, until
+from server import PATIENCE_SECONDS, PROJECT, Server, free_ports, running, tiny_config, until
 
 PROMETHEUS = shutil.which("prometheus")
-pytestmark = [pytest.mark.server, pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed")]
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(PROMETHEUS is None, reason="no prometheus is on PATH: apt install prometheus"),
+]
 
 DASHBOARD = json.loads((PROJECT / "config" / "grafana" / "specserve.json").read_text())
 QUERIES = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel["targets"]]
@@ -36,7 +39,7 @@ class Prometheus:
         """The current series of a query, with values for Grafana's variables."""
         expression = query.replace("$__rate_interval", "10m").replace("$model", "qwen").replace("$family", ".*")
         url = f"http://127.0.0.1:{self.port}/api/v1/query"
-        answer = requests.get(url, params={"query": expression}, timeout=10).json()
+        answer = requests.get(url, params={"query": expression}, timeout=PATIENCE_SECONDS).json()
         assert answer["status"] == "success", answer
         return list(answer["data"]["result"])
 
@@ -83,7 +86,7 @@ def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield found
     finally:
         process.terminate()
-        process.wait(timeout=30)
+        process.wait(timeout=PATIENCE_SECONDS)
 
 
 def _send_requests(server: Server, count: int) -> None:

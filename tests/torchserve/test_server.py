@@ -10,7 +10,7 @@ import openai
 import pytest
 import requests
 
-from server import Server, until
+from server import PATIENCE_SECONDS, Server, until
 from streams import ended_sequences, sequences
 
 pytestmark = pytest.mark.server
@@ -114,7 +114,7 @@ def test_the_model_url_without_a_route_serves_completions(server: Server, path: 
         f"http://127.0.0.1:{server.port}{path}",
         json={"prompt": PROMPT, "max_tokens": 3},
         headers={"Authorization": f"Bearer {server.key}"},
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
     )
     assert answer.json()["object"] == "text_completion"
 
@@ -203,7 +203,8 @@ def test_an_unknown_route_is_a_404(server: Server) -> None:
 
 
 def test_a_wrong_key_is_torchserves_400(server: Server) -> None:
-    answer = requests.post(server.url, json={}, headers={"Authorization": "Bearer wrong"}, timeout=60)
+    headers = {"Authorization": "Bearer wrong"}
+    answer = requests.post(server.url, json={}, headers=headers, timeout=PATIENCE_SECONDS)
     assert answer.status_code == 400
     assert answer.json()["type"] == "InvalidKeyException"
 

@@ -21,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from bodies import anything, chats, completions
-from server import Server, running, tiny_config, worker
+from server import PATIENCE_SECONDS, Server, running, tiny_config, worker
 from specserve.serving.openai.openapi import openapi
 
 pytestmark = pytest.mark.server
@@ -130,7 +130,7 @@ def test_requests_and_responses_conform_to_the_openapi_document(
 ) -> None:
     case = data.draw(cases(path, mode))
     headers = {"Authorization": f"Bearer {fuzzed.key}"}
-    case.call_and_validate(base_url=fuzzed.url, headers=headers, checks=CHECKS, timeout=60)
+    case.call_and_validate(base_url=fuzzed.url, headers=headers, checks=CHECKS, timeout=PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -139,5 +139,5 @@ def test_a_stream_conforms_to_the_openapi_document(fuzzed: Server, path: str) ->
     body: dict[str, Any] = {**fields, "max_tokens": 5, "stream": True}
     case = DOCUMENT[path]["POST"].Case(body=body, media_type="application/json")
     headers = {"Authorization": f"Bearer {fuzzed.key}"}
-    answer = case.call_and_validate(base_url=fuzzed.url, headers=headers, checks=CHECKS, timeout=60)
+    answer = case.call_and_validate(base_url=fuzzed.url, headers=headers, checks=CHECKS, timeout=PATIENCE_SECONDS)
     assert answer.headers["content-type"] == ["text/event-stream"]

@@ -31,7 +31,7 @@ def value(server: Server, name: str, *labels: str) -> float:
 
 def wait_for(server: Server, name: str, least: float, *labels: str) -> None:
     """Wait for a metric: TorchServe reads the worker's values a moment later."""
-    until(lambda: value(server, name, *labels) >= least, f"{name} is {least}", 10)
+    until(lambda: value(server, name, *labels) >= least, f"{name} is {least}")
 
 
 def test_metrics_count_tokens_drafts_and_time(server: Server) -> None:
@@ -104,5 +104,5 @@ def test_a_full_disk_ends_the_trace_and_changes_no_answer(traced: tuple[Server, 
         answer = server.post(GREEDY)
         assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, before)
     assert file.stat().st_size == size
-    until(lambda: server.log().count("qwen-1.0.jsonl stops:") == 1, "one sentence in the log", 10)
+    until(lambda: server.log().count("qwen-1.0.jsonl stops:") == 1, "one sentence in the log")
     assert "Traceback" not in server.log()

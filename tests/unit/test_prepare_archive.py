@@ -11,6 +11,7 @@ import sys
 import zipfile
 from typing import TYPE_CHECKING, Any
 
+import gguf
 import pytest
 import yaml
 
@@ -72,7 +73,6 @@ def test_model_without_requantise_is_used_unchanged(weights: Path, directory: Pa
 
 
 def test_requantise_writes_every_matrix_as_q4_0(weights: Path, directory: Path) -> None:
-    gguf = pytest.importorskip("gguf")
     written = models.requantise(files.hashed(weights))
     assert written.parent == directory
     tensors = gguf.GGUFReader(written).tensors

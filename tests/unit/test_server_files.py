@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 import yaml
 
@@ -132,10 +133,23 @@ def test_files_of_an_earlier_server_are_replaced(state: State) -> None:
     assert state.properties.exists()
 
 
+SLEEP = "import time; print(flush=True); time.sleep(600)"
+# Starts a sleeping process as it is terminated.
+SLEEP_AND_HAND_ON = f"""
+import signal, subprocess, sys
+
+def hand_on(*_):
+    subprocess.Popen([sys.executable, "-c", {SLEEP!r}, sys.argv[1]])
+    sys.exit()
+
+signal.signal(signal.SIGTERM, hand_on)
+{SLEEP}
+"""
+
+
 @contextlib.contextmanager
-def sleeper(argument: str) -> Iterator[subprocess.Popen[bytes]]:
+def sleeper(argument: str, program: str = SLEEP) -> Iterator[subprocess.Popen[bytes]]:
     """A process in a session of its own that sleeps until it is killed."""
-    program = "import time; print(flush=True); time.sleep(60)"
     command = [sys.executable, "-c", program, argument]
     with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as started:
         assert started.stdout
@@ -151,6 +165,14 @@ def test_stop_ends_the_processes_that_use_the_servers_files(state: State, capsys
         assert started.poll() is not None
     assert capsys.readouterr().out == "stopped port 18080.\n"
     assert not running(state)
+
+
+def test_stop_ends_what_a_process_starts_while_it_is_stopped(state: State) -> None:
+    with sleeper(str(state.properties), SLEEP_AND_HAND_ON) as started:
+        state.pid_file.write_text(f"{started.pid}\n", encoding="ascii")
+        assert torchserve_process.stop(state)
+        commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    assert not any(str(state.properties) in command for command in commands)
 
 
 def test_stop_does_not_end_an_unrelated_process_with_the_recorded_id(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import shutil
@@ -9,8 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import requests
@@ -27,6 +29,7 @@ from specserve.tools.torchserve_process import State, properties, require_free
 _FRONT_END_SECONDS = 30
 _POLL_SECONDS = 0.3
 _FIRST_COMPLETION_SECONDS = 300
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FIRST_PROMPT = "def fibonacci(n):\n"
 
 # Written by specserve where loading fails for a known reason.
@@ -53,19 +56,22 @@ def serve(config_file: Path, state: State, *, detach: bool, with_tokens: bool) -
     require_stopped(state)
     document = prepared_document(config_file)
     timeout = TorchServeKeys.model_validate(document).startupTimeout + _FRONT_END_SECONDS
-    with files.locked(state.lock, f"another server starts on port {state.ports.inference}"):
-        require_stopped(state)
-        write_state(state, document, with_tokens=with_tokens)
-        process = torchserve_process.start(state)
+    process: subprocess.Popen[bytes] | None = None
     try:
+        with files.locked(state.lock, f"another server starts on port {state.ports.inference}"):
+            require_stopped(state)
+            write_state(state, document, with_tokens=with_tokens)
+            with _interrupts_deferred():
+                process = torchserve_process.start(state)
         wait_until_ready(state, process, timeout)
         cli.say(f"READY: {base_url(state)}\n")
         cli.say(first_completion(state))
         cli.say(f"\n{client_example(state, with_tokens=with_tokens)}")
+        return 0 if detach else _wait_for_end(state, process)
     except BaseException:
-        _stop_ignoring_signals(state)
+        if process is not None:
+            _stop_ignoring_signals(state)
         raise
-    return 0 if detach else _wait_for_end(state, process)
 
 
 def require_stopped(state: State) -> None:
@@ -95,8 +101,8 @@ def write_state(state: State, document: dict[str, Any], *, with_tokens: bool) ->
 
 
 def _wait_for_end(state: State, process: subprocess.Popen[bytes]) -> int:
-    cli.say("Ctrl-C stops the server.")
     try:
+        cli.say("Ctrl-C stops the server.")
         process.wait()
     except KeyboardInterrupt:
         _stop_ignoring_signals(state)
@@ -105,16 +111,40 @@ def _wait_for_end(state: State, process: subprocess.Popen[bytes]) -> int:
     if not state.pid_file.exists():
         cli.say("stopped by scripts/stop.")
         return 0
-    _stop_ignoring_signals(state)
     raise EnvironmentFailure(
         f"TorchServe ended by itself; its last words are in {state.console}, start it again with scripts/serve."
     )
 
 
 def _stop_ignoring_signals(state: State) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    _handle_interrupts(signal.SIG_IGN)
     torchserve_process.stop(state)
+
+
+def _handle_interrupts(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+    for number in _INTERRUPTS:
+        # nohup ignores SIGHUP, and a shell ignores SIGINT for what it starts in the background.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+    # A closed terminal sends several: those that follow must not keep the server from being stopped.
+    _handle_interrupts(signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Raise KeyboardInterrupt at the end instead: a process that has started but is not recorded cannot be stopped."""
+    numbers: list[int] = []
+    _handle_interrupts(lambda number, _: numbers.append(number))
+    try:
+        yield
+    finally:
+        _handle_interrupts(_interrupt)
+    if numbers:
+        _interrupt(numbers[0], None)
 
 
 def wait_until_ready(state: State, process: subprocess.Popen[bytes], timeout_seconds: float) -> None:
@@ -263,10 +293,6 @@ def client_example(state: State, *, with_tokens: bool) -> str:
     return "\n".join([*lines, f"logs: {display(state.logs)}    stop it: {stop}"])
 
 
-def _interrupt(_number: int, _frame: object) -> NoReturn:
-    raise KeyboardInterrupt
-
-
 def main(arguments: Sequence[str]) -> int:
     """Serve one configuration."""
     parser = cli.Parser(prog="serve", description=__doc__)
@@ -275,9 +301,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--detach", action="store_true", help="return when the server is ready")
     parser.add_argument("--no-auth", action="store_true", help="ask for no token")
     options = parser.parse_args(arguments)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, _interrupt)
+    _handle_interrupts(_interrupt)
     state = State.of(options.port)
     return serve(options.config, state, detach=options.detach, with_tokens=not options.no_auth)
 

@@ -27,6 +27,8 @@ _YEAR_MINUTES = 365 * 24 * 60
 # Longest directory of TorchServe's Unix socket: macOS, the strictest system, allows 103 bytes for the whole path.
 _MAX_SOCKET_DIRECTORY_BYTES = 103 - len("/.ts.sock.9999")
 _STOP_TIMEOUT_SECONDS = 15
+# A process that is being stopped may have started another one: the launcher starts Java, and Java the workers.
+_MAX_GENERATIONS = 3
 # TorchServe 0.12 needs Java 17.
 _MIN_JAVA = 17
 _JAVA_VERSION = re.compile(r'version "(\d+)')
@@ -208,15 +210,20 @@ def start(state: State) -> subprocess.Popen[bytes]:
 
 
 def running(state: State) -> list[psutil.Process]:
-    """Return the server's processes; an empty list if it does not run.
+    """Return the server's processes; an empty list if it does not run."""
+    session = _recorded_session(state)
+    return [] if session is None else _processes(state, session)
 
-    The processes of the recorded session belong to this server only if one of them was started with its files,
-    since the system may have given the session id to another process.
-    """
+
+def _recorded_session(state: State) -> int | None:
     try:
-        session = int(state.pid_file.read_text(encoding="ascii"))
+        return int(state.pid_file.read_text(encoding="ascii"))
     except (OSError, ValueError):
-        return []
+        return None
+
+
+def _processes(state: State, session: int) -> list[psutil.Process]:
+    # The system may have given the id of the session to another process, which was not started with the server's files.
     members = [process for process in psutil.process_iter() if _session(process) == session]
     return members if any(_uses_files_of(state, process) for process in members) else []
 
@@ -239,20 +246,25 @@ def _uses_files_of(state: State, process: psutil.Process) -> bool:
 
 def stop(state: State) -> bool:
     """Stop the server and its workers, and remove its keys and temporary files; False if it did not run."""
-    members = running(state)
+    session, stopped = _recorded_session(state), False
     # Removed first: a waiting scripts/serve then knows that the server was stopped on purpose.
     state.pid_file.unlink(missing_ok=True)
-    for process in members:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.terminate()
-    _, alive = psutil.wait_procs(members, timeout=_STOP_TIMEOUT_SECONDS)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=_STOP_TIMEOUT_SECONDS)
+    for _ in range(_MAX_GENERATIONS):
+        members = [] if session is None else _processes(state, session)
+        if not members:
+            break
+        stopped = True
+        for process in members:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
+        _, alive = psutil.wait_procs(members, timeout=_STOP_TIMEOUT_SECONDS)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=_STOP_TIMEOUT_SECONDS)
     state.key_file.unlink(missing_ok=True)
     shutil.rmtree(state.temporary, ignore_errors=True)
-    return bool(members)
+    return stopped
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,0 +1,56 @@
+"""Ctrl-C, or a closed terminal, at any moment of `scripts/serve`: no process is left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from server import PATIENCE_SECONDS, PROJECT, TINY, Server, free_ports, processes
+
+pytestmark = pytest.mark.server
+
+# `scripts/serve`, with signals to itself before the first call that has these words in its arguments returns.
+PROGRAM = """
+import os, signal, sys
+from specserve.tools import cli, server, torchserve_process
+
+words, names = sys.argv.pop(1), sys.argv.pop(1)
+
+def interrupting(call):
+    def interrupted(*arguments, **options):
+        result = call(*arguments, **options)
+        if words in str(arguments):
+            for name in names.split():
+                os.kill(os.getpid(), getattr(signal, name))
+        return result
+    return interrupted
+
+torchserve_process.subprocess.Popen = interrupting(torchserve_process.subprocess.Popen)
+torchserve_process.start = interrupting(torchserve_process.start)
+cli.say = interrupting(cli.say)
+cli.run(server.main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "signals", "code"),
+    [
+        pytest.param("ts.model_server", "SIGINT", 130, id="TorchServe's process exists"),
+        pytest.param("State", "SIGINT", 130, id="it is recorded"),
+        pytest.param("Ctrl-C stops", "SIGHUP SIGTERM SIGINT", 0, id="the terminal is closed"),
+    ],
+)
+def test_an_interrupted_start_leaves_no_process(words: str, signals: str, code: int) -> None:
+    server = Server(free_ports())
+    command = [sys.executable, "-c", PROGRAM, words, signals, "--config", str(TINY), "--port", str(server.port)]
+    try:
+        outcome = subprocess.run(
+            command, cwd=PROJECT, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+        )
+        assert outcome.returncode == code, outcome.stderr
+        assert not processes(server.state)
+    finally:
+        for process in processes(server.state):
+            process.kill()

@@ -37,7 +37,7 @@ PURE = tuple(
 # The modules that may import a library.
 OWNERS = {
     "llama_cpp": {"engine/llama.py", "engine/llama_model.py"},
-    "llguidance": {"grammar/constraint.py"},
+    "llguidance": {"grammar/compiler.py", "grammar/constraint.py"},
     "ts": {"serving/torchserve_types.py"},
 }
 

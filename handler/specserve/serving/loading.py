@@ -15,7 +15,7 @@ from specserve.engine.kernels import Kernels
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
 from specserve.errors import EngineError, ModelLoadError
-from specserve.grammar.constraint import GrammarCompiler
+from specserve.grammar.compiler import GrammarCompiler
 from specserve.serving.openai.prompt import ChatTemplate
 from specserve.speculation.controller import Controller
 from specserve.speculation.cost import Cost

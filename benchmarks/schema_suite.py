@@ -26,7 +26,8 @@ import llguidance
 
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ConstraintError, RequestError
-from specserve.grammar.constraint import Constraint, GrammarCompiler
+from specserve.grammar.compiler import GrammarCompiler
+from specserve.grammar.constraint import Constraint
 from specserve.tools.archive import prepared_handler
 from specserve.tools.paths import DEFAULT_CONFIG
 

@@ -26,7 +26,7 @@ from jsonschema.validators import validator_for
 from common import argument_parser, print_result
 from specserve.config import HandlerConfig
 from specserve.errors import RequestError
-from specserve.grammar.constraint import GrammarCompiler
+from specserve.grammar.compiler import GrammarCompiler
 from specserve.grammar.schema import MAX_TEXT
 from specserve.serving.budget import max_wait
 from specserve.serving.generation import Generation

@@ -36,7 +36,7 @@ class DraftError(EngineError):
 
 
 class ConstraintError(SpecserveError):
-    """A grammar has become too costly to follow; its sequence cannot continue."""
+    """No token can follow by a grammar, or it is too costly to follow; its sequence cannot continue."""
 
 
 class MaskDeferred(SpecserveError):

@@ -82,22 +82,18 @@ class Constraint(Protocol):
         """The tokens that may follow this beginning of the completion, shape (vocabulary,); None allows all.
 
         Raises:
-            ConstraintError: the grammar has become too costly to follow.
+            ConstraintError: the grammar cannot be followed further.
             MaskDeferred: the round has no time left for it.
         """
 
     def complete(self, written: abc.Sequence[int]) -> bool:
-        """Whether the completion can only end here.
-
-        Raises:
-            ConstraintError: the grammar has become too costly to follow.
-        """
+        """Whether the completion can only end here; the same in every round, whatever time it has left for masks."""
 
     def forced(self, written: abc.Sequence[int], limit: int) -> list[int]:
         """At most `limit` tokens that are likely to spell the only characters the grammar allows next.
 
         Raises:
-            ConstraintError: the grammar has become too costly to follow.
+            ConstraintError: the grammar cannot be followed further.
             MaskDeferred: the round has no time left for it.
         """
 

@@ -220,12 +220,13 @@ def test_an_answer_ends_where_its_grammar_does() -> None:
 
 @pytest.mark.parametrize("gamma", [0, 3])
 def test_a_grammar_that_becomes_too_costly_ends_only_its_own_answer(gamma: int) -> None:
-    """Without drafts it fails when the new tokens are read, with drafts in the round; the draft model stays in use."""
+    """The draft model stays in use."""
     pair = FakePair()
     failing = pair.submit([1, 2], gamma=gamma, max_tokens=30, constraint=Alternating(VOCABULARY, fails_at=7))
     other = pair.submit([3, 4], max_tokens=30)
     pair.run()
     assert failing.error
+    assert failing.generated == 7
     assert other.answer == plain_greedy([3, 4], 30)
     later = pair.submit([5, 6], max_tokens=30)
     pair.run()

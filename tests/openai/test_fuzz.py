@@ -15,7 +15,7 @@ from front_end import FrontEnd
 from specserve.config import HandlerConfig, ModelConfig
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import RequestError
-from specserve.grammar.constraint import GrammarCompiler
+from specserve.grammar.compiler import GrammarCompiler
 from specserve.serving.generation import Generation
 from specserve.serving.openai.parse import parse_body, to_generations
 from specserve.serving.openai.prompt import Prompt, Tokenizer

@@ -14,7 +14,7 @@ from specserve.errors import ConstraintError, MaskDeferred
 class Alternating:
     """Allows even and odd token ids in turn, none below `least`.
 
-    The output is complete after `length` tokens; from `fails_at` tokens on every call is a `ConstraintError`.
+    The output is complete after `length` tokens; from `fails_at` tokens on there is no mask but a `ConstraintError`.
     """
 
     def __init__(self, size: int, *, length: int = 10**6, fails_at: int | None = None, least: int = 0) -> None:
@@ -29,7 +29,6 @@ class Alternating:
         return self._by_parity[len(written) % 2]
 
     def complete(self, written: Sequence[int]) -> bool:
-        self.allowed(written)
         return len(written) >= self._length
 
     def forced(self, written: Sequence[int], limit: int) -> list[int]:
@@ -72,12 +71,6 @@ class Slow(Alternating):
             self._shared.spend()
             self._computed.add(tuple(written))
         return super().allowed(written)
-
-    def complete(self, written: Sequence[int]) -> bool:
-        try:
-            return super().complete(written)
-        except MaskDeferred:
-            return False
 
 
 class AlternatingGrammars:

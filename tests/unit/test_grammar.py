@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from fake_engine import FakeVocabulary
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ConstraintError, MaskDeferred, RequestError
-from specserve.grammar.constraint import Constraint, GrammarCompiler
+from specserve.grammar.compiler import GrammarCompiler
+from specserve.grammar.constraint import Constraint
 from specserve.grammar.gbnf import gbnf_to_lark
 from tiny_models import ARCHITECTURES, write_tiny
 
@@ -247,7 +248,7 @@ def test_answer_is_complete_when_nothing_can_follow(compiler: GrammarCompiler, m
     assert [constraint.complete(text[:length]) for length in range(len(text) + 1)] == [False] * len(text) + [True]
     number = compiler.json_schema({"type": "integer"})
     assert not number.complete(in_bytes(model, b"12"))
-    assert compiler.gbnf('root ::= ""').complete([])
+    assert allowed(compiler.gbnf('root ::= ""'), []) == end_tokens(model)
 
 
 def test_forced_tokens_spell_the_only_text_that_may_follow(compiler: GrammarCompiler, model: LlamaModel) -> None:
@@ -587,13 +588,16 @@ def test_whitespace_inside_json_is_free_but_bounded(compiler: GrammarCompiler, m
     assert not accepts(constraint, model, "{} ")
 
 
-def test_grammar_that_becomes_too_costly_fails_permanently(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_grammar_that_becomes_too_costly_fails_there_and_not_before(
+    compiler: GrammarCompiler, model: LlamaModel
+) -> None:
     steps = "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(30))
     constraint = compiler.gbnf(f'root ::= r0 | "(" root ")"\n{steps}\nr30 ::= "a"?')
-    assert allowed(constraint, [])
-    for written in (in_bytes(model, b"a" * 200), []):
+    before = allowed(constraint, [])
+    for _ in range(2):
         with pytest.raises(ConstraintError, match="cannot be followed further"):
-            constraint.allowed(written)
+            constraint.allowed(in_bytes(model, b"a" * 200))
+        assert allowed(constraint, []) == before
 
 
 def test_ambiguous_grammar_fails_before_its_masks_take_long(compiler: GrammarCompiler, model: LlamaModel) -> None:
@@ -621,12 +625,39 @@ def test_masks_beyond_a_rounds_time_are_deferred_to_the_next_round(model: LlamaM
     before = allowed(constraint, [])
     compiler.begin_round(0)
     assert allowed(constraint, []) == before
-    assert not constraint.complete(x)
     for ask in (constraint.allowed, compiler.json_object().allowed, lambda text: constraint.forced(text, 4)):
         with pytest.raises(MaskDeferred):
             ask(x)
     compiler.begin_round(10)
     assert allowed(constraint, x) == allowed(compiler.gbnf(EXPRESSION), x)
+
+
+def test_end_of_an_answer_is_known_in_a_round_without_time(model: LlamaModel) -> None:
+    compiler = GrammarCompiler(model)
+    constraint = compiler.gbnf('root ::= "ab" "c"?')
+    a, b, c = in_bytes(model, b"abc")
+    compiler.begin_round(0)
+    assert [constraint.complete(text) for text in ([a], [a, b], [a, b, c], [a, b], [b], [a, b, c])] == [
+        *(False, False, True),
+        *(False, False, True),
+    ]
+    compiler.begin_round(10)
+    assert c in allowed(constraint, [a, b])
+
+
+def test_dead_end_concerns_only_what_leads_to_it() -> None:
+    """No token of this vocabulary is "b"."""
+    compiler = GrammarCompiler(Chunks("1....2....3....4...."))
+    constraint = compiler.gbnf('root ::= "1...." ("2...." "b" | "3....") "4...."')
+    other_answer = constraint.fork()
+    before = allowed(constraint, [0])
+    for _ in range(2):
+        with pytest.raises(ConstraintError, match="no text can follow"):
+            constraint.allowed([0, 1])
+        assert not constraint.complete([0, 1])
+        assert allowed(constraint, [0]) == before == [1, 2]
+        assert allowed(constraint, [0, 2]) == allowed(other_answer, [0, 2]) == [3]
+        assert allowed(compiler.gbnf('root ::= "1...." ("2...." "b" | "3....") "4...."'), [0]) == before
 
 
 def test_mask_that_takes_longer_than_a_round_is_an_error(model: LlamaModel) -> None:
@@ -681,6 +712,25 @@ def test_grammar_is_compiled_once_and_eight_are_cached(model: LlamaModel, monkey
     assert len(compiled) == 9
     compiler.json_schema(PERSON)
     assert len(compiled) == 10
+
+
+class Panic(BaseException):
+    """Like those of a Rust library, which are no `Exception`."""
+
+
+@pytest.mark.parametrize("cause", [MemoryError("no stack"), Panic("index out of bounds")])
+def test_a_failure_of_the_compiler_keeps_its_cause(
+    cause: BaseException, model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_arguments: Any, **_options: Any) -> None:
+        raise cause
+
+    compiler = GrammarCompiler(model)
+    compiler.prepare()
+    monkeypatch.setattr(llguidance, "LLMatcher", failing)
+    with pytest.raises(RuntimeError, match="compiler of grammars has failed") as raised:
+        compiler.gbnf('root ::= "a"')
+    assert raised.value.__cause__ is cause
 
 
 def test_exhausted_grammar_is_compiled_again_for_the_next_request(compiler: GrammarCompiler, model: LlamaModel) -> None:

@@ -48,7 +48,7 @@ PURE = tuple(
 # The modules that may import a library.
 OWNERS = {
     "llama_cpp": {"engine/llama.py", "engine/llama_model.py", "engine/thread_pool.py"},
-    "llguidance": {"grammar/constraint.py"},
+    "llguidance": {"grammar/compiler.py", "grammar/constraint.py"},
     "ts": {"serving/torchserve_types.py"},
 }
 

@@ -56,7 +56,7 @@ def process_logits(logits: FloatArray, sequence: Sequence, drafts: abc.Sequence[
         The logits themselves where the request changes nothing.
 
     Raises:
-        ConstraintError: the request's grammar has become too costly to follow.
+        ConstraintError: the request's grammar cannot be followed further.
         MaskDeferred: the round has no time left for its mask.
     """
     sampling, constraint = sequence.sampling, sequence.constraint

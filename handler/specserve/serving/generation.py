@@ -154,7 +154,7 @@ class Generation(Sequence):
                 self._size.add_prompt_scores(self.prompt_scores[self._prompt_scores_counted :])
                 self._prompt_scores_counted = len(self.prompt_scores)
             self._detokenize()
-        except (ConstraintError, RequestError) as error:
+        except RequestError as error:
             self.fail(error)
 
     def _detokenize(self) -> None:

@@ -18,7 +18,7 @@ from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
 from specserve.engine.placement import Placement, Workers
 from specserve.engine.thread_pool import ThreadPool
 from specserve.errors import ModelLoadError
-from specserve.grammar.constraint import GrammarCompiler
+from specserve.grammar.compiler import GrammarCompiler
 from specserve.serving.costs import Costs
 from specserve.serving.openai.chat_template import ChatTemplate
 from specserve.speculation.controller import Controller

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable
+from contextlib import suppress
 from time import perf_counter
 from typing import NamedTuple
 
@@ -231,7 +232,9 @@ def _apply(
             # What the next round without drafts would do, whose row the target has read already.
             target.adopt(sequence.slot, adopted)
             row = logits.shape[0] - len(proposal.alternatives) + adopted
-            _decide(drafters.controller, Proposal(sequence, 0, _noise(sequence)), logits[row : row + 1])
+            # A grammar that cannot be followed from here fails in the next round, as without alternatives.
+            with suppress(ConstraintError):
+                _decide(drafters.controller, Proposal(sequence, 0, _noise(sequence)), logits[row : row + 1])
     except (FloatingPointError, ConstraintError) as error:
         return outcome._replace(error=error)
     target.truncate(sequence.slot, sequence.target_cached)
@@ -258,7 +261,7 @@ def _decide(controller: Controller, proposal: Proposal, logits: FloatArray) -> i
 
     Raises:
         FloatingPointError: the logits are not finite.
-        ConstraintError: the request's grammar has become too costly to follow.
+        ConstraintError: the request's grammar cannot be followed further.
     """
     sequence = proposal.sequence
     p = TargetDistributions(logits, sequence, proposal.tokens)
@@ -286,19 +289,26 @@ def _decide(controller: Controller, proposal: Proposal, logits: FloatArray) -> i
 def _verify(p: TargetDistributions, proposal: Proposal) -> tuple[int, int | None]:
     """The number of accepted drafts, and the rule's own token; None where the mask after all drafts is missing.
 
-    p raises `MaskDeferred` where the round has no more time for masks. A token is drafted only when the mask at its
-    position is known, and every rule reads the mask after all drafts only once it has accepted them: so only the bonus
-    token can be missing. The next round draws it; without drafts nothing is decided, and no random number was used.
+    p raises `MaskDeferred` where the round has no more time for masks, and `ConstraintError` where a grammar cannot be
+    followed further. A token is drafted only when the mask at its position is known, and every rule reads the mask
+    after all drafts only once it has accepted them: so only the bonus token can be missing. The next round draws it, or
+    fails as it would without drafts; without drafts nothing is decided, and no random number was used.
+
+    Raises:
+        ConstraintError: the grammar cannot be followed, without any draft or at a position of one.
     """
     sampling, speculation = proposal.sequence.sampling, proposal.sequence.speculation
     try:
         if is_greedy(sampling):
             return accept_equal(p.argmax, proposal.tokens)
         return RULES[speculation.verification].verify(p, proposal.q, proposal.tokens, proposal.noise)
+    except ConstraintError:
+        if not proposal.drafts or p.n_computed < len(proposal.drafts):
+            raise
     except MaskDeferred:
         if p.n_computed < len(proposal.drafts):
             raise RuntimeError("a token was drafted before the mask at its position was known") from None
-        return len(proposal.drafts), None
+    return len(proposal.drafts), None
 
 
 def _score_prompt(sequence: Sequence, logits: FloatArray) -> None:

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from specserve.config import HandlerConfig
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
-from specserve.grammar.constraint import Constraint, GrammarCompiler
+from specserve.grammar.compiler import GrammarCompiler
+from specserve.grammar.constraint import Constraint
 from specserve.observability.records import Group, RequestInfo, family_label
 from specserve.sequence import SamplingParams, SpeculationParams, Verification
 from specserve.serving.detokenizer import with_control_tokens

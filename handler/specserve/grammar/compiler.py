@@ -1,0 +1,182 @@
+"""The compiler of JSON schemas and GBNF grammars for one vocabulary, and the compiled grammars that it keeps."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Any
+
+import llguidance
+import numpy as np
+from numpy.typing import NDArray
+
+from specserve.engine.base import Vocabulary
+from specserve.errors import RequestError
+from specserve.grammar.constraint import Budget, CompiledGrammar, Constraint, SpecialTokens, in_one_line
+from specserve.grammar.gbnf import UnusableGrammar, gbnf_to_lark
+from specserve.grammar.schema import UnusableSchema, schema_text
+
+# llguidance's own forcing restricts the mask to one tokenisation of forced text, at a cost that grows with its length.
+_HEADER = '%llguidance {"no_forcing": true}\n'
+# At most 40 characters: small models tend to generate whitespace without end.
+_WHITESPACE_PATTERN = r"[\x20\x0A\x0D\x09]{1,40}"
+# Without \\u: with it, an additional property could be spelled like a named one and escape its schema.
+_ESCAPES = 'nrbtf\\"'
+# With 151,936 tokens these keep compilation to 0.5 s, a mask to 0.05 s and memory to 100 MB. Of 500 real schemas two
+# need more than 300 items in a row, and none more than 500 (benchmarks/schemas.py).
+_LIMITS = llguidance.LLParserLimits(
+    max_items_in_row=500,
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=100_000,
+    step_max_items=20_000,
+    max_lexer_states=50_000,
+    max_grammar_size=50_000,
+    verbose_errors=False,
+)
+# Stack of the compiler's thread, which recurses for each subschema with 6 kB; schema.py allows 4,000 of them. Pages
+# that are not used cost nothing.
+_STACK_BYTES = 256 * 2**20
+# An ordinary schema takes 1 to 5 MB, a grammar at the limits 100 MB.
+_CACHED_GRAMMARS = 8
+
+
+class GrammarCompiler:
+    """Compiles schemas and grammars for one vocabulary.
+
+    Args:
+        vocabulary: of the target.
+        seconds: of the engine's thread that the masks of one request may take.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, seconds: float = math.inf) -> None:
+        self._vocabulary = vocabulary
+        self._seconds = seconds
+        self._round_budget = Budget()
+        # Least recently used first.
+        self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()
+
+    def prepare(self) -> None:
+        """Build the index of the vocabulary before the first request: 1.5 to 3.5 s for 151,936 tokens."""
+        _ = self.tokenizer
+
+    def begin_round(self, seconds: float) -> None:
+        """Give all masks of the next round `seconds` of time, in the engine thread; later ones are deferred."""
+        self._round_budget.spent, self._round_budget.limit = 0.0, seconds
+
+    def json_object(self) -> Constraint:
+        """Return a constraint to any JSON object."""
+        return self.json_schema({"type": "object"})
+
+    def json_schema(self, schema: dict[str, Any]) -> Constraint:
+        """Return a constraint to JSON that is valid by a schema, with properties in the schema's order.
+
+        Raises:
+            RequestError: the schema is invalid, too large, or uses a keyword that is not supported.
+        """
+        try:
+            text = schema_text(schema)
+        except UnusableSchema as error:
+            raise _refusal("JSON schema", error, "response_format") from error
+        options = json.dumps({"whitespace_pattern": _WHITESPACE_PATTERN, "json_allowed_escapes": _ESCAPES})
+        text = f'{{"x-guidance": {options}, {text[1:]}' if text != "{}" else f'{{"x-guidance": {options}}}'
+        return self._constraint(f"{_HEADER}start: %json {text}\n", "JSON schema", "response_format", is_json=True)
+
+    def gbnf(self, grammar: str) -> Constraint:
+        """Return a constraint to a grammar in llama.cpp's format.
+
+        Raises:
+            RequestError: the grammar is invalid or too large.
+        """
+        try:
+            lark = gbnf_to_lark(grammar)
+        except UnusableGrammar as error:
+            raise _refusal("grammar", error, "grammar") from error
+        return self._constraint(_HEADER + lark, "grammar", "grammar", is_json=False)
+
+    def _constraint(self, lark: str, what: str, param: str, *, is_json: bool) -> Constraint:
+        """Return a constraint by a grammar, compiled or from the cache, with a budget of its own.
+
+        A grammar whose lexer states are exhausted is compiled again for the next request: in llguidance 1.9
+        LLMatcher.deep_copy shares them.
+        """
+        compiled = self._cache.pop(lark, None)
+        if compiled is None or compiled.failures:
+            compiled = CompiledGrammar(self._compile(lark, what, param), is_json, [])
+        self._cache[lark] = compiled
+        if len(self._cache) > _CACHED_GRAMMARS:
+            self._cache.popitem(last=False)
+        return Constraint(compiled, self._vocabulary, self._special, self._round_budget, Budget(self._seconds))
+
+    def _compile(self, lark: str, what: str, param: str) -> llguidance.LLMatcher:
+        tokenizer = self.tokenizer
+        matcher = _with_large_stack(lambda: llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=_LIMITS))
+        if matcher.is_error():
+            raise _refusal(what, matcher.get_error(), param)
+        if warnings := matcher.get_grammar_warnings():
+            raise _refusal(what, warnings[0], param)
+        trial = matcher.deep_copy()
+        trial.compute_bitmask()
+        if trial.is_error():
+            raise _refusal(what, trial.get_error(), param)
+        return matcher
+
+    @cached_property
+    def _special(self) -> SpecialTokens:
+        end = self._vocabulary.end_tokens()
+        pieces = enumerate(map(self._vocabulary.piece, range(self._vocabulary.size)))
+        single_byte = {piece[0]: token for token, piece in pieces if len(piece) == 1}
+        return SpecialTokens(np.array(end, np.intp), frozenset(end), single_byte)
+
+    @cached_property
+    def tokenizer(self) -> llguidance.LLTokenizer:
+        """The vocabulary in llguidance's format."""
+        return llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Pieces(self._vocabulary, self._special.end)),
+            eos_token=self._special.end.tolist(),
+        )
+
+
+class _Pieces:
+    """The tokenizer interface that llguidance expects: the bytes of every token."""
+
+    special_token_ids: Sequence[int] = ()
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary, end: NDArray[np.intp]) -> None:
+        self.eos_token_id = int(end[0])
+        # An end token may also have a text, such as </s>, and must not match it in a grammar.
+        self.tokens = [vocabulary.piece(token) for token in range(vocabulary.size)]
+        for token in end.tolist():
+            self.tokens[token] = b""
+
+    def __call__(self, _text: bytes) -> list[int]:
+        """Return nothing: without llguidance's forcing, no text is tokenised."""
+        return []
+
+
+def _with_large_stack(compile_one: Callable[[], llguidance.LLMatcher]) -> llguidance.LLMatcher:
+    """Compile in a thread: the compiler recurses for each subschema, and a stack overflow ends the process.
+
+    Raises:
+        RuntimeError: the compiler failed for another reason than the grammar; its cause says which.
+    """
+    with ThreadPoolExecutor(1, "compiler") as pool:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            compiled = pool.submit(compile_one)
+        finally:
+            threading.stack_size(before)
+    if (cause := compiled.exception()) is not None:
+        # A panic of llguidance is no `Exception`, and would end the thread that waits.
+        raise RuntimeError("the compiler of grammars has failed") from cause
+    return compiled.result()
+
+
+def _refusal(what: str, reason: object, param: str) -> RequestError:
+    message = f"The {what} cannot be used: {in_one_line(str(reason)).rstrip('.')}."
+    return RequestError(message, param=param, code="invalid_value")

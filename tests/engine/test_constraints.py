@@ -1,0 +1,265 @@
+"""Grammars while speculating: neither a draft that leads to a dead end nor a mask that is late changes an answer."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy.stats import binomtest
+
+from costs import flat
+from fake_engine import FakeEngine, FakeVocabulary
+from fake_pair import SLOTS, FakePair
+from specserve.errors import ConstraintError, MaskDeferred
+from specserve.grammar import constraint as constraint_module
+from specserve.grammar.compiler import GrammarCompiler
+from specserve.grammar.constraint import Constraint
+from specserve.sampling.distribution import to_distribution
+from specserve.sequence import SamplingParams, SequenceStats, SpeculationMode, Verification
+from specserve.serving.generation import Generation
+from specserve.speculation.rejection import RULES
+
+FALSE_ALARM_RATE = 1e-4
+PROMPT = [2, 1]
+
+
+class Letters(FakeVocabulary):
+    """A token for each letter, and an end token."""
+
+    def __init__(self, letters: str) -> None:
+        self._letters = [letter.encode() for letter in letters]
+        super().__init__(len(letters) + 1)
+
+    def piece(self, token: int) -> bytes:
+        return b"" if self.is_end_token(token) else self._letters[token]
+
+
+class Result(NamedTuple):
+    """What a client sees of an answer."""
+
+    text: str
+    end: str
+    mean_logprob: float
+
+
+def result(generation: Generation) -> Result:
+    text = generation.take_text()
+    if generation.error is not None:
+        return Result(text, generation.error.message, 0.0)
+    assert generation.finish_reason is not None
+    return Result(text, generation.finish_reason, generation.mean_logprob)
+
+
+# Makes a wrong constraint of a right one; the list is shared by all answers at once.
+Wrapper = Callable[[Constraint, list[str]], Constraint]
+
+
+def unchanged(constraint: Constraint, _failures: list[str]) -> Constraint:
+    return constraint
+
+
+# Fixed lengths, and the controller's with alternatives, whose passes of the draft model take .38 of a step.
+DRAFTS: list[tuple[SpeculationMode, int, float]] = [("fixed", 1, 0.1), ("fixed", 3, 0.1), ("auto", 4, 0.38)]
+
+# Without a token for "b" nothing follows "xa".
+WITHOUT_B = Letters("acdex")
+DEAD_END = 'root ::= "x" ("ab" | "cd" | "ed") "d"'
+TRIALS = 900
+
+
+def answers(
+    verification: Verification,
+    trials: int,
+    *,
+    mode: SpeculationMode = "off",
+    gamma: int = 0,
+    draft_seconds: float = 0.1,
+    greedy: bool = False,
+    wrap: Wrapper = unchanged,
+) -> list[Result]:
+    """One answer by DEAD_END for each seed, three at once, which share the compiled grammar."""
+    compiler = GrammarCompiler(WITHOUT_B)
+    pair = FakePair(vocabulary=WITHOUT_B, blend=0.6, costs=(flat(), flat(draft_seconds)))
+    results: list[Result] = []
+    stats = SequenceStats()
+    for first in range(0, trials, SLOTS):
+        failures: list[str] = []
+        generations = [
+            pair.submit(
+                [2, seed % 5] if greedy else PROMPT,
+                mode=mode,
+                gamma=gamma,
+                verification=verification,
+                sampling=SamplingParams(temperature=0) if greedy else SamplingParams(seed=seed),
+                max_tokens=9,
+                constraint=wrap(compiler.gbnf(DEAD_END), failures),
+            )
+            for seed in range(first, first + SLOTS)
+        ]
+        pair.run()
+        results += map(result, generations)
+        stats = SequenceStats.total([stats, *(generation.stats for generation in generations)])
+    assert mode == "off" or 0 < stats.accepted < stats.drafted
+    assert mode != "auto" or stats.adopted > 0
+    return results
+
+
+def pvalue(results: list[Result]) -> float:
+    """Of the number of answers that fail, against the probability that the target chooses "a" after "x"."""
+    logits = FakeEngine(vocabulary=WITHOUT_B.size, n_slots=1).logits([PROMPT[-1], 4])
+    after_x = np.isin(np.arange(WITHOUT_B.size), [0, 1, 3])
+    exact = float(to_distribution(np.where(after_x, logits, -np.inf), SamplingParams())[0])
+    assert 0.03 < exact < 0.5
+    return float(binomtest(sum("no text can follow" in one.end for one in results), len(results), exact).pvalue)
+
+
+@pytest.mark.parametrize(("mode", "gamma", "draft_seconds"), DRAFTS)
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_a_dead_end_fails_as_many_answers_as_the_target_leads_there(
+    verification: Verification, mode: SpeculationMode, gamma: int, draft_seconds: float
+) -> None:
+    """900 answers each; false-alarm rate 1e-4. Any other answer is right."""
+    results = answers(verification, TRIALS, mode=mode, gamma=gamma, draft_seconds=draft_seconds)
+    assert pvalue(results) > FALSE_ALARM_RATE
+    for text, end, _ in results:
+        assert (text, end) in {("xcdd", "stop"), ("xedd", "stop")} or (text == "xa" and "no text can follow" in end)
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize(("mode", "gamma", "draft_seconds"), DRAFTS)
+def test_a_dead_end_fails_the_same_answers_with_and_without_drafts(
+    mode: SpeculationMode, gamma: int, draft_seconds: float, *, greedy: bool
+) -> None:
+    """Greedy, and seeded by coupled verification; the text before the failure is the same, too."""
+    plain = answers("coupled", 150, greedy=greedy)
+    assert answers("coupled", 150, mode=mode, gamma=gamma, draft_seconds=draft_seconds, greedy=greedy) == plain
+    assert len({text for text, _, _ in plain}) > 1
+
+
+class Shared(Constraint):
+    """A wrong constraint: a dead end of any answer, or of any draft, fails all that share the grammar."""
+
+    def __init__(self, right: Constraint, failures: list[str]) -> None:
+        self._right = right
+        self._failures = failures
+
+    def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_] | None:
+        if self._failures:
+            raise ConstraintError(self._failures[0])
+        try:
+            return self._right.allowed(tokens)
+        except ConstraintError as error:
+            self._failures.append(str(error))
+            raise
+
+    def complete(self, tokens: Sequence[int]) -> bool:
+        return self._right.complete(tokens)
+
+    def forced(self, tokens: Sequence[int], limit: int) -> list[int]:
+        return self._right.forced(tokens, limit)
+
+
+class Permanent(Shared):
+    """A wrong constraint: a dead end behind a draft fails the answer of that draft, though not the others."""
+
+    def __init__(self, right: Constraint, _failures: list[str]) -> None:
+        super().__init__(right, [])
+
+
+@pytest.mark.parametrize("wrong", [Shared, Permanent])
+@pytest.mark.parametrize("verification", RULES)
+def test_dead_ends_that_outlive_their_draft_fail_too_many_answers(verification: Verification, wrong: Wrapper) -> None:
+    assert pvalue(answers(verification, TRIALS, mode="fixed", gamma=3, wrap=wrong)) < FALSE_ALARM_RATE
+
+
+# Some answers can only end where they do; others go on, until an end token or max_tokens.
+ENDS = 'root ::= "a" [a-e]{1,3} | [b-c] [a-c] | [d-e] "a"* "b"'
+COMPLETE = "a[a-e]{3}|[b-c][a-c]|[d-e]a*b"
+LETTERS = Letters("abcde")
+
+
+class Rounds:
+    """Gives each round time for one to three steps of all constraints if `late` is set, else for all."""
+
+    def __init__(self, *, late: bool) -> None:
+        self.compiler = GrammarCompiler(LETTERS)
+        self.count = 0
+        self._random = random.Random(0)
+        self._late = late
+
+    def begin(self, _seconds: float) -> None:
+        self.count += 1
+        self.compiler.begin_round(self._random.randint(1, 3) if self._late else math.inf)
+
+
+def ended(
+    verification: Verification, gamma: int, rounds: Rounds, *, greedy: bool = False, wrap: Wrapper = unchanged
+) -> tuple[list[Generation], list[Result]]:
+    """Answers by ENDS, three at once, with max_tokens 2 to 5."""
+    pair = FakePair(vocabulary=LETTERS, blend=0.6, begin_masks=rounds.begin)
+    generations = []
+    for seed in range(300):
+        generation = pair.submit(
+            [seed % 5, seed // 5 % 5],
+            gamma=gamma,
+            verification=verification,
+            sampling=SamplingParams(temperature=0) if greedy else SamplingParams(seed=seed),
+            max_tokens=2 + seed % 4,
+            constraint=wrap(rounds.compiler.gbnf(ENDS), []),
+            top_logprobs=0,
+        )
+        generations.append(generation)
+    pair.run()
+    return generations, [result(generation) for generation in generations]
+
+
+@pytest.fixture
+def _a_step_takes_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraint_module, "thread_time", map(float, count()).__next__)
+
+
+@pytest.mark.usefixtures("_a_step_takes_a_second")
+@pytest.mark.parametrize("gamma", [0, 3])
+@pytest.mark.parametrize(("verification", "greedy"), [("coupled", True), *((rule, False) for rule in RULES)])
+def test_a_complete_answer_ends_there_however_late_its_masks_are(
+    verification: Verification, gamma: int, *, greedy: bool
+) -> None:
+    """It never ends with "length"; its mean log-probability, by which `best_of` chooses, counts its tokens alone."""
+    in_time, late = Rounds(late=False), Rounds(late=True)
+    expected = ended(verification, gamma, in_time, greedy=greedy)
+    found = ended(verification, gamma, late, greedy=greedy)
+    assert late.count > 1.3 * in_time.count, "no mask was late"
+    for generation, (text, end, mean_logprob) in [*zip(*expected, strict=True), *zip(*found, strict=True)]:
+        if re.fullmatch(COMPLETE, text):
+            assert end == "stop"
+            assert mean_logprob == pytest.approx(np.mean([score.logprob for score in generation.scores]))
+    if gamma == 0 or verification == "coupled":
+        assert found[1] == expected[1]
+    assert {end for _, end, _ in found[1]} == {"stop", "length"}
+
+
+class SaysNoWhenLate(Shared):
+    """A wrong constraint: an answer whose next mask is late is not known to be complete, and goes on."""
+
+    def complete(self, tokens: Sequence[int]) -> bool:
+        try:
+            mask = self._right.allowed(tokens)
+        except MaskDeferred:
+            return False
+        return mask is not None and np.flatnonzero(mask).tolist() == LETTERS.end_tokens()
+
+
+@pytest.mark.usefixtures("_a_step_takes_a_second")
+@pytest.mark.parametrize("gamma", [0, 3])
+def test_an_answer_that_asks_for_its_end_too_late_ends_elsewhere(gamma: int) -> None:
+    _, expected = ended("coupled", gamma, Rounds(late=False))
+    _, found = ended("coupled", gamma, Rounds(late=True), wrap=SaysNoWhenLate)
+    differing = [(right, wrong) for right, wrong in zip(expected, found, strict=True) if right != wrong]
+    assert {(right.end, wrong.end) for right, wrong in differing} == {("stop", "stop"), ("stop", "length")}

@@ -47,16 +47,26 @@ def exact(name: str, blocks: NDArray[np.uint8], x: Floats) -> NDArray[np.float64
 
 
 def product(
-    name: str, blocks: NDArray[np.uint8], x: Floats, *, threads: int = 1, ours: bool = True, library: Any = None
+    name: str,
+    blocks: NDArray[np.uint8],
+    x: Floats,
+    *,
+    threads: int = 1,
+    ours: bool = True,
+    library: Any = None,
+    pieces: int = 1,
 ) -> Floats:
-    """Return the product by the variant in use, or by llama.cpp's kernels in a graph; [rows][columns]."""
+    """Return the product by the variant in use, or by llama.cpp's kernels in a graph; [rows][columns].
+
+    The weights are written to their buffer in so many pieces.
+    """
     rows, k = x.shape
     x = np.ascontiguousarray(x, np.float32)
     out = np.zeros((rows, len(blocks)), np.float32)
     number = kernels.FORMATS.index(name)
     sizes = k, len(blocks)
     run = (library or kernels.library()).specserve_run_product
-    seconds = run(ours, number, *sizes, blocks.ctypes.data, rows, x.ctypes.data, threads, out.ctypes.data)
+    seconds = run(ours, number, *sizes, blocks.ctypes.data, pieces, rows, x.ctypes.data, threads, out.ctypes.data)
     assert np.isfinite(seconds)
     return out
 

@@ -9,12 +9,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from specserve.serving.openai.body import Body
 
-_Off = Literal[False] | None
-_On = Literal[True] | None
+
+def _is_boolean(value: Any) -> Any:
+    """Refuse 0 and 1, which pydantic takes for the literals false and true."""
+    if not isinstance(value, bool):
+        raise PydanticCustomError("bool_type", "input should be a valid boolean")
+    return value
+
+
+Off = Annotated[Literal[False], BeforeValidator(_is_boolean)]
+_Off = Off | None
+_On = Annotated[Literal[True], BeforeValidator(_is_boolean)] | None
+_ZeroInt = Annotated[int, Field(ge=0, le=0)] | None
 _Zero = Annotated[float, Field(ge=0, le=0)] | None
 _One = Annotated[float, Field(ge=1, le=1)] | None
 _Empty = Annotated[list[Any], Field(max_length=0)] | None
@@ -43,7 +54,7 @@ class NeutralFields(Body):
     length_penalty: float | None = None
     stop_token_ids: _Empty = None
     include_stop_str_in_output: _Off = None
-    min_tokens: Literal[0] | None = None
+    min_tokens: _ZeroInt = None
     skip_special_tokens: _On = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: None = None
@@ -67,14 +78,14 @@ class NeutralFields(Body):
     n_cache_reuse: int | None = None
     n_keep: int | None = None
     n_discard: int | None = None
-    n_indent: Literal[0] | None = None
+    n_indent: _ZeroInt = None
     timings_per_token: bool | None = None
     return_progress: bool | None = None
     return_tokens: bool | None = None
     response_fields: _Names = None
-    n_probs: Literal[0] | None = None
+    n_probs: _ZeroInt = None
     post_sampling_probs: _Off = None
-    min_keep: Literal[0] | None = None
+    min_keep: _ZeroInt = None
     repeat_penalty: _One = None
     typical_p: _One = None
     top_n_sigma: Annotated[float, Field(le=0)] | None = None
@@ -87,7 +98,7 @@ class NeutralFields(Body):
     dry_allowed_length: int | None = None
     dry_penalty_last_n: int | None = None
     dry_sequence_breakers: _Names = None
-    mirostat: Literal[0] | None = None
+    mirostat: _ZeroInt = None
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
 

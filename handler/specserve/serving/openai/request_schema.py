@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from specserve.sequence import Verification
 from specserve.serving.openai.body import Body, Text, at_most, disagreement
-from specserve.serving.openai.neutral_fields import NeutralChatFields, NeutralCompletionFields, NeutralFields
+from specserve.serving.openai.neutral_fields import NeutralChatFields, NeutralCompletionFields, NeutralFields, Off
 
 # Entries of `stop` and of `logit_bias`, and answers to one request (SECURITY.md).
 MAX_STOPS = 16
@@ -26,7 +26,7 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     include_obfuscation: bool = False
-    continuous_usage_stats: Literal[False] = False
+    continuous_usage_stats: Off = False
 
 
 class SpeculationOptions(Body):

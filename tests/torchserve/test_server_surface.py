@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import openai
 import pytest
 import requests
+from pydantic import BaseModel, Field
 
 from server import Server, until
 from streams import ended_sequences, sequences
@@ -41,6 +42,20 @@ def chat(server: Server, **changes: Any) -> Any:
     return server.client().chat.completions.create(
         **{"model": "tiny", "messages": MESSAGES, "max_tokens": 400, **changes}
     )
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    lives: Literal[7, 9]
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    good: bool
+
+
+class Owner(BaseModel):
+    pet: Annotated[Cat | Dog, Field(discriminator="kind")]
 
 
 def accepted(answer: Any) -> int:
@@ -96,6 +111,16 @@ def test_greedy_constrained_output_is_the_same_without_speculation(server: Serve
         for mode in ("off", "auto")
     }
     assert len(texts) == 1
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_parse_returns_a_union_with_a_discriminator(server: Server, temperature: float) -> None:
+    answer = server.client().chat.completions.parse(
+        model="tiny", messages=MESSAGES, max_tokens=400, temperature=temperature, response_format=Owner
+    )
+    owner = answer.choices[0].message.parsed
+    assert owner is not None
+    assert isinstance(owner.pet, Cat | Dog)
 
 
 def test_json_object_format_whole_and_streamed(server: Server) -> None:

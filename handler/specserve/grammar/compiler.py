@@ -19,7 +19,7 @@ from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.grammar.constraint import Budget, CompiledGrammar, Constraint, SpecialTokens, in_one_line
 from specserve.grammar.gbnf import UnusableGrammar, gbnf_to_lark
-from specserve.grammar.schema import UnusableSchema, schema_text
+from specserve.grammar.schema import UnusableSchema, read_schema
 
 # llguidance's own forcing restricts the mask to one tokenisation of forced text, at a cost that grows with its length.
 _HEADER = '%llguidance {"no_forcing": true}\n'
@@ -79,12 +79,17 @@ class GrammarCompiler:
             RequestError: the schema is invalid, too large, or uses a keyword that is not supported.
         """
         try:
-            text = schema_text(schema)
+            text, left = read_schema(schema)
         except UnusableSchema as error:
             raise _refusal("JSON schema", error, "response_format") from error
         options = json.dumps({"whitespace_pattern": _WHITESPACE_PATTERN, "json_allowed_escapes": _ESCAPES})
         text = f'{{"x-guidance": {options}, {text[1:]}' if text != "{}" else f'{{"x-guidance": {options}}}'
-        return self._constraint(f"{_HEADER}start: %json {text}\n", "JSON schema", "response_format", is_json=True)
+        try:
+            return self._constraint(f"{_HEADER}start: %json {text}\n", "JSON schema", "response_format", is_json=True)
+        except RequestError as error:
+            if left and "oneOf constraints" in error.message:
+                raise _refusal("JSON schema", left, "response_format") from error
+            raise
 
     def gbnf(self, grammar: str) -> Constraint:
         """Return a constraint to a grammar in llama.cpp's format.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
+
+from specserve.grammar.formats import UNSUPPORTED_FORMATS, narrow_format
+from specserve.grammar.unions import Unions
 
 # A subschema takes the compiler up to 0.15 ms (0.26 s for 1,600 nested objects), and a level of its stack.
 MAX_SUBSCHEMAS = 4000
@@ -45,33 +48,6 @@ ASSERTIONS = (
 )
 # Keywords whose values are never subschemas.
 NO_SCHEMAS = frozenset({"const", "default", "enum", "example", "examples"})
-# Formats that JSON Schema defines and llguidance 1.9 does not support; other unknown formats are annotations.
-FORMATS = frozenset({"idn-email", "idn-hostname", "iri", "iri-reference", "uri-reference", "uri-template"}) | {
-    "json-pointer",
-    "relative-json-pointer",
-    "regex",
-}
-KNOWN_FORMATS = frozenset(
-    ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"]
-)
-# Names of the third draft.
-RENAMED_FORMATS = {"host-name": "hostname", "ip-address": "ipv4"}
-# Those that llguidance 1.9 takes too widely, as patterns: it knows no leap years, and allows a leap second at any hour
-# (here there is none), host names of any length, and labels that only IDNA could judge ("xn--").
-_LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
-_LONG, _SHORT = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])", "(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
-_DATE = f"(?:[0-9]{{4}}-(?:{_LONG}|{_SHORT}|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP}-02-29)"
-_ZONE = "(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_TIME = f"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]+)?{_ZONE}"
-_END, _INNER = "[A-Za-z0-9]", "[A-Za-z0-9-]"
-_LABEL = f"{_END}(?:{_INNER}?{_END}|{_INNER}{_END}{_INNER}{{0,59}}{_END}|{_INNER}-{_END}(?:{_INNER}{{0,58}}{_END})?)?"
-FORMAT_PATTERNS = {
-    "date": f"^{_DATE}$",
-    "date-time": f"^{_DATE}[tT]{_TIME}$",
-    "time": f"^{_TIME}$",
-    "hostname": f"^{_LABEL}(?:\\.{_LABEL})*$",
-}
-MAX_HOSTNAME = 253
 # Characters that JSON spells with "\\u" only, or DEL: llguidance leaves them out where they stand alone, and takes "ab"
 # for "a\\u0001b". In a class beside others they are merely not written.
 _UNSPELLED = r"[\x00-\x07\x0b\x0e-\x1f\x7f]"
@@ -82,8 +58,15 @@ class UnusableSchema(ValueError):
     """The schema cannot be used; the message completes "cannot be used: "."""
 
 
-def schema_text(schema: dict[str, Any]) -> str:
-    """Return the schema as JSON, without annotations.
+class ReadSchema(NamedTuple):
+    """A schema as JSON, without annotations; and why a `oneOf` is left in it, empty if none is (unions.py)."""
+
+    text: str
+    left: str
+
+
+def read_schema(schema: dict[str, Any]) -> ReadSchema:
+    """Return the schema as the compiler takes it.
 
     Raises:
         UnusableSchema: the compiler would ignore or misread a part of it, or take too long.
@@ -92,6 +75,7 @@ def schema_text(schema: dict[str, Any]) -> str:
     try:
         read = reader.read(schema, "", 0)
         reader.check()
+        left = reader.unions.join()
         if reader.elsewhere:
             read["$defs"] = {**read.get("$defs", {}), **reader.elsewhere}
         text = json.dumps(read, allow_nan=False)
@@ -103,7 +87,7 @@ def schema_text(schema: dict[str, Any]) -> str:
         raise UnusableSchema("it holds a number that JSON cannot spell") from None
     if len(text) > MAX_TEXT:
         raise UnusableSchema(f"it is longer than {MAX_TEXT // 1024} KiB, without its annotations")
-    return text
+    return ReadSchema(text, left)
 
 
 class _Reader:
@@ -112,7 +96,10 @@ class _Reader:
     def __init__(self, schema: dict[str, Any]) -> None:
         identity = schema.get("$id", schema.get("id"))
         self._identity = identity.rstrip("#") if isinstance(identity, str) else ""
-        self._pointers: set[str] = set()
+        # Copies of the subschemas by JSON pointer, and by the `$ref` that leads to them.
+        self._copies: dict[str, Any] = {}
+        self._targets: dict[str, Any] = {}
+        self.unions = Unions(self._copies, self._targets)
         self._anchors: dict[str, str] = {}
         self._references: list[tuple[dict[str, Any], bool]] = []
         self._patterns = 0
@@ -127,8 +114,8 @@ class _Reader:
 
     def read(self, schema: Any, pointer: str, depth: int, *, rebased: bool = False) -> Any:
         """Copy the schema at a JSON pointer; `rebased` if it is below an `$id` other than the root's."""
-        self._pointers.add(pointer)
-        if len(self._pointers) > MAX_SUBSCHEMAS:
+        self._copies[pointer] = schema
+        if len(self._copies) > MAX_SUBSCHEMAS:
             raise UnusableSchema(f"it has more than {MAX_SUBSCHEMAS} subschemas")
         if depth > MAX_DEPTH:
             raise UnusableSchema("it is too deeply nested")
@@ -137,6 +124,7 @@ class _Reader:
         rebased |= bool(pointer) and self._identify(schema, pointer)
 
         copy: dict[str, Any] = {}
+        self._copies[pointer] = copy
         reworded: list[dict[str, Any]] = []
         for key, value in schema.items():
             if key in ASSERTIONS:
@@ -148,8 +136,9 @@ class _Reader:
             copy["allOf"] = [*copy.pop("allOf", []), *reworded]
         if not isinstance(copy.get("items"), list):
             copy.pop("additionalItems", None)
-        if isinstance(copy.get("$ref"), str):
-            self._references.append((copy, rebased))
+        self._references += [(copy, rebased)] if isinstance(copy.get("$ref"), str) else []
+        if isinstance(copy.get("oneOf"), list):
+            self.unions.note(pointer, schema.get("discriminator"))
         self._count(copy)
         return copy
 
@@ -204,7 +193,8 @@ class _Reader:
             size = len(schema[key]) if isinstance(schema.get(key), dict) else 0
             self._properties += size
             self._pattern_properties += size * (key == "patternProperties")
-        parts = sum(len(schema[key]) if key == "allOf" else 1 for key in JOINABLE & schema.keys() if schema[key])
+        joined = [(key, schema[key]) for key in JOINABLE & schema.keys() if schema[key]]
+        parts = sum(len(value) if key == "allOf" and isinstance(value, list) else 1 for key, value in joined)
         others = schema.keys() - JOINABLE - {"type", "$defs", "definitions"}
         self._joins |= parts + bool(others) > 1
         if {"minProperties", "maxProperties"} & schema.keys() and isinstance(schema.get("properties"), dict):
@@ -220,32 +210,13 @@ class _Reader:
             raise UnusableSchema("'pattern' holds a control character by itself, which an answer cannot spell")
 
     def _check_format(self, schema: dict[str, Any]) -> None:
-        """Remove a format that is an annotation: one that JSON Schema does not define, or not of a string.
-
-        One that the compiler takes too widely becomes a pattern.
-        """
-        form = schema.get("format")
-        if isinstance(form, str) and form in RENAMED_FORMATS:
-            form = schema["format"] = RENAMED_FORMATS[form]
-        if isinstance(form, str) and "string" in _types(schema) and form in FORMATS:
-            raise UnusableSchema(f"the format {form!r} is not supported")
-        if form not in KNOWN_FORMATS or "string" not in _types(schema):
+        """Refuse a format that the compiler does not know, and remove one that is not of a string."""
+        if "string" not in _types(schema):
             schema.pop("format", None)
-        elif form in FORMAT_PATTERNS:
-            del schema["format"]
-            self._narrow(schema, FORMAT_PATTERNS[form])
-            most = schema.get("maxLength", MAX_HOSTNAME)
-            if form == "hostname" and isinstance(most, int):
-                schema["maxLength"] = min(MAX_HOSTNAME, most)
-
-    def _narrow(self, schema: dict[str, Any], pattern: str) -> None:
-        """Let strings match a pattern, too."""
-        others = schema.get("allOf", [])
-        if "pattern" not in schema:
-            schema["pattern"] = pattern
-        elif isinstance(others, list):
-            schema["allOf"] = [*others, {"pattern": pattern}]
-            self._patterns += 1
+        elif isinstance(form := schema.get("format"), str) and form in UNSUPPORTED_FORMATS:
+            raise UnusableSchema(f"the format {form!r} is not supported")
+        else:
+            self._patterns += narrow_format(schema)
 
     def _check_counted(self, schema: dict[str, Any]) -> None:
         """Refuse `minProperties` where the compiler would count repeated properties, those not named in the schema."""
@@ -286,11 +257,13 @@ class _Reader:
         pointer = unquote(local.removeprefix("#"))
         if (rebased and reference.startswith("#")) or not (local + "#").startswith(("#", "/")):
             raise UnusableSchema(f"the reference {reference[:100]!r} leads to no subschema of it")
-        if pointer not in self._pointers:
+        if pointer not in self._copies:
             self._read_elsewhere(pointer, reference)
+        target = self._copies[pointer]
         if pointer in self.elsewhere:
             pointer = f"/$defs/{_escaped(pointer)}"
         schema["$ref"] = "#" + quote(pointer, safe="/~")
+        self._targets[schema["$ref"]] = target
 
     def _read_elsewhere(self, pointer: str, reference: str) -> None:
         """Copy a subschema below an unknown keyword, where many schemas keep what only references lead to."""
@@ -318,9 +291,10 @@ def _asserts(key: str, value: Any, schema: dict[str, Any]) -> bool:
     return not (key == "not" and value is False)
 
 
-def _types(schema: dict[str, Any]) -> Any:
+def _types(schema: dict[str, Any]) -> Sequence[Any]:
     """Return the types of a schema, all if it names none."""
-    return schema.get("type", ("string", "object", "array"))
+    types = schema.get("type", ("string", "object", "array"))
+    return types if isinstance(types, str | list | tuple) else ()
 
 
 def _escaped(key: str) -> str:

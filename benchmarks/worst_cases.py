@@ -57,6 +57,8 @@ class Case:
     body: Callable[[], Body]
     # Sent at the same time, each by a client of its own.
     copies: int = 1
+    # Whether the prompt is in the cache, since reading it takes longer than clients wait: all answers begin at once.
+    cached: bool = False
 
 
 class Stream:
@@ -233,12 +235,14 @@ CASES = [
         "drafts as `max_wait_ms` allows",
         COMPLETION,
         lambda: repeated("a " * 3000, prediction={"type": "content", "content": "a " * 3000}),
+        cached=True,
     ),
     Case(
-        "a prompt of one word, 15 drafts, 8 answers",
+        "a lookup in a prompt of one word, 15 drafts, 8 answers",
         "an index a prompt, 2,048 tokens of it a round",
         COMPLETION,
         lambda: repeated("a " * 3900),
+        cached=True,
     ),
     Case(
         "15 drafts a round by a model, 8 answers",
@@ -370,6 +374,9 @@ class Measure:
     def case(self, one: Case) -> dict[str, Any]:
         """One request, or copies of it, to the answer or until the client leaves."""
         body = json.dumps(one.body() | {"metadata": {"prompt_family": FAMILY}})
+        if one.cached:
+            first = one.body() | {"n": 1, "max_tokens": 1}
+            requests.post(f"{self._endpoint.url}/{one.route}", json=first, timeout=600).raise_for_status()
 
         def send() -> tuple[str, int]:
             with ThreadPoolExecutor(one.copies) as pool:

@@ -106,7 +106,8 @@ def running(*options: str, config: Path = TINY, port: int | None = None) -> Iter
     port = port or free_ports()
     command = ["scripts/serve", "--config", str(config), "--port", str(port), "--detach", *options]
     try:
-        outcome = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=600, check=False)
+        # It has deadlines of its own: `startupTimeout`, and five minutes for its first completion.
+        outcome = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
         assert outcome.returncode == 0, outcome.stderr
         yield Server(port, outcome.stdout)
     finally:

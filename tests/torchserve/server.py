@@ -25,10 +25,11 @@ PATIENCE_SECONDS = 300
 
 
 def free_ports(count: int = 5) -> int:
-    """The first of `count` consecutive ports that nothing listens on, in this process's part of the range."""
-    # Two runs that started with the same port would both find it free, and take it.
-    offset = os.getpid() % 1200 * 10
-    for first in (20_000 + (offset + step) % 12_000 for step in range(0, 12_000, 10)):
+    """The first of `count` consecutive ports that nothing listens on."""
+    # Two processes that start servers at once would both find a port free: each of pytest-xdist's (gw0, gw1, ...) has
+    # ports of its own.
+    begin = 20_000 + 3_000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 4)
+    for first in range(begin, begin + 3_000, 10):
         try:
             for port in range(first, first + count):
                 with socket.socket() as probe:

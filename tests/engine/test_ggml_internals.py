@@ -39,18 +39,19 @@ DESCRIBE = """
 #include <cstddef>
 #include <cstdio>
 #include <cstring>
-#include <typeinfo>
 #define SIZE(type) std::printf(#type " has %zu bytes\\n", sizeof(type))
-#define FIELD(type, name) \\
-    std::printf(#type "::" #name " %zu %zu %s\\n", offsetof(type, name), sizeof(type::name), typeid(type::name).name())
-#define FUNCTION(name) std::printf(#name " %s\\n", typeid(&name).name())
-template <class Member> void print(const char * name, Member member) {
-    long words[2];
+#define FIELD(type, field) print<decltype(type::field)>(#type "::" #field, offsetof(type, field), sizeof(type::field))
+#define VIRTUAL(type, function) print_virtual(#type "::" #function, &type::function)
+#define FUNCTION(function) print<decltype(&function)>(#function, 0, 0)
+template <class Type> void print(const char * name, std::size_t first, std::size_t second) {
+    std::printf("%s %zu %zu %s\\n", name, first, second, __PRETTY_FUNCTION__);
+}
+template <class Member> void print_virtual(const char * name, Member member) {
+    std::size_t words[2];
     static_assert(sizeof member == sizeof words);
     std::memcpy(words, &member, sizeof words);
-    std::printf("%s %ld %ld %s\\n", name, words[0], words[1], typeid(Member).name());
+    print<Member>(name, words[0], words[1]);
 }
-#define VIRTUAL(type, name) print(#type "::" #name, &type::name)
 int main() {
 """
 
@@ -65,7 +66,7 @@ def description(headers: Iterable[str], include: Iterable[Path], directory: Path
     program += [*(f"FUNCTION({name});" for name in FUNCTIONS), "}"]
     source, binary = directory / "describe.cpp", directory / "describe"
     source.write_text("\n".join(program))
-    options = ["-std=c++17", "-w", *(f"-I{path}" for path in include)]
+    options = ["-std=c++17", "-O1", "-w", *(f"-I{path}" for path in include)]
     subprocess.run(["g++", *options, str(source), "-o", str(binary)], check=True)
     return subprocess.run([str(binary)], check=True, capture_output=True, text=True).stdout.splitlines()
 

@@ -70,7 +70,7 @@ def library() -> ctypes.CDLL:
         raise Unusable(f"{path} is not a library of this specserve's kernels")
     if built_for[1].decode() != installed:
         raise Unusable(f"they were built for llama-cpp-python {built_for[1].decode()}, and {installed} is installed")
-    _try_out(path, hashlib.sha256("\0".join([checksum(content), installed, processor()]).encode()).hexdigest()[:32])
+    _try_out(path, _checksum("\0".join([checksum(), installed, processor()]).encode())[:32])
     return load(path)
 
 
@@ -79,8 +79,12 @@ def loaded() -> ctypes.CDLL | None:
     return library() if library.cache_info().currsize else None
 
 
-def checksum(content: bytes) -> str:
-    """Return the SHA-256 of a file's content."""
+def checksum() -> str:
+    """Return the SHA-256 of the library's file."""
+    return _checksum(library_path().read_bytes())
+
+
+def _checksum(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 

@@ -28,7 +28,7 @@ from kernel_products import (
     product,
     quantised,
 )
-from specserve.engine import kernels
+from specserve.engine import kernel_library, kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
@@ -126,6 +126,15 @@ def test_products_have_the_same_bits_with_either_prefetch(name: str) -> None:
 
 @pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("name", kernels.FORMATS)
+@pytest.mark.parametrize("pieces", [2, 7])
+def test_products_have_the_same_bits_when_weights_are_written_in_pieces(name: str, pieces: int) -> None:
+    """As llama.cpp writes weights that it reads by way of pinned memory; pieces need not end where columns do."""
+    blocks, x = quantised(name, numbers(7, 37, 768)), numbers(8, 5, 768)
+    assert np.array_equal(product(name, blocks, x, pieces=pieces), product(name, blocks, x))
+
+
+@pytest.mark.usefixtures("variant")
+@pytest.mark.parametrize("name", kernels.FORMATS)
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e30])
 def test_products_of_rows_of_different_magnitudes_are_correct(name: str, scale: float) -> None:
     blocks, x = quantised(name, numbers(9, 24, 512)), numbers(10, 6, 512)
@@ -180,7 +189,8 @@ def build_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., cty
     """A function that builds a library in whose avx2 variant one piece of source is replaced."""
     directory = tmp_path_factory.mktemp("planted")
     include = importlib.metadata.distribution("llama-cpp-python").locate_file("include")
-    common = ["g++", "-std=c++17", "-O1", "-fPIC", f"-I{include}", f"-I{SOURCES}", '-DSPECSERVE_BUILT_FOR=""']
+    version = f'-DSPECSERVE_BUILT_FOR="{importlib.metadata.version("llama-cpp-python")}"'
+    common = ["g++", "-std=c++17", "-O1", "-fPIC", f"-I{include}", f"-I{SOURCES}", version]
     (directory / "others.cpp").write_text(
         '#include "kernels.h"\n'
         "const specserve::Kernels * specserve::avx512_vnni() { return nullptr; }\n"
@@ -195,21 +205,20 @@ def build_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., cty
         objects.append(str(directory / f"{source.stem}.o"))
         subprocess.run([*common, "-c", str(source), "-o", objects[-1]], check=True)
 
-    def build(right: str, wrong: str, *options: str) -> ctypes.CDLL:
-        text = (SOURCES / "product.h").read_text()
+    def build(right: str, wrong: str, *options: str, header: str = "product.h") -> ctypes.CDLL:
+        text = (SOURCES / header).read_text()
         assert text.count(right) == 1
         build_directory = directory / f"{abs(hash(right))}"
         build_directory.mkdir()
-        (build_directory / "product.h").write_text(text.replace(right, wrong))
+        (build_directory / header).write_text(text.replace(right, wrong))
         (build_directory / "avx2.cpp").write_text((SOURCES / "avx2.cpp").read_text())
         vector = ["-mavx2", "-mfma", "-mf16c", "-shared", str(build_directory / "avx2.cpp"), *objects]
         subprocess.run(
             [*common, *options, f"-I{build_directory}", *vector, "-o", str(build_directory / "wrong.so")], check=True
         )
-        loaded = ctypes.CDLL(str(build_directory / "wrong.so"))
-        kernels.declare(loaded)
-        assert loaded.specserve_use(b"avx2")
-        return loaded
+        found = kernel_library.declare(ctypes.CDLL(str(build_directory / "wrong.so")))
+        assert found.specserve_use(b"avx2")
+        return found
 
     return build
 
@@ -245,9 +254,27 @@ def test_a_planted_fault_fails_the_check_at_load_and_these_tests(
     assert name not in chosen.formats
     assert f"{name} failed its check" in chosen.sentence
     # The faulty library stays in llama.cpp's list of buffer types: from now on it must accept no tensor.
+    wrong.specserve_take(0)
     kernels.use("off")
-    monkeypatch.undo()
-    kernels.use("off")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        pytest.param("a.scale * q[i]", "q[i]", id="a forgotten scale"),
+        pytest.param("1 / totals[row][head]", "1 / totals[0][head]", id="the sum of another row"),
+    ],
+)
+def test_a_planted_fault_of_attention_fails_the_check_at_load(
+    right: str, wrong: str, build_library: Callable[..., ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels.library()
+    faulty = build_library(right, wrong, header="attention.h")
+    monkeypatch.setattr(kernels, "library", lambda: faulty)
+    chosen = kernels.use("auto", variant="avx2")
+    assert chosen.variant is None
+    assert "attention failed its check" in chosen.sentence
+    faulty.specserve_take(0)
 
 
 # ---- attention ----
@@ -454,48 +481,6 @@ def test_weights_are_prefetched_non_temporally_unless_that_is_slower(
     kernels.use("off")
 
 
-def is_absent(patch: pytest.MonkeyPatch, directory: Path) -> None:
-    patch.setattr(kernels, "library_path", lambda: directory / kernels.FILE)
-
-
-def is_no_library(patch: pytest.MonkeyPatch, directory: Path) -> None:
-    (directory / kernels.FILE).write_text("no library")
-    is_absent(patch, directory)
-
-
-def lacks_a_function(patch: pytest.MonkeyPatch, _directory: Path) -> None:
-    patch.setattr(ctypes, "CDLL", lambda *_arguments: object())
-
-
-def is_for_another_llama_cpp(patch: pytest.MonkeyPatch, _directory: Path) -> None:
-    real = importlib.metadata.version
-    patch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "llama-cpp-python" else real(name))
-
-
-@pytest.mark.parametrize(
-    ("broken", "mode", "reason"),
-    [
-        (is_absent, "auto", "not built"),
-        (is_absent, "off", "`kernels: off`"),
-        (is_no_library, "auto", "does not fit"),
-        (lacks_a_function, "auto", "does not fit"),
-        (is_for_another_llama_cpp, "auto", "9.9 is installed"),
-    ],
-)
-def test_without_a_usable_library_llama_cpps_kernels_are_used_with_a_reason(
-    broken: Callable[[pytest.MonkeyPatch, Path], None], mode: kernels.Mode, reason: str, tmp_path: Path
-) -> None:
-    assert kernels.library_path().exists()
-    with pytest.MonkeyPatch.context() as patch:
-        broken(patch, tmp_path)
-        kernels.library.cache_clear()
-        chosen = kernels.use(mode)
-    kernels.library.cache_clear()
-    assert chosen.variant is None
-    assert reason in chosen.sentence
-    assert kernels.in_use() == chosen
-
-
 @pytest.mark.usefixtures("variant")
 def test_roof_measures_the_machines_bandwidth_and_product_rate() -> None:
     """Used by benchmarks/cost_curve.py; no core reads or multiplies 1e13 bytes a second."""
@@ -513,9 +498,10 @@ _ALL_KERNELS = """
 import ctypes, sys
 import numpy as np
 sys.path[:0] = sys.argv[2:]
-from specserve.engine import kernels
+from specserve.engine import kernel_library, kernels
 import pathlib
-kernels.library_path = lambda: pathlib.Path(sys.argv[1])
+from specserve.engine import kernel_library
+kernel_library.library_path = lambda: pathlib.Path(sys.argv[1])
 from kernel_products import attention, product, quantised, BLOCK
 for variant in kernels.VARIANTS:
     if kernels.use("auto", variant=variant).variant is None:

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specserve.engine.kernel_library import FORMATS, Unusable, checksum, library, library_path, loaded
+from specserve.engine.kernel_library import FORMATS, Unusable, checksum, library, loaded
 
 Mode = Literal["auto", "off"]
 VARIANTS = ("avx512_vnni", "avx_vnni", "avx2")
@@ -210,8 +210,7 @@ def identity() -> str:
     chosen = in_use()
     if chosen.variant is None:
         return "stock"
-    library_checksum = checksum(library_path().read_bytes())
-    return f"{library_checksum} {chosen.variant} {chosen.prefetch} {' '.join(chosen.formats)}"
+    return f"{checksum()} {chosen.variant} {chosen.prefetch} {' '.join(chosen.formats)}"
 
 
 class Calls(NamedTuple):

@@ -21,7 +21,7 @@ LONG = [n % 23 for n in range(300)]
 def test_time_waited_before_submit_counts_towards_waiting_and_ttft() -> None:
     observer = RecordingObserver()
     pair = FakePair(observers=[observer])
-    generation = Generation([1, 2], SamplingParams(), SpeculationParams(), pair.vocabulary, max_tokens=1)
+    generation = Generation([1, 2], ENDLESS, SpeculationParams(), pair.vocabulary, max_tokens=1)
     pair.scheduler.submit(generation, waited=100.0)
     pair.run()
     [record] = observer.ends

@@ -93,8 +93,10 @@ class Constraint:
         self._special = special
         self._round_budget = round_budget
         self._request_budget = request_budget
-        # Tokens that the matcher has consumed.
+        # Tokens that the matcher has consumed. After an error at a token or a mask it begins anew when it is needed.
         self._consumed: list[int] = []
+        # The last tokens that it could not consume, and why.
+        self._failed: tuple[list[int], str] = [], ""
         # By position the mask, or why there is none; and the layouts after the last consumed tokens.
         self._masks: dict[int, bytes | str] = {}
         self._layouts: deque[Layout] = deque(maxlen=_CACHED_POSITIONS)
@@ -124,13 +126,13 @@ class Constraint:
         followed; the next mask, if another token is needed, raises that.
         """
         tokens = list(tokens)
-        if len(tokens) < len(self._consumed) and self._consumed[: len(tokens)] == tokens:
-            # More has followed.
-            return False
         try:
-            return self._follow(tokens, may_defer=False) and self._matcher.is_stopped()
+            # Nothing is consumed after a complete answer.
+            follows = self._consumed[: len(tokens)] == tokens or self._follow(tokens, may_defer=False)
         except ConstraintError:
             return False
+        at_end = follows and len(self._consumed) == len(tokens)
+        return at_end and self._matcher.is_stopped() and not self._matcher.is_error()
 
     def forced(self, tokens: Sequence[int], limit: int) -> list[int]:
         """Return at most `limit` draft tokens for the text that the grammar forces.
@@ -195,10 +197,8 @@ class Constraint:
                 return None
             with self._timed():
                 mask = self._matcher.compute_bitmask()
-                # A failed matcher allows the end of the answer, which would pass for a complete one.
-                if self._matcher.is_error():
-                    mask = self._recover()
-            self._masks[position] = mask
+            # A failed matcher allows the end of the answer, which would pass for a complete one.
+            self._masks[position] = mask = self._error() or mask
             if len(self._masks) > _CACHED_POSITIONS:
                 del self._masks[min(self._masks)]
             self._check()
@@ -209,10 +209,19 @@ class Constraint:
     def _follow(self, tokens: Sequence[int], *, may_defer: bool = True) -> bool:
         """Move the matcher after `tokens`; False if they end the answer or break the grammar."""
         tokens = list(tokens)
+        beyond, error = self._failed
+        if error and tokens[: len(beyond)] == beyond:
+            raise _failure(error)
         shared = common_prefix(self._consumed, tokens)
-        if (rejected := len(self._consumed) - shared) > 0:
+        rejected = len(self._consumed) - shared
+        failed = self._matcher.is_error()
+        if rejected or failed:
             with self._timed(may_defer=may_defer):
-                self._matcher.rollback(rejected)
+                if failed:
+                    self._matcher = self._compiled.matcher.deep_copy()
+                    self._matcher.try_consume_tokens(tokens[:shared])
+                else:
+                    self._matcher.rollback(rejected)
             del self._consumed[shared:]
             self._masks = {position: mask for position, mask in self._masks.items() if position <= shared}
             for _ in range(min(rejected, len(self._layouts))):
@@ -221,8 +230,8 @@ class Constraint:
         if rest and self._special.end_set.isdisjoint(rest):
             with self._timed(may_defer=may_defer):
                 taken = self._matcher.try_consume_tokens(rest)
-                error = self._recover() if self._matcher.is_error() else ""
-            if error:
+            if error := self._error():
+                self._failed = tokens, error
                 raise _failure(error)
             for token in rest[:taken]:
                 if self._compiled.is_json:
@@ -233,14 +242,14 @@ class Constraint:
                 self._check()
         return len(self._consumed) == len(tokens)
 
-    def _recover(self) -> str:
-        """Return the matcher's error, and replace it by a matcher that has consumed the same tokens."""
-        reason = in_one_line(self._matcher.get_error())
-        if "lexer error" in reason:
-            self._compiled.failures.append(reason)
-        self._matcher = self._compiled.matcher.deep_copy()
-        self._matcher.try_consume_tokens(self._consumed)
-        return reason
+    def _error(self) -> str:
+        """Return why the matcher has failed, empty if it has not; take note if that is an error of the lexer."""
+        if not self._matcher.is_error():
+            return ""
+        error = in_one_line(self._matcher.get_error())
+        if "lexer error" in error:
+            self._compiled.failures.append(error)
+        return error
 
     def _layout(self) -> Layout:
         """Return the layout after the consumed tokens; read from the start after a rollback beyond the cache."""

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from costs import proportional
+from kernel_products import SUPPORTED_VARIANTS
 from specserve.config import load_yaml
 from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
@@ -47,7 +48,8 @@ class Loaded(NamedTuple):
 
 
 def load(path: Path, mode: kernels.Mode, threads: int = 2) -> Loaded:
-    kernels.use(mode, threads=threads)
+    # With a variant speeds are not compared: beside a busy loop ours may seem the slower ones.
+    kernels.use(mode, threads=threads, variant=next(iter(SUPPORTED_VARIANTS), None))
     model = LlamaModel(path)
     engine = LlamaEngine(model, n_slots=2, context_length=CONTEXT_LENGTH, threads=threads, max_rows=128, max_logits=64)
     return Loaded(model, engine, probe(engine, thorough=True))

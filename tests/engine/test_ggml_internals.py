@@ -102,7 +102,10 @@ CLEAR, RESET = "    void (*clear)(ggml_backend_buffer_t, uint8_t);\n", "    void
 PLANTED = {
     "functions that have changed places": (CLEAR + RESET, RESET + CLEAR),
     "a field that was added": ("    void * context;\n};", "    void * context;\n    void * added;\n};"),
-    "a virtual function that was added": ("virtual bool supports_op(", "virtual bool added();\n virtual bool supports_op("),
+    "a virtual function that was added": (
+        "virtual bool supports_op(",
+        "virtual bool added();\n virtual bool supports_op(",
+    ),
     "another argument of a virtual function": ("ggml_tensor * op, size_t & size", "ggml_tensor * op, size_t * size"),
     "fields that have changed places": ("int ith, nth;", "int nth, ith;"),
     "another argument of a function": ("ggml_backend_buffer_i, void *", "const ggml_backend_buffer_i &, void *"),

@@ -152,7 +152,8 @@ def test_a_fault_of_full_caches_is_found_if_a_slot_is_shorter_than_that() -> Non
 
 
 @pytest.mark.parametrize(
-    "fault", [alternatives_read, alternatives_adopted, eight_rows, cells_out_of_order, neighbours_before, neighbours_after]
+    "fault",
+    [alternatives_read, alternatives_adopted, eight_rows, cells_out_of_order, neighbours_before, neighbours_after],
 )
 def test_a_fault_is_attributed_to_one_condition(fault: Fault) -> None:
     invariance = probe(FaultyEngine(fault), thorough=True)

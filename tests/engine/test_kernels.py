@@ -32,6 +32,7 @@ from specserve.engine import kernel_library, kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
+import tiny_models
 from tiny_formats import quantise_as
 from tiny_models import write_tiny
 
@@ -372,6 +373,58 @@ def test_a_forward_pass_calls_the_kernels(tiny: Path, best: str) -> None:
     after = kernels.calls()
     # Two layers of seven products, and the head.
     assert (after.products - before.products, after.attentions - before.attentions) == (15, 2)
+
+
+def small_heads(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Heads of eight numbers, fewer than a register holds."""
+    monkeypatch.setattr(tiny_models, "HEADS", 8)
+    write_tiny(directory / "single.gguf", "qwen2", "target")
+    return quantise_as(directory / "single.gguf", directory / "heads.gguf", "q4_0")
+
+
+def unquantised(directory: Path, _monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_tiny(directory / "single.gguf", "qwen2", "target")
+    return directory / "single.gguf"
+
+
+def half_quantised(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Some products have a kernel and others have none: Q4_K takes rows of 256, Q5_0 is what llama.cpp takes for others."""
+    monkeypatch.setattr(tiny_models, "FEED_FORWARD", 256)
+    write_tiny(directory / "single.gguf", "qwen2", "target")
+    return quantise_as(directory / "single.gguf", directory / "half.gguf", "q4_k")
+
+
+@pytest.mark.usefixtures("best")
+@pytest.mark.parametrize(
+    ("written", "products", "attention"),
+    [(small_heads, True, False), (unquantised, False, True), (half_quantised, False, True)],
+)
+def test_an_engine_tells_what_llama_cpp_computes_of_its_model(
+    written: Callable[[Path, pytest.MonkeyPatch], Path],
+    products: bool,
+    attention: bool,
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also after another engine, for whose model it computed something else."""
+    path = written(tmp_path, monkeypatch)
+    for _ in range(2):
+        assert open_engine(path)[1].computed == (products, attention)
+        assert open_engine(tiny)[1].computed == (True, True)
+    kernels.use("off")
+    assert open_engine(tiny)[1].computed == (False, False)
+
+
+@pytest.mark.usefixtures("best")
+def test_a_rows_attention_reads_its_own_sequence_or_with_llama_cpps_kernel_all_of_them(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path, expected in ((tiny, 20), (small_heads(tmp_path, monkeypatch), 32)):
+        _, engine = open_engine(path)
+        for slot, length in ((0, 20), (1, 12)):
+            engine.forward([Row(40, slot, position, wants_logits=False) for position in range(length)])
+        assert engine.kv_len([0]) == expected
 
 
 def test_kernels_off_calls_no_kernel(tiny: Path) -> None:

@@ -1,4 +1,4 @@
-"""What handler/kernels/ggml_internals.h declares of ggml's internals is what the locked llama-cpp-python declares itself.
+"""What handler/kernels/ggml_internals.h declares of ggml's internals is what the locked llama-cpp-python declares.
 
 To move to another version: lock it, run this, and if it passes add the version to kVerified. If it fails, its message
 shows the declarations that have changed.
@@ -102,7 +102,10 @@ CLEAR, RESET = "    void (*clear)(ggml_backend_buffer_t, uint8_t);\n", "    void
 PLANTED = {
     "functions that have changed places": (CLEAR + RESET, RESET + CLEAR),
     "a field that was added": ("    void * context;\n};", "    void * context;\n    void * added;\n};"),
-    "a virtual function that was added": ("virtual bool supports_op(", "virtual bool added();\n virtual bool supports_op("),
+    "a virtual function that was added": (
+        "virtual bool supports_op(",
+        "virtual bool added();\n virtual bool supports_op(",
+    ),
     "another argument of a virtual function": ("ggml_tensor * op, size_t & size", "ggml_tensor * op, size_t * size"),
     "fields that have changed places": ("int ith, nth;", "int nth, ith;"),
     "another argument of a function": ("ggml_backend_buffer_i, void *", "const ggml_backend_buffer_i &, void *"),

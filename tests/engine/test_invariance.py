@@ -156,7 +156,8 @@ def test_a_fault_of_full_caches_is_found_if_a_slot_is_shorter_than_that() -> Non
 
 
 @pytest.mark.parametrize(
-    "fault", [alternatives_read, alternatives_adopted, eight_rows, cells_out_of_order, neighbours_before, neighbours_after]
+    "fault",
+    [alternatives_read, alternatives_adopted, eight_rows, cells_out_of_order, neighbours_before, neighbours_after],
 )
 def test_a_fault_is_attributed_to_one_condition(fault: Fault) -> None:
     invariance = probe(FaultyEngine(fault), thorough=True)
@@ -247,16 +248,32 @@ def test_logits_are_not_batch_invariant_with_llama_cpps_kernels(tiny: dict[str, 
     assert 0 < invariance.chunks < 1
 
 
-def config_of(
-    architecture: str, form: str, directory: Path, monkeypatch: pytest.MonkeyPatch, mode: kernels.Mode, threads: int = 1
-) -> HandlerConfig:
-    """A server's configuration for one tiny model, in rows of 256 weights, which is a block of some formats."""
+class TinyModel:
+    """Writes tiny models with rows of 256 weights, a block of some formats, and makes configurations for them."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def config(self, architecture: str, form: str, mode: kernels.Mode, *, threads: int = 1) -> HandlerConfig:
+        single, path = (self._directory / f"{name}.gguf" for name in ("single", form))
+        write_tiny(single, architecture, "target")
+        return HandlerConfig(
+            model_id="tiny",
+            kernels=mode,
+            target=ModelConfig(path=quantise_as(single, path, form)),
+            sequences=3,
+            context_length=512,
+            threads=threads,
+        )
+
+
+@pytest.fixture
+def wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyModel:
     monkeypatch.setattr(tiny_models, "WIDTH", 256)
     monkeypatch.setattr(tiny_models, "FEED_FORWARD", 512)
-    write_tiny(directory / "single.gguf", architecture, "target")
-    path = quantise_as(directory / "single.gguf", directory / f"{form}.gguf", form)
-    sizes = {"sequences": 3, "context_length": 512, "threads": threads}
-    return HandlerConfig(model_id="tiny", kernels=mode, target=ModelConfig(path=path), **sizes)
+    # Whether the kernels are faster than llama.cpp's depends on what else the machine does.
+    monkeypatch.setattr(kernels, "speed", lambda *_: 2.0)
+    return TinyModel(tmp_path)
 
 
 def last_logits(engine: Engine, tokens: list[int], chunks: list[int]) -> FloatArray:
@@ -278,8 +295,8 @@ def largest_difference(engine: Engine) -> float:
         cold = [64] * (length // 64)
         rest = length % 64
         expected = last_logits(engine, prompt, [*cold, rest] if rest else cold)
-        for chunks in ([5] * (length // 5), [*cold[:-1], 59, *[1] * (rest + 5)]):
-            differences.append(float(np.abs(last_logits(engine, prompt, chunks) - expected).max()))
+        warm = ([5] * (length // 5), [*cold[:-1], 59, *[1] * (rest + 5)])
+        differences += [float(np.abs(last_logits(engine, prompt, chunks) - expected).max()) for chunks in warm]
     engine.truncate(0, 0)
     return max(differences)
 
@@ -288,34 +305,30 @@ def largest_difference(engine: Engine) -> float:
 @pytest.mark.parametrize("form", [*FORMATS, "iq4_xs"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_trial_at_load_promises_no_repetition_that_does_not_hold(
-    architecture: str, form: str, mode: kernels.Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, form: str, mode: kernels.Mode, wide: TinyModel
 ) -> None:
     """IQ4_XS has no kernel of specserve's, and llama.cpp has two for it: for fewer than 8 rows, and for more."""
-    monkeypatch.setattr(kernels, "speed", lambda *_: 2.0)
-    models = load_models(config_of(architecture, form, tmp_path, monkeypatch, mode))
+    models = load_models(wide.config(architecture, form, mode))
     assert models.invariance is not None
     assert models.invariance.single_sequence == (largest_difference(models.target) == 0)
 
 
 @needs_kernels
-def test_the_trial_at_load_sees_how_llama_cpps_attention_changes_with_the_length(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trial_at_load_sees_how_llama_cpps_attention_changes_with_the_length(wide: TinyModel) -> None:
     """Above 256 tokens in the cache, for a single row and several threads."""
-    models = load_models(config_of("qwen2", "q4_0", tmp_path, monkeypatch, "off", threads=2))
+    models = load_models(wide.config("qwen2", "q4_0", "off", threads=2))
     assert models.invariance is not None
     assert models.invariance.rows > 0
 
 
 @needs_kernels
 def test_the_log_says_what_llama_cpp_computes_although_the_kernels_are_in_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    wide: TinyModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kernels, "speed", lambda *_: 2.0)
-    load_models(config_of("qwen2", "iq4_xs", tmp_path, monkeypatch, "auto"))
+    load_models(wide.config("qwen2", "iq4_xs", "auto"))
     assert "iq4_xs.gguf: llama.cpp's own kernels compute matrix products of this model" in caplog.text
     caplog.clear()
-    load_models(config_of("qwen2", "q4_0", tmp_path, monkeypatch, "auto"))
+    load_models(wide.config("qwen2", "q4_0", "auto"))
     assert "of this model" not in caplog.text
 
 

@@ -345,7 +345,7 @@ class Extra : public ggml::cpu::extra_buffer_type {
         }
     }
 
-    // Notes that ggml computes an operation. Every thread asks for every operation, so a note that is there is only read.
+    // Notes that ggml computes an operation. Every thread asks for every operation, so what is noted is only read.
     static ggml::cpu::tensor_traits * leave(int kind) {
         if ((library().left.load(std::memory_order_relaxed) & kind) == 0) {
             library().left.fetch_or(kind, std::memory_order_relaxed);

@@ -62,8 +62,8 @@ ggml_backend_buffer_type_t stock_buffer_type(Format format, int64_t k, int64_t c
     return ggml_backend_cpu_buffer_type();
 }
 
-// Computes a graph by the CPU backend, some times more than once: `set` writes its inputs, `out` receives its result. Returns
-// the seconds of the fastest repetition, infinite if the backend failed.
+// Computes a graph by the CPU backend, once and some repetitions: `set` writes its inputs, `out` receives its result.
+// Returns the seconds of the fastest repetition, infinite if the backend failed.
 double compute(ggml_context * tensors, ggml_tensor * result, int threads, int repeats,
                const std::function<void()> & set, float * out) {
     ggml_cgraph * graph = ggml_new_graph(tensors);
@@ -140,8 +140,9 @@ double check_attention(int rows, int threads) {
         ggml_fp32_to_fp16_row(numbers.data(), half.data(), static_cast<int64_t>(numbers.size()));
         return half;
     };
-    const std::vector<ggml_fp16_t> k = halves(normal_numbers(static_cast<size_t>(key_heads * cells * size), 4));
-    const std::vector<ggml_fp16_t> v = halves(normal_numbers(static_cast<size_t>(key_heads * cells * size), 5));
+    const auto at = [](int64_t i, int64_t j) { return static_cast<size_t>(i * size + j); };
+    const std::vector<ggml_fp16_t> k = halves(normal_numbers(at(key_heads * cells, 0), 4));
+    const std::vector<ggml_fp16_t> v = halves(normal_numbers(at(key_heads * cells, 0), 5));
     // Every third cell belongs to another sequence, and the last ones are later than the first rows.
     const auto sees = [&](int64_t row, int64_t cell) { return cell % 3 != 2 && cell < cells - rows + row + 1; };
     std::vector<float> mask(static_cast<size_t>(rows * cells));
@@ -180,17 +181,17 @@ double check_attention(int rows, int threads) {
             for (int64_t cell = 0; cell < cells; cell++) {
                 double score = 0;
                 for (int64_t i = 0; i < size; i++) {
-                    score += static_cast<double>(q[static_cast<size_t>((head * rows + row) * size + i)]) *
-                             ggml_fp16_to_fp32(k[static_cast<size_t>((first + cell) * size + i)]);
+                    const double key = ggml_fp16_to_fp32(k[at(first + cell, i)]);
+                    score += key * q[at(head * rows + row, i)];
                 }
                 const double weight = sees(row, cell) ? std::exp(score * scale) : 0;
                 sum += weight;
                 for (int64_t i = 0; i < size; i++) {
-                    exact[static_cast<size_t>(i)] += weight * ggml_fp16_to_fp32(v[static_cast<size_t>((first + cell) * size + i)]);
+                    exact[static_cast<size_t>(i)] += weight * ggml_fp16_to_fp32(v[at(first + cell, i)]);
                 }
             }
             for (int64_t i = 0; i < size; i++) {
-                deviation.add(out[static_cast<size_t>((row * heads + head) * size + i)], exact[static_cast<size_t>(i)] / sum);
+                deviation.add(out[at(row * heads + head, i)], exact[static_cast<size_t>(i)] / sum);
             }
         }
     }

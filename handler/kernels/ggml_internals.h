@@ -2,8 +2,8 @@
 //
 // These are declarations of things that live in llama-cpp-python's libggml-base.so and libggml-cpu.so: the table of
 // functions behind a buffer type, and the two abstract classes through which the CPU backend asks a buffer type for
-// kernels of its own. They are internals, and any version may change them: a library that was compiled with others would
-// call wrong functions. Therefore
+// kernels of its own. They are internals, and any version may change them: a library that was compiled with others
+// would call wrong functions. Therefore
 // - kVerified lists the versions whose sources declare the same; nothing is built for another one (CMakeLists.txt).
 //   tests/engine/test_ggml_internals.py compares these declarations with the sources of the version that is locked.
 // - engine/kernel_library.py reads from the library's file for which version it was built before it loads it, and first

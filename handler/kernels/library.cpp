@@ -104,8 +104,8 @@ EXPORT double specserve_time_product(int ours, int format, int64_t k, int64_t co
                                      int repeats) {
     return time_product(ours != 0, static_cast<Format>(format), k, columns, rows, threads, repeats);
 }
-EXPORT double specserve_run_product(int ours, int format, int64_t k, int64_t columns, const uint8_t * source, int pieces,
-                                    int rows, const float * x, int threads, float * out) {
+EXPORT double specserve_run_product(int ours, int format, int64_t k, int64_t columns, const uint8_t * source,
+                                    int pieces, int rows, const float * x, int threads, float * out) {
     return run_product(ours != 0, static_cast<Format>(format), k, columns, source, pieces, rows, x, threads, 0, out);
 }
 EXPORT int specserve_max_tile() { return library().kernels->max_tile; }

@@ -35,9 +35,9 @@ ggml_type type_of(Format format);
 
 ggml_backend_buffer_type_t buffer_type();
 
-// The largest difference of a product from the same in double precision, of dequantised weights and exact activations, in
-// parts of the root mean square of the products; of some rows and columns of pseudorandom blocks. Computed as in a forward
-// pass: by way of a ggml graph and the buffer type. Infinite if the graph did not come to these kernels.
+// The largest difference from a product in double precision of dequantised weights and exact activations, over some
+// rows and columns of pseudorandom blocks, in parts of the root mean square of the products. It is computed as in a
+// forward pass, by way of a ggml graph and the buffer type; infinite if the graph did not come to these kernels.
 double check_product(Format, int rows, int threads);
 
 // The same of attention, for pseudorandom queries, keys and values, and cells that some rows may not see.

@@ -1,4 +1,4 @@
-"""What handler/kernels/ggml_internals.h declares of ggml's internals is what the locked llama-cpp-python declares itself.
+"""What handler/kernels/ggml_internals.h declares of ggml's internals is what the locked llama-cpp-python declares.
 
 To move to another version: lock it, run this, and if it passes add the version to kVerified. If it fails, its message
 shows the declarations that have changed.

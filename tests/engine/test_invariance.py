@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pytest
 
+import tiny_models
 from fake_engine import FakeEngine
 from kernel_products import SUPPORTED_VARIANTS, needs_kernels
+from specserve.config import HandlerConfig, ModelConfig
 from specserve.engine import kernels
-from specserve.engine.base import FloatArray, Row
+from specserve.engine.base import Engine, FloatArray, Row
 from specserve.engine.invariance import Invariance, probe
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
+from specserve.serving.loading import load_models
 from tiny_formats import FORMATS, quantise_as
 from tiny_models import ARCHITECTURES, write_tiny
 
@@ -242,6 +246,90 @@ def test_logits_are_not_batch_invariant_with_llama_cpps_kernels(tiny: dict[str, 
     invariance = measure(tiny["q4_0"], "off")
     assert not invariance.single_sequence
     assert 0 < invariance.chunks < 1
+
+
+class TinyModel:
+    """Writes tiny models with rows of 256 weights, a block of some formats, and makes configurations for them."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def config(self, architecture: str, form: str, mode: kernels.Mode, *, threads: int = 1) -> HandlerConfig:
+        single, path = (self._directory / f"{name}.gguf" for name in ("single", form))
+        write_tiny(single, architecture, "target")
+        return HandlerConfig(
+            model_id="tiny",
+            kernels=mode,
+            target=ModelConfig(path=quantise_as(single, path, form)),
+            sequences=3,
+            context_length=512,
+            threads=threads,
+        )
+
+
+@pytest.fixture
+def wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyModel:
+    monkeypatch.setattr(tiny_models, "WIDTH", 256)
+    monkeypatch.setattr(tiny_models, "FEED_FORWARD", 512)
+    # Whether the kernels are faster than llama.cpp's depends on what else the machine does.
+    monkeypatch.setattr(kernels, "speed", lambda *_: 2.0)
+    return TinyModel(tmp_path)
+
+
+def last_logits(engine: Engine, tokens: list[int], chunks: list[int]) -> FloatArray:
+    """The logits after a prompt that is read in these chunks."""
+    engine.truncate(0, 0)
+    for start, end in pairwise([0, *accumulate(chunks)]):
+        rows = [Row(tokens[position], 0, position, position == len(tokens) - 1) for position in range(start, end)]
+        logits = engine.forward(rows).copy()
+    assert end == len(tokens)
+    return logits
+
+
+def largest_difference(engine: Engine) -> float:
+    """Between prompts that are read in chunks of 64, in chunks of 5, and in chunks of 64 but for their last tokens."""
+    tokens = [int(token) for token in np.random.default_rng(1).integers(engine.width, size=320)]
+    differences = []
+    for length in (70, 195, 320):
+        prompt = tokens[:length]
+        cold = [64] * (length // 64)
+        rest = length % 64
+        expected = last_logits(engine, prompt, [*cold, rest] if rest else cold)
+        warm = ([5] * (length // 5), [*cold[:-1], 59, *[1] * (rest + 5)])
+        differences += [float(np.abs(last_logits(engine, prompt, chunks) - expected).max()) for chunks in warm]
+    engine.truncate(0, 0)
+    return max(differences)
+
+
+@pytest.mark.parametrize("mode", ["auto", "off"])
+@pytest.mark.parametrize("form", [*FORMATS, "iq4_xs"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_trial_at_load_promises_no_repetition_that_does_not_hold(
+    architecture: str, form: str, mode: kernels.Mode, wide: TinyModel
+) -> None:
+    """IQ4_XS has no kernel of specserve's, and llama.cpp has two for it: for fewer than 8 rows, and for more."""
+    models = load_models(wide.config(architecture, form, mode))
+    assert models.invariance is not None
+    assert models.invariance.single_sequence == (largest_difference(models.target) == 0)
+
+
+@needs_kernels
+def test_the_trial_at_load_sees_how_llama_cpps_attention_changes_with_the_length(wide: TinyModel) -> None:
+    """Above 256 tokens in the cache, for a single row and several threads."""
+    models = load_models(wide.config("qwen2", "q4_0", "off", threads=2))
+    assert models.invariance is not None
+    assert models.invariance.rows > 0
+
+
+@needs_kernels
+def test_the_log_says_what_llama_cpp_computes_although_the_kernels_are_in_use(
+    wide: TinyModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_models(wide.config("qwen2", "iq4_xs", "auto"))
+    assert "iq4_xs.gguf: llama.cpp's own kernels compute matrix products of this model" in caplog.text
+    caplog.clear()
+    load_models(wide.config("qwen2", "q4_0", "auto"))
+    assert "of this model" not in caplog.text
 
 
 def test_the_sentence_names_the_conditions() -> None:

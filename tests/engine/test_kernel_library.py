@@ -1,4 +1,4 @@
-"""The library of the kernels is loaded only if it is for the installed llama-cpp-python, and computes without a crash."""
+"""The library of the kernels is loaded only if it is for the installed llama-cpp-python, and has run elsewhere."""
 
 from __future__ import annotations
 
@@ -105,16 +105,21 @@ def test_nothing_is_built_for_a_version_that_is_not_verified_and_the_server_says
 ) -> None:
     build, installed = tmp_path / "build", tmp_path / "installed"
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    configure = ["cmake", "-S", unverified, "-B", build, f"-DPython_EXECUTABLE={sys.executable}", "-G", "Ninja"]
-    for command in (configure, ["cmake", "--build", build], ["cmake", "--install", build, "--prefix", installed]):
-        subprocess.run(command, check=True, env=environment, capture_output=True)
+    options = [f"-DPython_EXECUTABLE={sys.executable}", "-G", "Ninja"]
+    steps: list[list[str | Path]] = [
+        ["-S", unverified, "-B", build, *options],
+        ["--build", build],
+        ["--install", build, "--prefix", installed],
+    ]
+    for step in steps:
+        subprocess.run(["cmake", *step], check=True, env=environment, capture_output=True)
     distribution = SimpleNamespace(locate_file=installed.joinpath)
     with monkeypatch.context() as patch:
         patch.setattr(importlib.metadata, "distribution", lambda _name: distribution)
         assert not kernel_library.library_path().exists()
         assert kernels.use("auto").sentence == (
-            "llama.cpp's own kernels compute: they were not built (they are verified for llama-cpp-python 0.3.1, 0.3.2, "
-            f"and {INSTALLED} was installed)"
+            "llama.cpp's own kernels compute: they were not built (they are verified for llama-cpp-python 0.3.1, "
+            f"0.3.2, and {INSTALLED} was installed)"
         )
 
 

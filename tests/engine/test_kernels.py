@@ -18,6 +18,7 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
+import tiny_models
 from kernel_products import (
     BLOCK,
     SUPPORTED_VARIANTS,
@@ -374,6 +375,57 @@ def test_a_forward_pass_calls_the_kernels(tiny: Path, best: str) -> None:
     assert (after.products - before.products, after.attentions - before.attentions) == (15, 2)
 
 
+def small_heads(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Heads of eight numbers, fewer than a register holds."""
+    monkeypatch.setattr(tiny_models, "HEADS", 8)
+    write_tiny(directory / "single.gguf", "qwen2", "target")
+    return quantise_as(directory / "single.gguf", directory / "heads.gguf", "q4_0")
+
+
+def unquantised(directory: Path, _monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_tiny(directory / "single.gguf", "qwen2", "target")
+    return directory / "single.gguf"
+
+
+def half_quantised(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Some products have a kernel and others have none: Q4_K takes rows of 256, for others llama.cpp takes Q5_0."""
+    monkeypatch.setattr(tiny_models, "FEED_FORWARD", 256)
+    write_tiny(directory / "single.gguf", "qwen2", "target")
+    return quantise_as(directory / "single.gguf", directory / "half.gguf", "q4_k")
+
+
+@pytest.mark.usefixtures("best")
+@pytest.mark.parametrize(
+    ("written", "computed"),
+    [(small_heads, (True, False)), (unquantised, (False, True)), (half_quantised, (False, True))],
+)
+def test_an_engine_tells_what_llama_cpp_computes_of_its_model(
+    written: Callable[[Path, pytest.MonkeyPatch], Path],
+    computed: tuple[bool, bool],
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also after another engine, for whose model it computed something else."""
+    path = written(tmp_path, monkeypatch)
+    for _ in range(2):
+        assert open_engine(path)[1].computed == computed
+        assert open_engine(tiny)[1].computed == (True, True)
+    kernels.use("off")
+    assert open_engine(tiny)[1].computed == (False, False)
+
+
+@pytest.mark.usefixtures("best")
+def test_a_rows_attention_reads_its_own_sequence_or_with_llama_cpps_kernel_all_of_them(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path, expected in ((tiny, 20), (small_heads(tmp_path, monkeypatch), 32)):
+        _, engine = open_engine(path)
+        for slot, length in ((0, 20), (1, 12)):
+            engine.forward([Row(40, slot, position, wants_logits=False) for position in range(length)])
+        assert engine.kv_len([0]) == expected
+
+
 def test_kernels_off_calls_no_kernel(tiny: Path) -> None:
     kernels.use("off")
     _, engine = open_engine(tiny)
@@ -390,6 +442,92 @@ def test_logits_equal_llama_cpps_up_to_rounding(tiny: Path) -> None:
     _, stock = open_engine(tiny, threads=2)
     expected = logits(stock)
     assert 0 < np.abs(got - expected).max() < 0.05 * np.abs(expected).max()
+
+
+class Walk:
+    """Slots whose tokens are known, in an engine that is asked for something else at every step."""
+
+    def __init__(self, model: LlamaModel, seed: int) -> None:
+        self.engine, self.fresh = (
+            LlamaEngine(
+                model,
+                n_slots=n_slots,
+                context_length=64,
+                threads=1,
+                max_rows=64,
+                max_logits=16,
+                max_alternatives=max_alternatives,
+            )
+            for n_slots, max_alternatives in ((3, 3), (1, 0))
+        )
+        self.random = np.random.default_rng(seed)
+        self.tokens: list[list[int]] = [[], [], []]
+        # By slot, the sequences that end with its alternatives of the last pass.
+        self.alternatives: dict[int, list[list[int]]] = {}
+
+    def number(self, low: int, high: int) -> int:
+        return int(self.random.integers(low, high + 1))
+
+    def forward(self) -> list[tuple[list[int], FloatArray]]:
+        """A pass over drafts and alternatives of some slots: what each row ends, and its logits."""
+        rows, ends, left = [], [], 3
+        self.alternatives = {}
+        for slot in self.random.permutation(3)[: self.number(1, 3)].tolist():
+            start = len(self.tokens[slot])
+            if start > 50:
+                continue
+            self.tokens[slot] = self.tokens[slot] + self.random.integers(1, 200, size=self.number(1, 4)).tolist()
+            for position in range(start, len(self.tokens[slot])):
+                rows.append(Row(self.tokens[slot][position], slot, position, wants_logits=True))
+                ends.append(self.tokens[slot][: position + 1])
+            for _ in range(self.number(0, left)):
+                position, left = self.number(start, len(self.tokens[slot]) - 1), left - 1
+                ends.append([*self.tokens[slot][:position], self.number(1, 200)])
+                self.alternatives.setdefault(slot, []).append(ends[-1])
+                rows.append(Row(ends[-1][-1], slot, position, wants_logits=True, alternative=True))
+        return list(zip(ends, self.engine.forward(rows).copy(), strict=True)) if rows else []
+
+    def adopt(self) -> None:
+        for slot, ends in self.alternatives.items():
+            if self.random.random() < 0.7:
+                number = self.number(0, len(ends) - 1)
+                self.engine.adopt(slot, number)
+                self.tokens[slot] = ends[number]
+
+    def truncate_or_copy(self) -> None:
+        self.alternatives = {}
+        slot, other = self.random.permutation(3)[:2].tolist()
+        length = self.number(0, len(self.tokens[slot]))
+        if self.random.random() < 0.5:
+            self.engine.truncate(slot, length)
+            self.tokens[slot] = self.tokens[slot][:length]
+        else:
+            self.engine.copy(slot, other, length)
+            self.tokens[other] = self.tokens[slot][:length]
+
+    def expected(self, tokens: list[int]) -> FloatArray:
+        """The logits after these tokens, read at once into an empty cache, shape (1, vocabulary)."""
+        self.fresh.truncate(0, 0)
+        last = len(tokens) - 1
+        return self.fresh.forward([Row(token, 0, i, wants_logits=i == last) for i, token in enumerate(tokens)])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_logits_have_the_same_bits_after_any_drafts_adoptions_truncations_and_copies(
+    seed: int, tiny: Path, best: str
+) -> None:
+    assert best
+    walk, compared, adopted = Walk(LlamaModel(tiny), seed), 0, 0
+    for step in range(80):
+        for tokens, found in walk.forward():
+            assert np.array_equal([found], walk.expected(tokens)), f"step {step}, after {tokens}"
+            compared += 1
+        adopted += len(walk.alternatives)
+        walk.adopt()
+        if step % 3 == 2:
+            walk.truncate_or_copy()
+    assert compared > 200
+    assert adopted > 20
 
 
 def test_models_of_different_variants_can_be_loaded_together(tiny: Path, variant: str) -> None:
@@ -500,12 +638,12 @@ import numpy as np
 sys.path[:0] = sys.argv[2:]
 from specserve.engine import kernel_library, kernels
 import pathlib
-from specserve.engine import kernel_library
 kernel_library.library_path = lambda: pathlib.Path(sys.argv[1])
-from kernel_products import attention, product, quantised, BLOCK
-for variant in kernels.VARIANTS:
-    if kernels.use("auto", variant=variant).variant is None:
-        continue
+# It would be another process of the sanitizers', and slow.
+kernel_library._try_out = lambda *_: None
+from kernel_products import attention, product, quantised, BLOCK, SUPPORTED_VARIANTS
+for variant in SUPPORTED_VARIANTS:
+    assert kernels.use("auto", variant=variant).variant == variant
     random = np.random.default_rng(0)
     for name in kernels.FORMATS:
         for columns, k in ((1, BLOCK[name]), (35, 512)):
@@ -513,7 +651,7 @@ for variant in kernels.VARIANTS:
             for rows in (1, 2, 15, 16, 17, 33):
                 x = random.normal(size=(rows, k)).astype(np.float32)
                 x[0, :3] = np.inf, -np.inf, np.nan
-                product(name, blocks, x, threads=2)
+                product(name, blocks, x, threads=2, pieces=1 + rows % 3)
     for size in (16, 48, 128):
         for rows, kv_len in ((1, 1), (4, 33), (3, 100)):
             shape = (rows, 3, size), (kv_len, size), (kv_len, size)

@@ -70,7 +70,7 @@ def library() -> ctypes.CDLL:
         raise Unusable(f"{path} is not a library of this specserve's kernels")
     if built_for[1].decode() != installed:
         raise Unusable(f"they were built for llama-cpp-python {built_for[1].decode()}, and {installed} is installed")
-    _try_out(path, _checksum("\0".join([checksum(), installed, processor()]).encode())[:32])
+    _try_out(path, f"{checksum()} {installed} {processor()}")
     return load(path)
 
 
@@ -134,13 +134,13 @@ def declare(found: ctypes.CDLL) -> ctypes.CDLL:
     return found
 
 
-def _try_out(path: Path, key: str) -> None:
-    """Let the library compute in another process, unless it has ended well before with this key.
+def _try_out(path: Path, conditions: str) -> None:
+    """Let the library compute in another process, unless that has ended well before under these conditions.
 
     Raises:
         Unusable: that process crashed, failed or did not end.
     """
-    note = cache_directory() / "kernels" / key
+    note = cache_directory() / "kernels" / _checksum(conditions.encode())[:32]
     if note.exists():
         return
     command = [sys.executable, "-m", __name__, str(path)]

@@ -16,6 +16,29 @@ from numpy.typing import NDArray
 
 from specserve.engine.kernel_library import FORMATS, Unusable, checksum, library, loaded
 
+__all__ = [
+    "FORMATS",
+    "VARIANTS",
+    "Calls",
+    "Kernels",
+    "Mode",
+    "Roof",
+    "Share",
+    "Unusable",
+    "attention_error",
+    "calls",
+    "head_limited_to",
+    "identity",
+    "in_use",
+    "largest_error",
+    "library",
+    "non_temporal_is_fast",
+    "roof",
+    "share_of",
+    "speed",
+    "use",
+]
+
 Mode = Literal["auto", "off"]
 VARIANTS = ("avx512_vnni", "avx_vnni", "avx2")
 # Error of a product relative to its root mean square. Activations of 8 bits cause 0.023 (768 terms, any variant), a

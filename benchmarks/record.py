@@ -42,7 +42,7 @@ _CHOICES = 3
 def choose(logits: FloatArray, index: int, sampling: SamplingParams, choices: int = 1) -> list[int]:
     """The token chosen at an index of the answer, and the next choices, each as if those before it had no chance."""
     p = to_distribution(logits, sampling) if sampling.temperature else np.exp(logits - logits.max())
-    noise = partial(Noise(_SEED, 0, 0, 0).exponentials, index)
+    noise = partial(Noise(secret=0, round_number=0, seed=_SEED, choice=0, position=0).exponentials, index)
     chosen: list[int] = []
     while len(chosen) < choices:
         chosen.append(race(p, noise) if sampling.temperature else int(np.argmax(p)))

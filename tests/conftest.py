@@ -1,9 +1,11 @@
-"""For all tests: no limit depends on the machine's speed, and a run ends with how its skipped tests are made to run."""
+"""For all tests: repeatable, with no limit that depends on the machine's speed, and with what skipped ones need."""
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from importlib.util import find_spec
+from random import Random
 
 import pytest
 
@@ -13,6 +15,12 @@ if find_spec("hypothesis"):
 
     settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any speed")
+
+
+@pytest.fixture(autouse=True)
+def _repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences get the same secrets in every run, so a test with a rate of false alarms always has one result."""
+    monkeypatch.setattr(secrets, "randbits", Random(0).getrandbits)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

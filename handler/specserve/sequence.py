@@ -21,7 +21,7 @@ State = TypeVar("State")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How logits become a distribution, and the seed of the noise that samples from it.
+    """How logits become a distribution, and the seed of the noise by which coupled verification samples from it.
 
     `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 filter nothing; `seed` None picks one at random. The
     defaults of the penalties and biases (sampling/logits.py) change nothing.
@@ -228,7 +228,9 @@ class Sequence:
         self.sampling = sampling
         self.max_tokens = max_tokens
         self.speculation = speculation
-        self.seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        # Of its own even where a seed is shared (sampling/noise.py).
+        self.secret = secrets.randbits(64)
+        self.seed = self.secret if sampling.seed is None else sampling.seed
         self.choice = choice
         self.top_logprobs = top_logprobs
         self.keeps_sources = keeps_sources

@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from constraints import Alternating
 from costs import proportional
 from fake_engine import FakeEngine, FakeVocabulary
 from specserve.observability.records import EndRecord, Observer, RequestInfo, RoundRecord
+from specserve.sampling.distribution import to_distribution
+from specserve.sampling.logits import penalise
 from specserve.sequence import DrafterName, SamplingParams, SpeculationMode, SpeculationParams, Verification
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler
@@ -157,6 +160,34 @@ def plain_greedy(prompt: list[int], max_tokens: int) -> list[int]:
             break
         tokens.append(token)
     return tokens[len(prompt) :]
+
+
+def exact_answers(
+    prompt: list[int],
+    length: int,
+    sampling: SamplingParams,
+    vocabulary: FakeVocabulary,
+    grammar: Alternating | None = None,
+) -> dict[tuple[int, ...], float]:
+    """The probability of every answer of the target of at most so many tokens, its end token not counted."""
+    target = FakeEngine(vocabulary=vocabulary.size, n_slots=1)
+    exact: dict[tuple[int, ...], float] = {}
+
+    def extend(answer: tuple[int, ...], probability: float) -> None:
+        if len(answer) == length:
+            exact[answer] = probability
+            return
+        logits = penalise(target.logits([*prompt, *answer]), sampling, prompt, answer)
+        if grammar is not None:
+            logits = np.where(grammar.allowed(answer), logits, -np.inf)
+        for token, p in enumerate(to_distribution(logits, sampling)):
+            if vocabulary.is_end_token(token):
+                exact[answer] = probability * float(p)
+            elif p > 0:
+                extend((*answer, token), probability * float(p))
+
+    extend((), 1.0)
+    return exact
 
 
 def detokenize(tokens: list[int]) -> str:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from constraints import Alternating, Shared, Slow
 from costs import flat
 from fake_pair import ENDLESS, GREEDY, VOCABULARY, FakePair, RecordingObserver
+from rules import noise
 from specserve.sampling.distribution import FloatArray, to_distribution
-from specserve.sampling.noise import Noise
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams, Verification
 from specserve.speculation.acceptance import Acceptance
 from specserve.speculation.alternatives import choose_alternatives, note_possible
@@ -28,7 +28,7 @@ UNLIKELY_ACCEPTED = 0.2
 
 def proposal_of(sampling: SamplingParams, verification: Verification = "block", max_drafts: int = 8) -> Proposal:
     sequence = Sequence([1], sampling, SpeculationParams(16, verification, mode="auto"), max_tokens=100)
-    return Proposal(sequence, max_drafts, Noise(7, 0, 0, 0))
+    return Proposal(sequence, max_drafts, noise(seed=7))
 
 
 def possible_after(proposal: Proposal, logits: FloatArray, acceptance: float = UNLIKELY_ACCEPTED) -> list[Alternative]:

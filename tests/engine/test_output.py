@@ -16,11 +16,11 @@ from scipy.stats import chisquare
 
 from constraints import Alternating, Shared, Slow
 from costs import flat
-from fake_engine import FakeEngine, FakeVocabulary
-from fake_pair import END_TOKEN, ENDLESS, SEEDED, SLOTS, FakePair, plain_greedy
+from fake_engine import FakeEngine, NoEndToken
+from fake_pair import END_TOKEN, ENDLESS, SEEDED, SLOTS, FakePair, RecordingObserver, exact_answers, plain_greedy
 from specserve.engine.base import Row
-from specserve.sampling.distribution import FloatArray, draw, to_distribution
-from specserve.sampling.logits import TargetDistributions, penalise
+from specserve.sampling.distribution import FloatArray, draw
+from specserve.sampling.logits import TargetDistributions
 from specserve.sampling.noise import Noise, Purpose
 from specserve.sequence import SamplingParams, Verification
 from specserve.speculation import drafters
@@ -90,15 +90,17 @@ def test_a_choice_has_the_same_output_alone_and_among_other_choices() -> None:
 
 
 @pytest.mark.parametrize("verification", RULES)
-def test_a_seed_repeats_its_output_and_requests_without_one_differ(verification: Verification) -> None:
-    def output(sampling: SamplingParams) -> tuple[int, ...]:
-        pair = FakePair()
-        generation = pair.submit([1, 2], sampling=sampling, verification=verification)
-        pair.run()
-        return tuple(generation.answer)
+def test_only_coupled_output_repeats_and_only_with_a_seed(verification: Verification) -> None:
+    """Other rules share no number between sequences, whatever their seeds (test_exact_output.py)."""
 
-    assert output(SEEDED) == output(SEEDED)
-    assert len({output(SamplingParams()) for _ in range(4)}) > 1
+    def outputs(sampling: SamplingParams) -> set[tuple[int, ...]]:
+        pair = FakePair()
+        generations = [pair.submit([1, 2], sampling=sampling, verification=verification) for _ in range(4)]
+        pair.run()
+        return {tuple(generation.answer) for generation in generations}
+
+    assert (len(outputs(SEEDED)) == 1) == (verification == "coupled")
+    assert len(outputs(SamplingParams())) > 1
 
 
 TRIALS = 2_400
@@ -120,33 +122,8 @@ CASES: dict[str, dict[str, Any]] = {
     "adaptive lengths with a prediction": {"mode": "auto", "draft_seconds": 0.1, "prediction": PREDICTION},
     # One draft a round, whose alternatives take the other rows.
     "alternatives": {"mode": "auto", "draft_seconds": 0.38, "max_tokens": 9, "gamma": 4},
+    "alternatives beside several drafts": {"mode": "auto", "draft_seconds": 0.15, "max_tokens": 9, "gamma": 8},
 }
-
-
-class NoEndToken(FakeVocabulary):
-    def is_end_token(self, token: int) -> bool:
-        del token
-        return False
-
-
-def exact_distribution(grammar: Alternating | None) -> dict[tuple[int, ...], float]:
-    """The probabilities of the target's first three tokens after the prompt [1, 2]."""
-    target = FakeEngine(vocabulary=6, n_slots=1)
-
-    def next_token(output: tuple[int, ...]) -> FloatArray:
-        logits = penalise(target.logits([1, 2, *output]), SAMPLING, [1, 2], output)
-        if grammar is not None:
-            logits = np.where(grammar.allowed(output), logits, -np.inf)
-        return to_distribution(logits, SAMPLING)
-
-    exact: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(3):
-        exact = {
-            (*output, token): probability * float(p)
-            for output, probability in exact.items()
-            for token, p in enumerate(next_token(output))
-        }
-    return exact
 
 
 def outputs(
@@ -157,9 +134,12 @@ def outputs(
     draft_seconds: float = 0.1,
     max_tokens: int = 4,
     **options: Any,
-) -> tuple[list[tuple[int, ...]], Counter[int]]:
-    """The first three output tokens for each seed, by the whole scheduler, and the histogram of drafts a round."""
-    shared = Shared(2 if grammar is LATE_MASKS else 10**9)
+) -> tuple[list[tuple[int, ...]], Counter[int], Counter[int]]:
+    """The first three output tokens for each seed, by the whole scheduler, and what happened.
+
+    That is the number of rounds by their drafts, and the same of rounds that adopted an alternative.
+    """
+    shared, observer = Shared(2 if grammar is LATE_MASKS else 10**9), RecordingObserver()
     pair = FakePair(
         vocabulary=NoEndToken(6),
         blend=0.6,
@@ -168,9 +148,9 @@ def outputs(
         proposers=[PredictionProposer(), GrammarProposer(), LookupProposer()],
         max_wait_seconds=1.0,
         begin_masks=shared.begin_round,
+        observers=[observer],
     )
     found: list[tuple[int, ...]] = []
-    gammas: Counter[int] = Counter()
     for seed in range(0, trials, SLOTS):
         generations = [
             pair.submit(
@@ -185,17 +165,20 @@ def outputs(
         ]
         pair.run()
         found += [tuple(generation.answer[:3]) for generation in generations]
-        for generation in generations:
-            gammas += generation.stats.gammas
-    return found, gammas
+    rounds = [record for record in observer.rounds if record.is_decode_round]
+    gammas = Counter(len(record.drafts) for record in rounds)
+    return found, gammas, Counter(len(record.drafts) for record in rounds if record.adopted)
 
 
 def pvalue(verification: Verification, case: str) -> float:
     """Chi-square of the outputs against the exact distribution."""
-    found, gammas = outputs(verification, TRIALS, **CASES[case])
+    found, gammas, adopted = outputs(verification, TRIALS, **CASES[case])
     assert min(gammas[0], gammas[1]) > TRIALS / 10, "the number of drafts does not vary"
+    if case == "alternatives beside several drafts":
+        assert adopted.total() - adopted[1] > TRIALS / 4, "few alternatives are recovered"
     counts = Counter(found)
-    exact = exact_distribution(Alternating(6) if "grammar" in CASES[case] else None)
+    grammar = Alternating(6) if "grammar" in CASES[case] else None
+    exact = exact_answers([1, 2], 3, SAMPLING, NoEndToken(6), grammar)
     likely = [output for output, probability in exact.items() if probability * TRIALS >= 5]
     observed = [counts[output] for output in likely]
     expected = [exact[output] * TRIALS for output in likely]
@@ -214,8 +197,8 @@ def test_sampled_output_has_the_targets_distribution(case: str, verification: Ve
 
 @pytest.mark.parametrize("case", CASES)
 def test_coupled_output_is_the_same_with_and_without_drafts(case: str) -> None:
-    plain, _ = outputs("coupled", 99, grammar=GRAMMAR if "grammar" in CASES[case] else None, gamma=0)
-    drafted, gammas = outputs("coupled", 99, **CASES[case])
+    plain, _, _ = outputs("coupled", 99, grammar=GRAMMAR if "grammar" in CASES[case] else None, gamma=0)
+    drafted, gammas, _ = outputs("coupled", 99, **CASES[case])
     assert drafted == plain
     assert gammas[1] + gammas[2] > 50
 
@@ -288,6 +271,7 @@ def compute_alternatives_after_the_draft(patch: pytest.MonkeyPatch) -> None:
         (drop_drafts_of_low_probability, "adaptive lengths"),
         (share_noise_between_draft_and_rule, "the draft model"),
         (compute_alternatives_after_the_draft, "alternatives"),
+        (compute_alternatives_after_the_draft, "alternatives beside several drafts"),
     ],
 )
 def test_a_planted_fault_changes_the_distribution(

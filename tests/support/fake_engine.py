@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 import numpy as np
 
@@ -36,7 +37,6 @@ class FakeEngine:
         self._memory = memory
         self._blend = blend
         self._sharpness = sharpness
-        self._cached_logits: dict[tuple[int, ...], FloatArray] = {}
         self._returned = np.empty((0, vocabulary), np.float32)
 
     def cached_len(self, slot: int) -> int:
@@ -49,12 +49,7 @@ class FakeEngine:
 
     def logits(self, context: list[int]) -> FloatArray:
         """Return the logits after `context`, shape (vocabulary,)."""
-        key = tuple(context[-self._memory :])
-        if key not in self._cached_logits:
-            own, other = (np.random.default_rng([i, self.width, *key]).normal(size=self.width) for i in (0, 1))
-            mixed = (1 - self._blend) * own + self._blend * other
-            self._cached_logits[key] = (self._sharpness * mixed).astype(np.float32)
-        return self._cached_logits[key]
+        return _logits(tuple(context[-self._memory :]), self.width, self._blend, self._sharpness)
 
     def forward(self, rows: list[Row]) -> FloatArray:
         """Run one forward pass; see `Engine.forward`."""
@@ -120,6 +115,12 @@ class FakeEngine:
         """Do nothing."""
 
 
+@cache
+def _logits(context: tuple[int, ...], width: int, blend: float, sharpness: float) -> FloatArray:
+    own, other = (np.random.default_rng([i, width, *context]).normal(size=width) for i in (0, 1))
+    return (sharpness * ((1 - blend) * own + blend * other)).astype(np.float32)
+
+
 class FakeVocabulary:
     """Tokens are the bytes 0 to size - 2; the last token is the end token."""
 
@@ -157,3 +158,12 @@ class FakeVocabulary:
     def bos_token(self) -> int | None:
         """Return None: there is no BOS token."""
         return None
+
+
+class NoEndToken(FakeVocabulary):
+    """A vocabulary in which no token ends an answer."""
+
+    def is_end_token(self, token: int) -> bool:
+        """Return False."""
+        del token
+        return False

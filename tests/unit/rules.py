@@ -12,6 +12,11 @@ from specserve.sampling.noise import Noise, Purpose
 from specserve.speculation.rejection import Distributions, Verdict, recover
 
 
+def noise(kind: type[Noise] = Noise, **keys: int) -> Noise:
+    """Noise with some of its keys, where the others do not matter."""
+    return kind(**({"secret": 0, "round_number": 0, "seed": 0, "choice": 0, "position": 0} | keys))
+
+
 def recovers_from_p(p: Distributions, q: Distributions, drafts: Sequence[int], noise: Noise) -> Verdict:
     """WRONG: after a rejection the next token comes from p instead of the residual."""
     for i, x in enumerate(drafts):
@@ -95,14 +100,13 @@ WRONG_RULES = [recovers_from_p, recovers_with_the_accept_number, accepts_with_th
 class KeyedByPosition(Noise):
     """WRONG for token and block verification: numbers are keyed by the position in the output instead of the round."""
 
+    def __init__(self, *, secret: int, round_number: int, seed: int, choice: int, position: int) -> None:
+        del round_number
+        super().__init__(secret=secret, round_number=0, seed=seed, choice=choice, position=position)
+
     def uniform(self, purpose: Purpose, index: int) -> float:
         """The number of the position `index` tokens after the start of the round."""
-        keyed = Noise(self._unpacked_seed, 0, 0, 0)
-        return keyed.uniform(purpose, self._position + index)
-
-    def __init__(self, seed: int, choice: int, round_number: int, position: int) -> None:
-        super().__init__(seed, choice, round_number, position)
-        self._unpacked_seed = seed
+        return super().uniform(purpose, self._position + index)
 
 
 class UniformRace(Noise):
@@ -125,6 +129,6 @@ class CoarseRace(Noise):
 class SameAtEveryPosition(Noise):
     """WRONG for coupled verification: every position has the same numbers."""
 
-    def __init__(self, seed: int, choice: int, round_number: int, position: int) -> None:
+    def __init__(self, *, secret: int, round_number: int, seed: int, choice: int, position: int) -> None:
         del position
-        super().__init__(seed, choice, round_number, 0)
+        super().__init__(secret=secret, round_number=round_number, seed=seed, choice=choice, position=0)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costs import flat, proportional, stairs
+from rules import noise
 from specserve.sampling.distribution import one_hot
-from specserve.sampling.noise import Noise
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams
 from specserve.speculation.acceptance import Observation
 from specserve.speculation.charges import Balance, Charge
@@ -166,7 +166,7 @@ def count_round(
     drafter: DrafterName | None = "model",
 ) -> None:
     """Account for a round whose plain pass takes a second, and in which this drafter drafted a token."""
-    proposal = Proposal(sequence(), 8, Noise(0, 0, 0, 0))
+    proposal = Proposal(sequence(), 8, noise())
     proposal.draft_model_seconds = proposal.long_catch_up_seconds = catch_up_seconds
     if drafter:
         proposal.add(Draft(1, one_hot(1, 2), drafter, 0.9), 0.9)

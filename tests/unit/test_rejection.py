@@ -6,7 +6,6 @@ Statistical tests run on fixed seeds; their false-alarm rate is the share of see
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -26,6 +25,7 @@ from rules import (
     UniformRace,
     accepts_likely_drafts,
     accepts_with_the_draft_number,
+    noise,
     recovers_from_p,
     recovers_with_the_accept_number,
 )
@@ -152,9 +152,9 @@ def test_choosing_a_drafter_by_its_sampled_token_is_wrong() -> None:
 @pytest.mark.parametrize("rule", [rule.verify for rule in RULES.values()], ids=list(RULES))
 def test_one_hot_draft_is_accepted_iff_it_is_the_targets_argmax(rule: Rule) -> None:
     p = np.eye(4)[[2, 1, 3]]
-    assert rule(p, np.eye(4)[[2, 0]], [2, 0], Noise(1, 0, 0, 0)) == Verdict(1, 1)
-    assert rule(p, np.eye(4)[[2, 1]], [2, 1], Noise(1, 0, 0, 0)) == Verdict(2, 3)
-    assert rule(p, [], [], Noise(1, 0, 0, 0)) == Verdict(0, 2)
+    assert rule(p, np.eye(4)[[2, 0]], [2, 0], noise()) == Verdict(1, 1)
+    assert rule(p, np.eye(4)[[2, 1]], [2, 1], noise()) == Verdict(2, 3)
+    assert rule(p, [], [], noise()) == Verdict(0, 2)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.data())
@@ -163,16 +163,16 @@ def test_every_rule_equals_greedy_verification_on_one_hot_rows(choices: list[int
     drafts = data.draw(st.lists(st.integers(0, 3), min_size=gamma, max_size=gamma))
     p, q = np.eye(4)[choices], np.eye(4)[drafts]
     verdict = accept_equal(choices.__getitem__, drafts)
-    assert {rule.verify(p, q, drafts, Noise(1, 0, 0, 0)) for rule in RULES.values()} == {verdict}
+    assert {rule.verify(p, q, drafts, noise()) for rule in RULES.values()} == {verdict}
 
 
 @pytest.mark.parametrize("rule", DRAWING_RULES)
 def test_draft_is_always_accepted_when_q_equals_p(rule: Rule) -> None:
     rows = softmax(np.random.default_rng(0).normal(size=(4, 30)))
     for seed in range(200):
-        noise = Noise(seed, 0, 0, 0)
-        drafts = [draw(rows[i], noise.uniform(Purpose.DRAFT, i)) for i in range(3)]
-        assert rule(rows, rows[:3], drafts, noise).n_accepted == 3
+        numbers = noise(secret=seed)
+        drafts = [draw(rows[i], numbers.uniform(Purpose.DRAFT, i)) for i in range(3)]
+        assert rule(rows, rows[:3], drafts, numbers).n_accepted == 3
 
 
 # Statistical
@@ -182,9 +182,9 @@ def first_tokens(rule: Rule, p: FloatArray, q: FloatArray, trials: int) -> np.nd
     """Counts of the first token that a round with one draft outputs."""
     counts = np.zeros(len(p), np.int64)
     for trial in range(trials):
-        noise = Noise(trial, 0, 0, 0)
-        draft = draw(q, noise.uniform(Purpose.DRAFT, 0))
-        n_accepted, token = rule([p, p], [q], [draft], noise)
+        numbers = noise(secret=trial)
+        draft = draw(q, numbers.uniform(Purpose.DRAFT, 0))
+        n_accepted, token = rule([p, p], [q], [draft], numbers)
         counts[draft if n_accepted else token] += 1
     return counts
 
@@ -210,28 +210,28 @@ def test_first_token_test_rejects_a_wrong_rule(wrong: Rule) -> None:
 
 
 def chain(
-    rule: Rule, p: FloatArray, q: FloatArray, noise_of: Callable[[int, int], Noise], *, length: int, gamma: int
+    rule: Rule, p: FloatArray, q: FloatArray, kind: type[Noise], *, secret: int, length: int, gamma: int
 ) -> list[int]:
     """An output of a Markov chain p with drafts from a Markov chain q, in as many rounds as it takes."""
     tokens = [0]
     for round_number in itertools.count():
         if len(tokens) > length:
             break
-        noise = noise_of(round_number, len(tokens) - 1)
+        numbers = noise(kind, secret=secret, round_number=round_number, position=len(tokens) - 1)
         drafts: list[int] = []
         for i in range(gamma):
-            drafts.append(draw(q[[*tokens, *drafts][-1]], noise.uniform(Purpose.DRAFT, i)))
+            drafts.append(draw(q[[*tokens, *drafts][-1]], numbers.uniform(Purpose.DRAFT, i)))
         contexts = [tokens[-1], *drafts]
-        n_accepted, token = rule([p[c] for c in contexts], [q[c] for c in contexts[:-1]], drafts, noise)
+        n_accepted, token = rule([p[c] for c in contexts], [q[c] for c in contexts[:-1]], drafts, numbers)
         tokens += [*drafts[:n_accepted], token]
     return tokens[1 : length + 1]
 
 
-def position_pvalues(rule: Rule, trials: int, noise: Callable[..., Noise] = Noise) -> list[float]:
+def position_pvalues(rule: Rule, trials: int, kind: type[Noise] = Noise) -> list[float]:
     """The chi-square p-value of each of five positions, decoded in two to five rounds."""
     rng = np.random.default_rng(11)
     p, q = softmax(1.5 * rng.normal(size=(4, 4))), softmax(1.5 * rng.normal(size=(4, 4)))
-    outputs = np.array([chain(rule, p, q, partial(noise, seed, 0), length=5, gamma=3) for seed in range(trials)])
+    outputs = np.array([chain(rule, p, q, kind, secret=trial, length=5, gamma=3) for trial in range(trials)])
     marginal = np.eye(4)[0]
     pvalues = []
     for position in range(5):
@@ -262,9 +262,9 @@ def standard_errors_from_overlap(rule: Rule, trials: int = 20_000) -> float:
     p, q = softmax(rng.normal(size=32)), softmax(rng.normal(size=32))
     accepted = 0
     for trial in range(trials):
-        noise = Noise(trial, 0, 0, 0)
-        draft = draw(q, noise.uniform(Purpose.DRAFT, 0))
-        accepted += rule([p, p], [q], [draft], noise).n_accepted
+        numbers = noise(secret=trial)
+        draft = draw(q, numbers.uniform(Purpose.DRAFT, 0))
+        accepted += rule([p, p], [q], [draft], numbers).n_accepted
     overlap = float(np.minimum(p, q).sum())
     return abs(accepted / trials - overlap) / float(np.sqrt(overlap * (1 - overlap) / trials))
 
@@ -283,23 +283,23 @@ def test_acceptance_rate_test_rejects_wrong_acceptance(wrong: Rule) -> None:
 # Coupled verification
 
 
-def coupled_token(row: FloatArray, seed: int, position: int = 0, noise: Callable[..., Noise] = Noise) -> int:
+def coupled_token(row: FloatArray, seed: int, position: int = 0, kind: type[Noise] = Noise) -> int:
     """The target's own choice at a position."""
-    return verify_coupled([row], [], [], noise(seed, 0, 0, position)).next_token
+    return verify_coupled([row], [], [], noise(kind, seed=seed, position=position)).next_token
 
 
-def narrow_pvalue(trials: int, noise: Callable[..., Noise] = Noise) -> float:
+def narrow_pvalue(trials: int, kind: type[Noise] = Noise) -> float:
     """The chi-square p-value of coupled tokens over a vocabulary of sixteen."""
     p, _ = adversarial_pair()
-    counts = np.bincount([coupled_token(p, seed, noise=noise) for seed in range(trials)], minlength=16)
+    counts = np.bincount([coupled_token(p, seed, kind=kind) for seed in range(trials)], minlength=16)
     return float(stats.chisquare(counts, p * trials).pvalue)
 
 
-def wide_pvalue(trials: int, noise: Callable[..., Noise] = Noise) -> float:
+def wide_pvalue(trials: int, kind: type[Noise] = Noise) -> float:
     """The chi-square p-value where 60,000 rare tokens, which zeros in the noise favour, have half the probability."""
     row = np.full(60_016, 0.5 / 60_000)
     row[:16] = 0.5 / 16
-    tokens = np.array([coupled_token(row.astype(np.float32), seed, noise=noise) for seed in range(trials)])
+    tokens = np.array([coupled_token(row.astype(np.float32), seed, kind=kind) for seed in range(trials)])
     counts = np.append(np.bincount(tokens[tokens < 16], minlength=16), np.count_nonzero(tokens >= 16))
     return float(stats.chisquare(counts, np.append(np.full(16, 0.5 / 16), 0.5) * trials).pvalue)
 
@@ -321,12 +321,12 @@ def test_wide_test_rejects_a_race_with_coarse_numbers() -> None:
     assert wide_pvalue(20_000, CoarseRace) < FALSE_ALARM
 
 
-def independence_pvalue(trials: int, noise: Callable[..., Noise] = Noise) -> float:
+def independence_pvalue(trials: int, kind: type[Noise] = Noise) -> float:
     """The p-value of a contingency table of the tokens at two positions."""
     p = softmax(np.random.default_rng(1).normal(size=4))
     table = np.zeros((4, 4))
     for seed in range(trials):
-        table[coupled_token(p, seed, 0, noise), coupled_token(p, seed, 1, noise)] += 1
+        table[coupled_token(p, seed, 0, kind), coupled_token(p, seed, 1, kind)] += 1
     return float(stats.chi2_contingency(table).pvalue)
 
 
@@ -342,7 +342,7 @@ def test_independence_test_rejects_noise_shared_by_positions() -> None:
 def test_coupled_output_does_not_depend_on_the_drafts(seed: int, drafts: list[int]) -> None:
     p = softmax(2 * np.random.default_rng(2).normal(size=(9, 8)))
     alone = [coupled_token(p[i], seed, i) for i in range(len(drafts) + 1)]
-    n_accepted, token = verify_coupled(p, [], drafts, Noise(seed, 0, 3, 0))
+    n_accepted, token = verify_coupled(p, [], drafts, noise(seed=seed, round_number=3))
     assert [*drafts[:n_accepted], token] == alone[: n_accepted + 1]
 
 
@@ -351,7 +351,7 @@ def test_coupled_draft_agrees_with_the_target_nearly_as_often_as_possible() -> N
     rng = np.random.default_rng(4)
     logits = 3 * rng.normal(size=20_000)
     p, q = softmax(logits), softmax(logits + 0.5 * rng.normal(size=20_000))
-    noises = [partial(Noise(seed, 0, 0, 0).exponentials, 0) for seed in range(2_000)]
-    same = sum(race(p, noise) == race(q, noise) for noise in noises)
+    races = [partial(noise(seed=seed).exponentials, 0) for seed in range(2_000)]
+    same = sum(race(p, numbers) == race(q, numbers) for numbers in races)
     overlap = float(np.minimum(p, q).sum())
     assert 0.8 * overlap < same / 2_000 < overlap + 0.05

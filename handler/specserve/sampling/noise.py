@@ -25,22 +25,33 @@ class Purpose(IntEnum):
 class Noise:
     """The random numbers of one round of one sequence.
 
-    `uniform` is keyed by (seed, choice, round, purpose, index): by the round and not by the position in the text,
-    because after a rejection a position is sampled again and must not see its old numbers. `exponentials` is keyed
-    by (seed, choice, position): coupled verification shares them, on purpose, between draft, target and rounds.
+    `uniform` is keyed by (secret, round, purpose, index): by the round and not by the position in the text, because
+    after a rejection a position is sampled again and must not see its old numbers. And not by the request's seed: how
+    much is drafted for a sequence depends on what others have drawn, in this round and before, and that must not tell
+    of the numbers that it has still to draw. So no two sequences share any, and no seed repeats an output.
+
+    `exponentials` is keyed by (seed, choice, position): coupled verification shares them, on purpose, between draft,
+    target, rounds and sequences. Its output depends on no lengths of drafts, so it repeats.
 
     Args:
+        secret: a random number that no other sequence has.
+        round_number: of the sequence.
+        seed: the request's.
+        choice: the index of the sequence among the request's completions of one prompt.
         position: how many tokens of the output are decided; `index` counts from there.
     """
 
-    def __init__(self, seed: int, choice: int, round_number: int, position: int) -> None:
-        self._seed = struct.pack("<QQ", seed & _UINT64, choice)
+    def __init__(self, *, secret: int, round_number: int, seed: int, choice: int, position: int) -> None:
+        self._secret = secret
         self._round = round_number
+        self._seed = seed
+        self._choice = choice
         self._position = position
 
     def uniform(self, purpose: Purpose, index: int) -> float:
         """A float64 in [0, 1) with 53 random bits."""
-        bits = int.from_bytes(self._digest(8, purpose, self._round, index), "little")
+        key = struct.pack("<QQIQ", self._secret, self._round, purpose, index)
+        bits = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
         return (bits >> 11) * 2.0**-53
 
     def exponentials(self, index: int, part: int, count: int) -> NDArray[np.float64]:
@@ -48,10 +59,9 @@ class Noise:
 
         Single precision would give zeros, and over a wide vocabulary a zero wins whatever its token's probability.
         """
-        key = self._digest(16, Purpose.RACE, self._position + index, part)
-        bits = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(count)
+        position = self._position + index
+        key = struct.pack("<QQIQQ", self._seed & _UINT64, self._choice, Purpose.RACE, position, part)
+        digest = hashlib.blake2b(key, digest_size=16).digest()
+        bits = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(count)
         numbers: NDArray[np.float64] = -np.log1p((bits >> np.uint64(11)) * -(2.0**-53))
         return numbers
-
-    def _digest(self, size: int, purpose: Purpose, major: int, minor: int) -> bytes:
-        return hashlib.blake2b(self._seed + struct.pack("<IQQ", purpose, major, minor), digest_size=size).digest()

@@ -44,8 +44,9 @@ class Drafters:
     """All drafters, and the controller that weighs them.
 
     The proposers are asked first, since they cost nothing; the model drafts where they have nothing to propose, or
-    nothing as good. A drawn token is never taken back, and whether a further one is drawn is decided before it is: the
-    length of a proposal is a stopping time, which every rule of rejection.py allows.
+    nothing as good. A drawn token is never taken back, and whether a further one is drawn is decided before it is, also
+    by what was drawn for other sequences, with numbers that no two share: the length of a proposal is a stopping time,
+    which every rule of rejection.py allows.
 
     Args:
         controller: decides for sequences in mode `auto`; the others take what they ask for.

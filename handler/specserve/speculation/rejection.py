@@ -6,8 +6,9 @@ sampled from p.
 
 A rule accepts the first drafts, 0 to gamma of them, and adds one token of the target: after a rejection the recovered
 token, which replaces the first rejected draft; after gamma accepted drafts the bonus token. Indices count from 0: p_i
-is the target's distribution after i drafts, and draft x_i was sampled from q_i. Whether to draft x_i may depend on the
-drafts before it and on q_i, but is settled before x_i is sampled: the number of drafts is a stopping time.
+is the target's distribution after i drafts, and draft x_i was sampled from q_i. Whether to draft x_i is settled before
+x_i is sampled, and by nothing that tells of the sequence's further numbers: by the drafts before it, by q_i, by what
+other sequences have drawn with numbers of their own. So the number of drafts is a stopping time.
 
 A greedy request is verified by `accept_equal`. One that samples is verified by the rule that it asks for; if it asks
 for none, by `verify_coupled` if it has a seed, so that its output repeats, else by `verify_block`.

@@ -185,7 +185,13 @@ def run_round(
 def _noise(sequence: Sequence) -> Noise:
     # A position that is drafted again gets new uniform numbers, by `round_number`, but the same race, by `generated` +
     # index.
-    return Noise(sequence.seed, sequence.choice, sequence.round_number, sequence.generated)
+    return Noise(
+        secret=sequence.secret,
+        round_number=sequence.round_number,
+        seed=sequence.seed,
+        choice=sequence.choice,
+        position=sequence.generated,
+    )
 
 
 def _batch(plans: list[Plan], proposals: list[Proposal]) -> list[Row]:

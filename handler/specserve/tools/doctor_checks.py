@@ -126,7 +126,7 @@ def deviation(name: str, p: Sequence[FloatArray], q: Sequence[FloatArray], trial
     rule: Rule = RULES[name]
     for trial in range(trials):
         # The coupled rule's noise depends on the position, that of the other rules on the round.
-        noise = Noise(seed, trial, trial, 0)
+        noise = Noise(secret=seed, round_number=trial, seed=seed, choice=0, position=trial)
         drafted = rule.sample(q[0], 0, noise)
         n_accepted, token = rule.verify(p, q, [drafted], noise)
         counts[drafted if n_accepted else token] += 1

@@ -1,0 +1,235 @@
+"""Sampled output has the target's distribution exactly: the whole scheduler, for every case of its random numbers.
+
+A fake pair runs once for each case of the numbers that token and block verification draw (intervals.py). Sequences that
+run together or one after the other have one seed, which must not make one's answer tell of the other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+
+from constraints import Alternating, Shared, Slow
+from costs import flat
+from fake_engine import FakeEngine, FakeVocabulary, NoEndToken
+from fake_pair import FakePair, RecordingObserver, exact_answers
+from intervals import outcomes
+from rules import noise
+from specserve.engine.base import Row
+from specserve.sampling import logits as logits_module
+from specserve.sampling.distribution import FloatArray
+from specserve.sampling.noise import Noise
+from specserve.sequence import SamplingParams, SpeculationMode, Verification
+from specserve.sequence import Sequence as SpecserveSequence
+from specserve.speculation import round as round_module
+from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
+from specserve.speculation.rejection import RULES
+
+# Of a probability: logits are in single precision.
+TOLERANCE = 1e-6
+
+Answers = tuple[tuple[int, ...], ...]
+
+
+class Case(NamedTuple):
+    """What is run, as small as it can be.
+
+    Args:
+        events: what must happen: numbers of drafts, their drafters, alternatives adopted beside so many drafts.
+        prompts: one for each sequence.
+        together: whether the sequences run at once or one after the other.
+        length: of each answer, in tokens.
+        min_p: unlikely tokens get probability 0, which leaves few cases of long answers.
+        draft_seconds: of the draft model's pass; the target's takes one.
+        blend: how much the draft model differs.
+        masks: that a round has time for; None without a grammar.
+    """
+
+    events: set[str]
+    prompts: tuple[list[int], ...] = ([0, 1],)
+    together: bool = True
+    length: int = 6
+    mode: SpeculationMode = "auto"
+    gamma: int = 8
+    min_p: float = 0.2
+    presence_penalty: float = 0.0
+    vocabulary: FakeVocabulary = NoEndToken(3)
+    draft_seconds: float = 0.36
+    blend: float = 0.4
+    alternatives: int = 8
+    prediction: tuple[int, ...] = ()
+    masks: int | None = None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(seed=7, min_p=self.min_p, presence_penalty=self.presence_penalty)
+
+
+CASES = {
+    "one draft": Case({"0 drafts", "1 drafts"}, length=4, mode="fixed", gamma=1, min_p=0),
+    "two drafts": Case({"0 drafts", "1 drafts", "2 drafts"}, length=4, mode="fixed", gamma=2, min_p=0),
+    "four drafts": Case({"2 drafts", "3 drafts", "4 drafts"}, mode="fixed", gamma=4, min_p=0.4),
+    "adaptive lengths": Case({"0 drafts", "1 drafts", "2 drafts"}, length=5, alternatives=0),
+    "alternatives": Case({"0 drafts", "4 drafts", "adopted beside 1", "adopted beside 2"}),
+    "penalties": Case({"2 drafts", "adopted beside 1"}, length=5, presence_penalty=0.8),
+    "an end token": Case(
+        {"adopted beside 1", "adopted beside 2"}, ([0, 2],), length=5, draft_seconds=0.38, vocabulary=FakeVocabulary(3)
+    ),
+    "a prediction": Case(
+        {"model", "prediction", "adopted beside 2"},
+        ([1, 1],),
+        length=5,
+        min_p=0.1,
+        draft_seconds=0.27,
+        blend=0.6,
+        prediction=(1, 1, 2, 0, 1),
+    ),
+    "a grammar": Case({"adopted beside 2"}, ([0, 2],), draft_seconds=0.47, vocabulary=NoEndToken(5), masks=99),
+    "masks that wait": Case(
+        {"a mask waits", "adopted beside 1", "adopted beside 2"},
+        ([3, 3],),
+        draft_seconds=0.37,
+        vocabulary=NoEndToken(5),
+        masks=3,
+    ),
+    "two prompts at once": Case(
+        {"2 drafts", "adopted beside 1"}, ([0, 2, 1], [0, 1]), length=5, min_p=0.5, draft_seconds=0.416
+    ),
+    "a prompt twice at once": Case(
+        {"2 drafts", "adopted beside 1"}, ([2, 2], [2, 2]), length=4, min_p=0.5, draft_seconds=0.216
+    ),
+    "a prompt again": Case(
+        {"1 drafts", "adopted beside 1"}, ([1, 1], [1, 1]), together=False, length=4, draft_seconds=0.781, blend=0.6
+    ),
+}
+
+
+def run(case: Case, verification: Verification, events: set[str]) -> Answers:
+    """The answers of one run; adds what happened in it."""
+    observer, shared = RecordingObserver(), Shared(case.masks or 0)
+    pair = FakePair(
+        vocabulary=case.vocabulary,
+        blend=case.blend,
+        costs=(flat(), flat(case.draft_seconds)),
+        proposers=[PredictionProposer(), GrammarProposer(), LookupProposer()] if case.prediction else [],
+        begin_masks=shared.begin_round,
+        observers=[observer],
+    )
+    pair.target.max_alternatives = case.alternatives
+    generations = []
+    for prompt in case.prompts:
+        generation = pair.submit(
+            prompt,
+            gamma=case.gamma,
+            verification=verification,
+            mode=case.mode,
+            sampling=case.sampling,
+            max_tokens=case.length,
+            prediction=case.prediction,
+            constraint=None if case.masks is None else Slow(case.vocabulary.size, shared),
+        )
+        generations.append(generation)
+        if not case.together:
+            pair.run()
+    pair.run()
+    for record in observer.rounds:
+        if record.is_decode_round:
+            events |= {f"{len(record.drafts)} drafts", *record.drafts}
+        if record.adopted:
+            events.add(f"adopted beside {len(record.drafts)}")
+    if shared.deferred:
+        events.add("a mask waits")
+    return tuple(tuple(generation.answer) for generation in generations)
+
+
+def error(case: Case, verification: Verification) -> float:
+    """The largest error of the probability of any answer, where there are several prompts of one to each."""
+    events: set[str] = set()
+    found = outcomes(lambda: run(case, verification, events))
+    assert case.events <= events, f"only these have happened: {events}"
+    grammar = None if case.masks is None else Alternating(case.vocabulary.size)
+    expected: dict[Answers, float] = {(): 1.0}
+    for prompt in case.prompts:
+        exact = exact_answers(prompt, case.length, case.sampling, case.vocabulary, grammar)
+        pairs = product(expected.items(), exact.items())
+        expected = {(*before, answer): first * second for (before, first), (answer, second) in pairs}
+    return max(abs(found.get(key, 0.0) - expected.get(key, 0.0)) for key in found.keys() | expected.keys())
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize("case", CASES)
+def test_every_answer_has_the_targets_probability(case: str, verification: Verification) -> None:
+    assert error(CASES[case], verification) < TOLERANCE
+
+
+def draw_from_the_seed(patch: pytest.MonkeyPatch) -> None:
+    """Two sequences with one seed share their numbers."""
+    patch.setattr(round_module, "Noise", lambda **keys: Noise(**{**keys, "secret": keys["seed"]}))
+
+
+def reuse_numbers_after_an_alternative(patch: pytest.MonkeyPatch) -> None:
+    """The round after an adopted alternative has the numbers that gave the token after it."""
+
+    def numbers(sequence: SpecserveSequence) -> Noise:
+        number = sequence.round_number - sequence.stats.adopted
+        return noise(secret=sequence.secret, round_number=number)
+
+    patch.setattr(round_module, "_noise", numbers)
+
+
+def draft_the_likeliest_instead_of_unlikely_tokens(patch: pytest.MonkeyPatch) -> None:
+    for name, rule in RULES.items():
+
+        def sample(
+            q: FloatArray, index: int, numbers: Noise, drawn: Callable[[FloatArray, int, Noise], int] = rule.sample
+        ) -> int:
+            token = drawn(q, index, numbers)
+            return token if q[token] > 0.3 else int(q.argmax())
+
+        patch.setitem(RULES, name, rule._replace(sample=sample))
+
+
+def penalise_without_the_adopted_token(patch: pytest.MonkeyPatch) -> None:
+    adopt, forward, penalise = FakeEngine.adopt, FakeEngine.forward, logits_module.penalise
+    adopted = False
+
+    def adopting(self: FakeEngine, slot: int, number: int) -> None:
+        nonlocal adopted
+        adopted = True
+        adopt(self, slot, number)
+
+    def next_pass(self: FakeEngine, rows: list[Row]) -> FloatArray:
+        nonlocal adopted
+        adopted = False
+        return forward(self, rows)
+
+    def forgetful(
+        logits: FloatArray, sampling: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+    ) -> FloatArray:
+        return penalise(logits, sampling, prompt, output[:-1] if adopted else output)
+
+    patch.setattr(FakeEngine, "adopt", adopting)
+    patch.setattr(FakeEngine, "forward", next_pass)
+    patch.setattr(logits_module, "penalise", forgetful)
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize(
+    ("fault", "case"),
+    [
+        (draw_from_the_seed, "two prompts at once"),
+        (draw_from_the_seed, "a prompt twice at once"),
+        (draw_from_the_seed, "a prompt again"),
+        (reuse_numbers_after_an_alternative, "alternatives"),
+        (draft_the_likeliest_instead_of_unlikely_tokens, "one draft"),
+        (penalise_without_the_adopted_token, "penalties"),
+    ],
+)
+def test_a_planted_fault_changes_the_probability_of_an_answer(
+    fault: Callable[[pytest.MonkeyPatch], None], case: str, verification: Verification, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    assert error(CASES[case], verification) > 100 * TOLERANCE

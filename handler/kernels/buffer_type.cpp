@@ -14,6 +14,7 @@
 #include <mutex>
 #include <thread>
 
+#include "assistants.h"
 #include "library.h"
 
 namespace specserve {
@@ -64,6 +65,11 @@ int64_t panels_of(const Weights & w, const Kernels & kernels) {
 }
 
 // ---- the product ----
+
+uint8_t * aligned(void * memory) {
+    auto * bytes = static_cast<uint8_t *>(memory);
+    return bytes + (kAlignment - reinterpret_cast<uintptr_t>(bytes) % kAlignment) % kAlignment;
+}
 
 // Hands out pieces of work. Every thread has a stretch of its own and reads it from front to back, for memory is read
 // faster in long runs (a pass of one row takes 37 ms so, and 40 to 50 where threads take turns piece by piece); a thread
@@ -168,6 +174,7 @@ class Columns {
     }
 
     int64_t panels() const { return panels_; }
+    bool are_all() const { return groups_ == nullptr; }
 
     int64_t panel(int64_t i) const {
         const int64_t column = i * lanes_;
@@ -206,10 +213,6 @@ class Product : public ggml::cpu::tensor_traits {
         const bool several_tiles = rows > kernels.max_tile;
         const int64_t piece = std::clamp<int64_t>((several_tiles ? kPieceOfPrompt : kPiece) / panel_bytes, 1,
                                                   std::max<int64_t>(1, panels / (4 * params->nth)));
-        auto * scratch = static_cast<uint8_t *>(params->wdata);
-        scratch += (kAlignment - reinterpret_cast<uintptr_t>(scratch) % kAlignment) % kAlignment;
-        const Pieces pieces(scratch, (panels + piece - 1) / piece, params->nth);
-        const Activations activations(kernels, weights, rows, scratch + Pieces::bytes(params->nth));
         const auto row_of = [](const ggml_tensor * t, int64_t row) {
             const int64_t i1 = row % t->ne[1];
             const int64_t i2 = row / t->ne[1] % t->ne[2];
@@ -217,13 +220,29 @@ class Product : public ggml::cpu::tensor_traits {
             return static_cast<char *>(t->data) + static_cast<size_t>(i1) * t->nb[1] +
                    static_cast<size_t>(i2) * t->nb[2] + static_cast<size_t>(i3) * t->nb[3];
         };
-        activations.quantise([&](int64_t row) { return reinterpret_cast<const float *>(row_of(x, row)); }, params->ith,
-                             params->nth);
-        columns.clear(op, params->ith, params->nth);
-        pieces.begin(params->ith);
+        const auto source = [&](int64_t row) { return reinterpret_cast<const float *>(row_of(x, row)); };
         if (params->ith == 0) {
             library().products.fetch_add(1, std::memory_order_relaxed);
         }
+        Assistants & assistants = Assistants::all();
+        if (params->nth == 1 && assistants.any() && columns.are_all() && (panels + piece - 1) / piece <= Work::kMaxPieces) {
+            const Activations shared(kernels, weights, rows, aligned(assistants.memory(kAlignment + Activations::bytes(weights, rows))));
+            if (shared.tiles() <= Work::kMaxTiles) {
+                shared.quantise(source, 0, 1);
+                Work work{&kernels, weights, {}, shared.tiles(), panels, piece, reinterpret_cast<float *>(row_of(op, 0)), op->ne[0]};
+                for (int64_t t = 0; t < shared.tiles(); t++) {
+                    work.tiles[static_cast<size_t>(t)] = shared.tile(t);
+                }
+                assistants.compute(work);
+                return true;
+            }
+        }
+        auto * scratch = aligned(params->wdata);
+        const Pieces pieces(scratch, (panels + piece - 1) / piece, params->nth);
+        const Activations activations(kernels, weights, rows, scratch + Pieces::bytes(params->nth));
+        activations.quantise(source, params->ith, params->nth);
+        columns.clear(op, params->ith, params->nth);
+        pieces.begin(params->ith);
         ggml_barrier(params->threadpool);
 
         for (int64_t p = pieces.take(params->ith); p >= 0; p = pieces.take(params->ith)) {
@@ -290,8 +309,7 @@ class SharedAttention : public ggml::cpu::tensor_traits {
         const auto at = [](const ggml_tensor * t, int64_t i1, int64_t i2) {
             return static_cast<char *>(t->data) + static_cast<size_t>(i1) * t->nb[1] + static_cast<size_t>(i2) * t->nb[2];
         };
-        auto * memory = static_cast<uint8_t *>(params->wdata);
-        memory += (kAlignment - reinterpret_cast<uintptr_t>(memory) % kAlignment) % kAlignment;
+        auto * memory = aligned(params->wdata);
         memory += static_cast<size_t>(params->ith) * scratch(op);
         const int64_t pieces = groups * key_heads * parts;
         for (int64_t piece = pieces * params->ith / params->nth; piece < pieces * (params->ith + 1) / params->nth;
@@ -415,6 +433,7 @@ ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_t size)
     }
     ggml_backend_buffer_i functions{};
     functions.free_buffer = [](ggml_backend_buffer_t buffer) {
+        Assistants::all().wait_idle();
         std::free(static_cast<Memory *>(buffer->context)->base);
         delete static_cast<Memory *>(buffer->context);
     };

@@ -95,7 +95,8 @@ class Walk:
     def _plainly(self, prefix: list[int]) -> FloatArray:
         self._plain.truncate(0, 0)
         last = len(prefix) - 1
-        return self._plain.forward([Row(token, 0, n, n == last) for n, token in enumerate(prefix)])[0]
+        logits: FloatArray = self._plain.forward([Row(token, 0, n, n == last) for n, token in enumerate(prefix)])[0]
+        return logits
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)

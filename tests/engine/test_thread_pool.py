@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +23,7 @@ from specserve.engine.placement import read_usage
 from specserve.engine.thread_pool import ThreadPool
 
 CORES = tuple(sorted(os.sched_getaffinity(0)))[:2]
+LOOP = "import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
 Result = TypeVar("Result")
 
 
@@ -48,11 +51,11 @@ class Engine:
     def run(self, work: Callable[[], Result]) -> Result:
         return self._thread.submit(work).result()
 
-    def logits(self, cores: tuple[int, ...]) -> FloatArray:
+    def logits(self, cores: tuple[int, ...], assistants: tuple[int, ...] = ()) -> FloatArray:
         """Of some tokens, computed on these cores."""
 
         def work() -> FloatArray:
-            self.pool.run_on(cores)
+            self.pool.run_on(cores, assistants)
             found = self.engine.forward([Row(7 + i, 0, i, wants_logits=True) for i in range(5)]).copy()
             self.engine.truncate(0, 0)
             return found
@@ -83,6 +86,20 @@ def test_results_are_the_same_on_any_cores_and_after_each_change(engine: Engine)
     expected = engine.logits(CORES)
     for cores in (CORES[:1], CORES[-1:], CORES):
         assert np.array_equal(engine.logits(cores), expected)
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="an assistant needs a second core")
+def test_assisted_passes_have_the_same_bits_however_the_assistant_is_interrupted(engine: Engine) -> None:
+    """A neighbour takes the assistant's core, so that pieces are taken away from it in the middle."""
+    expected = engine.logits(CORES)
+    with subprocess.Popen(["timeout", "60", sys.executable, "-c", LOOP.format(core=CORES[1])]) as neighbour:
+        before = read_usage().threads.get(CORES[1], (0, 0))
+        for _ in range(300):
+            assert np.array_equal(engine.logits(CORES[:1], CORES[1:]), expected)
+        after = read_usage().threads[CORES[1]]
+        neighbour.kill()
+    assert after[0] > before[0], "the assistant has never run"
+    assert np.array_equal(engine.logits(CORES), expected)
 
 
 def test_other_threads_of_the_process_keep_all_cores(engine: Engine) -> None:

@@ -61,6 +61,30 @@ def test_core_that_a_neighbour_takes_is_left_within_a_second_and_taken_back_with
     assert placement.cores == tuple(range(cores))
 
 
+def test_single_thread_is_assisted_on_the_cores_that_are_taken() -> None:
+    machine = FakeMachine(2)
+    placement = placement_on(machine)
+    machine.run(placement)
+    machine.taken[0] = 1.0
+    for _ in range(20):
+        machine.run(placement, 0.25)
+        assert set(placement.cores) | set(placement.assistants) == {0, 1}
+    assert (placement.cores, placement.assistants) == ((1,), (0,))
+    machine.taken[0] = 0.0
+    for _ in range(8):
+        machine.run(placement, 0.25)
+    assert (placement.cores, placement.assistants) == ((0, 1), ())
+
+
+def test_there_are_never_more_threads_than_configured() -> None:
+    machine = FakeMachine(2)
+    placement = placement_on(machine, threads=1)
+    machine.taken[0] = 1.0
+    for _ in range(4):
+        machine.run(placement)
+    assert (placement.cores, placement.assistants) == ((1,), ())
+
+
 def test_one_thread_runs_where_all_cores_are_taken_and_stays_where_it_is() -> None:
     machine = FakeMachine(2)
     placement = placement_on(machine)

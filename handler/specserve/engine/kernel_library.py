@@ -128,6 +128,8 @@ def declare(found: ctypes.CDLL) -> ctypes.CDLL:
     found.specserve_time_product.argtypes = [*two, *sizes, ctypes.c_int, *two]
     pointer = ctypes.c_void_p
     found.specserve_run_product.argtypes = [*two, *sizes, pointer, *two, pointer, ctypes.c_int, pointer]
+    found.specserve_assist.restype = None
+    found.specserve_assist.argtypes = [pointer, ctypes.c_int64]
     found.specserve_compute_head.restype = found.specserve_attend.restype = None
     found.specserve_compute_head.argtypes = [pointer, ctypes.c_int64]
     found.specserve_attend.argtypes = [*sizes, ctypes.c_int, ctypes.c_float, ctypes.c_int, *[pointer] * 5]

@@ -91,7 +91,7 @@ def use(mode: Mode, *, threads: int = 1, variant: str | None = None) -> Kernels:
 
     Args:
         mode: `off` selects llama.cpp's kernels.
-        threads: compute threads, for the comparison of speeds.
+        threads: compute threads, for the comparison of ways to prefetch.
         variant: one of VARIANTS, instead of the best that the processor supports; its speed is then not compared.
     """
     _state["in_use"] = chosen = _choose(mode, threads, variant)
@@ -118,7 +118,7 @@ def _choose(mode: Mode, threads: int, variant: str | None) -> Kernels:
     if (error := attention_error()) > _MAX_ATTENTION_ERROR:
         return _stock(f"attention failed its check (an error of {error:.2g})")
     wrong = {name: error for name in FORMATS if (error := largest_error(name)) > _MAX_ERROR}
-    slow = {} if variant else {name: ratio for name in FORMATS if (ratio := _best_speed(name, threads)) < 1 - _NOISE}
+    slow = {} if variant else {name: ratio for name in FORMATS if (ratio := _best_speed(name)) < 1 - _NOISE}
     selected = [name for name in FORMATS if name not in wrong and name not in slow]
     found.specserve_take(sum(1 << FORMATS.index(name) for name in selected))
     rejected = [f"{name} failed its check (an error of {error:.2g})" for name, error in wrong.items()]
@@ -148,10 +148,11 @@ def attention_error() -> float:
     return max(float(library().specserve_check_attention(rows, 1)) for rows in range(1, 6))
 
 
-def _best_speed(name: str, threads: int) -> float:
+def _best_speed(name: str) -> float:
     ratios: list[float] = []
     while len(ratios) < _TRIALS and max(ratios, default=0.0) < 1 - _NOISE:
-        ratios.append(speed(name, threads))
+        # In one thread: others would wait at barriers for one that a neighbour holds up.
+        ratios.append(speed(name, 1))
     return max(ratios)
 
 
@@ -202,6 +203,16 @@ def head_limited_to(groups: NDArray[np.int32] | None) -> Iterator[None]:
         yield
     finally:
         compute_head(None, 0)
+
+
+def assist(cores: tuple[int, ...]) -> None:
+    """Let a thread on each of these cores help with the products of passes that run in one thread.
+
+    Nobody waits for them (assistants.h). Without specserve's kernels there are none.
+    """
+    if in_use().variant is not None:
+        numbers = np.array(cores, np.int32)
+        library().specserve_assist(numbers.ctypes.data, numbers.size)
 
 
 class Roof(NamedTuple):

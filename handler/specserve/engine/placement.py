@@ -6,6 +6,7 @@ two cores with one neighbour takes two to a hundred times as long as one over th
 
 Every thread is bound to a core of its own. Four times a second the system is asked how long each thread waited for its
 core, and how busy others kept the cores that are not in use; then the cores are chosen that promise the fastest pass.
+If that is one core, threads on the others assist: they help while they get their core, and nobody waits for them.
 """
 
 from __future__ import annotations
@@ -182,10 +183,11 @@ class Placement:
         self.usable = usable
         self.pool = pool
         self.cores = tuple(sorted(usable.cores[: usable.threads]))
+        self.assistants: tuple[int, ...] = ()
         self._workers = workers
         self._read = read
         self._clock = clock
-        self._followers: list[Callable[[tuple[int, ...]], None]] = [pool.run_on]
+        self._followers: list[Callable[[tuple[int, ...]], None]] = []
         self._mine = usable.cores
         self._available = dict.fromkeys(usable.cores, 1.0)
         self._last: Usage | None = None
@@ -198,12 +200,13 @@ class Placement:
         self._followers.append(follower)
         follower(self.cores)
 
-    def run_on(self, cores: tuple[int, ...]) -> None:
-        """Let passes run on these cores."""
-        if cores != self.cores:
-            self.cores = cores
+    def run_on(self, cores: tuple[int, ...], assistants: tuple[int, ...] = ()) -> None:
+        """Let passes run on these cores, with assistants on others."""
+        if (cores, assistants) != (self.cores, self.assistants):
+            self.cores, self.assistants = cores, assistants
             # What is known of threads on other cores says nothing of these.
             self._last = None
+            self.pool.run_on(cores, assistants)
             for follower in self._followers:
                 follower(cores)
 
@@ -227,7 +230,8 @@ class Placement:
                 names = f"core{'s' * (len(best) > 1)} {', '.join(map(str, best))}"
                 logger.info("specserve: others are busy: passes run on %s, and change as these come and go", names)
                 self._next_log = now + _LOG_INTERVAL
-            self.run_on(best)
+            others = [core for core in mine if core not in best] if len(best) == 1 else []
+            self.run_on(best, tuple(sorted(others[: threads - 1])))
 
     def _look(self, now: Usage) -> None:
         """Update the share of each core that a thread would get, from what has happened since the last look."""
@@ -235,11 +239,10 @@ class Placement:
         if last is None:
             return
         for core in self.usable.cores:
-            if core in self.cores:
-                ran, waited = (after - before for before, after in _pairs(last.threads, now.threads, core))
-                if ran + waited >= _LEAST_WANTED:
-                    self._available[core] = _share(waited / (ran + waited))
-            else:
+            ran, waited = (after - before for before, after in _pairs(last.threads, now.threads, core))
+            if ran + waited >= _LEAST_WANTED:
+                self._available[core] = _share(waited / (ran + waited))
+            elif core not in self.cores:
                 busy, total = (after - before for before, after in _pairs(last.cores, now.cores, core))
                 if total > 0:
                     self._available[core] = max(_SHARE_OF_BUSY, _share(busy / total))

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import llama_cpp
 
+from specserve.engine import kernels
 from specserve.engine.llama_model import start_backend
 
 _MAX_THREADS = 512  # GGML_MAX_N_THREADS of ggml.h
@@ -65,8 +66,13 @@ class ThreadPool:
         """Forget a context that is about to be freed."""
         self._contexts.remove(context)
 
-    def run_on(self, cores: tuple[int, ...]) -> None:
-        """Compute with one thread on each of these cores from the next pass on."""
+    def run_on(self, cores: tuple[int, ...], assistants: tuple[int, ...] = ()) -> None:
+        """Compute with one thread on each of these cores from the next pass on.
+
+        Args:
+            cores: their numbers.
+            assistants: if it is one core, others whose threads help while they can.
+        """
         base, cpu, _ = _libraries()
         params = _Params()
         base.ggml_threadpool_params_init(ctypes.byref(params), ctypes.c_int(len(cores)))
@@ -79,6 +85,7 @@ class ThreadPool:
             self._attach(context)
         if before is not None:
             cpu.ggml_threadpool_free(before)
+        kernels.assist(assistants)
         if self._given_back is None:
             self._bind()
 

@@ -75,7 +75,7 @@ class Costs:
         before = self.placement.cores
         try:
             for engine, path, code, cost in self._measured:
-                for threads, table in cost.doubtful.items():
+                for threads, table in cost.tables.items() if cost.doubtful else ():
                     self.placement.run_on(tuple(sorted(self.placement.usable.cores[:threads])))
                     again = measured_again(
                         engine, path, table, threads=threads, kernels=code, interrupted=interrupted, clock=self._clock

@@ -124,9 +124,14 @@ class Cost:
         self._state = self._states[min(self._states, key=lambda known: abs(math.log(known / threads)))]
 
     @property
-    def doubtful(self) -> dict[int, CostTable]:
-        """By number of threads, the tables that say more than passes take: they were measured on a busy machine."""
-        return {threads: state.table for threads, state in self._states.items() if state.log_factor < -_DOUBTFUL}
+    def doubtful(self) -> bool:
+        """Whether passes with all threads take less than the table says: it was measured on a busy machine."""
+        return self._states[max(self._states)].log_factor < -_DOUBTFUL
+
+    @property
+    def tables(self) -> dict[int, CostTable]:
+        """The measurements by number of compute threads."""
+        return {threads: state.table for threads, state in self._states.items()}
 
     def replace_table(self, threads: int, table: CostTable) -> None:
         """Take a new measurement for a number of threads; what passes have shown of the old one is forgotten."""

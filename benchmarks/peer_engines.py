@@ -137,6 +137,8 @@ def unpack(package: str) -> Path:
     """
     entry = next(entry for entry in _locked_packages() if entry.startswith(f"{package}=="))
     home = PEERS / entry.split()[0].replace("==", "-")
+    if (home / "package").is_dir():
+        return home
     with files.locked(home / ".lock", f"{package} is being fetched"):
         if not (home / "package").is_dir():
             (home / "requirement.txt").write_text(entry, encoding="utf-8")

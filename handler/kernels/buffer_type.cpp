@@ -10,6 +10,8 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <thread>
 
 #include "library.h"
@@ -34,10 +36,18 @@ bool takes(const ggml_tensor * weights) {
     return fits(weights) && (library().formats >> format_of(weights->type) & 1) != 0;
 }
 
+// Bytes of a weight that is written piece by piece.
+struct Upload {
+    std::vector<uint8_t> bytes;
+    size_t received = 0;
+};
+
 // What a buffer of this type owns. Weights stay with the variant that packed them, whatever is used later.
 struct Memory {
     const Kernels & kernels;
     void * base;
+    std::mutex lock{};
+    std::map<const ggml_tensor *, Upload> uploads{};  // of weights that are not complete yet
 };
 
 const Kernels & kernels_of(const ggml_tensor * weights) {
@@ -327,10 +337,20 @@ class Extra : public ggml::cpu::extra_buffer_type {
     }
 
     ggml::cpu::tensor_traits * get_tensor_traits(const ggml_tensor * op) override {
-        if (op->op == GGML_OP_MUL_MAT && is_ours(op->src[0])) {
-            return &product_;
+        switch (op->op) {
+            case GGML_OP_MUL_MAT: return is_ours(op->src[0]) ? &product_ : leave(kLeftProduct);
+            case GGML_OP_MUL_MAT_ID: return leave(kLeftProduct);
+            case GGML_OP_FLASH_ATTN_EXT: return attends(op) ? &attention_ : leave(kLeftAttention);
+            default: return nullptr;
         }
-        return op->op == GGML_OP_FLASH_ATTN_EXT && attends(op) ? &attention_ : nullptr;
+    }
+
+    // Notes that ggml computes an operation. Every thread asks for every operation, so what is noted is only read.
+    static ggml::cpu::tensor_traits * leave(int kind) {
+        if ((library().left.load(std::memory_order_relaxed) & kind) == 0) {
+            library().left.fetch_or(kind, std::memory_order_relaxed);
+        }
+        return nullptr;
     }
 
     static bool is_ours(const ggml_tensor * weights) {
@@ -349,23 +369,42 @@ void * allocate(size_t size) {
     return base;
 }
 
-void set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
-    GGML_ASSERT(offset == 0 && size == ggml_nbytes(tensor));
+void pack(ggml_tensor * tensor, const uint8_t * source) {
     const Weights weights = described(tensor);
     const Kernels & kernels = kernels_of(tensor);
     const int64_t panels = panels_of(weights, kernels);
     const auto threads = static_cast<int64_t>(std::clamp(std::thread::hardware_concurrency(), 1U, 8U));
-    const auto pack = [&](int64_t t) {
-        kernels.pack(weights, static_cast<const uint8_t *>(data), panels * t / threads, panels * (t + 1) / threads,
+    const auto share = [&](int64_t t) {
+        kernels.pack(weights, source, panels * t / threads, panels * (t + 1) / threads,
                      static_cast<uint8_t *>(tensor->data));
     };
     std::vector<std::thread> others;
     for (int64_t t = 1; t < threads; t++) {
-        others.emplace_back(pack, t);
+        others.emplace_back(share, t);
     }
-    pack(0);
+    share(0);
     for (std::thread & other : others) {
         other.join();
+    }
+}
+
+// llama.cpp writes a weight at once today; from pinned memory it writes pieces. A panel needs whole columns, so pieces
+// are kept until all are there.
+void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
+    const auto * source = static_cast<const uint8_t *>(data);
+    if (size == ggml_nbytes(tensor)) {
+        pack(tensor, source);
+        return;
+    }
+    auto * memory = static_cast<Memory *>(buffer->context);
+    const std::lock_guard guard(memory->lock);
+    Upload & upload = memory->uploads[tensor];
+    upload.bytes.resize(ggml_nbytes(tensor));
+    std::copy(source, source + size, upload.bytes.begin() + static_cast<std::ptrdiff_t>(offset));
+    upload.received += size;
+    if (upload.received == upload.bytes.size()) {
+        pack(tensor, upload.bytes.data());
+        memory->uploads.erase(tensor);
     }
 }
 

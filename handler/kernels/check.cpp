@@ -5,8 +5,10 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <functional>
 #include <memory>
 #include <random>
+#include <utility>
 
 #include "library.h"
 
@@ -60,66 +62,14 @@ ggml_backend_buffer_type_t stock_buffer_type(Format format, int64_t k, int64_t c
     return ggml_backend_cpu_buffer_type();
 }
 
-}  // namespace
-
-double check_product(const Kernels & kernels, Format format, int rows) {
-    constexpr int64_t k = 768;
-    const int64_t columns = 2 * kernels.lanes + 3;  // the last panel is not full
-    const std::vector<uint8_t> blocks = quantised(format, normal_numbers(static_cast<size_t>(k * columns), 1), k);
-    const std::vector<float> x = normal_numbers(static_cast<size_t>(k * rows), 2);
-
-    Weights weights = {format, k, columns, nullptr, library().non_temporal};
-    const int64_t panels = (columns + kernels.lanes - 1) / kernels.lanes;
-    std::vector<uint8_t> packed(static_cast<size_t>(panels * kernels.panel_bytes(format, k)));
-    kernels.pack(weights, blocks.data(), 0, panels, packed.data());
-    weights.data = packed.data();
-    std::vector<int8_t> values(static_cast<size_t>(k * rows));
-    std::vector<float> scales(static_cast<size_t>(scale_words(format, k) * rows));
-    std::vector<int32_t> sums(static_cast<size_t>(sum_words(format, k) * rows));
-    const Tile tile = {values.data(), scales.data(), sums.data(), rows};
-    for (int row = 0; row < rows; row++) {
-        kernels.quantise(format, x.data() + row * k, 0, k / block_length(format), tile, row);
-    }
-    std::vector<float> out(static_cast<size_t>(rows * columns));
-    for (int64_t panel = 0; panel < panels; panel++) {
-        kernels.multiply(weights, panel, tile, out.data(), columns);
-    }
-
-    std::vector<float> column(k);
-    double largest = 0;
-    double squares = 0;
-    for (int64_t c = 0; c < columns; c++) {
-        ggml_get_type_traits(type_of(format))->to_float(
-            blocks.data() + static_cast<size_t>(c) * ggml_row_size(type_of(format), k), column.data(), k);
-        for (int row = 0; row < rows; row++) {
-            double exact = 0;
-            for (int64_t i = 0; i < k; i++) {
-                exact += static_cast<double>(column[static_cast<size_t>(i)]) * x[static_cast<size_t>(row * k + i)];
-            }
-            const double got = out[static_cast<size_t>(row * columns + c)];
-            largest = std::max(largest, std::isfinite(got) ? std::abs(got - exact) : INFINITY);
-            squares += exact * exact;
-        }
-    }
-    return largest / std::sqrt(squares / static_cast<double>(rows * columns));
-}
-
-double run_product(bool ours, Format format, int64_t k, int64_t columns, const uint8_t * source, int rows,
-                   const float * x, int threads, int repeats, float * out) {
-    const Context weight_context = context();
-    const Context context_of_rows = context();
-    ggml_tensor * weights = ggml_new_tensor_2d(weight_context.get(), type_of(format), k, columns);
-    const Buffer weight_buffer(ggml_backend_alloc_ctx_tensors_from_buft(
-        weight_context.get(), ours ? buffer_type() : stock_buffer_type(format, k, columns)));
-    ggml_backend_tensor_set(weights, source, 0, ggml_nbytes(weights));
-    ggml_tensor * activations = ggml_new_tensor_2d(context_of_rows.get(), GGML_TYPE_F32, k, rows);
-    ggml_tensor * product = ggml_mul_mat(context_of_rows.get(), weights, activations);
-    ggml_cgraph * graph = ggml_new_graph(context_of_rows.get());
-    ggml_build_forward_expand(graph, product);
-    const Buffer rows_buffer(
-        ggml_backend_alloc_ctx_tensors_from_buft(context_of_rows.get(), ggml_backend_cpu_buffer_type()));
-    ggml_backend_tensor_set(activations, x, 0, ggml_nbytes(activations));
-
+// Computes a graph by the CPU backend, once and some repetitions: `set` writes its inputs, `out` receives its result.
+// Returns the seconds of the fastest repetition, infinite if the backend failed.
+double compute(ggml_context * tensors, ggml_tensor * result, int threads, int repeats,
+               const std::function<void()> & set, float * out) {
+    ggml_cgraph * graph = ggml_new_graph(tensors);
+    ggml_build_forward_expand(graph, result);
+    const Buffer buffer(ggml_backend_alloc_ctx_tensors_from_buft(tensors, ggml_backend_cpu_buffer_type()));
+    set();
     const Backend backend(ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr));
     ggml_backend_cpu_set_n_threads(backend.get(), threads);
     std::vector<double> seconds;
@@ -131,10 +81,138 @@ double run_product(bool ours, Format format, int64_t k, int64_t columns, const u
         seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
     }
     if (out != nullptr) {
-        ggml_backend_tensor_get(product, out, 0, ggml_nbytes(product));
+        ggml_backend_tensor_get(result, out, 0, ggml_nbytes(result));
     }
     // The first one warms up; the fastest is what neighbours on the machine disturbed least.
     return repeats > 0 ? *std::min_element(seconds.begin() + 1, seconds.end()) : seconds[0];
+}
+
+// The largest difference from exact results, in parts of their root mean square.
+class Deviation {
+  public:
+    void add(double got, double exact) {
+        largest_ = std::max(largest_, std::isfinite(got) ? std::abs(got - exact) : INFINITY);
+        squares_ += exact * exact;
+        count_++;
+    }
+
+    double largest() const { return largest_ / std::sqrt(squares_ / count_); }
+
+  private:
+    double largest_ = 0;
+    double squares_ = 0;
+    double count_ = 0;
+};
+
+}  // namespace
+
+double check_product(Format format, int rows, int threads) {
+    constexpr int64_t k = 768;
+    const int64_t columns = 2 * library().kernels->lanes + 3;  // the last panel is not full
+    const std::vector<uint8_t> blocks = quantised(format, normal_numbers(static_cast<size_t>(k * columns), 1), k);
+    const std::vector<float> x = normal_numbers(static_cast<size_t>(k * rows), 2);
+    std::vector<float> out(static_cast<size_t>(rows * columns));
+    const int64_t before = library().products.load();
+    run_product(true, format, k, columns, blocks.data(), 1, rows, x.data(), threads, 0, out.data());
+
+    std::vector<float> column(k);
+    Deviation deviation;
+    for (int64_t c = 0; c < columns; c++) {
+        ggml_get_type_traits(type_of(format))->to_float(
+            blocks.data() + static_cast<size_t>(c) * ggml_row_size(type_of(format), k), column.data(), k);
+        for (int row = 0; row < rows; row++) {
+            double exact = 0;
+            for (int64_t i = 0; i < k; i++) {
+                exact += static_cast<double>(column[static_cast<size_t>(i)]) * x[static_cast<size_t>(row * k + i)];
+            }
+            deviation.add(out[static_cast<size_t>(row * columns + c)], exact);
+        }
+    }
+    return library().products.load() == before ? INFINITY : deviation.largest();
+}
+
+double check_attention(int rows, int threads) {
+    constexpr int64_t size = 64, cells = 40, key_heads = 2, heads = 6;
+    const float scale = 1 / std::sqrt(static_cast<float>(size));
+    const std::vector<float> q = normal_numbers(static_cast<size_t>(heads * rows * size), 3);
+    const auto halves = [](const std::vector<float> & numbers) {
+        std::vector<ggml_fp16_t> half(numbers.size());
+        ggml_fp32_to_fp16_row(numbers.data(), half.data(), static_cast<int64_t>(numbers.size()));
+        return half;
+    };
+    const auto at = [](int64_t i, int64_t j) { return static_cast<size_t>(i * size + j); };
+    const std::vector<ggml_fp16_t> k = halves(normal_numbers(at(key_heads * cells, 0), 4));
+    const std::vector<ggml_fp16_t> v = halves(normal_numbers(at(key_heads * cells, 0), 5));
+    // Every third cell belongs to another sequence, and the last ones are later than the first rows.
+    const auto sees = [&](int64_t row, int64_t cell) { return cell % 3 != 2 && cell < cells - rows + row + 1; };
+    std::vector<float> mask(static_cast<size_t>(rows * cells));
+    for (int64_t i = 0; i < rows * cells; i++) {
+        mask[static_cast<size_t>(i)] = sees(i / cells, i % cells) ? 0 : -INFINITY;
+    }
+
+    const Context tensors = context();
+    const auto tensor = [&](ggml_type type, int64_t n0, int64_t n1, int64_t n2) {
+        return ggml_new_tensor_3d(tensors.get(), type, n0, n1, n2);
+    };
+    ggml_tensor * queries = tensor(GGML_TYPE_F32, size, rows, heads);
+    ggml_tensor * keys = tensor(GGML_TYPE_F16, size, cells, key_heads);
+    ggml_tensor * values = tensor(GGML_TYPE_F16, size, cells, key_heads);
+    ggml_tensor * visible = tensor(GGML_TYPE_F16, cells, rows, 1);
+    ggml_tensor * attended = ggml_flash_attn_ext(tensors.get(), queries, keys, values, visible, scale, 0, 0);
+    std::vector<float> out(static_cast<size_t>(ggml_nelements(attended)));
+    const int64_t before = library().attentions.load();
+    // Attention is ours while any format is.
+    const unsigned formats = std::exchange(library().formats, 1U);
+    compute(tensors.get(), attended, threads, 0, [&] {
+        ggml_backend_tensor_set(queries, q.data(), 0, ggml_nbytes(queries));
+        ggml_backend_tensor_set(keys, k.data(), 0, ggml_nbytes(keys));
+        ggml_backend_tensor_set(values, v.data(), 0, ggml_nbytes(values));
+        ggml_backend_tensor_set(visible, halves(mask).data(), 0, ggml_nbytes(visible));
+    }, out.data());
+    library().formats = formats;
+
+    Deviation deviation;
+    std::vector<double> exact(size);
+    for (int64_t head = 0; head < heads; head++) {
+        const int64_t first = head / (heads / key_heads) * cells;
+        for (int64_t row = 0; row < rows; row++) {
+            double sum = 0;
+            std::fill(exact.begin(), exact.end(), 0);
+            for (int64_t cell = 0; cell < cells; cell++) {
+                double score = 0;
+                for (int64_t i = 0; i < size; i++) {
+                    const double key = ggml_fp16_to_fp32(k[at(first + cell, i)]);
+                    score += key * q[at(head * rows + row, i)];
+                }
+                const double weight = sees(row, cell) ? std::exp(score * scale) : 0;
+                sum += weight;
+                for (int64_t i = 0; i < size; i++) {
+                    exact[static_cast<size_t>(i)] += weight * ggml_fp16_to_fp32(v[at(first + cell, i)]);
+                }
+            }
+            for (int64_t i = 0; i < size; i++) {
+                deviation.add(out[at(row * heads + head, i)], exact[static_cast<size_t>(i)] / sum);
+            }
+        }
+    }
+    return library().attentions.load() == before ? INFINITY : deviation.largest();
+}
+
+double run_product(bool ours, Format format, int64_t k, int64_t columns, const uint8_t * source, int pieces, int rows,
+                   const float * x, int threads, int repeats, float * out) {
+    const Context weight_context = context();
+    const Context context_of_rows = context();
+    ggml_tensor * weights = ggml_new_tensor_2d(weight_context.get(), type_of(format), k, columns);
+    const Buffer weight_buffer(ggml_backend_alloc_ctx_tensors_from_buft(
+        weight_context.get(), ours ? buffer_type() : stock_buffer_type(format, k, columns)));
+    for (size_t piece = 0, size = ggml_nbytes(weights), n = static_cast<size_t>(pieces); piece < n; piece++) {
+        const size_t begin = size * piece / n;
+        ggml_backend_tensor_set(weights, source + begin, begin, size * (piece + 1) / n - begin);
+    }
+    ggml_tensor * activations = ggml_new_tensor_2d(context_of_rows.get(), GGML_TYPE_F32, k, rows);
+    ggml_tensor * product = ggml_mul_mat(context_of_rows.get(), weights, activations);
+    const auto set = [&] { ggml_backend_tensor_set(activations, x, 0, ggml_nbytes(activations)); };
+    return compute(context_of_rows.get(), product, threads, repeats, set, out);
 }
 
 double time_product(bool ours, Format format, int64_t k, int64_t columns, int rows, int threads, int repeats) {
@@ -145,7 +223,7 @@ double time_product(bool ours, Format format, int64_t k, int64_t columns, int ro
         blocks.insert(blocks.end(), some.begin(), some.end());
     }
     const std::vector<float> x = normal_numbers(static_cast<size_t>(k * rows), 2);
-    return run_product(ours, format, k, columns, blocks.data(), rows, x.data(), threads, repeats, nullptr);
+    return run_product(ours, format, k, columns, blocks.data(), 1, rows, x.data(), threads, repeats, nullptr);
 }
 
 }  // namespace specserve

@@ -1,9 +1,13 @@
 // What this library asks of ggml beyond its public headers.
 //
-// These are declarations of things that live in libggml-base.so and libggml-cpu.so of the pinned llama-cpp-python
-// (0.3.36): the table of functions behind a buffer type, and the two abstract classes through which the CPU backend
-// asks a buffer type for kernels of its own. They are internals, so the Python side compares the version before it
-// loads this library, and the library checks its own results after it was loaded.
+// These are declarations of things that live in llama-cpp-python's libggml-base.so and libggml-cpu.so: the table of
+// functions behind a buffer type, and the two abstract classes through which the CPU backend asks a buffer type for
+// kernels of its own. They are internals, and any version may change them: a library that was compiled with others
+// would call wrong functions. Therefore
+// - kVerified lists the versions whose sources declare the same; nothing is built for another one (CMakeLists.txt).
+//   tests/engine/test_ggml_internals.py compares these declarations with the sources of the version that is locked.
+// - engine/kernel_library.py reads from the library's file for which version it was built before it loads it, and first
+//   runs it in a process of its own.
 
 #pragma once
 
@@ -11,7 +15,11 @@
 #include <ggml-cpu.h>
 #include <ggml.h>
 
+#include <string_view>
 #include <vector>
+
+// Add a version after tests/engine/test_ggml_internals.py has passed with it. CMakeLists.txt reads this line.
+constexpr std::string_view kVerified[] = {"0.3.36"};
 
 extern "C" {
 

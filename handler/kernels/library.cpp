@@ -28,6 +28,15 @@ ggml_type type_of(Format format) {
 
 namespace {
 
+constexpr bool is_verified(std::string_view version) {
+    for (const std::string_view verified : kVerified) {
+        if (version == verified) {
+            return true;
+        }
+    }
+    return false;
+}
+
 const Kernels * variant_named(const char * name) {
     for (const Kernels * kernels : {avx512_vnni(), avx_vnni(), avx2()}) {
         if (kernels != nullptr && (*name == '\0' || std::strcmp(name, kernels->name) == 0)) {
@@ -45,8 +54,10 @@ using namespace specserve;
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// The llama-cpp-python whose internals this library knows.
-EXPORT const char * specserve_built_for() { return SPECSERVE_BUILT_FOR; }
+// Looked for in the library's file before it is loaded: the llama-cpp-python whose internals it knows.
+EXPORT const char specserve_built_for[];
+const char specserve_built_for[] = "specserve kernels for llama-cpp-python " SPECSERVE_BUILT_FOR;
+static_assert(is_verified(SPECSERVE_BUILT_FOR), "ggml_internals.h is not verified for this llama-cpp-python");
 
 // Make a variant the one in use (the best one for ""); its name, null where this processor has none of that name.
 // Models that are loaded keep the variant that packed their weights.
@@ -81,17 +92,21 @@ EXPORT void specserve_compute_head(const int32_t * groups, int64_t count) {
 EXPORT int64_t specserve_products() { return library().products.load(); }
 EXPORT int64_t specserve_attentions() { return library().attentions.load(); }
 
+// What was left to ggml since the last call: bit 0 for matrix products, bit 1 for attention.
+EXPORT int specserve_left() { return library().left.exchange(0); }
+
 // See library.h; by the variant in use, and by the format's number.
-EXPORT double specserve_check_product(int format, int rows) {
-    return check_product(*library().kernels, static_cast<Format>(format), rows);
+EXPORT double specserve_check_product(int format, int rows, int threads) {
+    return check_product(static_cast<Format>(format), rows, threads);
 }
+EXPORT double specserve_check_attention(int rows, int threads) { return check_attention(rows, threads); }
 EXPORT double specserve_time_product(int ours, int format, int64_t k, int64_t columns, int rows, int threads,
                                      int repeats) {
     return time_product(ours != 0, static_cast<Format>(format), k, columns, rows, threads, repeats);
 }
-EXPORT double specserve_run_product(int ours, int format, int64_t k, int64_t columns, const uint8_t * source, int rows,
-                                    const float * x, int threads, float * out) {
-    return run_product(ours != 0, static_cast<Format>(format), k, columns, source, rows, x, threads, 0, out);
+EXPORT double specserve_run_product(int ours, int format, int64_t k, int64_t columns, const uint8_t * source,
+                                    int pieces, int rows, const float * x, int threads, float * out) {
+    return run_product(ours != 0, static_cast<Format>(format), k, columns, source, pieces, rows, x, threads, 0, out);
 }
 EXPORT int specserve_max_tile() { return library().kernels->max_tile; }
 

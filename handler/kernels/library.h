@@ -18,10 +18,13 @@ struct Library {
     bool non_temporal = false;
     std::atomic<int64_t> products{0};   // calls of compute_forward, counted by thread 0
     std::atomic<int64_t> attentions{0};
+    std::atomic<int> left{0};  // kinds of operations that were left to ggml
     const int32_t * head_groups = nullptr;  // groups of columns of the head that passes compute; null: all
     int64_t head_count = 0;
 };
 
+constexpr int kLeftProduct = 1;  // bits of Library::left
+constexpr int kLeftAttention = 2;
 constexpr int64_t kHeadGroup = 16;  // columns of a group: one or two panels
 
 Library & library();
@@ -33,13 +36,18 @@ ggml_type type_of(Format format);
 ggml_backend_buffer_type_t buffer_type();
 
 // The largest difference from a product in double precision of dequantised weights and exact activations, over some
-// rows and columns of pseudorandom blocks, in parts of the root mean square of the products.
-double check_product(const Kernels &, Format, int rows);
+// rows and columns of pseudorandom blocks, in parts of the root mean square of the products. It is computed as in a
+// forward pass, by way of a ggml graph and the buffer type; infinite if the graph did not come to these kernels.
+double check_product(Format, int rows, int threads);
+
+// The same of attention, for pseudorandom queries, keys and values, and cells that some rows may not see.
+double check_attention(int rows, int threads);
 
 // A product by way of a ggml graph, through the buffer type, by these kernels or by ggml's own: weights in GGUF's
-// layout, x [rows][k], out [rows][columns] (or null). Returns the seconds of the fastest of some repetitions.
-double run_product(bool ours, Format, int64_t k, int64_t columns, const uint8_t * source, int rows, const float * x,
-                   int threads, int repeats, float * out);
+// layout, which are written in some pieces, x [rows][k], out [rows][columns] (or null). Returns the seconds of the
+// fastest of some repetitions.
+double run_product(bool ours, Format, int64_t k, int64_t columns, const uint8_t * source, int pieces, int rows,
+                   const float * x, int threads, int repeats, float * out);
 
 // The same for pseudorandom numbers; `columns` is a multiple of 16.
 double time_product(bool ours, Format, int64_t k, int64_t columns, int rows, int threads, int repeats);

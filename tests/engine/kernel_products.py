@@ -21,6 +21,20 @@ Floats = NDArray[np.float32]
 SUPPORTED_VARIANTS = [name for name in kernels.VARIANTS if re.search(rf"\b{name}\b", processor())]
 BLOCK = {"Q4_0": 32, "Q8_0": 32, "Q4_K": 256, "Q6_K": 256}
 
+
+def _register() -> None:
+    """Put the kernels into llama.cpp's list before any test loads a model, after which it does not look again."""
+    try:
+        library = kernels.library()
+    except kernels.Unusable:
+        return
+    library.specserve_use(b"")
+    library.specserve_take(0)
+
+
+# When tests are collected; in a fixture, it would depend on their order.
+_register()
+
 needs_kernels = pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernels are for x86-64")
 
 
@@ -45,16 +59,26 @@ def exact(name: str, blocks: NDArray[np.uint8], x: Floats) -> NDArray[np.float64
 
 
 def product(
-    name: str, blocks: NDArray[np.uint8], x: Floats, *, threads: int = 1, ours: bool = True, library: Any = None
+    name: str,
+    blocks: NDArray[np.uint8],
+    x: Floats,
+    *,
+    threads: int = 1,
+    ours: bool = True,
+    library: Any = None,
+    pieces: int = 1,
 ) -> Floats:
-    """Return the product by the variant in use, or by llama.cpp's kernels in a graph; [rows][columns]."""
+    """Return the product by the variant in use, or by llama.cpp's kernels in a graph; [rows][columns].
+
+    The weights are written to their buffer in so many pieces.
+    """
     rows, k = x.shape
     x = np.ascontiguousarray(x, np.float32)
     out = np.zeros((rows, len(blocks)), np.float32)
     number = kernels.FORMATS.index(name)
     sizes = k, len(blocks)
     run = (library or kernels.library()).specserve_run_product
-    seconds = run(ours, number, *sizes, blocks.ctypes.data, rows, x.ctypes.data, threads, out.ctypes.data)
+    seconds = run(ours, number, *sizes, blocks.ctypes.data, pieces, rows, x.ctypes.data, threads, out.ctypes.data)
     assert np.isfinite(seconds)
     return out
 

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
+import tiny_models
 from kernel_products import (
     BLOCK,
     SUPPORTED_VARIANTS,
@@ -28,7 +29,7 @@ from kernel_products import (
     product,
     quantised,
 )
-from specserve.engine import kernels
+from specserve.engine import kernel_library, kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
@@ -126,6 +127,15 @@ def test_products_have_the_same_bits_with_either_prefetch(name: str) -> None:
 
 @pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("name", kernels.FORMATS)
+@pytest.mark.parametrize("pieces", [2, 7])
+def test_products_have_the_same_bits_when_weights_are_written_in_pieces(name: str, pieces: int) -> None:
+    """As llama.cpp writes weights that it reads by way of pinned memory; pieces need not end where columns do."""
+    blocks, x = quantised(name, numbers(7, 37, 768)), numbers(8, 5, 768)
+    assert np.array_equal(product(name, blocks, x, pieces=pieces), product(name, blocks, x))
+
+
+@pytest.mark.usefixtures("variant")
+@pytest.mark.parametrize("name", kernels.FORMATS)
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e30])
 def test_products_of_rows_of_different_magnitudes_are_correct(name: str, scale: float) -> None:
     blocks, x = quantised(name, numbers(9, 24, 512)), numbers(10, 6, 512)
@@ -180,7 +190,8 @@ def build_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., cty
     """A function that builds a library in whose avx2 variant one piece of source is replaced."""
     directory = tmp_path_factory.mktemp("planted")
     include = importlib.metadata.distribution("llama-cpp-python").locate_file("include")
-    common = ["g++", "-std=c++17", "-O1", "-fPIC", f"-I{include}", f"-I{SOURCES}", '-DSPECSERVE_BUILT_FOR=""']
+    version = f'-DSPECSERVE_BUILT_FOR="{importlib.metadata.version("llama-cpp-python")}"'
+    common = ["g++", "-std=c++17", "-O1", "-fPIC", f"-I{include}", f"-I{SOURCES}", version]
     (directory / "others.cpp").write_text(
         '#include "kernels.h"\n'
         "const specserve::Kernels * specserve::avx512_vnni() { return nullptr; }\n"
@@ -195,21 +206,20 @@ def build_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., cty
         objects.append(str(directory / f"{source.stem}.o"))
         subprocess.run([*common, "-c", str(source), "-o", objects[-1]], check=True)
 
-    def build(right: str, wrong: str, *options: str) -> ctypes.CDLL:
-        text = (SOURCES / "product.h").read_text()
+    def build(right: str, wrong: str, *options: str, header: str = "product.h") -> ctypes.CDLL:
+        text = (SOURCES / header).read_text()
         assert text.count(right) == 1
         build_directory = directory / f"{abs(hash(right))}"
         build_directory.mkdir()
-        (build_directory / "product.h").write_text(text.replace(right, wrong))
+        (build_directory / header).write_text(text.replace(right, wrong))
         (build_directory / "avx2.cpp").write_text((SOURCES / "avx2.cpp").read_text())
         vector = ["-mavx2", "-mfma", "-mf16c", "-shared", str(build_directory / "avx2.cpp"), *objects]
         subprocess.run(
             [*common, *options, f"-I{build_directory}", *vector, "-o", str(build_directory / "wrong.so")], check=True
         )
-        loaded = ctypes.CDLL(str(build_directory / "wrong.so"))
-        kernels.declare(loaded)
-        assert loaded.specserve_use(b"avx2")
-        return loaded
+        found = kernel_library.declare(ctypes.CDLL(str(build_directory / "wrong.so")))
+        assert found.specserve_use(b"avx2")
+        return found
 
     return build
 
@@ -245,9 +255,27 @@ def test_a_planted_fault_fails_the_check_at_load_and_these_tests(
     assert name not in chosen.formats
     assert f"{name} failed its check" in chosen.sentence
     # The faulty library stays in llama.cpp's list of buffer types: from now on it must accept no tensor.
+    wrong.specserve_take(0)
     kernels.use("off")
-    monkeypatch.undo()
-    kernels.use("off")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        pytest.param("a.scale * q[i]", "q[i]", id="a forgotten scale"),
+        pytest.param("1 / totals[row][head]", "1 / totals[0][head]", id="the sum of another row"),
+    ],
+)
+def test_a_planted_fault_of_attention_fails_the_check_at_load(
+    right: str, wrong: str, build_library: Callable[..., ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels.library()
+    faulty = build_library(right, wrong, header="attention.h")
+    monkeypatch.setattr(kernels, "library", lambda: faulty)
+    chosen = kernels.use("auto", variant="avx2")
+    assert chosen.variant is None
+    assert "attention failed its check" in chosen.sentence
+    faulty.specserve_take(0)
 
 
 # ---- attention ----
@@ -347,6 +375,57 @@ def test_a_forward_pass_calls_the_kernels(tiny: Path, best: str) -> None:
     assert (after.products - before.products, after.attentions - before.attentions) == (15, 2)
 
 
+def small_heads(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Heads of eight numbers, fewer than a register holds."""
+    monkeypatch.setattr(tiny_models, "HEADS", 8)
+    write_tiny(directory / "single.gguf", "qwen2", "target")
+    return quantise_as(directory / "single.gguf", directory / "heads.gguf", "q4_0")
+
+
+def unquantised(directory: Path, _monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_tiny(directory / "single.gguf", "qwen2", "target")
+    return directory / "single.gguf"
+
+
+def half_quantised(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Some products have a kernel and others have none: Q4_K takes rows of 256, for others llama.cpp takes Q5_0."""
+    monkeypatch.setattr(tiny_models, "FEED_FORWARD", 256)
+    write_tiny(directory / "single.gguf", "qwen2", "target")
+    return quantise_as(directory / "single.gguf", directory / "half.gguf", "q4_k")
+
+
+@pytest.mark.usefixtures("best")
+@pytest.mark.parametrize(
+    ("written", "computed"),
+    [(small_heads, (True, False)), (unquantised, (False, True)), (half_quantised, (False, True))],
+)
+def test_an_engine_tells_what_llama_cpp_computes_of_its_model(
+    written: Callable[[Path, pytest.MonkeyPatch], Path],
+    computed: tuple[bool, bool],
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also after another engine, for whose model it computed something else."""
+    path = written(tmp_path, monkeypatch)
+    for _ in range(2):
+        assert open_engine(path)[1].computed == computed
+        assert open_engine(tiny)[1].computed == (True, True)
+    kernels.use("off")
+    assert open_engine(tiny)[1].computed == (False, False)
+
+
+@pytest.mark.usefixtures("best")
+def test_a_rows_attention_reads_its_own_sequence_or_with_llama_cpps_kernel_all_of_them(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path, expected in ((tiny, 20), (small_heads(tmp_path, monkeypatch), 32)):
+        _, engine = open_engine(path)
+        for slot, length in ((0, 20), (1, 12)):
+            engine.forward([Row(40, slot, position, wants_logits=False) for position in range(length)])
+        assert engine.kv_len([0]) == expected
+
+
 def test_kernels_off_calls_no_kernel(tiny: Path) -> None:
     kernels.use("off")
     _, engine = open_engine(tiny)
@@ -363,6 +442,92 @@ def test_logits_equal_llama_cpps_up_to_rounding(tiny: Path) -> None:
     _, stock = open_engine(tiny, threads=2)
     expected = logits(stock)
     assert 0 < np.abs(got - expected).max() < 0.05 * np.abs(expected).max()
+
+
+class Walk:
+    """Slots whose tokens are known, in an engine that is asked for something else at every step."""
+
+    def __init__(self, model: LlamaModel, seed: int) -> None:
+        self.engine, self.fresh = (
+            LlamaEngine(
+                model,
+                n_slots=n_slots,
+                context_length=64,
+                threads=1,
+                max_rows=64,
+                max_logits=16,
+                max_alternatives=max_alternatives,
+            )
+            for n_slots, max_alternatives in ((3, 3), (1, 0))
+        )
+        self.random = np.random.default_rng(seed)
+        self.tokens: list[list[int]] = [[], [], []]
+        # By slot, the sequences that end with its alternatives of the last pass.
+        self.alternatives: dict[int, list[list[int]]] = {}
+
+    def number(self, low: int, high: int) -> int:
+        return int(self.random.integers(low, high + 1))
+
+    def forward(self) -> list[tuple[list[int], FloatArray]]:
+        """A pass over drafts and alternatives of some slots: what each row ends, and its logits."""
+        rows, ends, left = [], [], 3
+        self.alternatives = {}
+        for slot in self.random.permutation(3)[: self.number(1, 3)].tolist():
+            start = len(self.tokens[slot])
+            if start > 50:
+                continue
+            self.tokens[slot] = self.tokens[slot] + self.random.integers(1, 200, size=self.number(1, 4)).tolist()
+            for position in range(start, len(self.tokens[slot])):
+                rows.append(Row(self.tokens[slot][position], slot, position, wants_logits=True))
+                ends.append(self.tokens[slot][: position + 1])
+            for _ in range(self.number(0, left)):
+                position, left = self.number(start, len(self.tokens[slot]) - 1), left - 1
+                ends.append([*self.tokens[slot][:position], self.number(1, 200)])
+                self.alternatives.setdefault(slot, []).append(ends[-1])
+                rows.append(Row(ends[-1][-1], slot, position, wants_logits=True, alternative=True))
+        return list(zip(ends, self.engine.forward(rows).copy(), strict=True)) if rows else []
+
+    def adopt(self) -> None:
+        for slot, ends in self.alternatives.items():
+            if self.random.random() < 0.7:
+                number = self.number(0, len(ends) - 1)
+                self.engine.adopt(slot, number)
+                self.tokens[slot] = ends[number]
+
+    def truncate_or_copy(self) -> None:
+        self.alternatives = {}
+        slot, other = self.random.permutation(3)[:2].tolist()
+        length = self.number(0, len(self.tokens[slot]))
+        if self.random.random() < 0.5:
+            self.engine.truncate(slot, length)
+            self.tokens[slot] = self.tokens[slot][:length]
+        else:
+            self.engine.copy(slot, other, length)
+            self.tokens[other] = self.tokens[slot][:length]
+
+    def expected(self, tokens: list[int]) -> FloatArray:
+        """The logits after these tokens, read at once into an empty cache, shape (1, vocabulary)."""
+        self.fresh.truncate(0, 0)
+        last = len(tokens) - 1
+        return self.fresh.forward([Row(token, 0, i, wants_logits=i == last) for i, token in enumerate(tokens)])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_logits_have_the_same_bits_after_any_drafts_adoptions_truncations_and_copies(
+    seed: int, tiny: Path, best: str
+) -> None:
+    assert best
+    walk, compared, adopted = Walk(LlamaModel(tiny), seed), 0, 0
+    for step in range(80):
+        for tokens, found in walk.forward():
+            assert np.array_equal([found], walk.expected(tokens)), f"step {step}, after {tokens}"
+            compared += 1
+        adopted += len(walk.alternatives)
+        walk.adopt()
+        if step % 3 == 2:
+            walk.truncate_or_copy()
+    assert compared > 200
+    assert adopted > 20
 
 
 def test_models_of_different_variants_can_be_loaded_together(tiny: Path, variant: str) -> None:
@@ -454,48 +619,6 @@ def test_weights_are_prefetched_non_temporally_unless_that_is_slower(
     kernels.use("off")
 
 
-def is_absent(patch: pytest.MonkeyPatch, directory: Path) -> None:
-    patch.setattr(kernels, "library_path", lambda: directory / kernels.FILE)
-
-
-def is_no_library(patch: pytest.MonkeyPatch, directory: Path) -> None:
-    (directory / kernels.FILE).write_text("no library")
-    is_absent(patch, directory)
-
-
-def lacks_a_function(patch: pytest.MonkeyPatch, _directory: Path) -> None:
-    patch.setattr(ctypes, "CDLL", lambda *_arguments: object())
-
-
-def is_for_another_llama_cpp(patch: pytest.MonkeyPatch, _directory: Path) -> None:
-    real = importlib.metadata.version
-    patch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "llama-cpp-python" else real(name))
-
-
-@pytest.mark.parametrize(
-    ("broken", "mode", "reason"),
-    [
-        (is_absent, "auto", "not built"),
-        (is_absent, "off", "`kernels: off`"),
-        (is_no_library, "auto", "does not fit"),
-        (lacks_a_function, "auto", "does not fit"),
-        (is_for_another_llama_cpp, "auto", "9.9 is installed"),
-    ],
-)
-def test_without_a_usable_library_llama_cpps_kernels_are_used_with_a_reason(
-    broken: Callable[[pytest.MonkeyPatch, Path], None], mode: kernels.Mode, reason: str, tmp_path: Path
-) -> None:
-    assert kernels.library_path().exists()
-    with pytest.MonkeyPatch.context() as patch:
-        broken(patch, tmp_path)
-        kernels.library.cache_clear()
-        chosen = kernels.use(mode)
-    kernels.library.cache_clear()
-    assert chosen.variant is None
-    assert reason in chosen.sentence
-    assert kernels.in_use() == chosen
-
-
 @pytest.mark.usefixtures("variant")
 def test_roof_measures_the_machines_bandwidth_and_product_rate() -> None:
     """Used by benchmarks/cost_curve.py; no core reads or multiplies 1e13 bytes a second."""
@@ -513,13 +636,14 @@ _ALL_KERNELS = """
 import ctypes, sys
 import numpy as np
 sys.path[:0] = sys.argv[2:]
-from specserve.engine import kernels
+from specserve.engine import kernel_library, kernels
 import pathlib
-kernels.library_path = lambda: pathlib.Path(sys.argv[1])
-from kernel_products import attention, product, quantised, BLOCK
-for variant in kernels.VARIANTS:
-    if kernels.use("auto", variant=variant).variant is None:
-        continue
+kernel_library.library_path = lambda: pathlib.Path(sys.argv[1])
+# It would be another process of the sanitizers', and slow.
+kernel_library._try_out = lambda *_: None
+from kernel_products import attention, product, quantised, BLOCK, SUPPORTED_VARIANTS
+for variant in SUPPORTED_VARIANTS:
+    assert kernels.use("auto", variant=variant).variant == variant
     random = np.random.default_rng(0)
     for name in kernels.FORMATS:
         for columns, k in ((1, BLOCK[name]), (35, 512)):
@@ -527,7 +651,7 @@ for variant in kernels.VARIANTS:
             for rows in (1, 2, 15, 16, 17, 33):
                 x = random.normal(size=(rows, k)).astype(np.float32)
                 x[0, :3] = np.inf, -np.inf, np.nan
-                product(name, blocks, x, threads=2)
+                product(name, blocks, x, threads=2, pieces=1 + rows % 3)
     for size in (16, 48, 128):
         for rows, kv_len in ((1, 1), (4, 33), (3, 100)):
             shape = (rows, 3, size), (kv_len, size), (kv_len, size)

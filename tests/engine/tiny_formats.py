@@ -7,8 +7,13 @@ from pathlib import Path
 
 import llama_cpp
 
-_KINDS = {"q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, "q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0}
-FORMATS = tuple(_KINDS)
+FORMATS = ("q4_0", "q8_0")
+_KINDS = {
+    "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
+    "q4_k": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_S,
+    "iq4_xs": llama_cpp.LLAMA_FTYPE_MOSTLY_IQ4_XS,
+}
 
 
 def quantise_as(source: Path, target: Path, name: str) -> Path:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from specserve.engine import kernels
+from specserve.engine import kernel_library
 from specserve.errors import ConfigError, EnvironmentFailure, ModelLoadError
 from specserve.tools import archive as archiving
 from specserve.tools import cli, files, models, paths
@@ -218,12 +218,12 @@ def test_archived_package_imports_without_the_project(weights: Path, store: Path
 
 def test_archive_contains_the_kernels(weights: Path, store: Path, tmp_path: Path) -> None:
     program = (
-        "from specserve.engine import kernels\n"
+        "from specserve.engine import kernel_library, kernels\n"
         "kernels.speed = lambda *_: 2.0\n"
-        "print(kernels.library_path()); print(kernels.use('auto').variant is not None)"
+        "print(kernel_library.library_path()); print(kernels.use('auto').variant is not None)"
     )
     worker = tmp_path / "worker"
-    library = worker / "specserve" / "engine" / kernels.FILE
+    library = worker / "specserve" / "engine" / kernel_library.FILE
     assert printed_by_worker(program, weights, store, worker) == [str(library), "True"]
 
 

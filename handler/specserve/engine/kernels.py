@@ -6,29 +6,44 @@ after `use("auto")` has its weights packed for specserve's kernels, one loaded a
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import importlib.metadata
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specserve.engine.llama_model import start_backend
+from specserve.engine.kernel_library import FORMATS, Unusable, checksum, library, loaded
 
-FILE = "libspecserve_kernels.so"
+__all__ = [
+    "FORMATS",
+    "VARIANTS",
+    "Calls",
+    "Kernels",
+    "Mode",
+    "Roof",
+    "Share",
+    "Unusable",
+    "attention_error",
+    "calls",
+    "head_limited_to",
+    "identity",
+    "in_use",
+    "largest_error",
+    "library",
+    "non_temporal_is_fast",
+    "roof",
+    "share_of",
+    "speed",
+    "use",
+]
+
 Mode = Literal["auto", "off"]
-# In the order of `enum class Format` in kernels.h.
-FORMATS = ("Q4_0", "Q8_0", "Q4_K", "Q6_K")
 VARIANTS = ("avx512_vnni", "avx_vnni", "avx2")
 # Error of a product relative to its root mean square. Activations of 8 bits cause 0.023 (768 terms, any variant), a
-# wrong bias or scale 0.2 and more (tests/engine/test_kernels.py).
-_MAX_ERROR = 0.05
+# wrong bias or scale 0.2 and more; attention rounds its results at 5e-5 and less (tests/engine/test_kernels.py).
+_MAX_ERROR, _MAX_ATTENTION_ERROR = 0.05, 5e-4
 # Product for the comparison of speeds: 2 to 3 MB of weights, milliseconds for all formats.
 _TIMED_K, _TIMED_COLUMNS, _TIMED_ROWS, _TIMES = 2048, 1536, (1, 4, 8), 5
 # Kernels of the same speed differ by up to this share when measured on a noisy machine. A process that takes a core for
@@ -59,68 +74,6 @@ class Kernels(NamedTuple):
     sentence: str
 
 
-class Unusable(Exception):
-    """specserve's kernels cannot be used, for the reason given."""
-
-
-def library_path() -> Path:
-    """Return where the library should be: beside this module in an archive, else where pip installed it."""
-    beside = Path(__file__).with_name(FILE)
-    if beside.exists():
-        return beside
-    try:
-        return Path(str(importlib.metadata.distribution("specserve-kernels").locate_file(f"specserve_kernels/{FILE}")))
-    except importlib.metadata.PackageNotFoundError:
-        return beside
-
-
-@lru_cache(maxsize=1)
-def library() -> ctypes.CDLL:
-    """Load the library.
-
-    Raises:
-        Unusable: it was not built, or not for the installed llama-cpp-python.
-    """
-    path = library_path()
-    if not path.exists():
-        raise Unusable(
-            "they were not built (that takes a C++ compiler and an x86-64 Linux when specserve is installed)"
-        )
-    try:
-        # Makes the symbols of the ggml that llama_cpp has loaded visible to the library.
-        for name in ("libggml-base.so.0", "libggml.so.0", "libggml-cpu.so.0"):
-            ctypes.CDLL(name, os.RTLD_GLOBAL | os.RTLD_NOLOAD | os.RTLD_NOW)
-        loaded = ctypes.CDLL(str(path), os.RTLD_NOW)
-        declare(loaded)
-    except (OSError, AttributeError) as error:
-        raise Unusable(f"{path.name} does not fit specserve or llama-cpp-python ({error})") from error
-    built_for, installed = loaded.specserve_built_for().decode(), importlib.metadata.version("llama-cpp-python")
-    if built_for != installed:
-        raise Unusable(f"they were built for llama-cpp-python {built_for}, and {installed} is installed")
-    return loaded
-
-
-def declare(loaded: ctypes.CDLL) -> None:
-    """Declare the types of library.cpp's functions that are not plain ints."""
-    loaded.specserve_built_for.restype = ctypes.c_char_p
-    loaded.specserve_use.restype = ctypes.c_char_p
-    loaded.specserve_use.argtypes = [ctypes.c_char_p]
-    loaded.specserve_take.argtypes = [ctypes.c_uint]
-    loaded.specserve_products.restype = loaded.specserve_attentions.restype = ctypes.c_int64
-    loaded.specserve_check_product.restype = loaded.specserve_time_product.restype = ctypes.c_double
-    loaded.specserve_check_product.argtypes = [ctypes.c_int, ctypes.c_int]
-    loaded.specserve_read_bandwidth.restype = loaded.specserve_dot_peak.restype = ctypes.c_double
-    loaded.specserve_prefetch.argtypes = [ctypes.c_int]
-    two, sizes = [ctypes.c_int, ctypes.c_int], [ctypes.c_int64, ctypes.c_int64]
-    loaded.specserve_time_product.argtypes = [*two, *sizes, ctypes.c_int, *two]
-    loaded.specserve_run_product.restype = ctypes.c_double
-    pointer = ctypes.c_void_p
-    loaded.specserve_run_product.argtypes = [*two, *sizes, pointer, ctypes.c_int, pointer, ctypes.c_int, pointer]
-    loaded.specserve_compute_head.restype = loaded.specserve_attend.restype = None
-    loaded.specserve_compute_head.argtypes = [pointer, ctypes.c_int64]
-    loaded.specserve_attend.argtypes = [*sizes, ctypes.c_int, ctypes.c_float, ctypes.c_int, *[pointer] * 5]
-
-
 _STOCK = Kernels(None, (), None, "llama.cpp's own kernels compute: specserve's were not selected")
 _state = {"in_use": _STOCK}
 
@@ -146,25 +99,28 @@ def use(mode: Mode, *, threads: int = 1, variant: str | None = None) -> Kernels:
 
 
 def _choose(mode: Mode, threads: int, variant: str | None) -> Kernels:
-    try:
-        loaded = library()
-    except Unusable as reason:
-        return _stock(str(reason)) if mode == "auto" else _stock("`kernels: off`")
-    start_backend()
-    loaded.specserve_take(0)
     if mode == "off":
+        if found := loaded():
+            found.specserve_take(0)
         return _stock("`kernels: off`")
-    found = loaded.specserve_use((variant or "").encode())
-    if found is None:
+    try:
+        found = library()
+    except Unusable as reason:
+        return _stock(str(reason))
+    found.specserve_take(0)
+    named = found.specserve_use((variant or "").encode())
+    if named is None:
         return _stock(f"this processor has not {variant}" if variant else "this processor has not even AVX2")
-    used = found.decode()
+    used = named.decode()
     # First, since each way to prefetch has code of its own: what is checked and timed below is what will compute.
     non_temporal = non_temporal_is_fast(used, threads)
-    loaded.specserve_prefetch(non_temporal)
+    found.specserve_prefetch(non_temporal)
+    if (error := attention_error()) > _MAX_ATTENTION_ERROR:
+        return _stock(f"attention failed its check (an error of {error:.2g})")
     wrong = {name: error for name in FORMATS if (error := largest_error(name)) > _MAX_ERROR}
     slow = {} if variant else {name: ratio for name in FORMATS if (ratio := _best_speed(name, threads)) < 1 - _NOISE}
     selected = [name for name in FORMATS if name not in wrong and name not in slow]
-    loaded.specserve_take(sum(1 << FORMATS.index(name) for name in selected))
+    found.specserve_take(sum(1 << FORMATS.index(name) for name in selected))
     rejected = [f"{name} failed its check (an error of {error:.2g})" for name, error in wrong.items()]
     rejected += [f"{name} is slower than llama.cpp's ({ratio:.2f} times its speed)" for name, ratio in slow.items()]
     if not selected:
@@ -184,7 +140,12 @@ def largest_error(name: str) -> float:
     """Return the largest error of a format's products over all numbers of rows, relative to their root mean square."""
     max_rows = library().specserve_max_tile()
     number = FORMATS.index(name)
-    return max(float(library().specserve_check_product(number, rows)) for rows in range(1, max_rows + 1))
+    return max(float(library().specserve_check_product(number, rows, 1)) for rows in range(1, max_rows + 1))
+
+
+def attention_error() -> float:
+    """Return the largest error of attention for one row and for several, relative to its root mean square."""
+    return max(float(library().specserve_check_attention(rows, 1)) for rows in range(1, 6))
 
 
 def _best_speed(name: str, threads: int) -> float:
@@ -210,12 +171,12 @@ def speed(name: str, threads: int) -> float:
 def non_temporal_is_fast(variant: str, threads: int) -> bool:
     """Return whether `prefetchnta` is at least about as fast where weights come from memory; `variant` is in use."""
     del variant
-    loaded = library()
+    found = library()
     sizes = FORMATS.index(_STREAMED_FORMAT), _STREAMED_K, _STREAMED_COLUMNS
 
     def seconds(*, non_temporal: bool) -> list[float]:
-        loaded.specserve_prefetch(non_temporal)
-        time_product = loaded.specserve_time_product
+        found.specserve_prefetch(non_temporal)
+        time_product = found.specserve_time_product
         return [float(time_product(True, *sizes, rows, threads, _STREAMED_TIMES)) for rows in _STREAMED_ROWS]
 
     turns = [(seconds(non_temporal=True), seconds(non_temporal=False)) for _ in range(2)]
@@ -261,10 +222,10 @@ def roof(threads: int) -> Roof:
     Raises:
         Unusable: there is no library, or llama.cpp's kernels are in use.
     """
-    loaded = library()
+    found = library()
     if in_use().variant is None:
         raise Unusable(in_use().sentence)
-    return Roof(loaded.specserve_read_bandwidth(threads), loaded.specserve_dot_peak(threads))
+    return Roof(found.specserve_read_bandwidth(threads), found.specserve_dot_peak(threads))
 
 
 def identity() -> str:
@@ -272,8 +233,7 @@ def identity() -> str:
     chosen = in_use()
     if chosen.variant is None:
         return "stock"
-    checksum = hashlib.sha256(library_path().read_bytes()).hexdigest()
-    return f"{checksum} {chosen.variant} {chosen.prefetch} {' '.join(chosen.formats)}"
+    return f"{checksum()} {chosen.variant} {chosen.prefetch} {' '.join(chosen.formats)}"
 
 
 class Calls(NamedTuple):
@@ -285,7 +245,30 @@ class Calls(NamedTuple):
 
 def calls() -> Calls:
     """Return the counts since the process began; zero if the library is not loaded."""
-    try:
-        return Calls(library().specserve_products(), library().specserve_attentions())
-    except Unusable:
-        return Calls(0, 0)
+    found = loaded()
+    return Calls(found.specserve_products(), found.specserve_attentions()) if found else Calls(0, 0)
+
+
+class Share(NamedTuple):
+    """What specserve's kernels computed of a forward pass: all matrix products, all attention."""
+
+    products: bool
+    attention: bool
+
+
+def share_of(run: Callable[[], object]) -> Share:
+    """Return what specserve's kernels compute of the forward passes in `run`; no others may run meanwhile."""
+    found = loaded()
+    if found is None:
+        run()
+        return Share(products=False, attention=False)
+    # The notes of earlier passes.
+    found.specserve_left()
+    before = calls()
+    run()
+    after, left = calls(), found.specserve_left()
+    # Bits 0 and 1, see library.cpp. llama.cpp notes nothing while the library is not in its list of buffer types.
+    return Share(
+        products=after.products > before.products and not left & 1,
+        attention=after.attentions > before.attentions and not left & 2,
+    )

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from specserve.config import HandlerConfig, TorchServeKeys, load_yaml, parse_handler
-from specserve.engine import kernels
+from specserve.engine import kernel_library
 from specserve.errors import ConfigError, EnvironmentFailure
 from specserve.tools import cli, files, paths
 from specserve.tools.models import Prepared, prepare
@@ -128,8 +128,8 @@ def stage(building: Path, document: dict[str, Any]) -> None:
         building / "extra" / "specserve",
         ignore=shutil.ignore_patterns("__pycache__", "tools"),
     )
-    if kernels.library_path().exists():
-        shutil.copy(kernels.library_path(), building / "extra" / "specserve" / "engine")
+    if kernel_library.library_path().exists():
+        shutil.copy(kernel_library.library_path(), building / "extra" / "specserve" / "engine")
     # The model directory is first on the worker's sys.path, so this also shadows an installed torch.
     (building / "extra" / "torch.py").write_text(_TORCH_STUB, encoding="utf-8")
 

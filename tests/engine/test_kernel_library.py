@@ -1,0 +1,227 @@
+"""The library of the kernels is loaded only if it is for the installed llama-cpp-python, and has run elsewhere."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kernel_products import needs_kernels
+from specserve.engine import kernel_library, kernels
+
+pytestmark = needs_kernels
+
+KERNELS = Path(__file__).parents[2] / "handler" / "kernels"
+INSTALLED = importlib.metadata.version("llama-cpp-python")
+MARKER = f"specserve kernels for llama-cpp-python {INSTALLED}"
+FUNCTIONS = (
+    *("take", "products", "attentions", "check_attention", "read_bandwidth", "dot_peak", "prefetch", "time_product"),
+    *("run_product", "compute_head", "attend", "left", "max_tile"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is loaded, and no trial run has been noted; afterwards the real library is loaded."""
+    monkeypatch.setenv("SPECSERVE_CACHE", str(tmp_path / "cache"))
+    kernel_library.library.cache_clear()
+    yield
+    monkeypatch.undo()
+    kernel_library.library.cache_clear()
+    kernel_library.library()
+
+
+@pytest.fixture
+def be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
+    """A function that writes the file that is taken for the library."""
+    path = tmp_path / kernel_library.FILE
+
+    def write(content: bytes) -> None:
+        # A file of its own: the one before may be mapped.
+        path.unlink(missing_ok=True)
+        path.write_bytes(content)
+        monkeypatch.setattr(kernel_library, "library_path", lambda: path)
+
+    return write
+
+
+def compiled(directory: Path, fault: str) -> bytes:
+    """A library for the installed llama-cpp-python whose products do this."""
+    functions = "".join(f"double specserve_{name}() {{ return 0; }}\n" for name in FUNCTIONS)
+    (directory / "library.cpp").write_text(
+        "#include <csignal>\n#include <cstdlib>\n#include <unistd.h>\n"
+        f'extern "C" {{\nextern const char built_for[];\nconst char built_for[] = "{MARKER}";\n{functions}'
+        'const char * specserve_use(const char *) { return "avx2"; }\n'
+        f"double specserve_check_product(int, int, int) {{ {fault}; return 1; }}\n}}\n"
+    )
+    command = ["g++", "-shared", "-fPIC", str(directory / "library.cpp"), "-o", str(directory / "library.so")]
+    subprocess.run(command, check=True)
+    return (directory / "library.so").read_bytes()
+
+
+def no_trial(*_: object, **__: object) -> None:
+    raise AssertionError("there was a trial run")
+
+
+# ---- versions ----
+
+
+def test_a_library_for_another_version_is_refused_before_it_is_loaded(be: Callable[[bytes], None]) -> None:
+    """This one cannot even be loaded."""
+    be(b"...specserve kernels for llama-cpp-python 9.9\0...")
+    chosen = kernels.use("auto")
+    assert chosen.variant is None
+    assert f"built for llama-cpp-python 9.9, and {INSTALLED} is installed" in chosen.sentence
+
+
+def test_the_library_is_refused_after_llama_cpp_python_was_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.metadata.version
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "llama-cpp-python" else real(name))
+        assert f"built for llama-cpp-python {INSTALLED}, and 9.9 is installed" in kernels.use("auto").sentence
+
+
+@pytest.fixture
+def unverified(tmp_path: Path) -> Path:
+    """The kernels' sources as they are when llama-cpp-python has been changed and nobody has looked at its sources."""
+    sources = tmp_path / "kernels"
+    shutil.copytree(KERNELS, sources)
+    header = sources / "ggml_internals.h"
+    text = header.read_text()
+    assert text.count(f'{{"{INSTALLED}"}}') == 1
+    header.write_text(text.replace(f'{{"{INSTALLED}"}}', '{"0.3.1", "0.3.2"}'))
+    return sources
+
+
+def test_nothing_is_built_for_a_version_that_is_not_verified_and_the_server_says_so(
+    unverified: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, installed = tmp_path / "build", tmp_path / "installed"
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    options = [f"-DPython_EXECUTABLE={sys.executable}", "-G", "Ninja"]
+    steps: list[list[str | Path]] = [
+        ["-S", unverified, "-B", build, *options],
+        ["--build", build],
+        ["--install", build, "--prefix", installed],
+    ]
+    for step in steps:
+        subprocess.run(["cmake", *step], check=True, env=environment, capture_output=True)
+    distribution = SimpleNamespace(locate_file=installed.joinpath)
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.metadata, "distribution", lambda _name: distribution)
+        assert not kernel_library.library_path().exists()
+        assert kernels.use("auto").sentence == (
+            "llama.cpp's own kernels compute: they were not built (they are verified for llama-cpp-python 0.3.1, "
+            f"0.3.2, and {INSTALLED} was installed)"
+        )
+
+
+def test_a_compiler_refuses_a_version_that_is_not_verified(unverified: Path) -> None:
+    """As of a build without CMakeLists.txt."""
+    include = importlib.metadata.distribution("llama-cpp-python").locate_file("include")
+    options = ["-std=c++17", "-fsyntax-only", f"-I{include}", f'-DSPECSERVE_BUILT_FOR="{INSTALLED}"']
+    for sources, accepted in ((KERNELS, True), (unverified, False)):
+        command = ["g++", *options, str(sources / "library.cpp")]
+        outcome = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert (outcome.returncode == 0) == accepted
+        assert ("is not verified for this llama-cpp-python" in outcome.stderr) != accepted
+
+
+# ---- the trial run ----
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("std::raise(SIGSEGV)", "they crashed in a trial run (SIGSEGV)"),
+        ("std::abort()", "they crashed in a trial run (SIGABRT)"),
+        ("sleep(600)", "a trial run of them did not end within 2 s"),
+        ('write(2, "wrong slot", 10); _exit(3)', "a trial run of them failed (wrong slot)"),
+    ],
+)
+def test_a_library_that_fails_in_another_process_is_not_loaded(
+    fault: str, reason: str, be: Callable[[bytes], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every start, for what killed the trial may have been something else."""
+    be(compiled(tmp_path, fault))
+    monkeypatch.setattr(kernel_library, "_TRIAL_SECONDS", 2 if "sleep" in fault else 60)
+    for _ in range(2):
+        chosen = kernels.use("auto")
+        assert chosen.variant is None
+        assert chosen.sentence == f"llama.cpp's own kernels compute: {reason}"
+
+
+def test_the_same_library_is_tried_once(
+    be: Callable[[bytes], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = compiled(tmp_path, "")
+    be(content)
+    kernel_library.library()
+    kernel_library.library.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", no_trial)
+        kernel_library.library()
+        kernel_library.library.cache_clear()
+        be(content + b"changed")
+        with pytest.raises(AssertionError, match="a trial run"):
+            kernel_library.library()
+
+
+def test_a_cache_that_cannot_be_written_costs_a_trial_at_every_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SPECSERVE_CACHE", str(tmp_path / "file"))
+    kernel_library.library()
+    assert "the next start tries again" in caplog.text
+
+
+# ---- other reasons ----
+
+
+def is_absent(patch: pytest.MonkeyPatch, directory: Path) -> None:
+    patch.setattr(kernel_library, "library_path", lambda: directory / kernel_library.FILE)
+
+
+def is_no_library(patch: pytest.MonkeyPatch, directory: Path) -> None:
+    (directory / kernel_library.FILE).write_text("no library")
+    is_absent(patch, directory)
+
+
+def lacks_a_function(patch: pytest.MonkeyPatch, _directory: Path) -> None:
+    patch.setattr(ctypes, "CDLL", lambda *_arguments: object())
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (is_absent, "they were not built"),
+        (is_no_library, "is not a library of this specserve's kernels"),
+        (lacks_a_function, "does not fit"),
+    ],
+)
+def test_without_a_usable_library_llama_cpps_kernels_are_used_with_a_reason(
+    broken: Callable[[pytest.MonkeyPatch, Path], None], reason: str, tmp_path: Path
+) -> None:
+    assert kernel_library.library_path().exists()
+    with pytest.MonkeyPatch.context() as patch:
+        broken(patch, tmp_path)
+        chosen = kernels.use("auto")
+    assert chosen.variant is None
+    assert reason in chosen.sentence
+    assert kernels.in_use() == chosen
+
+
+def test_kernels_off_loads_no_library(be: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    be(b"no library")
+    monkeypatch.setattr(subprocess, "run", no_trial)
+    assert kernels.use("off").sentence == "llama.cpp's own kernels compute: `kernels: off`"
+    assert kernels.calls() == (0, 0)

@@ -149,14 +149,12 @@ class LlamaModel:
         """Return llama.cpp's type of the tokenizer (`enum llama_vocab_type`)."""
         return int(llama_cpp.llama_vocab_type(self._vocab))
 
-    def bos_eos(self) -> tuple[int, int, bool, bool]:
-        """Return the BOS and EOS tokens, and whether each is added to a prompt."""
+    def added_tokens(self) -> tuple[int | None, int | None]:
+        """Return the BOS and the EOS token that a prompt gets; None for one that is not added."""
         vocab = self._vocab
         return (
-            llama_cpp.llama_vocab_bos(vocab),
-            llama_cpp.llama_vocab_eos(vocab),
-            bool(llama_cpp.llama_vocab_get_add_bos(vocab)),
-            bool(llama_cpp.llama_vocab_get_add_eos(vocab)),
+            llama_cpp.llama_vocab_bos(vocab) if llama_cpp.llama_vocab_get_add_bos(vocab) else None,
+            llama_cpp.llama_vocab_eos(vocab) if llama_cpp.llama_vocab_get_add_eos(vocab) else None,
         )
 
     def close(self) -> None:
@@ -172,6 +170,9 @@ def build_description() -> str:
 def check_same_vocabulary(target: LlamaModel, draft: LlamaModel) -> None:
     """Refuse a draft whose tokens differ from the target's, by the rule of llama.cpp's speculative decoding.
 
+    Which tokens end an answer may differ, as in a base model's file for an instruct target: the target decides that.
+    Source: common_speculative_are_compatible of llama.cpp's common/speculative.cpp.
+
     Raises:
         ModelLoadError: names the first difference.
     """
@@ -179,8 +180,8 @@ def check_same_vocabulary(target: LlamaModel, draft: LlamaModel) -> None:
     advice = "choose a draft of the target's own family"
     if target.vocabulary_type() != draft.vocabulary_type():
         raise ModelLoadError(f"{pair}: their tokenizers are of different kinds; {advice}.")
-    if target.bos_eos() != draft.bos_eos():
-        raise ModelLoadError(f"{pair}: their texts begin or end with different tokens; {advice}.")
+    if target.added_tokens() != draft.added_tokens():
+        raise ModelLoadError(f"{pair}: their prompts begin or end with different tokens; {advice}.")
     if abs(target.size - draft.size) > 128:
         raise ModelLoadError(f"{pair}: their vocabularies hold {draft.size} and {target.size} tokens; {advice}.")
     for token in range(5, min(target.size, draft.size)):

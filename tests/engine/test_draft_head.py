@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+import tiny_models
 from kernel_products import SUPPORTED_VARIANTS, needs_kernels
 from specserve.engine import draft_head, kernels
 from specserve.engine.base import FloatArray, Row
@@ -67,6 +70,12 @@ def logits(path: Path, head: DraftHead | None) -> FloatArray:
     return engine.forward([Row(token, 0, position, True) for position, token in enumerate((40, 41, 42))]).copy()
 
 
+def test_computed_tells_each_token_apart() -> None:
+    computed = DraftHead(SIZE + 1, always=[SIZE]).computed([70 * GROUP])
+    assert computed.shape == (SIZE + 1,)
+    assert list(np.flatnonzero(~computed)) == [*range(3 * GROUP, 70 * GROUP), *range(71 * GROUP, SIZE)]
+
+
 @needs_kernels
 @pytest.mark.usefixtures("variant")
 def test_computed_logits_have_the_same_bits_and_the_others_are_minus_infinity(model: Path) -> None:
@@ -79,6 +88,43 @@ def test_computed_logits_have_the_same_bits_and_the_others_are_minus_infinity(mo
     assert np.array_equal(reduced[:, computed], full[:, computed])
     assert np.isneginf(reduced[:, ~computed]).all()
     assert np.array_equal(logits(model, None), full), "other engines compute the full head"
+
+
+def biased(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model whose head adds a bias, so that llama.cpp names the sum and not the product result_output."""
+    weights = tiny_models._weights
+
+    def with_bias(*arguments: Any) -> dict[str, NDArray[np.float32]]:
+        tensors = weights(*arguments)
+        return {**tensors, "output.bias": np.zeros(len(tensors["output.weight"]), np.float32)}
+
+    monkeypatch.setattr(tiny_models, "_weights", with_bias)
+    write_tiny(directory / "single.gguf", "qwen2", "target")
+    return quantise_as(directory / "single.gguf", directory / "biased.gguf", "q4_0")
+
+
+def unquantised(directory: Path, _monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_tiny(directory / "single.gguf", "qwen2", "target")
+    return directory / "single.gguf"
+
+
+@needs_kernels
+@pytest.mark.usefixtures("variant")
+@pytest.mark.parametrize("written", [biased, unquantised])
+def test_a_head_that_cannot_be_reduced_is_computed_in_full_and_the_log_says_so(
+    written: Callable[[Path, pytest.MonkeyPatch], Path],
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = written(tmp_path, monkeypatch)
+    size = LlamaModel(path).size
+    assert np.isfinite(logits(path, DraftHead(size, always=[]))).all()
+    assert f"{path}: its passes compute the whole head" in caplog.text
+    caplog.clear()
+    logits(model, DraftHead(size, always=[]))
+    assert not caplog.text
 
 
 def test_llama_cpp_kernels_compute_the_full_head(model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Iterable
 
 import llama_cpp
@@ -14,6 +15,8 @@ from specserve.engine.draft_head import DraftHead
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import EngineError, ModelLoadError
 
+logger = logging.getLogger(__name__)
+
 _F16 = 1  # GGML_TYPE_F16 of ggml.h, which llama-cpp-python does not export
 
 
@@ -21,8 +24,8 @@ class LlamaEngine:
     """An `Engine`: a llama.cpp context whose `n_slots` sequences share one unified KV cache.
 
     With specserve's attention kernel (engine/kernels.py) a row reads the cells of its own sequence only, and its result
-    depends neither on where in the cache they are nor on other rows. llama.cpp's kernel reads the cells of all
-    sequences, and sums in their order.
+    depends neither on where in the cache they are nor on other rows. llama.cpp's kernel, which also computes what ours
+    cannot, reads the cells of all sequences, and sums in their order. `computed` tells which one the model has.
 
     Args:
         model: its weights.
@@ -57,8 +60,7 @@ class LlamaEngine:
         self.slot_length = min(context_length, model.trained_context)
         self.width = model.size
         params = llama_cpp.llama_context_default_params()
-        self._own_kernels = kernels.in_use().variant is not None
-        self._head = head if self._own_kernels else None
+        self._head = head if kernels.in_use().variant else None
         params.n_ctx = n_slots * context_length + max_alternatives
         # An alternative is the end of a sequence of llama.cpp's own, which shares the cells of what precedes it.
         params.n_seq_max = n_slots + max_alternatives
@@ -81,7 +83,8 @@ class LlamaEngine:
         # By slot, its alternatives of the last pass: llama.cpp's sequence, and the position.
         self._alternatives: dict[int, list[tuple[int, int]]] = {}
         self._make_batch(max_rows)
-        self._check_truncation(model)
+        # What specserve's kernels compute of a pass.
+        self.computed = kernels.share_of(lambda: self._check_first_pass(model))
 
     def _make_batch(self, rows: int) -> None:
         """Build a llama_batch over NumPy arrays, which are faster to fill than ctypes arrays."""
@@ -102,9 +105,17 @@ class LlamaEngine:
         batch.logits = self._wants.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
         self._batch = batch
 
-    def _check_truncation(self, model: LlamaModel) -> None:
-        """Refuse models whose cache cannot be truncated, such as recurrent ones."""
-        self.forward([Row(0, 0, position, wants_logits=False) for position in range(2)])
+    def _check_first_pass(self, model: LlamaModel) -> None:
+        """Refuse models whose cache cannot be truncated, such as recurrent ones; see whether the head is limited."""
+        tokens = [0, 0]
+        logits = self.forward([Row(token, 0, position, position == 1) for position, token in enumerate(tokens)])
+        if self._head is not None and np.isfinite(logits[0, ~self._head.computed(tokens)]).any():
+            self._head = None
+            logger.warning(
+                "specserve: %s: its passes compute the whole head, and take longer than they could: the head's format "
+                "has no kernel of specserve's, or llama.cpp does not call its product result_output",
+                model.path,
+            )
         if not self._remove_from(0, 1):
             raise ModelLoadError(
                 f"{model.path}: the KV cache of this kind of model cannot be truncated, which speculation needs."
@@ -117,7 +128,9 @@ class LlamaEngine:
 
     def kv_len(self, slots: Iterable[int]) -> int:
         """Return how many cached tokens attention reads for a row; tokens that slots share count for each."""
-        return max((self._lengths[slot] for slot in slots), default=0) if self._own_kernels else sum(self._lengths)
+        if self.computed.attention:
+            return max((self._lengths[slot] for slot in slots), default=0)
+        return sum(self._lengths)
 
     def forward(self, rows: list[Row]) -> FloatArray:
         """Run one forward pass; see `Engine.forward`."""

@@ -11,7 +11,7 @@ from specserve.engine import kernels
 from specserve.engine.base import Engine
 from specserve.engine.draft_head import DraftHead
 from specserve.engine.invariance import Invariance, probe
-from specserve.engine.kernels import Kernels
+from specserve.engine.kernels import Kernels, Share
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
 from specserve.errors import EngineError, ModelLoadError
@@ -34,8 +34,6 @@ _MAX_ALTERNATIVES = 8
 # The ratio of draft to target step time above which the log warns: a draft has then to be accepted every other time to
 # pay at all.
 _HIGH_COST_RATIO = 0.5
-# Tokens of the batch-invariance probe: a second or two of prefill. The tests probe longer sequences.
-_PROBE_TOKENS = 96
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def load_models(config: HandlerConfig) -> Models:
         kernels=in_use,
         draft=draft_model,
         chat_template=_chat_template(target_model),
-        invariance=_measured_invariance(target, config),
+        invariance=_measured_invariance(target),
     )
 
 
@@ -127,7 +125,8 @@ def open_engines(
 def _open_draft(
     draft_model: LlamaModel, target_model: LlamaModel, config: HandlerConfig, target_cost: Cost
 ) -> tuple[DraftModel, Cost]:
-    head = DraftHead(draft_model.size, draft_model.end_tokens())
+    # The target's, which end answers; the draft's own may be others.
+    head = DraftHead(draft_model.size, [token for token in target_model.end_tokens() if token < draft_model.size])
     engine = _engine(draft_model, config, max(_MAX_LOGITS // 2, config.sequences), head)
     cost = _cost(engine, draft_model, config, target_cost)
     draft = DraftModel(
@@ -184,7 +183,7 @@ def _engine(
     head: DraftHead | None = None,
     max_alternatives: int = 0,
 ) -> LlamaEngine:
-    return LlamaEngine(
+    engine = LlamaEngine(
         model,
         n_slots=config.sequences,
         context_length=config.context_length,
@@ -194,6 +193,8 @@ def _engine(
         head=head,
         max_alternatives=max_alternatives,
     )
+    _report_share(model, engine.computed)
+    return engine
 
 
 def _report_cost(draft: float, target: float) -> None:
@@ -211,8 +212,22 @@ def _report_cost(draft: float, target: float) -> None:
         )
 
 
-def _measured_invariance(target: Engine, config: HandlerConfig) -> Invariance:
-    invariance = probe(target, min(config.context_length, _PROBE_TOKENS))
+def _measured_invariance(target: LlamaEngine) -> Invariance:
+    # Where llama.cpp computes something, lengths and numbers of rows matter for which specserve's kernels have no case.
+    invariance = probe(target, thorough=not all(target.computed))
     level = logging.INFO if invariance.single_sequence else logging.WARNING
     logger.log(level, "specserve: %s", invariance.sentence)
     return invariance
+
+
+def _report_share(model: LlamaModel, computed: Share) -> None:
+    """Log what specserve's kernels leave to llama.cpp's although they are in use."""
+    parts = {"matrix products": computed.products, "attention": computed.attention}
+    if kernels.in_use().variant and (left := [part for part, ours in parts.items() if not ours]):
+        logger.warning(
+            "specserve: %s: llama.cpp's own kernels compute %s of this model, in part or whole, so a draft token costs "
+            "more than it could (specserve's are for weights in %s)",
+            model.path,
+            " and ".join(left),
+            ", ".join(kernels.in_use().formats),
+        )

@@ -22,7 +22,6 @@ from specserve.speculation.cost import Cost
 from specserve.speculation.measure import measure, prefill, timed
 from specserve.tools import cli, files
 from specserve.tools.doctor_checks import (
-    CONTEXT,
     PROMPTS,
     Answer,
     answer_distributions,
@@ -155,13 +154,13 @@ def check_files(prepared: Prepared) -> Finding:
 
 def check_invariance(target: LlamaEngine) -> Finding:
     """Whether logits are batch-invariant, so that greedy and seeded answers repeat."""
-    invariance = probe(target, CONTEXT)
+    invariance = probe(target, thorough=True)
     facts = invariance._asdict()
     if invariance.single_sequence:
         sentence = "The target gives the same logits for any number of rows: greedy and seeded answers repeat exactly."
     else:
         sentence = (
-            f"The target's logits move by up to {invariance.largest:.2g} with the number of rows, "
+            f"The target's logits moved by {invariance.largest:.2g} with the number of rows in a short trial, "
             "so near-ties may turn."
         )
     return Finding("repeating", sentence, facts=facts)

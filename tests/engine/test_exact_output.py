@@ -17,7 +17,7 @@ from costs import flat
 from fake_engine import FakeEngine, FakeVocabulary, NoEndToken
 from fake_pair import FakePair, RecordingObserver, exact_answers
 from intervals import outcomes
-from rules import noise
+from rules import KeyedByPosition, noise
 from specserve.engine.base import Row
 from specserve.sampling import logits as logits_module
 from specserve.sampling.distribution import FloatArray
@@ -233,3 +233,10 @@ def test_a_planted_fault_changes_the_probability_of_an_answer(
 ) -> None:
     fault(monkeypatch)
     assert error(CASES[case], verification) > 100 * TOLERANCE
+
+
+def test_numbers_keyed_by_position_are_wrong_for_block_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It draws numbers after a rejected draft too, and the next round would give these positions the same ones."""
+    monkeypatch.setattr(round_module, "Noise", KeyedByPosition)
+    assert error(CASES["two drafts"], "token") < TOLERANCE
+    assert error(CASES["two drafts"], "block") > 100 * TOLERANCE

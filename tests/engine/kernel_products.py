@@ -21,6 +21,20 @@ Floats = NDArray[np.float32]
 SUPPORTED_VARIANTS = [name for name in kernels.VARIANTS if re.search(rf"\b{name}\b", processor())]
 BLOCK = {"Q4_0": 32, "Q8_0": 32, "Q4_K": 256, "Q6_K": 256}
 
+
+def _register() -> None:
+    """Put the kernels into llama.cpp's list before any test loads a model, after which it does not look again."""
+    try:
+        library = kernels.library()
+    except kernels.Unusable:
+        return
+    library.specserve_use(b"")
+    library.specserve_take(0)
+
+
+# When tests are collected; in a fixture, it would depend on their order.
+_register()
+
 needs_kernels = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="the kernels are for x86-64: run them on such a machine"
 )

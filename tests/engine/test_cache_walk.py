@@ -22,7 +22,7 @@ TOKENS = 200
 
 
 class Walk:
-    """Two engines: one that goes through random steps, and one that reads each prefix in a single pass."""
+    """A walk of an engine through random steps; another engine reads each prefix anew, in a single pass."""
 
     def __init__(self, model: LlamaModel, random: Random) -> None:
         self._random = random
@@ -84,7 +84,7 @@ class Walk:
         if not rows:
             return
         for prefix, logits in zip(prefixes, self._engine.forward(rows).copy(), strict=True):
-            assert logits.tobytes() == self._plainly(prefix).tobytes(), f"after {prefix}"
+            assert logits.tobytes() == self._anew(prefix).tobytes(), f"after {prefix}"
             self.compared += 1
         for slot, read in alternatives.items():
             if random.random() < 0.7:
@@ -92,7 +92,7 @@ class Walk:
                 self._engine.adopt(slot, number)
                 self._tokens[slot] = list(read[number])
 
-    def _plainly(self, prefix: list[int]) -> FloatArray:
+    def _anew(self, prefix: list[int]) -> FloatArray:
         self._plain.truncate(0, 0)
         last = len(prefix) - 1
         logits: FloatArray = self._plain.forward([Row(token, 0, n, n == last) for n, token in enumerate(prefix)])[0]

@@ -6,7 +6,8 @@ run together or one after the other have one seed, which must not make one's ans
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from itertools import product
 from typing import NamedTuple
 
@@ -17,13 +18,12 @@ from costs import flat
 from fake_engine import FakeEngine, FakeVocabulary, NoEndToken
 from fake_pair import FakePair, RecordingObserver, exact_answers
 from intervals import outcomes
-from rules import noise
+from rules import KeyedByPosition, noise
 from specserve.engine.base import Row
 from specserve.sampling import logits as logits_module
 from specserve.sampling.distribution import FloatArray
 from specserve.sampling.noise import Noise
-from specserve.sequence import SamplingParams, SpeculationMode, Verification
-from specserve.sequence import Sequence as SpecserveSequence
+from specserve.sequence import SamplingParams, Sequence, SpeculationMode, Verification
 from specserve.speculation import round as round_module
 from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
 from specserve.speculation.rejection import RULES
@@ -35,7 +35,7 @@ Answers = tuple[tuple[int, ...], ...]
 
 
 class Case(NamedTuple):
-    """What is run, as small as it can be.
+    """What is run, chosen for few cases in which much happens.
 
     Args:
         events: what must happen: numbers of drafts, their drafters, alternatives adopted beside so many drafts.
@@ -145,14 +145,14 @@ def run(case: Case, verification: Verification, events: set[str]) -> Answers:
     return tuple(tuple(generation.answer) for generation in generations)
 
 
-def error(case: Case, verification: Verification) -> float:
-    """The largest error of the probability of any answer, where there are several prompts of one to each."""
+def error(case: Case, verification: Verification, *, of: slice = slice(None)) -> float:
+    """The largest error of the probability of any answers to these prompts together."""
     events: set[str] = set()
-    found = outcomes(lambda: run(case, verification, events))
+    found = outcomes(lambda: run(case, verification, events)[of])
     assert case.events <= events, f"only these have happened: {events}"
     grammar = None if case.masks is None else Alternating(case.vocabulary.size)
     expected: dict[Answers, float] = {(): 1.0}
-    for prompt in case.prompts:
+    for prompt in case.prompts[of]:
         exact = exact_answers(prompt, case.length, case.sampling, case.vocabulary, grammar)
         pairs = product(expected.items(), exact.items())
         expected = {(*before, answer): first * second for (before, first), (answer, second) in pairs}
@@ -166,14 +166,14 @@ def test_every_answer_has_the_targets_probability(case: str, verification: Verif
 
 
 def draw_from_the_seed(patch: pytest.MonkeyPatch) -> None:
-    """Two sequences with one seed share their numbers."""
+    """Two sequences with one seed share their numbers, so one's drafts depend on what the other is going to draw."""
     patch.setattr(round_module, "Noise", lambda **keys: Noise(**{**keys, "secret": keys["seed"]}))
 
 
 def reuse_numbers_after_an_alternative(patch: pytest.MonkeyPatch) -> None:
     """The round after an adopted alternative has the numbers that gave the token after it."""
 
-    def numbers(sequence: SpecserveSequence) -> Noise:
+    def numbers(sequence: Sequence) -> Noise:
         number = sequence.round_number - sequence.stats.adopted
         return noise(secret=sequence.secret, round_number=number)
 
@@ -207,7 +207,7 @@ def penalise_without_the_adopted_token(patch: pytest.MonkeyPatch) -> None:
         return forward(self, rows)
 
     def forgetful(
-        logits: FloatArray, sampling: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+        logits: FloatArray, sampling: SamplingParams, prompt: abc.Sequence[int], output: abc.Sequence[int]
     ) -> FloatArray:
         return penalise(logits, sampling, prompt, output[:-1] if adopted else output)
 
@@ -231,5 +231,13 @@ def penalise_without_the_adopted_token(patch: pytest.MonkeyPatch) -> None:
 def test_a_planted_fault_changes_the_probability_of_an_answer(
     fault: Callable[[pytest.MonkeyPatch], None], case: str, verification: Verification, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of an answer to the last prompt, whatever the answers to others are."""
     fault(monkeypatch)
-    assert error(CASES[case], verification) > 100 * TOLERANCE
+    assert error(CASES[case], verification, of=slice(-1, None)) > 100 * TOLERANCE
+
+
+def test_numbers_keyed_by_position_are_wrong_for_block_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It draws numbers after a rejected draft too, and the next round would give these positions the same ones."""
+    monkeypatch.setattr(round_module, "Noise", KeyedByPosition)
+    assert error(CASES["two drafts"], "token") < TOLERANCE
+    assert error(CASES["two drafts"], "block") > 100 * TOLERANCE

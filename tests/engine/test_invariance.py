@@ -338,7 +338,7 @@ def test_the_sentence_names_the_conditions() -> None:
     assert "repeat exactly" in invariant
     assert "neighbours and alternatives" in Invariance(0.0, 0.0, 0.0, 0.0, 0.0).sentence
     rows = Invariance(0.02, 0.0, 0.0, 0.0, 0.1).sentence
-    assert "differed with numbers of rows (by 0.02) and alternatives (by 0.1)" in rows
+    assert "differed between numbers of rows (by 0.02) and alternatives (by 0.1)" in rows
     layout = Invariance(0.0, 0.0, 0.3, 0.0, None).sentence
     assert "cache positions (by 0.3)" in layout
     assert "repeat exactly alone" in layout

@@ -30,12 +30,13 @@ FUNCTIONS = (
 
 @pytest.fixture(autouse=True)
 def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is loaded, and no trial run has been noted; afterwards the real library can be loaded again."""
+    """Nothing is loaded, and no trial run has been noted; afterwards the real library is loaded."""
     monkeypatch.setenv("SPECSERVE_CACHE", str(tmp_path / "cache"))
     kernel_library.library.cache_clear()
     yield
     monkeypatch.undo()
     kernel_library.library.cache_clear()
+    kernel_library.library()
 
 
 @pytest.fixture

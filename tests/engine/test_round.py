@@ -208,7 +208,7 @@ def test_an_answer_follows_its_grammar_while_speculating(verification: Verificat
     pair.run()
     for generation in generations:
         assert all(token % 2 == position % 2 for position, token in enumerate(generation.answer))
-        assert generation.stats.accepted > 0
+    assert sum(generation.stats.accepted for generation in generations) > 0
 
 
 def test_an_answer_ends_where_its_grammar_does() -> None:

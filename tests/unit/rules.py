@@ -98,7 +98,7 @@ WRONG_RULES = [recovers_from_p, recovers_with_the_accept_number, accepts_with_th
 
 
 class KeyedByPosition(Noise):
-    """WRONG for token and block verification: numbers are keyed by the position in the output instead of the round."""
+    """WRONG for block verification: numbers are keyed by the position in the output instead of the round."""
 
     def __init__(self, *, secret: int, round_number: int, seed: int, choice: int, position: int) -> None:
         del round_number

@@ -20,7 +20,6 @@ from rules import (
     WRONG_BLOCK_RULES,
     WRONG_RULES,
     CoarseRace,
-    KeyedByPosition,
     SameAtEveryPosition,
     UniformRace,
     accepts_likely_drafts,
@@ -209,15 +208,13 @@ def test_first_token_test_rejects_a_wrong_rule(wrong: Rule) -> None:
     assert stats.chisquare(counts, p * counts.sum()).pvalue < FALSE_ALARM
 
 
-def chain(
-    rule: Rule, p: FloatArray, q: FloatArray, kind: type[Noise], *, secret: int, length: int, gamma: int
-) -> list[int]:
+def chain(rule: Rule, p: FloatArray, q: FloatArray, secret: int, *, length: int, gamma: int) -> list[int]:
     """An output of a Markov chain p with drafts from a Markov chain q, in as many rounds as it takes."""
     tokens = [0]
     for round_number in itertools.count():
         if len(tokens) > length:
             break
-        numbers = noise(kind, secret=secret, round_number=round_number, position=len(tokens) - 1)
+        numbers = noise(secret=secret, round_number=round_number)
         drafts: list[int] = []
         for i in range(gamma):
             drafts.append(draw(q[[*tokens, *drafts][-1]], numbers.uniform(Purpose.DRAFT, i)))
@@ -227,11 +224,11 @@ def chain(
     return tokens[1 : length + 1]
 
 
-def position_pvalues(rule: Rule, trials: int, kind: type[Noise] = Noise) -> list[float]:
+def position_pvalues(rule: Rule, trials: int) -> list[float]:
     """The chi-square p-value of each of five positions, decoded in two to five rounds."""
     rng = np.random.default_rng(11)
     p, q = softmax(1.5 * rng.normal(size=(4, 4))), softmax(1.5 * rng.normal(size=(4, 4)))
-    outputs = np.array([chain(rule, p, q, kind, secret=trial, length=5, gamma=3) for trial in range(trials)])
+    outputs = np.array([chain(rule, p, q, trial, length=5, gamma=3) for trial in range(trials)])
     marginal = np.eye(4)[0]
     pvalues = []
     for position in range(5):
@@ -249,11 +246,6 @@ def test_every_position_over_several_rounds_has_the_targets_distribution(rule: R
 @pytest.mark.parametrize("wrong", [recovers_from_p, recovers_with_the_accept_number])
 def test_position_test_rejects_a_wrong_rule(wrong: Rule) -> None:
     assert min(position_pvalues(wrong, 5_000)) < FALSE_ALARM / 5
-
-
-def test_position_test_rejects_block_noise_keyed_by_position() -> None:
-    """After a rejection, such noise gives a position the numbers that decided it before."""
-    assert min(position_pvalues(verify_block, 20_000, KeyedByPosition)) < FALSE_ALARM / 5
 
 
 def standard_errors_from_overlap(rule: Rule, trials: int = 20_000) -> float:

@@ -84,7 +84,7 @@ class Invariance(NamedTuple):
             else ""
         )
         return (
-            f"in a short trial the target's logits differed with {found}, and may differ by more: greedy and seeded "
+            f"in a short trial the target's logits differed between {found}, and may differ by more: greedy and seeded "
             f"outputs {exactly}may differ between runs where two tokens are nearly equal"
         )
 

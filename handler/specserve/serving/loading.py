@@ -255,7 +255,7 @@ def _report_share(model: LlamaModel, computed: Share) -> None:
     if kernels.in_use().variant and (left := [part for part, ours in parts.items() if not ours]):
         logger.warning(
             "specserve: %s: llama.cpp's own kernels compute %s of this model, in part or whole, so a draft token costs "
-            "more than it could; weights in %s have kernels here",
+            "more than it could (specserve's are for weights in %s)",
             model.path,
             " and ".join(left),
             ", ".join(kernels.in_use().formats),

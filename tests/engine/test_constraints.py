@@ -215,6 +215,8 @@ def ended(
             constraint=wrap(rounds.compiler.gbnf(ENDS), []),
             top_logprobs=0,
         )
+        # Two runs are compared number by number.
+        generation.secret = seed
         generations.append(generation)
     pair.run()
     return generations, [result(generation) for generation in generations]

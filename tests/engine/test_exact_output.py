@@ -76,7 +76,7 @@ CASES = {
     "alternatives": Case({"0 drafts", "4 drafts", "adopted beside 1", "adopted beside 2"}),
     "penalties": Case({"2 drafts", "adopted beside 1"}, length=5, presence_penalty=0.8),
     "an end token": Case(
-        {"adopted beside 1", "adopted beside 2"}, ([0, 2],), length=5, draft_seconds=0.38, vocabulary=FakeVocabulary(3)
+        {"2 drafts", "adopted beside 1"}, ([0, 2],), length=5, draft_seconds=0.38, vocabulary=FakeVocabulary(3)
     ),
     "a prediction": Case(
         {"model", "prediction", "adopted beside 2"},
@@ -93,7 +93,7 @@ CASES = {
         ([3, 3],),
         draft_seconds=0.37,
         vocabulary=NoEndToken(5),
-        masks=3,
+        masks=4,
     ),
     "two prompts at once": Case(
         {"2 drafts", "adopted beside 1"}, ([0, 2, 1], [0, 1]), length=5, min_p=0.5, draft_seconds=0.416

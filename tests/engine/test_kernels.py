@@ -199,7 +199,7 @@ def build_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., cty
     )
     unchanged = [
         directory / "others.cpp",
-        *(SOURCES / f"{name}.cpp" for name in ("library", "buffer_type", "check", "roof")),
+        *(SOURCES / f"{name}.cpp" for name in ("library", "assistants", "buffer_type", "check", "roof")),
     ]
     objects = []
     for source in unchanged:

@@ -100,18 +100,19 @@ class Cost:
     @property
     def factor(self) -> float:
         """How long passes take now, in units of the measurement."""
-        return math.exp(self._log_factor)
+        return math.exp(self.log_factor)
 
     @property
-    def _log_factor(self) -> float:
-        return self._own_log_factor + (self._target._log_factor if self._target else 0.0)  # noqa: SLF001 - of the same class
+    def log_factor(self) -> float:
+        """Its logarithm."""
+        return self._own_log_factor + (self._target.log_factor if self._target else 0.0)
 
     @property
     def _own_log_factor(self) -> float:
         state, target = self._state, self._target
         if target is None or (unobserved := target.passes - state.observed_at - _RECENT) <= 0:
             return state.log_factor
-        is_another_time = abs(target._log_factor - state.target_then) > _JUMP  # noqa: SLF001 - of the same class
+        is_another_time = abs(target.log_factor - state.target_then) > _JUMP
         return state.log_factor * (_KEPT_OF_ANOTHER_TIME if is_another_time else _KEPT) ** unobserved
 
     @property
@@ -153,7 +154,7 @@ class Cost:
         state.log_factor = self._own_log_factor
         others = 0.0
         if target is not None:
-            others = target._log_factor  # noqa: SLF001 - of the same class
+            others = target.log_factor
             if target.passes - state.observed_at > _RECENT:
                 # They belong to another time.
                 state.shown.clear()

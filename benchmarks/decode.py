@@ -32,7 +32,7 @@ from common import (
     with_interference,
 )
 from specserve.config import HandlerConfig
-from specserve.engine.base import Engine
+from specserve.kv_cache import KVCache
 from specserve.sequence import SamplingParams, SequenceStats, SpeculationParams
 from specserve.serving.generation import Generation
 from specserve.serving.loading import Models, load_models, open_engines
@@ -89,7 +89,7 @@ class Lane:
     mode: Mode
     models: Models
     config: HandlerConfig
-    target: Engine
+    target: KVCache
     drafters: Drafters
 
     def start(self, task: Task, temperature: float, seed: int = 1) -> tuple[Scheduler, Generation]:
@@ -112,25 +112,27 @@ class Lane:
 def open_lanes(models: Models, config: HandlerConfig, modes: list[Mode]) -> list[Lane]:
     """A lane for each mode, of one sequence each."""
     config = config.model_copy(update={"sequences": 1})
-    return [
-        Lane(mode, models, config, *open_engines(models.vocabulary, models.draft, config, models.costs))
-        for mode in modes
-    ]
+    lanes = []
+    for mode in modes:
+        target, drafters = open_engines(models.vocabulary, models.draft, config, models.costs)
+        lanes.append(Lane(mode, models, config, KVCache(target), drafters))
+    return lanes
 
 
 def run_side_by_side(lanes: list[Lane], task: Task, temperature: float, seed: int) -> list[Run]:
     """Answer a prompt in all lanes; the lane with the fewest tokens always runs the next round."""
-    started = [lane.start(task, temperature, seed) for lane in lanes]
+    started = [(*lane.start(task, temperature, seed), lane.target) for lane in lanes]
 
-    def progress(lane: tuple[Scheduler, Generation]) -> tuple[int, int]:
-        return lane[1].generated, lane[1].target_cached
+    def progress(lane: tuple[Scheduler, Generation, KVCache]) -> tuple[int, int]:
+        _, generation, target = lane
+        return generation.generated, target.end(generation.slot) if generation.slot >= 0 else 0
 
     while running := [lane for lane in started if lane[0].busy]:
         min(running, key=progress)[0].step()
-    for _, generation in started:
+    for _, generation, _ in started:
         if generation.error:
             raise SystemExit(f"{task.name}: {generation.error}")
-    return [Run(generation.answer, generation.stats) for _, generation in started]
+    return [Run(generation.answer, generation.stats) for _, generation, _ in started]
 
 
 def keep(results: ResultsFile, key: Key, run: Run) -> None:

@@ -13,7 +13,7 @@ import argparse
 import json
 import math
 import sys
-from collections import Counter
+from collections import Counter, abc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -27,14 +27,18 @@ from rich.console import Console
 from rich.table import Table
 
 from specserve.engine.base import FloatArray, Row
-from specserve.sequence import SamplingParams, SpeculationParams
+from specserve.kv_cache import KVCache
+from specserve.sampling.logits import TargetDistributions
+from specserve.sequence import BySequence, SamplingParams, Sequence, SpeculationParams
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler
-from specserve.speculation.controller import Controller
 from specserve.speculation.cost import Cost, CostTable
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
+from specserve.speculation.gain import Candidate, RoundCosts
+from specserve.speculation.policy import Controller, Policy
 from specserve.speculation.proposers import LookupProposer
+from specserve.speculation.step import Step
 
 # The fake vocabulary belongs to the tests.
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
@@ -137,6 +141,7 @@ class ReplayEngine:
         self._alternatives: dict[int, list[int]] = {}
         self.n_slots = n_slots
         self.width = width
+        self.cache = KVCache(self)
 
     def forward(self, rows: list[Row]) -> FloatArray:
         """The recorded logits after each row; see `Engine.forward`."""
@@ -154,7 +159,7 @@ class ReplayEngine:
         # A slot belongs to the replay that got it last.
         replay = next((one for one in reversed(self._replays) if one.sequence.slot == asked.slot), self._replays[0])
         recording = replay.recording
-        start = replay.sequence.draft_start if self._draft else 0
+        start = self.cache.start(asked.slot)
         index = start + asked.position - (replay.sequence.prompt_length - 1)
         index = min(max(0, index), len(recording.answer) - 1)
         rank = recording.rank[index] if self._draft else 0
@@ -210,6 +215,53 @@ class EndlessVocabulary(FakeVocabulary):
         return False
 
 
+class Average(Policy):
+    """A plain baseline: drafts as many tokens as all are likely to be accepted, by a fading average of the outcomes.
+
+    Costs, confidences and kinds of text are nothing to it. At least one token is drafted, since it learns by drafting.
+    """
+
+    is_certain = True
+    # The share of the average that the latest outcome does not replace, and the least probability that all drafts are
+    # accepted: the best of .8, .9, .95 and of .3, .4, .5, .6 by the mean of the machines with our kernels.
+    FADE, LEAST = 0.9, 0.5
+
+    def __init__(self) -> None:
+        self._accepted = BySequence(lambda _: [0.75])
+
+    def max_drafts(self, sequence: Sequence) -> int:
+        """The request's gamma."""
+        return sequence.speculation.gamma
+
+    def worth_asking(self, steps: list[Step], certain: abc.Sequence[Candidate], rows: int, costs: RoundCosts) -> bool:
+        """It is."""
+        del steps, certain, rows, costs
+        return True
+
+    def _has_enough(self, step: Step, more: int) -> bool:
+        [accepted] = self._accepted.of(step.sequence)
+        return len(step.drafts) + more > 1 and accepted ** (len(step.drafts) + more) < self.LEAST
+
+    def offer_length(
+        self, step: Step, probabilities: list[float], by_model: Candidate | None, rows: int, costs: RoundCosts
+    ) -> int:
+        """As many as of the draft model's tokens."""
+        del by_model, rows, costs
+        return next((n for n in range(len(probabilities)) if self._has_enough(step, n + 1)), len(probabilities))
+
+    def candidate(self, step: Step, pending: int, costs: RoundCosts) -> Candidate | None:
+        """A certain one, until there are enough."""
+        del costs
+        return None if self._has_enough(step, 1) else Candidate(1.0, 1.0, pending, step.remaining, is_certain=True)
+
+    def learn(self, step: Step, p: TargetDistributions, decided: list[int]) -> None:
+        """Take the drafts up to the first rejected one into the average."""
+        del p, decided
+        average = self._accepted.of(step.sequence)
+        for index in range(min(step.n_accepted + 1, len(step.drafts))):
+            average[0] = self.FADE * average[0] + (1 - self.FADE) * (index < step.n_accepted)
+
+
 class Simulation:
     """A server with replayed models, whose controller keeps learning from one recording to the next.
 
@@ -220,6 +272,7 @@ class Simulation:
         window: tokens that the draft reads back where it joins a sequence.
         slots: sequences decoded at the same time.
         max_wait_seconds: extra latency that prefill may add to a decoding round.
+        auto: the policy of mode `auto`; None for the controller's.
     """
 
     def __init__(
@@ -231,12 +284,15 @@ class Simulation:
         window: int = 128,
         slots: int = 1,
         max_wait_seconds: float = math.inf,
+        auto: Policy | None = None,
     ) -> None:
         self._clock = Clock()
         self._tables = target, draft
         target_cost = Cost(target)
         self._draft_cost = Cost(draft, target=target_cost)
         self._controller = Controller(target_cost, self._draft_cost)
+        if auto:
+            self._controller.policies["auto"] = auto
         self._speculation = speculation
         self._window = window
         self._slots = slots
@@ -256,10 +312,10 @@ class Simulation:
             for table, is_draft in zip(self._tables, (False, True), strict=True)
         )
         model = DraftModel(
-            draft, self._draft_cost, window=self._window, max_rows=64, vocabulary=width, context_length=CONTEXT
+            draft.cache, self._draft_cost, window=self._window, max_rows=64, vocabulary=width, context_length=CONTEXT
         )
         scheduler = Scheduler(
-            target,
+            target.cache,
             Drafters(
                 self._controller, LookupProposer(), model=model, vocabulary=width, end_tokens=(), clock=self._clock
             ),
@@ -385,12 +441,18 @@ MACHINES = {
 
 
 def replay_all(
-    target: CostTable, draft: CostTable, policy: SpeculationParams, recordings: list[Recording], seed: int
+    target: CostTable,
+    draft: CostTable,
+    policy: SpeculationParams,
+    recordings: list[Recording],
+    seed: int,
+    *,
+    auto: Policy | None = None,
 ) -> list[float]:
     """Seconds of each recording, replayed in a random order, as a server would see them."""
     order = list(range(len(recordings)))
     Random(seed).shuffle(order)
-    simulation = Simulation(target, draft, policy)
+    simulation = Simulation(target, draft, policy, auto=auto)
     seconds = {index: simulation.run(recordings[index])[0] for index in order}
     return [seconds[index] for index in range(len(recordings))]
 
@@ -404,12 +466,14 @@ def compare(target: CostTable, draft: CostTable, recordings: list[Recording], or
     policies |= {f"fixed {gamma}": SpeculationParams(gamma, drafter="model") for gamma in FIXED}
     policies |= {
         "adaptive, model": SpeculationParams(15, mode="auto", drafter="model"),
+        "average": SpeculationParams(15, mode="auto"),
         "adaptive": SpeculationParams(15, mode="auto"),
     }
     seconds: dict[str, list[float]] = {}
     for name, policy in policies.items():
-        seeds = range(1, (orders if policy.is_auto else 1) + 1)
-        runs = [replay_all(target, draft, policy, recordings, seed) for seed in seeds]
+        seeds = range(1, (orders if policy.mode == "auto" else 1) + 1)
+        auto = Average() if name == "average" else None
+        runs = [replay_all(target, draft, policy, recordings, seed, auto=auto) for seed in seeds]
         seconds[name] = [mean(times) for times in zip(*runs, strict=True)]
     costs = Cost(target), Cost(draft)
     seconds["oracle, model"] = [oracle(recording, *costs) for recording in recordings]

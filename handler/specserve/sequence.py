@@ -1,4 +1,4 @@
-"""A sequence: its tokens, how it is sampled and drafted for, and how much of it each model's KV cache holds."""
+"""A sequence: its tokens, how it is sampled and drafted for, and what its rounds have done."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import secrets
 from collections import Counter, abc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ DrafterName = Literal["model", "lookup", "prediction", "grammar"]
 # Who wrote a token: the drafter of an accepted one; the target also where it replaced a draft.
 Source = Literal[DrafterName, "target"]
 SpeculationMode = Literal["off", "fixed", "auto"]
-State = TypeVar("State")
+Group = Literal[SpeculationMode, "holdback"]
 
 
 @dataclass(frozen=True)
@@ -64,15 +65,22 @@ class SpeculationParams:
         if self.mode not in get_args(SpeculationMode):
             raise ValueError(f"there is no mode {self.mode!r}")
 
-    @property
-    def is_auto(self) -> bool:
-        """Whether the controller decides how many tokens are drafted."""
-        return self.mode == "auto"
 
-    @property
-    def max_drafts(self) -> int:
-        """The most draft tokens a round may have."""
-        return 0 if self.mode == "off" else self.gamma
+@dataclass(frozen=True)
+class RequestInfo:
+    """The labels that all sequences of a request share.
+
+    Args:
+        request: TorchServe's request id.
+        family: the client's `prompt_family`; empty without one.
+        group: the speculation mode; `holdback` is `auto` without drafts, for the control group.
+        randomised: whether the group was drawn between `auto` and `holdback`; only such requests may be compared.
+    """
+
+    request: str = ""
+    family: str = ""
+    group: Group = "auto"
+    randomised: bool = False
 
 
 class Constraint(Protocol):
@@ -108,12 +116,12 @@ class TokenScore(NamedTuple):
 
 @dataclass
 class SequenceStats:
-    """What the rounds of a sequence did, and its share of the seconds they took.
+    """What the rounds of a sequence did, and its share of the seconds they took; `Step.count` adds a round.
 
     `rounds` counts decode rounds, `gammas` those by their number of draft tokens, `drafted_by` and `accepted_by` draft
     tokens by drafter, `decided` all their tokens, an end token included. `alternatives` counts those that the target
-    read, `adopted` those that were recovered. `plain_seconds` is what the tokens after the
-    first would have taken without drafts, by the cost model.
+    read, `adopted` those that were recovered. `plain_seconds` is what the tokens after the first would have taken
+    without drafts, by the cost model.
     """
 
     rounds: int = 0
@@ -129,31 +137,13 @@ class SequenceStats:
     other_seconds: float = 0.0
     plain_seconds: float = 0.0
 
-    def add_seconds(self, draft: float, target: float, other: float, *, prefill: bool) -> None:
-        """Add a share of a round's time."""
-        if prefill:
-            self.prefill_seconds += draft + target + other
-        else:
-            self.draft_seconds += draft
-            self.target_seconds += target
-            self.other_seconds += other
-
-    def add_round(self, drafters: abc.Sequence[DrafterName], accepted: int, decided: int, plain_seconds: float) -> None:
-        """Count a decode round by the drafter of each of its drafts; the round that ends a prefill is not one."""
-        self.rounds += 1
-        self.decided += decided
-        self.gammas[len(drafters)] += 1
-        self.drafted_by.update(drafters)
-        self.accepted_by.update(drafters[:accepted])
-        self.plain_seconds += plain_seconds
-
     @classmethod
     def total(cls, parts: Iterable[SequenceStats]) -> SequenceStats:
         """The sum over several sequences."""
         total = cls()
         for stats in parts:
-            for one in fields(cls):
-                setattr(total, one.name, getattr(total, one.name) + getattr(stats, one.name))
+            for counter in fields(cls):
+                setattr(total, counter.name, getattr(total, counter.name) + getattr(stats, counter.name))
         return total
 
     @property
@@ -177,28 +167,21 @@ class SequenceStats:
         return self.decided / self.rounds if self.rounds else 0.0
 
 
-def common_prefix(left: list[int], right: list[int], most: int | None = None) -> int:
-    """The number of leading tokens that are equal in both lists, counted up to `most`."""
-    shorter = min(len(left), len(right))
-    most = shorter if most is None else min(most, shorter)
-    if left[:most] == right[:most]:
-        return most
-    return next(i for i in range(most) if left[i] != right[i])
-
-
-def worth_waiting(sequence: Sequence, cached: int, soon: int) -> bool:
-    """Whether more than a quarter of what must be prefilled is being prefilled for another sequence, too."""
-    return soon > cached and 4 * (soon - cached) > len(sequence.tokens) - cached
+def common_prefix(left: list[int], right: list[int], max_length: int | None = None) -> int:
+    """The number of leading tokens that are equal in both lists, counted up to `max_length`."""
+    length = min(len(left), len(right)) if max_length is None else max(0, min(len(left), len(right), max_length))
+    if left[:length] == right[:length]:
+        return length
+    return next(i for i in range(length) if left[i] != right[i])
 
 
 class Sequence:
-    """A prompt and the tokens decided after it, in one slot of each model's KV cache.
+    """A prompt, the tokens decided after it, and how they are sampled and drafted for.
 
-    The target's cache holds the first `target_cached` tokens, the draft model's those from `draft_start` to
-    `draft_end`; which tokens still have to be fed follows from that. `cached_tokens` is how many tokens of the prompt
-    the target's cache already held when the sequence got its slot. `round_number` counts the rounds that have decided
-    tokens and keys the noise of the next one; `deferrals` counts the rounds since then that had no time for the
-    sequence's grammar mask. `states` holds what drafters and the controller know of the sequence, by owner.
+    What the models' KV caches hold of it is known there (kv_cache.py), by its `slot`. `cached_tokens` is how many
+    tokens of the prompt the target's cache already held when the sequence got its slot. `round_number` counts the
+    rounds that have decided tokens and keys the noise of the next one; `deferrals` counts the rounds since then that
+    had no time for the sequence's grammar mask.
 
     Args:
         max_tokens: the most tokens after the prompt; 0 only prefills it.
@@ -207,6 +190,8 @@ class Sequence:
         scores_prompt: whether the prompt's tokens after the first are scored too.
         prediction: the tokens of the client's predicted output.
         keeps_sources: whether `sources` says who wrote each token after the prompt.
+        info: the request's labels.
+        index: of this sequence in its request.
     """
 
     def __init__(
@@ -222,6 +207,8 @@ class Sequence:
         constraint: Constraint | None = None,
         prediction: abc.Sequence[int] = (),
         keeps_sources: bool = False,
+        info: RequestInfo | None = None,
+        index: int = 0,
     ) -> None:
         self.tokens = list(prompt)
         self.prompt_length = len(prompt)
@@ -237,17 +224,17 @@ class Sequence:
         self.scores_prompt = scores_prompt
         self.constraint = constraint
         self.prediction = prediction
+        self.info = info or RequestInfo()
+        self.index = index
         self.prompt_scores: list[TokenScore] = []
         self.scores: list[TokenScore] = []
         self.sources: list[Source] = []
         self.round_number = 0
         self.deferrals = 0
         self.slot = -1
-        self.target_cached = 0
-        self.draft_start = 0
-        self.draft_end = 0
         self.cached_tokens = 0
-        self.states: dict[object, Any] = {}
+        # Whether an end token ended it, which is not one of its tokens.
+        self.ended_by_eos = False
         self.stats = SequenceStats()
 
     @property
@@ -275,39 +262,38 @@ class Sequence:
         """How many more tokens may be decided."""
         return self.max_tokens - self.generated
 
-    @property
-    def target_pending(self) -> int:
-        """Number of tokens the target has not been fed: 1 while decoding; in prefill 1 or more, 0 once all is fed."""
-        return len(self.tokens) - self.target_cached
-
-    def truncate_draft(self, length: int) -> None:
-        """Take note that the draft model's cache holds nothing after the first `length` tokens."""
-        self.draft_end = min(self.draft_end, length)
-        if self.draft_end <= self.draft_start:
-            self.draft_start = self.draft_end = 0
-
-    def inherit_draft(self, other: Sequence, length: int) -> None:
-        """Take over the draft model's cache of another sequence that shares the first `length` tokens."""
-        self.draft_start, self.draft_end = other.draft_start, other.draft_end
-        self.truncate_draft(length)
-
-    def state(self, owner: object, make: Callable[[], State]) -> State:
-        """What an owner knows of the sequence, from `make` at first."""
-        if owner not in self.states:
-            self.states[owner] = make()
-        known: State = self.states[owner]
-        return known
-
     def release(self) -> None:
         """Drop what only the rounds need, such as a grammar's state of some megabytes; the tokens stay."""
         self.constraint = None
         self.prediction = ()
-        self.states.clear()
 
     def truncate(self, generated: int) -> None:
         """Drop all but the first `generated` tokens after the prompt."""
         del self.tokens[self.prompt_length + generated :]
         del self.scores[generated:]
         del self.sources[generated:]
-        self.target_cached = min(self.target_cached, len(self.tokens))
-        self.truncate_draft(len(self.tokens))
+
+
+State = TypeVar("State")
+
+
+class BySequence(Generic[State]):
+    """What its owner knows of each sequence, until it is told to forget it or the sequence is gone.
+
+    Args:
+        make: the entry of a sequence that has none yet.
+    """
+
+    def __init__(self, make: Callable[[Sequence], State]) -> None:
+        self._make = make
+        self._entries: WeakKeyDictionary[Sequence, State] = WeakKeyDictionary()
+
+    def of(self, sequence: Sequence) -> State:
+        """The entry of a sequence."""
+        if (entry := self._entries.get(sequence)) is None:
+            entry = self._entries[sequence] = self._make(sequence)
+        return entry
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop the entry of a sequence."""
+        self._entries.pop(sequence, None)

@@ -13,17 +13,26 @@ import numpy as np
 from constraints import Alternating
 from costs import proportional
 from fake_engine import FakeEngine, FakeVocabulary
-from specserve.observability.records import EndRecord, Observer, RequestInfo, RoundRecord
+from specserve.kv_cache import KVCache
+from specserve.observability.records import EndRecord, Observer
 from specserve.sampling.distribution import to_distribution
 from specserve.sampling.logits import penalise
-from specserve.sequence import DrafterName, SamplingParams, SpeculationMode, SpeculationParams, Verification
+from specserve.sequence import (
+    DrafterName,
+    RequestInfo,
+    SamplingParams,
+    SpeculationMode,
+    SpeculationParams,
+    Verification,
+)
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler
-from specserve.speculation.controller import Controller
 from specserve.speculation.cost import Cost
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
+from specserve.speculation.policy import Controller
 from specserve.speculation.proposers import PredictionProposer, Proposer
+from specserve.speculation.step import Step
 
 VOCABULARY = 24
 END_TOKEN = VOCABULARY - 1
@@ -68,8 +77,14 @@ class FakePair:
         self.target = FakeEngine(vocabulary=width, n_slots=SLOTS)
         self.draft = FakeEngine(vocabulary=draft_width or width, n_slots=SLOTS, blend=blend)
         target_cost, draft_cost = costs or (proportional(), proportional())
+        self.target_cache, self.draft_cache = KVCache(self.target), KVCache(self.draft)
         model = DraftModel(
-            self.draft, draft_cost, window=window, max_rows=draft_rows, vocabulary=width, context_length=draft_context
+            self.draft_cache,
+            draft_cost,
+            window=window,
+            max_rows=draft_rows,
+            vocabulary=width,
+            context_length=draft_context,
         )
         self.controller = Controller(target_cost, draft_cost)
         free_drafters = [PredictionProposer()] if proposers is None else proposers
@@ -79,7 +94,7 @@ class FakePair:
             self.controller, *free_drafters, model=model, vocabulary=width, end_tokens=ends, clock=clock
         )
         options = {"idle_tokens": 4096, **options}
-        self.scheduler = Scheduler(self.target, self.drafters, prefill_rows=prefill_rows, **options)
+        self.scheduler = Scheduler(self.target_cache, self.drafters, prefill_rows=prefill_rows, **options)
         self._waiting: list[Generation] = []
         self._holders: dict[int, Generation] = {}
 
@@ -131,20 +146,23 @@ class FakePair:
         self._holders |= {generation.slot: generation for generation in started}
         self._waiting = [generation for generation in self._waiting if generation.timestamps.start is None]
         for slot, sequence in self._holders.items():
-            assert self.target.cache[slot] == sequence.tokens[: sequence.target_cached]
-            if self.drafters.has_model:
-                assert self.draft.cache[slot] == sequence.tokens[sequence.draft_start : sequence.draft_end]
+            assert self.target.cache[slot] == sequence.tokens[: self.target_cache.end(slot)]
+            if self.drafters.model:
+                start, end = self.draft_cache.start(slot), self.draft_cache.end(slot)
+                assert self.draft.cache[slot] == sequence.tokens[start:end]
+        assert self.target_cache.check()
+        assert not self.drafters.model or self.draft_cache.check()
 
 
 class RecordingObserver(Observer):
-    """Keeps every round and end record."""
+    """Keeps every step and end record."""
 
     def __init__(self) -> None:
-        self.rounds: list[RoundRecord] = []
+        self.rounds: list[Step] = []
         self.ends: list[EndRecord] = []
 
-    def round(self, record: RoundRecord) -> None:
-        self.rounds.append(record)
+    def round(self, step: Step) -> None:
+        self.rounds.append(step)
 
     def end(self, record: EndRecord) -> None:
         self.ends.append(record)

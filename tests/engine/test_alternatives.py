@@ -13,37 +13,37 @@ from hypothesis import strategies as st
 from constraints import Alternating, Shared, Slow
 from costs import flat
 from fake_pair import ENDLESS, GREEDY, VOCABULARY, FakePair, RecordingObserver
-from rules import noise
 from specserve.sampling.distribution import FloatArray, to_distribution
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams, Verification
 from specserve.speculation.acceptance import Acceptance
 from specserve.speculation.alternatives import choose_alternatives, note_possible
-from specserve.speculation.controller import RoundCosts
-from specserve.speculation.proposal import Alternative, Draft, Proposal
+from specserve.speculation.gain import RoundCosts
 from specserve.speculation.rejection import RULES, sample_coupled
+from specserve.speculation.step import Alternative, Draft, Step
 
 WIDTH = 40
 UNLIKELY_ACCEPTED = 0.2
 
 
-def proposal_of(sampling: SamplingParams, verification: Verification = "block", max_drafts: int = 8) -> Proposal:
+def step_of(sampling: SamplingParams, verification: Verification = "block", max_drafts: int = 8) -> Step:
+    sampling = replace(sampling, seed=7)
     sequence = Sequence([1], sampling, SpeculationParams(16, verification, mode="auto"), max_tokens=100)
-    return Proposal(sequence, max_drafts, noise(seed=7))
+    return Step(sequence, 0, 1, max_drafts)
 
 
-def possible_after(proposal: Proposal, logits: FloatArray, acceptance: float = UNLIKELY_ACCEPTED) -> list[Alternative]:
+def possible_after(step: Step, logits: FloatArray, acceptance: float = UNLIKELY_ACCEPTED) -> list[Alternative]:
     """The alternatives to the draft that is chosen by these logits, which are unchanged afterwards."""
-    sampling, before = proposal.sequence.sampling, logits.copy()
+    sampling, before = step.sequence.sampling, logits.copy()
     q = to_distribution(logits, sampling) if sampling.temperature else None
     kept = None if q is None else q.copy()
-    rule = RULES[proposal.sequence.speculation.verification]
-    token = int(np.argmax(logits)) if q is None else rule.sample(q, 0, proposal.noise)
-    note_possible(proposal, logits, Draft(token, q, "model", 0.4), acceptance, Acceptance())
+    rule = RULES[step.sequence.speculation.verification]
+    token = int(np.argmax(logits)) if q is None else rule.sample(q, 0, step.noise)
+    note_possible(step, logits, Draft(token, q, "model", 0.4), acceptance, Acceptance())
     assert np.array_equal(logits, before)
     if q is not None and kept is not None:
         assert np.array_equal(q, kept)
-    assert token not in [one.token for one in proposal.possible]
-    return proposal.possible
+    assert token not in [one.token for one in step.possible]
+    return step.possible
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def logits() -> FloatArray:
 
 
 def test_a_greedy_drafts_alternatives_are_the_next_most_probable_tokens(logits: FloatArray) -> None:
-    found = possible_after(proposal_of(GREEDY), logits)
+    found = possible_after(step_of(GREEDY), logits)
     assert [one.token for one in found] == np.argsort(-logits)[1:5].tolist()
     gains = [one.gain for one in found]
     assert gains == sorted(gains, reverse=True)
@@ -60,22 +60,22 @@ def test_a_greedy_drafts_alternatives_are_the_next_most_probable_tokens(logits: 
 
 
 def test_coupled_alternatives_are_what_the_race_gives_without_the_tokens_before(logits: FloatArray) -> None:
-    proposal = proposal_of(SamplingParams(temperature=1), "coupled")
-    found = possible_after(proposal, logits)
-    q = to_distribution(logits, proposal.sequence.sampling)
+    step = step_of(SamplingParams(temperature=1), "coupled")
+    found = possible_after(step, logits)
+    q = to_distribution(logits, step.sequence.sampling)
     expected = []
     for _ in range(5):
-        expected.append(sample_coupled(q, 0, proposal.noise))
+        expected.append(sample_coupled(q, 0, step.noise))
         q[expected[-1]] = 0
     assert [one.token for one in found] == expected[1:]
 
 
 def test_a_draft_that_is_nearly_certain_or_the_only_token_has_no_alternatives(logits: FloatArray) -> None:
-    assert possible_after(proposal_of(GREEDY), logits, acceptance=0.999) == []
+    assert possible_after(step_of(GREEDY), logits, acceptance=0.999) == []
     only = np.full(WIDTH, -np.inf, np.float32)
     only[5] = 1.0
     for sampling in (GREEDY, SamplingParams(temperature=1)):
-        assert possible_after(proposal_of(sampling), only) == []
+        assert possible_after(step_of(sampling), only) == []
 
 
 @pytest.mark.parametrize("verification", ["token", "block", "coupled"])
@@ -83,8 +83,8 @@ def test_a_draft_that_is_nearly_certain_or_the_only_token_has_no_alternatives(lo
 def test_there_are_no_more_alternatives_than_tokens_that_can_be_sampled(verification: Verification, seed: int) -> None:
     """With `top_k` 3 the draft leaves two; rounding may leave some of their probability when both are taken."""
     logits = np.random.default_rng(seed).normal(size=WIDTH).astype(np.float32)
-    proposal = proposal_of(SamplingParams(temperature=1, top_k=3), verification)
-    found = possible_after(proposal, logits, acceptance=0.0)
+    step = step_of(SamplingParams(temperature=1, top_k=3), verification)
+    found = possible_after(step, logits, acceptance=0.0)
     likeliest = set(np.argsort(-logits)[:3].tolist())
     assert {one.token for one in found} < likeliest
 
@@ -103,28 +103,28 @@ def test_the_alternatives_with_the_largest_gain_net_of_their_rows_are_read(
     gains: list[list[float]], target: list[float], rate: float, most: int
 ) -> None:
     """Against every number of alternatives; of that many, the likeliest are best whatever rows cost."""
-    proposals = []
+    steps = []
     for several in gains:
-        proposals.append(proposal_of(GREEDY))
-        proposals[-1].possible = [Alternative(0, n, 0.5, gain) for n, gain in enumerate(several)]
-    choose_alternatives(proposals, most, 1, costs_of(target, rate), end_tokens=())
+        steps.append(step_of(GREEDY))
+        steps[-1].possible = [Alternative(0, n, 0.5, gain) for n, gain in enumerate(several)]
+    choose_alternatives(steps, most, 1, costs_of(target, rate), end_tokens=())
     ordered = sorted((gain for several in gains for gain in several), reverse=True)[:most]
 
     def net(count: int) -> float:
         return sum(ordered[:count]) - 0.005 * count - rate * (target[1 + count] - target[1])
 
-    chosen = [one.gain for proposal in proposals for one in proposal.alternatives]
+    chosen = [one.gain for step in steps for one in step.alternatives]
     assert sorted(chosen, reverse=True) == ordered[: len(chosen)]
     assert net(len(chosen)) == pytest.approx(max(map(net, range(len(ordered) + 1))))
 
 
 def test_alternatives_take_no_more_rows_than_the_drafts_have_left() -> None:
-    proposal = proposal_of(GREEDY, max_drafts=2)
-    proposal.add(Draft(9, None, "model", 0.5), 0.5)
-    proposal.possible = [Alternative(0, token, 0.5, 0.4) for token in (1, 2, 3)]
-    choose_alternatives([proposal], 8, 1, costs_of([1.0] * 20, 1.0), end_tokens=())
-    assert [one.token for one in proposal.alternatives] == [1]
-    assert proposal.remaining == 0
+    step = step_of(GREEDY, max_drafts=2)
+    step.add(Draft(9, None, "model", 0.5), 0.5)
+    step.possible = [Alternative(0, token, 0.5, 0.4) for token in (1, 2, 3)]
+    choose_alternatives([step], 8, 1, costs_of([1.0] * 20, 1.0), end_tokens=())
+    assert [one.token for one in step.alternatives] == [1]
+    assert step.remaining == 0
 
 
 @pytest.mark.parametrize("samplings", [[ENDLESS], [replace(ENDLESS, temperature=1, seed=seed) for seed in range(5, 9)]])
@@ -170,10 +170,10 @@ def test_log_probabilities_sources_and_records_count_the_token_after_an_alternat
     # Greedy: each is the most probable token by the scores at its own position.
     assert all(score.top[0][0] == score.token for score in generation.scores)
     assert len(generation.sources) == len(generation.answer)
-    assert sum(record.adopted for record in observer.rounds) == generation.stats.adopted > 0
-    for record in observer.rounds:
-        assert len(record.tokens) == record.accepted + 1 + record.adopted
-        assert record.alternatives >= record.adopted
+    assert sum(step.adopted for step in observer.rounds) == generation.stats.adopted > 0
+    for step in observer.rounds:
+        assert len(step.emitted) == step.accepted + 1 + step.adopted
+        assert len(step.alternatives) >= step.adopted
 
 
 def test_an_answer_under_a_grammar_is_the_same_with_alternatives() -> None:
@@ -210,5 +210,5 @@ def test_an_alternative_counts_only_if_the_mask_after_it_is_in_time(
     pair.run()
     assert found.answer == expected.answer
     assert 0 < found.stats.adopted < len(adoptions)
-    assert found.stats.adopted == sum(record.adopted for record in observer.rounds)
-    assert all(len(record.tokens) == record.accepted + 2 for record in observer.rounds if record.adopted)
+    assert found.stats.adopted == sum(step.adopted for step in observer.rounds)
+    assert all(step.n_accepted + 2 == len(step.emitted) for step in observer.rounds if step.adopted)

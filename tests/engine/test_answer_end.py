@@ -23,8 +23,8 @@ from specserve.engine.llama import LlamaEngine
 from specserve.sampling.distribution import FloatArray
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationMode, Verification
 from specserve.speculation.offers import FreeTokens
-from specserve.speculation.proposal import Draft, Proposal
 from specserve.speculation.proposers import LookupProposer, Proposer
+from specserve.speculation.step import Draft, Step
 
 # Prompts whose greedy answers have 1 to 11 tokens, and more drafts than that.
 PROMPTS = [[a, b] for a in range(6) for b in range(END_TOKEN) if 1 <= len(plain_greedy([a, b], 20)) < 12]
@@ -247,13 +247,13 @@ def test_taking_back_a_drawn_end_token_would_change_the_distribution(
     verification: Verification, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gains no token, so it looks as if it could be left out; but that would be decided after it is drawn."""
-    add_any = Proposal.add
+    add_any = Step.add
 
-    def add(self: Proposal, draft: Draft, acceptance: float) -> None:
+    def add(self: Step, draft: Draft, acceptance: float) -> None:
         if draft.token == WIDTH - 1:
-            self.ended = True
+            self.model_ended = True
         else:
             add_any(self, draft, acceptance)
 
-    monkeypatch.setattr(Proposal, "add", add)
+    monkeypatch.setattr(Step, "add", add)
     assert pvalue(verification) < FALSE_ALARM_RATE

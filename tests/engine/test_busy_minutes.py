@@ -58,7 +58,7 @@ class SlowMachine:
         """Run so many rounds of one sequence; returns their numbers of drafts."""
         before = len(self.rounds.rounds)
         self.pair.step(rounds)
-        return [len(record.drafts) for record in self.rounds.rounds[before:]]
+        return [len(step.drafts) for step in self.rounds.rounds[before:]]
 
     def start(self, mode: SpeculationMode = "auto") -> Generation:
         """Begin a sequence that does not end by itself."""

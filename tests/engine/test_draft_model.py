@@ -8,18 +8,20 @@ from constraints import Alternating
 from costs import proportional
 from fake_engine import FakeEngine
 from fake_pair import ENDLESS, GREEDY, SLOTS, VOCABULARY, FakePair, plain_greedy
+from specserve.kv_cache import KVCache
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
-from specserve.speculation.draft_model import DraftedSequence, DraftModel
+from specserve.speculation.draft_model import DraftModel
+from specserve.speculation.step import Draft, Step
 
 
-def model_and_draft_texts(*lengths: int, window: int = 64) -> tuple[DraftModel, list[DraftedSequence]]:
+def model_and_steps(*lengths: int, window: int = 64) -> tuple[DraftModel, list[Step]]:
     """A draft model with empty caches, and prompts of these lengths, each in a slot of its own."""
-    engine = FakeEngine(vocabulary=VOCABULARY, n_slots=SLOTS)
-    model = DraftModel(engine, proportional(), window=window, max_rows=8, vocabulary=VOCABULARY, context_length=8192)
-    draft_texts = [DraftedSequence(Sequence([1] * n, GREEDY, SpeculationParams(3), max_tokens=9), []) for n in lengths]
-    for slot, draft_text in enumerate(draft_texts):
-        draft_text.sequence.slot = slot
-    return model, draft_texts
+    cache = KVCache(FakeEngine(vocabulary=VOCABULARY, n_slots=SLOTS))
+    model = DraftModel(cache, proportional(), window=window, max_rows=8, vocabulary=VOCABULARY, context_length=8192)
+    steps = [Step(Sequence([1] * n, GREEDY, SpeculationParams(3), max_tokens=9), 0, n, 5) for n in lengths]
+    for slot, step in enumerate(steps):
+        step.sequence.slot = slot
+    return model, steps
 
 
 def test_no_token_is_fed_twice_while_all_drafts_are_accepted() -> None:
@@ -31,16 +33,18 @@ def test_no_token_is_fed_twice_while_all_drafts_are_accepted() -> None:
 
 
 def test_read_gives_the_rows_of_each_sequence_shortest_catch_up_first() -> None:
-    model, draft_texts = model_and_draft_texts(3, 20)
-    assert model.read(draft_texts).n_read == [3, 5]
-    assert [model.read(draft_texts[1:]).n_read for _ in range(3)] == [[8], [7], [0]]
+    model, steps = model_and_steps(3, 20)
+    assert model.read(steps).n_read == [3, 5]
+    assert [model.read(steps[1:]).n_read for _ in range(3)] == [[8], [7], [0]]
 
 
 def test_read_gives_logits_after_draft_tokens_of_other_drafters() -> None:
-    model, [draft_text] = model_and_draft_texts(4)
-    assert model.read([draft_text]).logits
-    assert model.read([DraftedSequence(draft_text.sequence, [5])]).logits
-    assert model.read([DraftedSequence(draft_text.sequence, [5, 6, 7, 8])]).logits
+    model, [step] = model_and_steps(4)
+    assert model.read([step]).logits
+    for tokens in ([5], [6, 7, 8]):
+        for token in tokens:
+            step.add(Draft(token, None, "lookup", 0.9), 0.9)
+        assert model.read([step]).logits
 
 
 def test_fixed_mode_drafts_for_a_short_answer_to_a_long_prompt() -> None:
@@ -55,7 +59,7 @@ def test_a_long_catch_up_does_not_delay_the_drafts_of_other_sequences() -> None:
     long = pair.submit([n % 23 for n in range(120)], max_tokens=100)
     short = pair.submit([1, 2, 3])
     pair.run(short)
-    assert long.draft_end < len(long.tokens) - 1
+    assert pair.draft_cache.end(long.slot) < len(long.tokens) - 1
     assert short.stats.mean_acceptance_length > 3
 
 
@@ -64,7 +68,7 @@ def test_a_common_prefix_outside_the_draft_window_is_not_waited_for() -> None:
     pair = FakePair(blend=0.0, window=32)
     shared = [7] * 20
     first = pair.submit([*shared, *[5] * 60], max_tokens=200, sampling=ENDLESS)
-    pair.run_until(lambda: first.draft_start > 0)
+    pair.run_until(lambda: pair.draft_cache.start(first.slot) > 0)
     second = pair.submit([*shared, *[6] * 10], sampling=ENDLESS)
     pair.run(second)
     assert not first.done

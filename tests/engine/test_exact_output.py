@@ -135,11 +135,11 @@ def run(case: Case, verification: Verification, events: set[str]) -> Answers:
         if not case.together:
             pair.run()
     pair.run()
-    for record in observer.rounds:
-        if record.is_decode_round:
-            events |= {f"{len(record.drafts)} drafts", *record.drafts}
-        if record.adopted:
-            events.add(f"adopted beside {len(record.drafts)}")
+    for step in observer.rounds:
+        if step.is_decode_round:
+            events |= {f"{len(step.drafts)} drafts", *step.drafted_by}
+        if step.adopted:
+            events.add(f"adopted beside {len(step.drafts)}")
     if shared.deferred:
         events.add("a mask waits")
     return tuple(tuple(generation.answer) for generation in generations)

@@ -25,9 +25,9 @@ from specserve.sampling.noise import Noise, Purpose
 from specserve.sequence import SamplingParams, Verification
 from specserve.speculation import drafters
 from specserve.speculation import round as round_module
-from specserve.speculation.proposal import Draft, Proposal
 from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
 from specserve.speculation.rejection import RULES
+from specserve.speculation.step import Draft, Step
 
 prompts = st.lists(st.integers(0, END_TOKEN - 1), min_size=1, max_size=30)
 
@@ -165,9 +165,9 @@ def outputs(
         ]
         pair.run()
         found += [tuple(generation.answer[:3]) for generation in generations]
-    rounds = [record for record in observer.rounds if record.is_decode_round]
-    gammas = Counter(len(record.drafts) for record in rounds)
-    return found, gammas, Counter(len(record.drafts) for record in rounds if record.adopted)
+    rounds = [step for step in observer.rounds if step.is_decode_round]
+    gammas = Counter(len(step.drafts) for step in rounds)
+    return found, gammas, Counter(len(step.drafts) for step in rounds if step.adopted)
 
 
 def pvalue(verification: Verification, case: str) -> float:
@@ -206,12 +206,12 @@ def test_coupled_output_is_the_same_with_and_without_drafts(case: str) -> None:
 def discard_drafts_without_a_bonus_token(patch: pytest.MonkeyPatch) -> None:
     verify = round_module._verify
 
-    def discard(p: TargetDistributions, proposal: Proposal) -> tuple[int, int | None]:
-        n_accepted, next_token = verify(p, proposal)
+    def discard(p: TargetDistributions, step: Step) -> tuple[int, int | None]:
+        n_accepted, next_token = verify(p, step)
         if next_token is not None:
             return n_accepted, next_token
         # The next round draws anew, with other noise.
-        proposal.sequence.round_number += 1
+        step.sequence.round_number += 1
         return 0, None
 
     patch.setattr(round_module, "_verify", discard)
@@ -228,16 +228,16 @@ def report_half_of_q_for_free_drafts(patch: pytest.MonkeyPatch) -> None:
 
 def drop_drafts_of_low_probability(patch: pytest.MonkeyPatch) -> None:
     """A controller must not do this: decide by the sampled token whether it is drafted."""
-    add_any = Proposal.add
+    add_any = Step.add
 
-    def add(self: Proposal, draft: Draft, acceptance: float) -> None:
+    def add(self: Step, draft: Draft, acceptance: float) -> None:
         assert draft.q is not None
         if draft.q[draft.token] > 0.3:
             add_any(self, draft, acceptance)
         else:
-            self.ended = True
+            self.model_ended = True
 
-    patch.setattr(Proposal, "add", add)
+    patch.setattr(Step, "add", add)
 
 
 def share_noise_between_draft_and_rule(patch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from specserve.sampling.distribution import FloatArray
 from specserve.sequence import SamplingParams, Verification
 from specserve.speculation.cost import Cost
 from specserve.speculation.rejection import RULES
+from specserve.speculation.step import Step
 
 PROMPT = [1, 2, 3]
 
@@ -103,8 +104,8 @@ def test_round_time_is_charged_to_the_sequences_that_lengthen_it() -> None:
     pair.step(3)
     pair.submit([7] * 30, request="prefilled")
     pair.step()
-    last = {record.info.request: record for record in observer.rounds[-3:]}
-    target = {request: record.target_seconds for request, record in last.items()}
+    last = {step.sequence.info.request: step for step in observer.rounds[-3:]}
+    target = {request: step.target_seconds for request, step in last.items()}
     expected = {"plain": 6, "drafted": 6 + 3, "prefilled": 5}
     total = sum(expected.values()) / sum(target.values())
     assert {request: total * seconds for request, seconds in target.items()} == pytest.approx(expected)
@@ -121,7 +122,7 @@ def test_a_sequence_is_not_charged_for_drafts_of_other_sequences() -> None:
     assert other.stats.drafted == 0
     # None would mean that its drafts have lost too much time.
     costs = pair.controller.costs([other], 0, 0)
-    assert pair.controller.candidate(other, 1.0, 1, 8, costs)
+    assert pair.controller.policy(other).candidate(Step(other, 0, 1, 8), 1, costs)
 
 
 @pytest.mark.parametrize(

@@ -32,13 +32,15 @@ def test_time_waited_before_submit_counts_towards_waiting_and_ttft() -> None:
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6))
 @settings(max_examples=60, deadline=None)
 def test_the_next_round_prefills_iff_a_sequence_awaits_its_first_token(lengths: list[int]) -> None:
-    pair = FakePair()
-    generations = [pair.submit([1] * length, max_tokens=5) for length in lengths]
+    observer = RecordingObserver()
+    pair = FakePair(observers=[observer])
+    for length in lengths:
+        pair.submit([1] * length, max_tokens=5)
     while pair.scheduler.busy:
         predicted = pair.scheduler.awaiting_first_token > 0
-        before = [(generation, generation.target_cached) for generation in generations if not generation.generated]
+        observer.rounds.clear()
         pair.step()
-        assert predicted == any(generation.target_cached > cached for generation, cached in before)
+        assert predicted == any(step.position == 0 for step in observer.rounds)
 
 
 def test_more_requests_than_slots_all_finish() -> None:
@@ -269,9 +271,9 @@ def test_records_add_up_to_the_prefill_and_decode_time_of_a_sequence() -> None:
     pair.run()
     prefill, decode = (
         [
-            record.draft_seconds + record.target_seconds + record.other_seconds
-            for record in observer.rounds
-            if (record.position > 0) is decodes
+            step.draft_seconds + step.target_seconds + step.other_seconds
+            for step in observer.rounds
+            if (step.position > 0) is decodes
         ]
         for decodes in (False, True)
     )
@@ -286,9 +288,9 @@ def test_records_count_each_draft_once_if_masks_are_missing() -> None:
     stats = [pair.submit([n, 2], max_tokens=15, constraint=Slow(VOCABULARY, shared)).stats for n in range(2)]
     pair.run()
     assert shared.deferred
-    assert sum(len(record.drafts) for record in observer.rounds) == sum(one.drafted for one in stats)
-    assert sum(record.accepted for record in observer.rounds) == sum(one.accepted for one in stats) > 0
-    assert sum(record.is_decode_round for record in observer.rounds) == sum(one.rounds for one in stats)
+    assert sum(len(step.drafts) for step in observer.rounds) == sum(one.drafted for one in stats)
+    assert sum(step.accepted for step in observer.rounds) == sum(one.accepted for one in stats) > 0
+    assert sum(step.is_decode_round for step in observer.rounds) == sum(one.rounds for one in stats)
 
 
 @pytest.mark.parametrize("gamma", [0, 3])

@@ -15,6 +15,7 @@ from fake_engine import FakeEngine, FakeVocabulary
 from fake_placement import FakeMachine, placement_on
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
 from specserve.engine.kernels import Kernels
+from specserve.kv_cache import KVCache
 from specserve.observability.metrics import Served
 from specserve.serving import torchserve
 from specserve.serving.costs import Costs
@@ -22,9 +23,9 @@ from specserve.serving.engine_loop import engine_thread
 from specserve.serving.loading import Models
 from specserve.serving.openai.chat_template import ChatTemplate
 from specserve.serving.torchserve import Handler
-from specserve.speculation.controller import Controller
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
+from specserve.speculation.policy import Controller
 from specserve.speculation.proposers import LookupProposer, PredictionProposer
 
 SLOTS = 4
@@ -58,12 +59,14 @@ class FrontEnd:
             time_slice_ms=time_slice_ms,
             speculation=SpeculationConfig(holdback=holdback),
         )
-        model = DraftModel(self.draft, flat(0.001), window=64, max_rows=32, vocabulary=200, context_length=4096)
+        model = DraftModel(
+            KVCache(self.draft), flat(0.001), window=64, max_rows=32, vocabulary=200, context_length=4096
+        )
         controller = Controller(flat(0.01), flat(0.001))
         models = Models(
             vocabulary,
             grammars,
-            self.target,
+            KVCache(self.target),
             Drafters(
                 controller,
                 PredictionProposer(),

@@ -83,7 +83,7 @@ EFFECTS: list[tuple[dict[str, Any], str, object]] = [
     ({"repetition_penalty": 1.1}, "sampling.repetition_penalty", 1.1),
     ({"repetition_penalty": 1.1}, "sampling.shapes_logits", True),
     ({"logit_bias": {}, "presence_penalty": 0}, "sampling.shapes_logits", False),
-    ({}, "speculation.is_auto", True),
+    ({}, "speculation.mode", "auto"),
     ({}, "speculation.gamma", 8),
     ({"speculation": {"mode": "auto"}}, "speculation.gamma", 8),
     ({"speculation": {"mode": "off"}}, "speculation.gamma", 0),
@@ -202,7 +202,7 @@ def test_the_default_speculation_mode_is_the_operators(
 ) -> None:
     config = CONFIG.model_copy(update={"speculation": SpeculationConfig(mode=mode, max_gamma=8)})
     generation = generation_of({"prompt": "a"}, config)
-    assert (generation.speculation.gamma, generation.speculation.is_auto) == (gamma, adaptive)
+    assert (generation.speculation.gamma, generation.speculation.mode == "auto") == (gamma, adaptive)
     assert generation.info.randomised == adaptive
 
 

@@ -20,13 +20,15 @@ from specserve.engine.base import FloatArray, Row
 from specserve.engine.invariance import Invariance, probe
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
+from specserve.kv_cache import KVCache
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams
-from specserve.speculation.controller import Controller
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.offers import FreeTokens
+from specserve.speculation.policy import Controller
 from specserve.speculation.proposers import Proposer
 from specserve.speculation.rejection import Verdict, accept_equal
-from specserve.speculation.round import Plan, run_round
+from specserve.speculation.round import run_round
+from specserve.speculation.step import Step
 from specserve.tools.models import prepare
 from specserve.tools.paths import DEFAULT_CONFIG, PROJECT, models_directory
 
@@ -125,11 +127,12 @@ def decode_speculatively(loaded: Loaded, plain: PlainOutput) -> list[int]:
     loaded.engine.truncate(0, 0)
     sequence = Sequence(plain.prompt, SamplingParams(temperature=0), SpeculationParams(GAMMA), max_tokens=TOKENS)
     sequence.slot = 0
-    cost = proportional()
+    target, cost = KVCache(loaded.engine), proportional()
     drafters = Drafters(Controller(cost, None), Replay(plain), vocabulary=loaded.engine.width, end_tokens=())
     while sequence.remaining > 0 and sequence.answer == plain.tokens[: sequence.generated]:
         gamma = min(GAMMA, sequence.remaining - 1) if sequence.generated else 0
-        run_round(loaded.engine, drafters, [Plan(sequence, sequence.target_pending, gamma)])
+        pending = len(sequence.tokens) - target.end(0)
+        run_round(target, drafters, [Step(sequence, target.end(0), pending, gamma)])
     return sequence.answer
 
 

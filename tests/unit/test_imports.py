@@ -18,14 +18,16 @@ ALLOWED = {
     "config": {"errors", "cores"},
     "cores": {"errors"},
     "sequence": {"errors"},
+    "kv_cache": {"sequence", "engine.base"},
     "engine": {"errors", "sequence", "config", "cores", "sampling.distribution"},
     "sampling": {"errors", "sequence"},
     "grammar": {"errors", "sequence", "engine.base"},
-    "speculation": {"errors", "sequence", "config", "engine.base", "sampling"},
-    "observability": {"errors", "config", "sequence"},
+    "speculation": {"errors", "sequence", "kv_cache", "config", "engine.base", "sampling"},
+    "observability": {"errors", "config", "sequence", "speculation.step"},
     "serving": {
         "errors",
         "sequence",
+        "kv_cache",
         "config",
         "cores",
         "observability",
@@ -34,15 +36,15 @@ ALLOWED = {
         "sampling",
         "speculation",
     },
-    "tools": {"errors", "sequence", "config", "cores", "engine", "sampling", "speculation"},
+    "tools": {"errors", "sequence", "kv_cache", "config", "cores", "engine", "sampling", "speculation"},
 }
 # Algorithms that import NumPy and the standard library only.
 PURE = tuple(
     f"{name}.py"
     for name in (
         *("errors", "sequence", "sampling/distribution", "sampling/noise", "sampling/logits", "speculation/rejection"),
-        *("speculation/cost", "speculation/charges", "speculation/acceptance", "speculation/controller"),
-        "speculation/proposal",
+        *("speculation/cost", "speculation/charges", "speculation/acceptance", "speculation/gain"),
+        *("speculation/alternatives", "speculation/policy", "speculation/step", "engine/base"),
     )
 )
 # The modules that may import a library.

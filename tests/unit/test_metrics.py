@@ -8,7 +8,10 @@ import pytest
 
 from specserve.observability.control_group import Holdback
 from specserve.observability.metrics import ALL, Gauges, Metrics, Sample, Served
-from specserve.observability.records import EndRecord, Group, RequestInfo, RoundRecord, family_label
+from specserve.observability.records import EndRecord, family_label
+from specserve.sequence import DrafterName, Group, RequestInfo
+from specserve.speculation.step import Step
+from steps import finished_step
 
 SERVED = Served("qwen", "1.1")
 GAUGES = Gauges(live=2, waiting=1, slots=8, own_kernels=True, threads=2, draft_model=True)
@@ -18,10 +21,8 @@ def info(group: Group = "auto", *, randomised: bool = True) -> RequestInfo:
     return RequestInfo("r", "code", group, randomised)
 
 
-def a_round(drafts: list[str], accepted: int, group: Group = "auto") -> RoundRecord:
-    return RoundRecord(
-        info(group), 0, 1, 50, drafts, accepted, [7] * (accepted + 1), 0.1, 0.2, 0.01, 1, is_decode_round=True
-    )
+def a_round(drafts: list[DrafterName], accepted: int, group: Group = "auto") -> Step:
+    return finished_step(info(group), drafts, accepted, [7] * (accepted + 1))
 
 
 def an_end(request: RequestInfo | None = None, tpot: float | None = 0.1, choice: int = 0) -> EndRecord:
@@ -73,10 +74,10 @@ def test_round_counts_its_drafts_by_drafter_and_position(metrics: RecordingMetri
 
 
 def test_prefill_and_deferred_rounds_count_time_and_no_drafts(metrics: RecordingMetrics) -> None:
-    metrics.round(RoundRecord(info(), 0, 0, 0, [], 0, [], 0.0, 0.3, 0.01, 1, is_decode_round=False))
-    metrics.round(RoundRecord(info(), 0, 0, 64, [], 0, [7], 0.0, 0.2, 0.01, 1, is_decode_round=False))
+    metrics.round(finished_step(info(), position=0, seconds=(0.0, 0.3, 0.01), is_decode_round=False))
+    metrics.round(finished_step(info(), tokens=[7], position=0, seconds=(0.0, 0.2, 0.01), is_decode_round=False))
     for _ in range(20):
-        metrics.round(RoundRecord(info(), 0, 1, 64, [], 0, [], 0.0, 0.1, 0.01, 1, is_decode_round=False))
+        metrics.round(finished_step(info(), seconds=(0.0, 0.1, 0.01), is_decode_round=False))
     values = emitted(metrics)
     assert values["specserve_target_seconds_total", "code"] == pytest.approx(2.5)
     assert not values.get(("specserve_speculation_paused_total", "code"))
@@ -112,7 +113,8 @@ def test_gauges_are_emitted_every_time(metrics: RecordingMetrics) -> None:
 
 
 def test_pause_and_resume_of_speculation_are_counted_once(metrics: RecordingMetrics) -> None:
-    for drafts in [["model"]] + [[]] * 20 + [["model"]] * 3:
+    model: list[DrafterName] = ["model"]
+    for drafts in [model] + [[]] * 20 + [model] * 3:
         metrics.round(a_round(drafts, 0))
     values = emitted(metrics)
     assert values["specserve_speculation_paused_total", "code"] == 1

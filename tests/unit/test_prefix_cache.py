@@ -6,10 +6,12 @@ import pytest
 
 from costs import flat
 from fake_engine import FakeEngine
+from specserve.engine.base import Row
+from specserve.kv_cache import KVCache
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
 from specserve.serving.prefix_cache import PrefixCache
-from specserve.speculation.controller import Controller
 from specserve.speculation.drafters import Drafters
+from specserve.speculation.policy import Controller
 
 SYSTEM = [7, 3, 9, 1] * 5
 
@@ -19,8 +21,9 @@ class Bench:
 
     def __init__(self, *, n_slots: int = 2, idle_tokens: int = 1000) -> None:
         self.target = FakeEngine(vocabulary=24, n_slots=n_slots)
+        self.held = KVCache(self.target)
         self.cache = PrefixCache(
-            self.target, Drafters(Controller(flat(0.01), None), vocabulary=24, end_tokens=()), idle_tokens=idle_tokens
+            self.held, Drafters(Controller(flat(0.01), None), vocabulary=24, end_tokens=()), idle_tokens=idle_tokens
         )
 
     def start(self, prompt: list[int], *, prefill: bool = True, scores_prompt: bool = False) -> Sequence:
@@ -28,8 +31,9 @@ class Bench:
         sequence = sequence_of(prompt, scores_prompt=scores_prompt)
         assert self.cache.assign(sequence, [])
         if prefill:
-            self.target.cache[sequence.slot] = list(prompt)
-            sequence.target_cached = len(prompt)
+            positions = range(self.held.end(sequence.slot), len(prompt))
+            if positions:
+                self.held.forward([Row(prompt[n], sequence.slot, n, wants_logits=False) for n in positions])
         return sequence
 
     def finish(self, prompt: list[int]) -> Sequence:
@@ -48,7 +52,7 @@ def test_prompt_that_continues_a_finished_sequence_gets_its_slot() -> None:
     bench = Bench()
     first = bench.finish(SYSTEM)
     second = bench.start([*SYSTEM, 2, 4], prefill=False)
-    assert (second.slot, second.cached_tokens, second.target_cached) == (first.slot, len(SYSTEM), len(SYSTEM))
+    assert (second.slot, second.cached_tokens, bench.cache.pending(second)) == (first.slot, len(SYSTEM), 2)
     assert bench.target.cache[second.slot] == SYSTEM
 
 
@@ -113,4 +117,4 @@ def test_sequences_that_finished_first_are_evicted_first(idle_tokens: int, cache
     for sequence in sequences:
         bench.cache.release(sequence)
     assert [len(bench.target.cache[sequence.slot]) for sequence in sequences] == cached
-    assert [sequence.target_cached for sequence in sequences] == cached
+    assert [bench.held.end(sequence.slot) for sequence in sequences] == cached

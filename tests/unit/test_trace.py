@@ -13,17 +13,18 @@ from typing import Any
 import pytest
 
 from specserve.errors import ConfigError
-from specserve.observability.records import EndRecord, RequestInfo, RoundRecord
+from specserve.observability.records import EndRecord
 from specserve.observability.trace import Trace
+from specserve.sequence import DrafterName, RequestInfo
+from specserve.speculation.step import Step
 from specserve.tools.report import Piece, main, page, summarise, whole_characters
+from steps import finished_step
 
 WORDS = {1: b"def ", 2: b"sort", 3: b"(<b>", 4: b")", 5: b"\xff"}
 
 
-def a_round(request: str, drafts: list[str], accepted: int, tokens: list[int]) -> RoundRecord:
-    return RoundRecord(
-        RequestInfo(request, "code"), 0, 1, 50, drafts, accepted, tokens, 0.01, 0.05, 0.001, 1, is_decode_round=True
-    )
+def a_round(request: str, drafts: list[DrafterName], accepted: int, tokens: list[int]) -> Step:
+    return finished_step(RequestInfo(request, "code"), drafts, accepted, tokens, seconds=(0.01, 0.05, 0.001))
 
 
 def an_end(request: str) -> EndRecord:

@@ -83,7 +83,6 @@ class LlamaEngine:
             )
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
-        self._lengths = [0] * n_slots
         # By slot, its alternatives of the last pass: llama.cpp's sequence, and the position.
         self._alternatives: dict[int, list[tuple[int, int]]] = {}
         self._make_batch(max_rows)
@@ -131,17 +130,17 @@ class LlamaEngine:
 
     def cached_len(self, slot: int) -> int:
         """Return the number of cached tokens of a slot."""
-        return self._lengths[slot]
+        return int(llama_cpp.llama_memory_seq_pos_max(self._memory, slot)) + 1
 
     def kv_len(self, slots: Iterable[int]) -> int:
         """Return how many cached tokens attention reads for a row; tokens that slots share count for each."""
         if self.computed.attention:
-            return max((self._lengths[slot] for slot in slots), default=0)
-        return sum(self._lengths)
+            return max(map(self.cached_len, slots), default=0)
+        return sum(map(self.cached_len, range(self.n_slots)))
 
     def forward(self, rows: list[Row]) -> FloatArray:
         """Run one forward pass; see `Engine.forward`."""
-        lengths = self._lengths_after(rows)
+        lengths = self._check(rows)
         count = len(rows)
         tokens, slots, positions, wants, alternative = zip(*rows, strict=True)
         for slot in list(self._alternatives):
@@ -153,23 +152,22 @@ class LlamaEngine:
         self._wants[:count] = wants
         self._batch.n_tokens = count
         if any(alternative):
-            self._add_alternatives(rows)
+            self._add_alternatives(rows, lengths)
         groups = None if self._head is None else self._head.groups(tokens)
         with kernels.head_limited_to(groups), self._pool.computing() if self._pool else nullcontext():
             code = llama_cpp.llama_decode(self._context, self._batch)
         if code != 0:
             for slot in set(slots):
                 self._drop_alternatives(slot)
-                self._remove_from(slot, self._lengths[slot])
+                self._remove_from(slot, lengths[slot])
             raise EngineError(f"llama_decode failed with code {code} on {count} rows.")
-        self._lengths = lengths
         if not any(wants):
             return np.empty((0, self.width), np.float32)
         logits = llama_cpp.llama_get_logits(self._context)
         return np.ctypeslib.as_array(logits, shape=(sum(wants), self.width))
 
-    def _lengths_after(self, rows: list[Row]) -> list[int]:
-        """The cached length of every slot after a pass over these rows.
+    def _check(self, rows: list[Row]) -> dict[int, int]:
+        """The cached length of every slot of these rows, before the pass.
 
         Raises:
             EngineError: such a pass is not possible.
@@ -181,35 +179,39 @@ class LlamaEngine:
             raise EngineError(f"A forward pass gives at most {self.max_logits} rows of logits, not {wanted}.")
         if alternatives > self.max_alternatives:
             raise EngineError(f"A forward pass takes at most {self.max_alternatives} alternatives, not {alternatives}.")
-        lengths = self._lengths.copy()
+        before = {slot: self.cached_len(slot) for slot in {row.slot for row in rows}}
+        lengths = before.copy()
         for _, slot, position, _, alternative in rows:
-            if alternative and self._lengths[slot] <= position < lengths[slot]:
+            if alternative and before[slot] <= position < lengths[slot]:
                 continue
             if alternative or position != lengths[slot]:
                 raise EngineError(f"Slot {slot} holds {lengths[slot]} tokens; position {position} does not follow.")
             lengths[slot] += 1
-        return lengths
+        return before
 
     def truncate(self, slot: int, length: int) -> None:
         """Remove all but the first `length` tokens of a slot from the cache, and its alternatives."""
         self._drop_alternatives(slot)
-        if length < self._lengths[slot]:
+        if length < self.cached_len(slot):
             self._remove_from(slot, length)
-            self._lengths[slot] = length
 
     def adopt(self, slot: int, number: int) -> None:
         """Let a slot end with one of its alternatives of the last pass; see `Engine.adopt`."""
         sequence, position = self._alternatives[slot][number]
         self._remove_from(slot, position)
         llama_cpp.llama_memory_seq_cp(self._memory, sequence, slot, position, position + 1)
-        self._lengths[slot] = position + 1
         self._drop_alternatives(slot)
 
-    def _add_alternatives(self, rows: list[Row]) -> None:
-        """Give each alternative a sequence of llama.cpp's, which what precedes it in its slot belongs to as well."""
+    def _add_alternatives(self, rows: list[Row], lengths: dict[int, int]) -> None:
+        """Give each alternative a sequence of llama.cpp's, which what precedes it in its slot belongs to as well.
+
+        Args:
+            rows: of the pass.
+            lengths: of their slots before it.
+        """
         alternatives = [(index, row) for index, row in enumerate(rows) if row.alternative]
         for sequence, (index, row) in enumerate(alternatives, self.n_slots):
-            llama_cpp.llama_memory_seq_cp(self._memory, row.slot, sequence, 0, self._lengths[row.slot])
+            llama_cpp.llama_memory_seq_cp(self._memory, row.slot, sequence, 0, lengths[row.slot])
             for before, other in enumerate(rows):
                 if other.slot == row.slot and other.position < row.position and not other.alternative:
                     self._sequences[before, self._counts[before]] = sequence
@@ -224,11 +226,10 @@ class LlamaEngine:
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """Replace a slot's cache by the first `length` tokens of another slot; both share the cells."""
-        if length > self._lengths[source]:
-            raise EngineError(f"Slot {source} holds {self._lengths[source]} tokens; {length} cannot be copied.")
+        if length > self.cached_len(source):
+            raise EngineError(f"Slot {source} holds {self.cached_len(source)} tokens; {length} cannot be copied.")
         self.truncate(destination, 0)
         llama_cpp.llama_memory_seq_cp(self._memory, source, destination, 0, length)
-        self._lengths[destination] = length
 
     def _remove_from(self, slot: int, length: int) -> bool:
         """Remove a slot's tokens from `length` on; False if this kind of cache does not support it."""

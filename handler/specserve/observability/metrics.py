@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 from specserve.observability.control_group import Holdback
-from specserve.observability.records import EndRecord, RoundRecord
+from specserve.observability.records import EndRecord
+from specserve.speculation.step import Step
 
 Kind = Literal["counter", "gauge", "histogram"]
 # Prompt families come from clients: this many have a label of their own, the others share `other`.
@@ -113,39 +114,40 @@ class Metrics:
         # By request and choice, how many of a sequence's last rounds had no drafts.
         self._rounds_without_drafts: dict[tuple[str, int], int] = {}
 
-    def round(self, record: RoundRecord) -> None:
+    def round(self, step: Step) -> None:
         """Count a round's time and tokens, and its drafts if it decoded."""
-        family = self.family(record.info.family)
-        self._count(DRAFT_SECONDS, record.draft_seconds, family)
-        self._count(TARGET_SECONDS, record.target_seconds, family)
-        self._count(OTHER_SECONDS, record.other_seconds, family)
-        self._count(EMITTED, len(record.tokens), family, record.info.group)
-        if not record.is_decode_round:
+        info = step.sequence.info
+        family = self.family(info.family)
+        self._count(DRAFT_SECONDS, step.draft_seconds, family)
+        self._count(TARGET_SECONDS, step.target_seconds, family)
+        self._count(OTHER_SECONDS, step.other_seconds, family)
+        self._count(EMITTED, len(step.emitted), family, info.group)
+        if not step.is_decode_round:
             return
-        drafts = record.drafts
-        self._count(ROUNDS, 1, family, drafts[0] if drafts else "none")
-        self._count(GAMMA, 1, family, str(len(drafts)))
-        for index, drafter in enumerate(drafts):
+        drafters, accepted = step.drafted_by, step.accepted
+        self._count(ROUNDS, 1, family, drafters[0] if drafters else "none")
+        self._count(GAMMA, 1, family, str(len(drafters)))
+        for index, drafter in enumerate(drafters):
             self._count(DRAFTED, 1, family, drafter)
-            if index < record.accepted:
+            if index < accepted:
                 self._count(ACCEPTED, 1, family, drafter, str(index + 1))
-        self._count(ALTERNATIVES, record.alternatives, family)
-        self._count(ADOPTED, record.adopted, family)
-        if record.info.group == "auto":
-            self._count_pauses(record, family)
+        self._count(ALTERNATIVES, len(step.alternatives), family)
+        self._count(ADOPTED, step.adopted, family)
+        if info.group == "auto":
+            self._count_pauses(step, family)
 
-    def _count_pauses(self, record: RoundRecord, family: str) -> None:
+    def _count_pauses(self, step: Step, family: str) -> None:
         """Count a pause after some rounds without drafts, and its end with the next drafts."""
-        sequence = record.info.request, record.choice
-        without = self._rounds_without_drafts.get(sequence, 0)
-        if record.drafts:
+        key = step.sequence.info.request, step.sequence.index
+        without = self._rounds_without_drafts.get(key, 0)
+        if step.drafts:
             if without >= _PAUSE_ROUNDS:
                 self._count(RESUMED, 1, family)
-            self._rounds_without_drafts[sequence] = 0
+            self._rounds_without_drafts[key] = 0
         else:
             if without == _PAUSE_ROUNDS - 1:
                 self._count(PAUSED, 1, family)
-            self._rounds_without_drafts[sequence] = without + 1
+            self._rounds_without_drafts[key] = without + 1
 
     def end(self, record: EndRecord) -> None:
         """Count a sequence and its times."""

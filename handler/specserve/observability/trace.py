@@ -16,7 +16,9 @@ from zlib import crc32
 from specserve.config import TraceConfig
 from specserve.errors import ConfigError
 from specserve.observability.metrics import Served
-from specserve.observability.records import EndRecord, RequestInfo, RoundRecord
+from specserve.observability.records import EndRecord
+from specserve.sequence import RequestInfo
+from specserve.speculation.step import Step
 
 logger = logging.getLogger(__name__)
 
@@ -70,26 +72,25 @@ class Trace:
         self._share = share
         self._text = text
 
-    def round(self, record: RoundRecord) -> None:
+    def round(self, step: Step) -> None:
         """Write a round."""
+        tokens = step.emitted
+        seconds = step.draft_seconds, step.target_seconds, step.other_seconds
         fields: dict[str, object] = {
-            "position": record.position,
-            "kv_len": record.kv_len,
-            "drafts": record.drafts,
-            "accepted": record.accepted,
-            "alternatives": record.alternatives,
-            "adopted": record.adopted,
-            "tokens": len(record.tokens),
-            "seconds": [
-                round(seconds, 6) for seconds in (record.draft_seconds, record.target_seconds, record.other_seconds)
-            ],
-            "live": record.live,
+            "position": step.position,
+            "kv_len": step.cached,
+            "drafts": step.drafted_by,
+            "accepted": step.accepted,
+            "alternatives": len(step.alternatives),
+            "adopted": step.adopted,
+            "tokens": len(tokens),
+            "seconds": [round(part, 6) for part in seconds],
+            "live": step.running,
         }
         if self._text is not None:
             # A character may be spread over tokens: bytes that are not UTF-8 are escaped, so that they can be joined.
-            pieces = [self._text(token).decode("utf-8", errors="surrogateescape") for token in record.tokens]
-            fields["text"] = pieces
-        self._write("round", record.info, record.choice, fields)
+            fields["text"] = [self._text(token).decode("utf-8", errors="surrogateescape") for token in tokens]
+        self._write("round", step.sequence.info, step.sequence.index, fields)
 
     def end(self, record: EndRecord) -> None:
         """Write the end of a sequence."""

@@ -1,7 +1,4 @@
-"""How much a round may take on: draft tokens and prefill, as far as other sequences can wait for them.
-
-All are functions of what passes cost; the scheduler asks them before each round.
-"""
+"""How much prefill a round may take on, as far as other sequences can wait for it; a function of what passes cost."""
 
 from __future__ import annotations
 
@@ -53,24 +50,3 @@ def prefill_chunk(cost: Cost, kv_len: int, *, rows: int, decoding: int, others: 
     fitting = [chunk for chunk in chunks if added[chunk] <= longest] or [chunks[0]]
     waits = {chunk: (others * (before + added[chunk]) + decoding * added[chunk]) / chunk for chunk in fitting}
     return max(chunk for chunk in fitting if waits[chunk] <= _EQUAL * min(waits.values()))
-
-
-def drafts_in_time(
-    target: Cost, kv_len: int, draft_step: float, *, rows: int, drafting: int, most: int, max_wait: float
-) -> int:
-    """How many drafts each sequence may have, up to `most`: they may delay other requests as long as prefill may.
-
-    Sequences in mode `auto` stop earlier anyway; this bounds requests that fix a large gamma.
-
-    Args:
-        target: the cost of its passes.
-        kv_len: tokens of its cache that a row attends to.
-        draft_step: seconds of the draft model's pass over one token of each sequence.
-        rows: of the pass without these drafts.
-        drafting: how many sequences may have drafts.
-        most: the limit without regard to time.
-        max_wait: in seconds.
-    """
-    longest = target.seconds(rows, kv_len) + max_wait
-    seconds = {n: n * draft_step + target.seconds(rows + drafting * n, kv_len) for n in range(1, most + 1)}
-    return max((n for n in seconds if seconds[n] <= longest), default=0)

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from specserve.engine.base import Vocabulary
 from specserve.errors import ConstraintError, RequestError
-from specserve.observability.records import EndRecord, RequestInfo
+from specserve.observability.records import EndRecord
 from specserve.sequence import SamplingParams, Sequence, Source, SpeculationParams, TokenScore
 from specserve.serving.detokenizer import Detokenizer
 
@@ -59,8 +59,6 @@ class Generation(Sequence):
         vocabulary: the target's.
         stops: the stop strings.
         marks: of the control tokens that stand in stop strings, by token.
-        info: the request's labels.
-        index: of this sequence in its request.
         size: counts the bytes of the response.
         options: further arguments of `Sequence`.
     """
@@ -74,20 +72,14 @@ class Generation(Sequence):
         stops: Iterable[str] = (),
         *,
         marks: Mapping[int, str] | None = None,
-        info: RequestInfo | None = None,
-        index: int = 0,
         size: SizeLimit | None = None,
         **options: Any,
     ) -> None:
         super().__init__(prompt, sampling, speculation, **options)
-        self.info = info or RequestInfo()
-        self.index = index
         self.timestamps = Timestamps()
         nothing_to_do = self.max_tokens == 0 and not self.scores_prompt
         self.finish_reason: FinishReason | None = "length" if nothing_to_do else None
         self.error: RequestError | None = None
-        # Whether an EOS token ended it, which is not one of its tokens.
-        self.ended_by_eos = False
         # Over all tokens, an EOS token included: so an empty completion has one too.
         self.mean_logprob = -math.inf
         self._vocabulary = vocabulary
@@ -145,10 +137,8 @@ class Generation(Sequence):
     def read_new_tokens(self) -> None:
         """Turn the tokens of the last round into text, and end at EOS, a stop string or the last allowed token.
 
-        Tokens after the end are dropped, and so is EOS. With `max_tokens` 0 it ends when its prompt is prefilled.
+        Tokens after the end are dropped, and so is EOS.
         """
-        if self.max_tokens == 0 and not self.target_pending:
-            self._end("length")
         try:
             if self._size is not None:
                 self._size.add_prompt_scores(self.prompt_scores[self._prompt_scores_counted :])
@@ -156,6 +146,10 @@ class Generation(Sequence):
             self._detokenize()
         except RequestError as error:
             self.fail(error)
+
+    def end_without_tokens(self) -> None:
+        """End a sequence with `max_tokens` 0 whose prompt is prefilled."""
+        self._end("length")
 
     def _detokenize(self) -> None:
         while self.finish_reason is None and len(self._spans) < self.generated:

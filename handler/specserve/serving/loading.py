@@ -9,7 +9,6 @@ from pathlib import Path
 from specserve.config import HandlerConfig, ModelConfig
 from specserve.cores import usable_cores
 from specserve.engine import kernels
-from specserve.engine.base import Engine
 from specserve.engine.draft_head import DraftHead
 from specserve.engine.invariance import Invariance, probe
 from specserve.engine.kernels import Kernels, Share
@@ -19,12 +18,13 @@ from specserve.engine.placement import Placement, Workers
 from specserve.engine.thread_pool import ThreadPool
 from specserve.errors import ModelLoadError
 from specserve.grammar.compiler import GrammarCompiler
+from specserve.kv_cache import KVCache
 from specserve.serving.costs import Costs
 from specserve.serving.openai.chat_template import ChatTemplate
-from specserve.speculation.controller import Controller
 from specserve.speculation.cost import Cost
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
+from specserve.speculation.policy import Controller
 from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Models:
 
     vocabulary: LlamaModel
     grammars: GrammarCompiler
-    target: Engine
+    target: KVCache
     drafters: Drafters
     costs: Costs
     kernels: Kernels
@@ -84,7 +84,7 @@ def load_models(config: HandlerConfig) -> Models:
     return Models(
         vocabulary=target_model,
         grammars=grammars,
-        target=target,
+        target=KVCache(target),
         drafters=drafters,
         costs=costs,
         kernels=in_use,
@@ -160,7 +160,7 @@ def _open_draft(
     engine = _engine(draft_model, config, costs.placement, max(_MAX_LOGITS // 2, config.sequences), head=head)
     cost = costs.measure(engine, draft_model.path, target_cost)
     draft = DraftModel(
-        engine,
+        KVCache(engine),
         cost,
         window=config.speculation.window,
         max_rows=config.prefill_rows,

@@ -147,7 +147,7 @@ class Routes:
                 "idle_tokens": config.idle_tokens,
             },
             "sequences": {"live": scheduler.running, "waiting": scheduler.queued, "slots": config.sequences},
-            "draft_model_up": models.drafters.has_model,
+            "draft_model_up": models.drafters.model is not None,
             "holdback": None if holdback is None else holdback._asdict(),
         }
 

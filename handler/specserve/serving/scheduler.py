@@ -9,16 +9,17 @@ from collections.abc import Callable, Mapping
 from operator import itemgetter
 from time import perf_counter
 
-from specserve.engine.base import Engine
 from specserve.errors import EngineError
+from specserve.kv_cache import KVCache
 from specserve.observability.records import Observer
 from specserve.sequence import Sequence
-from specserve.serving.budget import drafts_in_time, prefill_chunk
+from specserve.serving.budget import prefill_chunk
 from specserve.serving.generation import Generation
 from specserve.serving.prefix_cache import PrefixCache
 from specserve.serving.recorder import Recorder
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.round import Plan, Report, run_round
+from specserve.speculation.round import run_round
+from specserve.speculation.step import Step
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +28,8 @@ class Scheduler:
     """Runs rounds over all running sequences; has no threads of its own.
 
     Args:
-        target: the target's engine.
-        drafters: propose drafts; their controller knows what forward passes cost.
+        target: the target's KV cache.
+        drafters: draft what their controller decides, which knows what forward passes cost.
         prefill_rows: the most prompt tokens in a round; the engine has room for these and `max_logits` rows in a pass.
         idle_tokens: the most tokens of finished sequences that stay in the cache.
         max_wait_seconds: the most that each of these may add to a round: prefill, grammar masks, and drafts if several
@@ -40,7 +41,7 @@ class Scheduler:
 
     def __init__(
         self,
-        target: Engine,
+        target: KVCache,
         drafters: Drafters,
         *,
         prefill_rows: int,
@@ -107,35 +108,37 @@ class Scheduler:
 
         A failed forward pass ends every sequence of the round with an error; the scheduler goes on.
         """
-        plans = self._schedule()
-        if not plans:
+        steps = self._schedule()
+        if not steps:
             return
         started = self._clock()
         if self._begin_masks is not None:
             # Grammar masks may delay other sequences as long as prefill may.
             self._begin_masks(self.max_wait_seconds)
         try:
-            report = run_round(
-                self._target, self._drafters, plans, self._clock, awaiting_first_token=self.awaiting_first_token
-            )
+            run_round(self._target, self._drafters, steps, self._clock, awaiting_first_token=self.awaiting_first_token)
         except EngineError as error:
-            self._fail({plan.sequence: error for plan in plans})
+            self._fail({step.sequence: error for step in steps})
             self._recorder.record_ends(self._end_completed())
         else:
-            self._postprocess(report, started)
+            self._postprocess(steps, started)
 
-    def _schedule(self) -> list[Plan]:
+    def check_caches(self) -> None:
+        """Compare the records of both KV caches with what the engines hold; for idle times."""
+        self._cache.check()
+
+    def _schedule(self) -> list[Step]:
         """Admit what fits, and plan the round: all sequences that decode, and prefill chunks of the oldest others.
 
         A sequence in prefill has no drafts, so that its first token comes sooner.
         """
         self._admit()
         decoding = [generation for generation in self._running if generation.decoding]
-        plans = self._decode_plans(decoding) if decoding else []
-        if len(plans) < len(self._running):
-            plans += self._prefill_plans(plans)
+        steps = self._decode_steps(decoding) if decoding else []
+        if len(steps) < len(self._running):
+            steps += self._prefill_steps(steps)
         # A fixed order (llama.cpp's kernels add by the order of the batch); one that was deferred gets its mask first.
-        return sorted(plans, key=lambda plan: (-plan.sequence.deferrals, plan.sequence.slot))
+        return sorted(steps, key=lambda step: (-step.sequence.deferrals, step.sequence.slot))
 
     def _admit(self) -> None:
         """Give free slots to waiting sequences; one waits while another prefills a prefix that it can reuse."""
@@ -174,72 +177,63 @@ class Scheduler:
             turns.append((turn[generation.info.request], generation))
         return [generation for _, generation in sorted(turns, key=itemgetter(0))]
 
-    def _decode_plans(self, decoding: list[Generation]) -> list[Plan]:
-        """The plans of the sequences that decode, with the most drafts that each may have."""
-        most_each = self._most_drafts_each(decoding)
-        # The round may add one token of the target's own.
-        return [Plan(one, 1, max(0, min(one.speculation.max_drafts, one.remaining - 1, most_each))) for one in decoding]
-
-    def _most_drafts_each(self, decoding: list[Generation]) -> int:
-        """The most drafts of a sequence: as rows of logits allow, and `max_wait_seconds` if several requests run."""
-        drafting = [generation for generation in decoding if generation.speculation.max_drafts > 0]
-        # Every running sequence may need the logits of one row beside those of its drafts.
-        most = (self._target.max_logits - len(self._running)) // max(1, len(drafting))
-        if len({generation.info.request for generation in self._running}) == 1:
-            # No other request is in a slot; queued ones mostly wait for an answer to end.
-            return most
-        draft_cost, draft_pass_seconds = self._controller.draft_cost, 0.0
-        # The draft model may have failed since it was loaded.
-        if draft_cost and self._drafters.has_model:
-            draft_pass_seconds = draft_cost.seconds(len(drafting), self._drafters.draft_kv_len(drafting))
-        return drafts_in_time(
-            self._controller.target_cost,
-            self._kv_len(),
-            draft_pass_seconds,
-            rows=len(decoding),
-            drafting=len(drafting),
-            most=most,
-            max_wait=self.max_wait_seconds,
+    def _decode_steps(self, decoding: list[Generation]) -> list[Step]:
+        """A step for each sequence that decodes, with the most drafts that it may have."""
+        # No other request is in a slot if all are of one; queued ones mostly wait for an answer to end.
+        is_shared = len({generation.info.request for generation in self._running}) > 1
+        max_drafts = self._controller.max_drafts(
+            decoding,
+            # Every running sequence may need the logits of one row beside those of its drafts.
+            max_rows=self._target.engine.max_logits - len(self._running),
+            max_wait_seconds=self.max_wait_seconds if is_shared else math.inf,
+            kv_len=self._kv_len(),
+            draft_kv_len=self._drafters.draft_kv_len(decoding),
         )
+        return [self._step(generation, 1, most) for generation, most in zip(decoding, max_drafts, strict=True)]
 
-    def _prefill_plans(self, decode_plans: list[Plan]) -> list[Plan]:
-        """Prefill chunks beside these plans, the oldest sequence's first."""
-        logits_left = self._target.max_logits - sum(1 + plan.max_drafts for plan in decode_plans)
-        # Estimated rows of those that decode: in mode auto 1, since with many sequences the controller drafts little.
-        likely_rows = sum(1 if plan.sequence.speculation.is_auto else 1 + plan.max_drafts for plan in decode_plans)
+    def _prefill_steps(self, decode_steps: list[Step]) -> list[Step]:
+        """Prefill chunks beside these steps, the oldest sequence's first."""
+        logits_left = self._target.engine.max_logits - sum(1 + step.max_drafts for step in decode_steps)
+        policy = self._controller.policy
+        likely_rows = sum(1 + policy(step.sequence).expected_drafts(step.max_drafts) for step in decode_steps)
         # Balances the delay of those that decode against the wait of all others (budget.py).
         rows_left = prefill_chunk(
             self._controller.target_cost,
             self._kv_len(),
             rows=likely_rows,
-            decoding=len(decode_plans),
-            others=len(self._queue) + len(self._running) - len(decode_plans),
+            decoding=len(decode_steps),
+            others=len(self._queue) + len(self._running) - len(decode_steps),
             most=self._prefill_rows,
             max_wait=self.max_wait_seconds,
         )
-        plans = []
+        steps = []
         for generation in self._running:
             if rows_left > 0 and logits_left > 0 and not generation.decoding:
-                rows = min(rows_left, generation.target_pending)
+                rows = min(rows_left, self._cache.pending(generation))
                 if generation.scores_prompt:
                     rows = min(rows, logits_left)
-                plans.append(Plan(generation, rows, 0))
+                steps.append(self._step(generation, rows, 0))
                 rows_left -= rows
                 logits_left -= rows if generation.scores_prompt else 1
-        return plans
+        return steps
+
+    def _step(self, generation: Generation, rows: int, max_drafts: int) -> Step:
+        cached = self._target.end(generation.slot)
+        return Step(generation, cached, rows, max_drafts, running=len(self._running))
 
     def _kv_len(self) -> int:
         return self._target.kv_len([generation.slot for generation in self._running])
 
-    def _postprocess(self, report: Report, started: float) -> None:
+    def _postprocess(self, steps: list[Step], started: float) -> None:
         """Finish a round: turn new tokens into text, end what is complete, and record what each sequence got."""
-        self._fail({sequence: outcome.error for sequence, outcome in report.outcomes.items() if outcome.error})
-        running = list(self._running)
-        for generation in running:
+        self._fail({step.sequence: step.error for step in steps if step.error})
+        for generation in self._running:
             if not generation.done:
                 generation.read_new_tokens()
+                if generation.max_tokens == 0 and not self._cache.pending(generation):
+                    generation.end_without_tokens()
         ended = self._end_completed()
-        self._recorder.record_round(running, report, started)
+        self._recorder.record_round(steps, started)
         self._recorder.record_ends(ended)
 
     def _fail(self, errors: Mapping[Sequence, Exception]) -> None:
@@ -248,9 +242,7 @@ class Scheduler:
             if generation in errors:
                 logger.error("specserve: a sequence failed: %s", errors[generation])
                 generation.fail(errors[generation])
-                # `_end_completed` releases it, which truncates both caches to these lengths.
-                generation.target_cached = 0
-                generation.truncate_draft(0)
+                self._cache.clear(generation)
 
     def _end_completed(self) -> list[Generation]:
         """Free the slots of sequences that are complete or have failed, and return these."""

@@ -111,7 +111,7 @@ class Handler:
             thread,
             config.time_slice_ms / 1000,
             models.costs.placement,
-            idle_work=models.costs.measure_doubtful,
+            idle_work=self._work_while_idle,
         )
         self._parser = Parser(self._routes)
         self._responses: dict[str, Response] = {}
@@ -232,6 +232,10 @@ class Handler:
             context.set_response_content_type(index, content_type)
             response.status_sent = True
 
+    def _work_while_idle(self, interrupted: Callable[[], bool]) -> None:
+        self._scheduler.check_caches()
+        self._models.costs.measure_doubtful(interrupted)
+
     def _emit_metrics(self) -> None:
         self._metrics.emit(
             Gauges(
@@ -240,6 +244,6 @@ class Handler:
                 self._config.sequences,
                 own_kernels=self._models.kernels.variant is not None,
                 threads=len(self._models.costs.placement.cores),
-                draft_model=None if self._config.draft is None else self._models.drafters.has_model,
+                draft_model=None if self._config.draft is None else self._models.drafters.model is not None,
             )
         )

@@ -16,8 +16,8 @@ import numpy as np
 
 from specserve.sampling.distribution import is_greedy
 from specserve.sampling.logits import TargetDistributions
-from specserve.sequence import Sequence
-from specserve.speculation.proposal import Proposal
+from specserve.sequence import BySequence, Sequence
+from specserve.speculation.step import Step
 
 # What half and twice of a constant change is in benchmarks/RESULTS.md, sensitivity.
 
@@ -162,6 +162,7 @@ class Acceptance:
 
     def __init__(self) -> None:
         self._calibrations: dict[tuple[str, bool], Calibration] = {}
+        self._sequences = BySequence(lambda _: SequenceAcceptance())
 
     @property
     def learned(self) -> dict[tuple[str, bool], list[float]]:
@@ -178,45 +179,48 @@ class Acceptance:
 
     def of(self, sequence: Sequence) -> SequenceAcceptance:
         """What one sequence has shown."""
-        return sequence.state(self, SequenceAcceptance)
+        return self._sequences.of(sequence)
 
-    def learn_from(self, proposal: Proposal, p: TargetDistributions, decided: list[int], n_accepted: int) -> None:
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what a sequence has shown; what all have shown stays."""
+        self._sequences.forget(sequence)
+
+    def learn_from(self, step: Step, p: TargetDistributions, decided: list[int]) -> None:
         """Learn from a verification: from the drafts that it reached, up to the first rejected one, and refused offers.
 
         Args:
-            proposal: its offers were refused at the first position, which is always reached.
+            step: its offers were refused at the first position, which is always reached.
             p: the target's distributions.
             decided: the accepted drafts, and the rule's own token if there is one.
-            n_accepted: number of accepted drafts.
         """
-        sequence = proposal.sequence
+        sequence, n_accepted = step.sequence, step.n_accepted
         # The sum of min(p, q) is the acceptance probability in token verification; block verification accepts a little
         # more. Where it is known, it says more than the outcome.
         knows_probability = sequence.speculation.verification != "coupled" and not is_greedy(sequence.sampling)
         observations = []
-        for refused in proposal.refused:
+        for refused in step.refused:
             accepted = float(p[0][refused.token]) if knows_probability else float(refused.token == decided[0])
             observations.append(Observation(refused.drafter, refused.confidence, accepted, target_confidence=None))
-        for index, draft in enumerate(proposal.drafts[: n_accepted + 1]):
+        for index, draft in enumerate(step.drafts[: n_accepted + 1]):
             q = draft.q if knows_probability else None
             accepted = float(index < n_accepted) if q is None else float(np.minimum(p[index], q).sum())
             observations.append(
                 Observation(draft.drafter, draft.confidence, accepted, target_confidence=p.confidence(index))
             )
-        self._learn_alternatives(proposal, decided, n_accepted)
-        # The target's confidence where it decided the last token; not computed where no draft of the model would pay.
-        decides_last = proposal.model_may_pay and len(decided) > n_accepted
-        self.learn(sequence, observations, p.confidence(n_accepted) if decides_last else None)
+        has_own_token = len(decided) > n_accepted
+        if has_own_token:
+            self._learn_alternatives(step, decided[n_accepted])
+        self.learn(
+            sequence, observations, p.confidence(n_accepted) if step.learns_from_target and has_own_token else None
+        )
 
-    def _learn_alternatives(self, proposal: Proposal, decided: list[int], n_accepted: int) -> None:
+    def _learn_alternatives(self, step: Step, recovered: int) -> None:
         """Learn from the first rejected draft's alternatives, whether the target has read them or not."""
-        if n_accepted == len(decided):
-            return
-        calibration = self._calibration(proposal.sequence, "alternative")
-        for one in proposal.possible:
-            if one.draft_index == n_accepted:
-                hit = one.token == decided[n_accepted]
-                calibration.learn(one.confidence, float(hit))
+        calibration = self._calibration(step.sequence, "alternative")
+        for choice in step.possible:
+            if choice.draft_index == step.n_accepted:
+                hit = choice.token == recovered
+                calibration.learn(choice.confidence, float(hit))
                 if hit:
                     break
 

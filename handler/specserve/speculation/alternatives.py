@@ -15,9 +15,9 @@ import numpy as np
 
 from specserve.sampling.distribution import FloatArray
 from specserve.speculation.acceptance import Acceptance
-from specserve.speculation.controller import RoundCosts, rows_worth_adding
-from specserve.speculation.proposal import Alternative, Draft, Proposal
+from specserve.speculation.gain import RoundCosts, rows_worth_adding
 from specserve.speculation.rejection import RULES, likeliest
+from specserve.speculation.step import Alternative, Draft, Step
 
 # Alternatives to a draft that are considered. Where drafts are often rejected, as at temperature 0.8, 4 instead of 2
 # bring 1 to 5 % on two cores of Zen 5, and greedy decoding stays as it is (benchmarks/RESULTS.md, decisions).
@@ -26,29 +26,27 @@ _CHOICES = 4
 _LEAST_GAIN = 0.005
 
 
-def note_possible(
-    proposal: Proposal, logits: FloatArray, draft: Draft, probability: float, acceptance: Acceptance
-) -> None:
+def note_possible(step: Step, logits: FloatArray, draft: Draft, probability: float, acceptance: Acceptance) -> None:
     """Note what could be recovered in place of a draft: the draft model's next choices.
 
     Args:
-        proposal: without the draft.
+        step: without the draft.
         logits: that a greedy draft is the argmax of, shape (vocabulary,).
         draft: by the model.
         probability: that it is accepted.
         acceptance: estimates how likely a choice is recovered.
     """
-    sequence, index = proposal.sequence, len(proposal.drafts)
+    sequence, index = step.sequence, len(step.drafts)
     greedy = draft.q is None
     values, excluded = (logits, -np.inf) if draft.q is None else (draft.q, 0.0)
     guess = likeliest if greedy else RULES[sequence.speculation.verification].guess
     best = float(values[draft.token])
     # That the draft is the first to be rejected and no choice so far is recovered; and what their probabilities leave.
-    rejected, left = proposal.reached * (1 - probability), 1 - (draft.confidence if greedy else best)
+    rejected, left = step.reached * (1 - probability), 1 - (draft.confidence if greedy else best)
     chosen = [(draft.token, best)]
     values[draft.token] = excluded
     while len(chosen) <= _CHOICES and rejected >= _LEAST_GAIN and left > 0:
-        token = guess(values, index, proposal.noise)
+        token = guess(values, index, step.noise)
         value = float(values[token])
         if value <= excluded:
             # No token is left.
@@ -56,7 +54,7 @@ def note_possible(
         mass = draft.confidence * math.exp(value - best) if greedy else value
         share = min(1.0, mass / left)
         gain = rejected * acceptance.of_alternative(sequence, share)
-        proposal.possible.append(Alternative(index, token, share, gain))
+        step.possible.append(Alternative(index, token, share, gain))
         rejected, left = rejected - gain, left - mass
         chosen.append((token, value))
         values[token] = excluded
@@ -65,22 +63,23 @@ def note_possible(
 
 
 def choose_alternatives(
-    proposals: abc.Sequence[Proposal], most: int, rows: int, costs: RoundCosts, end_tokens: Container[int]
+    steps: abc.Sequence[Step], max_alternatives: int, rows: int, costs: RoundCosts, end_tokens: Container[int]
 ) -> None:
     """Let the target read the alternatives that are likely to be recovered, as many as pay for their rows.
 
     An end token is none of them: no token follows it.
 
     Args:
-        proposals: with all their drafts, which have left rows to them or not (`Proposal.remaining`).
-        most: alternatives that the pass may have.
+        steps: with all their drafts, which have left rows to them or not (`Step.remaining`).
+        max_alternatives: of the pass.
         rows: of the target's pass by now.
         costs: of this round.
         end_tokens: those that end an answer.
     """
-    possible = [(one, proposal) for proposal in proposals for one in proposal.possible if one.token not in end_tokens]
+    possible = [(choice, step) for step in steps for choice in step.possible if choice.token not in end_tokens]
     possible.sort(key=lambda pair: pair[0].gain, reverse=True)
-    length, _ = rows_worth_adding([one.gain - _LEAST_GAIN for one, _ in possible[:most]], rows, costs)
-    for one, proposal in possible[:length]:
-        if proposal.remaining > 0:
-            proposal.alternatives.append(one)
+    gains = [choice.gain - _LEAST_GAIN for choice, _ in possible[:max_alternatives]]
+    length, _ = rows_worth_adding(gains, rows, costs)
+    for choice, step in possible[:length]:
+        if step.remaining > 0:
+            step.alternatives.append(choice)

@@ -1,14 +1,12 @@
-"""What each sequence of a round is charged of its time, and the balance of what its drafts brought and cost.
+"""What each step of a round is charged of its time, and the balance of what a sequence's drafts brought and cost.
 
 All times are estimates, since sequences share the passes.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from specserve.speculation.cost import Cost
-from specserve.speculation.proposal import Proposal
+from specserve.speculation.step import Step
 
 # A long catch-up after the first is counted as lost little by little (`Balance`): in each round this share of what is
 # not counted yet. The first is never counted. Either, counted at once, would stop the drafts that are to earn it
@@ -25,69 +23,40 @@ _SPEEDUP_FADE = 0.85
 _MOST_SPEEDUP = 2.0
 
 
-class Work(NamedTuple):
-    """What one sequence adds to a round.
+def charge(steps: list[Step], cost: Cost, kv_len: int, *, draft_seconds: float, target_seconds: float) -> None:
+    """Charge each step its part of a round: decoding equally, prefill and drafts by their rows.
 
     Args:
-        decoding: whether its prefill is over.
-        rows: of the target's pass, without its drafts.
-        drafts: rows for its draft tokens.
-        draft_model_seconds: its part of the draft model's passes.
-    """
-
-    decoding: bool
-    rows: int
-    drafts: int
-    draft_model_seconds: float
-
-
-class Charge(NamedTuple):
-    """A sequence's part of a round.
-
-    Args:
-        plain_seconds: of the target's pass, had no sequence drafted.
-        target_drafts_seconds: of the target's pass, for its drafts.
-        target_share: of the time of the target's pass and of what follows it.
-        draft_share: of the time of drafting.
-    """
-
-    plain_seconds: float
-    target_drafts_seconds: float
-    target_share: float
-    draft_share: float
-
-
-def charges(works: list[Work], cost: Cost, kv_len: int) -> list[Charge]:
-    """Charge decoding equally, and prefill and drafts by their rows.
-
-    Args:
-        works: one for each sequence of the round.
+        steps: of the round, before their tokens are decided.
         cost: of the target's passes.
         kv_len: tokens of its cache that a row attends to.
+        draft_seconds: that the round's drafting took.
+        target_seconds: that the target's pass took.
     """
-    n_decoding = sum(work.decoding for work in works)
-    rows = sum(work.rows for work in works)
-    drafts = sum(work.drafts for work in works)
-    decode, plain = cost.seconds(n_decoding, kv_len), cost.seconds(rows, kv_len)
+    decoding = [step for step in steps if step.position > 0]
+    rows = sum(step.rows for step in steps)
+    drafts = sum(step.draft_rows for step in steps)
+    decode, plain = cost.seconds(len(decoding), kv_len), cost.seconds(rows, kv_len)
     # By estimate a pass may be cheaper with more rows; nothing is charged less than nothing.
     draft_row = max(0.0, cost.seconds(rows + drafts, kv_len) - plain) / max(1, drafts)
-    prompt_row = max(0.0, plain - decode) / max(1, rows - n_decoding)
-    plain_seconds = [decode / n_decoding if work.decoding else work.rows * prompt_row for work in works]
-    target_drafts_seconds = [work.drafts * draft_row for work in works]
-    target_shares = _shares([sum(seconds) for seconds in zip(plain_seconds, target_drafts_seconds, strict=True)])
+    prompt_row = max(0.0, plain - decode) / max(1, rows - len(decoding))
+    for step in steps:
+        step.plain_seconds = decode / len(decoding) if step.position > 0 else step.rows * prompt_row
+        step.target_drafts_seconds = step.draft_rows * draft_row
     # Drafts that took no pass have taken time for grammar masks at most.
-    passes = [work.draft_model_seconds for work in works]
-    draft_shares = _shares(passes if any(passes) else [float(work.drafts) for work in works])
-    return [
-        Charge(*charge)
-        for charge in zip(plain_seconds, target_drafts_seconds, target_shares, draft_shares, strict=True)
-    ]
+    passes = [step.draft_model_seconds for step in steps]
+    draft_shares = _shares(passes if any(passes) else [float(step.draft_rows) for step in steps])
+    target_shares = _shares([step.plain_seconds + step.target_drafts_seconds for step in steps])
+    for step, draft_share, target_share in zip(steps, draft_shares, target_shares, strict=True):
+        step.draft_seconds = draft_share * draft_seconds
+        step.target_share = target_share
+        step.target_seconds = target_share * target_seconds
 
 
 def _shares(seconds: list[float]) -> list[float]:
     """Each one's share of the sum; equal shares of nothing."""
     total = sum(seconds)
-    return [one / total if total else 1 / len(seconds) for one in seconds]
+    return [part / total if total else 1 / len(seconds) for part in seconds]
 
 
 class Balance:
@@ -121,14 +90,14 @@ class Balance:
         step_seconds = self._total_plain_seconds / max(1, self._tokens)
         return self._total_loss_seconds > _LOSS_SHARE * self._total_plain_seconds + _LOSS_STEPS * step_seconds
 
-    def count_round(self, tokens: int, charge: Charge, proposal: Proposal) -> None:
-        """Account for a decoding round that gave so many tokens; plain decoding would have given one."""
-        plain_seconds = charge.plain_seconds
-        extra_seconds = charge.target_drafts_seconds + proposal.draft_model_seconds - proposal.long_catch_up_seconds
+    def count_round(self, step: Step) -> None:
+        """Account for a decode round; plain decoding would have given one token."""
+        plain_seconds, tokens = step.plain_seconds, step.n_decided
+        extra_seconds = step.target_drafts_seconds + step.draft_model_seconds - step.long_catch_up_seconds
         if self._model_drafted:
             # The first long catch-up, which may take several rounds, is over.
-            self._outstanding_seconds += proposal.long_catch_up_seconds
-        self._model_drafted |= "model" in proposal.drafted_by
+            self._outstanding_seconds += step.long_catch_up_seconds
+        self._model_drafted |= "model" in step.drafted_by
         counted = _CATCH_UP_SHARE * self._outstanding_seconds
         self._outstanding_seconds -= counted
         self._tokens += tokens

@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from specserve.errors import ConstraintError, MaskDeferred
-from specserve.sequence import DrafterName, Sequence
+from specserve.sequence import BySequence, DrafterName, Sequence
 from specserve.speculation.lookup import Lookup
 from specserve.speculation.offers import FreeTokens, HitRates, Kind
 
@@ -40,6 +40,9 @@ class Proposer(Protocol):
 
     def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
         """At most `limit` tokens that may follow the sequence and these drafts of it; none is an answer."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what is known of a sequence; most proposers know nothing."""
 
 
 # All in tokens, and assumed. A run of so many equal tokens is no coincidence: alignment is searched for until then, and
@@ -193,6 +196,7 @@ class LookupProposer(Proposer):
         self._prompts: WeakValueDictionary[tuple[int, ...], Lookup] = WeakValueDictionary()
         self._last = Lookup()
         self._left = 0
+        self._lookups = BySequence(lambda sequence: _Lookups(self._of_prompt(sequence.prompt)))
 
     def begin_round(self) -> None:
         """Allow another slice; see `Proposer.begin_round`."""
@@ -200,12 +204,16 @@ class LookupProposer(Proposer):
 
     def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
         """The continuation of the longest and newest match, once all is indexed; see `Proposer.propose`."""
-        lookups = sequence.state(self, lambda: _Lookups(self._of_prompt(sequence.prompt)))
+        lookups = self._lookups.of(sequence)
         if lookups.own is None and self._index(lookups.prompt, sequence.prompt):
             lookups.own = lookups.prompt.copy()
         if lookups.own is None or not self._index(lookups.own, sequence.tokens):
             return FreeTokens([], [])
         return lookups.own.propose(drafts, limit)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop the sequence's index."""
+        self._lookups.forget(sequence)
 
     def _of_prompt(self, prompt: list[int]) -> Lookup:
         """The index of a prompt, as far as it goes by now."""
@@ -225,13 +233,20 @@ class PredictionProposer(Proposer):
 
     name: ClassVar[DrafterName] = "prediction"
 
+    def __init__(self) -> None:
+        self._aligners = BySequence(lambda sequence: Aligner(sequence.prediction))
+
     def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
         """The prediction's next tokens; see `Proposer.propose`."""
         if not sequence.prediction:
             return FreeTokens([], [])
-        aligner = sequence.state(self, lambda: Aligner(sequence.prediction))
+        aligner = self._aligners.of(sequence)
         aligner.extend(sequence.tokens[sequence.prompt_length + len(aligner) :])
         return aligner.propose(drafts, limit)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop the sequence's alignment."""
+        self._aligners.forget(sequence)
 
 
 class GrammarProposer(Proposer):

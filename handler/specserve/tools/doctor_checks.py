@@ -14,17 +14,19 @@ from specserve.engine.base import Engine, FloatArray, Row, Vocabulary
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import EngineError, ModelLoadError
+from specserve.kv_cache import KVCache
 from specserve.sampling.distribution import to_distribution
 from specserve.sampling.noise import Noise
 from specserve.sequence import SamplingParams, SpeculationParams
 from specserve.sequence import Sequence as Request
-from specserve.speculation.controller import Controller
 from specserve.speculation.cost import Cost
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.measure import prefill
+from specserve.speculation.policy import Controller
 from specserve.speculation.rejection import RULES, Rule
-from specserve.speculation.round import Plan, run_round
+from specserve.speculation.round import run_round
+from specserve.speculation.step import Step
 
 PROMPTS = (
     "def quicksort(items: list[int]) -> list[int]:\n",
@@ -64,18 +66,19 @@ def greedy_with_drafts(
         prompt: its tokens.
         length: of the answer, in tokens.
     """
+    cache = KVCache(target)
     model = DraftModel(
-        draft, costs[1], window=256, max_rows=64, vocabulary=target.width, context_length=draft.slot_length
+        KVCache(draft), costs[1], window=256, max_rows=64, vocabulary=target.width, context_length=draft.slot_length
     )
     drafters = Drafters(Controller(*costs), model=model, vocabulary=target.width, end_tokens=())
     request = Request(prompt, SamplingParams(temperature=0), SpeculationParams(GAMMA, "token"), max_tokens=length)
     request.slot = 0
     while request.remaining > 0:
-        rows = min(request.target_pending, target.max_rows - GAMMA)
+        rows = min(len(request.tokens) - cache.end(0), target.max_rows - GAMMA)
         gamma = min(GAMMA, request.remaining - 1) if request.generated else 0
-        run_round(target, drafters, [Plan(request, rows, gamma)])
-    for engine in (target, draft):
-        engine.truncate(0, 0)
+        run_round(cache, drafters, [Step(request, cache.end(0), rows, gamma)])
+    for used in (cache, model.cache):
+        used.truncate(0, 0)
     return request.answer
 
 

@@ -13,8 +13,8 @@ from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.grammar.constraint import Constraint
-from specserve.observability.records import Group, RequestInfo, family_label
-from specserve.sequence import SamplingParams, SpeculationParams, Verification
+from specserve.observability.records import family_label
+from specserve.sequence import Group, RequestInfo, SamplingParams, SpeculationParams, Verification
 from specserve.serving.detokenizer import with_control_tokens
 from specserve.serving.generation import Generation
 from specserve.serving.openai.body import DISAGREEMENT, UNKNOWN_FIELD

@@ -1,28 +1,22 @@
-"""The controller: how many tokens to draft, against brute force on random costs, and what it learns from rounds."""
+"""The policies: how many tokens to draft, against brute force on random costs, and what they learn from rounds."""
 
 from __future__ import annotations
 
+import math
 from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costs import flat, proportional, stairs
-from rules import noise
+from costs import FixedCost, flat, proportional, stairs, table
 from specserve.sampling.distribution import one_hot
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams
 from specserve.speculation.acceptance import Observation
-from specserve.speculation.charges import Balance, Charge
-from specserve.speculation.controller import (
-    Candidate,
-    Controller,
-    RoundCosts,
-    choose_for_model,
-    offer_length,
-    rows_worth_adding,
-)
-from specserve.speculation.proposal import Draft, Proposal
+from specserve.speculation.charges import Balance
+from specserve.speculation.gain import Candidate, RoundCosts, choose_for_model, offer_length, rows_worth_adding
+from specserve.speculation.policy import Controller
+from specserve.speculation.step import Draft, Step
 
 MAX_DRAFTS = 9
 GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(temperature=1)
@@ -53,7 +47,13 @@ def gain_of(drafts: list[tuple[Candidate, int]], rows: int, costs: RoundCosts) -
 
 @given(
     candidate=st.builds(
-        Candidate, probabilities, probabilities, st.integers(1, 4), st.integers(0, MAX_DRAFTS), st.floats(0, 2)
+        Candidate,
+        probabilities,
+        probabilities,
+        st.integers(1, 4),
+        st.integers(0, MAX_DRAFTS),
+        st.floats(0, 2),
+        is_certain=st.just(False),
     ),
     costs=st.builds(costs_of, curves, curves, st.floats(0.01, 3)),
 )
@@ -61,7 +61,7 @@ def test_choose_for_model_drafts_for_one_sequence_iff_some_length_gains(
     candidate: Candidate, costs: RoundCosts
 ) -> None:
     chosen, gain = choose_for_model([candidate], 1, costs)
-    best = max(gain_of([(candidate, gamma)], 1, costs) for gamma in range(candidate.most + 1))
+    best = max(gain_of([(candidate, gamma)], 1, costs) for gamma in range(candidate.max_drafts + 1))
     assert gain == pytest.approx(best, abs=1e-9)
     assert bool(chosen) == (best > 0)
 
@@ -152,9 +152,14 @@ def test_choose_for_model_drafts_nothing_when_a_row_costs_as_much_as_a_token() -
 
 
 def sequence(sampling: SamplingParams = GREEDY, max_tokens: int = 100, generated: int = 0) -> Sequence:
-    one = Sequence([1, 2, 3], sampling, SpeculationParams(8, mode="auto"), max_tokens=max_tokens)
-    one.tokens += [4] * generated
-    return one
+    made = Sequence([1, 2, 3], sampling, SpeculationParams(8, mode="auto"), max_tokens=max_tokens)
+    made.tokens += [4] * generated
+    return made
+
+
+def candidate_of(controller: Controller, drafted: Sequence, pending: int, costs: RoundCosts) -> Candidate | None:
+    """What is known of a sequence without drafts, of which the draft model has not read so many tokens."""
+    return controller.policy(drafted).candidate(Step(drafted, 0, 1, 8), pending, costs)
 
 
 def count_round(
@@ -166,11 +171,13 @@ def count_round(
     drafter: DrafterName | None = "model",
 ) -> None:
     """Account for a round whose plain pass takes a second, and in which this drafter drafted a token."""
-    proposal = Proposal(sequence(), 8, noise())
-    proposal.draft_model_seconds = proposal.long_catch_up_seconds = catch_up_seconds
+    step = Step(sequence(), 0, 1, 8)
+    step.draft_model_seconds = step.long_catch_up_seconds = catch_up_seconds
+    step.plain_seconds, step.target_drafts_seconds = 1.0, extra_seconds
     if drafter:
-        proposal.add(Draft(1, one_hot(1, 2), drafter, 0.9), 0.9)
-    balance.count_round(tokens, Charge(1.0, extra_seconds, 1.0, 1.0), proposal)
+        step.add(Draft(1, one_hot(1, 2), drafter, 0.9), 0.9)
+    step.n_decided = tokens
+    balance.count_round(step)
 
 
 @pytest.mark.parametrize(("rate", "pays"), [(4.0, True), (4.1, False)])
@@ -247,14 +254,14 @@ def test_next_acceptance_follows_the_targets_confidence_without_drafts() -> None
 def test_long_catch_up_is_spread_over_tokens_and_a_short_one_is_not() -> None:
     controller = Controller(stairs(), proportional(0.01))
     costs = controller.costs([sequence()], 0, 0)
-    short, long = (controller.candidate(sequence(generated=20), 1.0, pending, 8, costs) for pending in (2, 100))
+    short, long = (candidate_of(controller, sequence(generated=20), pending, costs) for pending in (2, 100))
     assert short
     assert (short.charged_rows, short.catch_up_seconds) == (2, 0.0)
     assert long
     assert long.charged_rows == 1
     assert 0 < long.catch_up_seconds < costs.draft_pass(100) / 5
     for few_to_come in (sequence(max_tokens=26, generated=20), sequence(generated=1)):
-        expensive = controller.candidate(few_to_come, 1.0, 100, 8, costs)
+        expensive = candidate_of(controller, few_to_come, 100, costs)
         assert expensive
         assert expensive.catch_up_seconds > 2 * long.catch_up_seconds
 
@@ -265,7 +272,7 @@ def test_long_catch_up_is_judged_by_the_long_run_acceptance() -> None:
     for confidence in [0.2] * 60 + [0.999] * 12:
         controller.acceptance.learn(one, [], confidence)
     costs = controller.costs([one], 0, 0)
-    short, long = (controller.candidate(one, 1.0, pending, 8, costs) for pending in (1, 100))
+    short, long = (candidate_of(controller, one, pending, costs) for pending in (1, 100))
     assert short
     assert long
     assert long.acceptance < 0.5 < short.acceptance
@@ -275,9 +282,9 @@ def test_no_long_catch_up_starts_during_a_prefill() -> None:
     controller = Controller(stairs(), proportional(0.01))
     one = sequence()
     during_prefill = controller.costs([one], 0, 0, awaiting_first_token=1)
-    assert controller.candidate(one, 1.0, 100, 8, controller.costs([one], 0, 0))
-    assert controller.candidate(one, 1.0, 100, 8, during_prefill) is None
-    assert controller.candidate(one, 1.0, 2, 8, during_prefill)
+    assert candidate_of(controller, one, 100, controller.costs([one], 0, 0))
+    assert candidate_of(controller, one, 100, during_prefill) is None
+    assert candidate_of(controller, one, 2, during_prefill)
 
 
 def test_drafts_that_only_lose_are_stopped_and_retried_at_a_bounded_cost() -> None:
@@ -287,7 +294,7 @@ def test_drafts_that_only_lose_are_stopped_and_retried_at_a_bounded_cost() -> No
     costs = controller.costs([one], 0, 0)
     lost = 0.0
     for _ in range(5000):
-        drafts = 1.3 if controller.candidate(one, 1.0, 1, 8, costs) else 0.0
+        drafts = 1.3 if candidate_of(controller, one, 1, costs) else 0.0
         lost += drafts
         count_round(controller.balance(one), 1, extra_seconds=drafts)
     assert lost / 5000 < 0.011
@@ -314,3 +321,26 @@ def test_a_long_catch_up_that_cannot_pay_keeps_no_other_sequence_from_drafting()
     long_answer = Candidate(1.0, 0.64, 1, MAX_DRAFTS, catch_up_seconds=0.0035)
     assert choose_for_model([short_answer, long_answer], 2, costs)[0] == [1]
     assert choose_for_model([short_answer], 2, costs)[0] == []
+
+
+def test_what_is_certain_is_drafted_and_others_are_weighed_by_what_they_add() -> None:
+    """Times in seconds: a pass of the draft model takes 1 whatever it reads; alone, no draft is worth that."""
+    costs = RoundCosts(lambda rows: 1.0 + 0.1 * rows, lambda _rows: 1.0, tokens_per_second=1.0)
+    weighed, certain = Candidate(1.0, 0.6, 1, 1), Candidate(1.0, 0.1, 1, 4, is_certain=True)
+    assert choose_for_model([weighed], 1, costs)[0] == []
+    assert choose_for_model([weighed, certain], 2, costs)[0] == [1, 0]
+    assert choose_for_model([certain], 2, costs) == ([0], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("max_wait_seconds", "expected"), [(math.inf, [5, 8, 0]), (2.01, [4, 4, 0]), (0.51, [1, 1, 0]), (0.0, [0, 0, 0])]
+)
+def test_each_request_drafts_as_far_as_there_is_room_and_others_can_wait(
+    max_wait_seconds: float, expected: list[int]
+) -> None:
+    """A row of the target takes .2 s and a pass of the draft model .1; the second has tokens enough, the first 6."""
+    controller = Controller(FixedCost(table(lambda rows: 1.0 + 0.2 * rows)), flat(0.1))
+    sequences = [sequence(max_tokens=6), sequence(), sequence()]
+    sequences[2].speculation = SpeculationParams(8, mode="off")
+    found = controller.max_drafts(sequences, max_rows=17, max_wait_seconds=max_wait_seconds, kv_len=0, draft_kv_len=0)
+    assert found == expected

@@ -1,0 +1,141 @@
+"""What a model's KV cache holds, for target and draft model alike: the only record of it.
+
+Scheduler and draft model ask here which tokens a slot holds, how many a sequence still has to be fed, and which slot
+holds the longest prefix of a text. An engine (engine/base.py) knows numbers of tokens only, and takes them from
+llama.cpp; `KVCache.check` compares them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from specserve.engine.base import Engine, FloatArray, Row
+from specserve.sequence import Sequence, common_prefix
+
+logger = logging.getLogger(__name__)
+
+
+def worth_waiting(sequence: Sequence, cached: int, soon: int) -> bool:
+    """Whether more than a quarter of what must be prefilled is being prefilled for another sequence, too.
+
+    Args:
+        sequence: that would wait.
+        cached: how many of its tokens need no pass now.
+        soon: how many will need none when the other prefill is over.
+    """
+    return soon > cached and 4 * (soon - cached) > len(sequence.tokens) - cached
+
+
+class KVCache:
+    """The slots of one model's KV cache, and the passes that add tokens to them.
+
+    A slot holds the tokens of a text from position `start` to position `end`, not included. A target's start is 0. A
+    draft model may begin later, and its engine counts positions from there: with `start` 744 the engine has token 744
+    at position 0. All positions here are those of the text.
+
+    Args:
+        engine: nobody else adds tokens to its cache or removes any.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._tokens: list[list[int]] = [[] for _ in range(engine.n_slots)]
+        self._start = [0] * engine.n_slots
+        # By slot, the position and the token of each alternative of the last pass.
+        self._alternatives: dict[int, list[tuple[int, int]]] = {}
+
+    @property
+    def n_slots(self) -> int:
+        """Number of slots."""
+        return self.engine.n_slots
+
+    def start(self, slot: int) -> int:
+        """The position of the first token that a slot holds."""
+        return self._start[slot]
+
+    def end(self, slot: int) -> int:
+        """The position after the last token that a slot holds; 0 if it holds none."""
+        return self._start[slot] + len(self._tokens[slot])
+
+    def length(self, slot: int) -> int:
+        """The number of tokens that a slot holds."""
+        return len(self._tokens[slot])
+
+    def kv_len(self, slots: Iterable[int]) -> int:
+        """How many cached tokens attention reads for a row of one of these slots; see `Engine.kv_len`."""
+        return self.engine.kv_len(slots)
+
+    def prefixes(self, tokens: list[int], max_length: int) -> list[int]:
+        """By slot, how many leading tokens of a text need no pass there, counted up to `max_length`."""
+        return [self._prefix(slot, tokens, max_length) for slot in range(self.n_slots)]
+
+    def _prefix(self, slot: int, tokens: list[int], max_length: int) -> int:
+        start, held = self._start[slot], self._tokens[slot]
+        shared = common_prefix(held, tokens[start : start + len(held)] if start else tokens, max_length - start)
+        return start + shared if shared else 0
+
+    def forward(self, rows: list[Row]) -> FloatArray:
+        """Run a forward pass, whose rows the slots hold afterwards; see `Engine.forward`.
+
+        Args:
+            rows: the positions are those of the text.
+
+        Raises:
+            EngineError: the pass failed; the cache is unchanged.
+        """
+        shifted = rows
+        if any(self._start):
+            shifted = [row._replace(position=row.position - self._start[row.slot]) for row in rows]
+        logits = self.engine.forward(shifted)
+        self._alternatives = {}
+        for row in rows:
+            if row.alternative:
+                self._alternatives.setdefault(row.slot, []).append((row.position, row.token))
+            else:
+                self._tokens[row.slot].append(row.token)
+        return logits
+
+    def truncate(self, slot: int, end: int) -> None:
+        """Remove a slot's tokens from position `end` on, and its alternatives."""
+        kept = max(0, end - self._start[slot])
+        del self._tokens[slot][kept:]
+        self._alternatives.pop(slot, None)
+        self.engine.truncate(slot, kept)
+        if not self._tokens[slot]:
+            self._start[slot] = 0
+
+    def restart(self, slot: int, start: int) -> None:
+        """Empty a slot; the next token that it is fed is the one at position `start`."""
+        self.truncate(slot, 0)
+        self._start[slot] = start
+
+    def copy(self, source: int, destination: int, end: int) -> None:
+        """Replace what a slot holds by what another one holds before position `end`, without computing it again.
+
+        Raises:
+            EngineError: the source holds less.
+        """
+        self.engine.copy(source, destination, end - self._start[source])
+        self._start[destination] = self._start[source]
+        self._tokens[destination] = self._tokens[source][: end - self._start[source]]
+        self._alternatives.pop(destination, None)
+
+    def adopt(self, slot: int, number: int) -> None:
+        """Let a slot end with one of its alternatives of the last pass; see `Engine.adopt`."""
+        position, token = self._alternatives.pop(slot)[number]
+        self.engine.adopt(slot, number)
+        self._tokens[slot][position - self._start[slot] :] = [token]
+
+    def check(self) -> bool:
+        """Whether the engine holds as many tokens in every slot as this record says; slots that differ are emptied."""
+        wrong = [slot for slot in range(self.n_slots) if self.engine.cached_len(slot) != self.length(slot)]
+        for slot in wrong:
+            logger.error(
+                "specserve: slot %d of a KV cache holds %d tokens instead of %d, and is emptied",
+                slot,
+                self.engine.cached_len(slot),
+                self.length(slot),
+            )
+            self.truncate(slot, 0)
+        return not wrong

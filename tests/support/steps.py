@@ -1,0 +1,39 @@
+"""Steps that are over, for tests of what reads them."""
+
+from __future__ import annotations
+
+from collections import abc
+
+from specserve.sequence import DrafterName, RequestInfo, SamplingParams, Sequence, SpeculationParams
+from specserve.speculation.step import Draft, Step
+
+
+def finished_step(
+    info: RequestInfo,
+    drafters: abc.Sequence[DrafterName] = (),
+    accepted: int = 0,
+    tokens: abc.Sequence[int] = (),
+    *,
+    position: int = 1,
+    seconds: tuple[float, float, float] = (0.1, 0.2, 0.01),
+    is_decode_round: bool = True,
+) -> Step:
+    """A step that has decided these tokens.
+
+    Args:
+        info: the request's labels.
+        drafters: of each draft.
+        accepted: how many drafts were.
+        tokens: that were decided.
+        position: number of tokens that were decided before it.
+        seconds: of drafting, of the target's pass, and of all else.
+        is_decode_round: whether it decided tokens after a prefill.
+    """
+    sequence = Sequence([1] * 50, SamplingParams(), SpeculationParams(), max_tokens=99, info=info)
+    sequence.tokens += [7] * position
+    step = Step(sequence, cached=49 + position, rows=1)
+    step.drafts = [Draft(7, None, drafter, 0.5) for drafter in drafters]
+    step.n_accepted, step.n_decided, step.is_decode_round = accepted, len(tokens), is_decode_round
+    step.draft_seconds, step.target_seconds, step.other_seconds = seconds
+    sequence.tokens += tokens
+    return step

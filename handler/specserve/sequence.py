@@ -115,6 +115,16 @@ class TokenScore(NamedTuple):
 
 
 @dataclass
+class Timestamps:
+    """When a sequence arrived, was given a slot, its first and its last token so far; seconds of one clock."""
+
+    arrival: float = 0.0
+    start: float | None = None
+    first_token: float | None = None
+    last_token: float = 0.0
+
+
+@dataclass
 class SequenceStats:
     """What the rounds of a sequence did, and its share of the seconds they took; `Step.count` adds a round.
 
@@ -235,6 +245,7 @@ class Sequence:
         self.cached_tokens = 0
         # Whether an end token ended it, which is not one of its tokens.
         self.ended_by_eos = False
+        self.timestamps = Timestamps()
         self.stats = SequenceStats()
 
     @property

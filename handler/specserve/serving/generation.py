@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -39,16 +38,6 @@ class SizeLimit(Protocol):
         """Add log-probabilities of the prompt; raises like `add_token`."""
 
 
-@dataclass
-class Timestamps:
-    """When a sequence arrived, was given a slot, its first and its last token so far; seconds of one clock."""
-
-    arrival: float = 0.0
-    start: float | None = None
-    first_token: float | None = None
-    last_token: float = 0.0
-
-
 class Generation(Sequence):
     """A sequence that is turned into text, up to EOS, a stop string, or the last allowed token.
 
@@ -76,7 +65,6 @@ class Generation(Sequence):
         **options: Any,
     ) -> None:
         super().__init__(prompt, sampling, speculation, **options)
-        self.timestamps = Timestamps()
         nothing_to_do = self.max_tokens == 0 and not self.scores_prompt
         self.finish_reason: FinishReason | None = "length" if nothing_to_do else None
         self.error: RequestError | None = None

@@ -33,7 +33,7 @@ class Recorder:
         other_seconds = now - started - sum(step.draft_seconds + step.target_seconds for step in steps)
         for step in steps:
             step.other_seconds = step.target_share * other_seconds
-            step.count()
+            step.count(now)
             for observer in self._observers:
                 observer.round(step)
 

@@ -272,9 +272,16 @@ class Step:
         """How many drafts were accepted and emitted; of drafts after the end of the text none counts."""
         return min(self.n_accepted, len(self.emitted))
 
-    def count(self) -> None:
-        """Add the round to the statistics of its sequence; the round that ends a prefill is no decode round."""
-        sequence, stats = self.sequence, self.sequence.stats
+    def count(self, now: float) -> None:
+        """Add the round to the statistics of its sequence; the round that ends a prefill is no decode round.
+
+        Args:
+            now: when the round ended, in seconds.
+        """
+        sequence, stats, times = self.sequence, self.sequence.stats, self.sequence.timestamps
+        if self.emitted:
+            times.last_token = now
+            times.first_token = now if times.first_token is None else times.first_token
         if self.position == 0:
             stats.prefill_seconds += self.draft_seconds + self.target_seconds + self.other_seconds
         else:

@@ -23,10 +23,11 @@ from specserve.engine.base import Row
 from specserve.sampling import logits as logits_module
 from specserve.sampling.distribution import FloatArray
 from specserve.sampling.noise import Noise
-from specserve.sequence import SamplingParams, Sequence, SpeculationMode, Verification
-from specserve.speculation import round as round_module
+from specserve.sequence import SamplingParams, SpeculationMode, Verification
+from specserve.speculation import step as step_module
 from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
 from specserve.speculation.rejection import RULES
+from specserve.speculation.step import Step
 
 # Of a probability: logits are in single precision.
 TOLERANCE = 1e-6
@@ -167,17 +168,19 @@ def test_every_answer_has_the_targets_probability(case: str, verification: Verif
 
 def draw_from_the_seed(patch: pytest.MonkeyPatch) -> None:
     """Two sequences with one seed share their numbers, so one's drafts depend on what the other is going to draw."""
-    patch.setattr(round_module, "Noise", lambda **keys: Noise(**{**keys, "secret": keys["seed"]}))
+    patch.setattr(step_module, "Noise", lambda **keys: Noise(**{**keys, "secret": keys["seed"]}))
 
 
 def reuse_numbers_after_an_alternative(patch: pytest.MonkeyPatch) -> None:
     """The round after an adopted alternative has the numbers that gave the token after it."""
 
-    def numbers(sequence: Sequence) -> Noise:
-        number = sequence.round_number - sequence.stats.adopted
-        return noise(secret=sequence.secret, round_number=number)
+    def begin(self: Step) -> None:
+        begin_step(self)
+        number = self.sequence.round_number - self.sequence.stats.adopted
+        self.noise = noise(secret=self.sequence.secret, round_number=number)
 
-    patch.setattr(round_module, "_noise", numbers)
+    begin_step = Step.__post_init__
+    patch.setattr(Step, "__post_init__", begin)
 
 
 def draft_the_likeliest_instead_of_unlikely_tokens(patch: pytest.MonkeyPatch) -> None:
@@ -238,6 +241,6 @@ def test_a_planted_fault_changes_the_probability_of_an_answer(
 
 def test_numbers_keyed_by_position_are_wrong_for_block_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     """It draws numbers after a rejected draft too, and the next round would give these positions the same ones."""
-    monkeypatch.setattr(round_module, "Noise", KeyedByPosition)
+    monkeypatch.setattr(step_module, "Noise", KeyedByPosition)
     assert error(CASES["two drafts"], "token") < TOLERANCE
     assert error(CASES["two drafts"], "block") > 100 * TOLERANCE

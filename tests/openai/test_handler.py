@@ -122,7 +122,7 @@ def test_streams_continue_while_a_request_is_parsed(front_end: FrontEnd, monkeyp
     assert tokenized == ["slow", "quick"]
 
 
-def test_a_slot_keeps_only_the_tokens_of_a_finished_sequence(front_end: FrontEnd) -> None:
+def test_nothing_of_a_finished_sequence_is_kept_but_its_cached_tokens(front_end: FrontEnd) -> None:
     prompt = "the prompt of this test"
     body = {**BODY, "prompt": prompt, "grammar": "root", "logprobs": 5}
     front_end.post({**body, "prediction": {"type": "content", "content": "what may be"}, "echo": True})
@@ -132,12 +132,12 @@ def test_a_slot_keeps_only_the_tokens_of_a_finished_sequence(front_end: FrontEnd
     front_end.run()
     front_end.handle_once()
     gc.collect()
-    kept = [one for one in gc.get_objects() if isinstance(one, Generation) and one.prompt == list(prompt.encode())]
-    assert kept
-    for generation in kept:
-        assert generation.constraint is None
-        assert len(generation.prediction) == len(generation.scores) == len(generation.prompt_scores) == 0
-        assert not generation.has_text
+    prompt_tokens = list(prompt.encode())
+    kept = [thing for thing in gc.get_objects() if isinstance(thing, Generation) and thing.prompt == prompt_tokens]
+    assert not kept
+    again = front_end.post(body)
+    front_end.run()
+    assert front_end.answer(again)["usage"]["prompt_tokens_details"]["cached_tokens"] == len(prompt_tokens) - 1
 
 
 def test_include_usage_adds_null_to_every_chunk_and_one_chunk_with_the_totals(front_end: FrontEnd) -> None:

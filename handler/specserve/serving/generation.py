@@ -97,11 +97,6 @@ class Generation(Sequence):
                 kind="server_error",
             )
 
-    def drop_output(self) -> None:
-        """Drop text and scores, once its client has them; the tokens say what the slot's caches hold."""
-        self._text, self._spans, self._size = Detokenizer(()), [], None
-        self.prompt_scores, self.scores, self.sources = [], [], []
-
     def end_record(self, now: float) -> EndRecord:
         """How it ended, for observers; without an end or an error it was cancelled."""
         times = self.timestamps

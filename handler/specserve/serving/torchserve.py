@@ -149,11 +149,7 @@ class Handler:
         """Forget the requests without an entry: they are answered, or their clients have left."""
         self._parser.forget_absent(present)
         for request_id in self._responses.keys() - present:
-            response = self._responses.pop(request_id)
-            self._cancel(response)
-            for generation in response.generations:
-                # Its slot still refers to it, to know which tokens are cached.
-                generation.drop_output()
+            self._cancel(self._responses.pop(request_id))
 
     def _parse_new(self, data: list[dict[str, Any]], context: Context, called: float) -> None:
         """Begin to parse the requests that came with this call."""

@@ -98,10 +98,11 @@ class SpeculationConfig(_Section):
         description="Tokens before the end of a sequence that the draft model prefills when it joins late.",
     )
     holdback: float = Field(
-        default=0.02,
+        default=0.0,
         ge=0,
         le=0.5,
-        description="Share of the requests that go without drafts: the control group that measures the speed-up.",
+        description="Share of the requests that go without drafts, as a control group that measures the speed-up; "
+        "default: no control group.",
     )
 
     @model_validator(mode="after")

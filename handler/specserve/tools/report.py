@@ -103,6 +103,11 @@ class Report:
     skipped: int
 
     @property
+    def has_control_group(self) -> bool:
+        """Whether a traced request was drawn to go without drafts (`speculation.holdback`)."""
+        return any("holdback" in family.tpot_seconds for family in self.families.values())
+
+    @property
     def minutes(self) -> float:
         """Minutes from the first record to the last."""
         return (self.ended - self.begun) / 60

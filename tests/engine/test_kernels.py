@@ -197,7 +197,7 @@ def build_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., cty
     )
     unchanged = [
         directory / "others.cpp",
-        *(SOURCES / f"{name}.cpp" for name in ("library", "assistants", "buffer_type", "check", "roof")),
+        *(SOURCES / f"{name}.cpp" for name in ("library", "assistants", "buffer_type", "check")),
     ]
     objects = []
     for source in unchanged:
@@ -623,17 +623,6 @@ def test_weights_are_prefetched_non_temporally_unless_that_is_slower(
     assert f"{chosen.variant}, {chosen.prefetch}: " in chosen.sentence
     assert f" {chosen.prefetch} " in kernels.identity()
     kernels.use("off")
-
-
-@pytest.mark.usefixtures("variant")
-def test_roof_measures_the_machines_bandwidth_and_product_rate() -> None:
-    """Used by benchmarks/cost_curve.py; no core reads or multiplies 1e13 bytes a second."""
-    roof = kernels.roof(1)
-    assert 0 < roof.bytes_per_second < 1e13
-    assert 0 < roof.products_per_second < 1e13
-    kernels.use("off")
-    with pytest.raises(kernels.Unusable):
-        kernels.roof(1)
 
 
 # ---- sanitizers ----

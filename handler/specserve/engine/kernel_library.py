@@ -121,7 +121,6 @@ def declare(found: ctypes.CDLL) -> ctypes.CDLL:
     found.specserve_check_product.restype = found.specserve_check_attention.restype = ctypes.c_double
     found.specserve_check_product.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int]
     found.specserve_check_attention.argtypes = [ctypes.c_int, ctypes.c_int]
-    found.specserve_read_bandwidth.restype = found.specserve_dot_peak.restype = ctypes.c_double
     found.specserve_prefetch.argtypes = [ctypes.c_int]
     two, sizes = [ctypes.c_int, ctypes.c_int], [ctypes.c_int64, ctypes.c_int64]
     found.specserve_time_product.restype = found.specserve_run_product.restype = ctypes.c_double

@@ -22,7 +22,6 @@ __all__ = [
     "Calls",
     "Kernels",
     "Mode",
-    "Roof",
     "Share",
     "Unusable",
     "attention_error",
@@ -33,7 +32,6 @@ __all__ = [
     "largest_error",
     "library",
     "non_temporal_is_fast",
-    "roof",
     "share_of",
     "speed",
     "use",
@@ -213,30 +211,6 @@ def assist(cores: tuple[int, ...]) -> None:
     if in_use().variant is not None:
         numbers = np.array(cores, np.int32)
         library().specserve_assist(numbers.ctypes.data, numbers.size)
-
-
-class Roof(NamedTuple):
-    """The roofline of the machine for the variant in use.
-
-    Args:
-        bytes_per_second: memory read bandwidth.
-        products_per_second: peak of 8-bit multiply-adds by dot-product instructions.
-    """
-
-    bytes_per_second: float
-    products_per_second: float
-
-
-def roof(threads: int) -> Roof:
-    """Measure the roofline in a fraction of a second.
-
-    Raises:
-        Unusable: there is no library, or llama.cpp's kernels are in use.
-    """
-    found = library()
-    if in_use().variant is None:
-        raise Unusable(in_use().sentence)
-    return Roof(found.specserve_read_bandwidth(threads), found.specserve_dot_peak(threads))
 
 
 def identity() -> str:

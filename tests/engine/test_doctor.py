@@ -14,7 +14,7 @@ from specserve.cores import Usable
 from specserve.engine.llama_model import LlamaModel
 from specserve.tools import doctor, paths
 from specserve.tools.doctor import check_costs, check_threads
-from tiny_models import write_tiny
+from specserve.tools.tiny_models import write_tiny
 
 PROJECT = Path(__file__).parents[2]
 TOPICS = [

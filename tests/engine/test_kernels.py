@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import tiny_models
 from kernel_products import (
     BLOCK,
     SUPPORTED_VARIANTS,
@@ -31,8 +30,9 @@ from specserve.engine import kernel_library, kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
+from specserve.tools import tiny_models
+from specserve.tools.tiny_models import write_tiny
 from tiny_formats import quantise_as
-from tiny_models import write_tiny
 
 pytestmark = needs_kernels
 
@@ -540,7 +540,7 @@ def test_models_of_different_variants_can_be_loaded_together(tiny: Path, variant
 
 def in_a_process(program: str, *arguments: str) -> subprocess.Popen[str]:
     """A process with this file's names and the selected kernels of the first variant."""
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support"), str(SOURCES.parent)]
+    paths = [str(Path(__file__).parent), str(SOURCES.parent)]
     start = (
         f"import gc, pathlib, sys; sys.path[:0] = {paths!r}\nimport psutil\nfrom specserve.engine import kernels\n"
         "from test_kernels import SUPPORTED_VARIANTS, logits, open_engine\n"

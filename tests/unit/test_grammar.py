@@ -24,7 +24,7 @@ from specserve.errors import ConstraintError, MaskDeferred, RequestError
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.grammar.constraint import Constraint
 from specserve.grammar.gbnf import gbnf_to_lark
-from tiny_models import ARCHITECTURES, write_tiny
+from specserve.tools.tiny_models import ARCHITECTURES, write_tiny
 
 PERSON = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",

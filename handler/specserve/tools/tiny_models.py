@@ -1,13 +1,12 @@
-"""Writes tiny GGUF models: tokenisers, entropy and acceptance rates resemble real models, the output is meaningless.
+"""Writes the models of config/tiny.yaml and of the tests: GGUF files that load in milliseconds.
 
-python tests/support/tiny_models.py {qwen2|llama|gpt2} {target|draft|other} FILE.gguf
+Tokenisers, entropy and acceptance rates resemble those of real models; the output is meaningless.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import sys
 import tempfile
 from collections import Counter
 from itertools import pairwise
@@ -74,7 +73,11 @@ class _Token(NamedTuple):
 
 
 def write_tiny(path: Path, architecture: str, role: str) -> None:
-    """Write one model: a `target`, its `draft`, or an `other` with a different vocabulary."""
+    """Write one model: a `target`, its `draft`, or an `other` with a different vocabulary.
+
+    Raises:
+        ConfigError: there is no such architecture or role.
+    """
     if architecture not in ARCHITECTURES or role not in ROLES:
         raise ConfigError(f"No tiny model is a {architecture} {role}: choose of {ARCHITECTURES}, {ROLES}.")
     corpus = CORPUS.swapcase() if role == "other" else CORPUS
@@ -253,16 +256,3 @@ def _weights(architecture: str, tokens: list[_Token], drift: float) -> dict[str,
             if architecture == "gpt2" or (architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v")):
                 tensors[f"{block}.{name}.bias"] = bias
     return tensors
-
-
-def main() -> None:
-    """Write one model."""
-    architecture, role, path = sys.argv[1:]
-    try:
-        write_tiny(Path(path), architecture, role)
-    except ConfigError as error:
-        sys.exit(str(error))
-
-
-if __name__ == "__main__":
-    main()

@@ -12,6 +12,7 @@ If that is one core, threads on the others assist: they help while they get thei
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
 import math
 import mmap
@@ -44,9 +45,8 @@ _NEGLIGIBLE = 0.1
 _SHARE_OF_BUSY = 0.5
 # The least nanoseconds that a thread wanted its core for in an interval, to tell its share.
 _LEAST_WANTED = 10_000_000
-# Workers of one user that can know of each other, seconds for which one counts as busy after a round began, and the
-# longest name of a file.
-_MAX_WORKERS, _BUSY_SECONDS, _MAX_NAME = 256, 1.0, 200
+# Workers of one user that can know of each other, and seconds for which a worker counts as busy after a round began.
+_MAX_WORKERS, _BUSY_SECONDS = 256, 1.0
 
 
 class Usage(NamedTuple):
@@ -134,9 +134,14 @@ class Workers:
         directory: Path = Path("/dev/shm"),  # noqa: S108 - opened without following links
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        name = f"specserve-{os.getuid()}-{'.'.join(map(str, cores))}"[:_MAX_NAME]
+        # A list of many cores is longer than a file's name may be.
+        digest = hashlib.sha256(repr(cores).encode()).hexdigest()[:16]
         # Not to be closed: that would drop the lock.
-        file = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        file = os.open(
+            directory / f"specserve-{os.getuid()}-{digest}",
+            os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
+            0o600,
+        )
         os.ftruncate(file, 8 * _MAX_WORKERS)
         self._computed = np.frombuffer(mmap.mmap(file, 8 * _MAX_WORKERS), np.float64)
         self._number = next(number for number in range(_MAX_WORKERS) if _lock(file, number))

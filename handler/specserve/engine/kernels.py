@@ -45,9 +45,9 @@ _MAX_ERROR, _MAX_ATTENTION_ERROR = 0.05, 5e-4
 # Product for the comparison of speeds: 2 to 3 MB of weights, milliseconds for all formats.
 _TIMED_K, _TIMED_COLUMNS, _TIMED_ROWS, _TIMES = 2048, 1536, (1, 4, 8), 5
 # Kernels of the same speed differ by up to this share when measured on a noisy machine. A process that takes a core for
-# a moment causes more, so a kernel that seems slower is measured up to `_TRIALS` times.
+# a moment causes more, so a kernel that seems slower is measured up to `_MAX_TRIALS` times.
 _NOISE = 0.1
-_TRIALS = 6
+_MAX_TRIALS = 6
 # `prefetcht1` has to be so many times as fast to be used: it loses for some numbers of rows only, by where the code
 # lies in memory (benchmarks/RESULTS.md, decisions), and those that are timed may be lucky.
 _STREAMED_MARGIN = 1.1
@@ -57,7 +57,7 @@ _STREAMED_FORMAT, _STREAMED_K, _STREAMED_COLUMNS, _STREAMED_ROWS, _STREAMED_TIME
 
 
 class Kernels(NamedTuple):
-    """The kernels for models loaded from now on.
+    """The kernels that compute for models loaded from now on.
 
     Args:
         variant: instruction set of specserve's kernels; None if llama.cpp's are used.
@@ -148,7 +148,7 @@ def attention_error() -> float:
 
 def _best_speed(name: str) -> float:
     ratios: list[float] = []
-    while len(ratios) < _TRIALS and max(ratios, default=0.0) < 1 - _NOISE:
+    while len(ratios) < _MAX_TRIALS and max(ratios, default=0.0) < 1 - _NOISE:
         # In one thread: others would wait at barriers for one that a neighbour holds up.
         ratios.append(speed(name, 1))
     return max(ratios)
@@ -222,7 +222,7 @@ def identity() -> str:
 
 
 class Calls(NamedTuple):
-    """Number of matrix products and attentions that specserve's kernels have computed."""
+    """How many matrix products and attentions specserve's kernels have computed."""
 
     products: int
     attentions: int

@@ -57,7 +57,7 @@ _PACKAGES = ("llama-cpp-python", "llguidance", "numpy", "torchserve")
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
+    """What a check has found.
 
     Args:
         topic: what was checked.

@@ -1,4 +1,4 @@
-"""Locations of the project's files, the model files and the server's state."""
+"""Where the project's files, the model files and the server's state are."""
 
 from __future__ import annotations
 

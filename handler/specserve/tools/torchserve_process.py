@@ -1,4 +1,4 @@
-"""A TorchServe's files, ports, settings and processes; as a command `scripts/stop`."""
+"""Starts, finds and stops a TorchServe, and knows its files, ports and settings; as a command `scripts/stop`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _JAVA_VERSION = re.compile(r'version "(\d+)')
 
 
 class Ports(NamedTuple):
-    """The five consecutive ports of a server, all on the loopback address."""
+    """The five consecutive ports that a server takes, all on the loopback address."""
 
     inference: int
     management: int
@@ -56,7 +56,7 @@ class Ports(NamedTuple):
 
 
 class State:
-    """The ports of a server and the paths in its directory, `.specserve/PORT/`."""
+    """The ports that a server takes, and the paths in its directory, `.specserve/PORT/`."""
 
     def __init__(self, ports: Ports, directory: Path) -> None:
         self.ports = ports

@@ -1,6 +1,7 @@
 // Attention of a graph: the work of a few rows and a key head is a piece.
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "graph.h"

@@ -1,6 +1,7 @@
 // A matrix product of a graph: rows are quantised, and threads take pieces of it.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <new>

@@ -35,7 +35,7 @@ ALLOWED = {
         "sampling",
         "speculation",
     },
-    "tools": {"errors", "sequence", "config", "cores", "engine", "sampling", "speculation"},
+    "tools": {"errors", "sequence", "config", "cores", "engine", "speculation"},
 }
 # Algorithms that import NumPy and the standard library only.
 PURE = tuple(

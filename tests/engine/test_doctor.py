@@ -20,7 +20,7 @@ from specserve.cores import Usable
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.invariance import Invariance
 from specserve.engine.llama_model import LlamaModel
-from specserve.tools import doctor
+from specserve.tools import doctor, torchserve_process
 from specserve.tools.doctor import check_costs, check_greedy, check_port, check_software, check_threads, greedy_answer
 from specserve.tools.torchserve_process import State
 
@@ -59,7 +59,7 @@ def test_check_software_finds_a_java_that_does_not_run(tmp_path: Path, monkeypat
     assert found.well
     assert found.facts["java_version"] >= 17
     assert f"llama-cpp-python {found.facts['llama-cpp-python']}, " in found.sentence
-    monkeypatch.setattr(doctor.torchserve_process, "java_home", lambda: str(tmp_path))
+    monkeypatch.setattr(torchserve_process, "java_home", lambda: str(tmp_path))
     found = check_software()
     assert not found.well
     assert f"{tmp_path}/bin/java does not run: set JAVA_HOME" in found.sentence

@@ -30,6 +30,7 @@ from common import MAX_INTERFERENCE, Row, argument_parser, print_result, print_t
 from pass_worker import MARK, Pass, Setting
 from peer_engines import IK, PEERS, Command, build_ik, install_packages, unpack
 from perplexity import forms_of_the_target, read_text, use_all_formats
+from roof import Roof, measure_roof
 from specserve.config import load_yaml
 from specserve.cores import usable_cores
 from specserve.engine import kernels
@@ -141,7 +142,7 @@ class Products:
             head=int(tensors[head].n_elements),
         )
 
-    def roof_seconds(self, roof: kernels.Roof, rows: int, logits: int) -> float:
+    def roof_seconds(self, roof: Roof, rows: int, logits: int) -> float:
         """The least time that the products of a pass can take."""
         products = self.body * rows + self.head * logits
         return max(self.size / roof.bytes_per_second, products / (REACHABLE * roof.products_per_second))
@@ -161,7 +162,7 @@ class Measurement:
     seconds: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
-    roof: kernels.Roof = field(default_factory=lambda: kernels.Roof(0, 0))
+    roof: Roof = field(default_factory=lambda: Roof(0, 0))
 
     def turn(self, name: str, worker: Worker, asked: Pass) -> None:
         """Let a worker run its passes of one kind."""
@@ -206,8 +207,8 @@ class Measurement:
         return result
 
 
-def measure_file(path: Path, commands: dict[str, Command], turns: int) -> Measurement:
-    """Let all engines take turns on one file."""
+def measure_file(path: Path, commands: dict[str, Command], turns: int, variant: str) -> Measurement:
+    """Let all engines take turns on one file; `variant` is that of our kernels, for which the roof is measured."""
     tokenizer = LlamaModel(path)
     tokens = tokenizer.encode(read_text("code"))[:PREFILL]
     tokenizer.close()
@@ -222,7 +223,7 @@ def measure_file(path: Path, commands: dict[str, Command], turns: int) -> Measur
             else:
                 stack.callback(workers[name].stop)
         for turn in range(turns):
-            measurement.roof = kernels.Roof(*map(max, measurement.roof, kernels.roof(usable_cores().threads)))
+            measurement.roof = Roof(*map(max, measurement.roof, measure_roof(usable_cores().threads, variant)))
             passes = [Pass(CONTEXT, rows, rows) for rows in ROWS]
             if turn < PREFILL_TURNS:
                 passes.insert(0, Pass(0, PREFILL, 1))
@@ -261,8 +262,9 @@ def measure(
     variant: str | None = None,
 ) -> None:
     """Measure files (default: see `default_files`) and print a table for each and one JSON object."""
+    ours = use_all_formats(variant)
     notes = [
-        use_all_formats(variant).sentence,
+        ours.sentence,
         f"passes of a few rows come after {CONTEXT} tokens, all rows with logits; prefill is {PREFILL} rows after none",
     ]
     commands = {}
@@ -273,7 +275,8 @@ def measure(
             notes.append(f"{name} could not be installed: {reason}")
     rows = []
     for path in paths or default_files()[: 1 if quick else None]:
-        found, others = with_interference(partial(measure_file, path, commands, turns or (2 if quick else 5)))
+        measured_file = partial(measure_file, path, commands, turns or (2 if quick else 5), str(ours.variant))
+        found, others = with_interference(measured_file)
         measured = found.rows(path)
         show(path, measured)
         rows += measured

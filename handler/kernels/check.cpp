@@ -9,6 +9,7 @@
 #include <memory>
 #include <random>
 #include <utility>
+#include <vector>
 
 #include "library.h"
 

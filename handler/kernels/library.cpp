@@ -4,6 +4,8 @@
 #include "library.h"
 
 #include <cstring>
+#include <string_view>
+#include <vector>
 
 namespace specserve {
 

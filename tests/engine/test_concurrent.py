@@ -9,7 +9,7 @@ import pytest
 
 from pairs import KERNELS, PLAIN, Pair, TinyFiles, fixed_gamma
 from specserve.serving.generation import Generation
-from tiny_models import ARCHITECTURES
+from specserve.tools.tiny_models import ARCHITECTURES
 
 pytestmark = pytest.mark.skipif(
     KERNELS == "off", reason="with llama.cpp's attention logits depend on other sequences: unset SPECSERVE_TEST_KERNELS"

@@ -3,46 +3,66 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from costs import proportional
+from fake_engine import FakeEngine, NoEndToken
+from fake_pair import VOCABULARY, FakePair
+from server import free_ports
 from specserve.cores import Usable
+from specserve.engine.base import FloatArray, Row
+from specserve.engine.invariance import Invariance
 from specserve.engine.llama_model import LlamaModel
-from specserve.tools import doctor, paths
-from specserve.tools.doctor import check_costs, check_threads
-from tiny_models import write_tiny
+from specserve.tools import doctor, torchserve_process
+from specserve.tools.doctor import check_costs, check_greedy, check_port, check_software, check_threads, greedy_answer
+from specserve.tools.torchserve_process import State
 
 PROJECT = Path(__file__).parents[2]
-TOPICS = [
-    *("machine", "kernels", "models", "repeating", "pair"),
-    *("costs", "threads", "greedy", "sampling"),
-]
+TOPICS = ["machine", "software", "port", "kernels", "models", "repeating", "pair", "costs", "threads", "greedy"]
+REPEATS = Invariance(0.0, 0.0, 0.0, None, None)
 
 
 def test_every_check_reports_a_finding() -> None:
     """Findings about speed depend on the machine; all others are good for the tiny pair."""
-    command = ["scripts/doctor", "--config", "config/tiny.yaml", "--json"]
+    command = ["scripts/doctor", "--config", "config/tiny.yaml", "--json", "--port", str(free_ports())]
     outcome = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=300, check=False)
     found = {finding["topic"]: finding for finding in json.loads(outcome.stdout)["findings"]}
     assert list(found) == TOPICS
     assert outcome.returncode == (not all(finding["well"] for finding in found.values()))
     assert found["costs"]["facts"]["draft_share"] > 0
-    assert all(found[topic]["well"] for topic in ("kernels", "models", "repeating", "pair", "greedy", "sampling"))
-    assert found["greedy"]["facts"]["differing"] == 0
-    assert found["sampling"]["facts"]["standard_deviations"].keys() == {"token", "block", "coupled"}
+    assert all(found[topic]["well"] for topic in TOPICS if topic not in {"machine", "costs", "threads"})
+    assert found["greedy"]["facts"]["first_difference"] is None
 
 
-@pytest.fixture
-def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A published target file in the models directory."""
-    monkeypatch.setattr(paths, "models_directory", lambda: tmp_path)
-    file = tmp_path / "published.gguf"
-    write_tiny(file, "qwen2", "target")
-    return file
+def test_check_port_names_who_holds_a_port() -> None:
+    first = free_ports()
+    assert check_port(State.of(first)).well
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", first + 2))
+        listener.listen()
+        found = check_port(State.of(first))
+    assert not found.well
+    assert f"port {first + 2} is taken by " in found.sentence
+    assert f"(process {os.getpid()})" in found.sentence
+    assert "--port" in found.sentence
+
+
+def test_check_software_finds_a_java_that_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = check_software()
+    assert found.well
+    assert found.facts["java_version"] >= 17
+    assert f"llama-cpp-python {found.facts['llama-cpp-python']}, " in found.sentence
+    monkeypatch.setattr(torchserve_process, "java_home", lambda: str(tmp_path))
+    found = check_software()
+    assert not found.well
+    assert f"{tmp_path}/bin/java does not run: set JAVA_HOME" in found.sentence
 
 
 @pytest.mark.parametrize(("draft", "well"), [(0.003, True), (0.006, False)])
@@ -65,13 +85,37 @@ class Threads:
 
 @pytest.mark.parametrize(("slower", "well"), [(1.0, True), (1.5, False)])
 def test_check_threads_advises_a_faster_number_of_threads(
-    monkeypatch: pytest.MonkeyPatch, published: Path, slower: float, *, well: bool
+    monkeypatch: pytest.MonkeyPatch, slower: float, *, well: bool
 ) -> None:
     monkeypatch.setattr(doctor, "usable_cores", lambda: Usable((0, 1, 2, 3), 4))
-    monkeypatch.setattr(doctor, "one_slot_engine", lambda _model, count, _rows: Threads(count))
-    monkeypatch.setattr(doctor, "time_passes", lambda used: [(1, 0.02 * (slower if used[0].count == 8 else 1))])
-    model = LlamaModel(published)
-    found = check_threads(model, 8)
-    model.close()
+    monkeypatch.setattr(doctor, "one_slot_engine", lambda _model, count: Threads(count))
+    monkeypatch.setattr(doctor, "pass_seconds", lambda engine: 0.02 * (slower if engine.count == 8 else 1))
+    found = check_threads(cast("LlamaModel", None), 8)
     assert found.well is well
     assert ("set `threads: 4`" in found.sentence) is not well
+
+
+class DependsOnRows(FakeEngine):
+    """A target with other logits in passes that verify drafts."""
+
+    def forward(self, rows: list[Row]) -> FloatArray:
+        logits = super().forward(rows)
+        return -logits if len(logits) > 1 else logits
+
+
+@pytest.mark.parametrize(("target", "well"), [(FakeEngine, True), (DependsOnRows, False)])
+def test_check_greedy_finds_an_answer_that_drafts_change(target: type[FakeEngine], *, well: bool) -> None:
+    pair = FakePair(vocabulary=NoEndToken(VOCABULARY))
+    engine = target(vocabulary=VOCABULARY, n_slots=1)
+    plain, drafted = (greedy_answer(engine, pair.drafters, [3, 1, 4], gamma) for gamma in (0, 3))
+    assert len(pair.draft.decoded) > 0
+    found = check_greedy(plain, drafted, REPEATS)
+    assert found.well is well
+    assert ("please report this" in found.sentence) is not well
+
+
+def test_check_greedy_excuses_a_difference_where_logits_do_not_repeat() -> None:
+    found = check_greedy([5, 6, 7], [5, 6, 8], REPEATS._replace(rows=0.3))
+    assert found.well
+    assert "at its token 3: a near-tie" in found.sentence
+    assert found.facts == {"tokens": 3, "first_difference": 2}

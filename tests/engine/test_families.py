@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from gguf import GGUFWriter
 
-import tiny_models as tiny
 from pairs import KERNELS, PLAIN, Pair, TinyFiles, fixed_gamma
 from specserve.config import ModelConfig
 from specserve.engine.base import Row
@@ -18,7 +17,8 @@ from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ModelLoadError, RequestError
 from specserve.serving import loading
-from tiny_models import ARCHITECTURES, END_OF_TEXT
+from specserve.tools import tiny_models as tiny
+from specserve.tools.tiny_models import ARCHITECTURES, END_OF_TEXT
 
 PROMPTS = ["The quick brown fox", "def accept(p, q):", "héllo 世界 🙂, once upon a time there was a"]
 GAMMAS = [1, 3, 7]

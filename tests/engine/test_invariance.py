@@ -10,7 +10,6 @@ from typing import Literal
 import numpy as np
 import pytest
 
-import tiny_models
 from fake_engine import FakeEngine
 from kernel_products import SUPPORTED_VARIANTS, needs_kernels
 from specserve.config import HandlerConfig, ModelConfig
@@ -20,8 +19,9 @@ from specserve.engine.invariance import Invariance, probe
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.serving.loading import load_models
+from specserve.tools import tiny_models
+from specserve.tools.tiny_models import ARCHITECTURES, write_tiny
 from tiny_formats import FORMATS, quantise_as
-from tiny_models import ARCHITECTURES, write_tiny
 
 SLOT_TOKENS = 512
 NOISE = 0.25

@@ -152,7 +152,7 @@ def test_a_library_that_fails_in_another_process_is_not_loaded(
 ) -> None:
     """At every start, for what killed the trial may have been something else."""
     be(compiled(tmp_path, fault))
-    monkeypatch.setattr(kernel_library, "_TRIAL_SECONDS", 2 if "sleep" in fault else 60)
+    monkeypatch.setattr(kernel_library, "_MAX_TRIAL_SECONDS", 2 if "sleep" in fault else 60)
     for _ in range(2):
         chosen = kernels.use("auto")
         assert chosen.variant is None

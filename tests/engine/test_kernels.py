@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import tiny_models
 from kernel_products import (
     BLOCK,
     SUPPORTED_VARIANTS,
@@ -31,8 +30,9 @@ from specserve.engine import kernel_library, kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
+from specserve.tools import tiny_models
+from specserve.tools.tiny_models import write_tiny
 from tiny_formats import quantise_as
-from tiny_models import write_tiny
 
 pytestmark = needs_kernels
 
@@ -197,7 +197,7 @@ def build_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., cty
     )
     unchanged = [
         directory / "others.cpp",
-        *(SOURCES / f"{name}.cpp" for name in ("library", "assistants", "buffer_type", "check", "roof")),
+        *(source for source in SOURCES.glob("*.cpp") if not source.name.startswith("avx")),
     ]
     objects = []
     for source in unchanged:
@@ -540,7 +540,7 @@ def test_models_of_different_variants_can_be_loaded_together(tiny: Path, variant
 
 def in_a_process(program: str, *arguments: str) -> subprocess.Popen[str]:
     """A process with this file's names and the selected kernels of the first variant."""
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support"), str(SOURCES.parent)]
+    paths = [str(Path(__file__).parent), str(SOURCES.parent)]
     start = (
         f"import gc, pathlib, sys; sys.path[:0] = {paths!r}\nimport psutil\nfrom specserve.engine import kernels\n"
         "from test_kernels import SUPPORTED_VARIANTS, logits, open_engine\n"
@@ -623,17 +623,6 @@ def test_weights_are_prefetched_non_temporally_unless_that_is_slower(
     assert f"{chosen.variant}, {chosen.prefetch}: " in chosen.sentence
     assert f" {chosen.prefetch} " in kernels.identity()
     kernels.use("off")
-
-
-@pytest.mark.usefixtures("variant")
-def test_roof_measures_the_machines_bandwidth_and_product_rate() -> None:
-    """Used by benchmarks/cost_curve.py; no core reads or multiplies 1e13 bytes a second."""
-    roof = kernels.roof(1)
-    assert 0 < roof.bytes_per_second < 1e13
-    assert 0 < roof.products_per_second < 1e13
-    kernels.use("off")
-    with pytest.raises(kernels.Unusable):
-        kernels.roof(1)
 
 
 # ---- sanitizers ----

@@ -18,7 +18,7 @@ from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import EngineError, ModelLoadError
-from tiny_models import ARCHITECTURES
+from specserve.tools.tiny_models import ARCHITECTURES
 
 SLOTS = 3
 CONTEXT = 256

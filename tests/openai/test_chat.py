@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-import tiny_models
 from front_end import FrontEnd
 from pairs import Pair, TinyFiles
 from specserve.errors import RequestError
 from specserve.serving.openai.chat_template import ChatTemplate
 from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.request_schema import ChatRequest
+from specserve.tools import tiny_models
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello <b>"}]
 # The parts of SmolLM3's template that are beyond Jinja.

@@ -20,7 +20,7 @@ from specserve.serving.generation import Generation
 from specserve.serving.openai.parse import parse_body, to_generations
 from specserve.serving.openai.prompt import Prompt, Tokenizer
 from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
-from tiny_models import write_tiny
+from specserve.tools.tiny_models import write_tiny
 
 CONFIG = HandlerConfig(
     model_id="tiny",

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from gguf import GGUFWriter
 
-import tiny_models
 from pairs import PLAIN, Pair, TinyFiles, fixed_gamma
 from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.prompt import Tokenizer
 from specserve.serving.openai.request_schema import ChatRequest
+from specserve.tools import tiny_models
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 

@@ -1,14 +1,17 @@
-"""The speed-up against the control group, and its confidence interval."""
+"""The control group, which is off by default; the speed-up against it, and its confidence interval."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from specserve.config import load_yaml
 from specserve.observability import control_group
 from specserve.observability.control_group import Holdback
+from specserve.tools import paths
 
 
 def holdback_with(speedup: float, sequences: int, seed: int, spread: float = 0.5) -> Holdback:
@@ -47,6 +50,14 @@ def test_larger_groups_give_a_narrower_interval() -> None:
     assert of_40
     assert of_4000
     assert math.log(of_4000.high / of_4000.low) < 0.2 * math.log(of_40.high / of_40.low)
+
+
+@pytest.mark.parametrize("file", sorted(paths.CONFIG.glob("*.yaml")), ids=lambda file: file.stem)
+def test_there_is_no_control_group_unless_the_operator_asks_for_one(file: Path) -> None:
+    """So no answer is slower than it has to be."""
+    _, config = load_yaml(file)
+    holdback = Holdback(config.speculation.holdback, seed=7)
+    assert not any(holdback.draw() for _ in range(20_000))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.5])

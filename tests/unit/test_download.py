@@ -258,11 +258,11 @@ def test_full_disk_is_a_one_line_error(config: Path, models: Path, monkeypatch: 
 def test_generated_model_is_written_at_every_fetch(config: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Path] = []
 
-    def generate(_: object, target: Path) -> None:
+    def generate(target: Path, *_: str) -> None:
         target.write_bytes(WEIGHTS)
         written.append(target)
 
-    monkeypatch.setattr(download, "from_generator", generate)
+    monkeypatch.setattr(download, "write_tiny", generate)
     tiny = model({"tiny": "qwen2", "role": "draft"}, sha256=None)
     assert fetch(tiny, config).path == fetch(tiny, config).path == models.resolve() / "weights.gguf"
     assert len(written) == 2

@@ -24,7 +24,7 @@ from specserve.errors import ConstraintError, MaskDeferred, RequestError
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.grammar.constraint import Constraint
 from specserve.grammar.gbnf import gbnf_to_lark
-from tiny_models import ARCHITECTURES, write_tiny
+from specserve.tools.tiny_models import ARCHITECTURES, write_tiny
 
 PERSON = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -610,7 +610,7 @@ def test_ambiguous_grammar_fails_before_its_masks_take_long(compiler: GrammarCom
 
 
 def test_time_budget_is_shared_by_answers_of_a_request_not_by_requests(model: LlamaModel) -> None:
-    compiler = GrammarCompiler(model, seconds=0.002)  # a few hundred masks
+    compiler = GrammarCompiler(model, max_seconds=0.002)  # a few hundred masks
     constraint, other_request = compiler.gbnf(EXPRESSION), compiler.gbnf(EXPRESSION)
     other_answer = constraint.fork()
     with pytest.raises(ConstraintError, match="takes too much time"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -36,7 +37,7 @@ ALLOWED = {
         "sampling",
         "speculation",
     },
-    "tools": {"errors", "sequence", "kv_cache", "config", "cores", "engine", "sampling", "speculation"},
+    "tools": {"errors", "sequence", "kv_cache", "config", "cores", "engine", "speculation"},
 }
 # Algorithms that import NumPy and the standard library only.
 PURE = tuple(
@@ -84,6 +85,14 @@ def test_module_imports_only_allowed_packages(path: Path) -> None:
         inside = target == package or target.startswith(f"{package}.")
         allowed = any(target == entry or target.startswith(f"{entry}.") for entry in ALLOWED[package])
         assert inside or allowed, f"{name_of(path)} imports {name}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_module_uses_nothing_from_tests(path: Path) -> None:
+    of_tests = {module.stem for module in (PACKAGE.parents[1] / "tests").rglob("*.py")}
+    assert not {name.split(".")[0] for name in imports(path)} & of_tests
+    constants = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+    assert not [text for text in constants if isinstance(text, str) and re.match(r"tests(/\S*)?$", text)]
 
 
 def test_imports_have_no_cycles() -> None:

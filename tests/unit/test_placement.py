@@ -201,12 +201,23 @@ def test_more_busy_workers_than_cores_get_one_each(tmp_path: Path) -> None:
 
 
 def test_link_in_place_of_the_shared_file_is_refused(tmp_path: Path) -> None:
-    target = tmp_path / "target"
+    shared, target = tmp_path / "shared", tmp_path / "target"
+    shared.mkdir()
+    Workers((0,), shared)
+    [file] = shared.iterdir()
+    file.unlink()
     target.write_text("keep")
-    (tmp_path / f"specserve-{os.getuid()}-0").symlink_to(target)
+    file.symlink_to(target)
     with pytest.raises(OSError, match="symbolic link"):
-        Workers((0,), tmp_path)
+        Workers((0,), shared)
     assert target.read_text() == "keep"
+
+
+def test_workers_on_other_cores_share_no_file_however_long_their_lists_are(tmp_path: Path) -> None:
+    most = tuple(range(512))
+    for cores in (most, (*most[:-1], 600), most):
+        Workers(cores, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_usage_of_this_machine_has_its_bound_threads_and_its_cores() -> None:

@@ -20,7 +20,7 @@ from specserve.errors import ConfigError, EnvironmentFailure, ModelLoadError
 from specserve.tools import archive as archiving
 from specserve.tools import cli, files, models, paths
 from specserve.tools.archive import archive
-from tiny_models import write_tiny
+from specserve.tools.tiny_models import write_tiny
 
 if TYPE_CHECKING:
     from pathlib import Path

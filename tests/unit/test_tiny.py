@@ -14,7 +14,7 @@ from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ConfigError
-from tiny_models import ARCHITECTURES, ROLES, write_tiny
+from specserve.tools.tiny_models import ARCHITECTURES, ROLES, write_tiny
 
 TEXTS = [
     "héllo 世界 🙂",

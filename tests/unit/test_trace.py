@@ -15,7 +15,7 @@ import pytest
 from specserve.errors import ConfigError
 from specserve.observability.records import EndRecord
 from specserve.observability.trace import Trace
-from specserve.sequence import DrafterName, RequestInfo
+from specserve.sequence import DrafterName, Group, RequestInfo
 from specserve.speculation.step import Step
 from specserve.tools.report import Piece, main, page, summarise, whole_characters
 from steps import finished_step
@@ -27,8 +27,8 @@ def a_round(request: str, drafts: list[DrafterName], accepted: int, tokens: list
     return finished_step(RequestInfo(request, "code"), drafts, accepted, tokens, seconds=(0.01, 0.05, 0.001))
 
 
-def an_end(request: str) -> EndRecord:
-    return EndRecord(RequestInfo(request, "code"), 0, "stop", 40, 30, 20, waited=0.5, ttft=1.5, tpot=0.1)
+def an_end(request: str, group: Group = "auto") -> EndRecord:
+    return EndRecord(RequestInfo(request, "code", group), 0, "stop", 40, 30, 20, waited=0.5, ttft=1.5, tpot=0.1)
 
 
 def trace(directory: Path, *, share: float = 1.0, mebibytes: float = 1.0, text: bool = True) -> Trace:
@@ -141,6 +141,18 @@ def test_report_shows_families_positions_and_the_kind_of_each_token(tmp_path: Pa
     assert '<span class="bonus">(&lt;b&gt;</span>' in html
     assert '<span class="accepted">def </span>' in html
     assert "http" not in html.replace("http-equiv", "")
+
+
+@pytest.mark.parametrize(("groups", "says_so"), [(["auto", "off"], True), (["auto", "holdback"], False)])
+def test_report_says_how_to_get_a_control_group_where_there_is_none(
+    tmp_path: Path, groups: list[Group], *, says_so: bool
+) -> None:
+    writer = trace(tmp_path)
+    for group in groups:
+        writer.round(a_round(group, ["model"], 1, [1, 2]))
+        writer.end(an_end(group, group))
+    html = page(summarise([tmp_path / "qwen-1.0.jsonl"]))
+    assert ("There is no control group" in html) == ("speculation.holdback: 0.02" in html) == says_so
 
 
 def test_truncated_line_is_skipped_and_reported(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The inference engine: its interface, and llama.cpp behind it."""
+"""The inference engine: an interface, which llama.cpp implements."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The interface of an inference engine: batched forward passes over a KV cache of several slots."""
+"""The interface that an inference engine has: batched forward passes over a KV cache of several slots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Engine", "FloatArray", "Row", "Vocabulary"]
 
 
 class Row(NamedTuple):
-    """One token of a batch: it is written at `position` of `slot`'s KV cache.
+    """A token of a batch, which is written at `position` of `slot`'s KV cache.
 
     An `alternative` comes after the other rows of its slot, at a position that one of them has, and takes its place:
     it attends to the tokens before that, and no row attends to it. See `Engine.adopt`.
@@ -25,11 +25,11 @@ class Row(NamedTuple):
 
 
 class Vocabulary(Protocol):
-    """The vocabulary and tokenizer of one model."""
+    """The vocabulary and the tokenizer that a model has."""
 
     @property
     def size(self) -> int:
-        """Number of tokens."""
+        """The number of tokens that the vocabulary holds."""
 
     def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
         """Tokenise `text`.
@@ -60,7 +60,7 @@ class Vocabulary(Protocol):
 
 
 class Engine(Protocol):
-    """One model with a KV cache of `n_slots` independent sequences.
+    """A model whose KV cache holds `n_slots` independent sequences.
 
     A slot always caches a contiguous prefix of its sequence: rows of a slot must continue at its cached length, in
     order, and only `truncate` and `adopt` shorten it.
@@ -68,33 +68,33 @@ class Engine(Protocol):
 
     @property
     def n_slots(self) -> int:
-        """Number of sequences in the cache."""
+        """The number of sequences that the cache holds."""
 
     @property
     def width(self) -> int:
-        """Size of the vocabulary, the width of a row of logits."""
+        """The number of logits that a row has: the size of the vocabulary."""
 
     @property
     def max_rows(self) -> int:
-        """Maximum rows of a forward pass."""
+        """The maximum number of rows that a forward pass takes."""
 
     @property
     def max_logits(self) -> int:
-        """Maximum rows of a forward pass with `wants_logits`."""
+        """The maximum number of its rows that may want logits."""
 
     @property
     def max_alternatives(self) -> int:
-        """Maximum alternatives of a forward pass."""
+        """The maximum number of its rows that may be alternatives."""
 
     def cached_len(self, slot: int) -> int:
-        """Return the number of cached tokens of a slot, alternatives not counted."""
+        """Return how many tokens of a slot are cached, alternatives not counted."""
 
     def kv_len(self, slots: Iterable[int]) -> int:
         """Return how many cached tokens attention reads for a row of one of these slots, its own or not."""
 
     @property
     def slot_length(self) -> int:
-        """Maximum tokens of one slot."""
+        """The maximum number of tokens that a slot holds."""
 
     def forward(self, rows: list[Row]) -> FloatArray:
         """Run one forward pass.

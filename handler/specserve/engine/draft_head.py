@@ -1,4 +1,4 @@
-"""Which columns of a draft model's head its passes compute: a fifth of them predicts nearly all tokens.
+"""Chooses the columns of a draft model's head that its passes compute: a fifth of them predicts nearly all tokens.
 
 The head, a product with a column for each token of the vocabulary, takes a quarter of a small model's pass. Tokens
 that are left out have probability 0 in q, which costs acceptance, never the target's distribution (FR-Spec, arXiv
@@ -19,12 +19,12 @@ GROUP = 16
 # of the drafts that the target would accept, 0.6 to 2.8 % by family are neither among 32,768 nor recent
 # (benchmarks/recordings).
 _FREQUENT = 32_768
-# For how many tokens that the model reads a token counts as recent.
+# Tokens that the model reads for as long as a token counts as recent.
 _RECENT = 16_384
 
 
 class DraftHead:
-    """The groups of columns to compute: of the most frequent tokens, of some others, and of what was read recently.
+    """Chooses the groups of columns: those of the most frequent tokens, of some others, and of what was read recently.
 
     Args:
         size: of the vocabulary.
@@ -40,14 +40,14 @@ class DraftHead:
         self._read = 0
 
     def groups(self, tokens: Sequence[int]) -> NDArray[np.int32]:
-        """The numbers of the groups to compute in a pass that reads these tokens, ascending."""
+        """Return the groups that a pass which reads these tokens computes: their numbers, ascending."""
         self._read += len(tokens)
         among = np.array(tokens) // GROUP
         self._until[among] = np.maximum(self._until[among], self._read + _RECENT)
         return np.flatnonzero(self._until > self._read).astype(np.int32)
 
     def computed(self, tokens: Sequence[int]) -> NDArray[np.bool_]:
-        """Whether a pass that reads these tokens computes the logit of each token, shape (vocabulary,)."""
+        """Tell which logits a pass that reads these tokens computes, shape (vocabulary,)."""
         groups = np.zeros(self._until.size, np.bool_)
         groups[self.groups(tokens)] = True
         return np.repeat(groups, GROUP)[: self._size]

@@ -29,7 +29,7 @@ _SHORT_LENGTH = 96
 
 
 class Invariance(NamedTuple):
-    """The largest absolute difference of a logit when one condition changes; 0.0 means equal bits.
+    """The largest absolute difference that a logit shows when one condition changes; 0.0 means equal bits.
 
     Args:
         rows: number of rows of the sequence in a pass.
@@ -58,7 +58,7 @@ class Invariance(NamedTuple):
 
     @property
     def largest(self) -> float:
-        """The largest difference under any condition."""
+        """The largest difference that any condition makes."""
         return float(np.max([difference or 0.0 for difference in self]))
 
     @property
@@ -107,7 +107,7 @@ def probe(engine: Engine, *, thorough: bool) -> Invariance:
 
 
 class _Probe:
-    """A sequence in slot 0: an opening chunk, the prompt up to `end`, and the steps after it that are compared."""
+    """Compares the steps of a sequence in slot 0: its prompt is an opening chunk and what follows up to `end`."""
 
     def __init__(self, engine: Engine, *, thorough: bool) -> None:
         self._engine = engine
@@ -150,7 +150,7 @@ class _Probe:
         return _difference(logits, steps[last - wanted : last])
 
     def _steps_in_chunk(self, start: int, chunk: int) -> FloatArray:
-        """Return the logits of the last steps as the last rows of a prefill in chunks from `start`."""
+        """Return the logits that the last steps have as the last rows of a prefill in chunks from `start`."""
         self._engine.truncate(0, start)
         end = self._end + _STEPS
         last = end - min(chunk, self._engine.max_rows, end - start)
@@ -241,8 +241,8 @@ def _listed(names: Iterable[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _difference(one: FloatArray, other: FloatArray) -> float:
-    return 0.0 if np.array_equal(one, other) else float(np.abs(one - other).max())
+def _difference(logits: FloatArray, others: FloatArray) -> float:
+    return 0.0 if np.array_equal(logits, others) else float(np.abs(logits - others).max())
 
 
 def _largest(differences: list[float]) -> float:

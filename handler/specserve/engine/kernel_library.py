@@ -31,13 +31,13 @@ FORMATS = ("Q4_0", "Q8_0", "Q4_K", "Q6_K")
 # specserve_built_for of library.cpp.
 _BUILT_FOR = re.compile(rb"specserve kernels for llama-cpp-python ([^\0]+)\0")
 # The trial takes half a second, and a few beside busy neighbours; one that takes so long hangs.
-_TRIAL_SECONDS = 60
+_MAX_TRIAL_SECONDS = 60
 # Two threads meet at ggml's barrier.
 _TRIAL_THREADS = 2
 
 
 class Unusable(Exception):
-    """specserve's kernels cannot be used, for the reason given."""
+    """The kernels cannot be used, for the reason that the message gives."""
 
 
 def library_path() -> Path:
@@ -47,7 +47,7 @@ def library_path() -> Path:
 
 
 def _installed(file: str) -> Path | None:
-    """The path of a file of the distribution that handler/kernels builds; None if that is not installed."""
+    """Return where a file of the distribution is that handler/kernels builds; None if that is not installed."""
     try:
         return Path(str(importlib.metadata.distribution("specserve-kernels").locate_file(f"specserve_kernels/{file}")))
     except importlib.metadata.PackageNotFoundError:
@@ -89,7 +89,7 @@ def _checksum(content: bytes) -> str:
 
 
 def _why_not_built() -> str:
-    """The reason that CMakeLists.txt has noted."""
+    """Return the reason that CMakeLists.txt has noted."""
     note = _installed("not_built.txt")
     if note is None or not note.exists():
         return "pip install handler/kernels builds them"
@@ -121,7 +121,6 @@ def declare(found: ctypes.CDLL) -> ctypes.CDLL:
     found.specserve_check_product.restype = found.specserve_check_attention.restype = ctypes.c_double
     found.specserve_check_product.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int]
     found.specserve_check_attention.argtypes = [ctypes.c_int, ctypes.c_int]
-    found.specserve_read_bandwidth.restype = found.specserve_dot_peak.restype = ctypes.c_double
     found.specserve_prefetch.argtypes = [ctypes.c_int]
     two, sizes = [ctypes.c_int, ctypes.c_int], [ctypes.c_int64, ctypes.c_int64]
     found.specserve_time_product.restype = found.specserve_run_product.restype = ctypes.c_double
@@ -150,10 +149,10 @@ def _try_out(path: Path, conditions: str) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     try:
         trial = subprocess.run(  # noqa: S603 - this very module
-            command, env=environment, capture_output=True, timeout=_TRIAL_SECONDS, check=False
+            command, env=environment, capture_output=True, timeout=_MAX_TRIAL_SECONDS, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise Unusable(f"a trial run of them did not end within {_TRIAL_SECONDS} s") from error
+        raise Unusable(f"a trial run of them did not end within {_MAX_TRIAL_SECONDS} s") from error
     if trial.returncode < 0:
         raise Unusable(f"they crashed in a trial run ({signal.Signals(-trial.returncode).name})")
     if trial.returncode:

@@ -22,7 +22,6 @@ __all__ = [
     "Calls",
     "Kernels",
     "Mode",
-    "Roof",
     "Share",
     "Unusable",
     "attention_error",
@@ -33,7 +32,6 @@ __all__ = [
     "largest_error",
     "library",
     "non_temporal_is_fast",
-    "roof",
     "share_of",
     "speed",
     "use",
@@ -47,9 +45,9 @@ _MAX_ERROR, _MAX_ATTENTION_ERROR = 0.05, 5e-4
 # Product for the comparison of speeds: 2 to 3 MB of weights, milliseconds for all formats.
 _TIMED_K, _TIMED_COLUMNS, _TIMED_ROWS, _TIMES = 2048, 1536, (1, 4, 8), 5
 # Kernels of the same speed differ by up to this share when measured on a noisy machine. A process that takes a core for
-# a moment causes more, so a kernel that seems slower is measured up to `_TRIALS` times.
+# a moment causes more, so a kernel that seems slower is measured up to `_MAX_TRIALS` times.
 _NOISE = 0.1
-_TRIALS = 6
+_MAX_TRIALS = 6
 # `prefetcht1` has to be so many times as fast to be used: it loses for some numbers of rows only, by where the code
 # lies in memory (benchmarks/RESULTS.md, decisions), and those that are timed may be lucky.
 _STREAMED_MARGIN = 1.1
@@ -59,7 +57,7 @@ _STREAMED_FORMAT, _STREAMED_K, _STREAMED_COLUMNS, _STREAMED_ROWS, _STREAMED_TIME
 
 
 class Kernels(NamedTuple):
-    """The kernels for models loaded from now on.
+    """The kernels that compute for models loaded from now on.
 
     Args:
         variant: instruction set of specserve's kernels; None if llama.cpp's are used.
@@ -150,7 +148,7 @@ def attention_error() -> float:
 
 def _best_speed(name: str) -> float:
     ratios: list[float] = []
-    while len(ratios) < _TRIALS and max(ratios, default=0.0) < 1 - _NOISE:
+    while len(ratios) < _MAX_TRIALS and max(ratios, default=0.0) < 1 - _NOISE:
         # In one thread: others would wait at barriers for one that a neighbour holds up.
         ratios.append(speed(name, 1))
     return max(ratios)
@@ -215,30 +213,6 @@ def assist(cores: tuple[int, ...]) -> None:
         library().specserve_assist(numbers.ctypes.data, numbers.size)
 
 
-class Roof(NamedTuple):
-    """The roofline of the machine for the variant in use.
-
-    Args:
-        bytes_per_second: memory read bandwidth.
-        products_per_second: peak of 8-bit multiply-adds by dot-product instructions.
-    """
-
-    bytes_per_second: float
-    products_per_second: float
-
-
-def roof(threads: int) -> Roof:
-    """Measure the roofline in a fraction of a second.
-
-    Raises:
-        Unusable: there is no library, or llama.cpp's kernels are in use.
-    """
-    found = library()
-    if in_use().variant is None:
-        raise Unusable(in_use().sentence)
-    return Roof(found.specserve_read_bandwidth(threads), found.specserve_dot_peak(threads))
-
-
 def identity() -> str:
     """Return a key for cached pass costs: the library's checksum, the variant and the formats in use."""
     chosen = in_use()
@@ -248,7 +222,7 @@ def identity() -> str:
 
 
 class Calls(NamedTuple):
-    """Number of matrix products and attentions that specserve's kernels have computed."""
+    """How many matrix products and attentions specserve's kernels have computed."""
 
     products: int
     attentions: int

@@ -1,4 +1,4 @@
-"""A GGUF loaded by llama.cpp: its weights, its vocabulary, and the check that a draft fits a target."""
+"""A GGUF that llama.cpp has loaded: its weights, its vocabulary, and the check that a draft fits a target."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def start_backend() -> None:
 
 
 class LlamaModel:
-    """The weights and the `Vocabulary` of a GGUF.
+    """The weights and the `Vocabulary` that a GGUF holds.
 
     Raises:
         ModelLoadError: the file is missing, is not GGUF, or llama.cpp refuses it.
@@ -116,7 +116,7 @@ class LlamaModel:
         return [*begin, prefix_token, *text, suffix_token, *suffix, middle_token]
 
     def _added_bos(self) -> int | None:
-        """The BOS token, if prompts begin with it."""
+        """Return the BOS token if prompts begin with it."""
         return self.bos_token() if llama_cpp.llama_vocab_get_add_bos(self._vocab) else None
 
     def bos_token(self) -> int | None:
@@ -127,7 +127,7 @@ class LlamaModel:
 
     @property
     def weights(self) -> tuple[int, int]:
-        """Number of parameters, and their size in bytes."""
+        """The number of parameters that the model has, and their size in bytes."""
         return int(llama_cpp.llama_model_n_params(self.pointer)), int(llama_cpp.llama_model_size(self.pointer))
 
     def description(self) -> str:
@@ -173,7 +173,7 @@ class LlamaModel:
 
 
 def _leading(token: int, tokens: list[int]) -> int:
-    """How many times a token stands at the beginning."""
+    """Return how many times a token stands at the beginning."""
     return sum(1 for _ in takewhile(token.__eq__, tokens))
 
 

@@ -1,4 +1,4 @@
-"""Which cores the next passes run on: fewer threads where other processes keep a core busy.
+"""Chooses the cores that the next passes run on: fewer threads compute where other processes keep a core busy.
 
 The threads of a pass meet at some 650 barriers. A core that its thread has to share delays them all, so a pass over
 two cores with one neighbour takes two to a hundred times as long as one over the free core alone
@@ -12,6 +12,7 @@ If that is one core, threads on the others assist: they help while they get thei
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
 import math
 import mmap
@@ -28,10 +29,10 @@ from specserve.engine.thread_pool import ThreadPool
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two looks at the machine; each takes .2 ms.
-_INTERVAL = 0.25
-# Seconds between two lines of the log.
-_LOG_INTERVAL = 600.0
+# Between two looks at the machine; each takes .2 ms.
+_LOOK_SECONDS = 0.25
+# Between two lines of the log.
+_LOG_SECONDS = 600.0
 # The speed of a pass grows with its threads to the power of this: two are 1.5 times as fast as one, memory being shared
 # (benchmarks/neighbours.py).
 _SCALING = 0.6
@@ -40,17 +41,16 @@ _SCALING = 0.6
 _MARGIN = 0.2
 # The share of a core that others may take without being counted: system services do.
 _NEGLIGIBLE = 0.1
-# The least share of a busy core that is expected: the scheduler would give half of it to us.
-_SHARE_OF_BUSY = 0.5
-# The least nanoseconds that a thread wanted its core for in an interval, to tell its share.
-_LEAST_WANTED = 10_000_000
-# Workers of one user that can know of each other, seconds for which one counts as busy after a round began, and the
-# longest name of a file.
-_MAX_WORKERS, _BUSY_SECONDS, _MAX_NAME = 256, 1.0, 200
+# The minimum share of a busy core that is expected: the scheduler would give half of it to us.
+_MIN_BUSY_SHARE = 0.5
+# The minimum time that a thread has to have wanted its core for between two looks, to tell its share.
+_MIN_WANTED_NANOSECONDS = 10_000_000
+# Workers of one user that can know of each other, and seconds for which a worker counts as busy after a round began.
+_MAX_WORKERS, _BUSY_SECONDS = 256, 1.0
 
 
 class Usage(NamedTuple):
-    """Counters since the system started.
+    """What the system has counted since it started.
 
     Args:
         threads: by core with a thread of ours bound to it, the nanoseconds that it ran, and that it waited to run.
@@ -90,23 +90,23 @@ def read_usage() -> Usage:
     return Usage(threads, cores)
 
 
-def fastest(available: Mapping[int, float], threads: int) -> tuple[tuple[int, ...], float]:
-    """The cores, at most `threads` of them, that promise the fastest pass; and its speed, in passes of one free core.
+def fastest(available: Mapping[int, float], max_threads: int) -> tuple[tuple[int, ...], float]:
+    """Return the cores that promise the fastest pass, and its speed, in passes of one free core.
 
     A pass advances only while all its threads run, so the shares that the threads get of their cores multiply.
 
     Args:
         available: the share of each core that a thread would get; of equal ones the first are taken.
-        threads: at most.
+        max_threads: maximum number of cores.
     """
     ranked = sorted(available, key=lambda core: -available[core])
-    speeds = [speed([available[core] for core in ranked[:count]]) for count in range(1, threads + 1)]
+    speeds = [speed([available[core] for core in ranked[:count]]) for count in range(1, max_threads + 1)]
     best = max(speeds)
     return tuple(sorted(ranked[: speeds.index(best) + 1])), best
 
 
 def speed(shares: Sequence[float]) -> float:
-    """The speed of a pass whose threads get these shares of their cores, in passes of one free core."""
+    """Return the speed of a pass whose threads get these shares of their cores, in passes of one free core."""
     product = float(len(shares) ** _SCALING)
     for share in shares:
         product *= share
@@ -134,16 +134,21 @@ class Workers:
         directory: Path = Path("/dev/shm"),  # noqa: S108 - opened without following links
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        name = f"specserve-{os.getuid()}-{'.'.join(map(str, cores))}"[:_MAX_NAME]
+        # A list of many cores is longer than a file's name may be.
+        digest = hashlib.sha256(repr(cores).encode()).hexdigest()[:16]
         # Not to be closed: that would drop the lock.
-        file = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        file = os.open(
+            directory / f"specserve-{os.getuid()}-{digest}",
+            os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
+            0o600,
+        )
         os.ftruncate(file, 8 * _MAX_WORKERS)
         self._computed = np.frombuffer(mmap.mmap(file, 8 * _MAX_WORKERS), np.float64)
         self._number = next(number for number in range(_MAX_WORKERS) if _lock(file, number))
         self._clock = clock
 
     def part(self, cores: tuple[int, ...]) -> tuple[int, ...]:
-        """The cores of this worker, which computes now: all, or its part of them while others compute, too."""
+        """Return the cores of this worker, which computes now: all, or its part of them while others compute, too."""
         self._computed[self._number] = now = self._clock()
         busy = np.flatnonzero(np.abs(self._computed - now) < _BUSY_SECONDS)
         rank = int(np.searchsorted(busy, self._number))
@@ -220,7 +225,7 @@ class Placement:
             return
         if now >= self._next_look:
             self._look(self._read())
-            self._next_look = now + _INTERVAL
+            self._next_look = now + _LOOK_SECONDS
         threads = min(self.usable.threads, len(mine))
         best, promised = fastest({core: self._available[core] for core in mine}, threads)
         present = speed([self._available[core] for core in self.cores])
@@ -229,7 +234,7 @@ class Placement:
             if best != self.cores and now >= self._next_log:
                 names = f"core{'s' * (len(best) > 1)} {', '.join(map(str, best))}"
                 logger.info("specserve: others are busy: passes run on %s, and change as these come and go", names)
-                self._next_log = now + _LOG_INTERVAL
+                self._next_log = now + _LOG_SECONDS
             others = [core for core in mine if core not in best] if len(best) == 1 else []
             self.run_on(best, tuple(sorted(others[: threads - 1])))
 
@@ -240,12 +245,12 @@ class Placement:
             return
         for core in self.usable.cores:
             ran, waited = (after - before for before, after in _pairs(last.threads, now.threads, core))
-            if ran + waited >= _LEAST_WANTED:
+            if ran + waited >= _MIN_WANTED_NANOSECONDS:
                 self._available[core] = _share(waited / (ran + waited))
             elif core not in self.cores:
                 busy, total = (after - before for before, after in _pairs(last.cores, now.cores, core))
                 if total > 0:
-                    self._available[core] = max(_SHARE_OF_BUSY, _share(busy / total))
+                    self._available[core] = max(_MIN_BUSY_SHARE, _share(busy / total))
 
 
 def _share(taken: float) -> float:
@@ -253,6 +258,6 @@ def _share(taken: float) -> float:
 
 
 def _pairs(last: Mapping[int, tuple[int, int]], now: Mapping[int, tuple[int, int]], core: int) -> list[tuple[int, int]]:
-    """Both counters of a core before and after; the same twice where they are not known."""
+    """Return both counters of a core before and after; the same twice where they are not known."""
     after = now.get(core, (0, 0))
     return list(zip(last.get(core, after), after, strict=True))

@@ -1,4 +1,4 @@
-"""llama.cpp's compute threads, each bound to a core of its own."""
+"""Binds each of llama.cpp's compute threads to a core of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOADED = os.RTLD_NOLOAD | os.RTLD_NOW
 
 
 class _Params(ctypes.Structure):
-    """ggml_threadpool_params of ggml.h."""
+    """The fields that ggml_threadpool_params of ggml.h has."""
 
     _fields_ = (
         ("cpumask", ctypes.c_bool * _MAX_THREADS),
@@ -33,7 +33,7 @@ class _Params(ctypes.Structure):
 
 @lru_cache(maxsize=1)
 def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL, ctypes.CDLL]:
-    """The libraries of llama_cpp, which does not export what is needed here."""
+    """Return the libraries that llama_cpp has loaded; it does not export what is needed here."""
     start_backend()
     base, cpu, llama = (ctypes.CDLL(f"lib{name}.so.0", _LOADED) for name in ("ggml-base", "ggml-cpu", "llama"))
     cpu.ggml_threadpool_new.restype = ctypes.c_void_p
@@ -43,7 +43,7 @@ def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL, ctypes.CDLL]:
 
 
 class ThreadPool:
-    """The compute threads that several llama.cpp contexts share, one on each of some cores.
+    """The compute threads that several llama.cpp contexts share, each on a core of its own.
 
     One of them is the thread that runs passes; only that may use the pool. If it is the main thread, it gets all its
     cores back after each pass, since processes that it starts inherit them.
@@ -91,7 +91,7 @@ class ThreadPool:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Within it a pass may run."""
+        """Let a pass run within this context."""
         if self._given_back is None:
             yield
             return

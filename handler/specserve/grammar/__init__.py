@@ -1,1 +1,1 @@
-"""Constraints by JSON Schema and GBNF, compiled by llguidance."""
+"""Constraints by JSON Schema and GBNF, which llguidance compiles."""

@@ -1,4 +1,4 @@
-"""The compiler of JSON schemas and GBNF grammars for one vocabulary, and the compiled grammars that it keeps."""
+"""Compiles JSON schemas and GBNF grammars for a vocabulary, and keeps what it has compiled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from specserve.grammar.schema import UnusableSchema, read_schema
 
 # llguidance's own forcing restricts the mask to one tokenisation of forced text, at a cost that grows with its length.
 _HEADER = '%llguidance {"no_forcing": true}\n'
-# At most 40 characters: small models tend to generate whitespace without end.
+# Maximum 40 characters: small models tend to generate whitespace without end.
 _WHITESPACE_PATTERN = r"[\x20\x0A\x0D\x09]{1,40}"
 # Without \\u: with it, an additional property could be spelled like a named one and escape its schema.
 _ESCAPES = 'nrbtf\\"'
@@ -46,27 +46,27 @@ _CACHED_GRAMMARS = 8
 
 
 class GrammarCompiler:
-    """Compiles schemas and grammars for one vocabulary.
+    """Compiles schemas and grammars for a vocabulary.
 
     Args:
         vocabulary: of the target.
-        seconds: of the engine's thread that the masks of one request may take.
+        max_seconds: of the engine's thread that the masks of a request may take.
     """
 
-    def __init__(self, vocabulary: Vocabulary, seconds: float = math.inf) -> None:
+    def __init__(self, vocabulary: Vocabulary, max_seconds: float = math.inf) -> None:
         self._vocabulary = vocabulary
-        self._seconds = seconds
+        self._max_seconds = max_seconds
         self._round_budget = Budget()
         # Least recently used first.
         self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()
 
     def prepare(self) -> None:
-        """Build the index of the vocabulary before the first request: 1.5 to 3.5 s for 151,936 tokens."""
+        """Build the index of the vocabulary before the first request: that takes 1.5 to 3.5 s for 151,936 tokens."""
         _ = self.tokenizer
 
-    def begin_round(self, seconds: float) -> None:
-        """Give all masks of the next round `seconds` of time, in the engine thread; later ones are deferred."""
-        self._round_budget.spent, self._round_budget.limit = 0.0, seconds
+    def begin_round(self, max_seconds: float) -> None:
+        """Give all masks of the next round so much time, in the engine thread; later ones are deferred."""
+        self._round_budget.spent_seconds, self._round_budget.max_seconds = 0.0, max_seconds
 
     def json_object(self) -> Constraint:
         """Return a constraint to any JSON object."""
@@ -115,7 +115,7 @@ class GrammarCompiler:
         self._cache[lark] = compiled
         if len(self._cache) > _CACHED_GRAMMARS:
             self._cache.popitem(last=False)
-        return Constraint(compiled, self._vocabulary, self._special, self._round_budget, Budget(self._seconds))
+        return Constraint(compiled, self._vocabulary, self._special, self._round_budget, Budget(self._max_seconds))
 
     def _compile(self, lark: str, what: str, param: str) -> llguidance.LLMatcher:
         tokenizer = self.tokenizer
@@ -139,7 +139,7 @@ class GrammarCompiler:
 
     @cached_property
     def tokenizer(self) -> llguidance.LLTokenizer:
-        """The vocabulary in llguidance's format."""
+        """The vocabulary as llguidance reads it."""
         return llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(_Pieces(self._vocabulary, self._special.end)),
             eos_token=self._special.end.tolist(),

@@ -18,8 +18,8 @@ _DEPTHS = (2, 4, 8, 16)
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 # A number or length, and 0; or 1 if it has to be exceeded, -1 if it must not be reached.
 _Bound = tuple[float, int]
-_LEAST = {"number": {"minimum": 0, "exclusiveMinimum": 1}, "string": {"minLength": 0}, "array": {"minItems": 0}}
-_MOST = {"number": {"maximum": 0, "exclusiveMaximum": -1}, "string": {"maxLength": 0}, "array": {"maxItems": 0}}
+_MINIMA = {"number": {"minimum": 0, "exclusiveMinimum": 1}, "string": {"minLength": 0}, "array": {"minItems": 0}}
+_MAXIMA = {"number": {"maximum": 0, "exclusiveMaximum": -1}, "string": {"maxLength": 0}, "array": {"maxItems": 0}}
 _Facts = tuple[dict[str, Any], ...]
 
 
@@ -115,7 +115,7 @@ class Exclusion:
         if every is None or self._contradict(every.facts, depth):
             return True
         rest = _All(every.facts, every.choices[1:])
-        return bool(every.choices) and all(self._excluded([one], rest, depth - 1) for one in every.choices[0])
+        return bool(every.choices) and all(self._excluded([branch], rest, depth - 1) for branch in every.choices[0])
 
     def _add(self, schemas: Sequence[Any], known: _All) -> _All | None:
         """Return what has to be satisfied in all, through references and `allOf`; None if nothing can."""
@@ -148,8 +148,8 @@ class Exclusion:
         if kind == "object":
             properties = [self._of_property(facts, name) for name in sorted(_required(facts))]
             return not any(self._excluded(schemas, _NOTHING, depth - 1) for schemas in properties)
-        least, most = _bounds(facts, kind)
-        return least <= most
+        minimum, maximum = _bounds(facts, kind)
+        return minimum <= maximum
 
     def _may_be(self, value: Any, facts: _Facts, depth: int) -> bool:
         """Whether a value might satisfy all facts."""
@@ -160,9 +160,9 @@ class Exclusion:
             properties = [[{"const": held}, *self._of_property(facts, name)] for name, held in value.items()]
             excluded = (self._excluded(schemas, _NOTHING, depth - 1) for schemas in properties)
             return _required(facts) <= value.keys() and not any(excluded)
-        least, most = _bounds(facts, kind)
+        minimum, maximum = _bounds(facts, kind)
         size = len(value) if isinstance(value, str | list) else value if kind == "number" else 0
-        return least <= (size, 0) <= most
+        return minimum <= (size, 0) <= maximum
 
     def _of_property(self, facts: _Facts, name: str) -> list[Any]:
         """Return what the facts say of a property, without what they say by patterns."""
@@ -208,10 +208,10 @@ def _types(facts: _Facts) -> frozenset[str]:
 
 
 def _bounds(facts: _Facts, kind: str) -> tuple[_Bound, _Bound]:
-    """Return the least and the greatest number or length of a type."""
+    """Return the minimum and the maximum that facts set for a number or length."""
     return (
-        max(_numbers(facts, _LEAST.get(kind, {})), default=(-math.inf, 0)),
-        min(_numbers(facts, _MOST.get(kind, {})), default=(math.inf, 0)),
+        max(_numbers(facts, _MINIMA.get(kind, {})), default=(-math.inf, 0)),
+        min(_numbers(facts, _MAXIMA.get(kind, {})), default=(math.inf, 0)),
     )
 
 

@@ -1,4 +1,4 @@
-"""The formats of strings: those that JSON Schema defines, as the compiler knows them or as patterns."""
+"""The formats of strings that JSON Schema defines, as the compiler knows them or as patterns."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def narrow_format(schema: dict[str, Any]) -> int:
         if form in KNOWN_FORMATS:
             schema["format"] = form
         return 0
-    most = schema.get("maxLength", MAX_HOSTNAME)
-    if form == "hostname" and isinstance(most, int):
-        schema["maxLength"] = min(MAX_HOSTNAME, most)
+    max_length = schema.get("maxLength", MAX_HOSTNAME)
+    if form == "hostname" and isinstance(max_length, int):
+        schema["maxLength"] = min(MAX_HOSTNAME, max_length)
     if "pattern" not in schema:
         schema["pattern"] = FORMAT_PATTERNS[form]
     elif isinstance(schema.get("allOf", []), list):

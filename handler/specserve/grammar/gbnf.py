@@ -108,7 +108,7 @@ class _Reader:
         return self._tokens[self._next]
 
     def read(self) -> dict[str, _Rule]:
-        """Return all rules by name."""
+        """Return the rules that the text defines, by name."""
         rules: dict[str, _Rule] = {}
         while True:
             kind, name, line = self._peek(across_lines=True)

@@ -1,4 +1,4 @@
-"""The layout of a JSON text so far, from which the whitespace that comes next is predicted."""
+"""Predicts the whitespace that comes next in a JSON text from its layout so far."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Layout(NamedTuple):
         """Return the layout after `text`, which need not be JSON."""
         layout = self
         for character in text:
-            layout = layout._read_one(character)
+            layout = layout._read_character(character)
         return layout
 
-    def _read_one(self, character: int) -> Layout:
+    def _read_character(self, character: int) -> Layout:
         if self.in_string:
             if self.escaped or character == _BACKSLASH:
                 return self._replace(escaped=not self.escaped)

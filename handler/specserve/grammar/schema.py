@@ -59,7 +59,7 @@ class UnusableSchema(ValueError):
 
 
 class ReadSchema(NamedTuple):
-    """A schema as JSON, without annotations; and why a `oneOf` is left in it, empty if none is (unions.py)."""
+    """A schema as JSON without annotations, and why a `oneOf` is left in it: empty if none is (unions.py)."""
 
     text: str
     left: str
@@ -147,7 +147,7 @@ class _Reader:
         if key in IN_MAPS and isinstance(value, dict):
             return {k: self.read(v, f"{pointer}/{_escaped(k)}", depth, rebased=rebased) for k, v in value.items()}
         if key in (IN_LISTS | {"items"}) and isinstance(value, list):
-            return [self.read(one, f"{pointer}/{index}", depth, rebased=rebased) for index, one in enumerate(value)]
+            return [self.read(part, f"{pointer}/{index}", depth, rebased=rebased) for index, part in enumerate(value)]
         if key in COUNTS and isinstance(value, float) and value.is_integer():
             return int(value)
         return self.read(value, pointer, depth, rebased=rebased) if key in SINGLE else value
@@ -220,11 +220,11 @@ class _Reader:
 
     def _check_counted(self, schema: dict[str, Any]) -> None:
         """Refuse `minProperties` where the compiler would count repeated properties, those not named in the schema."""
-        least, required = schema.get("minProperties"), schema.get("required", [])
-        if "object" not in _types(schema) or not isinstance(least, int) or not isinstance(required, list):
+        minimum, required = schema.get("minProperties"), schema.get("required", [])
+        if "object" not in _types(schema) or not isinstance(minimum, int) or not isinstance(required, list):
             return
         named = schema.get("additionalProperties") is False and not schema.get("patternProperties")
-        if least > len(required) + 1 and not named:
+        if minimum > len(required) + 1 and not named:
             raise UnusableSchema("'minProperties' is more than one beyond the required ones, and others may repeat")
 
     def check(self) -> None:
@@ -281,8 +281,8 @@ def _asserts(key: str, value: Any, schema: dict[str, Any]) -> bool:
     if key == "if":
         return bool({"then", "else"} & schema.keys())
     if key == "uniqueItems":
-        most = schema.get("maxItems")
-        return value is True and not (isinstance(most, int) and most <= 1) and "array" in _types(schema)
+        max_items = schema.get("maxItems")
+        return value is True and not (isinstance(max_items, int) and max_items <= 1) and "array" in _types(schema)
     if key in {"dependencies", "dependentRequired", "dependentSchemas"} and isinstance(value, dict):
         return any(needs not in ([], True, {}) for needs in value.values())
     if key in {"unevaluatedItems", "unevaluatedProperties", "propertyNames"}:
@@ -309,7 +309,7 @@ def _stands_alone(pattern: str) -> bool:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every string of a JSON value, names apart."""
+    """Yield every string of a JSON value, names apart."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | dict):

@@ -14,7 +14,7 @@ _MAX_OBJECTS = 64
 
 
 class _Union(NamedTuple):
-    """The `oneOf` of a schema; `tag` is the property that has to be present, in these parts of its branches."""
+    """A `oneOf` of a schema; the property `tag` has to be present, in these parts of its branches."""
 
     schema: dict[str, Any]
     branches: list[Any]
@@ -23,7 +23,7 @@ class _Union(NamedTuple):
 
 
 class Unions:
-    """All `oneOf`s of a schema, which are turned into `anyOf`s.
+    """Turns all `oneOf`s of a schema into `anyOf`s.
 
     OpenAPI's discriminator tells by a property which branch is meant. Where a branch does not require it, as pydantic's
     tags that have a default, answers have it all the same: pydantic takes none without, and branches may overlap.
@@ -108,7 +108,7 @@ def _exactly_one_present(branches: Sequence[Any]) -> list[dict[str, Any]]:
     Each requires those of one branch, and that of every other at least one is absent. What is no object satisfies all
     branches, and so no `oneOf` of two.
     """
-    lists = [one["required"] for one in branches if isinstance(one, dict) and one.keys() == {"required"}]
+    lists = [branch["required"] for branch in branches if isinstance(branch, dict) and branch.keys() == {"required"}]
     names = [required for required in lists if isinstance(required, list) and all(isinstance(n, str) for n in required)]
     if len(names) != len(branches) or len(names) < 2 or max(len(names), sum(map(len, names))) > _MAX_OBJECTS:
         return []

@@ -1,1 +1,1 @@
-"""From logits to a distribution and a token: penalties, truncation, noise."""
+"""Makes a distribution of logits, and draws a token of it: penalties, truncation, noise."""

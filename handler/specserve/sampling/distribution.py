@@ -1,4 +1,4 @@
-"""From logits to a probability distribution, and from a distribution to a token."""
+"""Makes a probability distribution of logits, and draws a token of a distribution."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Sampling(Protocol):
 
 
 def to_distribution(logits: FloatArray, sampling: Sampling) -> FloatArray:
-    """The distribution a token is sampled from: temperature, then top_k, top_p and min_p, then normalised.
+    """Return the distribution that a token is sampled from: temperature, then top_k, top_p and min_p, then normalised.
 
     The same function makes p of the target's logits and q of the draft's; greedy is one-hot.
 
@@ -80,7 +80,7 @@ def is_greedy(sampling: Sampling) -> bool:
 
 
 def argmax(logits: FloatArray) -> int:
-    """The token with the largest logit, the lowest id among equals; logits of shape (vocabulary,).
+    """Return the token with the largest logit, the lowest id among equals; logits have shape (vocabulary,).
 
     Raises:
         FloatingPointError: that logit is not finite.
@@ -92,7 +92,7 @@ def argmax(logits: FloatArray) -> int:
 
 
 def confidence(logits: FloatArray) -> float:
-    """The probability of the most probable token at temperature 1, very improbable tokens neglected.
+    """Return the probability of the most probable token at temperature 1, very improbable tokens neglected.
 
     Args:
         logits: shape (vocabulary,), the largest of them finite.
@@ -102,14 +102,14 @@ def confidence(logits: FloatArray) -> float:
 
 
 def one_hot(token: int, size: int, dtype: np.dtype[np.floating] | type[np.floating] = np.float32) -> FloatArray:
-    """The distribution of a certain token, shape (size,)."""
+    """Return the distribution of a token that is certain, shape (size,)."""
     certain = np.zeros(size, dtype)
     certain[token] = 1
     return certain
 
 
 def draw(weights: FloatArray, uniform: float) -> int:
-    """The token at `uniform` of the cumulative weights; one of weight 0 is never drawn.
+    """Return the token at `uniform` of the cumulative weights; a token of weight 0 is never drawn.
 
     Args:
         weights: shape (vocabulary,), none negative, some positive; they need not sum to 1.
@@ -122,7 +122,7 @@ def draw(weights: FloatArray, uniform: float) -> int:
 
 
 def race(weights: FloatArray, exponentials: Callable[[int, int], FloatArray]) -> int:
-    """The token that wins an exponential race with these rates: an exact draw, with noise that is keyed by token.
+    """Return the token that wins an exponential race with these rates: an exact draw, whose noise is keyed by token.
 
     Two similar distributions with the same noise mostly give the same token: that couples a draft to its target
     (Daliri et al., arXiv 2408.07978; an exponential over a rate is a Gumbel number plus a log-probability).
@@ -145,19 +145,19 @@ def _first(rates: FloatArray, exponentials: FloatArray) -> int:
 
 
 def _column(weights: FloatArray, column: int) -> FloatArray:
-    """The weights of a column of `_column_sums`, the last of which is the incomplete last line; float64."""
+    """Return the weights of a column of `_column_sums`, the last of which is the incomplete last line; float64."""
     whole = weights.size - weights.size % _COLUMNS
     return (weights[whole:] if column == _COLUMNS else weights[column:whole:_COLUMNS]).astype(np.float64)
 
 
 def _token(weights: FloatArray, column: int, index: int) -> int:
-    """The token at an index of a column."""
+    """Return the token at an index of a column."""
     whole = weights.size - weights.size % _COLUMNS
     return whole + index if column == _COLUMNS else column + _COLUMNS * index
 
 
 def _column_sums(weights: FloatArray) -> FloatArray:
-    """The sums of every _COLUMNS-th weight, and last that of the incomplete last line; float64.
+    """Return the sums of every _COLUMNS-th weight, and last that of the incomplete last line; float64.
 
     Adding line to line is many times faster than adding along lines. In single precision it rounds the sum of a column,
     for 150,000 tokens, by at most 1e-5 of itself, no more than the logits were rounded.
@@ -170,7 +170,7 @@ def _column_sums(weights: FloatArray) -> FloatArray:
 
 
 def _locate(weights: FloatArray, level: float) -> tuple[int, float]:
-    """The index whose share of the cumulative weights holds `level`, and how far into that share it lies."""
+    """Return the index whose share of the cumulative weights holds `level`, and how far into that share it lies."""
     cumulative = np.cumsum(weights)
     index = int(np.searchsorted(cumulative, level, side="right"))
     if index == cumulative.size:
@@ -180,7 +180,7 @@ def _locate(weights: FloatArray, level: float) -> tuple[int, float]:
 
 
 def _truncate(weights: FloatArray, total: float, top_k: int, top_p: float, min_p: float) -> IntArray:
-    """Ids of the tokens that survive all three cuts; the largest weight is 1, and `top_k` 0 cuts nothing."""
+    """Return the ids that survive all three cuts; the largest weight is 1, and `top_k` 0 cuts nothing."""
     kept = _candidates(weights, total, top_k, top_p, min_p)
     if top_k:
         kept = _heaviest(weights, kept, top_k)
@@ -191,7 +191,7 @@ def _truncate(weights: FloatArray, total: float, top_k: int, top_p: float, min_p
 
 
 def _nucleus(weights: FloatArray, ids: IntArray, mass: float) -> IntArray:
-    """The fewest of the heaviest of these ordered ids that hold `mass`, lower ids first among equals.
+    """Return the fewest of the heaviest of these ordered ids that hold `mass`, lower ids first among equals.
 
     Positive floats are ordered as their bits are, so sums by the upper 16 bits leave few weights to be sorted: 5 ms for
     150,000 tokens at top_p 0.9999 (one core of an EPYC), where sorting all of them takes 11 ms.
@@ -210,7 +210,7 @@ def _nucleus(weights: FloatArray, ids: IntArray, mass: float) -> IntArray:
 
 
 def _candidates(weights: FloatArray, total: float, top_k: int, top_p: float, min_p: float) -> IntArray:
-    """Ids that hold all tokens the first cut may keep, and few others, in order; found without sorting them all."""
+    """Return ids that hold all tokens the first cut may keep, and few others, in order, without sorting them all."""
     floor = 0.0
     whole = weights.size - weights.size % _COLUMNS
     if top_k:
@@ -227,7 +227,7 @@ def _candidates(weights: FloatArray, total: float, top_k: int, top_p: float, min
 
 
 def _heaviest(weights: FloatArray, ids: IntArray, count: int) -> IntArray:
-    """The `count` of these ordered ids with the largest weights, lower ids first among equals; at most all."""
+    """Return the `count` of these ordered ids with the largest weights, lower ids first among equals; or all."""
     if count >= ids.size:
         return ids
     among = weights[ids]

@@ -1,4 +1,4 @@
-"""Logit biases, penalties and grammar masks, and log-probabilities.
+"""Applies logit biases, penalties and grammar masks, and computes log-probabilities.
 
 All are functions of the tokens before a position, draft tokens included, so there is no state to roll back when drafts
 are rejected; the target's logits and the draft model's are treated alike.
@@ -17,7 +17,7 @@ from specserve.sequence import SamplingParams, Sequence, TokenScore
 def penalise(
     logits: FloatArray, sampling: SamplingParams, prompt: abc.Sequence[int], output: abc.Sequence[int]
 ) -> FloatArray:
-    """The logits after biases and penalties.
+    """Return the logits after biases and penalties.
 
     First `logit_bias` is added to its tokens. Then `repetition_penalty` divides the positive logits of tokens of
     prompt and output and multiplies the negative ones. Then `frequency_penalty` is subtracted for
@@ -43,7 +43,7 @@ def penalise(
 
 
 def process_logits(logits: FloatArray, sequence: Sequence, drafts: abc.Sequence[int]) -> FloatArray:
-    """The logits of the token after a sequence and these drafts of it: what p, or q of a draft token, is made of.
+    """Return the logits of the token after a sequence and these drafts of it, of which p, or q of a draft, is made.
 
     The grammar comes last, so that nothing can make a token possible that it forbids.
 
@@ -71,7 +71,7 @@ def process_logits(logits: FloatArray, sequence: Sequence, drafts: abc.Sequence[
 
 
 class TargetDistributions:
-    """The target's distributions after 0, 1, 2, ... draft tokens, each computed when a rule first asks for it.
+    """The target's distributions after 0, 1, 2, ... draft tokens, which are computed when a rule first asks for them.
 
     A softmax over a large vocabulary takes time. Token, coupled and greedy verification never ask for rows after a
     rejection; block verification asks for those of all drafts, up to a draft of probability 0.
@@ -90,22 +90,22 @@ class TargetDistributions:
         self._distributions: dict[int, FloatArray] = {}
 
     def __getitem__(self, index: int, /) -> FloatArray:
-        """The distribution at `index`, shape (vocabulary,)."""
+        """Return the distribution at `index`, shape (vocabulary,)."""
         if index not in self._distributions:
             self._distributions[index] = to_distribution(self._shaped_at(index), self._sequence.sampling)
         return self._distributions[index]
 
     @property
     def n_computed(self) -> int:
-        """At how many positions something was asked for, and had time for its grammar mask."""
+        """The number of positions at which something was asked for, and had time for its grammar mask."""
         return len(self._shaped)
 
     def argmax(self, index: int) -> int:
-        """The most probable token at `index`."""
+        """Return the most probable token at `index`."""
         return argmax(self._shaped_at(index))
 
     def confidence(self, index: int) -> float:
-        """The probability of the most probable token at `index`, at temperature 1."""
+        """Return the probability of the most probable token at `index`, at temperature 1."""
         return confidence(self._shaped_at(index))
 
     def _shaped_at(self, index: int) -> FloatArray:
@@ -115,7 +115,7 @@ class TargetDistributions:
 
 
 def score(logits: FloatArray, token: int, top: int) -> TokenScore:
-    """A token's log-probability by the target alone: temperature 1, before biases, penalties, grammars and truncation.
+    """Return a token's log-probability by the target alone: temperature 1, no biases, penalties, grammar, truncation.
 
     Args:
         logits: the target's for the token's position, shape (vocabulary,).

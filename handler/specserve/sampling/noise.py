@@ -1,4 +1,4 @@
-"""Counter-based noise: every number is a pure function of its key, so no order of work can change or reuse it."""
+"""Makes noise by counters: a number is a pure function of its key, so no order of work can change or reuse it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UINT64 = 0xFFFF_FFFF_FFFF_FFFF
 
 
 class Purpose(IntEnum):
-    """What a number is drawn for; two purposes never share one."""
+    """What a number is drawn for; two purposes never share a number."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -23,7 +23,7 @@ class Purpose(IntEnum):
 
 
 class Noise:
-    """The random numbers of one round of one sequence.
+    """The random numbers that a sequence draws in a round.
 
     `uniform` is keyed by (secret, round, purpose, index): by the round and not by the position in the text, because
     after a rejection a position is sampled again and must not see its old numbers. And not by the request's seed: how
@@ -49,13 +49,13 @@ class Noise:
         self._position = position
 
     def uniform(self, purpose: Purpose, index: int) -> float:
-        """A float64 in [0, 1) with 53 random bits."""
+        """Return a float64 in [0, 1) with 53 random bits."""
         key = struct.pack("<QQIQ", self._secret, self._round, purpose, index)
         bits = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
         return (bits >> 11) * 2.0**-53
 
     def exponentials(self, index: int, part: int, count: int) -> NDArray[np.float64]:
-        """Standard exponential numbers, shape (count,), float64; `part` numbers the races of `distribution.race`.
+        """Return standard exponential numbers, shape (count,), float64; `part` numbers the races (`distribution.race`).
 
         Single precision would give zeros, and over a wide vocabulary a zero wins whatever its token's probability.
         """

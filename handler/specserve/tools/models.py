@@ -31,7 +31,7 @@ sys.exit(not write_pure_q4_0(Path(sys.argv[1]), Path(sys.argv[2])))
 
 @dataclass(frozen=True)
 class Prepared:
-    """The files that a worker loads."""
+    """The files that a worker loads: a target, and a draft if there is one."""
 
     target: Path
     draft: Path | None

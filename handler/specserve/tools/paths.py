@@ -1,4 +1,4 @@
-"""Locations of the project's files, the model files and the server's state."""
+"""Where the project's files, the model files and the server's state are."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ SOURCE_ROOT = PROJECT / "handler"
 MODEL_STORE = PROJECT / "model_store"
 CONFIG = PROJECT / "config"
 DEFAULT_CONFIG = CONFIG / "qwen2.5-coder-0.5b-1.5b.yaml"
-# Generates the models of config/tiny.yaml.
-TINY_MODELS = PROJECT / "tests" / "support" / "tiny_models.py"
 STATE = PROJECT / ".specserve"
 # Default model name and version, as they appear in every URL.
 NAME, VERSION = "qwen", "1.0"

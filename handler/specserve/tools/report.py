@@ -1,4 +1,4 @@
-"""`scripts/report`: summarise traces in one self-contained HTML page."""
+"""`scripts/report`: summarise traces in an HTML page that loads nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_ANSWERS = 20
 
 
 class Piece(NamedTuple):
-    """The text of one token, and its kind: `accepted`, `recovered`, `bonus` or `plain`."""
+    """The text that a token has, and its kind: `accepted`, `recovered`, `bonus` or `plain`."""
 
     text: str
     kind: str
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class Family:
-    """Totals of one prompt family."""
+    """What the rounds and answers of a prompt family add up to."""
 
     answers: int = 0
     rounds: int = 0
@@ -48,7 +48,7 @@ class Family:
     tpot_seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def count_round(self, entry: dict[str, Any]) -> None:
-        """Add one round of one sequence."""
+        """Add a round of a sequence."""
         drafts, accepted = entry["drafts"], entry["accepted"]
         self.rounds += 1
         self.tokens += entry["tokens"]
@@ -61,7 +61,7 @@ class Family:
             self.accepted_at[i + 1] += i < accepted
 
     def count_end(self, entry: dict[str, Any]) -> None:
-        """Add the end of one sequence."""
+        """Add the end of a sequence."""
         self.answers += 1
         if entry["ttft"] is not None:
             self.ttft_seconds.append(entry["ttft"])
@@ -70,23 +70,23 @@ class Family:
 
     @property
     def acceptance_by_position(self) -> list[tuple[int, float, int]]:
-        """Position in the round, acceptance rate of the drafts tested there, and their number."""
+        """Positions in a round, the acceptance rate of the drafts that were tested there, and their number."""
         return [(i, self.accepted_at[i] / count, count) for i, count in sorted(self.tested_at.items())]
 
     @property
     def shares(self) -> list[float]:
-        """Shares of the time: drafting, verifying, everything else."""
+        """The shares of the time that drafting, verifying and everything else took."""
         total = sum(self.seconds) or 1.0
         return [seconds / total for seconds in self.seconds]
 
     @property
-    def ttft(self) -> float | None:
-        """Median time to first token, in seconds."""
+    def median_ttft_seconds(self) -> float | None:
+        """The median of the seconds that the first tokens took."""
         return median(self.ttft_seconds) if self.ttft_seconds else None
 
     @property
-    def tpot(self) -> dict[str, float]:
-        """Median time per output token, in seconds, by group."""
+    def median_tpot_seconds(self) -> dict[str, float]:
+        """The median of the seconds that an output token took, by group."""
         return {group: median(seconds) for group, seconds in sorted(self.tpot_seconds.items())}
 
 
@@ -103,8 +103,13 @@ class Report:
     skipped: int
 
     @property
+    def has_control_group(self) -> bool:
+        """Whether a traced request was drawn to go without drafts (`speculation.holdback`)."""
+        return any("holdback" in family.tpot_seconds for family in self.families.values())
+
+    @property
     def minutes(self) -> float:
-        """Minutes from the first record to the last."""
+        """The minutes that lie between the first record and the last."""
         return (self.ended - self.begun) / 60
 
 

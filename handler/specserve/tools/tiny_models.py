@@ -1,13 +1,12 @@
-"""Writes tiny GGUF models: tokenisers, entropy and acceptance rates resemble real models, the output is meaningless.
+"""Writes the models of config/tiny.yaml and of the tests: GGUF files that load in milliseconds.
 
-python tests/support/tiny_models.py {qwen2|llama|gpt2} {target|draft|other} FILE.gguf
+Tokenisers, entropy and acceptance rates resemble those of real models; the output is meaningless.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import sys
 import tempfile
 from collections import Counter
 from itertools import pairwise
@@ -22,6 +21,7 @@ from specserve.errors import ConfigError
 
 ARCHITECTURES = ("qwen2", "llama", "gpt2")
 ROLES = ("target", "draft", "other")
+# The network's sizes: layers, features, heads, features of a feed-forward layer, tokens; and merges of the tokeniser.
 LAYERS, WIDTH, HEADS, FEED_FORWARD, CONTEXT, MERGES = 2, 64, 4, 128, 2048, 160
 # The scale of the logits, and the share of noise in a draft's weights: the target has 2 to 3 bits of entropy per token,
 # and the draft's argmax is the target's for 3 of 4 tokens.
@@ -66,7 +66,7 @@ Merges = list[tuple[str, str]]
 
 
 class _Token(NamedTuple):
-    """A token's name, type and bytes; a token without bytes is hardly ever generated."""
+    """The name, type and bytes that a token has; a token without bytes is hardly ever generated."""
 
     name: str
     kind: TokenType = TokenType.CONTROL
@@ -74,7 +74,11 @@ class _Token(NamedTuple):
 
 
 def write_tiny(path: Path, architecture: str, role: str) -> None:
-    """Write one model: a `target`, its `draft`, or an `other` with a different vocabulary."""
+    """Write a model: a `target`, its `draft`, or an `other` with a different vocabulary.
+
+    Raises:
+        ConfigError: there is no such architecture or role.
+    """
     if architecture not in ARCHITECTURES or role not in ROLES:
         raise ConfigError(f"No tiny model is a {architecture} {role}: choose of {ARCHITECTURES}, {ROLES}.")
     corpus = CORPUS.swapcase() if role == "other" else CORPUS
@@ -98,7 +102,7 @@ def write_tiny(path: Path, architecture: str, role: str) -> None:
 
 
 def _learn_merges(corpus: str, architecture: str) -> Merges:
-    """Byte-pair encoding: the pairs of symbols to merge, most frequent first."""
+    """Return the pairs of symbols that byte-pair encoding merges, most frequent first."""
     words: list[str] = re.findall(PRE_TOKENISERS[architecture], corpus)
     if architecture == "llama":
         words = [word.replace(" ", "▁") for word in words]
@@ -201,7 +205,7 @@ def _printable(text: bytes) -> bool:
 
 
 def _preference(token: _Token) -> tuple[float, bool, bool]:
-    """Return a token's logit bias, whether it begins a multi-byte character, and whether it can complete one."""
+    """Return a token's logit bias, and whether it begins and whether it can complete a multi-byte character."""
     if token.text and _printable(token.text):
         return 0.0, False, False
     if token.text and _printable(token.text + b"\x80"):
@@ -253,16 +257,3 @@ def _weights(architecture: str, tokens: list[_Token], drift: float) -> dict[str,
             if architecture == "gpt2" or (architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v")):
                 tensors[f"{block}.{name}.bias"] = bias
     return tensors
-
-
-def main() -> None:
-    """Write one model."""
-    architecture, role, path = sys.argv[1:]
-    try:
-        write_tiny(Path(path), architecture, role)
-    except ConfigError as error:
-        sys.exit(str(error))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,31 @@
+// What the buffer type and the operations of a graph share.
+
+#pragma once
+
+#include "library.h"
+
+namespace specserve {
+
+constexpr size_t kAlignment = 64;  // of a register and of a cache line
+
+inline uint8_t * aligned(void * memory) {
+    auto * bytes = static_cast<uint8_t *>(memory);
+    return bytes + (kAlignment - reinterpret_cast<uintptr_t>(bytes) % kAlignment) % kAlignment;
+}
+
+inline int64_t panels_of(const Weights & w, const Kernels & kernels) {
+    return (w.columns + kernels.lanes - 1) / kernels.lanes;
+}
+
+// A weight of the buffer type, and the variant that packed it.
+Weights described(const ggml_tensor *);
+const Kernels & kernels_of(const ggml_tensor *);
+
+// A matrix product with such a weight (graph_product.cpp).
+ggml::cpu::tensor_traits & product();
+
+// Attention, and whether an operation is one that attention.h can do (graph_attention.cpp).
+ggml::cpu::tensor_traits & attention();
+bool attends(const ggml_tensor * op);
+
+}  // namespace specserve

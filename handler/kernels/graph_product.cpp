@@ -1,0 +1,222 @@
+// A matrix product of a graph: rows are quantised, and threads take pieces of it.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <new>
+
+#include "assistants.h"
+#include "graph.h"
+
+namespace specserve {
+
+namespace {
+
+constexpr int64_t kPiece = 128 << 10;          // bytes of weights a thread takes at a time: some microseconds of reading
+constexpr int64_t kPieceOfPrompt = 256 << 10;  // with several tiles, weights that stay in the second-level cache
+
+// Hands out pieces of work. Every thread has a stretch of its own and reads it from front to back, for memory is read
+// faster in long runs (a pass of one row takes 37 ms so, and 40 to 50 where threads take turns piece by piece); a thread
+// that is done helps the others, since a neighbour on this machine may have slowed them.
+class Pieces {
+  public:
+    Pieces(void * memory, int64_t pieces, int threads)
+        : next_(static_cast<Counter *>(memory)), pieces_(pieces), threads_(threads) {}
+
+    static size_t bytes(int threads) { return static_cast<size_t>(threads) * sizeof(Counter); }
+
+    // To be called by every thread, before a barrier.
+    void begin(int thread) const { new (next_ + thread) Counter{pieces_ * thread / threads_}; }
+
+    // The next piece for a thread; -1 when all are taken.
+    int64_t take(int thread) const {
+        for (int i = 0; i < threads_; i++) {
+            const int owner = (thread + i) % threads_;
+            const int64_t end = pieces_ * (owner + 1) / threads_;
+            if (next_[owner].value.load(std::memory_order_relaxed) < end) {
+                const int64_t piece = next_[owner].value.fetch_add(1, std::memory_order_relaxed);
+                if (piece < end) {
+                    return piece;
+                }
+            }
+        }
+        return -1;
+    }
+
+  private:
+    struct alignas(kAlignment) Counter {
+        std::atomic<int64_t> value;
+    };
+
+    Counter * next_;
+    int64_t pieces_;
+    int threads_;
+};
+
+// Rows in tiles of nearly the same size, quantised into memory that all threads share.
+class Activations {
+  public:
+    Activations(const Kernels & kernels, const Weights & w, int64_t rows, void * memory)
+        : kernels_(kernels), format_(w.format), k_(w.k), rows_(rows), tiles_(tiles(kernels, rows)) {
+        values_ = static_cast<int8_t *>(memory);
+        scales_ = reinterpret_cast<float *>(values_ + rows * k_);
+        sums_ = reinterpret_cast<int32_t *>(scales_ + rows * scale_words(format_, k_));
+    }
+
+    static size_t bytes(const Weights & w, int64_t rows) {
+        return static_cast<size_t>(rows * (w.k + 4 * scale_words(w.format, w.k) + 4 * sum_words(w.format, w.k)));
+    }
+
+    static int64_t tiles(const Kernels & kernels, int64_t rows) {
+        return (rows + kernels.max_tile - 1) / kernels.max_tile;
+    }
+
+    int64_t tiles() const { return tiles_; }
+    int64_t first_row(int64_t tile) const { return rows_ * tile / tiles_; }
+
+    Tile tile(int64_t t) const {
+        const int64_t row = first_row(t);
+        return {values_ + row * k_, scales_ + row * scale_words(format_, k_), sums_ + row * sum_words(format_, k_),
+                static_cast<int>(first_row(t + 1) - row)};
+    }
+
+    // One thread's share: some blocks of all rows of a tile, which lie side by side. Threads that took rows of one tile
+    // would write to the same cache lines: where two cores of a Zen 5 share no cache, a pass of 16 rows of a 3B took 96
+    // ms so, and takes 85.
+    template <class Source> void quantise(Source source, int thread, int threads) const {
+        const int64_t blocks = k_ / block_length(format_);
+        const int64_t first = tiles_ * blocks * thread / threads;
+        const int64_t last = tiles_ * blocks * (thread + 1) / threads;
+        for (int64_t t = first / blocks; t * blocks < last; t++) {
+            const int64_t begin = std::max<int64_t>(first - t * blocks, 0);
+            const int64_t end = std::min(last - t * blocks, blocks);
+            for (int64_t row = first_row(t); row < first_row(t + 1); row++) {
+                kernels_.quantise(format_, source(row), begin, end, tile(t), static_cast<int>(row - first_row(t)));
+            }
+        }
+    }
+
+  private:
+    const Kernels & kernels_;
+    Format format_;
+    int64_t k_;
+    int64_t rows_;
+    int64_t tiles_;
+    int8_t * values_;
+    float * scales_;
+    int32_t * sums_;
+};
+
+// Which panels of a product are computed: all, or of the head some groups of columns (specserve_compute_head).
+class Columns {
+  public:
+    Columns(const ggml_tensor * op, int64_t panels, int lanes) : panels_(panels), lanes_(lanes) {
+        if (library().head_groups != nullptr && std::strcmp(op->name, "result_output") == 0) {
+            groups_ = library().head_groups;
+            panels_ = library().head_count * kHeadGroup / lanes;
+            while (panel(panels_ - 1) >= panels) {
+                panels_--;  // the last group may be cut short
+            }
+        }
+    }
+
+    int64_t panels() const { return panels_; }
+    bool are_all() const { return groups_ == nullptr; }
+
+    int64_t panel(int64_t i) const {
+        const int64_t column = i * lanes_;
+        return groups_ == nullptr ? i : (groups_[column / kHeadGroup] * kHeadGroup + column % kHeadGroup) / lanes_;
+    }
+
+    // One thread's share of the columns that are not computed, to be done before a barrier.
+    void clear(const ggml_tensor * op, int thread, int threads) const {
+        if (groups_ != nullptr) {
+            const int64_t size = ggml_nelements(op);
+            auto * out = static_cast<float *>(op->data);
+            std::fill(out + size * thread / threads, out + size * (thread + 1) / threads, -INFINITY);
+        }
+    }
+
+  private:
+    const int32_t * groups_ = nullptr;
+    int64_t panels_;
+    int64_t lanes_;
+};
+
+class Product : public ggml::cpu::tensor_traits {
+    bool work_size(int threads, const ggml_tensor * op, size_t & size) override {
+        size = kAlignment + Pieces::bytes(threads) + Activations::bytes(described(op->src[0]), ggml_nrows(op->src[1]));
+        return true;
+    }
+
+    bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
+        const ggml_tensor * x = op->src[1];
+        const Weights weights = described(op->src[0]);
+        const Kernels & kernels = kernels_of(op->src[0]);
+        const Columns columns(op, panels_of(weights, kernels), kernels.lanes);
+        const int64_t panels = columns.panels();
+        const int64_t panel_bytes = kernels.panel_bytes(weights.format, weights.k);
+        const int64_t rows = ggml_nrows(x);
+        const bool several_tiles = rows > kernels.max_tile;
+        const int64_t piece = std::clamp<int64_t>((several_tiles ? kPieceOfPrompt : kPiece) / panel_bytes, 1,
+                                                  std::max<int64_t>(1, panels / (4 * params->nth)));
+        const int64_t n_pieces = (panels + piece - 1) / piece;
+        if (params->ith == 0) {
+            library().products.fetch_add(1, std::memory_order_relaxed);
+        }
+
+        Assistants & assistants = Assistants::all();
+        const bool assisted = params->nth == 1 && assistants.any() && columns.are_all() &&
+                              n_pieces <= Work::kMaxPieces && Activations::tiles(kernels, rows) <= Work::kMaxTiles;
+        auto * scratch = aligned(params->wdata);
+        const Pieces pieces(scratch, n_pieces, params->nth);
+        const Activations activations(
+            kernels, weights, rows,
+            assisted ? aligned(assistants.memory(kAlignment + Activations::bytes(weights, rows)))
+                     : scratch + Pieces::bytes(params->nth));
+        const auto source = [&](int64_t row) { return reinterpret_cast<const float *>(row_of(x, row)); };
+        activations.quantise(source, params->ith, params->nth);
+        if (assisted) {
+            auto * out = reinterpret_cast<float *>(row_of(op, 0));
+            Work work{&kernels, weights, {}, activations.tiles(), panels, piece, out, op->ne[0]};
+            for (int64_t t = 0; t < activations.tiles(); t++) {
+                work.tiles[static_cast<size_t>(t)] = activations.tile(t);
+            }
+            assistants.compute(work);
+            return true;
+        }
+        columns.clear(op, params->ith, params->nth);
+        pieces.begin(params->ith);
+        ggml_barrier(params->threadpool);
+
+        for (int64_t p = pieces.take(params->ith); p >= 0; p = pieces.take(params->ith)) {
+            const int64_t end = std::min(panels, (p + 1) * piece);
+            for (int64_t t = 0; t < activations.tiles(); t++) {
+                // The rows of a result lie one after another, also those of several sequences.
+                auto * out = reinterpret_cast<float *>(row_of(op, activations.first_row(t)));
+                for (int64_t panel = p * piece; panel < end; panel++) {
+                    kernels.multiply(weights, columns.panel(panel), activations.tile(t), out, op->ne[0]);
+                }
+            }
+        }
+        return true;
+    }
+
+    static char * row_of(const ggml_tensor * t, int64_t row) {
+        const int64_t i1 = row % t->ne[1];
+        const int64_t i2 = row / t->ne[1] % t->ne[2];
+        const int64_t i3 = row / t->ne[1] / t->ne[2];
+        return static_cast<char *>(t->data) + static_cast<size_t>(i1) * t->nb[1] + static_cast<size_t>(i2) * t->nb[2] +
+               static_cast<size_t>(i3) * t->nb[3];
+    }
+};
+
+}  // namespace
+
+ggml::cpu::tensor_traits & product() {
+    static Product it;
+    return it;
+}
+
+}  // namespace specserve

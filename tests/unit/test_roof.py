@@ -1,0 +1,31 @@
+"""benchmarks/roof.py: the limit of a machine that benchmarks/cost_curve.py compares passes with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kernel_products import SUPPORTED_VARIANTS
+from roof import SOURCE, measure_roof
+from specserve.engine.kernels import VARIANTS
+from specserve.errors import EnvironmentFailure
+
+
+@pytest.mark.parametrize("variant", SUPPORTED_VARIANTS)
+def test_bandwidth_and_product_rate_are_those_of_a_real_machine(variant: str) -> None:
+    """Any core reads a megabyte and multiplies a million bytes a second, and none 1e13."""
+    measured = measure_roof(1, variant)
+    assert 1e6 < measured.bytes_per_second < 1e13
+    assert 1e6 < measured.products_per_second < 1e13
+
+
+def test_every_variant_of_our_kernels_has_a_roof() -> None:
+    assert all(f'{{"{variant}", ' in SOURCE.read_text() for variant in VARIANTS)
+
+
+def test_a_source_that_cannot_be_built_is_one_sentence(tmp_path: Path) -> None:
+    broken = tmp_path / "roof.cpp"
+    broken.write_text("int broken(")
+    with pytest.raises(EnvironmentFailure, match=f"refuses {broken}: .*error"):
+        measure_roof(1, "avx2", source=broken)

@@ -132,7 +132,9 @@ def test_a_slot_keeps_only_the_tokens_of_a_finished_sequence(front_end: FrontEnd
     front_end.run()
     front_end.handle_once()
     gc.collect()
-    kept = [one for one in gc.get_objects() if isinstance(one, Generation) and one.prompt == list(prompt.encode())]
+    kept = [
+        found for found in gc.get_objects() if isinstance(found, Generation) and found.prompt == list(prompt.encode())
+    ]
     assert kept
     for generation in kept:
         assert generation.constraint is None

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 from specserve.errors import RequestError
-from specserve.serving.openai.response import JsonResponse, Response
+from specserve.serving.openai.response import Response
 from specserve.serving.routes import Routes
 
 # A body longer than this is long, in bytes: a megabyte takes up to 30 ms to read.
@@ -70,7 +70,7 @@ class Parser:
         if not self._routes.generates(route):
             answered.set_result(self._routes.respond(request_id, route, body))
         elif size > LONG_BODY and self._waiting_bytes() > max(0, _MAX_WAITING_BYTES - size):
-            answered.set_result(JsonResponse(_BUSY.status, _BUSY.body()))
+            answered.set_result(Response.refusal(_BUSY))
         else:
             answered = self._thread.submit(self._routes.respond, request_id, route, body)
         self._parsing[request_id] = Parsing(arrival, size, answered)
@@ -90,7 +90,7 @@ class Parser:
         """
         waits = idle or not self._waited_for & self._parsing.keys()
         wait([parsing.response for parsing in self._parsing.values()], _PARSE_SECONDS if waits else 0.0)
-        parsed = {request_id: one for request_id, one in self._parsing.items() if one.response.done()}
+        parsed = {request_id: parsing for request_id, parsing in self._parsing.items() if parsing.response.done()}
         for request_id in parsed:
             del self._parsing[request_id]
         self._waited_for = set(self._parsing)

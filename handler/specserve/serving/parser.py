@@ -40,7 +40,7 @@ class Parsing(NamedTuple):
 
 
 class Parser:
-    """Requests that are being parsed, by TorchServe's id.
+    """Has requests parsed, and knows them by TorchServe's id.
 
     Args:
         routes: parse them.
@@ -53,7 +53,7 @@ class Parser:
         self._waited_for: set[str] = set()
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether a request is being parsed."""
+        """Tell whether a request is being parsed."""
         return request_id in self._parsing
 
     def begin(self, request_id: str, route: str, body: object, size: int, arrival: float) -> None:
@@ -76,12 +76,12 @@ class Parser:
         self._parsing[request_id] = Parsing(arrival, size, answered)
 
     def _waiting_bytes(self) -> int:
-        """Bytes of the long bodies that wait to be parsed."""
+        """Count the bytes of the long bodies that wait to be parsed."""
         others = self._parsing.values()
         return sum(other.size for other in others if other.size > LONG_BODY and not other.response.done())
 
     def take(self, *, idle: bool) -> dict[str, Parsing]:
-        """The requests that are parsed, after a short wait for new ones.
+        """Take the requests that are parsed, after a short wait for new ones.
 
         Streams wait once for a long parse, and not again for what has come since: there is one thread.
 

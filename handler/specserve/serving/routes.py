@@ -66,11 +66,11 @@ class Routes:
         }
 
     def generates(self, route: str) -> bool:
-        """Whether a route generates text."""
+        """Tell whether a route generates text."""
         return route in self._generating
 
     def respond(self, request_id: str, route: str, body: object) -> Response:
-        """The response to a request; whatever is wrong with it is an error response.
+        """Make the response to a request; whatever is wrong with that is an error response.
 
         Args:
             request_id: TorchServe's.
@@ -103,7 +103,7 @@ class Routes:
         raise RequestError(message, status=404, code="unknown_url")
 
     def _speculation(self) -> SpeculationStatus:
-        """What this server runs, what that costs here, and what its controller has learned; measures nothing."""
+        """Tell what this server runs, what that costs here, and what its controller has learned, without measuring."""
         config, models, scheduler = self._config, self._models, self._scheduler
         limits, controller, holdback = config.speculation, models.drafters.controller, self._holdback.speedup()
         pairs = (("target", config.target, models.vocabulary), ("draft", config.draft, models.draft))
@@ -144,7 +144,7 @@ class Routes:
         )
 
     def _model(self, name: str) -> Model:
-        """One entry of v1/models."""
+        """Make one entry of v1/models."""
         return Model(id=name, object="model", created=self._created, owned_by="specserve")
 
     def _complete(self, body: object, request_id: str) -> Response:
@@ -166,7 +166,7 @@ class Routes:
         prompts: list[Prompt],
         request_id: str,
     ) -> Response:
-        """The response to a valid request, with its generations before their first round."""
+        """Make the response to a valid request, with its generations before their first round."""
         models = self._models
         model = self._known_model(request.model)
         form, candidates = resolve(
@@ -181,7 +181,7 @@ class Routes:
         return kind(form, candidates, vocabulary=models.vocabulary, request_id=request_id, model=model)
 
     def _known_model(self, model: str | None) -> str:
-        """The id that a request has named, or the first one.
+        """Return the id that a request has named, or the first one.
 
         Raises:
             RequestError: 404; there is no such model.

@@ -92,18 +92,18 @@ class Position(NamedTuple):
 
 
 def output_positions(tokens: Iterable[OutputToken], shift: int = 0) -> list[Position]:
-    """The positions of an output that begins at the offset `shift`."""
+    """Return the positions of an output that begins at the offset `shift`."""
     return [Position(score.token, score, shift + offset) for score, offset in tokens]
 
 
 def prompt_positions(prompt: Prompt, scores: list[TokenScore], vocabulary: Vocabulary) -> list[Position]:
-    """The positions of an echoed prompt, from the scores of all its tokens but the first."""
+    """Return the positions of an echoed prompt, of which all tokens but the first have scores."""
     offsets = _offsets(prompt.text, prompt.tokens, vocabulary)
     return list(map(Position, prompt.tokens, [None, *scores], offsets))
 
 
 def completion_logprobs(positions: Sequence[Position], vocabulary: Vocabulary, *, top: int) -> CompletionLogprobs:
-    """The form of v1/completions; with `top` 0 it has no alternatives."""
+    """Return the form of v1/completions; with `top` 0 it has no alternatives."""
     scores = [position.score for position in positions]
     return CompletionLogprobs(
         tokens=[_spelling(position.token, vocabulary) for position in positions],
@@ -114,7 +114,7 @@ def completion_logprobs(positions: Sequence[Position], vocabulary: Vocabulary, *
 
 
 def chat_logprobs(positions: Sequence[Position], vocabulary: Vocabulary) -> ChatLogprobs:
-    """The form of v1/chat/completions, with all alternatives that were kept."""
+    """Return the form of v1/chat/completions, with all alternatives that were kept."""
     content = [
         TokenLogprob(
             **dict(_entry(score.token, score.logprob, vocabulary)),
@@ -127,7 +127,7 @@ def chat_logprobs(positions: Sequence[Position], vocabulary: Vocabulary) -> Chat
 
 
 def _best(score: TokenScore, vocabulary: Vocabulary) -> dict[str, float]:
-    """The most probable tokens and the output token; of two with the same text, the more probable one."""
+    """Return the most probable tokens and the output token; of two with the same text, the more probable one."""
     best: dict[str, float] = {}
     for token, logprob in [*score.top, (score.token, score.logprob)]:
         best.setdefault(_spelling(token, vocabulary), logprob)
@@ -135,13 +135,13 @@ def _best(score: TokenScore, vocabulary: Vocabulary) -> dict[str, float]:
 
 
 def _entry(token: int, logprob: float, vocabulary: Vocabulary) -> TopLogprob:
-    """A token with its log-probability, in the form of v1/chat/completions."""
+    """Return a token with its log-probability, in the form of v1/chat/completions."""
     name = vocabulary.name(token)
     return TopLogprob(token=name.decode("utf-8", errors="replace"), logprob=logprob, bytes=list(name))
 
 
 def _spelling(token: int, vocabulary: Vocabulary) -> str:
-    """A token as text; a part of a character is spelled in bytes, as OpenAI does."""
+    """Spell a token as text, and a part of a character in bytes, as OpenAI does."""
     name = vocabulary.name(token)
     try:
         return name.decode("utf-8")
@@ -150,7 +150,7 @@ def _spelling(token: int, vocabulary: Vocabulary) -> str:
 
 
 def _offsets(text: str, tokens: list[int], vocabulary: Vocabulary) -> list[int]:
-    """The offset of each prompt token in the text; a token that the text does not show has length 0."""
+    """Return where each prompt token begins in the text; one that the text does not show has length 0."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     begins = []
     at = 0

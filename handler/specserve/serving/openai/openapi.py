@@ -8,34 +8,23 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 import specserve
-from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
-from specserve.serving.openai.response_schema import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    Completion,
-    CompletionChunk,
-    ErrorResponse,
-    FrontEndError,
-    Model,
-    ModelList,
-    SpeculationStatus,
-)
+from specserve.serving.openai import request_schema, response_schema
 
 Json = dict[str, Any]
 
-_REQUESTS = (CompletionRequest, ChatRequest)
+_REQUESTS = ("CompletionRequest", "ChatRequest")
 _RESPONSES = (
-    *(Completion, CompletionChunk, ChatCompletion, ChatCompletionChunk),
-    *(Model, ModelList, SpeculationStatus, ErrorResponse, FrontEndError),
+    *("Completion", "CompletionChunk", "ChatCompletion", "ChatCompletionChunk"),
+    *("Model", "ModelList", "SpeculationStatus", "ErrorResponse", "FrontEndError"),
 )
 
 
 @cache
 def openapi() -> Json:
-    """The document, OpenAPI 3.1."""
+    """Make the document, OpenAPI 3.1."""
     shapes: list[tuple[str, Literal["validation", "serialization"], TypeAdapter[Any]]] = [
-        *((kind.__name__, "validation", TypeAdapter(kind)) for kind in _REQUESTS),
-        *((kind.__name__, "serialization", TypeAdapter(kind)) for kind in _RESPONSES),
+        *((name, "validation", TypeAdapter(getattr(request_schema, name))) for name in _REQUESTS),
+        *((name, "serialization", TypeAdapter(getattr(response_schema, name))) for name in _RESPONSES),
     ]
     _, schemas = TypeAdapter.json_schemas(shapes, ref_template="#/components/schemas/{model}")
     model_id = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -67,7 +56,7 @@ def openapi() -> Json:
 
 
 def _generation(summary: str, request: str, response: str) -> Json:
-    """A route that generates; an event of its stream has a chunk as JSON text, or `[DONE]`."""
+    """Describe a route that generates; an event of its stream has a chunk as JSON text, or `[DONE]`."""
     chunk = {"type": "string", "contentMediaType": "application/json", "contentSchema": _reference(f"{response}Chunk")}
     data = {"anyOf": [{"const": "[DONE]"}, chunk]}
     event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
@@ -76,7 +65,7 @@ def _generation(summary: str, request: str, response: str) -> Json:
 
 
 def _operation(summary: str, content: Json) -> Json:
-    """A route, its answer, and the errors that all routes have."""
+    """Describe a route: its answer, and the errors that all routes have."""
     errors = {"anyOf": [_reference("ErrorResponse"), _reference("FrontEndError")]}
     refused = {
         "description": "Refused or failed: by the model's worker, or before it by TorchServe.",
@@ -86,10 +75,10 @@ def _operation(summary: str, content: Json) -> Json:
 
 
 def _json(schema: str) -> Json:
-    """JSON content with one of the schemas."""
+    """Describe JSON content that follows one of the schemas."""
     return {"application/json": {"schema": _reference(schema)}}
 
 
 def _reference(schema: str) -> Json:
-    """A reference to one of the schemas."""
+    """Refer to one of the schemas."""
     return {"$ref": f"#/components/schemas/{schema}"}

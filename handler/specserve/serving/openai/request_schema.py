@@ -22,7 +22,7 @@ COMPLETION_TOKENS = 16
 
 
 def _disagreement(param: str, sentence: str) -> RequestError:
-    """The error of fields that exclude or need each other, which passes through pydantic; `param` is to be changed."""
+    """Return the error of fields that exclude or need each other, which pydantic lets pass; `param` has to change."""
     return RequestError.invalid(param, f"Invalid request: {sentence}.")
 
 
@@ -70,7 +70,7 @@ Content = Text | Annotated[list[TextPart], Field(fail_fast=True)]
 
 
 def text_of(content: str | list[TextPart]) -> str:
-    """The text of a content, its parts joined."""
+    """Join the parts of a content to its text."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
@@ -186,7 +186,7 @@ class CompletionRequest(GenerationRequest, NeutralCompletionFields):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, as a list."""
+        """The prompts, as a list, where a list of integers is one of them."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         several = [prompt for prompt in self.prompt if not isinstance(prompt, int)]

@@ -36,7 +36,7 @@ _ANY_SEED = -1
 
 @dataclass(frozen=True)
 class ResponseForm:
-    """What a response consists of, the same for every route.
+    """Says what a response consists of, the same for every route.
 
     Args:
         prompts: as tokens and text.
@@ -65,7 +65,7 @@ class ResponseForm:
 
     @property
     def echoed_bytes(self) -> int:
-        """Bytes of JSON that echoed prompts take in all choices."""
+        """How many bytes of JSON echoed prompts take in all choices."""
         times = self.choices * (1 + self.sources) if self.echo else 0
         return times and times * sum(len(json.dumps(prompt.text)) for prompt in self.prompts)
 
@@ -165,7 +165,7 @@ def resolve(
 
 
 def _max_tokens(limit: int | None, prompt: Prompt, prompt_field: str, config: HandlerConfig) -> int:
-    """The most output tokens: the request's and the operator's limits, as far as the context has room."""
+    """Return how many tokens may be generated, by the request, the operator, and the room in the context."""
     # A prompt without output may fill it.
     rest = config.context_length - len(prompt.tokens)
     if rest < (limit != 0):
@@ -189,7 +189,7 @@ def _check_response_size(form: ResponseForm, groups: list[list[Generation]], log
 
 
 def _sampling(request: GenerationRequest, vocabulary: Vocabulary) -> SamplingParams:
-    """How tokens are sampled; null is the default, and end tokens that are ignored are never sampled."""
+    """Resolve how tokens are sampled; null is the default, and end tokens that are ignored are never sampled."""
     never = vocabulary.end_tokens() if request.ignore_eos else []
     return SamplingParams(
         temperature=1.0 if request.temperature is None else request.temperature,
@@ -205,7 +205,7 @@ def _sampling(request: GenerationRequest, vocabulary: Vocabulary) -> SamplingPar
 
 
 def _biases(biases: dict[str, float], vocabulary: Vocabulary) -> tuple[tuple[int, float], ...]:
-    """The biases by token."""
+    """Check that the biases name tokens, and return them by these."""
     for token in biases:
         if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary.size):
             raise RequestError.invalid(
@@ -218,7 +218,7 @@ def _biases(biases: dict[str, float], vocabulary: Vocabulary) -> tuple[tuple[int
 def _speculation(
     options: SpeculationOptions, sampling: SamplingParams, config: HandlerConfig, group: Group
 ) -> SpeculationParams:
-    """How drafts are made and verified, within the operator's limits."""
+    """Resolve how drafts are made and verified, within the operator's limits."""
     limits = config.speculation
     drafter = None if options.drafter == "auto" else options.drafter
     if config.draft is None and drafter == "model":
@@ -237,7 +237,7 @@ def _speculation(
 
 
 def _constraint(request: GenerationRequest, grammars: GrammarCompiler) -> Constraint | None:
-    """The compiled grammar that the output follows."""
+    """Compile the grammar that the output follows, if there is one."""
     if request.grammar is not None:
         return grammars.gbnf(request.grammar)
     if isinstance(request.response_format, JsonSchema):
@@ -246,7 +246,7 @@ def _constraint(request: GenerationRequest, grammars: GrammarCompiler) -> Constr
 
 
 def _prediction(request: GenerationRequest, vocabulary: Vocabulary, config: HandlerConfig) -> list[int]:
-    """The tokens of the predicted output, as far as an output can reach."""
+    """Tokenize the predicted output, as far as an output can reach."""
     text = "" if request.prediction is None else text_of(request.prediction.content)
     beginning = text[: BYTES_PER_TOKEN * config.context_length]
     return vocabulary.encode(beginning, begin=False)[: config.context_length] if text else []

@@ -13,6 +13,7 @@ from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.sequence import SequenceStats, Source
 from specserve.serving.generation import FinishReason, Generation
+from specserve.serving.openai import response_schema as schema
 from specserve.serving.openai.logprobs import (
     Position,
     chat_logprobs,
@@ -21,36 +22,13 @@ from specserve.serving.openai.logprobs import (
     prompt_positions,
 )
 from specserve.serving.openai.resolve import ResponseForm
-from specserve.serving.openai.response_schema import (
-    AlternativeCounts,
-    ChatChoice,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
-    Completion,
-    CompletionChoice,
-    CompletionChunk,
-    CompletionDetails,
-    CompletionLogprobs,
-    DrafterCounts,
-    ErrorDetail,
-    ErrorResponse,
-    GeneratedObject,
-    PromptDetails,
-    ResponseObject,
-    Seconds,
-    Speculation,
-    Usage,
-)
+from specserve.serving.openai.response_schema import ResponseObject
 
 _END = "data: [DONE]\n\n"
 
 
 class Response:
-    """The response to one request, and whether the client has its status; complete unless generations write it.
+    """Holds the response to one request, complete unless generations write it, and whether the client has its status.
 
     Args:
         body: its JSON object.
@@ -95,16 +73,16 @@ class Response:
         return self.error.status if self.error else self._status
 
     def body(self) -> Mapping[str, Any]:
-        """The whole JSON object; the response must be done."""
+        """Return the whole JSON object; the response must be done."""
         return self._body
 
     def next_events(self) -> str:
-        """The events of a stream since the last call; '' of a response that is no stream."""
+        """Return the events of a stream since the last call; '' of a response that is no stream."""
         return ""
 
 
 class GenerationResponse(Response, ABC):
-    """The response of a route that generates, whole or as a stream.
+    """Writes the response of a route that generates, whole or as a stream.
 
     Args:
         form: what it consists of.
@@ -116,7 +94,7 @@ class GenerationResponse(Response, ABC):
 
     prefix: ClassVar[str]
     # The object of the whole response, and of an event.
-    objects: ClassVar[tuple[type[GeneratedObject[Any]], type[GeneratedObject[Any]]]]
+    objects: ClassVar[tuple[type[schema.GeneratedObject[Any]], type[schema.GeneratedObject[Any]]]]
     # Whether the first event of a choice says something even without text.
     begins_with_role: ClassVar[bool] = False
 
@@ -156,7 +134,7 @@ class GenerationResponse(Response, ABC):
         """Make the log-probabilities of these tokens."""
 
     def body(self) -> Mapping[str, Any]:
-        """The whole response, or the error object."""
+        """Return the whole response, or the error object."""
         if self.error:
             return _error_object(self.error).written()
         best = [generation for group in self._candidates for generation in self._best(group)]
@@ -164,7 +142,7 @@ class GenerationResponse(Response, ABC):
         return self._object(choices=choices, **self._totals()).written()
 
     def next_events(self) -> str:
-        """The stream's events since the last call, '' where there is nothing new; when done, the end of the stream."""
+        """Return the stream's events since the last call, '' where nothing is new; when done, the end of the stream."""
         if self.error:
             return _event(_error_object(self.error)) + _END
         usage = {"usage": None} if self._form.include_usage else {}
@@ -177,7 +155,7 @@ class GenerationResponse(Response, ABC):
         return events
 
     def _news(self, index: int, generation: Generation) -> Iterator[ResponseObject]:
-        """The choices of the events since the last call, for one choice of the response."""
+        """Make the choices of the events since the last call, for one choice of the response."""
         has_news = generation.has_text or generation.done
         if index in self._ended or not has_news or not self._prompt_is_scored(index):
             return
@@ -191,7 +169,7 @@ class GenerationResponse(Response, ABC):
             yield self._choice(None, first=False, fields=end)
 
     def _new(self, index: int, generation: Generation, finish_reason: FinishReason | None) -> ResponseObject | None:
-        """What is new of a choice, at first with its prompt if that is echoed; None if a stream has nothing to say."""
+        """Make what is new of a choice, at first with a prompt that is echoed; None if a stream has nothing to say."""
         form, number = self._form, index // self._form.choices
         first = index not in self._begun
         self._begun.add(index)
@@ -214,39 +192,33 @@ class GenerationResponse(Response, ABC):
         return self._choice(repeated + text, first=first, fields=fields)
 
     def _best(self, group: list[Generation]) -> list[Generation]:
-        """The candidates with the highest mean log-probability; in their order if all are returned."""
+        """Choose the candidates with the highest mean log-probability; in their order if all are returned."""
         count = self._form.choices
         return group if count == len(group) else sorted(group, key=lambda candidate: -candidate.mean_logprob)[:count]
 
     def _prompt_is_scored(self, index: int) -> bool:
-        """Whether the prompt's scores for the first chunk are there; another choice may be ahead of the scored one."""
+        """Tell whether all scores for the first chunk are there; another choice may be ahead of the scored one."""
         scored = self._candidates[index // self._form.choices][0]
         return not scored.scores_prompt or len(scored.prompt_scores) == scored.prompt_length - 1
 
     def _totals(self) -> dict[str, ResponseObject]:
-        """The fields that count over all candidates."""
+        """Count what all candidates took, for the fields `usage` and `speculation`."""
         stats = SequenceStats.total(generation.stats for generation in self.generations)
-        return {"usage": self._usage(stats), "speculation": self._speculation(stats)}
-
-    def _usage(self, stats: SequenceStats) -> Usage:
         prompt_tokens = sum(group[0].prompt_length for group in self._candidates)
         cached_tokens = sum(group[0].cached_tokens for group in self._candidates)
         completion_tokens = sum(generation.generated for generation in self.generations)
-        predicted = stats.accepted_by["prediction"]
-        return Usage(
+        predicted, accepted = stats.drafted_by["prediction"], stats.accepted_by["prediction"]
+        usage = schema.Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptDetails(cached_tokens=cached_tokens),
-            completion_tokens_details=CompletionDetails(
-                accepted_prediction_tokens=predicted,
-                rejected_prediction_tokens=stats.drafted_by["prediction"] - predicted,
+            prompt_tokens_details=schema.PromptDetails(cached_tokens=cached_tokens),
+            completion_tokens_details=schema.CompletionDetails(
+                accepted_prediction_tokens=accepted, rejected_prediction_tokens=predicted - accepted
             ),
         )
-
-    def _speculation(self, stats: SequenceStats) -> Speculation:
         params = self.generations[0].speculation
-        return Speculation(
+        speculation = schema.Speculation(
             mode=params.mode,
             verification=params.verification,
             rounds=stats.rounds,
@@ -255,11 +227,11 @@ class GenerationResponse(Response, ABC):
             mean_acceptance_length=round(stats.mean_acceptance_length, 3),
             gamma_histogram={str(gamma): count for gamma, count in sorted(stats.gammas.items())},
             drafters={
-                name: DrafterCounts(drafted=drafted, accepted=stats.accepted_by[name])
+                name: schema.DrafterCounts(drafted=drafted, accepted=stats.accepted_by[name])
                 for name, drafted in stats.drafted_by.items()
             },
-            alternatives=AlternativeCounts(read=stats.alternatives, adopted=stats.adopted),
-            seconds=Seconds(
+            alternatives=schema.AlternativeCounts(read=stats.alternatives, adopted=stats.adopted),
+            seconds=schema.Seconds(
                 prefill=round(stats.prefill_seconds, 6),
                 draft=round(stats.draft_seconds, 6),
                 target=round(stats.target_seconds, 6),
@@ -268,48 +240,49 @@ class GenerationResponse(Response, ABC):
             ),
             estimated_speedup=round(stats.plain_seconds / stats.decode_seconds, 3) if stats.decode_seconds else None,
         )
+        return {"usage": usage, "speculation": speculation}
 
 
 class CompletionResponse(GenerationResponse):
-    """The response of v1/completions."""
+    """Writes the response of v1/completions."""
 
     prefix = "cmpl"
-    objects = Completion, CompletionChunk
+    objects = schema.Completion, schema.CompletionChunk
 
-    def _choice(self, text: str | None, *, first: bool, fields: Mapping[str, Any]) -> CompletionChoice:
+    def _choice(self, text: str | None, *, first: bool, fields: Mapping[str, Any]) -> ResponseObject:
         del first  # Only a chat's choices begin with something else.
-        return CompletionChoice(text=text or "", **fields)
+        return schema.CompletionChoice(text=text or "", **fields)
 
-    def _logprobs(self, positions: list[Position]) -> CompletionLogprobs:
+    def _logprobs(self, positions: list[Position]) -> ResponseObject:
         return completion_logprobs(positions, self._vocabulary, top=self._form.top_logprobs or 0)
 
 
 class ChatResponse(GenerationResponse):
-    """The response of v1/chat/completions."""
+    """Writes the response of v1/chat/completions."""
 
     prefix = "chatcmpl"
-    objects = ChatCompletion, ChatCompletionChunk
+    objects = schema.ChatCompletion, schema.ChatCompletionChunk
     begins_with_role = True
 
-    def _choice(self, text: str | None, *, first: bool, fields: Mapping[str, Any]) -> ChatChoice | ChatChunkChoice:
+    def _choice(self, text: str | None, *, first: bool, fields: Mapping[str, Any]) -> ResponseObject:
         if not self.streams:
-            message = ChatMessage(role="assistant", content=text or "", refusal=None)
-            return ChatChoice(message=message, **fields)
+            message = schema.ChatMessage(role="assistant", content=text or "", refusal=None)
+            return schema.ChatChoice(message=message, **fields)
         if text is None:
-            return ChatChunkChoice(delta=ChatDelta(), **fields)
-        delta = ChatDelta(role="assistant", content=text) if first else ChatDelta(content=text)
-        return ChatChunkChoice(delta=delta, **fields)
+            return schema.ChatChunkChoice(delta=schema.ChatDelta(), **fields)
+        delta = schema.ChatDelta(role="assistant", content=text) if first else schema.ChatDelta(content=text)
+        return schema.ChatChunkChoice(delta=delta, **fields)
 
-    def _logprobs(self, positions: list[Position]) -> ChatLogprobs:
+    def _logprobs(self, positions: list[Position]) -> ResponseObject:
         return chat_logprobs(positions, self._vocabulary)
 
 
 def _event(data: ResponseObject) -> str:
-    """One server-sent event."""
+    """Write one server-sent event."""
     return f"data: {json.dumps(data.written())}\n\n"
 
 
-def _error_object(error: RequestError) -> ErrorResponse:
+def _error_object(error: RequestError) -> schema.ErrorResponse:
     """Return the body of the response to a request that is refused or fails."""
-    detail = ErrorDetail(message=error.message, type=error.kind, param=error.param, code=error.code)
-    return ErrorResponse(error=detail)
+    detail = schema.ErrorDetail(message=error.message, type=error.kind, param=error.param, code=error.code)
+    return schema.ErrorResponse(error=detail)

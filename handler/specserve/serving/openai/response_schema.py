@@ -27,7 +27,7 @@ class ResponseObject(BaseModel):
     model_config = ConfigDict(json_schema_extra=_without_defaults)
 
     def written(self) -> dict[str, Any]:
-        """The object with its fields in order, as json.dumps takes it."""
+        """Return the object as json.dumps takes it, its fields in order."""
         return self.model_dump(exclude_unset=True)
 
 
@@ -181,7 +181,7 @@ Choice = TypeVar("Choice", CompletionChoice, ChatChoice, ChatChunkChoice)
 
 
 class GeneratedObject(ResponseObject, Generic[Choice]):
-    """What a route that generates responds, whole or as an event of a stream."""
+    """A whole response of a route that generates, or an event of its stream."""
 
     id: str
     object: str

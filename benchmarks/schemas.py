@@ -31,9 +31,10 @@ from specserve.grammar.schema import MAX_TEXT
 from specserve.serving.budget import max_wait
 from specserve.serving.generation import Generation
 from specserve.serving.loading import Models, load_models
-from specserve.serving.openai.parse import parse_body, to_generations
+from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.prompt import Tokenizer
 from specserve.serving.openai.request_schema import CompletionRequest
+from specserve.serving.openai.resolve import resolve
 from specserve.serving.scheduler import Scheduler
 from specserve.tools.archive import prepared_handler
 
@@ -112,7 +113,7 @@ class Sampler:
         body = {"prompt": PROMPT, "max_tokens": self._tokens, "response_format": form, "speculation": mode, "seed": 0}
         request = parse_body(body, CompletionRequest)
         prompts = Tokenizer(self._models.vocabulary, self._config).completion(request)
-        [[generation]] = to_generations(request, prompts, self._models.vocabulary, self._models.grammars, self._config)
+        _, [[generation]] = resolve(request, prompts, self._models.vocabulary, self._models.grammars, self._config)
         return generation
 
 

@@ -44,7 +44,7 @@ class MaskDeferred(SpecserveError):
 
 
 class RequestError(SpecserveError):
-    """A request is refused or failed; it is sent as OpenAI's error object."""
+    """A request is refused or failed; its response is OpenAI's error object."""
 
     def __init__(
         self,
@@ -66,14 +66,3 @@ class RequestError(SpecserveError):
     def invalid(cls, param: str, message: str) -> RequestError:
         """Return the error of a field whose value cannot be used."""
         return cls(message, param=param, code="invalid_value")
-
-    def body(self) -> dict[str, dict[str, str | None]]:
-        """Return OpenAI's error object, ready for JSON."""
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }

@@ -16,9 +16,10 @@ from specserve.engine.llama_model import write_pure_q4_0
 from specserve.sequence import Sequence
 from specserve.serving.generation import Generation
 from specserve.serving.loading import load_models
-from specserve.serving.openai.parse import parse_body, to_generations
+from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.prompt import Tokenizer
 from specserve.serving.openai.request_schema import CompletionRequest
+from specserve.serving.openai.resolve import resolve
 from specserve.serving.scheduler import Scheduler
 from specserve.tools.tiny_models import write_tiny
 
@@ -100,7 +101,7 @@ class Pair:
         """The generation of one completion request."""
         request = parse_body({"prompt": prompt, **fields}, CompletionRequest)
         prompts = Tokenizer(self.vocabulary, self.config).completion(request)
-        [[generation]] = to_generations(request, prompts, self.vocabulary, self.models.grammars, self.config)
+        _, [[generation]] = resolve(request, prompts, self.vocabulary, self.models.grammars, self.config)
         return generation
 
     def complete(self, prompt: str | list[int], **fields: Any) -> Completion:

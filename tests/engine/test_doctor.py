@@ -20,6 +20,7 @@ from specserve.cores import Usable
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.invariance import Invariance
 from specserve.engine.llama_model import LlamaModel
+from specserve.kv_cache import KVCache
 from specserve.tools import doctor, torchserve_process
 from specserve.tools.doctor import check_costs, check_greedy, check_port, check_software, check_threads, greedy_answer
 from specserve.tools.torchserve_process import State
@@ -106,8 +107,8 @@ class DependsOnRows(FakeEngine):
 @pytest.mark.parametrize(("target", "well"), [(FakeEngine, True), (DependsOnRows, False)])
 def test_check_greedy_finds_an_answer_that_drafts_change(target: type[FakeEngine], *, well: bool) -> None:
     pair = FakePair(vocabulary=NoEndToken(VOCABULARY))
-    engine = target(vocabulary=VOCABULARY, n_slots=1)
-    plain, drafted = (greedy_answer(engine, pair.drafters, [3, 1, 4], gamma) for gamma in (0, 3))
+    cache = KVCache(target(vocabulary=VOCABULARY, n_slots=1))
+    plain, drafted = (greedy_answer(cache, pair.drafters, [3, 1, 4], gamma) for gamma in (0, 3))
     assert len(pair.draft.decoded) > 0
     found = check_greedy(plain, drafted, REPEATS)
     assert found.well is well

@@ -17,9 +17,11 @@ from specserve.engine.llama_model import LlamaModel
 from specserve.errors import RequestError
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.serving.generation import Generation
-from specserve.serving.openai.parse import parse_body, to_generations
+from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.prompt import Prompt, Tokenizer
 from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
+from specserve.serving.openai.resolve import resolve
+from specserve.serving.openai.response import Response
 from specserve.tools.tiny_models import write_tiny
 
 CONFIG = HandlerConfig(
@@ -53,13 +55,14 @@ def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
 def parse_completion(body: object, vocabulary: LlamaModel, grammars: GrammarCompiler) -> list[list[Generation]]:
     """The generations of a completions body."""
     request = parse_body(body, CompletionRequest)
-    return to_generations(request, Tokenizer(vocabulary, CONFIG).completion(request), vocabulary, grammars, CONFIG)
+    _, groups = resolve(request, Tokenizer(vocabulary, CONFIG).completion(request), vocabulary, grammars, CONFIG)
+    return groups
 
 
 def check_refusal(error: RequestError) -> None:
     """The error is a 4xx, and its object is valid JSON."""
     assert 400 <= error.status < 500
-    body = json.loads(json.dumps(error.body()))
+    body = json.loads(json.dumps(Response.refusal(error).body()))
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert body["error"]["message"].endswith((".", "!", "?"))
     assert len(body["error"]["message"]) < 2000
@@ -85,7 +88,7 @@ def test_a_completions_body_is_served_or_refused(
 def test_a_chat_body_is_served_or_refused(body: object, vocabulary: LlamaModel, grammars: GrammarCompiler) -> None:
     try:
         request = parse_body(body, ChatRequest)
-        to_generations(request, [Prompt([1, 2], "")], vocabulary, grammars, CONFIG)
+        resolve(request, [Prompt([1, 2], "")], vocabulary, grammars, CONFIG)
     except RequestError as error:
         check_refusal(error)
 

@@ -10,7 +10,7 @@ from specserve.errors import RequestError
 from specserve.serving.openai.neutral_fields import NeutralChatFields, NeutralCompletionFields, NeutralFields
 from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.prompt import Prompt
-from specserve.serving.openai.request_schema import AnyRequest, ChatRequest, CompletionRequest
+from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
 from test_requests import generations_of
 
 COMPLETION: dict[str, Any] = {"prompt": "hello"}
@@ -128,7 +128,7 @@ EFFECTIVE = [
 ]
 
 
-def description(kind: type[AnyRequest], body: dict[str, Any]) -> list[Any]:
+def description(kind: type[Any], body: dict[str, Any]) -> list[Any]:
     """What a request's generation is made of."""
     [[generation]] = generations_of(parse_body(body, kind), [Prompt([1, 2], "")])
     return [generation.sampling, generation.speculation, generation.max_tokens, generation.top_logprobs]

@@ -14,9 +14,11 @@ from fake_engine import FakeVocabulary
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
 from specserve.errors import RequestError
 from specserve.serving.generation import Generation
-from specserve.serving.openai.parse import parse_body, to_generations
+from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.prompt import Prompt, Tokenizer
-from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest, GenerationRequest
+from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
+from specserve.serving.openai.resolve import resolve
+from specserve.serving.openai.response import Response
 
 VOCABULARY = FakeVocabulary(200)
 CONFIG = HandlerConfig(
@@ -29,11 +31,12 @@ CONFIG = HandlerConfig(
 
 
 def generations_of(
-    request: GenerationRequest, prompts: list[Prompt], config: HandlerConfig = CONFIG
+    request: CompletionRequest | ChatRequest, prompts: list[Prompt], config: HandlerConfig = CONFIG
 ) -> list[list[Generation]]:
     """The generations of a request with these prompts."""
     grammars: Any = AlternatingGrammars(VOCABULARY.size)
-    return to_generations(request, prompts, VOCABULARY, grammars, config)
+    _, groups = resolve(request, prompts, VOCABULARY, grammars, config)
+    return groups
 
 
 def groups_of(body: object, config: HandlerConfig = CONFIG) -> list[list[Generation]]:
@@ -238,7 +241,7 @@ def test_a_json_body_may_arrive_as_bytes() -> None:
 
 
 def test_an_error_is_openais_object() -> None:
-    assert refusal({"prompt": "a", "best_of": 2, "n": 3}).body() == {
+    assert Response.refusal(refusal({"prompt": "a", "best_of": 2, "n": 3})).body() == {
         "error": {
             "message": "Invalid request: 'best_of' may not be smaller than 'n'.",
             "type": "invalid_request_error",
@@ -436,7 +439,7 @@ def test_a_prediction_is_truncated_to_the_context_length() -> None:
     request = parse_body({"prompt": "a", "prediction": prediction}, CompletionRequest)
     prompts = Tokenizer(vocabulary, CONFIG).completion(request)
     grammars: Any = AlternatingGrammars(200)
-    [[generation]] = to_generations(request, prompts, vocabulary, grammars, CONFIG)
+    _, [[generation]] = resolve(request, prompts, vocabulary, grammars, CONFIG)
     assert len(generation.prediction) == CONFIG.context_length
     assert vocabulary.longest < 10_000
 

@@ -16,6 +16,7 @@ from specserve.serving.openai.logprobs import (
     ResponseSize,
     chat_logprobs,
     completion_logprobs,
+    output_positions,
 )
 
 # Tokens that differ in JSON: 128 spaces, a four-byte character, half of one, a letter, and characters to escape.
@@ -49,13 +50,12 @@ def test_the_estimated_size_is_between_the_size_and_twice_the_size(top: int, *, 
     scores = [TokenScore(n, -12.345678901234567 * n, [(n + i, -1.0 / 3 - i) for i in range(top)]) for n in range(60)]
     tokens = [OutputToken(score, 128 * position) for position, score in enumerate(scores)]
     text = b"".join(vocabulary.piece(score.token) for score in scores).decode("utf-8", errors="replace")
-    logprobs: Any = (
-        chat_logprobs(tokens, vocabulary) if chat else completion_logprobs(tokens, vocabulary, top=top, shift=0)
-    )
+    positions = output_positions(tokens)
+    logprobs = chat_logprobs(positions, vocabulary) if chat else completion_logprobs(positions, vocabulary, top=top)
     size = ResponseSize(vocabulary, chat=chat)
     for score in scores:
         size.add_token(vocabulary.piece(score.token), score)
-    actual = len(json.dumps({"text": text, "logprobs": logprobs}))
+    actual = len(json.dumps({"text": text, "logprobs": logprobs.written()}))
     assert actual - 100 <= size.bytes
     # On v1/completions alternatives with equal text are written once but counted each time.
     if chat or not top:

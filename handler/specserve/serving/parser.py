@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 from specserve.errors import RequestError
-from specserve.serving.openai.response import JsonResponse, Response
+from specserve.serving.openai.response import Response
 from specserve.serving.routes import Routes
 
 # A body longer than this is long, in bytes: a megabyte takes up to 30 ms to read.
@@ -40,7 +40,7 @@ class Parsing(NamedTuple):
 
 
 class Parser:
-    """Requests that are being parsed, by TorchServe's id.
+    """Has requests parsed, and knows them by TorchServe's id.
 
     Args:
         routes: parse them.
@@ -53,7 +53,7 @@ class Parser:
         self._waited_for: set[str] = set()
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether a request is being parsed."""
+        """Tell whether a request is being parsed."""
         return request_id in self._parsing
 
     def begin(self, request_id: str, route: str, body: object, size: int, arrival: float) -> None:
@@ -70,18 +70,18 @@ class Parser:
         if not self._routes.generates(route):
             answered.set_result(self._routes.respond(request_id, route, body))
         elif size > LONG_BODY and self._waiting_bytes() > max(0, _MAX_WAITING_BYTES - size):
-            answered.set_result(JsonResponse(_BUSY.status, _BUSY.body()))
+            answered.set_result(Response.refusal(_BUSY))
         else:
             answered = self._thread.submit(self._routes.respond, request_id, route, body)
         self._parsing[request_id] = Parsing(arrival, size, answered)
 
     def _waiting_bytes(self) -> int:
-        """Bytes of the long bodies that wait to be parsed."""
+        """Count the bytes of the long bodies that wait to be parsed."""
         others = self._parsing.values()
         return sum(other.size for other in others if other.size > LONG_BODY and not other.response.done())
 
     def take(self, *, idle: bool) -> dict[str, Parsing]:
-        """The requests that are parsed, after a short wait for new ones.
+        """Take the requests that are parsed, after a short wait for new ones.
 
         Streams wait once for a long parse, and not again for what has come since: there is one thread.
 
@@ -90,7 +90,7 @@ class Parser:
         """
         waits = idle or not self._waited_for & self._parsing.keys()
         wait([parsing.response for parsing in self._parsing.values()], _PARSE_SECONDS if waits else 0.0)
-        parsed = {request_id: one for request_id, one in self._parsing.items() if one.response.done()}
+        parsed = {request_id: parsing for request_id, parsing in self._parsing.items() if parsing.response.done()}
         for request_id in parsed:
             del self._parsing[request_id]
         self._waited_for = set(self._parsing)

@@ -16,19 +16,12 @@ from specserve.errors import RequestError
 from specserve.observability.control_group import Holdback
 from specserve.serving.loading import Models
 from specserve.serving.openai.openapi import openapi
-from specserve.serving.openai.parse import parse_body, to_generations
+from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.prompt import Prompt, Tokenizer
-from specserve.serving.openai.request_schema import AnyRequest, ChatRequest, CompletionRequest
-from specserve.serving.openai.response import (
-    ChatResponse,
-    CompletionResponse,
-    GenerationResponse,
-    JsonResponse,
-    Response,
-    model_list,
-    model_object,
-)
-from specserve.serving.openai.response_schema import SpeculationStatus
+from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
+from specserve.serving.openai.resolve import resolve
+from specserve.serving.openai.response import ChatResponse, CompletionResponse, GenerationResponse, Response
+from specserve.serving.openai.response_schema import Model, ModelList, ResponseObject, SpeculationStatus
 from specserve.serving.scheduler import Scheduler
 from specserve.speculation.cost import Cost
 
@@ -66,18 +59,18 @@ class Routes:
             "v1/completions": self._complete,
             "v1/chat/completions": self._chat,
         }
-        self._complete_ones: dict[str, Callable[[], Mapping[str, Any]]] = {
-            "v1/models": lambda: model_list(self._model_ids, self._created),
+        self._describing: dict[str, Callable[[], ResponseObject | Mapping[str, Any]]] = {
+            "v1/models": lambda: ModelList(object="list", data=[self._model(name) for name in self._model_ids]),
             "v1/speculation": self._speculation,
             "v1/openapi.json": openapi,
         }
 
     def generates(self, route: str) -> bool:
-        """Whether a route generates text."""
+        """Tell whether a route generates text."""
         return route in self._generating
 
     def respond(self, request_id: str, route: str, body: object) -> Response:
-        """The response to a request; whatever is wrong with it is an error response.
+        """Make the response to a request; whatever is wrong with that is an error response.
 
         Args:
             request_id: TorchServe's.
@@ -87,11 +80,11 @@ class Routes:
         try:
             return self._respond(request_id, route, body)
         except RequestError as error:
-            return JsonResponse(error.status, error.body())
+            return Response.refusal(error)
         except Exception:
             logger.exception("specserve: request %s could not be parsed", request_id)
             failure = RequestError("The server failed to read this request.", status=500, kind="server_error")
-            return JsonResponse(failure.status, failure.body())
+            return Response.refusal(failure)
 
     def _respond(self, request_id: str, route: str, body: object) -> Response:
         if route in self._generating:
@@ -101,43 +94,42 @@ class Routes:
                     "--json instead of -d): TorchServe reads what is announced as a form itself, and passes on fields."
                 )
             return self._generating[route](body, request_id)
-        if route in self._complete_ones:
-            return JsonResponse(200, self._complete_ones[route]())
+        if route in self._describing:
+            return Response(self._describing[route]())
         if route.startswith("v1/models/"):
-            model = self._known_model(route.removeprefix("v1/models/"))
-            return JsonResponse(200, model_object(model, self._created))
-        *most, last = filter(None, [*self._generating, *self._complete_ones])
+            return Response(self._model(self._known_model(route.removeprefix("v1/models/"))))
+        *most, last = filter(None, [*self._generating, *self._describing])
         message = f"There is no route '{route}'; this server has {', '.join(most)} and {last}."
         raise RequestError(message, status=404, code="unknown_url")
 
     def _speculation(self) -> SpeculationStatus:
-        """What this server runs, what that costs here, and what its controller has learned; measures nothing."""
+        """Tell what this server runs, what that costs here, and what its controller has learned, without measuring."""
         config, models, scheduler = self._config, self._models, self._scheduler
         limits, controller, holdback = config.speculation, models.drafters.controller, self._holdback.speedup()
         pairs = (("target", config.target, models.vocabulary), ("draft", config.draft, models.draft))
         costs = {"target": controller.target_cost, "draft": controller.draft_cost}
-        return {
-            "object": "speculation",
-            "model": config.model_id,
-            "versions": {"specserve": specserve.__version__, **{name: _version(name) for name in _PACKAGES}},
-            "build": build_description(),
-            "processor": next((line for line in processor().splitlines() if line.startswith("model name")), ""),
-            "threads": models.costs.placement.usable.threads,
-            "cores": list(models.costs.placement.cores),
-            "models": {
-                role: _model(file, model) for role, file, model in pairs if file is not None and model is not None
+        return SpeculationStatus(
+            object="speculation",
+            model=config.model_id,
+            versions={"specserve": specserve.__version__, **{name: _version(name) for name in _PACKAGES}},
+            build=build_description(),
+            processor=next((line for line in processor().splitlines() if line.startswith("model name")), ""),
+            threads=models.costs.placement.usable.threads,
+            cores=list(models.costs.placement.cores),
+            models={
+                role: _model_facts(file, model) for role, file, model in pairs if file is not None and model is not None
             },
-            "batch_invariance": {"sentence": "not measured"}
+            batch_invariance={"sentence": "not measured"}
             if models.invariance is None
             else {**models.invariance._asdict(), "sentence": models.invariance.sentence},
-            "kernels": {**models.kernels._asdict(), **calls()._asdict()},
-            "costs": {role: _table(cost) for role, cost in costs.items() if cost is not None},
+            kernels={**models.kernels._asdict(), **calls()._asdict()},
+            costs={role: _table(cost) for role, cost in costs.items() if cost is not None},
             # By drafter and kind of sampling: how often drafts are accepted, those of least confidence first.
-            "controller": {
+            controller={
                 f"{drafter}, {'sampled' if sampled else 'greedy'}": [round(rate, _DIGITS) for rate in rates]
                 for (drafter, sampled), rates in controller.acceptance.learned.items()
             },
-            "limits": {
+            limits={
                 "mode": limits.mode,
                 "gamma": limits.gamma,
                 "max_gamma": limits.max_gamma,
@@ -146,10 +138,14 @@ class Routes:
                 "max_wait_ms": round(1000 * scheduler.max_wait_seconds),
                 "idle_tokens": config.idle_tokens,
             },
-            "sequences": {"live": scheduler.running, "waiting": scheduler.queued, "slots": config.sequences},
-            "draft_model_up": models.drafters.model is not None,
-            "holdback": None if holdback is None else holdback._asdict(),
-        }
+            sequences={"live": scheduler.running, "waiting": scheduler.queued, "slots": config.sequences},
+            draft_model_up=models.drafters.model is not None,
+            holdback=None if holdback is None else holdback._asdict(),
+        )
+
+    def _model(self, name: str) -> Model:
+        """Make one entry of v1/models."""
+        return Model(id=name, object="model", created=self._created, owned_by="specserve")
 
     def _complete(self, body: object, request_id: str) -> Response:
         request = parse_body(body, CompletionRequest)
@@ -164,12 +160,16 @@ class Routes:
         return self._generate(ChatResponse, request, [prompt], request_id)
 
     def _generate(
-        self, kind: type[GenerationResponse[AnyRequest]], request: AnyRequest, prompts: list[Prompt], request_id: str
+        self,
+        kind: type[GenerationResponse],
+        request: CompletionRequest | ChatRequest,
+        prompts: list[Prompt],
+        request_id: str,
     ) -> Response:
-        """The response to a valid request, with its generations before their first round."""
+        """Make the response to a valid request, with its generations before their first round."""
         models = self._models
         model = self._known_model(request.model)
-        candidates = to_generations(
+        form, candidates = resolve(
             request,
             prompts,
             models.vocabulary,
@@ -178,10 +178,10 @@ class Routes:
             request_id=request_id,
             held_back=self._holdback.draw(),
         )
-        return kind(request, prompts, candidates, vocabulary=models.vocabulary, request_id=request_id, model=model)
+        return kind(form, candidates, vocabulary=models.vocabulary, request_id=request_id, model=model)
 
     def _known_model(self, model: str | None) -> str:
-        """The id that a request has named, or the first one.
+        """Return the id that a request has named, or the first one.
 
         Raises:
             RequestError: 404; there is no such model.
@@ -205,7 +205,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _model(file: ModelConfig, model: LlamaModel) -> dict[str, str | int | None]:
+def _model_facts(file: ModelConfig, model: LlamaModel) -> dict[str, str | int | None]:
     parameters, size = model.weights
     return {
         "file": None if file.path is None else file.path.name,

@@ -7,13 +7,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
-DISAGREEMENT = "fields_disagree"
 UNKNOWN_FIELD = "unknown_field"
-
-
-def disagreement(param: str, sentence: str) -> PydanticCustomError:
-    """The error of fields that exclude or need each other; `param` is the one to change."""
-    return PydanticCustomError(DISAGREEMENT, "{sentence}", {"param": param, "sentence": sentence})
 
 
 class Body(BaseModel):

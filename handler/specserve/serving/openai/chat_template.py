@@ -31,7 +31,7 @@ _EFFORT_VARIABLES = frozenset({"reasoning_effort", "enable_thinking", "thinking"
 
 
 class ChatTemplate:
-    """The chat template of a GGUF; it is untrusted code, so it runs in Jinja's sandbox.
+    """Renders the chat template of a GGUF, which is untrusted code, in Jinja's sandbox.
 
     `problem` says why no chat can be rendered, None if one can.
 
@@ -55,7 +55,7 @@ class ChatTemplate:
             self.problem = self._trial_problem() if "{" in source or source in _BY_NAME else f"it is '{source[:40]}'"
 
     def prompt(self, request: ChatRequest) -> str:
-        """The prompt for the assistant's next message.
+        """Render the prompt for the assistant's next message.
 
         Raises:
             RequestError: 400; there is no usable template, it refuses these messages, or a field would change it.
@@ -77,7 +77,7 @@ class ChatTemplate:
         return self.render([message.for_template() for message in request.messages])
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """These messages and the beginning of the assistant's next one.
+        """Render these messages and the beginning of the assistant's next one.
 
         Raises:
             RequestError: 400; the template refuses these messages.
@@ -98,7 +98,7 @@ class ChatTemplate:
         )
 
     def _trial_problem(self) -> str | None:
-        """Why none of the trial conversations can be rendered; a template's own refusal of one is no problem."""
+        """Say why none of the trial conversations can be rendered; a template's own refusal of one is no problem."""
         problems = []
         for messages in _TRIALS:
             try:
@@ -119,20 +119,20 @@ class _RefusedError(TemplateError):
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks for training what the assistant has written, and renders as it is."""
+    """Renders as it is what `{% generation %}` marks for training, the assistant's own text."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
         self.tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The statements up to `endgeneration`, in a scope of their own as in transformers."""
+        """Parse the statements up to `endgeneration`, in a scope of their own as in transformers."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What transformers gives templates."""
+    """Make the environment that transformers gives templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
@@ -144,7 +144,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _reason(error: Exception) -> str:
-    """An error as the end of a sentence; Jinja's own text may have lines of the template in it."""
+    """Put an error as the end of a sentence; Jinja's own text may have lines of the template in it."""
     return str(error.message if isinstance(error, TemplateError) else error).rstrip(".")
 
 

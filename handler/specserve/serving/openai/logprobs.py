@@ -5,12 +5,14 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.sequence import TokenScore
 from specserve.serving.generation import OutputToken
-from specserve.serving.openai.response_schema import ChatLogprobs, CompletionLogprobs, TopLogprob
+from specserve.serving.openai.prompt import Prompt
+from specserve.serving.openai.response_schema import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 
 # Of one response, in bytes. Writing 8 MiB of JSON takes up to 0.5 s without a round (benchmarks/worst_cases.py), and
 # TorchServe keeps it with those of other requests in memory (max_response_size in config/config.properties).
@@ -23,7 +25,7 @@ _SOURCE_BYTES = len(', ["", "prediction"]')
 
 
 class ResponseSize:
-    """An upper bound of the bytes of one response's JSON, counted while the tokens of all its sequences come.
+    """Keeps an upper bound of the bytes of one response's JSON, while the tokens of all its sequences come.
 
     Args:
         vocabulary: the target's.
@@ -64,8 +66,10 @@ class ResponseSize:
     def _bytes_of(self, token: int) -> int:
         known = self._entry_bytes.get(token)
         if known is None:
-            name = spelling(token, self._vocabulary)
-            form = entry(token, _NUMBER, self._vocabulary) if self._chat else {name: _NUMBER}
+            if self._chat:
+                form = _entry(token, _NUMBER, self._vocabulary).written()
+            else:
+                form = {_spelling(token, self._vocabulary): _NUMBER}
             known = self._entry_bytes[token] = len(json.dumps(form)) + _SEPARATORS
         return known
 
@@ -79,73 +83,65 @@ class ResponseSize:
             )
 
 
-def completion_logprobs(
-    tokens: Sequence[OutputToken], vocabulary: Vocabulary, *, top: int, shift: int = 0
-) -> CompletionLogprobs:
-    """The form of v1/completions; `shift` is added to the offsets, in characters."""
-    return {
-        "tokens": [spelling(score.token, vocabulary) for score, _ in tokens],
-        "token_logprobs": [score.logprob for score, _ in tokens],
-        "top_logprobs": [_best(score, vocabulary) for score, _ in tokens] if top else None,
-        "text_offset": [shift + offset for _, offset in tokens],
-    }
+class Position(NamedTuple):
+    """A token of a choice, its score, which only the first of a prompt lacks, and its offset in characters."""
+
+    token: int
+    score: TokenScore | None
+    offset: int
 
 
-def prompt_logprobs(
-    text: str, tokens: list[int], scores: Sequence[TokenScore], vocabulary: Vocabulary, *, top: int
-) -> CompletionLogprobs:
-    """The form of v1/completions for a prompt; its first token has no log-probability."""
-    offsets = _offsets(text, tokens, vocabulary)
-    rest = completion_logprobs(list(map(OutputToken, scores, offsets[1:])), vocabulary, top=top)
-    return {
-        "tokens": [spelling(tokens[0], vocabulary), *rest["tokens"]],
-        "token_logprobs": [None, *rest["token_logprobs"]],
-        "top_logprobs": None if rest["top_logprobs"] is None else [None, *rest["top_logprobs"]],
-        "text_offset": [offsets[0], *rest["text_offset"]],
-    }
+def output_positions(tokens: Iterable[OutputToken], shift: int = 0) -> list[Position]:
+    """Return the positions of an output that begins at the offset `shift`."""
+    return [Position(score.token, score, shift + offset) for score, offset in tokens]
 
 
-def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """Both, concatenated."""
-    tops = first["top_logprobs"], second["top_logprobs"]
-    return {
-        "tokens": first["tokens"] + second["tokens"],
-        "token_logprobs": first["token_logprobs"] + second["token_logprobs"],
-        "top_logprobs": None if tops[0] is None or tops[1] is None else tops[0] + tops[1],
-        "text_offset": first["text_offset"] + second["text_offset"],
-    }
+def prompt_positions(prompt: Prompt, scores: list[TokenScore], vocabulary: Vocabulary) -> list[Position]:
+    """Return the positions of an echoed prompt, of which all tokens but the first have scores."""
+    offsets = _offsets(prompt.text, prompt.tokens, vocabulary)
+    return list(map(Position, prompt.tokens, [None, *scores], offsets))
 
 
-def chat_logprobs(tokens: Sequence[OutputToken], vocabulary: Vocabulary) -> ChatLogprobs:
-    """The form of v1/chat/completions."""
-    return {
-        "content": [
-            {
-                **entry(score.token, score.logprob, vocabulary),
-                "top_logprobs": [entry(token, logprob, vocabulary) for token, logprob in score.top],
-            }
-            for score, _ in tokens
-        ],
-        "refusal": None,
-    }
+def completion_logprobs(positions: Sequence[Position], vocabulary: Vocabulary, *, top: int) -> CompletionLogprobs:
+    """Return the form of v1/completions; with `top` 0 it has no alternatives."""
+    scores = [position.score for position in positions]
+    return CompletionLogprobs(
+        tokens=[_spelling(position.token, vocabulary) for position in positions],
+        token_logprobs=[None if score is None else score.logprob for score in scores],
+        top_logprobs=[None if score is None else _best(score, vocabulary) for score in scores] if top else None,
+        text_offset=[position.offset for position in positions],
+    )
+
+
+def chat_logprobs(positions: Sequence[Position], vocabulary: Vocabulary) -> ChatLogprobs:
+    """Return the form of v1/chat/completions, with all alternatives that were kept."""
+    content = [
+        TokenLogprob(
+            **dict(_entry(score.token, score.logprob, vocabulary)),
+            top_logprobs=[_entry(token, logprob, vocabulary) for token, logprob in score.top],
+        )
+        for _, score, _ in positions
+        if score is not None
+    ]
+    return ChatLogprobs(content=content, refusal=None)
 
 
 def _best(score: TokenScore, vocabulary: Vocabulary) -> dict[str, float]:
-    """The most probable tokens and the output token; of two with the same text, the more probable one."""
+    """Return the most probable tokens and the output token; of two with the same text, the more probable one."""
     best: dict[str, float] = {}
     for token, logprob in [*score.top, (score.token, score.logprob)]:
-        best.setdefault(spelling(token, vocabulary), logprob)
+        best.setdefault(_spelling(token, vocabulary), logprob)
     return best
 
 
-def entry(token: int, logprob: float, vocabulary: Vocabulary) -> TopLogprob:
-    """A token with its log-probability, in the form of v1/chat/completions."""
+def _entry(token: int, logprob: float, vocabulary: Vocabulary) -> TopLogprob:
+    """Return a token with its log-probability, in the form of v1/chat/completions."""
     name = vocabulary.name(token)
-    return {"token": name.decode("utf-8", errors="replace"), "logprob": logprob, "bytes": list(name)}
+    return TopLogprob(token=name.decode("utf-8", errors="replace"), logprob=logprob, bytes=list(name))
 
 
-def spelling(token: int, vocabulary: Vocabulary) -> str:
-    """A token as text; a part of a character is spelled in bytes, as OpenAI does."""
+def _spelling(token: int, vocabulary: Vocabulary) -> str:
+    """Spell a token as text, and a part of a character in bytes, as OpenAI does."""
     name = vocabulary.name(token)
     try:
         return name.decode("utf-8")
@@ -154,7 +150,7 @@ def spelling(token: int, vocabulary: Vocabulary) -> str:
 
 
 def _offsets(text: str, tokens: list[int], vocabulary: Vocabulary) -> list[int]:
-    """The offset of each prompt token in the text; a token that the text does not show has length 0."""
+    """Return where each prompt token begins in the text; one that the text does not show has length 0."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     begins = []
     at = 0

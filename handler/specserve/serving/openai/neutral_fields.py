@@ -34,7 +34,7 @@ _Nothing = Annotated[dict[str, Any], Field(max_length=0)] | None
 
 
 class NeutralFields(Body):
-    """Of both routes."""
+    """The fields without effect of both routes."""
 
     # OpenAI
     user: str | None = None
@@ -104,14 +104,14 @@ class NeutralFields(Body):
 
 
 class NeutralCompletionFields(Body):
-    """Of v1/completions only."""
+    """The fields without effect of v1/completions only."""
 
     add_special_tokens: _On = None
     prompt_embeds: None = None
 
 
 class NeutralChatFields(Body):
-    """Of v1/chat/completions only."""
+    """The fields without effect of v1/chat/completions only."""
 
     # OpenAI
     tools: _Empty = None

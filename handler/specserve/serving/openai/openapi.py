@@ -8,36 +8,27 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 import specserve
-from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
-from specserve.serving.openai.response_schema import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    Completion,
-    CompletionChunk,
-    ErrorResponse,
-    FrontEndError,
-    Model,
-    ModelList,
-    SpeculationStatus,
-)
+from specserve.serving.openai import request_schema, response_schema
 
 Json = dict[str, Any]
 
-_REQUESTS = (CompletionRequest, ChatRequest)
+_REQUESTS = ("CompletionRequest", "ChatRequest")
 _RESPONSES = (
-    *(Completion, CompletionChunk, ChatCompletion, ChatCompletionChunk),
-    *(Model, ModelList, SpeculationStatus, ErrorResponse, FrontEndError),
+    *("Completion", "CompletionChunk", "ChatCompletion", "ChatCompletionChunk"),
+    *("Model", "ModelList", "SpeculationStatus", "ErrorResponse", "FrontEndError"),
 )
 
 
 @cache
 def openapi() -> Json:
-    """The document, OpenAPI 3.1."""
+    """Make the document, OpenAPI 3.1."""
     shapes: list[tuple[str, Literal["validation", "serialization"], TypeAdapter[Any]]] = [
-        *((kind.__name__, "validation", TypeAdapter(kind)) for kind in _REQUESTS),
-        *((kind.__name__, "serialization", TypeAdapter(kind)) for kind in _RESPONSES),
+        *((name, "validation", TypeAdapter(getattr(request_schema, name))) for name in _REQUESTS),
+        *((name, "serialization", TypeAdapter(getattr(response_schema, name))) for name in _RESPONSES),
     ]
     _, schemas = TypeAdapter.json_schemas(shapes, ref_template="#/components/schemas/{model}")
+    model_id = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+    about_server = "Models, kernels, costs and controller of this server"
     return {
         "openapi": "3.1.0",
         "info": {
@@ -49,18 +40,13 @@ def openapi() -> Json:
         "servers": [{"url": ".."}],
         "security": [{"key": []}],
         "paths": {
-            "/v1/completions": {"post": _generation("Continue texts", "Completion")},
-            "/v1/chat/completions": {"post": _generation("Answer a chat", "ChatCompletion")},
+            "/v1/completions": {"post": _generation("Continue texts", "CompletionRequest", "Completion")},
+            "/v1/chat/completions": {"post": _generation("Answer a chat", "ChatRequest", "ChatCompletion")},
             "/v1/models": {"get": _operation("The models of this server", _json("ModelList"))},
             "/v1/models/{id}": {
-                "get": {
-                    **_operation("One model of this server", _json("Model")),
-                    "parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}],
-                }
+                "get": {**_operation("One model of this server", _json("Model")), "parameters": [model_id]}
             },
-            "/v1/speculation": {
-                "get": _operation("Models, kernels, costs and controller of this server", _json("SpeculationStatus"))
-            },
+            "/v1/speculation": {"get": _operation(about_server, _json("SpeculationStatus"))},
             "/v1/openapi.json": {
                 "get": _operation("This document", {"application/json": {"schema": {"type": "object"}}}),
             },
@@ -69,13 +55,17 @@ def openapi() -> Json:
     }
 
 
-def _generation(summary: str, response: str) -> Json:
-    answer = _json(response) | {"text/event-stream": {"schema": _event(f"{response}Chunk")}}
-    kind = "CompletionRequest" if response == "Completion" else "ChatRequest"
-    return {**_operation(summary, answer), "requestBody": {"required": True, "content": _json(kind)}}
+def _generation(summary: str, request: str, response: str) -> Json:
+    """Describe a route that generates; an event of its stream has a chunk as JSON text, or `[DONE]`."""
+    chunk = {"type": "string", "contentMediaType": "application/json", "contentSchema": _reference(f"{response}Chunk")}
+    data = {"anyOf": [{"const": "[DONE]"}, chunk]}
+    event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
+    answer = _json(response) | {"text/event-stream": {"schema": event}}
+    return {**_operation(summary, answer), "requestBody": {"required": True, "content": _json(request)}}
 
 
 def _operation(summary: str, content: Json) -> Json:
+    """Describe a route: its answer, and the errors that all routes have."""
     errors = {"anyOf": [_reference("ErrorResponse"), _reference("FrontEndError")]}
     refused = {
         "description": "Refused or failed: by the model's worker, or before it by TorchServe.",
@@ -84,16 +74,11 @@ def _operation(summary: str, content: Json) -> Json:
     return {"summary": summary, "responses": {"200": {"description": "OK", "content": content}, "default": refused}}
 
 
-def _event(chunk: str) -> Json:
-    """An event of a stream: its data is a chunk as JSON text, or `[DONE]`."""
-    written = {"type": "string", "contentMediaType": "application/json", "contentSchema": _reference(chunk)}
-    data = {"anyOf": [{"const": "[DONE]"}, written]}
-    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
-
-
 def _json(schema: str) -> Json:
+    """Describe JSON content that follows one of the schemas."""
     return {"application/json": {"schema": _reference(schema)}}
 
 
 def _reference(schema: str) -> Json:
+    """Refer to one of the schemas."""
     return {"$ref": f"#/components/schemas/{schema}"}

@@ -32,7 +32,7 @@ class Tokenizer:
         self._most_bytes = self._most * longest
 
     def completion(self, request: CompletionRequest) -> list[Prompt]:
-        """The prompts of v1/completions; with a suffix, in the model's fill-in-the-middle form.
+        """Tokenize the prompts of v1/completions; with a suffix they get the model's fill-in-the-middle form.
 
         Raises:
             RequestError: 400; a prompt is too long, a token id is out of range, or the model cannot fill in the middle.
@@ -62,7 +62,7 @@ class Tokenizer:
         return Prompt(self._not_empty(tokens, "prompt"), text)
 
     def chat(self, text: str) -> Prompt:
-        """The prompt that a chat template has rendered.
+        """Tokenize the prompt that a chat template has rendered.
 
         Raises:
             RequestError: 400; it is too long, or it is empty and the model needs at least one token.
@@ -70,7 +70,7 @@ class Tokenizer:
         return Prompt(self._not_empty(self._tokens(text, "messages", special=True), "messages"), text)
 
     def _tokens(self, text: str, param: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        """The tokens of a text; one with too many bytes is refused, and of a long one the beginning is tried first."""
+        """Tokenize a text; one with too many bytes is refused, and of a long one the beginning is tried first."""
         if len(text.encode()) > self._most_bytes:
             raise too_long(param, self._most, f"more than {self._most}")
         beginning = text[: BYTES_PER_TOKEN * self._most]
@@ -82,7 +82,7 @@ class Tokenizer:
         return self._vocabulary.encode(text, special=special, begin=begin)
 
     def _not_empty(self, tokens: list[int], param: str) -> list[int]:
-        """The tokens; instead of none, the model's start token."""
+        """Return the tokens; instead of none, the model's start token."""
         if tokens:
             return tokens
         start = self._vocabulary.bos_token()
@@ -92,7 +92,7 @@ class Tokenizer:
 
 
 def too_long(param: str, most: int, length: str) -> RequestError:
-    """The error of a prompt of `length` tokens that the context cannot hold."""
+    """Return the error of a prompt of `length` tokens that the context cannot hold."""
     return RequestError(
         f"This model's context holds {most} tokens, prompt and answer together; the prompt alone has {length}.",
         param=param,

@@ -1,14 +1,15 @@
-"""The requests of both routes as pydantic models."""
+"""The requests of both routes as pydantic models; resolve.py says what they mean."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from specserve.errors import RequestError
 from specserve.sequence import Verification
-from specserve.serving.openai.body import Body, Text, at_most, disagreement
+from specserve.serving.openai.body import Body, Text, at_most
 from specserve.serving.openai.neutral_fields import NeutralChatFields, NeutralCompletionFields, NeutralFields, Off
 
 # Entries of `stop` and of `logit_bias`, and answers to one request (SECURITY.md).
@@ -16,9 +17,13 @@ MAX_STOPS = 16
 _MAX_BIASES = 1024
 MAX_CHOICES = 128
 _INT64 = 2**63
-_ANY_SEED = -1
 # OpenAI's default of `max_tokens` on v1/completions.
-_COMPLETION_TOKENS = 16
+COMPLETION_TOKENS = 16
+
+
+def _disagreement(param: str, sentence: str) -> RequestError:
+    """Return the error of fields that exclude or need each other, which pydantic lets pass; `param` has to change."""
+    return RequestError.invalid(param, f"Invalid request: {sentence}.")
 
 
 class StreamOptions(Body):
@@ -65,7 +70,7 @@ Content = Text | Annotated[list[TextPart], Field(fail_fast=True)]
 
 
 def text_of(content: str | list[TextPart]) -> str:
-    """The text of a content, its parts joined."""
+    """Join the parts of a content to its text."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
@@ -133,65 +138,23 @@ class GenerationRequest(NeutralFields):
     # Only its `prompt_family` has an effect.
     metadata: Annotated[dict[str, str], Field(max_length=16), at_most(16)] | None = None
 
-    @field_validator("seed")
-    @classmethod
-    def _any_seed(cls, seed: int | None) -> int | None:
-        """None for -1, which vLLM and llama.cpp take for "choose one"."""
-        return None if seed == _ANY_SEED else seed
-
-    @field_validator("stop")
-    @classmethod
-    def _list_of_stops(cls, stop: str | list[str] | None) -> list[str]:
-        return [stop] if isinstance(stop, str) else stop or []
-
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
-        form = None if self.response_format is None else self.response_format.type
-        if self.grammar is not None and form not in {None, "text"}:
-            raise disagreement("grammar", "'grammar' and 'response_format' exclude each other")
-        if self.ignore_eos and (self.grammar is not None or form not in {None, "text"}):
-            raise disagreement("ignore_eos", "'ignore_eos' would never let an answer that follows a grammar end")
+        options = self.speculation or SpeculationOptions()
+        is_formatted = self.response_format is not None and self.response_format.type != "text"
+        if self.grammar is not None and is_formatted:
+            raise _disagreement("grammar", "'grammar' and 'response_format' exclude each other")
+        if self.ignore_eos and (self.grammar is not None or is_formatted):
+            raise _disagreement("ignore_eos", "'ignore_eos' would never let an answer that follows a grammar end")
         if self.stream_options is not None and not self.stream:
-            raise disagreement("stream_options", "'stream_options' needs 'stream': true")
-        options = self.speculation
-        if options is not None:
-            if options.gamma is not None and options.mode != "fixed":
-                raise disagreement("speculation.gamma", "'speculation.gamma' needs 'speculation.mode': 'fixed'")
-            if options.drafter == "prediction" and self.prediction is None:
-                raise disagreement("speculation.drafter", "the drafter 'prediction' needs the field 'prediction'")
-            if options.drafter == "grammar" and self.grammar is None and form in {None, "text"}:
-                raise disagreement("speculation.drafter", "the drafter 'grammar' needs 'response_format' or 'grammar'")
+            raise _disagreement("stream_options", "'stream_options' needs 'stream': true")
+        if options.gamma is not None and options.mode != "fixed":
+            raise _disagreement("speculation.gamma", "'speculation.gamma' needs 'speculation.mode': 'fixed'")
+        if options.drafter == "prediction" and self.prediction is None:
+            raise _disagreement("speculation.drafter", "the drafter 'prediction' needs the field 'prediction'")
+        if options.drafter == "grammar" and self.grammar is None and not is_formatted:
+            raise _disagreement("speculation.drafter", "the drafter 'grammar' needs 'response_format' or 'grammar'")
         return self
-
-    @property
-    def choices(self) -> int:
-        """Number of choices per prompt."""
-        return self.n or 1
-
-    @property
-    def candidates(self) -> int:
-        """Number of sequences per prompt, of which the best are returned."""
-        return self.choices
-
-    @property
-    def most_tokens(self) -> int | None:
-        """The most output tokens; None is as many as the context holds."""
-        return self.max_tokens
-
-    @property
-    def wants_sources(self) -> bool:
-        """Whether to return who wrote each piece of the text."""
-        return self.speculation is not None and self.speculation.sources
-
-    @property
-    def scored(self) -> int | None:
-        """Number of most probable tokens to return at every position; None returns no log-probabilities."""
-        return None
-
-    @property
-    def scores_prompt(self) -> bool:
-        """Whether to return the log-probabilities of the prompt's tokens too."""
-        return False
 
 
 class CompletionRequest(GenerationRequest, NeutralCompletionFields):
@@ -203,7 +166,7 @@ class CompletionRequest(GenerationRequest, NeutralCompletionFields):
         | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_CHOICES)]
         | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True, max_length=MAX_CHOICES)]
     )
-    max_tokens: int | None = Field(default=_COMPLETION_TOKENS, ge=0)
+    max_tokens: int | None = Field(default=COMPLETION_TOKENS, ge=0)
     echo: bool | None = False
     best_of: int | None = Field(default=None, ge=1, le=20)
     suffix: Text | None = None
@@ -211,41 +174,23 @@ class CompletionRequest(GenerationRequest, NeutralCompletionFields):
 
     @model_validator(mode="after")
     def _best_of_agrees(self) -> Self:
-        if self.best_of is not None and self.best_of < self.choices:
-            raise disagreement("best_of", "'best_of' may not be smaller than 'n'")
-        if self.stream and self.candidates > self.choices:
-            raise disagreement("best_of", "'best_of' larger than 'n' cannot be streamed")
-        if len(self.prompts) * self.candidates > MAX_CHOICES:
-            raise disagreement("prompt", f"a request may ask for at most {MAX_CHOICES} answers in all")
+        choices = self.n or 1
+        candidates = self.best_of or choices
+        if candidates < choices:
+            raise _disagreement("best_of", "'best_of' may not be smaller than 'n'")
+        if self.stream and candidates > choices:
+            raise _disagreement("best_of", "'best_of' larger than 'n' cannot be streamed")
+        if len(self.prompts) * candidates > MAX_CHOICES:
+            raise _disagreement("prompt", f"a request may ask for at most {MAX_CHOICES} answers in all")
         return self
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, as a list."""
+        """The prompts, as a list, where a list of integers is one of them."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         several = [prompt for prompt in self.prompt if not isinstance(prompt, int)]
         return [*several] or [[token for token in self.prompt if isinstance(token, int)]]
-
-    @property
-    def candidates(self) -> int:
-        """Number of sequences per prompt, of which the best are returned."""
-        return self.choices if self.best_of is None else self.best_of
-
-    @property
-    def most_tokens(self) -> int | None:
-        """The most output tokens; null means the default."""
-        return _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-
-    @property
-    def scored(self) -> int | None:
-        """Number of most probable tokens to return at every position; None returns no log-probabilities."""
-        return self.logprobs
-
-    @property
-    def scores_prompt(self) -> bool:
-        """Whether to return the log-probabilities of the prompt's tokens too."""
-        return bool(self.echo) and self.logprobs is not None
 
 
 class Message(Body):
@@ -262,8 +207,8 @@ class Message(Body):
     audio: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
-    def for_template(self) -> dict[str, str]:
-        """The message as chat templates expect it: plain text, and `system` for OpenAI's newer role `developer`."""
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates expect it; OpenAI's newer role `developer` is `system` there."""
         return {"role": "system" if self.role == "developer" else self.role, "content": text_of(self.content)}
 
 
@@ -283,18 +228,5 @@ class ChatRequest(GenerationRequest, NeutralChatFields):
     @model_validator(mode="after")
     def _logprobs_agree(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise disagreement("top_logprobs", "'top_logprobs' needs 'logprobs': true")
+            raise _disagreement("top_logprobs", "'top_logprobs' needs 'logprobs': true")
         return self
-
-    @property
-    def scored(self) -> int | None:
-        """Number of most probable tokens to return at every position; None returns no log-probabilities."""
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def most_tokens(self) -> int | None:
-        """The most output tokens, by OpenAI's newer name first."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-
-AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)

@@ -5,46 +5,57 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Generic, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Literal, get_args
 
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
-from specserve.sequence import SequenceStats
-from specserve.serving.generation import Generation
-from specserve.serving.openai.logprobs import chat_logprobs, completion_logprobs, joined, prompt_logprobs
-from specserve.serving.openai.prompt import Prompt
-from specserve.serving.openai.request_schema import AnyRequest, ChatRequest, CompletionRequest
-from specserve.serving.openai.response_schema import (
-    ChatChoice,
-    ChatChunkChoice,
-    ChatDelta,
-    ChatLogprobs,
-    CompletionChoice,
-    CompletionLogprobs,
-    Model,
-    ModelList,
-    Sourced,
-    Speculation,
-    Totals,
-    Usage,
+from specserve.sequence import SequenceStats, Source
+from specserve.serving.generation import FinishReason, Generation
+from specserve.serving.openai import response_schema as schema
+from specserve.serving.openai.logprobs import (
+    Position,
+    chat_logprobs,
+    completion_logprobs,
+    output_positions,
+    prompt_positions,
 )
+from specserve.serving.openai.resolve import ResponseForm
+from specserve.serving.openai.response_schema import ResponseObject
+
+_END = "data: [DONE]\n\n"
 
 
-class Response(ABC):
-    """The response to one request, and whether the client has its status.
+class Response:
+    """Holds the response to one request, complete unless generations write it, and whether the client has its status.
 
     Args:
+        body: its JSON object.
+        status: its HTTP status.
         generations: the sequences that it is made of.
     """
 
     streams = False
 
-    def __init__(self, generations: list[Generation]) -> None:
+    def __init__(
+        self,
+        body: ResponseObject | Mapping[str, Any] | None = None,
+        *,
+        status: int = 200,
+        generations: Sequence[Generation] = (),
+    ) -> None:
         self.generations = generations
         self.status_sent = False
         # When the status is sent at the latest, by time.monotonic().
         self.status_deadline = 0.0
+        self._status = status
+        self._body = body.written() if isinstance(body, ResponseObject) else body or {}
+
+    @classmethod
+    def refusal(cls, error: RequestError) -> Response:
+        """Make the response to a request that is refused."""
+        return Response(_error_object(error), status=error.status)
 
     @property
     def error(self) -> RequestError | None:
@@ -59,41 +70,22 @@ class Response(ABC):
     @property
     def status(self) -> int:
         """The HTTP status, as far as is known."""
-        return self.error.status if self.error else 200
+        return self.error.status if self.error else self._status
 
-    @abstractmethod
     def body(self) -> Mapping[str, Any]:
-        """The whole JSON object; the response must be done."""
+        """Return the whole JSON object; the response must be done."""
+        return self._body
 
     def next_events(self) -> str:
-        """The events of a stream since the last call; '' of a response that is no stream."""
+        """Return the events of a stream since the last call; '' of a response that is no stream."""
         return ""
 
 
-class JsonResponse(Response):
-    """A response that is complete from the start: an error, or a route that generates nothing."""
-
-    def __init__(self, status: int, body: Mapping[str, Any]) -> None:
-        super().__init__([])
-        self._status = status
-        self._body = body
-
-    @property
-    def status(self) -> int:
-        """The HTTP status."""
-        return self._status
-
-    def body(self) -> Mapping[str, Any]:
-        """The JSON object."""
-        return self._body
-
-
-class GenerationResponse(Response, Generic[AnyRequest]):
-    """The response of a route that generates, whole or as a stream.
+class GenerationResponse(Response, ABC):
+    """Writes the response of a route that generates, whole or as a stream.
 
     Args:
-        request: as validated.
-        prompts: its prompts.
+        form: what it consists of.
         candidates: by prompt, the generations of which the best are returned.
         vocabulary: the target's.
         request_id: TorchServe's.
@@ -101,244 +93,196 @@ class GenerationResponse(Response, Generic[AnyRequest]):
     """
 
     prefix: ClassVar[str]
-    whole_object: ClassVar[str]
-    chunk_object: ClassVar[str]
-    # The text of a chunk that has none.
-    nothing: ClassVar[Mapping[str, object]]
+    # The object of the whole response, and of an event.
+    objects: ClassVar[tuple[type[schema.GeneratedObject[Any]], type[schema.GeneratedObject[Any]]]]
+    # Whether the first event of a choice says something even without text.
+    begins_with_role: ClassVar[bool] = False
 
     def __init__(
         self,
-        request: AnyRequest,
-        prompts: list[Prompt],
+        form: ResponseForm,
         candidates: list[list[Generation]],
         *,
         vocabulary: Vocabulary,
         request_id: str,
         model: str,
     ) -> None:
-        super().__init__([generation for group in candidates for generation in group])
-        self.streams = bool(request.stream)
-        self._request = request
-        self._prompts = prompts
+        super().__init__(generations=[generation for group in candidates for generation in group])
+        self.streams = form.stream
+        self._form = form
         self._candidates = candidates
         self._vocabulary = vocabulary
-        self._head = {
-            "id": f"{self.prefix}-{request_id}",
-            "object": self.chunk_object if self.streams else self.whole_object,
-            "created": int(time.time()),
-            "model": model,
-        }
+        kind = self.objects[self.streams]
+        [name] = get_args(kind.model_fields["object"].annotation)
+        request_id = f"{self.prefix}-{request_id}"
+        self._object = partial(kind, id=request_id, object=name, created=int(time.time()), model=model)
         self._begun: set[int] = set()
         self._ended: set[int] = set()
 
     @abstractmethod
-    def _whole(self, index: int, generation: Generation) -> Mapping[str, object]:
-        """A choice of the whole response."""
+    def _choice(self, text: str | None, *, first: bool, fields: Mapping[str, Any]) -> ResponseObject:
+        """Make a choice of the response or of an event.
+
+        Args:
+            text: what is new; None at the end of a stream, whose last event has no text as in OpenAI's.
+            first: whether it begins the choice.
+            fields: those that the choices of all routes have.
+        """
 
     @abstractmethod
-    def _delta(self, index: int, generation: Generation) -> Mapping[str, object] | None:
-        """What is new of a choice, without its end; None if that is nothing."""
-
-    def _end(self, index: int, generation: Generation) -> Mapping[str, object]:
-        """A choice of the chunk that ends it, which in OpenAI's streams has no text."""
-        end = {"index": index, **self.nothing, "logprobs": None, "finish_reason": generation.finish_reason}
-        return {**end, **self._sources(generation, "")}
+    def _logprobs(self, positions: list[Position]) -> ResponseObject:
+        """Make the log-probabilities of these tokens."""
 
     def body(self) -> Mapping[str, Any]:
-        """The whole response, or the error object."""
+        """Return the whole response, or the error object."""
         if self.error:
-            return self.error.body()
+            return _error_object(self.error).written()
         best = [generation for group in self._candidates for generation in self._best(group)]
-        choices = [self._whole(index, generation) for index, generation in enumerate(best)]
-        return {**self._head, "choices": choices, **self._totals()}
+        choices = [self._new(index, generation, generation.finish_reason) for index, generation in enumerate(best)]
+        return self._object(choices=choices, **self._totals()).written()
 
     def next_events(self) -> str:
-        """The stream's events since the last call, '' where there is nothing new; when done, the end of the stream."""
+        """Return the stream's events since the last call, '' where nothing is new; when done, the end of the stream."""
         if self.error:
-            return _event(self.error.body()) + _END
-        usage = {"usage": None} if self._wants_usage else {}
+            return _event(_error_object(self.error)) + _END
+        usage = {"usage": None} if self._form.include_usage else {}
         choices = [new for index, generation in enumerate(self.generations) for new in self._news(index, generation)]
-        events = "".join(_event({**self._head, "choices": [choice], **usage}) for choice in choices)
+        events = "".join(_event(self._object(choices=[choice], **usage)) for choice in choices)
         if len(self._ended) == len(self.generations):
-            if self._wants_usage:
-                events += _event({**self._head, "choices": [], **self._totals()})
+            if self._form.include_usage:
+                events += _event(self._object(choices=[], **self._totals()))
             events += _END
         return events
 
-    def _news(self, index: int, generation: Generation) -> Iterator[Mapping[str, object]]:
-        """The choices of the chunks since the last call, for one choice of the response."""
+    def _news(self, index: int, generation: Generation) -> Iterator[ResponseObject]:
+        """Make the choices of the events since the last call, for one choice of the response."""
         has_news = generation.has_text or generation.done
         if index in self._ended or not has_news or not self._prompt_is_scored(index):
             return
-        delta = self._delta(index, generation)
-        if delta is not None:
-            yield delta
+        new = self._new(index, generation, None)
+        if new is not None:
+            yield new
         if generation.done:
             self._ended.add(index)
-            yield self._end(index, generation)
+            sources = {"sources": []} if self._form.sources else {}
+            end = {"index": index, "logprobs": None, "finish_reason": generation.finish_reason, **sources}
+            yield self._choice(None, first=False, fields=end)
+
+    def _new(self, index: int, generation: Generation, finish_reason: FinishReason | None) -> ResponseObject | None:
+        """Make what is new of a choice, at first with a prompt that is echoed; None if a stream has nothing to say."""
+        form, number = self._form, index // self._form.choices
+        first = index not in self._begun
+        self._begun.add(index)
+        echo = form.prompts[number] if form.echo else None
+        repeated = echo.text if echo and first else ""
+        text = generation.take_text()
+        fields: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": finish_reason}
+        positions: list[Position] = []
+        if form.top_logprobs is not None:
+            positions = output_positions(generation.take_tokens(), len(echo.text) if echo else 0)
+            if echo and first:
+                scores = self._candidates[number][0].prompt_scores
+                positions = prompt_positions(echo, scores, self._vocabulary) + positions
+            fields["logprobs"] = self._logprobs(positions)
+        if form.sources:
+            sources: list[tuple[str, Source | Literal["prompt"]]] = [(repeated, "prompt")] if repeated else []
+            fields["sources"] = [*sources, *generation.by_source(text)]
+        if self.streams and not (repeated or text or positions or (first and self.begins_with_role)):
+            return None
+        return self._choice(repeated + text, first=first, fields=fields)
 
     def _best(self, group: list[Generation]) -> list[Generation]:
-        """The candidates with the highest mean log-probability; in their order if all are returned."""
-        count = self._request.choices
-        return group if count == len(group) else sorted(group, key=lambda one: -one.mean_logprob)[:count]
-
-    def _sources(self, generation: Generation, text: str, echo: str = "") -> Sourced:
-        """The field `sources` of text that was just taken, and of a prompt before it."""
-        if not generation.keeps_sources:
-            return {}
-        prompt: list[tuple[str, Literal["prompt"]]] = [(echo, "prompt")] if echo else []
-        return {"sources": [*prompt, *generation.by_source(text)]}
-
-    def _prompt_of(self, index: int) -> int:
-        return index // self._request.choices
+        """Choose the candidates with the highest mean log-probability; in their order if all are returned."""
+        count = self._form.choices
+        return group if count == len(group) else sorted(group, key=lambda candidate: -candidate.mean_logprob)[:count]
 
     def _prompt_is_scored(self, index: int) -> bool:
-        """Whether the prompt's scores for the first chunk are there; another choice may be ahead of the scored one."""
-        scored = self._candidates[self._prompt_of(index)][0]
+        """Tell whether all scores for the first chunk are there; another choice may be ahead of the scored one."""
+        scored = self._candidates[index // self._form.choices][0]
         return not scored.scores_prompt or len(scored.prompt_scores) == scored.prompt_length - 1
 
-    @property
-    def _wants_usage(self) -> bool:
-        options = self._request.stream_options
-        return options is not None and options.include_usage
-
-    def _totals(self) -> Totals:
+    def _totals(self) -> dict[str, ResponseObject]:
+        """Count what all candidates took, for the fields `usage` and `speculation`."""
         stats = SequenceStats.total(generation.stats for generation in self.generations)
-        return {"usage": self._usage(stats), "speculation": self._speculation(stats)}
-
-    def _usage(self, stats: SequenceStats) -> Usage:
         prompt_tokens = sum(group[0].prompt_length for group in self._candidates)
+        cached_tokens = sum(group[0].cached_tokens for group in self._candidates)
         completion_tokens = sum(generation.generated for generation in self.generations)
-        predicted = stats.accepted_by["prediction"]
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(group[0].cached_tokens for group in self._candidates)},
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": predicted,
-                "rejected_prediction_tokens": stats.drafted_by["prediction"] - predicted,
-            },
-        }
-
-    def _speculation(self, stats: SequenceStats) -> Speculation:
+        predicted, accepted = stats.drafted_by["prediction"], stats.accepted_by["prediction"]
+        usage = schema.Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=schema.PromptDetails(cached_tokens=cached_tokens),
+            completion_tokens_details=schema.CompletionDetails(
+                accepted_prediction_tokens=accepted, rejected_prediction_tokens=predicted - accepted
+            ),
+        )
         params = self.generations[0].speculation
-        return {
-            "mode": params.mode,
-            "verification": params.verification,
-            "rounds": stats.rounds,
-            "drafted_tokens": stats.drafted,
-            "accepted_tokens": stats.accepted,
-            "mean_acceptance_length": round(stats.mean_acceptance_length, 3),
-            "gamma_histogram": {str(gamma): count for gamma, count in sorted(stats.gammas.items())},
-            "drafters": {
-                name: {"drafted": drafted, "accepted": stats.accepted_by[name]}
+        speculation = schema.Speculation(
+            mode=params.mode,
+            verification=params.verification,
+            rounds=stats.rounds,
+            drafted_tokens=stats.drafted,
+            accepted_tokens=stats.accepted,
+            mean_acceptance_length=round(stats.mean_acceptance_length, 3),
+            gamma_histogram={str(gamma): count for gamma, count in sorted(stats.gammas.items())},
+            drafters={
+                name: schema.DrafterCounts(drafted=drafted, accepted=stats.accepted_by[name])
                 for name, drafted in stats.drafted_by.items()
             },
-            "alternatives": {"read": stats.alternatives, "adopted": stats.adopted},
-            "seconds": {
-                "prefill": round(stats.prefill_seconds, 6),
-                "draft": round(stats.draft_seconds, 6),
-                "target": round(stats.target_seconds, 6),
-                "other": round(stats.other_seconds, 6),
-                "plain_estimate": round(stats.plain_seconds, 6),
-            },
-            "estimated_speedup": round(stats.plain_seconds / stats.decode_seconds, 3) if stats.decode_seconds else None,
-        }
+            alternatives=schema.AlternativeCounts(read=stats.alternatives, adopted=stats.adopted),
+            seconds=schema.Seconds(
+                prefill=round(stats.prefill_seconds, 6),
+                draft=round(stats.draft_seconds, 6),
+                target=round(stats.target_seconds, 6),
+                other=round(stats.other_seconds, 6),
+                plain_estimate=round(stats.plain_seconds, 6),
+            ),
+            estimated_speedup=round(stats.plain_seconds / stats.decode_seconds, 3) if stats.decode_seconds else None,
+        )
+        return {"usage": usage, "speculation": speculation}
 
 
-class CompletionResponse(GenerationResponse[CompletionRequest]):
-    """The response of v1/completions."""
+class CompletionResponse(GenerationResponse):
+    """Writes the response of v1/completions."""
 
     prefix = "cmpl"
-    whole_object = chunk_object = "text_completion"
-    nothing: ClassVar[Mapping[str, object]] = {"text": ""}
+    objects = schema.Completion, schema.CompletionChunk
 
-    def _whole(self, index: int, generation: Generation) -> CompletionChoice:
-        return {**self._new(index, generation), "finish_reason": generation.finish_reason}
+    def _choice(self, text: str | None, *, first: bool, fields: Mapping[str, Any]) -> ResponseObject:
+        del first  # Only a chat's choices begin with something else.
+        return schema.CompletionChoice(text=text or "", **fields)
 
-    def _delta(self, index: int, generation: Generation) -> CompletionChoice | None:
-        new = self._new(index, generation)
-        scored = new["logprobs"] is not None and new["logprobs"]["tokens"]
-        return new if new["text"] or scored else None
-
-    def _new(self, index: int, generation: Generation) -> CompletionChoice:
-        """What is new of a choice; at first with the prompt, if it is echoed."""
-        echo = self._prompts[self._prompt_of(index)].text if self._request.echo else ""
-        first = index not in self._begun
-        self._begun.add(index)
-        repeated, text = echo if first else "", generation.take_text()
-        return {
-            "index": index,
-            "text": repeated + text,
-            "logprobs": self._logprobs(index, generation, shift=len(echo), first=first),
-            "finish_reason": None,
-            **self._sources(generation, text, repeated),
-        }
-
-    def _logprobs(self, index: int, generation: Generation, *, shift: int, first: bool) -> CompletionLogprobs | None:
-        top = self._request.logprobs
-        if top is None:
-            return None
-        output = completion_logprobs(generation.take_tokens(), self._vocabulary, top=top, shift=shift)
-        if not (first and self._request.echo):
-            return output
-        prompt = self._prompts[self._prompt_of(index)]
-        scores = self._candidates[self._prompt_of(index)][0].prompt_scores
-        return joined(prompt_logprobs(prompt.text, prompt.tokens, scores, self._vocabulary, top=top), output)
+    def _logprobs(self, positions: list[Position]) -> ResponseObject:
+        return completion_logprobs(positions, self._vocabulary, top=self._form.top_logprobs or 0)
 
 
-class ChatResponse(GenerationResponse[ChatRequest]):
-    """The response of v1/chat/completions."""
+class ChatResponse(GenerationResponse):
+    """Writes the response of v1/chat/completions."""
 
     prefix = "chatcmpl"
-    whole_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-    nothing: ClassVar[Mapping[str, object]] = {"delta": {}}
+    objects = schema.ChatCompletion, schema.ChatCompletionChunk
+    begins_with_role = True
 
-    def _whole(self, index: int, generation: Generation) -> ChatChoice:
-        text = generation.take_text()
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": self._logprobs(generation),
-            "finish_reason": generation.finish_reason,
-            **self._sources(generation, text),
-        }
+    def _choice(self, text: str | None, *, first: bool, fields: Mapping[str, Any]) -> ResponseObject:
+        if not self.streams:
+            message = schema.ChatMessage(role="assistant", content=text or "", refusal=None)
+            return schema.ChatChoice(message=message, **fields)
+        if text is None:
+            return schema.ChatChunkChoice(delta=schema.ChatDelta(), **fields)
+        delta = schema.ChatDelta(role="assistant", content=text) if first else schema.ChatDelta(content=text)
+        return schema.ChatChunkChoice(delta=delta, **fields)
 
-    def _delta(self, index: int, generation: Generation) -> ChatChunkChoice | None:
-        first = index not in self._begun
-        self._begun.add(index)
-        text, logprobs = generation.take_text(), self._logprobs(generation)
-        scored = logprobs is not None and logprobs["content"]
-        if not (first or text or scored):
-            return None
-        delta: ChatDelta = {"role": "assistant", "content": text} if first else {"content": text}
-        return {
-            "index": index,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": None,
-            **self._sources(generation, text),
-        }
-
-    def _logprobs(self, generation: Generation) -> ChatLogprobs | None:
-        return chat_logprobs(generation.take_tokens(), self._vocabulary) if self._request.logprobs else None
+    def _logprobs(self, positions: list[Position]) -> ResponseObject:
+        return chat_logprobs(positions, self._vocabulary)
 
 
-def model_object(model_id: str, created: int) -> Model:
-    """One entry of v1/models."""
-    return {"id": model_id, "object": "model", "created": created, "owned_by": "specserve"}
+def _event(data: ResponseObject) -> str:
+    """Write one server-sent event."""
+    return f"data: {json.dumps(data.written())}\n\n"
 
 
-def model_list(model_ids: list[str], created: int) -> ModelList:
-    """The response of v1/models."""
-    return {"object": "list", "data": [model_object(model_id, created) for model_id in model_ids]}
-
-
-_END = "data: [DONE]\n\n"
-
-
-def _event(data: Mapping[str, object]) -> str:
-    """One server-sent event."""
-    return f"data: {json.dumps(data)}\n\n"
+def _error_object(error: RequestError) -> schema.ErrorResponse:
+    """Return the body of the response to a request that is refused or fails."""
+    detail = schema.ErrorDetail(message=error.message, type=error.kind, param=error.param, code=error.code)
+    return schema.ErrorResponse(error=detail)

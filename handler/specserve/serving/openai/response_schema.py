@@ -1,16 +1,41 @@
-"""The responses of all routes as typed dictionaries: OpenAI's, with the field `speculation`."""
+"""The responses of all routes as pydantic models: OpenAI's, with the field `speculation`.
+
+Responses are built from them and v1/openapi.json describes them. A field with a default is written only where it was
+given.
+"""
 
 from __future__ import annotations
 
-from typing import Literal, NotRequired
+from typing import Any, Generic, Literal, TypeVar
 
-from typing_extensions import TypedDict
+from pydantic import BaseModel, ConfigDict
+from pydantic.json_schema import SkipJsonSchema
 
-from specserve.sequence import Source
+from specserve.sequence import Source, Verification
 from specserve.serving.generation import FinishReason
 
 
-class CompletionLogprobs(TypedDict):
+def _without_defaults(schema: dict[str, Any]) -> None:
+    """Leave out what stands in place of a field that is not written."""
+    for described in schema.get("properties", {}).values():
+        described.pop("default", None)
+
+
+class ResponseObject(BaseModel):
+    """A JSON object of a response; fields that were not given are not written."""
+
+    model_config = ConfigDict(json_schema_extra=_without_defaults)
+
+    def written(self) -> dict[str, Any]:
+        """Return the object as json.dumps takes it, its fields in order."""
+        return self.model_dump(exclude_unset=True)
+
+
+# The type of a field that is not written; a client never sees null.
+_Absent = SkipJsonSchema[None]
+
+
+class CompletionLogprobs(ResponseObject):
     """Log-probabilities of v1/completions, by position."""
 
     tokens: list[str]
@@ -19,7 +44,7 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
-class TopLogprob(TypedDict):
+class TopLogprob(ResponseObject):
     """An alternative token of v1/chat/completions."""
 
     token: str
@@ -33,29 +58,28 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(TypedDict):
+class ChatLogprobs(ResponseObject):
     """Log-probabilities of v1/chat/completions."""
 
     content: list[TokenLogprob]
     refusal: None
 
 
-class Sourced(TypedDict):
-    """The pieces of a choice's text and who wrote each, if the request asks for it; `echo` repeats a prompt."""
-
-    sources: NotRequired[list[tuple[str, Literal[Source, "prompt"]]]]
+# The pieces of a choice's text and who wrote each, if the request asks for it; `echo` repeats a prompt.
+Sources = list[tuple[str, Literal[Source, "prompt"]]]
 
 
-class CompletionChoice(Sourced):
+class CompletionChoice(ResponseObject):
     """A choice of v1/completions, whole or a chunk of it."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    sources: Sources | _Absent = None
 
 
-class ChatMessage(TypedDict):
+class ChatMessage(ResponseObject):
     """The message of a choice."""
 
     role: Literal["assistant"]
@@ -63,45 +87,47 @@ class ChatMessage(TypedDict):
     refusal: None
 
 
-class ChatChoice(Sourced):
+class ChatChoice(ResponseObject):
     """A choice of v1/chat/completions."""
 
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    sources: Sources | _Absent = None
 
 
-class ChatDelta(TypedDict):
+class ChatDelta(ResponseObject):
     """The next part of a message."""
 
-    role: NotRequired[Literal["assistant"]]
-    content: NotRequired[str]
+    role: Literal["assistant"] | _Absent = None
+    content: str | _Absent = None
 
 
-class ChatChunkChoice(Sourced):
+class ChatChunkChoice(ResponseObject):
     """A chunk of a choice of v1/chat/completions."""
 
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    sources: Sources | _Absent = None
 
 
-class PromptDetails(TypedDict):
+class PromptDetails(ResponseObject):
     """The prompt tokens that needed no prefill."""
 
     cached_tokens: int
 
 
-class CompletionDetails(TypedDict):
+class CompletionDetails(ResponseObject):
     """The tokens of the client's prediction that were drafted."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
 
-class Usage(TypedDict):
+class Usage(ResponseObject):
     """Numbers of tokens: every prompt once, and every candidate of `best_of`."""
 
     prompt_tokens: int
@@ -111,21 +137,21 @@ class Usage(TypedDict):
     completion_tokens_details: CompletionDetails
 
 
-class DrafterCounts(TypedDict):
+class DrafterCounts(ResponseObject):
     """Drafted and accepted tokens of one drafter."""
 
     drafted: int
     accepted: int
 
 
-class AlternativeCounts(TypedDict):
+class AlternativeCounts(ResponseObject):
     """Tokens that the target read as alternatives to drafts, and those of them that it adopted."""
 
     read: int
     adopted: int
 
 
-class Seconds(TypedDict):
+class Seconds(ResponseObject):
     """The request's share of the time; `plain_estimate` is the estimate for decoding without drafts."""
 
     prefill: float
@@ -135,11 +161,11 @@ class Seconds(TypedDict):
     plain_estimate: float
 
 
-class Speculation(TypedDict):
+class Speculation(ResponseObject):
     """Statistics of a request's speculative decoding."""
 
     mode: Literal["auto", "off", "fixed"]
-    verification: Literal["token", "block", "coupled"]
+    verification: Verification
     rounds: int
     drafted_tokens: int
     accepted_tokens: int
@@ -151,58 +177,50 @@ class Speculation(TypedDict):
     estimated_speedup: float | None
 
 
-class Totals(TypedDict):
-    """Usage and speculation statistics of a request."""
+Choice = TypeVar("Choice", CompletionChoice, ChatChoice, ChatChunkChoice)
 
+
+class GeneratedObject(ResponseObject, Generic[Choice]):
+    """A whole response of a route that generates, or an event of its stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage | None = None
+    speculation: Speculation | _Absent = None
+
+
+class Completion(GeneratedObject[CompletionChoice]):
+    """The response of v1/completions."""
+
+    object: Literal["text_completion"]
     usage: Usage
     speculation: Speculation
 
 
-class Completion(Totals):
-    """The response of v1/completions."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-
-
-class CompletionChunk(TypedDict):
+class CompletionChunk(GeneratedObject[CompletionChoice]):
     """An event of a stream of v1/completions; the last one may have the totals and no choices."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: NotRequired[Usage | None]
-    speculation: NotRequired[Speculation]
 
 
-class ChatCompletion(Totals):
+class ChatCompletion(GeneratedObject[ChatChoice]):
     """The response of v1/chat/completions."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
+    usage: Usage
+    speculation: Speculation
 
 
-class ChatCompletionChunk(TypedDict):
+class ChatCompletionChunk(GeneratedObject[ChatChunkChoice]):
     """An event of a stream of v1/chat/completions; the last one may have the totals and no choices."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: NotRequired[Usage | None]
-    speculation: NotRequired[Speculation]
 
 
-class Model(TypedDict):
+class Model(ResponseObject):
     """One entry of v1/models."""
 
     id: str
@@ -211,14 +229,14 @@ class Model(TypedDict):
     owned_by: str
 
 
-class ModelList(TypedDict):
+class ModelList(ResponseObject):
     """The response of v1/models."""
 
     object: Literal["list"]
     data: list[Model]
 
 
-class SpeculationStatus(TypedDict):
+class SpeculationStatus(ResponseObject):
     """The response of v1/speculation, for operators."""
 
     object: Literal["speculation"]
@@ -239,7 +257,7 @@ class SpeculationStatus(TypedDict):
     holdback: dict[str, float] | None
 
 
-class ErrorDetail(TypedDict):
+class ErrorDetail(ResponseObject):
     """What is wrong, and in which field."""
 
     message: str
@@ -248,13 +266,13 @@ class ErrorDetail(TypedDict):
     code: str | None
 
 
-class ErrorResponse(TypedDict):
+class ErrorResponse(ResponseObject):
     """The response to a request that is refused or fails."""
 
     error: ErrorDetail
 
 
-class FrontEndError(TypedDict):
+class FrontEndError(ResponseObject):
     """TorchServe's own error, of a request that does not reach the handler: no token, a full queue, a large body."""
 
     code: int

@@ -1,0 +1,252 @@
+"""Resolves requests: what their fields mean together, with the defaults and limits of this server."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+
+from specserve.config import HandlerConfig
+from specserve.engine.base import Vocabulary
+from specserve.errors import RequestError
+from specserve.grammar.compiler import GrammarCompiler
+from specserve.grammar.constraint import Constraint
+from specserve.observability.records import family_label
+from specserve.sequence import Group, RequestInfo, SamplingParams, SpeculationParams, Verification
+from specserve.serving.detokenizer import with_control_tokens
+from specserve.serving.generation import Generation
+from specserve.serving.openai.logprobs import MAX_RESPONSE_BYTES, ResponseSize
+from specserve.serving.openai.prompt import BYTES_PER_TOKEN, Prompt, too_long
+from specserve.serving.openai.request_schema import (
+    COMPLETION_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    JsonObject,
+    JsonSchema,
+    SpeculationOptions,
+    text_of,
+)
+
+# Bytes of JSON per log-probability, about; a response that is too large by this estimate is refused at once.
+_SCORE_BYTES = 80
+# vLLM and llama.cpp take this seed for "choose one".
+_ANY_SEED = -1
+
+
+@dataclass(frozen=True)
+class ResponseForm:
+    """Says what a response consists of, the same for every route.
+
+    Args:
+        prompts: as tokens and text.
+        candidates: how many sequences are generated for each prompt.
+        choices: how many of them are returned, the best.
+        top_logprobs: number of most probable tokens to return at every position; None returns no log-probabilities.
+        echo: whether each choice begins with its prompt.
+        sources: whether to return who wrote each piece of the text.
+        stream: whether it is a stream of events.
+        include_usage: whether the stream ends with the totals.
+    """
+
+    prompts: list[Prompt]
+    candidates: int
+    choices: int
+    top_logprobs: int | None
+    echo: bool
+    sources: bool
+    stream: bool
+    include_usage: bool
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether the log-probabilities of the prompts' tokens are returned too."""
+        return self.echo and self.top_logprobs is not None
+
+    @property
+    def echoed_bytes(self) -> int:
+        """How many bytes of JSON echoed prompts take in all choices."""
+        times = self.choices * (1 + self.sources) if self.echo else 0
+        return times and times * sum(len(json.dumps(prompt.text)) for prompt in self.prompts)
+
+
+def resolve(
+    request: CompletionRequest | ChatRequest,
+    prompts: list[Prompt],
+    vocabulary: Vocabulary,
+    grammars: GrammarCompiler,
+    config: HandlerConfig,
+    *,
+    request_id: str = "",
+    held_back: bool = False,
+) -> tuple[ResponseForm, list[list[Generation]]]:
+    """Resolve a valid request into the form of its response, and by prompt the candidates to generate for that.
+
+    A request that is `held_back` was drawn for the control group, which it joins unless it sets `speculation`.
+
+    Raises:
+        RequestError: 400; a prompt, a grammar or `speculation` does not fit, or the operator's caps are exceeded.
+    """
+    options = request.speculation or SpeculationOptions()
+    choices = request.n or 1
+    if isinstance(request, ChatRequest):
+        prompt_field, candidates, echo = "messages", choices, False
+        top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        limit_field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    else:
+        prompt_field, candidates, echo = "prompt", request.best_of or choices, bool(request.echo)
+        top_logprobs = request.logprobs
+        limit_field = "max_tokens"
+        limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    form = ResponseForm(
+        prompts,
+        candidates,
+        choices,
+        top_logprobs,
+        echo,
+        sources=options.sources,
+        stream=bool(request.stream),
+        include_usage=request.stream_options is not None and request.stream_options.include_usage,
+    )
+    if limit is not None and config.max_tokens is not None and limit > config.max_tokens:
+        raise RequestError.invalid(limit_field, f"An answer has at most {config.max_tokens} tokens here.")
+    if len(prompts) * candidates > config.max_answers:
+        raise RequestError.invalid(
+            "n" if candidates == choices else "best_of",
+            f"A request may ask for at most {config.max_answers} answers in all on this server.",
+        )
+    sampling = _sampling(request, vocabulary)
+    # Only requests that leave speculation to the server, and the server to the controller, are randomised.
+    randomised = request.speculation is None and config.speculation.mode == "auto"
+    mode = config.speculation.mode if options.mode == "auto" else options.mode
+    group: Group = "holdback" if randomised and held_back else mode
+    family = family_label((request.metadata or {}).get("prompt_family", ""))
+    info = RequestInfo(request_id, family, group, randomised)
+    speculation = _speculation(options, sampling, config, group)
+    constraint = _constraint(request, grammars)
+    prediction = _prediction(request, vocabulary, config)
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    stops, marks = with_control_tokens(stops, vocabulary)
+    size = ResponseSize(
+        vocabulary,
+        chat=isinstance(request, ChatRequest),
+        sources=form.sources,
+        choices=choices,
+        initial=form.echoed_bytes,
+    )
+    groups = [
+        [
+            Generation(
+                prompt.tokens,
+                sampling,
+                speculation,
+                vocabulary,
+                stops,
+                marks=marks,
+                info=info,
+                index=number * candidates + choice,
+                size=size,
+                max_tokens=_max_tokens(limit, prompt, prompt_field, config),
+                choice=choice,
+                # The best candidates are those with the highest log-probability.
+                top_logprobs=0 if top_logprobs is None and candidates > choices else top_logprobs,
+                scores_prompt=form.scores_prompts and choice == 0,
+                constraint=None if constraint is None else constraint.fork(),
+                prediction=prediction,
+                keeps_sources=form.sources,
+            )
+            for choice in range(candidates)
+        ]
+        for number, prompt in enumerate(prompts)
+    ]
+    _check_response_size(form, groups, "top_logprobs" if isinstance(request, ChatRequest) else "logprobs")
+    return form, groups
+
+
+def _max_tokens(limit: int | None, prompt: Prompt, prompt_field: str, config: HandlerConfig) -> int:
+    """Return how many tokens may be generated, by the request, the operator, and the room in the context."""
+    # A prompt without output may fill it.
+    rest = config.context_length - len(prompt.tokens)
+    if rest < (limit != 0):
+        raise too_long(prompt_field, config.context_length, str(len(prompt.tokens)))
+    return min(tokens for tokens in (rest, limit, config.max_tokens) if tokens is not None)
+
+
+def _check_response_size(form: ResponseForm, groups: list[list[Generation]], logprobs_field: str) -> None:
+    """Refuse a request whose response would be too large for TorchServe."""
+    positions = sum(group[0].max_tokens + form.scores_prompts * group[0].prompt_length for group in groups)
+    scores = 0 if form.top_logprobs is None else positions * (1 + form.top_logprobs) * _SCORE_BYTES
+    # Scores spell the prompt's tokens again.
+    echoed = (1 + form.scores_prompts) * form.echoed_bytes
+    size = form.choices * scores + echoed
+    if size > MAX_RESPONSE_BYTES:
+        raise RequestError.invalid(
+            logprobs_field if scores > echoed else "echo",
+            f"The log-probabilities and echoed prompts of this request may take {size // 2**20} MB, over "
+            f"{MAX_RESPONSE_BYTES // 2**20}: ask for fewer answers, tokens or alternatives, or set 'max_tokens'.",
+        )
+
+
+def _sampling(request: GenerationRequest, vocabulary: Vocabulary) -> SamplingParams:
+    """Resolve how tokens are sampled; null is the default, and end tokens that are ignored are never sampled."""
+    never = vocabulary.end_tokens() if request.ignore_eos else []
+    return SamplingParams(
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_k=max(0, request.top_k or 0),
+        top_p=1.0 if request.top_p is None else request.top_p,
+        min_p=request.min_p or 0.0,
+        seed=None if request.seed == _ANY_SEED else request.seed,
+        logit_bias=(*_biases(request.logit_bias or {}, vocabulary), *((token, -math.inf) for token in never)),
+        repetition_penalty=request.repetition_penalty or 1.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
+    )
+
+
+def _biases(biases: dict[str, float], vocabulary: Vocabulary) -> tuple[tuple[int, float], ...]:
+    """Check that the biases name tokens, and return them by these."""
+    for token in biases:
+        if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary.size):
+            raise RequestError.invalid(
+                "logit_bias",
+                f"'logit_bias' names tokens by their ids, 0 to {vocabulary.size - 1}; '{token}' is none.",
+            )
+    return tuple((int(token), bias) for token, bias in biases.items())
+
+
+def _speculation(
+    options: SpeculationOptions, sampling: SamplingParams, config: HandlerConfig, group: Group
+) -> SpeculationParams:
+    """Resolve how drafts are made and verified, within the operator's limits."""
+    limits = config.speculation
+    drafter = None if options.drafter == "auto" else options.drafter
+    if config.draft is None and drafter == "model":
+        raise RequestError.invalid("speculation.drafter", "This server has no draft model.")
+    mode = "off" if group == "holdback" else group
+    fixed = limits.gamma if options.gamma is None else options.gamma
+    gamma = {"auto": limits.max_gamma, "fixed": fixed, "off": 0}[mode]
+    if gamma > limits.max_gamma:
+        raise RequestError.invalid(
+            "speculation.gamma", f"'speculation.gamma' may be at most {limits.max_gamma} on this server."
+        )
+    # With a seed the text has to repeat; the default is else the rule that accepts most. Greedy, all rules are the
+    # same, and `token` is the name that describes `accept_equal` best.
+    default: Verification = "token" if sampling.temperature == 0 else "block" if sampling.seed is None else "coupled"
+    return SpeculationParams(gamma, options.verification or default, drafter, mode)
+
+
+def _constraint(request: GenerationRequest, grammars: GrammarCompiler) -> Constraint | None:
+    """Compile the grammar that the output follows, if there is one."""
+    if request.grammar is not None:
+        return grammars.gbnf(request.grammar)
+    if isinstance(request.response_format, JsonSchema):
+        return grammars.json_schema(request.response_format.json_schema.json_schema)
+    return grammars.json_object() if isinstance(request.response_format, JsonObject) else None
+
+
+def _prediction(request: GenerationRequest, vocabulary: Vocabulary, config: HandlerConfig) -> list[int]:
+    """Tokenize the predicted output, as far as an output can reach."""
+    text = "" if request.prediction is None else text_of(request.prediction.content)
+    beginning = text[: BYTES_PER_TOKEN * config.context_length]
+    return vocabulary.encode(beginning, begin=False)[: config.context_length] if text else []

@@ -25,9 +25,14 @@ def read(path: Path) -> Any:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
-def jobs() -> list[dict[str, str]]:
-    """What the workflow runs, a combination of Python and command each."""
-    included: list[dict[str, str]] = read(GITHUB / "workflows" / "ci.yml")["jobs"]["ci"]["strategy"]["matrix"]["include"]
+def workflow() -> Any:
+    """The job of the workflow."""
+    return read(GITHUB / "workflows" / "ci.yml")["jobs"]["ci"]
+
+
+def runs() -> list[dict[str, str]]:
+    """What the job runs, a combination of Python and command each."""
+    included: list[dict[str, str]] = workflow()["strategy"]["matrix"]["include"]
     return included
 
 
@@ -40,13 +45,12 @@ def test_every_supported_python_passes_what_every_change_has_to_pass() -> None:
     with (PROJECT / "pyproject.toml").open("rb") as file:
         classifiers = tomllib.load(file)["project"]["classifiers"]
     supported = {name.rpartition(" ")[2] for name in classifiers if name.startswith("Programming Language :: Python")}
-    assert {job["python"] for job in jobs() if job["run"] == ".ci/run"} == supported
-    steps = read(GITHUB / "workflows" / "ci.yml")["jobs"]["ci"]["steps"]
-    assert "${{ matrix.run }}" in [step.get("run") for step in steps]
+    assert {run["python"] for run in runs() if run["run"] == ".ci/run"} == supported
+    assert "${{ matrix.run }}" in [step.get("run") for step in workflow()["steps"]]
 
 
 def test_workflow_runs_files_that_exist() -> None:
-    named = [word for job in jobs() for word in shlex.split(job["run"]) if "/" in word]
+    named = [word for run in runs() for word in shlex.split(run["run"]) if "/" in word]
     assert [word for word in named if not (PROJECT / word).exists()] == []
     assert "tests/engine/test_kernels.py" in named
 

@@ -296,14 +296,14 @@ def test_concurrent_fetches_download_a_file_once(models: Path, config: Path, mon
 
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "specserve.tools.download", *arguments]
+    command = [sys.executable, "-m", "specserve.tools", "fetch_models", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((), "fetch_models: the following arguments are required: FILE; `fetch_models --help`"),
+        ((), "fetch_models: the following arguments are required: FILE; `scripts/fetch_models --help`"),
         (("absent.yaml",), "absent.yaml: cannot be read (No such file or directory)."),
         (("a.yaml", "--fast"), "fetch_models: unrecognized arguments: --fast;"),
     ],

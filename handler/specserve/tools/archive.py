@@ -159,14 +159,10 @@ def _run_archiver(building: Path, name: str, version: str) -> Path:
 
 def main(arguments: Sequence[str]) -> int:
     """Write an archive and print its path."""
-    parser = cli.Parser(prog="archive", description=__doc__)
+    parser = cli.Parser("archive")
     parser.add_config()
     parser.add_argument("--name", default=paths.NAME, help=f"the model's name in every URL (default: {paths.NAME})")
     parser.add_argument("--version", default=paths.VERSION, help=f"its version (default: {paths.VERSION})")
     options = parser.parse_args(arguments)
     cli.say(str(archive(options.config, options.name, options.version)))
     return 0
-
-
-if __name__ == "__main__":
-    cli.run(main)

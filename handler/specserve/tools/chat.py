@@ -149,7 +149,9 @@ class Chat:
                 if "error" in event:
                     raise RequestError(event["error"]["message"])
                 yield event
-        raise EnvironmentFailure("the server ended in the middle of an answer; start it again with scripts/serve.")
+        raise EnvironmentFailure(
+            f"the server ended in the middle of an answer; start it again with {cli.command('serve')}."
+        )
 
     @contextlib.contextmanager
     def _answered(self, method: str, route: str, **options: Any) -> Iterator[requests.Response]:
@@ -160,7 +162,7 @@ class Chat:
                     raise RequestError(_reason(answer))
                 yield answer
         except requests.RequestException as error:
-            advice = "start a server with scripts/serve, or name the port of another one with --port"
+            advice = f"start a server with {cli.command('serve')}, or name the port of another one with --port"
             raise EnvironmentFailure(f"nothing answers at {self._url}; {advice}.") from error
 
 
@@ -175,7 +177,7 @@ def _reason(answer: requests.Response) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Chat until the input ends."""
-    parser = cli.Parser(prog="chat", description="Chat with a server that scripts/serve started.")
+    parser = cli.Parser("chat")
     parser.add_argument("--port", type=int, default=8080, help="the first of its five ports (default: 8080)")
     parser.add_argument("--host", default="127.0.0.1", help="its address (default: 127.0.0.1)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="of an answer (default: the rest of the context)")
@@ -193,7 +195,3 @@ def main(arguments: Sequence[str]) -> int:
         console.print(greeting)
     chat.run()
     return 0
-
-
-if __name__ == "__main__":
-    cli.run(main)

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from specserve.errors import ConfigError, EnvironmentFailure, SpecserveError
 from specserve.tools import paths
@@ -14,8 +14,37 @@ from specserve.tools import paths
 INTERRUPTED = 130
 
 
+class Verb(NamedTuple):
+    """A command: the module of this package with its `main(arguments)`, and a sentence for its users."""
+
+    module: str
+    sentence: str
+
+
+# As `specserve VERB` and as `scripts/VERB`, in the order in which a user meets them.
+VERBS = {
+    "serve": Verb("server", "Build the archive of a configuration, start TorchServe on it, show a first completion."),
+    "chat": Verb("chat", "Chat with a running server: who wrote each token, and what speculation gains."),
+    "stop": Verb("torchserve_process", "Stop a running server."),
+    "fetch_models": Verb("download", "Download the model files of a configuration into the models directory."),
+    "prepare": Verb("models", "Download the models of a configuration and requantise those that ask for it."),
+    "archive": Verb("archive", "Write a .mar with the handler, the package and the model YAML, without the weights."),
+    "doctor": Verb("doctor", "Check the machine, the build and the pair of models, and say what to change."),
+    "report": Verb("report", "Summarise traces in one self-contained HTML page."),
+}
+
+
+def command(verb: str) -> str:
+    """Return how to call a verb, in the way in which the user has called this one."""
+    return f"specserve {verb}" if Path(sys.argv[0]).name == "specserve" else f"scripts/{verb}"
+
+
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports a usage error in a line, as every other error is reported."""
+    """The argument parser of a verb; it reports a usage error in one line, as every other error is reported."""
+
+    def __init__(self, verb: str) -> None:
+        super().__init__(prog=command(verb), description=VERBS[verb].sentence)
+        self._verb = verb
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line.
@@ -23,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError(f"{self.prog}: {message}; `{self.prog} --help` lists what it takes.")
+        raise ConfigError(f"{self._verb}: {message}; `{self.prog} --help` lists what it takes.")
 
     def add_config(self) -> None:
         """Add the option --config."""

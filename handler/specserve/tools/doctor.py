@@ -272,7 +272,7 @@ def one_slot_engine(model: LlamaModel, threads: int) -> LlamaEngine:
 
 def main(arguments: Sequence[str]) -> int:
     """Print all findings; return 1 if something should be done."""
-    parser = cli.Parser(prog="doctor", description=__doc__)
+    parser = cli.Parser("doctor")
     parser.add_config()
     parser.add_argument("--port", type=int, default=8080, help="the first of the server's five ports (default: 8080)")
     parser.add_argument("--json", action="store_true", help="all findings with their numbers, as one JSON object")
@@ -293,7 +293,3 @@ def main(arguments: Sequence[str]) -> int:
         report = {"config": str(options.config), "findings": [asdict(finding) for finding in findings]}
         cli.say(json.dumps(report, indent=1))
     return 0 if all(finding.well for finding in findings) else 1
-
-
-if __name__ == "__main__":
-    cli.run(main)

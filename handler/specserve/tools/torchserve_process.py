@@ -112,7 +112,7 @@ def properties(state: State, *, with_tokens: bool) -> str:
         own |= {"enable_model_api": "false", "allowed_urls": _NO_URL}
     lines = (f"{key}={escaped(value)}" for key, value in own.items())
     base = (paths.CONFIG / "config.properties").read_text(encoding="utf-8")
-    heading = f"# This server's own, written by scripts/serve --port {ports.inference}:"
+    heading = f"# This server's own, written by {cli.command('serve')} --port {ports.inference}:"
     return "\n".join([base, heading, *lines, ""])
 
 
@@ -270,13 +270,9 @@ def stop(state: State) -> bool:
 
 def main(arguments: Sequence[str]) -> int:
     """Stop the server of a port; it is no error if none runs."""
-    parser = cli.Parser(prog="stop", description="Stop what scripts/serve started.")
+    parser = cli.Parser("stop")
     parser.add_argument("--port", type=int, default=8080, help="the first of its five ports (default: 8080)")
     port = parser.parse_args(arguments).port
     stopped = stop(State.of(port))
     cli.say(f"{'stopped' if stopped else 'nothing runs on'} port {port}.")
     return 0
-
-
-if __name__ == "__main__":
-    cli.run(main)

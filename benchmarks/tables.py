@@ -91,8 +91,8 @@ def fixed_numbers(results: Results) -> list[str]:
         }
         columns[f"{machine}, adaptive"] = {family: f"{ratio:.2f}" for family, ratio in adaptive.items()}
     answer = (
-        f"At least as good in {sum(ahead)} of {len(ahead)} rows. Times plain decoding, without prefill; the fixed number of "
-        "the model's drafts is the best in hindsight."
+        f"It is at least as good for {sum(ahead)} of {len(ahead)} kinds of text and machines. Times plain decoding, "
+        "without prefill; the fixed number of the model's drafts is the best in hindsight."
     )
     return section("Is it better than a fixed number of drafts?", answer, table("", KINDS, columns), results, names)
 
@@ -191,8 +191,8 @@ def perplexity(results: Results) -> list[str]:
             if row["file"] == TARGET:
                 published.append(abs(row["ratio"] - 1))
     answer = (
-        f"The published file's perplexity differs by {max(published):.2%} at most. Windows of 512 tokens, with standard "
-        "errors of the logarithm of the ratio."
+        f"The published file's perplexity differs by {100 * max(published):.2f} % at most. Windows of 512 tokens, with "
+        "standard errors of the logarithm of the ratio."
     )
     lines = table("", own_titles(columns), columns)
     return section("Do our kernels change the model?", answer, lines, results, names)
@@ -207,8 +207,8 @@ def schemas(results: Results) -> list[str]:
         for counted, key in ((sets, "accepted"), (sets, "schemas"), (suite, "invalid"), (suite, "invalid_accepted"))
     )
     answer = (
-        f"{accepted:,} of {schemas:,} of JSON Schema Bench ({accepted / schemas:.0%}). Of {sum(verdicts.values())} "
-        f"answers {verdicts['valid']} were valid, {verdicts.get('INVALID', 0)} invalid, and the others cut off by "
+        f"{accepted:,} of {schemas:,} of JSON Schema Bench ({100 * accepted / schemas:.0f} %). Of "
+        f"{sum(verdicts.values())} answers {verdicts['valid']} were valid, {verdicts.get('INVALID', 0)} invalid, and the others cut off by "
         f"`max_tokens`. Of {invalid:,} instances that JSON Schema's own test suite calls invalid {generated} could be "
         "generated."
     )

@@ -208,9 +208,9 @@ def schemas(results: Results) -> list[str]:
     )
     answer = (
         f"{accepted:,} of {schemas:,} of JSON Schema Bench ({100 * accepted / schemas:.0f} %). Of "
-        f"{sum(verdicts.values())} answers {verdicts['valid']} were valid, {verdicts.get('INVALID', 0)} invalid, and the others cut off by "
-        f"`max_tokens`. Of {invalid:,} instances that JSON Schema's own test suite calls invalid {generated} could be "
-        "generated."
+        f"{sum(verdicts.values())} answers {verdicts['valid']} were valid, {verdicts.get('INVALID', 0)} invalid, and the "
+        f"others cut off by `max_tokens`. Of {invalid:,} instances that JSON Schema's own test suite calls invalid "
+        f"{generated} could be generated."
     )
     rows = [[row["set"], f"{row['accepted']:,} of {row['schemas']:,}"] for row in sets]
     lines = side_by_side(["set", "accepted"], rows, 3)

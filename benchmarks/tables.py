@@ -208,7 +208,7 @@ def schemas(results: Results) -> list[str]:
     )
     answer = (
         f"{accepted:,} of {schemas:,} of JSON Schema Bench ({100 * accepted / schemas:.0f} %). Of "
-        f"{sum(verdicts.values())} answers {verdicts['valid']} were valid, {verdicts.get('INVALID', 0)} invalid, and the "
+        f"{sum(verdicts.values())} answers {verdicts['valid']} were valid, {verdicts.get('INVALID', 0)} invalid, the "
         f"others cut off by `max_tokens`. Of {invalid:,} instances that JSON Schema's own test suite calls invalid "
         f"{generated} could be generated."
     )

@@ -1,4 +1,4 @@
-"""Draws the charts of README.md and RESULTS.md from what the benchmarks printed.
+"""Draws the charts of the pages from what the benchmarks printed.
 
     .venv/bin/python benchmarks/charts.py [RESULT.json ...] [-o DIRECTORY]
 
@@ -109,15 +109,15 @@ def draw(result: dict[str, Any]) -> Figure | None:
 
 
 def main() -> None:
-    """Draw the files given, or all committed results."""
+    """Draw the files given, or the committed results that have a chart."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path, help="default: all of benchmarks/results")
+    parser.add_argument("files", nargs="*", type=Path, help="default: those of benchmarks/results with a chart")
     parser.add_argument("-o", "--out", type=Path, default=RESULTS, help="the directory for the charts")
     options = parser.parse_args()
     mpl.use("svg")
     # The same input draws the same file.
     mpl.rcParams["svg.hashsalt"] = "specserve"
-    for path in options.files or sorted(RESULTS.glob("*.json")):
+    for path in options.files or [chart.with_suffix(".json") for chart in sorted(RESULTS.glob("*.svg"))]:
         figure = draw(json.loads(path.read_text(encoding="utf-8").splitlines()[-1]))
         if figure:
             figure.savefig(options.out / f"{path.stem}.svg", metadata={"Date": None})

@@ -6,8 +6,11 @@ import argparse
 import json
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
@@ -151,6 +154,13 @@ def print_table(title: str, rows: list[Row], omit: Iterable[str] = ()) -> None:
 
 
 def print_result(benchmark: str, models: Row, rows: list[Row], notes: Iterable[str], **more: Any) -> None:
-    """Print the JSON object that is the last line of every benchmark."""
-    result = {"benchmark": benchmark, "machine": describe_machine(), "models": models, "rows": rows}
+    """Print the JSON object that is the last line of every benchmark, as benchmarks/results keeps it."""
+    result = {
+        "benchmark": benchmark,
+        "command": f"benchmarks/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}".rstrip(),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "machine": describe_machine(),
+        "models": models,
+        "rows": rows,
+    }
     print(json.dumps(result | more | {"notes": list(notes)}))

@@ -2,7 +2,7 @@
 
 Every quantity that a request controls has a case, sent through TorchServe while a second client reads a stream, and
 named after the limit that holds it. A pause counts whole, with the round that it stands for: the first line is the
-stream alone. A client that is not answered in time leaves. SECURITY.md has the table.
+stream alone. A client that is not answered in time leaves. RESULTS.md has the longest.
 
     .venv/bin/python benchmarks/worst_cases.py [--config FILE] [--quick] [--port P] [--running] \
         [--only WORD ...] [--seconds N]
@@ -191,7 +191,7 @@ def sampled(**fields: Any) -> Body:
 CASES = [
     Case("an ambiguous grammar, 8 answers", "500 items in a row", COMPLETION, lambda: by_grammar(AMBIGUOUS, n=8)),
     Case(
-        "the same with 15 drafts a round",
+        "an ambiguous grammar, 15 drafts, 8 answers",
         "masks within `max_wait_ms` a round",
         COMPLETION,
         lambda: by_grammar(AMBIGUOUS, n=8, speculation={"mode": "fixed", "gamma": MOST_DRAFTS}),
@@ -259,7 +259,7 @@ CASES = [
     ),
     Case("every field of sampling, 8 answers", "a vocabulary sorted a token", COMPLETION, sampled),
     Case(
-        "the same with 15 drafts a round",
+        "every field of sampling, 15 drafts, 8 answers",
         "drafts as `max_wait_ms` allows",
         COMPLETION,
         lambda: sampled(speculation={"mode": "fixed", "gamma": MOST_DRAFTS, "drafter": "model"}),

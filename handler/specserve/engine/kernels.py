@@ -49,7 +49,7 @@ _TIMED_K, _TIMED_COLUMNS, _TIMED_ROWS, _TIMES = 2048, 1536, (1, 4, 8), 5
 _NOISE = 0.1
 _MAX_TRIALS = 6
 # `prefetcht1` has to be so many times as fast to be used: it loses for some numbers of rows only, by where the code
-# lies in memory (benchmarks/RESULTS.md, decisions), and those that are timed may be lucky.
+# lies in memory, and those that are timed may be lucky (benchmarks/decisions/prefetch.md).
 _STREAMED_MARGIN = 1.1
 # Products for that comparison, in the most frequent format: 47 MB of weights, more than the third-level cache of most
 # machines has for two cores. It takes .8 s, once a process.

@@ -1,0 +1,73 @@
+"""What tables.py makes its page of: results by name, tables in Markdown, and where their figures come from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import Row
+
+RESULTS = Path(__file__).parent / "results"
+MACHINES = {"zen5": "Zen 5", "zen4": "Zen 4"}
+# Characters of a command on the page: its file has the whole.
+COMMAND_WIDTH = 70
+Results = Mapping[str, Row]
+# Texts by the keys of their rows.
+Column = dict[Any, str]
+
+
+def read_results(directory: Path = RESULTS) -> dict[str, Row]:
+    """All results by the names of their files."""
+    files = sorted(directory.glob("*.json"))
+    return {path.stem: json.loads(path.read_text(encoding="utf-8").splitlines()[-1]) for path in files}
+
+
+def on_machines(results: Results, *questions: str) -> dict[str, str]:
+    """The results of some questions: the title of the machine by the name of the file."""
+    names = [(f"{question}-{machine}", title) for question in questions for machine, title in MACHINES.items()]
+    return {name: title for name, title in names if name in results}
+
+
+def line(cells: Iterable[str]) -> str:
+    """One line of a table."""
+    return "| " + " | ".join(cells) + " |"
+
+
+def table(corner: str, titles: Mapping[Any, str], columns: Mapping[str, Column]) -> list[str]:
+    """The lines of a table: a row for each key of `titles` that a column has."""
+    rows = [
+        line([title, *(column.get(key, "") for column in columns.values())])
+        for key, title in titles.items()
+        if any(key in column for column in columns.values())
+    ]
+    return [line([corner, *columns]), "|---" * (1 + len(columns)) + "|", *rows]
+
+
+def side_by_side(heads: Sequence[str], rows: Sequence[Sequence[str]], times: int) -> list[str]:
+    """The lines of a table of many short rows, of which so many share a line."""
+    height = -(-len(rows) // times)
+    lines = [[cell for row in rows[start::height] for cell in row] for start in range(height)]
+    width = len(heads) * times
+    return [line([*heads] * times), "|---" * width + "|", *(line([*row, *[""] * (width - len(row))]) for row in lines)]
+
+
+def own_titles(columns: Mapping[str, Column]) -> dict[str, str]:
+    """Titles of rows whose keys are texts already."""
+    return {key: key for column in columns.values() for key in column}
+
+
+def source(results: Results, name: str) -> str:
+    """Which command printed a result, when, and on which machine."""
+    command = results[name]["command"].removeprefix("benchmarks/")
+    if len(command) > COMMAND_WIDTH:
+        command = command[:COMMAND_WIDTH].rpartition(" ")[0] + " ..."
+    machine = MACHINES.get(name.rpartition("-")[2])
+    return f"[{', '.join(filter(None, (machine, results[name]['date'])))}](results/{name}.json): `{command}`"
+
+
+def section(question: str, answer: str, lines: list[str], results: Results, names: Iterable[str]) -> list[str]:
+    """A question, what its figures are, where they come from, and its table."""
+    sources = "; ".join(source(results, name) for name in names)
+    return ["", f"## {question}", f"{answer} ({sources})", "", *lines]

@@ -1,0 +1,75 @@
+"""Links in pages and references in code lead somewhere; RESULTS.md is what benchmarks/tables.py makes of its files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from result_tables import RESULTS, read_results
+from specserve.tools.paths import PROJECT
+from tables import PAGE, page
+
+PARTS = ("handler", "tests", "benchmarks", "config")
+PAGES = [*PROJECT.glob("*.md"), *(path for part in PARTS for path in (PROJECT / part).rglob("*.md"))]
+SOURCES = [
+    path for part in PARTS for kind in ("py", "h", "cpp", "yaml") for path in (PROJECT / part).rglob(f"*.{kind}")
+]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+REFERENCE = re.compile(r"benchmarks/decisions/[\w-]+\.md")
+SCHEME = re.compile(r"[a-z]+:")
+
+
+def prose(path: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(path: Path) -> list[str]:
+    """Links of a page to files or headings of the project that do not exist."""
+    broken = []
+    for link in LINK.findall(prose(path)):
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        missing = not target.exists() or (anchor and anchor not in anchors(target))
+        if missing and not SCHEME.match(link):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(PROJECT)))
+def test_every_link_of_a_page_leads_to_a_file_or_a_heading(path: Path) -> None:
+    assert broken_links(path) == []
+
+
+def test_a_link_to_nothing_is_found(tmp_path: Path) -> None:
+    (tmp_path / "there.md").write_text("# What is `here`?\n", encoding="utf-8")
+    links = ["there.md", "there.md#what-is-here", "https://example.com/x", "gone.md", "there.md#gone"]
+    (tmp_path / "page.md").write_text("\n".join(f"[a link]({link})" for link in links), encoding="utf-8")
+    assert broken_links(tmp_path / "page.md") == ["gone.md", "there.md#gone"]
+
+
+def test_decisions_that_code_refers_to_exist() -> None:
+    references = {name for path in SOURCES for name in REFERENCE.findall(path.read_text(encoding="utf-8"))}
+    assert [name for name in sorted(references) if not (PROJECT / name).exists()] == []
+
+
+def test_results_are_what_the_script_makes_of_the_files() -> None:
+    """`benchmarks/tables.py` writes the page."""
+    assert PAGE.read_text(encoding="utf-8") == page(read_results())
+
+
+def test_results_show_every_file() -> None:
+    shown = {(PAGE.parent / link).resolve() for link in LINK.findall(prose(PAGE))}
+    assert {path for path in RESULTS.glob("*.json") if path.resolve() not in shown} == set()
+
+
+def test_results_answer_within_a_minute() -> None:
+    assert len(PAGE.read_text(encoding="utf-8").splitlines()) <= 150

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 Kind = tuple[str, int]
 
-# Proposals that a prior counts as, and the share of the counts that remains after each (RESULTS.md, sensitivity).
+# Proposals that a prior counts as, and the share of the counts that remains after each (decisions/constants.md).
 _PRIOR_WEIGHT = 6.0
 _MEMORY = 0.97
 

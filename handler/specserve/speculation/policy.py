@@ -29,12 +29,12 @@ from specserve.speculation.cost import Cost
 from specserve.speculation.gain import Candidate, RoundCosts, choose_for_model, offer_length, rows_worth_adding
 from specserve.speculation.step import Draft, Step
 
-# benchmarks/RESULTS.md has what half and twice of each of these change (sensitivity).
+# What half and twice of each of these change is in benchmarks/decisions/constants.md.
 
 # With more tokens to read before it drafts, the draft model has a long catch-up: its prefill of the prompt, or what
 # other drafters have drafted.
 SHORT_CATCH_UP = 4
-# The seconds of a long catch-up count 1.95 times (benchmarks/RESULTS.md, decisions). They are spread over the
+# The seconds of a long catch-up count 1.95 times (benchmarks/decisions/catch-up.md). They are spread over the
 # tokens that are expected to follow: after n tokens n + 48 more, but at most 16 n, since a short answer may end soon,
 # and at most `remaining`. A grammar's answer is often a label of a few tokens: 2 n (an empty list was at .67 of plain
 # decoding's speed, prefill included; benchmarks/decode.py --families schema, Zen 5).

@@ -43,6 +43,7 @@ class Proposer(Protocol):
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what is known of a sequence; most proposers know nothing."""
+        del sequence
 
 
 # All in tokens, and assumed. A run of so many equal tokens is no coincidence: alignment is searched for until then, and

@@ -24,6 +24,7 @@ from typing import Any
 
 import llguidance
 
+from common import print_result
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ConstraintError, RequestError
 from specserve.grammar.compiler import GrammarCompiler
@@ -169,7 +170,7 @@ def main() -> None:
                 "invalid_accepted": len(found.broken),
             }
         )
-    print(json.dumps({"benchmark": "schema_suite", "llguidance": llguidance.get_version(), "rows": rows}))
+    print_result("schema_suite", {"target": config.model_id}, rows, [f"llguidance {llguidance.get_version()}"])
 
 
 if __name__ == "__main__":

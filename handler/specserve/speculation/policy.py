@@ -34,13 +34,12 @@ from specserve.speculation.step import Draft, Step
 # With more tokens to read before it drafts, the draft model has a long catch-up: its prefill of the prompt, or what
 # other drafters have drafted.
 SHORT_CATCH_UP = 4
-# The seconds of a long catch-up count 1.95 times (benchmarks/decisions/catch-up.md). They are spread over the
-# tokens that are expected to follow: after n tokens n + 48 more, but at most 16 n, since a short answer may end soon,
-# and at most `remaining`. A grammar's answer is often a label of a few tokens: 2 n (an empty list was at .67 of plain
-# decoding's speed, prefill included; benchmarks/decode.py --families schema, Zen 5).
-_CATCH_UP_MARGIN = 1.95
+# The seconds of a long catch-up are spread over the tokens that are expected to follow: after n tokens n + 48 more, but
+# at most 16 n, since a short answer may end soon, and at most `remaining`. A grammar's answer is often a label of a few
+# tokens: 2 n (benchmarks/decisions/answer-length.md).
 _GROWTH, _GRAMMAR_GROWTH, _HORIZON = 16, 2, 48
-# Time counts so much more for every other sequence that shares it: what one drafts in vain, all wait for.
+# Time counts so much more for every other sequence that shares it: what one drafts in vain, all wait for
+# (benchmarks/decisions/shared-margin.md).
 _SHARED_MARGIN = 0.12
 # An acceptance probability that few sequences have, and hardly several at once; and how many such drafts are tried:
 # where so many do not pay, more do not either.
@@ -214,7 +213,7 @@ class Auto(Policy):
             return None
         growth = _GROWTH if sequence.constraint is None else _GRAMMAR_GROWTH
         following = min(sequence.remaining, growth * sequence.generated, _HORIZON + sequence.generated)
-        catch_up = _CATCH_UP_MARGIN * (costs.draft_pass(pending) - costs.draft_pass(1)) / max(1, following)
+        catch_up = (costs.draft_pass(pending) - costs.draft_pass(1)) / max(1, following)
         # It has to pay over all these tokens, so the long run's acceptance counts.
         return Candidate(step.reached, shown.long_run_acceptance, 1, step.remaining, catch_up)
 

@@ -62,7 +62,7 @@ def parse_completion(body: object, vocabulary: LlamaModel, grammars: GrammarComp
 def check_refusal(error: RequestError) -> None:
     """The error is a 4xx, and its object is valid JSON."""
     assert 400 <= error.status < 500
-    body = json.loads(json.dumps(Response.refusal(error).body()))
+    body = json.loads(Response.refusal(error).text())
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert body["error"]["message"].endswith((".", "!", "?"))
     assert len(body["error"]["message"]) < 2000

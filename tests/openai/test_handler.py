@@ -253,7 +253,7 @@ def test_rounds_run_between_calls_and_all_other_work_between_rounds(
         (Scheduler, "submit"),
         (Scheduler, "cancel"),
         (GenerationResponse, "next_events"),
-        (GenerationResponse, "body"),
+        (GenerationResponse, "text"),
         (Metrics, "emit"),
         (Routes, "_speculation"),
     ):

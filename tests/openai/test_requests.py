@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -241,7 +242,7 @@ def test_a_json_body_may_arrive_as_bytes() -> None:
 
 
 def test_an_error_is_openais_object() -> None:
-    assert Response.refusal(refusal({"prompt": "a", "best_of": 2, "n": 3})).body() == {
+    assert json.loads(Response.refusal(refusal({"prompt": "a", "best_of": 2, "n": 3})).text()) == {
         "error": {
             "message": "Invalid request: 'best_of' may not be smaller than 'n'.",
             "type": "invalid_request_error",

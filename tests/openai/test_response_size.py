@@ -18,6 +18,7 @@ from specserve.serving.openai.logprobs import (
     completion_logprobs,
     output_positions,
 )
+from specserve.serving.openai.response_schema import as_json
 
 # Tokens that differ in JSON: 128 spaces, a four-byte character, half of one, a letter, and characters to escape.
 PIECES = [b" " * 128, "🙂".encode(), b"\xf0\x9f", b"a", b'"\\\n' * 20]
@@ -55,7 +56,7 @@ def test_the_estimated_size_is_between_the_size_and_twice_the_size(top: int, *, 
     size = ResponseSize(vocabulary, chat=chat)
     for score in scores:
         size.add_token(vocabulary.piece(score.token), score)
-    actual = len(json.dumps({"text": text, "logprobs": logprobs.written()}))
+    actual = len(as_json({"text": text, "logprobs": logprobs}))
     assert actual - 100 <= size.bytes
     # On v1/completions alternatives with equal text are written once but counted each time.
     if chat or not top:

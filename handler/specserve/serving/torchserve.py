@@ -23,7 +23,6 @@ replies, and starts the next one, which runs while TorchServe sends the replies;
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -198,7 +197,7 @@ class Handler:
             context.stopping_criteria[index] = last_chunk
         else:
             self._set_status(context, index, response, "application/json")
-        return json.dumps(response.body())
+        return response.text()
 
     def _keep_open(self, context: Context, index: int, response: Response, content_type: str) -> str:
         """Send an empty chunk, by which TorchServe notices that a client left; nothing before the status is due."""

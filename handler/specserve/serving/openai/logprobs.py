@@ -66,10 +66,8 @@ class ResponseSize:
     def _bytes_of(self, token: int) -> int:
         known = self._entry_bytes.get(token)
         if known is None:
-            if self._chat:
-                form = _entry(token, _NUMBER, self._vocabulary).written()
-            else:
-                form = {_spelling(token, self._vocabulary): _NUMBER}
+            name = _spelling(token, self._vocabulary)
+            form = _entry(token, _NUMBER, self._vocabulary) if self._chat else {name: _NUMBER}
             known = self._entry_bytes[token] = len(json.dumps(form)) + _SEPARATORS
         return known
 
@@ -115,11 +113,11 @@ def completion_logprobs(positions: Sequence[Position], vocabulary: Vocabulary, *
 
 def chat_logprobs(positions: Sequence[Position], vocabulary: Vocabulary) -> ChatLogprobs:
     """Return the form of v1/chat/completions, with all alternatives that were kept."""
-    content = [
-        TokenLogprob(
-            **dict(_entry(score.token, score.logprob, vocabulary)),
-            top_logprobs=[_entry(token, logprob, vocabulary) for token, logprob in score.top],
-        )
+    content: list[TokenLogprob] = [
+        {
+            **_entry(score.token, score.logprob, vocabulary),
+            "top_logprobs": [_entry(token, logprob, vocabulary) for token, logprob in score.top],
+        }
         for _, score, _ in positions
         if score is not None
     ]
@@ -137,7 +135,7 @@ def _best(score: TokenScore, vocabulary: Vocabulary) -> dict[str, float]:
 def _entry(token: int, logprob: float, vocabulary: Vocabulary) -> TopLogprob:
     """Return a token with its log-probability, in the form of v1/chat/completions."""
     name = vocabulary.name(token)
-    return TopLogprob(token=name.decode("utf-8", errors="replace"), logprob=logprob, bytes=list(name))
+    return {"token": name.decode("utf-8", errors="replace"), "logprob": logprob, "bytes": list(name)}
 
 
 def _spelling(token: int, vocabulary: Vocabulary) -> str:

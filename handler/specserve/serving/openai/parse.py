@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from specserve.errors import RequestError
 from specserve.serving.openai.body import UNKNOWN_FIELD
-from specserve.serving.openai.request_schema import MAX_CHOICES, MAX_STOPS, ChatRequest, CompletionRequest
+from specserve.serving.openai.request_schema import MAX_CHOICES, MAX_STOPS, GenerationRequest
 
 # Lists and objects of a body, counted by their brackets, those in strings included. Python makes them one by one, and
 # no other thread runs meanwhile: 260,000 of them take 0.1 s. A prompt of as many characters fills most contexts.
@@ -27,7 +27,7 @@ _EXPECTED = {
 }
 
 
-AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatRequest)
+AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
 
 
 def parse_body(body: object, kind: type[AnyRequest]) -> AnyRequest:

@@ -40,8 +40,7 @@ class ResponseForm:
 
     Args:
         prompts: as tokens and text.
-        candidates: how many sequences are generated for each prompt.
-        choices: how many of them are returned, the best.
+        choices: how many answers each has, the best candidates.
         top_logprobs: number of most probable tokens to return at every position; None returns no log-probabilities.
         echo: whether each choice begins with its prompt.
         sources: whether to return who wrote each piece of the text.
@@ -50,7 +49,6 @@ class ResponseForm:
     """
 
     prompts: list[Prompt]
-    candidates: int
     choices: int
     top_logprobs: int | None
     echo: bool
@@ -101,7 +99,6 @@ def resolve(
         limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     form = ResponseForm(
         prompts,
-        candidates,
         choices,
         top_logprobs,
         echo,

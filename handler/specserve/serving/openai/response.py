@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from specserve.serving.openai.logprobs import (
     prompt_positions,
 )
 from specserve.serving.openai.resolve import ResponseForm
-from specserve.serving.openai.response_schema import ResponseObject
+from specserve.serving.openai.response_schema import ResponseObject, as_json
 
 _END = "data: [DONE]\n\n"
 
@@ -50,7 +49,7 @@ class Response:
         # When the status is sent at the latest, by time.monotonic().
         self.status_deadline = 0.0
         self._status = status
-        self._body = body.written() if isinstance(body, ResponseObject) else body or {}
+        self._body = body or {}
 
     @classmethod
     def refusal(cls, error: RequestError) -> Response:
@@ -72,9 +71,9 @@ class Response:
         """The HTTP status, as far as is known."""
         return self.error.status if self.error else self._status
 
-    def body(self) -> Mapping[str, Any]:
-        """Return the whole JSON object; the response must be done."""
-        return self._body
+    def text(self) -> str:
+        """Return the whole JSON object as text; the response must be done."""
+        return as_json(self._body)
 
     def next_events(self) -> str:
         """Return the events of a stream since the last call; '' of a response that is no stream."""
@@ -133,19 +132,19 @@ class GenerationResponse(Response, ABC):
     def _logprobs(self, positions: list[Position]) -> ResponseObject:
         """Make the log-probabilities of these tokens."""
 
-    def body(self) -> Mapping[str, Any]:
-        """Return the whole response, or the error object."""
+    def text(self) -> str:
+        """Return the whole response, or the error object, as JSON text."""
         if self.error:
-            return _error_object(self.error).written()
+            return as_json(_error_object(self.error))
         best = [generation for group in self._candidates for generation in self._best(group)]
         choices = [self._new(index, generation, generation.finish_reason) for index, generation in enumerate(best)]
-        return self._object(choices=choices, **self._totals()).written()
+        return as_json(self._object(choices=choices, **self._totals()))
 
     def next_events(self) -> str:
         """Return the stream's events since the last call, '' where nothing is new; when done, the end of the stream."""
         if self.error:
             return _event(_error_object(self.error)) + _END
-        usage = {"usage": None} if self._form.include_usage else {}
+        usage: dict[str, Any] = {"usage": None} if self._form.include_usage else {}
         choices = [new for index, generation in enumerate(self.generations) for new in self._news(index, generation)]
         events = "".join(_event(self._object(choices=[choice], **usage)) for choice in choices)
         if len(self._ended) == len(self.generations):
@@ -164,9 +163,8 @@ class GenerationResponse(Response, ABC):
             yield new
         if generation.done:
             self._ended.add(index)
-            sources = {"sources": []} if self._form.sources else {}
-            end = {"index": index, "logprobs": None, "finish_reason": generation.finish_reason, **sources}
-            yield self._choice(None, first=False, fields=end)
+            end: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": generation.finish_reason}
+            yield self._choice(None, first=False, fields=end | ({"sources": []} if self._form.sources else {}))
 
     def _new(self, index: int, generation: Generation, finish_reason: FinishReason | None) -> ResponseObject | None:
         """Make what is new of a choice, at first with a prompt that is echoed; None if a stream has nothing to say."""
@@ -201,7 +199,7 @@ class GenerationResponse(Response, ABC):
         scored = self._candidates[index // self._form.choices][0]
         return not scored.scores_prompt or len(scored.prompt_scores) == scored.prompt_length - 1
 
-    def _totals(self) -> dict[str, ResponseObject]:
+    def _totals(self) -> dict[str, Any]:
         """Count what all candidates took, for the fields `usage` and `speculation`."""
         stats = SequenceStats.total(generation.stats for generation in self.generations)
         prompt_tokens = sum(group[0].prompt_length for group in self._candidates)
@@ -279,7 +277,7 @@ class ChatResponse(GenerationResponse):
 
 def _event(data: ResponseObject) -> str:
     """Write one server-sent event."""
-    return f"data: {json.dumps(data.written())}\n\n"
+    return f"data: {as_json(data)}\n\n"
 
 
 def _error_object(error: RequestError) -> schema.ErrorResponse:

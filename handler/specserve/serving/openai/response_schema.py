@@ -6,10 +6,13 @@ given.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import SkipJsonSchema
+from typing_extensions import TypedDict
 
 from specserve.sequence import Source, Verification
 from specserve.serving.generation import FinishReason
@@ -27,8 +30,17 @@ class ResponseObject(BaseModel):
     model_config = ConfigDict(json_schema_extra=_without_defaults)
 
     def written(self) -> dict[str, Any]:
-        """Return the object as json.dumps takes it, its fields in order."""
-        return self.model_dump(exclude_unset=True)
+        """Return the fields that were given, in order."""
+        fields, given = vars(self), self.model_fields_set
+        return fields if len(given) == len(fields) else {name: fields[name] for name in fields if name in given}
+
+
+_ENCODER = json.JSONEncoder(default=ResponseObject.written)
+
+
+def as_json(body: ResponseObject | Mapping[str, Any]) -> str:
+    """Write an object and those in it as JSON text; pydantic's own dump would copy every number first."""
+    return _ENCODER.encode(body)
 
 
 # The type of a field that is not written; a client never sees null.
@@ -44,7 +56,8 @@ class CompletionLogprobs(ResponseObject):
     text_offset: list[int]
 
 
-class TopLogprob(ResponseObject):
+# Dictionaries, which take a quarter of a model's time: one token of a response may have 21 of them.
+class TopLogprob(TypedDict):
     """An alternative token of v1/chat/completions."""
 
     token: str

@@ -56,7 +56,7 @@ class CompletionLogprobs(ResponseObject):
     text_offset: list[int]
 
 
-# Dictionaries, which take a quarter of a model's time: one token of a response may have 21 of them.
+# Dictionaries, since one token of a response may have 21 of them, and models take more than twice as long.
 class TopLogprob(TypedDict):
     """An alternative token of v1/chat/completions."""
 

@@ -31,6 +31,7 @@ CONFIG = HandlerConfig(
     context_length=256,
 )
 CHAT_ROUTE = "v1/chat/completions"
+pytestmark = pytest.mark.slow
 thousands = settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
 hundreds = settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 

@@ -60,6 +60,7 @@ def softmax(logits: FloatArray) -> FloatArray:
 # Exact
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(st.integers(2, 50).flatmap(lambda size: st.tuples(weights(size), weights(size))))
 def test_accepted_and_recovered_tokens_are_distributed_as_p(rows: tuple[FloatArray, FloatArray]) -> None:
@@ -102,6 +103,7 @@ def test_enumeration_rejects_a_wrong_rule(wrong: Rule) -> None:
     assert max(distance(joint, correct) for joint, correct in pairs) > 1e-3
 
 
+@pytest.mark.slow
 def test_block_accepts_at_least_as_much_as_token() -> None:
     for seed in range(8):
         rng = np.random.default_rng(seed)
@@ -194,6 +196,7 @@ def adversarial_pair() -> tuple[FloatArray, FloatArray]:
     return softmax(logits), softmax(-logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", DRAWING_RULES)
 def test_first_token_is_distributed_as_p_with_an_adversarial_draft(rule: Rule) -> None:
     p, q = adversarial_pair()
@@ -237,6 +240,7 @@ def position_pvalues(rule: Rule, trials: int) -> list[float]:
     return pvalues
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", DRAWING_RULES)
 def test_every_position_over_several_rounds_has_the_targets_distribution(rule: Rule) -> None:
     """Five tests: Bonferroni keeps their common false-alarm rate at FALSE_ALARM."""
@@ -296,6 +300,7 @@ def wide_pvalue(trials: int, kind: type[Noise] = Noise) -> float:
     return float(stats.chisquare(counts, np.append(np.full(16, 0.5 / 16), 0.5) * trials).pvalue)
 
 
+@pytest.mark.slow
 def test_coupled_token_is_distributed_as_p() -> None:
     assert narrow_pvalue(50_000) > FALSE_ALARM
 
@@ -322,6 +327,7 @@ def independence_pvalue(trials: int, kind: type[Noise] = Noise) -> float:
     return float(stats.chi2_contingency(table).pvalue)
 
 
+@pytest.mark.slow
 def test_coupled_tokens_at_different_positions_are_independent() -> None:
     assert independence_pvalue(20_000) > FALSE_ALARM
 

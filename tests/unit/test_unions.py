@@ -210,6 +210,7 @@ def differences(compiler: GrammarCompiler, count: int) -> Iterator[tuple[dict[st
     assert accepted > count / 10
 
 
+@pytest.mark.slow
 def test_an_accepted_union_means_exactly_what_json_schema_says(compiler: GrammarCompiler) -> None:
     assert list(differences(compiler, 1000)) == []
 

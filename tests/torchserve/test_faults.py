@@ -34,7 +34,7 @@ class FaultyHandler(Handler):
             models = load(config)
 
             def attempt(engine, rows):
-                fault = Path({faults!r}) / ("target" if engine is models.target else "draft")
+                fault = Path({faults!r}) / ("target" if engine is models.target.engine else "draft")
                 if fault.exists():
                     fault.unlink()
                     raise EngineError("It was told to fail.")

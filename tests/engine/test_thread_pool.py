@@ -89,6 +89,7 @@ def test_results_are_the_same_on_any_cores_and_after_each_change(engine: Engine)
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="an assistant needs a second core")
+@pytest.mark.skipif(KERNELS == "off", reason="assistants help with specserve's kernels: unset SPECSERVE_TEST_KERNELS")
 def test_assisted_passes_have_the_same_bits_however_the_assistant_is_interrupted(engine: Engine) -> None:
     """A neighbour takes the assistant's core, so that pieces are taken away from it in the middle."""
     expected = engine.logits(CORES)

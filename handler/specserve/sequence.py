@@ -97,8 +97,8 @@ class Constraint(Protocol):
     def complete(self, written: abc.Sequence[int]) -> bool:
         """Whether the completion can only end here; the same in every round, whatever time it has left for masks."""
 
-    def forced(self, written: abc.Sequence[int], limit: int) -> list[int]:
-        """At most `limit` tokens that are likely to spell the only characters the grammar allows next.
+    def forced(self, written: abc.Sequence[int], max_tokens: int) -> list[int]:
+        """At most `max_tokens` tokens that are likely to spell the only characters the grammar allows next.
 
         Raises:
             ConstraintError: the grammar cannot be followed further.

@@ -67,9 +67,9 @@ def scripted(drafter: DrafterName, script: list[int], asked: list[list[int]]) ->
     class Scripted(Proposer):
         name: ClassVar[DrafterName] = drafter
 
-        def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
+        def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> FreeTokens:
             asked.append(drafts)
-            tokens = script[sequence.generated + len(drafts) :][:limit]
+            tokens = script[sequence.generated + len(drafts) :][:max_tokens]
             return FreeTokens(tokens, [0.9] * len(tokens))
 
     return Scripted()

@@ -162,8 +162,8 @@ class Shared(Constraint):
     def complete(self, tokens: Sequence[int]) -> bool:
         return self._right.complete(tokens)
 
-    def forced(self, tokens: Sequence[int], limit: int) -> list[int]:
-        return self._right.forced(tokens, limit)
+    def forced(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
+        return self._right.forced(tokens, max_tokens)
 
 
 class Permanent(Shared):

@@ -91,8 +91,8 @@ def test_acceptance_is_learned_from_proposals_that_were_not_drafted(right: bool)
     class Oracle(Proposer):
         name: ClassVar[DrafterName] = "lookup"
 
-        def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
-            del drafts, limit
+        def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> FreeTokens:
+            del drafts, max_tokens
             token = truth[sequence.generated] if sequence.generated < len(truth) else 0
             return FreeTokens([token if right else (token + 1) % VOCABULARY], [0.6])
 
@@ -111,8 +111,8 @@ def test_proposers_are_not_asked_where_not_even_likely_drafts_pay() -> None:
     class Listener(Proposer):
         name: ClassVar[DrafterName] = "lookup"
 
-        def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
-            del drafts, limit
+        def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> FreeTokens:
+            del drafts, max_tokens
             asked.append(sequence)
             return FreeTokens([1], [0.99])
 

@@ -116,9 +116,9 @@ class Replay(Proposer):
         for position in range(WRONG_EVERY, TOKENS, WRONG_EVERY):
             self._drafts[position] = int(np.argsort(plain.logits[position])[-2])
 
-    def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
+    def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> FreeTokens:
         position = sequence.generated + len(drafts)
-        tokens = self._drafts[position : position + limit]
+        tokens = self._drafts[position : position + max_tokens]
         return FreeTokens(tokens, [0.9] * len(tokens))
 
 

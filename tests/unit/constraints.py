@@ -31,10 +31,10 @@ class Alternating:
     def complete(self, written: Sequence[int]) -> bool:
         return len(written) >= self._length
 
-    def forced(self, written: Sequence[int], limit: int) -> list[int]:
+    def forced(self, written: Sequence[int], max_tokens: int) -> list[int]:
         """Return no tokens: half of all are allowed everywhere."""
         self.allowed(written)
-        return [0] * min(0, limit)
+        return [0] * min(0, max_tokens)
 
     def fork(self) -> Alternating:
         return self

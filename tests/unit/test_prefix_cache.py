@@ -118,3 +118,14 @@ def test_sequences_that_finished_first_are_evicted_first(idle_tokens: int, cache
         bench.cache.release(sequence)
     assert [len(bench.target.cache[sequence.slot]) for sequence in sequences] == cached
     assert [bench.held.end(sequence.slot) for sequence in sequences] == cached
+
+
+def test_a_slot_stays_free_if_its_engine_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    bench.start([*SYSTEM, 2])
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.target, "copy", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            bench.start([*SYSTEM, 4], prefill=False)
+    assert bench.cache.free_slots == 1
+    assert bench.start([*SYSTEM, 4], prefill=False).cached_tokens == len(SYSTEM)

@@ -27,10 +27,12 @@ def max_wait(milliseconds: float | None, cost: Cost) -> float:
     return max(_WAIT_SECONDS, _WAIT_PASSES * cost.seconds(1, 0))
 
 
-def prefill_chunk(cost: Cost, kv_len: int, *, rows: int, decoding: int, others: int, most: int, max_wait: float) -> int:
+def prefill_chunk(
+    cost: Cost, kv_len: int, *, rows: int, decoding: int, others: int, max_rows: int, max_wait_seconds: float
+) -> int:
     """The prefill chunk, in tokens, that minimises the total wait of all sequences per prefilled token.
 
-    Sequences that decode wait for what the chunk adds to the round: at most `max_wait` seconds, unless even the least
+    Sequences that decode wait for what the chunk adds to the round: at most `max_wait_seconds`, unless even the least
     chunk takes longer. The others wait for the whole round. Of equal chunks the largest is taken.
 
     Args:
@@ -39,14 +41,14 @@ def prefill_chunk(cost: Cost, kv_len: int, *, rows: int, decoding: int, others: 
         rows: of the round without the chunk.
         decoding: how many sequences decode.
         others: how many wait or prefill.
-        most: the largest chunk.
-        max_wait: in seconds.
+        max_rows: the largest chunk.
+        max_wait_seconds: that those that decode wait.
     """
-    longest = max_wait if decoding else math.inf
+    max_seconds = max_wait_seconds if decoding else math.inf
     before = cost.seconds(rows, kv_len)
-    chunks = range(min(_MIN_CHUNK, most), most + 1)
+    chunks = range(min(_MIN_CHUNK, max_rows), max_rows + 1)
     # By estimate a forward pass may be cheaper with a chunk; no wait is below zero.
     added = {chunk: max(0.0, cost.seconds(rows + chunk, kv_len) - before) for chunk in chunks}
-    fitting = [chunk for chunk in chunks if added[chunk] <= longest] or [chunks[0]]
+    fitting = [chunk for chunk in chunks if added[chunk] <= max_seconds] or [chunks[0]]
     waits = {chunk: (others * (before + added[chunk]) + decoding * added[chunk]) / chunk for chunk in fitting}
     return max(chunk for chunk in fitting if waits[chunk] <= _EQUAL * min(waits.values()))

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from threading import Event, Timer
 
 from specserve.engine.placement import Placement
@@ -118,6 +119,11 @@ class EngineLoop:
                 break
         if not self._scheduler.busy:
             self._wanted = wanted = Event()
-            self._timer = Timer(self._idle_seconds, self._thread.submit, (self._idle_work, wanted.is_set))
+            self._timer = Timer(self._idle_seconds, self._begin_idle_work, (wanted.is_set,))
             self._timer.daemon = True
             self._timer.start()
+
+    def _begin_idle_work(self, interrupted: Callable[[], bool]) -> None:
+        # The process ends, and its engine thread has.
+        with suppress(RuntimeError):
+            self._thread.submit(self._idle_work, interrupted)

@@ -63,13 +63,15 @@ class PrefixCache:
         if worth_waiting(sequence, shared, soon):
             return False
         slot = self._choose(sequence, source, shared)
-        sequence.slot, sequence.cached_tokens, slot.in_use = slot.index, shared, True
+        sequence.slot, sequence.cached_tokens = slot.index, shared
         if slot is not source and shared:
             self._target.copy(source.index, slot.index, shared)
         self._target.truncate(slot.index, shared)
         if self._drafters.model:
             draft = self._drafters.model.cache
             draft.truncate(slot.index, draft.prefixes(sequence.tokens, len(sequence.tokens) - 1)[slot.index])
+        # Last: a slot whose engine failed stays free.
+        slot.in_use = True
         return True
 
     def release(self, sequence: Sequence) -> None:

@@ -189,7 +189,7 @@ class Scheduler:
             kv_len=self._kv_len(),
             draft_kv_len=self._drafters.draft_kv_len(decoding),
         )
-        return [self._step(generation, 1, most) for generation, most in zip(decoding, max_drafts, strict=True)]
+        return [self._step(generation, 1, gamma) for generation, gamma in zip(decoding, max_drafts, strict=True)]
 
     def _prefill_steps(self, decode_steps: list[Step]) -> list[Step]:
         """Prefill chunks beside these steps, the oldest sequence's first."""
@@ -203,8 +203,8 @@ class Scheduler:
             rows=likely_rows,
             decoding=len(decode_steps),
             others=len(self._queue) + len(self._running) - len(decode_steps),
-            most=self._prefill_rows,
-            max_wait=self.max_wait_seconds,
+            max_rows=self._prefill_rows,
+            max_wait_seconds=self.max_wait_seconds,
         )
         steps = []
         for generation in self._running:

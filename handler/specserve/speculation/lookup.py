@@ -65,7 +65,7 @@ class Lookup:
                 self._matches = _compare(self._tokens, before, self._matches)
                 self._pairs[pair] = (*before, len(self._tokens))
 
-    def propose(self, drafts: abc.Sequence[int], most: int) -> FreeTokens:
+    def propose(self, drafts: abc.Sequence[int], max_tokens: int) -> FreeTokens:
         """What followed the newest earlier occurrence of the longest suffix of the sequence and these drafts.
 
         The continuation may run on into the drafts and into the proposal itself, so that periodic sequences continue
@@ -73,13 +73,13 @@ class Lookup:
 
         Args:
             drafts: draft tokens after the sequence; they are not added.
-            most: the most tokens to propose.
+            max_tokens: the most tokens to propose.
         """
         run = [*self._tokens, *drafts]
         matches = _compare(run, self._pairs.get(tuple(run[-2:]), ()), {}) if drafts else self._matches
         ends, length = _longest(matches)
         proposed = FreeTokens([], [])
-        while ends and len(proposed.tokens) < most:
+        while ends and len(proposed.tokens) < max_tokens:
             token = run[ends[-1]]
             proposed.tokens.append(token)
             proposed.confidence.append(self._record.confidence(_kind(run, ends, length)))
@@ -101,8 +101,8 @@ def _compare(run: list[int], ends: abc.Sequence[int], before: Mapping[int, int])
     for end in ends:
         agreeing = before.get(end - 1, 1) + 1
         if agreeing == 2:
-            most = min(end, _LENGTHS[-1])
-            while agreeing < most and run[end - 1 - agreeing] == run[-1 - agreeing]:
+            max_length = min(end, _LENGTHS[-1])
+            while agreeing < max_length and run[end - 1 - agreeing] == run[-1 - agreeing]:
                 agreeing += 1
         matches[end] = agreeing
     return matches

@@ -268,9 +268,9 @@ def _token(engine: Engine, position: int) -> int:
     return (17 + 7919 * position) % engine.width
 
 
-def row_counts(most: int) -> tuple[int, ...]:
+def row_counts(max_rows: int) -> tuple[int, ...]:
     """The numbers of rows worth measuring up to `most`: the first few, then where kernels' tiles end or begin."""
-    return tuple(rows for rows in (1, 2, 3, 4, 5, 6, 8, 12, 16, 17, 24, 32) if rows <= most)
+    return tuple(rows for rows in (1, 2, 3, 4, 5, 6, 8, 12, 16, 17, 24, 32) if rows <= max_rows)
 
 
 def typical(seconds: list[float]) -> float:

@@ -302,18 +302,18 @@ class Controller:
         # The round may add one token of the target's own.
         asked = [min(self.policy(sequence).max_drafts(sequence), sequence.remaining - 1) for sequence in decoding]
         drafting = max(1, sum(drafts > 0 for drafts in asked))
-        most = max_rows // drafting
+        max_each = max_rows // drafting
         if not math.isinf(max_wait_seconds):
             draft_pass = 0.0
             if self.draft_cost and draft_kv_len is not None:
                 draft_pass = self.draft_cost.seconds(drafting, draft_kv_len)
-            longest = self.target_cost.seconds(len(decoding), kv_len) + max_wait_seconds
+            max_seconds = self.target_cost.seconds(len(decoding), kv_len) + max_wait_seconds
             seconds = {
                 gamma: gamma * draft_pass + self.target_cost.seconds(len(decoding) + drafting * gamma, kv_len)
-                for gamma in range(1, most + 1)
+                for gamma in range(1, max_each + 1)
             }
-            most = max((gamma for gamma in seconds if seconds[gamma] <= longest), default=0)
-        return [max(0, min(drafts, most)) for drafts in asked]
+            max_each = max((gamma for gamma in seconds if seconds[gamma] <= max_seconds), default=0)
+        return [max(0, min(drafts, max_each)) for drafts in asked]
 
     def begin_round(self, steps: abc.Sequence[Step], rows: int, costs: RoundCosts) -> list[Step]:
         """The steps that could get drafts.

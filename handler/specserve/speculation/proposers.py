@@ -38,8 +38,8 @@ class Proposer(Protocol):
         """A round begins: a proposer may limit what it does in it; most do not."""
         return
 
-    def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
-        """At most `limit` tokens that may follow the sequence and these drafts of it; none is an answer."""
+    def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> FreeTokens:
+        """At most `max_tokens` tokens that may follow the sequence and these drafts of it; none is an answer."""
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what is known of a sequence; most proposers know nothing."""
@@ -121,19 +121,19 @@ class Aligner:
             self._output.append(token)
             self._alignment = self._step(self._alignment, self._output)
 
-    def propose(self, drafts: abc.Sequence[int], most: int) -> FreeTokens:
+    def propose(self, drafts: abc.Sequence[int], max_tokens: int) -> FreeTokens:
         """What the prediction says after the output and these drafts.
 
         Args:
             drafts: draft tokens after the decided output; they are not added.
-            most: the most tokens to propose.
+            max_tokens: the most tokens to propose.
         """
         alignment = self._alignment
         output = self._output[-_LONGEST:]
         for token in drafts:
             output.append(token)
             alignment = self._step(alignment, output)
-        tokens = self._prediction[alignment.position : alignment.position + max(most, 0)]
+        tokens = self._prediction[alignment.position : alignment.position + max(max_tokens, 0)]
         confidence = []
         for _ in tokens:
             confidence.append(self._record.confidence(alignment.kind))
@@ -172,8 +172,8 @@ class Aligner:
 
     def _agreement(self, end: int, output: list[int]) -> int:
         """How many tokens before a position of the prediction equal the output's last ones, counted up to _LONGEST."""
-        most = min(end, len(output), _LONGEST)
-        return next((n for n in range(most) if self._prediction[end - 1 - n] != output[-1 - n]), most)
+        max_run = min(end, len(output), _LONGEST)
+        return next((n for n in range(max_run) if self._prediction[end - 1 - n] != output[-1 - n]), max_run)
 
 
 @dataclass
@@ -203,14 +203,14 @@ class LookupProposer(Proposer):
         """Allow another slice; see `Proposer.begin_round`."""
         self._left = _INDEXED_A_ROUND
 
-    def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
+    def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> FreeTokens:
         """The continuation of the longest and newest match, once all is indexed; see `Proposer.propose`."""
         lookups = self._lookups.of(sequence)
         if lookups.own is None and self._index(lookups.prompt, sequence.prompt):
             lookups.own = lookups.prompt.copy()
         if lookups.own is None or not self._index(lookups.own, sequence.tokens):
             return FreeTokens([], [])
-        return lookups.own.propose(drafts, limit)
+        return lookups.own.propose(drafts, max_tokens)
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the sequence's index."""
@@ -237,13 +237,13 @@ class PredictionProposer(Proposer):
     def __init__(self) -> None:
         self._aligners = BySequence(lambda sequence: Aligner(sequence.prediction))
 
-    def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
+    def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> FreeTokens:
         """The prediction's next tokens; see `Proposer.propose`."""
         if not sequence.prediction:
             return FreeTokens([], [])
         aligner = self._aligners.of(sequence)
         aligner.extend(sequence.tokens[sequence.prompt_length + len(aligner) :])
-        return aligner.propose(drafts, limit)
+        return aligner.propose(drafts, max_tokens)
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the sequence's alignment."""
@@ -255,12 +255,12 @@ class GrammarProposer(Proposer):
 
     name: ClassVar[DrafterName] = "grammar"
 
-    def propose(self, sequence: Sequence, drafts: list[int], limit: int) -> FreeTokens:
+    def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> FreeTokens:
         """The forced tokens, as the tokenizer would write them; see `Proposer.propose`."""
         if sequence.constraint is None:
             return FreeTokens([], [])
         try:
-            tokens = sequence.constraint.forced([*sequence.answer, *drafts], limit)
+            tokens = sequence.constraint.forced([*sequence.answer, *drafts], max_tokens)
         except (ConstraintError, MaskDeferred):
             # Verification asks the grammar about the same position.
             return FreeTokens([], [])

@@ -1,0 +1,87 @@
+"""The record of a KV cache: what slots hold, wherever a slot's text begins, and that it agrees with the engine."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from fake_engine import FakeEngine
+from specserve.engine.base import Row
+from specserve.errors import EngineError
+from specserve.kv_cache import KVCache
+
+TEXT = [7, 3, 9, 1, 4, 8]
+
+
+def filled(*, start: int = 0, end: int = len(TEXT)) -> tuple[FakeEngine, KVCache]:
+    """A cache whose slot 0 holds the tokens of TEXT from `start` to `end`."""
+    engine = FakeEngine(vocabulary=24, n_slots=3)
+    cache = KVCache(engine)
+    cache.restart(0, start)
+    cache.forward([Row(TEXT[n], 0, n, wants_logits=n == end - 1) for n in range(start, end)])
+    return engine, cache
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_positions_are_those_of_the_text_wherever_a_slot_begins(start: int) -> None:
+    engine, cache = filled(start=start)
+    assert (cache.start(0), cache.end(0), cache.length(0)) == (start, 6, 6 - start)
+    assert engine.cache[0] == TEXT[start:]
+    cache.truncate(0, 4)
+    assert engine.cache[0] == TEXT[start:4]
+    cache.forward([Row(5, 0, 4, wants_logits=True)])
+    assert engine.cache[0] == [*TEXT[start:4], 5]
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_a_prefix_is_found_up_to_the_first_other_token(start: int) -> None:
+    _, cache = filled(start=start)
+    assert cache.prefixes(TEXT, 5) == [5, 0, 0]
+    assert cache.prefixes([*TEXT[:4], 0, 0], 5) == [4, 0, 0]
+    assert cache.prefixes([0] * 6, 5) == [0, 0, 0]
+
+
+def test_a_text_that_ends_before_a_slot_begins_shares_nothing_with_it() -> None:
+    _, cache = filled(start=3)
+    assert cache.prefixes(TEXT[:3], 2) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_a_copy_holds_the_same_tokens_at_the_same_positions(start: int) -> None:
+    engine, cache = filled(start=start)
+    cache.copy(0, 1, 5)
+    assert (cache.start(1), cache.end(1)) == (start, 5)
+    assert engine.cache[1] == TEXT[start:5]
+    assert cache.check()
+
+
+def test_an_adopted_alternative_takes_the_place_of_what_follows() -> None:
+    engine, cache = filled(end=4)
+    drafts = [Row(token, 0, position, wants_logits=True) for position, token in ((4, 5), (5, 6))]
+    cache.forward([*drafts, Row(9, 0, 4, wants_logits=True, alternative=True)])
+    cache.adopt(0, 0)
+    assert engine.cache[0] == [*TEXT[:4], 9]
+    assert cache.end(0) == 5
+    assert cache.check()
+
+
+def test_a_failed_pass_leaves_the_record_as_it_was() -> None:
+    engine, cache = filled()
+    engine.fail_after = 0
+    with pytest.raises(EngineError):
+        cache.forward([Row(5, 0, 6, wants_logits=True)])
+    assert cache.end(0) == 6
+    assert cache.check()
+
+
+def test_a_slot_that_differs_from_the_engine_is_reported_and_emptied(caplog: pytest.LogCaptureFixture) -> None:
+    engine, cache = filled()
+    cache.copy(0, 1, 3)
+    del engine.cache[0][4:]
+    with caplog.at_level(logging.ERROR):
+        assert not cache.check()
+    assert "slot 0 of a KV cache holds 4 tokens instead of 6" in caplog.text
+    assert (engine.cache[0], cache.end(0)) == ([], 0)
+    assert engine.cache[1] == TEXT[:3], "other slots stay"
+    assert cache.check()

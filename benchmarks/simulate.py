@@ -4,7 +4,7 @@ Scheduler, drafters and controller are those of the server. Only the two engines
 logits of a real pair, and advance a simulated clock by the cost of each pass.
 
     .venv/bin/python benchmarks/simulate.py [--recordings FILE] [--machines NAME ...] [--orders N]
-        [--set acceptance._FADE=.7 ...]
+        [--set acceptance._FADE=.7 ...] [--sensitivity]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 import sys
 from collections import Counter, abc
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +27,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from common import print_result
 from specserve.engine.base import FloatArray, Row
 from specserve.kv_cache import KVCache
 from specserve.sampling.logits import TargetDistributions
@@ -493,6 +495,76 @@ def compare(target: CostTable, draft: CostTable, recordings: list[Recording], or
             }
 
 
+# Modules of speculation/ whose constants --sensitivity changes, one at a time.
+_CONSTANTS = ("acceptance", "alternatives", "charges", "policy", "offers")
+
+
+def constants() -> Iterator[tuple[str, tuple[float, float]]]:
+    """Every number among them, with half and twice of it.
+
+    Of a fading share it is what fades, of a probability the odds, so that both stay shares.
+    """
+    for module in _CONSTANTS:
+        for name, value in vars(import_module(f"specserve.speculation.{module}")).items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            if name.endswith(("_FADE", "_MEMORY")) and value < 1:
+                changed = 1 - (1 - value) * 2, 1 - (1 - value) / 2
+            elif name.endswith(("_FIRST", "_PRIOR", "_LIKELY")):
+                changed = value / (2 - value), 2 * value / (1 + value)
+            elif isinstance(value, int):
+                changed = max(1, value // 2), 2 * value
+            else:
+                changed = value / 2, 2 * value
+            yield f"{module}.{name}", changed
+
+
+@contextmanager
+def constant_set(name: str, value: float) -> Iterator[None]:
+    """A constant of speculation/ has another value for a while."""
+    module, attribute = name.split(".")
+    owner = import_module(f"specserve.speculation.{module}")
+    before = getattr(owner, attribute)
+    setattr(owner, attribute, type(before)(value))
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, before)
+
+
+def sensitivity(machines: list[str], recordings: list[Recording], orders: int) -> Iterator[dict[str, Any]]:
+    """For every constant, the most that half and twice of it change the mean and the slowest recording on a machine."""
+    policies = {"plain": SpeculationParams(mode="off"), "adaptive": SpeculationParams(15, mode="auto")}
+
+    def figures() -> list[tuple[float, float]]:
+        """Mean and slowest recording of each machine, in times plain decoding."""
+        found = []
+        for machine in machines:
+            seconds = {
+                name: [replay_all(*MACHINES[machine], policy, recordings, seed) for seed in range(1, orders + 1)]
+                for name, policy in policies.items()
+            }
+            plain, adaptive = ([mean(times) for times in zip(*runs, strict=True)] for runs in seconds.values())
+            ratios = [before / after for before, after in zip(plain, adaptive, strict=True)]
+            found.append((mean(ratios), min(ratios)))
+        return found
+
+    usual = figures()
+    for name, values in constants():
+        changes = []
+        for value in values:
+            with constant_set(name, value):
+                changes += [
+                    (abs(m - before_m), abs(s - before_s))
+                    for (m, s), (before_m, before_s) in zip(figures(), usual, strict=True)
+                ]
+        yield {
+            "constant": f"`{name}` ({values[0]:.4g}, {values[1]:.4g})",
+            "mean": round(max(change for change, _ in changes), 3),
+            "slowest": round(max(change for _, change in changes), 3),
+        }
+
+
 def show(machine: str, rows: list[dict[str, Any]]) -> None:
     """Print a machine's rows, a policy a column."""
     table = Table(title=f"SIMULATION: {machine}; mean speed relative to plain decoding, the draft's prefill included")
@@ -517,12 +589,20 @@ def main() -> None:
     parser.add_argument("--recordings", type=Path, default=RECORDINGS, help="a file that record.py wrote")
     parser.add_argument("--machines", nargs="+", choices=MACHINES, default=list(MACHINES), help="only these machines")
     parser.add_argument("--orders", type=int, default=6, help="so many orders of the recordings (%(default)s)")
+    parser.add_argument("--sensitivity", action="store_true", help="what half and twice of each constant change")
     parser.add_argument("--set", nargs="+", default=[], metavar="MODULE.NAME=VALUE", help="constants of speculation/")
     options = parser.parse_args()
     for constant in options.set:
         name, value = constant.split("=")
         module, name = name.split(".")
         setattr(import_module(f"specserve.speculation.{module}"), name, float(value))
+    if options.sensitivity:
+        rows = []
+        for row in sensitivity(options.machines, read_recordings(options.recordings), options.orders):
+            print(row)
+            rows.append(row)
+        print_result("simulate", {}, rows, [f"machines: {', '.join(options.machines)}; {options.orders} orders"])
+        return
     recordings = read_recordings(options.recordings) + [synthetic(kind) for kind in PROCESSES]
     rows = []
     for machine in options.machines:
@@ -531,7 +611,7 @@ def main() -> None:
         show(machine, mine)
         rows += [{"machine": machine, **row} for row in mine]
     notes = ["simulated: recorded answers, measured or assumed costs; the oracle knows which draft tokens are accepted"]
-    print(json.dumps({"benchmark": "simulate", "machine": {}, "models": {}, "rows": rows, "notes": notes}))
+    print_result("simulate", {}, rows, notes)
 
 
 if __name__ == "__main__":

@@ -90,10 +90,12 @@ constexpr int64_t scale_words(Format format, int64_t k) { return k / block_lengt
 
 constexpr int64_t sum_words(Format format, int64_t k) {
     switch (format) {
+        case Format::q4_0:
+        case Format::q8_0: return k / 32;
         case Format::q4_k: return k / 64;  // sums of 32, two in a word
         case Format::q6_k: return k / 16;
-        default: return k / 32;
     }
+    return 0;
 }
 
 // Null where this build or this processor does not have the variant.

@@ -90,7 +90,7 @@ class SpeculationConfig(_Section):
         default=15,
         ge=1,
         le=32,
-        description="Maximum draft tokens per round; with the token before them 16 rows, a tile of the kernels.",
+        description="Maximum draft tokens per round; with the token before them 16 rows, a tile with AVX-512.",
     )
     window: int = Field(
         default=128,
@@ -151,7 +151,8 @@ class HandlerConfig(_Section):
     max_wait_ms: float | None = Field(
         default=None,
         ge=1,
-        description="Maximum extra latency prefill may add to a decoding step, in ms; default: 250, or the time of ten "
+        description="Maximum extra latency that prefill, grammar masks and drafts may each add to a round of others, "
+        "in ms; default: 250, or the time of ten "
         "forward passes of one token if that is more, since smaller chunks cost more per token.",
     )
     idle_tokens: int = Field(

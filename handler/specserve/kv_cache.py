@@ -1,4 +1,4 @@
-"""What a model's KV cache holds, for target and draft model alike: the only record of it.
+"""What a model's KV cache holds, for target and draft model alike: the only record of the tokens.
 
 Scheduler and draft model ask here which tokens a slot holds, how many a sequence still has to be fed, and which slot
 holds the longest prefix of a text. An engine (engine/base.py) knows numbers of tokens only, and takes them from
@@ -35,7 +35,7 @@ class KVCache:
     at position 0. All positions here are those of the text.
 
     Args:
-        engine: nobody else adds tokens to its cache or removes any.
+        engine: the model's engine; nobody else adds tokens to its cache, but in slots that hold none.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -130,8 +130,8 @@ class SequenceStats:
 
     `rounds` counts decode rounds, `gammas` those by their number of draft tokens, `drafted_by` and `accepted_by` draft
     tokens by drafter, `decided` all their tokens, an end token included. `alternatives` counts those that the target
-    read, `adopted` those that were recovered. `plain_seconds` is what the tokens after the first would have taken
-    without drafts, by the cost model.
+    read, `adopted` those that were recovered and gave one more token. `plain_seconds` is what the tokens after the
+    first would have taken without drafts, by the cost model.
     """
 
     rounds: int = 0

@@ -24,6 +24,7 @@ __all__ = [
     "Mode",
     "Share",
     "Unusable",
+    "assist",
     "attention_error",
     "calls",
     "head_limited_to",

@@ -29,7 +29,7 @@ class Scheduler:
 
     Args:
         target: the target's KV cache.
-        drafters: draft what their controller decides, which knows what forward passes cost.
+        drafters: all drafters, with their controller. It knows what forward passes cost.
         prefill_rows: the most prompt tokens in a round; the engine has room for these and `max_logits` rows in a pass.
         idle_tokens: the most tokens of finished sequences that stay in the cache.
         max_wait_seconds: the most that each of these may add to a round: prefill, grammar masks, and drafts if several
@@ -89,7 +89,7 @@ class Scheduler:
         self._queue.append(generation)
 
     def cancel(self, generation: Generation) -> None:
-        """Drop a sequence; its slot is free in the next round. One that has ended is left as it is."""
+        """Drop a sequence; its slot is free in the next round, and keeps its tokens. One that has ended is left alone."""
         if generation in self._queue:
             self._queue.remove(generation)
             self._recorder.record_ends([generation])
@@ -195,7 +195,7 @@ class Scheduler:
         """Prefill chunks beside these steps, the oldest sequence's first."""
         logits_left = self._target.engine.max_logits - sum(1 + step.max_drafts for step in decode_steps)
         policy = self._controller.policy
-        likely_rows = sum(1 + policy(step.sequence).expected_drafts(step.max_drafts) for step in decode_steps)
+        likely_rows = sum(1 + policy(step.sequence).certain_drafts(step.max_drafts) for step in decode_steps)
         # Balances the delay of those that decode against the wait of all others (budget.py).
         rows_left = prefill_chunk(
             self._controller.target_cost,

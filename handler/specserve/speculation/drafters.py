@@ -74,7 +74,7 @@ class Drafters:
     def draft(
         self, steps: list[Step], kv_len: int, awaiting_first_token: int = 0, *, max_alternatives: int = 0
     ) -> None:
-        """Add drafts and alternatives to the steps of a round, at most `max_drafts` each.
+        """Add drafts and alternatives to the steps of a round, together at most `max_drafts` for each.
 
         Args:
             steps: all of the round, without drafts.
@@ -126,7 +126,7 @@ class Drafters:
         for proposer in self._proposers:
             if sequence.speculation.drafter not in {None, proposer.name}:
                 continue
-            offer = proposer.propose(sequence, step.tokens, step.remaining)
+            offer = proposer.propose(sequence, step.draft_tokens, step.remaining)
             tokens, confidences = offer.until(self._end_tokens)
             if not tokens:
                 continue
@@ -163,7 +163,7 @@ class Drafters:
         """Draw a draft token from the model's logits; False where the grammar leaves none."""
         sequence = step.sequence
         try:
-            shaped = process_logits(logits, sequence, step.tokens)
+            shaped = process_logits(logits, sequence, step.draft_tokens)
             if is_greedy(sequence.sampling):
                 q, token = None, argmax(shaped)
             else:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 Kind = tuple[str, int]
 
-# Proposals that a prior counts as, and the share of the counts that remains after each (decisions/constants.md).
+# Proposals that a prior counts as, and the share of the counts that remains after each
+# (benchmarks/decisions/constants.md).
 _PRIOR_WEIGHT = 6.0
 _MEMORY = 0.97
 

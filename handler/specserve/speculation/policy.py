@@ -59,8 +59,8 @@ class Policy:
         del sequence
         return 0
 
-    def expected_drafts(self, max_drafts: int) -> int:
-        """How many draft tokens a round is likely to have of these at most, for the estimate of what it takes."""
+    def certain_drafts(self, max_drafts: int) -> int:
+        """How many of these at most are drafted whatever they gain; for the estimate of what a round takes."""
         del max_drafts
         return 0
 
@@ -70,8 +70,8 @@ class Policy:
         Args:
             steps: all of this policy that may have drafts.
             certain: of steps of other policies, what the draft model drafts in any case.
-            rows: of the target's pass without drafts.
-            costs: of this round.
+            rows: number of rows of the target's pass without drafts.
+            costs: what passes cost in this round.
         """
         del steps, certain, rows, costs
         return False
@@ -97,8 +97,10 @@ class Policy:
         Args:
             step: with the drafts before it.
             pending: tokens that the draft model has to read before that.
-            costs: of this round.
+            costs: what passes cost in this round.
         """
+        del step, pending, costs
+        return None
 
     def note_alternatives(self, step: Step, logits: FloatArray, draft: Draft, probability: float) -> None:
         """Take note of what could be recovered in place of a draft of the draft model.
@@ -106,12 +108,14 @@ class Policy:
         Args:
             step: without the draft.
             logits: that the draft was chosen by.
-            draft: by the model.
-            probability: that it is accepted.
+            draft: the model's draft.
+            probability: the probability that it is accepted.
         """
+        del step, logits, draft, probability
 
     def learn(self, step: Step, p: TargetDistributions, decided: list[int]) -> None:
         """Learn from a verification; see `Acceptance.learn_from`."""
+        del step, p, decided
 
 
 class Off(Policy):
@@ -119,7 +123,7 @@ class Off(Policy):
 
 
 class Fixed(Policy):
-    """Drafts `gamma` tokens in every round; the model makes those that it is likelier to get right.
+    """Drafts up to `gamma` tokens in every round, whatever they gain; the model those that it is likelier to get right.
 
     Args:
         acceptance: estimates that.
@@ -134,19 +138,19 @@ class Fixed(Policy):
         """The request's gamma."""
         return sequence.speculation.gamma
 
-    def expected_drafts(self, max_drafts: int) -> int:
-        """All."""
+    def certain_drafts(self, max_drafts: int) -> int:
+        """All of them are."""
         return max_drafts
 
     def worth_asking(self, steps: list[Step], certain: abc.Sequence[Candidate], rows: int, costs: RoundCosts) -> bool:
-        """It is."""
+        """They always are."""
         del steps, certain, rows, costs
         return True
 
     def offer_length(
         self, step: Step, probabilities: list[float], by_model: Candidate | None, rows: int, costs: RoundCosts
     ) -> int:
-        """Those before the first that is less likely than the model's next."""
+        """Drafts those before the first that is less likely than the model's next."""
         del step, rows, costs
         if by_model is None:
             return len(probabilities)
@@ -154,7 +158,7 @@ class Fixed(Policy):
         return next(unlikely, len(probabilities))
 
     def candidate(self, step: Step, pending: int, costs: RoundCosts) -> Candidate | None:
-        """A certain one."""
+        """The model drafts in any case, if it can."""
         del costs
         acceptance = self._acceptance.of(step.sequence).next_acceptance
         return Candidate(step.reached, acceptance, pending, step.remaining, is_certain=True)
@@ -195,11 +199,11 @@ class Auto(Policy):
     def offer_length(
         self, step: Step, probabilities: list[float], by_model: Candidate | None, rows: int, costs: RoundCosts
     ) -> int:
-        """Those that gain; none where the draft model gains more."""
+        """Drafts those that gain; none where the draft model gains more."""
         return offer_length(step.reached, probabilities, by_model, rows, costs)
 
     def candidate(self, step: Step, pending: int, costs: RoundCosts) -> Candidate | None:
-        """Not while the sequence's drafts have lost too much for its length; other drafters go on.
+        """The model may not draft while drafts have lost too much for the sequence's length; other drafters go on.
 
         And no long catch-up starts while a sequence awaits its first token: those that decode would wait for both.
         """
@@ -218,7 +222,7 @@ class Auto(Policy):
         return Candidate(step.reached, shown.long_run_acceptance, 1, step.remaining, catch_up)
 
     def note_alternatives(self, step: Step, logits: FloatArray, draft: Draft, probability: float) -> None:
-        """The draft model's next choices, as likely as they have been recovered so far."""
+        """Take note of the draft model's next choices, as likely as such have been recovered so far."""
         note_possible(step, logits, draft, probability, self._controller.acceptance)
 
     def learn(self, step: Step, p: TargetDistributions, decided: list[int]) -> None:

@@ -150,12 +150,12 @@ def sample_coupled(q: FloatArray, index: int, noise: Noise) -> int:
 
 
 def likeliest(q: FloatArray, _index: int, _noise: Noise) -> int:
-    """The token that token and block verification most likely recover in place of those set to 0 in q."""
+    """The most probable token of q: what token and block verification most likely recover where others are excluded."""
     return int(np.argmax(q))
 
 
 def next_in_race(q: FloatArray, index: int, noise: Noise) -> int:
-    """The token that wins the race of `sample_coupled` without those set to 0 in q; any where none is left."""
+    """The token that wins the race of `sample_coupled` among those not excluded by a 0 in q; any where none is left."""
     return sample_coupled(q, index, noise) if q.any() else 0
 
 

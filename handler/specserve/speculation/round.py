@@ -151,9 +151,9 @@ def _decide(controller: Controller, step: Step, logits: FloatArray) -> int:
         ConstraintError: the request's grammar cannot be followed further.
     """
     sequence = step.sequence
-    p = TargetDistributions(logits, sequence, step.tokens)
+    p = TargetDistributions(logits, sequence, step.draft_tokens)
     step.n_accepted, next_token = _verify(p, step)
-    decided = step.tokens[: step.n_accepted] + ([] if next_token is None else [next_token])
+    decided = step.draft_tokens[: step.n_accepted] + ([] if next_token is None else [next_token])
     if not decided:
         sequence.deferrals += 1
         return 0
@@ -184,8 +184,8 @@ def _verify(p: TargetDistributions, step: Step) -> tuple[int, int | None]:
     sampling, speculation = step.sequence.sampling, step.sequence.speculation
     try:
         if is_greedy(sampling):
-            return accept_equal(p.argmax, step.tokens)
-        return RULES[speculation.verification].verify(p, step.q, step.tokens, step.noise)
+            return accept_equal(p.argmax, step.draft_tokens)
+        return RULES[speculation.verification].verify(p, step.q, step.draft_tokens, step.noise)
     except ConstraintError:
         if not step.drafts or p.n_computed < len(step.drafts):
             raise

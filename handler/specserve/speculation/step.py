@@ -48,8 +48,8 @@ class Alternative(NamedTuple):
     The target reads it beside the drafts (round.py). Each is the draft model's next choice after the draft itself.
 
     Args:
-        draft_index: of the draft.
-        token: another than the draft's.
+        draft_index: the index of the draft that it would replace.
+        token: the alternative token.
         confidence: its probability among all tokens but the draft's and the alternatives before it.
         gain: the estimated probability that it is recovered; the round then gives one token more.
     """
@@ -94,13 +94,14 @@ class Step:
         is_decode_round: whether it decided tokens, and its prefill was over before.
         error: why the sequence failed.
 
-    The accounts (charges.py) add:
+    The charges (charges.py) are:
 
         plain_seconds: what the target's pass would have taken of its time, had no sequence drafted.
         target_drafts_seconds: of the target's pass, for the drafts.
         target_share: of the time of the target's pass, and of what follows it.
-        draft_seconds, target_seconds, other_seconds: the part of the round's time for drafting, for the target's pass,
-            and for all else.
+        draft_seconds, target_seconds: the part of the round's time for drafting, and for the target's pass.
+
+    The recorder adds `other_seconds`, the part of all else.
     """
 
     sequence: Sequence
@@ -156,7 +157,7 @@ class Step:
     # ---- drafts ----
 
     @property
-    def tokens(self) -> list[int]:
+    def draft_tokens(self) -> list[int]:
         """The draft tokens, in order."""
         return [draft.token for draft in self.drafts]
 
@@ -177,7 +178,7 @@ class Step:
 
     def tokens_from(self, first: int) -> list[int]:
         """The tokens of the sequence from a position on, draft tokens included."""
-        return [*self.sequence.tokens[first:], *self.tokens[max(0, first - len(self.sequence.tokens)) :]]
+        return [*self.sequence.tokens[first:], *self.draft_tokens[max(0, first - len(self.sequence.tokens)) :]]
 
     @property
     def draft_rows(self) -> int:
@@ -199,7 +200,7 @@ class Step:
         constraint = self.sequence.constraint
         if constraint is not None and self._mask_after != len(self.drafts):
             try:
-                self._mask = constraint.allowed([*self.sequence.answer, *self.tokens])
+                self._mask = constraint.allowed([*self.sequence.answer, *self.draft_tokens])
             except (ConstraintError, MaskDeferred):
                 return False
             self._mask_after = len(self.drafts)
@@ -235,14 +236,15 @@ class Step:
     def target_rows(self) -> list[Row]:
         """The rows of the target's pass: pending tokens, then draft tokens, then alternatives."""
         sequence, after = self.sequence, self.cached + self.rows
-        tokens = sequence.tokens[self.cached : after] + self.tokens
+        tokens = sequence.tokens[self.cached : after] + self.draft_tokens
         without_logits = self.rows - self.rows_with_logits
         rows = [
             Row(token, sequence.slot, self.cached + number, number >= without_logits)
             for number, token in enumerate(tokens)
         ]
         rows += [
-            Row(choice.token, sequence.slot, after + choice.draft_index, True, True) for choice in self.alternatives
+            Row(other.token, sequence.slot, after + other.draft_index, wants_logits=True, alternative=True)
+            for other in self.alternatives
         ]
         return rows
 

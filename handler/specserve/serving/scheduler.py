@@ -89,7 +89,7 @@ class Scheduler:
         self._queue.append(generation)
 
     def cancel(self, generation: Generation) -> None:
-        """Drop a sequence; its slot is free in the next round and keeps its tokens. One that has ended is left alone."""
+        """Drop a sequence; its slot is free in the next round, with its tokens. One that has ended stays as it is."""
         if generation in self._queue:
             self._queue.remove(generation)
             self._recorder.record_ends([generation])

@@ -128,7 +128,7 @@ def run_side_by_side(lanes: list[Lane], task: Task, temperature: float, seed: in
         return generation.generated, target.end(generation.slot) if generation.slot >= 0 else 0
 
     while running := [lane for lane in started if lane[0].busy]:
-        min(running, key=progress)[0].step()
+        min(running, key=progress)[0].run_round()
     for _, generation, _ in started:
         if generation.error:
             raise SystemExit(f"{task.name}: {generation.error}")

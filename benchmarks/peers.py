@@ -98,7 +98,7 @@ class Ours:
         """Run whole rounds for about TURN_SECONDS."""
         started = perf_counter()
         while self._running and not self.done and perf_counter() - started < TURN_SECONDS:
-            self._running[0].step()
+            self._running[0].run_round()
             self._text += self._running[1].take_text()
         self._seconds += perf_counter() - started
 

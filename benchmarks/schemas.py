@@ -105,7 +105,7 @@ class Sampler:
         for generation in generations:
             scheduler.submit(generation)
         while scheduler.busy:
-            scheduler.step()
+            scheduler.run_round()
         return generations
 
     def _generation(self, schema: dict[str, Any], mode: dict[str, Any]) -> Generation:

@@ -254,7 +254,7 @@ class Average(Policy):
     def candidate(self, step: Step, pending: int, costs: RoundCosts) -> Candidate | None:
         """A certain one, until there are enough."""
         del costs
-        return None if self._has_enough(step, 1) else Candidate(1.0, 1.0, pending, step.remaining, is_certain=True)
+        return None if self._has_enough(step, 1) else Candidate(1.0, 1.0, pending, step.rows_left, is_certain=True)
 
     def learn(self, step: Step, p: TargetDistributions, decided: list[int]) -> None:
         """Take the drafts up to the first rejected one into the average."""
@@ -332,7 +332,7 @@ class Simulation:
         begun = self._clock()
         ends: dict[Generation, float] = {}
         while scheduler.busy:
-            scheduler.step()
+            scheduler.run_round()
             for generation in generations:
                 if generation.done:
                     ends.setdefault(generation, self._clock() - begun)

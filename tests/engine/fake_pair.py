@@ -125,7 +125,7 @@ class FakePair:
     def step(self, count: int = 1) -> None:
         """Run rounds, and compare both KV caches with the sequences' tokens after each."""
         for _ in range(count):
-            self.scheduler.step()
+            self.scheduler.run_round()
             self._check_caches()
 
     def run(self, *generations: Generation) -> None:

@@ -112,7 +112,7 @@ class Pair:
 
         def chunks() -> Iterator[str]:
             while scheduler.busy:
-                scheduler.step()
+                scheduler.run_round()
                 yield generation.take_text()
 
         text_chunks = list(chunks())

@@ -124,7 +124,7 @@ def test_alternatives_take_no_more_rows_than_the_drafts_have_left() -> None:
     step.possible = [Alternative(0, token, 0.5, 0.4) for token in (1, 2, 3)]
     choose_alternatives([step], 8, 1, costs_of([1.0] * 20, 1.0), end_tokens=())
     assert [one.token for one in step.alternatives] == [1]
-    assert step.remaining == 0
+    assert step.rows_left == 0
 
 
 @pytest.mark.parametrize("samplings", [[ENDLESS], [replace(ENDLESS, temperature=1, seed=seed) for seed in range(5, 9)]])

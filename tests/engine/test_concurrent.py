@@ -51,9 +51,9 @@ def run_concurrently(pair: Pair, requests: list[dict[str, Any]], rng: random.Ran
     for generation in generations:
         scheduler.submit(generation)
         for _ in range(rng.randrange(12)):
-            scheduler.step()
+            scheduler.run_round()
     while scheduler.busy:
-        scheduler.step()
+        scheduler.run_round()
     return generations
 
 

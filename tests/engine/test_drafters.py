@@ -13,7 +13,7 @@ from fake_pair import ENDLESS, SLOTS, VOCABULARY, FakePair, plain_greedy
 from specserve.sequence import DrafterName, Sequence, SpeculationMode
 from specserve.speculation import proposers
 from specserve.speculation.lookup import Lookup
-from specserve.speculation.offers import FreeTokens
+from specserve.speculation.offers import Offer
 from specserve.speculation.proposers import LookupProposer, Proposer
 
 PROMPT = [1, 2, 3]
@@ -91,10 +91,10 @@ def test_acceptance_is_learned_from_proposals_that_were_not_drafted(right: bool)
     class Oracle(Proposer):
         name: ClassVar[DrafterName] = "lookup"
 
-        def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> FreeTokens:
+        def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Offer:
             del drafts, max_tokens
             token = truth[sequence.generated] if sequence.generated < len(truth) else 0
-            return FreeTokens([token if right else (token + 1) % VOCABULARY], [0.6])
+            return Offer([token if right else (token + 1) % VOCABULARY], [0.6])
 
     pair = FakePair(proposers=[Oracle()], costs=(FixedCost(table(lambda rows: 0.06 + 0.94 * rows)), flat()))
     generation = pair.submit(PROMPT, gamma=4, mode="auto", drafter="lookup", max_tokens=len(truth))
@@ -111,10 +111,10 @@ def test_proposers_are_not_asked_where_not_even_likely_drafts_pay() -> None:
     class Listener(Proposer):
         name: ClassVar[DrafterName] = "lookup"
 
-        def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> FreeTokens:
+        def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Offer:
             del drafts, max_tokens
             asked.append(sequence)
-            return FreeTokens([1], [0.99])
+            return Offer([1], [0.99])
 
     pair = FakePair(proposers=[Listener()])
     auto = pair.submit(PROMPT, gamma=1, mode="auto", drafter="lookup", max_tokens=9)
@@ -189,9 +189,9 @@ def test_lookups_are_the_same_whether_they_were_indexed_in_slices_or_at_once(mon
     answers, offers = [], []
     propose = Lookup.propose
     for slice_length in (10_000, 100):
-        made: dict[tuple[int, tuple[int, ...]], FreeTokens] = {}
+        made: dict[tuple[int, tuple[int, ...]], Offer] = {}
 
-        def noted(self: Lookup, drafts: list[int], most: int, made: Any = made) -> FreeTokens:
+        def noted(self: Lookup, drafts: list[int], most: int, made: Any = made) -> Offer:
             offer = propose(self, drafts, most)
             made[len(self), tuple(drafts)] = offer
             return offer

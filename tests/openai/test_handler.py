@@ -227,13 +227,13 @@ def test_rounds_run_between_calls_and_all_other_work_between_rounds(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_round, rounds, overlapping = threading.Event(), [], []
-    step = Scheduler.step
+    run_round = Scheduler.run_round
 
-    def slow_step(scheduler: Scheduler) -> None:
+    def slow_round(scheduler: Scheduler) -> None:
         rounds.append(scheduler)
         in_round.set()
         time.sleep(0.002)
-        step(scheduler)
+        run_round(scheduler)
         in_round.clear()
 
     def between_rounds(owner: type, name: str) -> None:
@@ -248,7 +248,7 @@ def test_rounds_run_between_calls_and_all_other_work_between_rounds(
 
         monkeypatch.setattr(owner, name, checked)
 
-    monkeypatch.setattr(Scheduler, "step", slow_step)
+    monkeypatch.setattr(Scheduler, "run_round", slow_round)
     for owner, name in (
         (Scheduler, "submit"),
         (Scheduler, "cancel"),
@@ -275,16 +275,16 @@ def test_rounds_run_between_calls_and_all_other_work_between_rounds(
 def test_a_new_request_interrupts_a_long_time_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first time slice has one round; the clock stops for the next one, so that only an interrupt can end it."""
     front_end = FrontEnd(time_slice_ms=500)
-    started, posted, steps = threading.Event(), threading.Event(), count()
-    clock, step = chain([0.0], repeat(1.0)), Scheduler.step
+    started, posted, rounds = threading.Event(), threading.Event(), count()
+    clock, run_round = chain([0.0], repeat(1.0)), Scheduler.run_round
 
-    def announced_step(scheduler: Scheduler) -> None:
-        """A step, but no more than 50 before the second request: the answer of 200 tokens cannot end earlier."""
-        if posted.is_set() or next(steps) < 50:
-            step(scheduler)
+    def announced_round(scheduler: Scheduler) -> None:
+        """A round, but no more than 50 before the second request: the answer of 200 tokens cannot end earlier."""
+        if posted.is_set() or next(rounds) < 50:
+            run_round(scheduler)
         started.set()
 
-    monkeypatch.setattr(Scheduler, "step", announced_step)
+    monkeypatch.setattr(Scheduler, "run_round", announced_round)
     monkeypatch.setattr("specserve.serving.engine_loop.time", SimpleNamespace(monotonic=lambda: next(clock)))
     long = front_end.post({**BODY, "max_tokens": 200, "ignore_eos": True, "speculation": {"mode": "off"}})
     front_end.waits_for_slice = False

@@ -23,7 +23,7 @@ from specserve.engine.llama_model import LlamaModel
 from specserve.kv_cache import KVCache
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.offers import FreeTokens
+from specserve.speculation.offers import Offer
 from specserve.speculation.policy import Controller
 from specserve.speculation.proposers import Proposer
 from specserve.speculation.rejection import Verdict, accept_equal
@@ -116,10 +116,10 @@ class Replay(Proposer):
         for position in range(WRONG_EVERY, TOKENS, WRONG_EVERY):
             self._drafts[position] = int(np.argsort(plain.logits[position])[-2])
 
-    def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> FreeTokens:
+    def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Offer:
         position = sequence.generated + len(drafts)
         tokens = self._drafts[position : position + max_tokens]
-        return FreeTokens(tokens, [0.9] * len(tokens))
+        return Offer(tokens, [0.9] * len(tokens))
 
 
 def decode_speculatively(loaded: Loaded, plain: PlainOutput) -> list[int]:

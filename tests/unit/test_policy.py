@@ -32,7 +32,7 @@ def costs_of(target: list[float], draft: list[float], rate: float) -> RoundCosts
 
 def gain_of(drafts: list[tuple[Candidate, int]], rows: int, costs: RoundCosts) -> float:
     """Expected tokens minus what their time is worth, directly from the definition."""
-    accepted = [sum(one.reached * one.acceptance**n for n in range(1, gamma + 1)) for one, gamma in drafts]
+    accepted = [sum(one.p_all_accepted * one.acceptance**n for n in range(1, gamma + 1)) for one, gamma in drafts]
     tokens = sum(accepted)
     # Every token of the round pays for a catch-up, the target's own one as well.
     paying = [(one, more) for (one, gamma), more in zip(drafts, accepted, strict=True) if gamma]

@@ -110,7 +110,7 @@ class EngineLoop:
         while self._scheduler.busy:
             try:
                 self._placement.begin_round()
-                self._scheduler.step()
+                self._scheduler.run_round()
             except Exception as error:
                 # Raised to TorchServe, it would fail every request, those that wait included.
                 logger.exception("specserve: a round failed")

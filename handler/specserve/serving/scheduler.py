@@ -99,11 +99,11 @@ class Scheduler:
             self._recorder.record_ends([generation])
 
     def fail_all(self, reason: Exception) -> None:
-        """End every running sequence with an error; the queued ones stay. The engine loop calls it if `step` raises."""
+        """End every running sequence with an error, where a round has raised; queued ones stay."""
         self._fail(dict.fromkeys(self._running, reason))
         self._recorder.record_ends(self._end_completed())
 
-    def step(self) -> None:
+    def run_round(self) -> None:
         """Run a round over what is scheduled, if anything is.
 
         A failed forward pass ends every sequence of the round with an error; the scheduler goes on.

@@ -217,10 +217,10 @@ class Acceptance:
     def _learn_alternatives(self, step: Step, recovered: int) -> None:
         """Learn from the first rejected draft's alternatives, whether the target has read them or not."""
         calibration = self._calibration(step.sequence, "alternative")
-        for choice in step.possible:
-            if choice.draft_index == step.n_accepted:
-                hit = choice.token == recovered
-                calibration.learn(choice.confidence, float(hit))
+        for alternative in step.possible:
+            if alternative.draft_index == step.n_accepted:
+                hit = alternative.token == recovered
+                calibration.learn(alternative.confidence, float(hit))
                 if hit:
                     break
 

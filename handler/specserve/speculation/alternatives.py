@@ -34,15 +34,15 @@ def note_possible(step: Step, logits: FloatArray, draft: Draft, probability: flo
         logits: that a greedy draft is the argmax of, shape (vocabulary,).
         draft: by the model.
         probability: that it is accepted.
-        acceptance: estimates how likely a choice is recovered.
+        acceptance: estimates how likely an alternative is recovered.
     """
     sequence, index = step.sequence, len(step.drafts)
     greedy = draft.q is None
     values, excluded = (logits, -np.inf) if draft.q is None else (draft.q, 0.0)
     guess = likeliest if greedy else RULES[sequence.speculation.verification].guess
     best = float(values[draft.token])
-    # That the draft is the first to be rejected and no choice so far is recovered; and what their probabilities leave.
-    rejected, left = step.reached * (1 - probability), 1 - (draft.confidence if greedy else best)
+    # That the draft is the first to be rejected and none so far is recovered; and what their probabilities leave.
+    rejected, left = step.p_all_accepted * (1 - probability), 1 - (draft.confidence if greedy else best)
     chosen = [(draft.token, best)]
     values[draft.token] = excluded
     while len(chosen) <= _CHOICES and rejected >= _LEAST_GAIN and left > 0:
@@ -70,16 +70,18 @@ def choose_alternatives(
     An end token is none of them: no token follows it.
 
     Args:
-        steps: with all their drafts, which have left rows to them or not (`Step.remaining`).
+        steps: with all their drafts, which have left rows to them or not (`Step.rows_left`).
         max_alternatives: of the pass.
         rows: of the target's pass by now.
         costs: of this round.
         end_tokens: those that end an answer.
     """
-    possible = [(choice, step) for step in steps for choice in step.possible if choice.token not in end_tokens]
+    possible = [
+        (alternative, step) for step in steps for alternative in step.possible if alternative.token not in end_tokens
+    ]
     possible.sort(key=lambda pair: pair[0].gain, reverse=True)
-    gains = [choice.gain - _LEAST_GAIN for choice, _ in possible[:max_alternatives]]
+    gains = [alternative.gain - _LEAST_GAIN for alternative, _ in possible[:max_alternatives]]
     length, _ = rows_worth_adding(gains, rows, costs)
-    for choice, step in possible[:length]:
-        if step.remaining > 0:
-            step.alternatives.append(choice)
+    for alternative, step in possible[:length]:
+        if step.rows_left > 0:
+            step.alternatives.append(alternative)

@@ -57,13 +57,13 @@ class DraftModel:
         # Rows and KV length of the last pass.
         self._last = 0, 0
 
-    def pending(self, step: Step) -> int:
+    def catch_up(self, step: Step) -> int:
         """How many tokens it reads before it can draft the next one."""
         return min(step.length - self.cache.end(step.sequence.slot), self._window)
 
     def can_read(self, step: Step) -> bool:
         """Whether its vocabulary has every token that it would have to read."""
-        return max(step.tokens_from(step.length - self.pending(step)), default=0) < self.cache.engine.width
+        return max(step.tokens_from(step.length - self.catch_up(step)), default=0) < self.cache.engine.width
 
     def read(self, steps: list[Step]) -> PassResult:
         """Catch up with the sequences of these steps, drafts included, in one pass.
@@ -98,7 +98,7 @@ class DraftModel:
         rows: list[Row] = []
         complete: list[int] = []
         reading: list[tuple[Step, int]] = []
-        for index in sorted(range(len(steps)), key=lambda index: self.pending(steps[index])):
+        for index in sorted(range(len(steps)), key=lambda index: self.catch_up(steps[index])):
             step = steps[index]
             if not self._begin(step, reading):
                 continue

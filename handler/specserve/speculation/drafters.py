@@ -91,7 +91,7 @@ class Drafters:
         for proposer in self._proposers:
             proposer.begin_round()
         for step in drafting:
-            rows += self._draft_free(step, rows, costs)
+            rows += self._draft_offer(step, rows, costs)
         while self.model and (chosen := self._choose(drafting, rows, costs)):
             began = self._clock()
             try:
@@ -111,22 +111,22 @@ class Drafters:
                     step.model_ended = True
                     continue
                 rows += 1
-                rows += self._draft_free(step, rows, costs)
+                rows += self._draft_offer(step, rows, costs)
             # Drawing belongs to the cost of a pass, grammar masks do not.
             has_masks = any(step.sequence.constraint is not None for step in chosen)
             self.model.observe_cost((read if has_masks else self._clock()) - began)
         self.controller.choose_alternatives(drafting, max_alternatives, rows, costs, self._end_tokens)
 
-    def _draft_free(self, step: Step, rows: int, costs: RoundCosts) -> int:
+    def _draft_offer(self, step: Step, rows: int, costs: RoundCosts) -> int:
         """Draft what the first proposer offers that is worth verifying; returns how many tokens that is."""
         sequence = step.sequence
-        if step.remaining <= 0 or not step.compute_mask() or step.is_over(self._end_tokens):
+        if step.rows_left <= 0 or not step.compute_mask() or step.is_over(self._end_tokens):
             return 0
         policy, acceptance = self.controller.policy(sequence), self.controller.acceptance
         for proposer in self._proposers:
             if sequence.speculation.drafter not in {None, proposer.name}:
                 continue
-            offer = proposer.propose(sequence, step.draft_tokens, step.remaining)
+            offer = proposer.propose(sequence, step.draft_tokens, step.rows_left)
             tokens, confidences = offer.until(self._end_tokens)
             if not tokens:
                 continue
@@ -146,7 +146,7 @@ class Drafters:
 
     def _choose(self, drafting: list[Step], rows: int, costs: RoundCosts) -> list[Step]:
         """The steps whose next token the model drafts now."""
-        able = [(step, self._candidate(step, costs)) for step in drafting if step.remaining > 0]
+        able = [(step, self._candidate(step, costs)) for step in drafting if step.rows_left > 0]
         candidates = [(step, candidate) for step, candidate in able if candidate]
         chosen, _ = choose_for_model([candidate for _, candidate in candidates], rows, costs)
         return [candidates[index][0] for index in chosen]
@@ -157,7 +157,7 @@ class Drafters:
             return None
         if not self.model.can_read(step) or not step.compute_mask() or step.is_over(self._end_tokens):
             return None
-        return self.controller.policy(step.sequence).candidate(step, self.model.pending(step), costs)
+        return self.controller.policy(step.sequence).candidate(step, self.model.catch_up(step), costs)
 
     def _draw(self, logits: FloatArray, step: Step) -> bool:
         """Draw a draft token from the model's logits; False where the grammar leaves none."""

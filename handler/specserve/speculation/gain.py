@@ -45,7 +45,7 @@ class Candidate(NamedTuple):
     """A sequence that the draft model may draft for.
 
     Args:
-        reached: the probability that all its drafts so far are accepted.
+        p_all_accepted: the probability that all its drafts so far are accepted.
         acceptance: the probability that its next draft token is accepted; before a long catch-up, the long run's.
         charged_rows: tokens that the draft model reads before that; 1 before a long catch-up, whose other rows are in
             `catch_up_seconds`.
@@ -54,7 +54,7 @@ class Candidate(NamedTuple):
         is_certain: whether the next token is drafted whatever it gains.
     """
 
-    reached: float
+    p_all_accepted: float
     acceptance: float
     charged_rows: int
     max_drafts: int
@@ -103,7 +103,9 @@ def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: Roun
     certain = [index for index in able if candidates[index].is_certain]
     weighed = [index for index in able if not candidates[index].is_certain]
     # Cheapest long catch-up first (0: none), then the likeliest.
-    weighed.sort(key=lambda i: (candidates[i].catch_up_seconds, -candidates[i].reached * candidates[i].acceptance))
+    weighed.sort(
+        key=lambda i: (candidates[i].catch_up_seconds, -candidates[i].p_all_accepted * candidates[i].acceptance)
+    )
     certain_rows = sum(candidates[index].charged_rows for index in certain)
     certain_seconds = costs.draft_pass(certain_rows) if certain else 0.0
     rows += len(certain)
@@ -116,7 +118,7 @@ def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: Roun
         seconds = sum(candidate.catch_up_seconds for candidate in first_k)
         for n in range(1, max(candidate.max_drafts for candidate in first_k) + 1):
             drafting = [candidate for candidate in first_k if candidate.max_drafts >= n]
-            accepted = [candidate.reached * candidate.acceptance**n for candidate in drafting]
+            accepted = [candidate.p_all_accepted * candidate.acceptance**n for candidate in drafting]
             expected += sum(accepted)
             seconds += sum(tokens * c.catch_up_seconds for tokens, c in zip(accepted, drafting, strict=True))
             drafts += len(drafting)
@@ -130,7 +132,7 @@ def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, costs: Roun
 
 
 def offer_length(
-    reached: float, probabilities: abc.Sequence[float], by_model: Candidate | None, rows: int, costs: RoundCosts
+    p_all_accepted: float, probabilities: abc.Sequence[float], by_model: Candidate | None, rows: int, costs: RoundCosts
 ) -> int:
     """How many leading tokens of an offer to draft; 0 where the draft model gains more.
 
@@ -138,13 +140,13 @@ def offer_length(
     case; the model as if it drafted for this sequence alone.
 
     Args:
-        reached: the probability that all drafts before them are accepted.
+        p_all_accepted: the probability that all drafts before them are accepted.
         probabilities: acceptance probability of each offered token.
         by_model: the sequence as the draft model may go on with it instead; None where it may not.
         rows: of the target's pass by now.
         costs: of this round.
     """
-    accepted = list(accumulate(probabilities, mul, initial=reached))[1:]
+    accepted = list(accumulate(probabilities, mul, initial=p_all_accepted))[1:]
     length, best = rows_worth_adding(accepted, rows, costs)
     if by_model is None:
         return length

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
-from specserve.speculation.offers import FreeTokens, HitRates, Kind
+from specserve.speculation.offers import HitRates, Kind, Offer
 
 # The lengths by which matching suffixes are distinguished, in tokens. What followed one token followed it again in 7 %
 # (prose) to 30 % (code) of cases, what followed two about twice as often (no command prints that).
@@ -65,7 +65,7 @@ class Lookup:
                 self._matches = _compare(self._tokens, before, self._matches)
                 self._pairs[pair] = (*before, len(self._tokens))
 
-    def propose(self, drafts: abc.Sequence[int], max_tokens: int) -> FreeTokens:
+    def propose(self, drafts: abc.Sequence[int], max_tokens: int) -> Offer:
         """What followed the newest earlier occurrence of the longest suffix of the sequence and these drafts.
 
         The continuation may run on into the drafts and into the proposal itself, so that periodic sequences continue
@@ -78,7 +78,7 @@ class Lookup:
         run = [*self._tokens, *drafts]
         matches = _compare(run, self._pairs.get(tuple(run[-2:]), ()), {}) if drafts else self._matches
         ends, length = _longest(matches)
-        proposed = FreeTokens([], [])
+        proposed = Offer([], [])
         while ends and len(proposed.tokens) < max_tokens:
             token = run[ends[-1]]
             proposed.tokens.append(token)

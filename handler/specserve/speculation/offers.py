@@ -13,16 +13,16 @@ _PRIOR_WEIGHT = 6.0
 _MEMORY = 0.97
 
 
-class FreeTokens(NamedTuple):
+class Offer(NamedTuple):
     """Tokens that cost no forward pass to propose, and the probability of each if all before it are right."""
 
     tokens: list[int]
     confidence: list[float]
 
-    def until(self, end_tokens: Container[int]) -> FreeTokens:
+    def until(self, end_tokens: Container[int]) -> Offer:
         """The same without what follows the first of these tokens."""
         length = next((n for n, token in enumerate(self.tokens, 1) if token in end_tokens), len(self.tokens))
-        return FreeTokens(self.tokens[:length], self.confidence[:length])
+        return Offer(self.tokens[:length], self.confidence[:length])
 
 
 class HitRates:

@@ -161,7 +161,7 @@ class Fixed(Policy):
         """The model drafts in any case, if it can."""
         del costs
         acceptance = self._acceptance.of(step.sequence).next_acceptance
-        return Candidate(step.reached, acceptance, pending, step.remaining, is_certain=True)
+        return Candidate(step.p_all_accepted, acceptance, pending, step.rows_left, is_certain=True)
 
     def learn(self, step: Step, p: TargetDistributions, decided: list[int]) -> None:
         """Learn how likely each drafter is right."""
@@ -200,7 +200,7 @@ class Auto(Policy):
         self, step: Step, probabilities: list[float], by_model: Candidate | None, rows: int, costs: RoundCosts
     ) -> int:
         """Drafts those that gain; none where the draft model gains more."""
-        return offer_length(step.reached, probabilities, by_model, rows, costs)
+        return offer_length(step.p_all_accepted, probabilities, by_model, rows, costs)
 
     def candidate(self, step: Step, pending: int, costs: RoundCosts) -> Candidate | None:
         """The model may not draft while drafts have lost too much for the sequence's length; other drafters go on.
@@ -212,14 +212,14 @@ class Auto(Policy):
             return None
         shown = self._controller.acceptance.of(sequence)
         if pending <= SHORT_CATCH_UP:
-            return Candidate(step.reached, shown.next_acceptance, pending, step.remaining)
+            return Candidate(step.p_all_accepted, shown.next_acceptance, pending, step.rows_left)
         if costs.awaiting_first_token:
             return None
         growth = _GROWTH if sequence.constraint is None else _GRAMMAR_GROWTH
         following = min(sequence.remaining, growth * sequence.generated, _HORIZON + sequence.generated)
         catch_up = (costs.draft_pass(pending) - costs.draft_pass(1)) / max(1, following)
         # It has to pay over all these tokens, so the long run's acceptance counts.
-        return Candidate(step.reached, shown.long_run_acceptance, 1, step.remaining, catch_up)
+        return Candidate(step.p_all_accepted, shown.long_run_acceptance, 1, step.rows_left, catch_up)
 
     def note_alternatives(self, step: Step, logits: FloatArray, draft: Draft, probability: float) -> None:
         """Take note of the draft model's next choices, as likely as such have been recovered so far."""

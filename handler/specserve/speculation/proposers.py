@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 from specserve.errors import ConstraintError, MaskDeferred
 from specserve.sequence import BySequence, DrafterName, Sequence
 from specserve.speculation.lookup import Lookup
-from specserve.speculation.offers import FreeTokens, HitRates, Kind
+from specserve.speculation.offers import HitRates, Kind, Offer
 
 # Assumed probability that a forced token is right: the same characters could be split into other tokens. The controller
 # learns from then on what verification shows.
@@ -38,7 +38,7 @@ class Proposer(Protocol):
         """A round begins: a proposer may limit what it does in it; most do not."""
         return
 
-    def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> FreeTokens:
+    def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Offer:
         """At most `max_tokens` tokens that may follow the sequence and these drafts of it; none is an answer."""
 
     def forget(self, sequence: Sequence) -> None:
@@ -121,7 +121,7 @@ class Aligner:
             self._output.append(token)
             self._alignment = self._step(self._alignment, self._output)
 
-    def propose(self, drafts: abc.Sequence[int], max_tokens: int) -> FreeTokens:
+    def propose(self, drafts: abc.Sequence[int], max_tokens: int) -> Offer:
         """What the prediction says after the output and these drafts.
 
         Args:
@@ -138,7 +138,7 @@ class Aligner:
         for _ in tokens:
             confidence.append(self._record.confidence(alignment.kind))
             alignment = _Alignment(alignment.position + 1, min(alignment.run + 1, _LONGEST), alignment.trusted)
-        return FreeTokens(tokens, confidence)
+        return Offer(tokens, confidence)
 
     def _step(self, alignment: _Alignment, output: list[int]) -> _Alignment:
         """The alignment after one more token."""
@@ -203,13 +203,13 @@ class LookupProposer(Proposer):
         """Allow another slice; see `Proposer.begin_round`."""
         self._left = _INDEXED_A_ROUND
 
-    def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> FreeTokens:
+    def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Offer:
         """The continuation of the longest and newest match, once all is indexed; see `Proposer.propose`."""
         lookups = self._lookups.of(sequence)
         if lookups.own is None and self._index(lookups.prompt, sequence.prompt):
             lookups.own = lookups.prompt.copy()
         if lookups.own is None or not self._index(lookups.own, sequence.tokens):
-            return FreeTokens([], [])
+            return Offer([], [])
         return lookups.own.propose(drafts, max_tokens)
 
     def forget(self, sequence: Sequence) -> None:
@@ -237,10 +237,10 @@ class PredictionProposer(Proposer):
     def __init__(self) -> None:
         self._aligners = BySequence(lambda sequence: Aligner(sequence.prediction))
 
-    def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> FreeTokens:
+    def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Offer:
         """The prediction's next tokens; see `Proposer.propose`."""
         if not sequence.prediction:
-            return FreeTokens([], [])
+            return Offer([], [])
         aligner = self._aligners.of(sequence)
         aligner.extend(sequence.tokens[sequence.prompt_length + len(aligner) :])
         return aligner.propose(drafts, max_tokens)
@@ -255,13 +255,13 @@ class GrammarProposer(Proposer):
 
     name: ClassVar[DrafterName] = "grammar"
 
-    def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> FreeTokens:
+    def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Offer:
         """The forced tokens, as the tokenizer would write them; see `Proposer.propose`."""
         if sequence.constraint is None:
-            return FreeTokens([], [])
+            return Offer([], [])
         try:
             tokens = sequence.constraint.forced([*sequence.answer, *drafts], max_tokens)
         except (ConstraintError, MaskDeferred):
             # Verification asks the grammar about the same position.
-            return FreeTokens([], [])
-        return FreeTokens(tokens, [_FORCED_CONFIDENCE] * len(tokens))
+            return Offer([], [])
+        return Offer(tokens, [_FORCED_CONFIDENCE] * len(tokens))

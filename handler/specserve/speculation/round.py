@@ -133,7 +133,7 @@ def _apply(target: KVCache, drafters: Drafters, step: Step, logits: StepLogits) 
 
 def _recovered_alternative(step: Step) -> int | None:
     """The number of the alternative that holds the token after the accepted drafts; None if no one does."""
-    places = [(choice.draft_index, choice.token) for choice in step.alternatives]
+    places = [(alternative.draft_index, alternative.token) for alternative in step.alternatives]
     decided = step.n_accepted, step.sequence.tokens[-1]
     return places.index(decided) if decided in places else None
 

@@ -79,7 +79,7 @@ class Step:
         refused: one for each drafter whose offer was refused.
         possible: alternatives that the target could read.
         alternatives: those of them that it reads.
-        reached: the estimated probability that all drafts are accepted.
+        p_all_accepted: the estimated probability that all drafts are accepted.
         model_ended: whether the draft model drafts no more in this round.
         learns_from_target: whether the target's confidence after the accepted drafts is computed, from which the next
             acceptance of the draft model is estimated; it takes 0.2 ms, and the policy may do without.
@@ -113,7 +113,7 @@ class Step:
     refused: list[Refused] = field(default_factory=list)
     possible: list[Alternative] = field(default_factory=list)
     alternatives: list[Alternative] = field(default_factory=list)
-    reached: float = 1.0
+    p_all_accepted: float = 1.0
     model_ended: bool = False
     learns_from_target: bool = True
     draft_model_seconds: float = 0.0
@@ -186,14 +186,14 @@ class Step:
         return len(self.drafts) + len(self.alternatives)
 
     @property
-    def remaining(self) -> int:
+    def rows_left(self) -> int:
         """How many more tokens may be drafted, or read as alternatives."""
         return self.max_drafts - self.draft_rows
 
     def add(self, draft: Draft, acceptance: float) -> None:
         """Draft one more token; it stays in the round whatever it is."""
         self.drafts.append(draft)
-        self.reached *= acceptance
+        self.p_all_accepted *= acceptance
 
     def compute_mask(self) -> bool:
         """Compute the grammar's mask after the drafts; False if the round has no time for it."""

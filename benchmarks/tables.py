@@ -295,14 +295,14 @@ def oracle(results: Results) -> list[str]:
 
 
 def sensitivity(results: Results) -> list[str]:
-    """What half and twice of a constant change (simulate.py --set)."""
+    """What half and twice of a constant change (simulate.py --sensitivity)."""
     name = "sensitivity-simulated"
     rows = [[row["constant"], f"{row['mean']:.3f}, {row['slowest']:.3f}"] for row in results[name]["rows"]]
     answer = (
-        "The most that half and twice of one (or the values named) change the mean and the slowest recorded text, in "
-        "times plain decoding, at three sets of costs; [why they stay](decisions/constants.md)."
+        "The most that half and twice of one (of odds and fading shares, see there) change the mean and the slowest "
+        "recorded text, in times plain decoding, on three machines; [why they stay](decisions/constants.md)."
     )
-    lines = side_by_side(["constant", "mean, slowest"], rows, 3)
+    lines = side_by_side(["constant", "mean, slowest"], rows, 4)
     return section("How much do the controller's constants matter?", answer, lines, results, [name])
 
 

@@ -19,7 +19,7 @@ from specserve.sampling.logits import TargetDistributions
 from specserve.sequence import BySequence, Sequence
 from specserve.speculation.step import Step
 
-# What half and twice of a constant change is in benchmarks/decisions/constants.md.
+# benchmarks/simulate.py --sensitivity prints what half and twice of each of these change.
 
 # Acceptance probability of the draft model on a sequence that has shown nothing yet.
 _FIRST = 0.75

@@ -29,7 +29,7 @@ from specserve.speculation.cost import Cost
 from specserve.speculation.gain import Candidate, RoundCosts, choose_for_model, offer_length, rows_worth_adding
 from specserve.speculation.step import Draft, Step
 
-# What half and twice of each of these change is in benchmarks/decisions/constants.md.
+# benchmarks/simulate.py --sensitivity prints what half and twice of each of these change.
 
 # With more tokens to read before it drafts, the draft model has a long catch-up: its prefill of the prompt, or what
 # other drafters have drafted.

@@ -172,7 +172,7 @@ def main() -> None:
     prompts = [task.text for task in read_tasks("code", 1 if options.quick else 2)]
     with Console(stderr=True).status("writing and comparing"):
         matched, planned = make(source)
-        same = sum(one == other for one, other in zip(greedy(source, prompts), greedy(matched, prompts), strict=True))
+        same = sum(ours == other for ours, other in zip(greedy(source, prompts), greedy(matched, prompts), strict=True))
     reads = {"1.5b": planned.bytes_source, "cost_matched": planned.bytes_result, "3b": QWEN_3B.bytes_read}
     for what, count in reads.items():
         print(f"a forward pass of {what:12} reads {count / 1e6:7.1f} MB of weights")

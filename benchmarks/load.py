@@ -155,9 +155,9 @@ def measure_prefix(endpoints: list[Endpoint], trials: int) -> list[Row]:
     found = [[prefix_trial(endpoint) for endpoint in endpoints] for _ in range(trials)]
     rows = []
     for endpoint, results in zip(endpoints, zip(*found, strict=True), strict=True):
-        seconds = {f"{case}_s": round(median(one[case] for one in results), 3) for case in results[0]}
+        seconds = {f"{case}_s": round(median(result[case] for result in results), 3) for case in results[0]}
         shares = {
-            f"{case}_share": round(median(one[case] / one["cold"] for one in results), 3)
+            f"{case}_share": round(median(result[case] / result["cold"] for result in results), 3)
             for case in ("cached", "cached_in_use")
         }
         rows.append({"load": "prefix", "server": endpoint.name, **seconds, **shares})

@@ -100,7 +100,7 @@ def teacher_force(
             right = tokens[position + 1]
             rank.append(choices.index(right) if right in choices else _CHOICES)
             probabilities = stated * np.exp(logits[choices[1:]] - logits.max())
-            others.append([round(float(one), _DIGITS) for one in probabilities])
+            others.append([round(float(probability), _DIGITS) for probability in probabilities])
     return rank, sure, others
 
 

@@ -146,7 +146,7 @@ def main() -> None:
     rows = []
     heads = f"{'valid':>6} {'accepted':>9} {'invalid':>8} {'accepted':>9}"
     print(f"{'draft':16} {'schemas':>8} {'taken':>6} {'costly':>7} {heads}")
-    for directory in sorted(one for one in options.directory.iterdir() if one.is_dir() and not one.is_symlink()):
+    for directory in sorted(path for path in options.directory.iterdir() if path.is_dir() and not path.is_symlink()):
         found = judge.survey(directory)
         accepted = found.valid - len(found.not_accepted)
         print(

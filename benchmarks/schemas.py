@@ -133,12 +133,12 @@ def judge(generation: Generation, schema: dict[str, Any]) -> str:
 def print_survey(found: dict[str, Survey]) -> None:
     """Print the accepted share of each set, and the reasons of refusal."""
     print(f"\n{'set':20} {'schemas':>8} {'accepted':>9} {'llguidance':>11} {'slowest, s':>11}")
-    for name, one in found.items():
-        shares = f"{len(one.accepted) / one.count:9.2f} {one.llguidance / one.count:11.2f}"
-        print(f"{name:20} {one.count:8} {shares} {max(one.seconds):11.3f}")
+    for name, group in found.items():
+        shares = f"{len(group.accepted) / group.count:9.2f} {group.llguidance / group.count:11.2f}"
+        print(f"{name:20} {group.count:8} {shares} {max(group.seconds):11.3f}")
     reasons: Counter[str] = Counter()
-    for one in found.values():
-        reasons += one.reasons
+    for group in found.values():
+        reasons += group.reasons
     for reason, count in reasons.most_common(20):
         print(f"{count:6} {reason}")
 
@@ -159,22 +159,24 @@ def main() -> None:
     compiler = GrammarCompiler(models.vocabulary)
     found = {name: survey(read, compiler) for name, read in read_sets(options.directory, sample).items()}
     print_survey(found)
-    accepted = [schema for one in found.values() for schema in one.accepted]
+    accepted = [schema for group in found.values() for schema in group.accepted]
     random.Random(0).shuffle(accepted)
-    short = [one for one in accepted if len(json.dumps(one[1])) <= options.longest]
+    short = [schema for schema in accepted if len(json.dumps(schema[1])) <= options.longest]
     asked = short[options.skip : options.skip + options.answers]
     sampler = Sampler(models, config, options.tokens)
     verdicts: dict[str, Counter[str]] = {}
     for mode in ("off", "fixed") if asked else ():
         generations = sampler.answers([schema for _, schema in asked], {"mode": mode})
-        judged = [(name, judge(one, schema)) for one, (name, schema) in zip(generations, asked, strict=True)]
+        judged = [
+            (name, judge(generation, schema)) for generation, (name, schema) in zip(generations, asked, strict=True)
+        ]
         verdicts[mode] = Counter(verdict for _, verdict in judged)
         print(f"\nspeculation {mode}: {dict(verdicts[mode])}")
         print("\n".join(f"INVALID: {name}" for name, verdict in judged if verdict == "INVALID"))
-    count = sum(one.count for one in found.values())
+    count = sum(group.count for group in found.values())
     rows = [
-        {"set": name, "schemas": one.count, "accepted": len(one.accepted), "llguidance": one.llguidance}
-        for name, one in found.items()
+        {"set": name, "schemas": group.count, "accepted": len(group.accepted), "llguidance": group.llguidance}
+        for name, group in found.items()
     ]
     print_result(
         "schemas",
@@ -182,7 +184,7 @@ def main() -> None:
         rows,
         [f"llguidance {llguidance.get_version()}"],
         accepted=round(len(accepted) / count, 4),
-        llguidance_accepted=round(sum(one.llguidance for one in found.values()) / count, 4),
+        llguidance_accepted=round(sum(group.llguidance for group in found.values()) / count, 4),
         answers={mode: dict(verdict) for mode, verdict in verdicts.items()},
     )
 

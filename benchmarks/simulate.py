@@ -159,7 +159,10 @@ class ReplayEngine:
 
     def _row(self, asked: Row) -> list[float]:
         # A slot belongs to the replay that got it last.
-        replay = next((one for one in reversed(self._replays) if one.sequence.slot == asked.slot), self._replays[0])
+        replay = next(
+            (candidate for candidate in reversed(self._replays) if candidate.sequence.slot == asked.slot),
+            self._replays[0],
+        )
         recording = replay.recording
         start = self.cache.start(asked.slot)
         index = start + asked.position - (replay.sequence.prompt_length - 1)
@@ -390,7 +393,7 @@ def synthetic(kind: str, length: int = 400, seed: int = 1) -> Recording:
     hit = np.zeros(length, bool) if kind == "adversarial" else generator.random(length) < sure.mean(axis=0)
     tokens = list(range(1, 101 + length))
     # Alternatives are never right.
-    rank, others = np.where(hit, 0, 2).tolist(), [[0.5 * (1 - one)] for one in sure[1].tolist()]
+    rank, others = np.where(hit, 0, 2).tolist(), [[0.5 * (1 - confidence)] for confidence in sure[1].tolist()]
     return Recording(
         "synthetic", kind, 0.0, tokens[:100], tokens[100:], sure[0].tolist(), rank, sure[1].tolist(), others
     )

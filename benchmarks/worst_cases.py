@@ -337,8 +337,8 @@ def slow_connections(port: int, count: int) -> Iterator[None]:
 
     def send() -> None:
         for byte in request * 10:
-            for one in sockets:
-                one.sendall(bytes([byte]))
+            for connection in sockets:
+                connection.sendall(bytes([byte]))
             if ends.wait(1):
                 return
 
@@ -349,8 +349,8 @@ def slow_connections(port: int, count: int) -> Iterator[None]:
     finally:
         ends.set()
         thread.join()
-        for one in sockets:
-            one.close()
+        for connection in sockets:
+            connection.close()
 
 
 class Measure:
@@ -465,9 +465,9 @@ def main() -> None:
         print("|---|---|---|---|---|---|---|---|")
         rows.append(measure.alone("none: the other stream alone", ""))
         show(rows[-1])
-        for one in CASES:
-            if any(word in one.name for word in options.only):
-                rows.append(measure.case(one))
+        for case in CASES:
+            if any(word in case.name for word in options.only):
+                rows.append(measure.case(case))
                 show(rows[-1])
         if any(word in "connections" for word in options.only):
             with slow_connections(options.port, 100):

@@ -130,7 +130,9 @@ class FakePair:
 
     def run(self, *generations: Generation) -> None:
         """Run rounds until these sequences are done, or all if none are given."""
-        self.run_until(lambda: all(one.done for one in generations) if generations else not self.scheduler.busy)
+        self.run_until(
+            lambda: all(generation.done for generation in generations) if generations else not self.scheduler.busy
+        )
 
     def run_until(self, condition: Callable[[], bool]) -> None:
         """Run rounds until the condition holds."""

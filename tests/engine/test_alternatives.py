@@ -42,7 +42,7 @@ def possible_after(step: Step, logits: FloatArray, acceptance: float = UNLIKELY_
     assert np.array_equal(logits, before)
     if q is not None and kept is not None:
         assert np.array_equal(q, kept)
-    assert token not in [one.token for one in step.possible]
+    assert token not in [alternative.token for alternative in step.possible]
     return step.possible
 
 
@@ -53,8 +53,8 @@ def logits() -> FloatArray:
 
 def test_a_greedy_drafts_alternatives_are_the_next_most_probable_tokens(logits: FloatArray) -> None:
     found = possible_after(step_of(GREEDY), logits)
-    assert [one.token for one in found] == np.argsort(-logits)[1:5].tolist()
-    gains = [one.gain for one in found]
+    assert [alternative.token for alternative in found] == np.argsort(-logits)[1:5].tolist()
+    gains = [alternative.gain for alternative in found]
     assert gains == sorted(gains, reverse=True)
     assert gains[-1] > 0
 
@@ -67,7 +67,7 @@ def test_coupled_alternatives_are_what_the_race_gives_without_the_tokens_before(
     for _ in range(5):
         expected.append(sample_coupled(q, 0, step.noise))
         q[expected[-1]] = 0
-    assert [one.token for one in found] == expected[1:]
+    assert [alternative.token for alternative in found] == expected[1:]
 
 
 def test_a_draft_that_is_nearly_certain_or_the_only_token_has_no_alternatives(logits: FloatArray) -> None:
@@ -86,7 +86,7 @@ def test_there_are_no_more_alternatives_than_tokens_that_can_be_sampled(verifica
     step = step_of(SamplingParams(temperature=1, top_k=3), verification)
     found = possible_after(step, logits, acceptance=0.0)
     likeliest = set(np.argsort(-logits)[:3].tolist())
-    assert {one.token for one in found} < likeliest
+    assert {alternative.token for alternative in found} < likeliest
 
 
 def costs_of(target: list[float], rate: float) -> RoundCosts:
@@ -113,7 +113,7 @@ def test_the_alternatives_with_the_largest_gain_net_of_their_rows_are_read(
     def net(count: int) -> float:
         return sum(ordered[:count]) - 0.005 * count - rate * (target[1 + count] - target[1])
 
-    chosen = [one.gain for step in steps for one in step.alternatives]
+    chosen = [alternative.gain for step in steps for alternative in step.alternatives]
     assert sorted(chosen, reverse=True) == ordered[: len(chosen)]
     assert net(len(chosen)) == pytest.approx(max(map(net, range(len(ordered) + 1))))
 
@@ -123,7 +123,7 @@ def test_alternatives_take_no_more_rows_than_the_drafts_have_left() -> None:
     step.add(Draft(9, None, "model", 0.5), 0.5)
     step.possible = [Alternative(0, token, 0.5, 0.4) for token in (1, 2, 3)]
     choose_alternatives([step], 8, 1, costs_of([1.0] * 20, 1.0), end_tokens=())
-    assert [one.token for one in step.alternatives] == [1]
+    assert [alternative.token for alternative in step.alternatives] == [1]
     assert step.rows_left == 0
 
 

@@ -228,7 +228,9 @@ def pvalue(verification: Verification) -> float:
             for n in range(SLOTS)
         ]
         pair.run()
-        counts.update((*one.answer, *([WIDTH - 1] if one.ended_by_eos else [])) for one in generations)
+        counts.update(
+            (*generation.answer, *([WIDTH - 1] if generation.ended_by_eos else [])) for generation in generations
+        )
     exact = exact_answers()
     likely = [answer for answer, probability in exact.items() if probability * TRIALS >= 5]
     observed, expected = [counts[answer] for answer in likely], [exact[answer] * TRIALS for answer in likely]

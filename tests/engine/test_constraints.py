@@ -117,7 +117,7 @@ def pvalue(results: list[Result]) -> float:
     after_x = np.isin(np.arange(WITHOUT_B.size), [0, 1, 3])
     exact = float(to_distribution(np.where(after_x, logits, -np.inf), SamplingParams())[0])
     assert 0.03 < exact < 0.5
-    return float(binomtest(sum("no text can follow" in one.end for one in results), len(results), exact).pvalue)
+    return float(binomtest(sum("no text can follow" in result.end for result in results), len(results), exact).pvalue)
 
 
 @pytest.mark.parametrize(("mode", "gamma", "draft_seconds"), DRAFTS)

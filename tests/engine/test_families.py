@@ -311,7 +311,7 @@ def test_an_unreadable_draft_is_logged_and_serving_goes_on_without_it(
     cut.write_bytes(whole.draft.path.read_bytes()[:5000])
     broken = Pair(whole.model_copy(update={"draft": ModelConfig(path=cut)}))
     assert broken.models.drafters.model is None
-    plain, speculative = (one.complete(PROMPTS[0], max_tokens=40, temperature=0) for one in (broken, Pair(whole)))
+    plain, speculative = (pair.complete(PROMPTS[0], max_tokens=40, temperature=0) for pair in (broken, Pair(whole)))
     assert plain.text == speculative.text
     assert "Serving goes on without the draft model" in caplog.text
 
@@ -330,6 +330,6 @@ def test_a_draft_that_does_not_fit_in_memory_is_logged_and_serving_goes_on(
         patch.setattr(loading, "LlamaEngine", without_memory)
         alone = Pair(whole)
     assert alone.models.drafters.model is None
-    plain, speculative = (one.complete(PROMPTS[0], max_tokens=40, temperature=0) for one in (alone, Pair(whole)))
+    plain, speculative = (pair.complete(PROMPTS[0], max_tokens=40, temperature=0) for pair in (alone, Pair(whole)))
     assert plain.text == speculative.text
     assert "there is no memory for it. Serving goes on without the draft model" in caplog.text

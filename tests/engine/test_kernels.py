@@ -650,7 +650,7 @@ for variant in SUPPORTED_VARIANTS:
     for size in (16, 48, 128):
         for rows, kv_len in ((1, 1), (4, 33), (3, 100)):
             shape = (rows, 3, size), (kv_len, size), (kv_len, size)
-            q, k, v = (random.normal(size=one) for one in shape)
+            q, k, v = (random.normal(size=dimensions) for dimensions in shape)
             seen = random.random((rows, kv_len)) < 0.6
             attention(q.astype(np.float32), k.astype(np.float16), v.astype(np.float16), seen)
 print("clean")

@@ -163,7 +163,7 @@ def test_prefill_chunks_delay_others_no_longer_than_configured(gamma: int) -> No
 def test_drafts_delay_other_requests_no_longer_than_configured(requests: list[str], gamma: int) -> None:
     """Every row takes a second in both models, so one draft for each of two sequences takes four."""
     pair = FakePair(max_wait_seconds=9.0)
-    generations = [pair.submit([n], gamma=6, max_tokens=40, request=one) for n, one in enumerate(requests)]
+    generations = [pair.submit([n], gamma=6, max_tokens=40, request=name) for n, name in enumerate(requests)]
     pair.run(generations[0])
     assert max(generations[0].stats.gammas) == gamma
 
@@ -243,7 +243,9 @@ def test_scoring_many_prompts_respects_the_engines_max_logits() -> None:
     generations = [pair.submit([n] * 20, max_tokens=0, top_logprobs=0, scores_prompt=True) for n in range(5)]
     pair.submit([1, 2], gamma=6, max_tokens=60)
     pair.run()
-    assert all(len(one.prompt_scores) == 19 and one.finish_reason == "length" for one in generations)
+    assert all(
+        len(generation.prompt_scores) == 19 and generation.finish_reason == "length" for generation in generations
+    )
 
 
 def drafted_after_arrivals(running: int, *arriving: list[int]) -> int:
@@ -251,11 +253,11 @@ def drafted_after_arrivals(running: int, *arriving: list[int]) -> int:
     pair = FakePair(blend=0.0, costs=(flat(), flat(0.25)), prefill_rows=4)
     stats = [pair.submit([n, 1, 2], gamma=8, mode="auto", max_tokens=200).stats for n in range(running)]
     pair.step(8)
-    before = sum(one.drafted for one in stats)
+    before = sum(counted.drafted for counted in stats)
     for prompt in arriving:
         pair.submit(prompt, gamma=0)
     pair.step(6)
-    return sum(one.drafted for one in stats) - before
+    return sum(counted.drafted for counted in stats) - before
 
 
 def test_a_prefill_shortens_the_drafts_of_others_a_queued_request_does_not() -> None:
@@ -288,9 +290,9 @@ def test_records_count_each_draft_once_if_masks_are_missing() -> None:
     stats = [pair.submit([n, 2], max_tokens=15, constraint=Slow(VOCABULARY, shared)).stats for n in range(2)]
     pair.run()
     assert shared.deferred
-    assert sum(len(step.drafts) for step in observer.rounds) == sum(one.drafted for one in stats)
-    assert sum(step.accepted for step in observer.rounds) == sum(one.accepted for one in stats) > 0
-    assert sum(step.is_decode_round for step in observer.rounds) == sum(one.rounds for one in stats)
+    assert sum(len(step.drafts) for step in observer.rounds) == sum(counted.drafted for counted in stats)
+    assert sum(step.accepted for step in observer.rounds) == sum(counted.accepted for counted in stats) > 0
+    assert sum(step.is_decode_round for step in observer.rounds) == sum(counted.rounds for counted in stats)
 
 
 @pytest.mark.parametrize("gamma", [0, 3])

@@ -168,7 +168,7 @@ def test_speculation_changes_greedy_output_only_at_near_ties(published: Loaded, 
 
     When this was written, 5 of 12 outputs differed, at differences of 0.008 to 0.11; the bound was 0.72.
     """
-    gaps = [gap for one in plain if (gap := gap_of(one, decode_speculatively(published, one))) is not None]
+    gaps = [gap for output in plain if (gap := gap_of(output, decode_speculatively(published, output))) is not None]
     assert gaps, "No output differs: the check was not exercised."
     assert max(gaps) <= 2 * published.invariance.largest
 
@@ -177,5 +177,5 @@ def test_the_near_tie_check_rejects_a_rule_that_accepts_every_draft(
     published: Loaded, plain: list[PlainOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specserve.speculation.round.accept_equal", accepts_every_draft)
-    gaps = [gap for one in plain[:3] if (gap := gap_of(one, decode_speculatively(published, one))) is not None]
+    gaps = [gap for output in plain[:3] if (gap := gap_of(output, decode_speculatively(published, output))) is not None]
     assert max(gaps) > 2 * published.invariance.largest

@@ -97,7 +97,7 @@ def test_greedy_output_is_the_same_with_speculation_or_differs_at_a_near_tie(
 def test_most_drafts_in_code_and_json_are_accepted(greedy: Answers) -> None:
     """In prose less than half is: so small a model is uncertain, and its output depends on rounding."""
     statistics = [greedy[family][1].stats for family in ("code", "json")]
-    assert sum(one.accepted for one in statistics) > 0.6 * sum(one.drafted for one in statistics)
+    assert sum(stats.accepted for stats in statistics) > 0.6 * sum(stats.drafted for stats in statistics)
 
 
 def test_seeded_output_is_the_same_with_and_without_speculation(smollm2: Pair) -> None:

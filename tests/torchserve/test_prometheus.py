@@ -111,7 +111,7 @@ def _wait_for(prometheus: Prometheus, query: str) -> None:
 def test_every_query_of_the_dashboard_has_a_finite_result(prometheus: Prometheus, title: str, query: str) -> None:
     series = prometheus.evaluate(query)
     assert series, f"The panel '{title}' would be empty."
-    numbers = [float(number) for _, number in (one["value"] for one in series)]
+    numbers = [float(number) for _, number in (sample["value"] for sample in series)]
     assert any(map(math.isfinite, numbers)), f"The panel '{title}' would show no number."
 
 

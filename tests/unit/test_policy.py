@@ -32,15 +32,20 @@ def costs_of(target: list[float], draft: list[float], rate: float) -> RoundCosts
 
 def gain_of(drafts: list[tuple[Candidate, int]], rows: int, costs: RoundCosts) -> float:
     """Expected tokens minus what their time is worth, directly from the definition."""
-    accepted = [sum(one.p_all_accepted * one.acceptance**n for n in range(1, gamma + 1)) for one, gamma in drafts]
+    accepted = [
+        sum(candidate.p_all_accepted * candidate.acceptance**n for n in range(1, gamma + 1))
+        for candidate, gamma in drafts
+    ]
     tokens = sum(accepted)
     # Every token of the round pays for a catch-up, the target's own one as well.
-    paying = [(one, more) for (one, gamma), more in zip(drafts, accepted, strict=True) if gamma]
-    seconds = sum(one.catch_up_seconds * (1 + more) for one, more in paying)
+    paying = [(candidate, more) for (candidate, gamma), more in zip(drafts, accepted, strict=True) if gamma]
+    seconds = sum(candidate.catch_up_seconds * (1 + more) for candidate, more in paying)
     for n in range(1, MAX_DRAFTS + 1):
-        drafting = [one for one, gamma in drafts if gamma >= n]
+        drafting = [candidate for candidate, gamma in drafts if gamma >= n]
         if drafting:
-            seconds += costs.draft_pass(sum(one.charged_rows for one in drafting) if n == 1 else len(drafting))
+            seconds += costs.draft_pass(
+                sum(candidate.charged_rows for candidate in drafting) if n == 1 else len(drafting)
+            )
     seconds += costs.target_pass(rows + sum(gamma for _, gamma in drafts)) - costs.target_pass(rows)
     return tokens - costs.tokens_per_second * seconds
 
@@ -93,7 +98,7 @@ def test_choose_for_model_finds_the_best_choice_of_sequences(
     """Brute force over every subset and every common number of further drafts."""
     candidates = [Candidate(probability, acceptance, 1, most) for probability in reached]
     best = max(
-        gain_of([(one, gamma) for one in chosen], len(candidates), costs)
+        gain_of([(candidate, gamma) for candidate in chosen], len(candidates), costs)
         for count in range(len(candidates) + 1)
         for chosen in combinations(candidates, count)
         for gamma in range(1, most + 1)
@@ -197,7 +202,7 @@ def test_rows_are_worth_adding_only_if_some_number_of_them_is(rate: float, pays:
 def test_where_no_likely_drafts_pay_none_of_at_most_their_probability_is_drafted(
     acceptance: float, offers: list[list[float]], rows: int, costs: RoundCosts
 ) -> None:
-    offers = [[min(one, acceptance) for one in offer] for offer in offers]
+    offers = [[min(probability, acceptance) for probability in offer] for offer in offers]
     if not rows_worth_adding([acceptance] * (MAX_DRAFTS * len(offers)), rows, costs)[0]:
         assert not any(offer_length(1.0, offer, None, rows, costs) for offer in offers)
 

@@ -29,7 +29,7 @@ class FakeScheduler:
     def busy(self) -> bool:
         return self.left > 0
 
-    def step(self) -> None:
+    def run_round(self) -> None:
         self.started.set()
         assert self.may_finish.wait(10)
         self.threads.add(threading.get_ident())
@@ -107,7 +107,7 @@ def test_every_round_runs_in_the_engine_thread() -> None:
 
 def test_exception_in_a_round_fails_its_sequences_and_not_the_thread(caplog: pytest.LogCaptureFixture) -> None:
     class Faulty(FakeScheduler):
-        def step(self) -> None:
+        def run_round(self) -> None:
             raise ZeroDivisionError("of ours")
 
     scheduler = Faulty(3)

@@ -228,8 +228,8 @@ class Average(Policy):
 
     is_certain = True
     # The share of the average that the latest outcome does not replace, and the least probability that all drafts are
-    # accepted: the best of .8, .9, .95 and of .3, .4, .5, .6 by the mean of the machines with our kernels.
-    FADE, LEAST = 0.9, 0.5
+    # accepted: the best of .8, .9, .95 and of .3, .5, .7 by the mean of the machines with our kernels.
+    FADE, LEAST = 0.95, 0.3
 
     def __init__(self) -> None:
         self._accepted = BySequence(lambda _: [0.75])

@@ -68,9 +68,10 @@ class KVCache:
 
     def prefixes(self, tokens: list[int], max_length: int) -> list[int]:
         """By slot, how many leading tokens of a text need no pass there, counted up to `max_length`."""
-        return [self._prefix(slot, tokens, max_length) for slot in range(self.n_slots)]
+        return [self.prefix(slot, tokens, max_length) for slot in range(self.n_slots)]
 
-    def _prefix(self, slot: int, tokens: list[int], max_length: int) -> int:
+    def prefix(self, slot: int, tokens: list[int], max_length: int) -> int:
+        """How many leading tokens of a text need no pass in a slot, counted up to `max_length`."""
         start, held = self._start[slot], self._tokens[slot]
         shared = common_prefix(held, tokens[start : start + len(held)] if start else tokens, max_length - start)
         return start + shared if shared else 0

@@ -12,7 +12,7 @@ from specserve.tools.paths import PROJECT
 from tables import PAGE, page
 
 PARTS = ("handler", "tests", "benchmarks", "config")
-PAGES = [*PROJECT.glob("*.md"), *(path for part in PARTS for path in (PROJECT / part).rglob("*.md"))]
+PAGES = [*PROJECT.glob("*.md"), *(path for part in (".github", *PARTS) for path in (PROJECT / part).rglob("*.md"))]
 SOURCES = [
     path for part in PARTS for kind in ("py", "h", "cpp", "yaml") for path in (PROJECT / part).rglob(f"*.{kind}")
 ]
@@ -35,7 +35,7 @@ def anchors(path: Path) -> set[str]:
 def broken_links(path: Path) -> list[str]:
     """Links of a page to files or headings of the project that do not exist."""
     broken = []
-    for link in LINK.findall(prose(path)):
+    for link in LINK.findall(path.read_text(encoding="utf-8")):
         file, _, anchor = link.partition("#")
         target = (path.parent / file).resolve() if file else path
         missing = not target.exists() or (anchor and anchor not in anchors(target))

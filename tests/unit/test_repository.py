@@ -1,4 +1,4 @@
-"""What GitHub and pre-commit read is valid and calls what is there; links in pages lead somewhere."""
+"""What GitHub and pre-commit read is valid and calls what is there."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from specserve.tools.paths import PROJECT
 
 GITHUB = PROJECT / ".github"
 PRE_COMMIT = PROJECT / ".pre-commit-config.yaml"
-DIRECTORIES = (".github", "benchmarks", "config", "handler", "tests")
-PAGES = sorted([*PROJECT.glob("*.md"), *(page for name in DIRECTORIES for page in (PROJECT / name).rglob("*.md"))])
 
 
 def read(path: Path) -> Any:
@@ -74,23 +72,3 @@ def test_bug_report_asks_for_what_the_server_and_the_doctor_say() -> None:
     asked = {field.get("id"): field["attributes"] for field in read(GITHUB / "ISSUE_TEMPLATE" / "bug.yml")["body"]}
     assert "v1/speculation" in asked["speculation"]["label"]
     assert "scripts/doctor" in asked["doctor"]["label"]
-
-
-def slugs(page: Path) -> set[str]:
-    """The anchors of a page's headings, by GitHub's rule."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(PROJECT).as_posix())
-def test_links_of_a_page_lead_to_a_file_and_a_heading(page: Path) -> None:
-    missing = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
-        file, _, anchor = link.partition("#")
-        if re.match(r"[a-z]+:", file):
-            continue
-        target = page.parent / file if file else page
-        if not target.exists() or (anchor and anchor not in slugs(target)):
-            missing.append(link)
-    assert missing == []

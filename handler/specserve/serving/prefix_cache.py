@@ -69,7 +69,7 @@ class PrefixCache:
         self._target.truncate(slot.index, shared)
         if self._drafters.model:
             draft = self._drafters.model.cache
-            draft.truncate(slot.index, draft.prefixes(sequence.tokens, len(sequence.tokens) - 1)[slot.index])
+            draft.truncate(slot.index, draft.prefix(slot.index, sequence.tokens, len(sequence.tokens) - 1))
         # Last: a slot whose engine failed stays free.
         slot.in_use = True
         return True

@@ -195,7 +195,7 @@ class Scheduler:
         """Prefill chunks beside these steps, the oldest sequence's first."""
         logits_left = self._target.engine.max_logits - sum(1 + step.max_drafts for step in decode_steps)
         policy = self._controller.policy
-        likely_rows = sum(1 + policy(step.sequence).certain_drafts(step.max_drafts) for step in decode_steps)
+        likely_rows = sum(1 + policy(step.sequence).is_certain * step.max_drafts for step in decode_steps)
         # Balances the delay of those that decode against the wait of all others (budget.py).
         rows_left = prefill_chunk(
             self._controller.target_cost,

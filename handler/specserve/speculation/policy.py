@@ -59,11 +59,6 @@ class Policy:
         del sequence
         return 0
 
-    def certain_drafts(self, max_drafts: int) -> int:
-        """How many of these at most are drafted whatever they gain; for the estimate of what a round takes."""
-        del max_drafts
-        return 0
-
     def worth_asking(self, steps: list[Step], certain: abc.Sequence[Candidate], rows: int, costs: RoundCosts) -> bool:
         """Whether any of these steps could get drafts; takes note in them of what they cannot get.
 
@@ -122,14 +117,12 @@ class Off(Policy):
     """Drafts nothing."""
 
 
-class Fixed(Policy):
-    """Drafts up to `gamma` tokens in every round, whatever they gain; the model those that it is likelier to get right.
+class _Drafting(Policy):
+    """What `Fixed` and `Auto` have in common.
 
     Args:
-        acceptance: estimates that.
+        acceptance: estimates how likely each drafter is right.
     """
-
-    is_certain = True
 
     def __init__(self, acceptance: Acceptance) -> None:
         self._acceptance = acceptance
@@ -138,9 +131,15 @@ class Fixed(Policy):
         """The request's gamma."""
         return sequence.speculation.gamma
 
-    def certain_drafts(self, max_drafts: int) -> int:
-        """All of them are."""
-        return max_drafts
+    def learn(self, step: Step, p: TargetDistributions, decided: list[int]) -> None:
+        """Learn how likely each drafter is right."""
+        self._acceptance.learn_from(step, p, decided)
+
+
+class Fixed(_Drafting):
+    """Drafts up to `gamma` tokens a round, whatever they gain; the model those that it is likelier to get right."""
+
+    is_certain = True
 
     def worth_asking(self, steps: list[Step], certain: abc.Sequence[Candidate], rows: int, costs: RoundCosts) -> bool:
         """They always are."""
@@ -163,12 +162,8 @@ class Fixed(Policy):
         acceptance = self._acceptance.of(step.sequence).next_acceptance
         return Candidate(step.p_all_accepted, acceptance, pending, step.rows_left, is_certain=True)
 
-    def learn(self, step: Step, p: TargetDistributions, decided: list[int]) -> None:
-        """Learn how likely each drafter is right."""
-        self._acceptance.learn_from(step, p, decided)
 
-
-class Auto(Policy):
+class Auto(_Drafting):
     """Drafts what gains more than its time is worth, at most `gamma` tokens.
 
     Args:
@@ -176,11 +171,8 @@ class Auto(Policy):
     """
 
     def __init__(self, controller: Controller) -> None:
+        super().__init__(controller.acceptance)
         self._controller = controller
-
-    def max_drafts(self, sequence: Sequence) -> int:
-        """The request's gamma."""
-        return sequence.speculation.gamma
 
     def worth_asking(self, steps: list[Step], certain: abc.Sequence[Candidate], rows: int, costs: RoundCosts) -> bool:
         """Whether likely drafts would pay: beside many sequences not even they do, and asking all takes 2 % of a round.
@@ -210,7 +202,7 @@ class Auto(Policy):
         sequence = step.sequence
         if self._controller.balance(sequence).is_over_budget:
             return None
-        shown = self._controller.acceptance.of(sequence)
+        shown = self._acceptance.of(sequence)
         if pending <= SHORT_CATCH_UP:
             return Candidate(step.p_all_accepted, shown.next_acceptance, pending, step.rows_left)
         if costs.awaiting_first_token:
@@ -223,11 +215,7 @@ class Auto(Policy):
 
     def note_alternatives(self, step: Step, logits: FloatArray, draft: Draft, probability: float) -> None:
         """Take note of the draft model's next choices, as likely as such have been recovered so far."""
-        note_possible(step, logits, draft, probability, self._controller.acceptance)
-
-    def learn(self, step: Step, p: TargetDistributions, decided: list[int]) -> None:
-        """Learn how likely each drafter is right."""
-        self._controller.acceptance.learn_from(step, p, decided)
+        note_possible(step, logits, draft, probability, self._acceptance)
 
 
 class Controller:

@@ -1,21 +1,23 @@
-// Attention of a few rows over a cache that all sequences share, included by each variant after product.h.
+// Attention over the 16-bit cache (cache.h), included by each variant after product.h.
 //
-// For one row and one head: scores s_i = scale x (q . k_i) over the cells i that the row may see, weights
-// p_i = exp(s_i - max s), result sum(p_i v_i) / sum(p_i).
+// For one row and one query head: scores s_i = q . k_i over the positions i that the row may see, weights
+// p_i = 2^(s_i - max s), result sum(p_i v_i) / sum(p_i). (Queries are scaled by log2 e, for 2^x is less work than e^x.)
 //
-// A sequence's cells lie wherever there was room, among those of others, so the order in which they are met differs
-// from one run to the next. The result must not: texts are promised to be the same in any company. A score depends on
-// its own cell only, a maximum on no order, and the two sums are made exact, so that they do not depend on one either:
+// Texts are promised to be the same in any company, so a row's result must not depend on which other rows, chunks and
+// threads there are, nor on where in the cache its tokens lie. Positions are divided into chunks of kChunk, and these into
+// blocks of kBlock:
 //
-// - sum(p_i) is a sum of integers, the weights in units of 2^-30.
-// - sum(p_i v_i) is a sum of floats that all have the same exponent. It starts at 1.5 x 2^(E+1), where 2^E is more than
-//   the sum of all magnitudes, and so stays between 2^(E+1) and 2^(E+2): every addition rounds the product to a
-//   multiple of 2^(E-22), whatever was added before. Only a product exactly between two multiples would be rounded
-//   by what the sum is so far, and there is none: the last bit of every p_i is set, so a product's last bit is worth
-//   less than 2^(E-23), half such a multiple.
+// - Within a block all sums are of integers, and so exact in any order: 16-bit queries with 16-bit keys, 16-bit weights
+//   with 16-bit values, both by vpdpwssd, which multiplies twice as many numbers an instruction as a float FMA does.
+// - The blocks of a chunk are added in their order, relative to the chunk's largest score. A chunk's result is a function
+//   of the row and of the chunk; chunks are computed by whatever threads, and added in their order.
 //
-// So the sums cost one fused multiply-add a product, as they would anyway. Their error, some 2^-22 of the largest value,
-// is a thousandth of that of the values themselves, which have half precision.
+// How large the integers may be, so that no sum of 32 bits overflows:
+// - Queries and keys have a Euclidean norm of at most kNorm and 8 for rounding: by Cauchy and Schwarz no partial sum of
+//   their products is larger than (kNorm + 8)^2 < 2^31.
+// - Values are at most kMaxValue, and a block's weights add up to at most 2^17: 2^17 x kMaxValue < 2^31.
+// So a key's error is 2^-16 of the larger of its largest component and .7 of its norm, a value's 2^-15 of its largest
+// component. Half precision rounds the largest by as much as 2^-12.
 
 #pragma once
 
@@ -26,267 +28,443 @@
 
 namespace {
 
-constexpr float kLeastWeight = 0x1p-30F;
-// Room for the rounding of 2^17 products and of the weights' own sum.
-constexpr float kRounding = 1.02F;
+constexpr float kNorm = 46000;
+constexpr float kMaxShort = 32767;
+constexpr float kMaxValue = 16383;
+constexpr int32_t kMaxWeights = (1 << 17) - kBlock / 2;  // of a block, before they are rounded
+constexpr float kLeastWeight = 0x1p-30F;                 // of a chunk's largest; less is nothing
+constexpr float kUnit = 0x1p22F;                         // weights are added up in units of 1 / kUnit
+constexpr float kLog2E = 1.44269504F;
+constexpr int kWeightPairs = kBlock / 2;
+// Queries whose products take less time than memory takes to answer: the next block is asked for while this one is turned.
+constexpr int64_t kFewQueries = 2 * kPairQueries;
 
-
-// exp(x) for x <= 0; 0 below -87. Relative error 2e-7.
-inline Floats exp_of_negative(Floats x) {
-    const Floats n = to_integral(mul(x, all(1.44269504F)));
-    // ln 2 in two parts, so that the remainder loses nothing.
-    const Floats r = fnma(n, all(-2.12194440e-4F), fnma(n, all(0.693359375F), x));
-    Floats y = all(1.9875691500e-4F);
-    y = fma(y, r, all(1.3981999507e-3F));
-    y = fma(y, r, all(8.3334519073e-3F));
-    y = fma(y, r, all(4.1665795894e-2F));
-    y = fma(y, r, all(1.6666665459e-1F));
-    y = fma(y, r, all(5.0000001201e-1F));
-    y = fma(mul(y, r), r, add(r, all(1.0F)));
-    return times_power_of_two(y, max(n, all(-126.0F)));
+// 2^x for x <= 0, at least 2^-126; relative error 2e-7.
+inline Floats exp2_of_negative(Floats x) {
+    x = max(x, all(-126.0F));
+    const Floats n = to_integral(x);
+    const Floats r = sub(x, n);
+    Floats y = all(1.54035304e-4F);  // ln(2)^i / i!, for |r| <= 1/2
+    y = fma(y, r, all(1.33335581e-3F));
+    y = fma(y, r, all(9.61812911e-3F));
+    y = fma(y, r, all(5.55041087e-2F));
+    y = fma(y, r, all(2.40226507e-1F));
+    y = fma(y, r, all(6.93147181e-1F));
+    y = fma(y, r, all(1.0F));
+    return times_power_of_two(y, n);
 }
 
-// ---- which cells ----
-
-// The cells that any of `rows` rows may see, filled up to whole registers with the last one; their number.
-inline int64_t visible_cells(const Attention & a, const uint16_t * mask, int rows, int32_t * cells) {
-    int32_t * end = cells;
-    uint16_t hidden[kHalves];
-    for (int64_t first = 0; first < a.cells; first += kHalves) {
-        const int64_t width = std::min<int64_t>(kHalves, a.cells - first);
-        std::memset(hidden, 0xff, sizeof hidden);
-        for (int row = 0; row < rows; row++) {
-            const uint16_t * from = mask + row * a.mask_stride + first;
-            for (int64_t i = 0; i < width; i++) {
-                hidden[i] &= from[i];  // minus infinity has its sign bit set, 0 has not
-            }
-        }
-        end = append_not_negative(hidden, static_cast<int32_t>(first), end);
-    }
-    const int64_t count = end - cells;
-    for (int i = 0; i < kLanes && count > 0; i++) {
-        end[i] = end[-1];
-    }
-    return count;
+inline float exp2_of_negative(float x) {
+    float lanes[kLanes];
+    store_floats(lanes, exp2_of_negative(all(x)));
+    return lanes[0];
 }
 
-// How many of the next rows are worth attending to together: those of one sequence see nearly the same cells, and share
-// the work of widening them. `cells` is scratch memory; the rows' common cells are in it afterwards, `count` of them.
-inline int rows_together(const Attention & a, const uint16_t * mask, int rows, int32_t * cells, int64_t & count) {
-    const int64_t one = visible_cells(a, mask, 1, cells);
-    if (rows > 1) {
-        count = visible_cells(a, mask, rows, cells);
-        if (count <= one + kLanes) {
-            return rows;
-        }
-        visible_cells(a, mask, 1, cells);
-    }
-    count = one;
-    return 1;
-}
+// ---- numbers to 16 bits ----
 
-// ---- scores and weights ----
-
-// Half precision to float: one register's worth of keys or of values, one cell after the other.
-inline void widen_cells(const char * from, size_t stride, const int32_t * cells, int64_t size, float * to) {
-    for (int c = 0; c < kLanes; c++) {
-        const char * cell = from + static_cast<size_t>(cells[c]) * stride;
-        for (int64_t i = 0; i < size; i += kLanes) {
-            store_floats(to + c * size + i, halves(cell + 2 * i));
-        }
-    }
-}
-
-// Scores of one register's worth of cells for every head of a row.
-inline void score_cells(const Attention & a, const float * queries, const float * keys, float * scores,
-                        int64_t stride) {
-    for (int head = 0; head < a.heads; head++) {
-        const float * q = queries + head * a.size;
-        Floats products[kLanes];
-        UNROLL
-        for (int c = 0; c < kLanes; c++) {
-            products[c] = mul(load_floats(q), load_floats(keys + c * a.size));
-        }
-        for (int64_t i = kLanes; i < a.size; i += kLanes) {
-            const Floats x = load_floats(q + i);
-            UNROLL
-            for (int c = 0; c < kLanes; c++) {
-                products[c] = fma(x, load_floats(keys + c * a.size + i), products[c]);
-            }
-        }
-        store_floats(scores + head * stride, sums_of_lanes(products));
-    }
-}
-
-// Scores to weights, in place, with 0 for what fills the last register up; their sum in units of kLeastWeight.
-inline int64_t weigh(float * scores, int64_t count) {
-    Floats most = all(-INFINITY);
-    for (int64_t i = 0; i < count; i += kLanes) {
-        most = max(most, load_floats(scores + i));  // what fills up repeats a cell
-    }
-    most = all(largest(most));
-    int64_t sum = 0;
-    for (int64_t i = 0; i < count; i += kLanes) {
-        const Floats weights = odd_or_zero(exp_of_negative(sub(load_floats(scores + i), most)), kLeastWeight);
-        store_floats(scores + i, weights);
-        int32_t units[kLanes];
-        const Ints rounded = to_int(mul(weights, all(1 / kLeastWeight)));
-        std::memcpy(units, &rounded, sizeof units);
-        for (int64_t lane = 0; lane < kLanes && i + lane < count; lane++) {
-            sum += units[lane];
-        }
-    }
-    for (int64_t i = count; i % kLanes != 0; i++) {
-        scores[i] = 0;
-    }
-    return sum;
-}
-
-// ---- values ----
-
-// The largest magnitude of a cell's values.
-inline float largest_value(const char * value, int64_t size) {
-    Floats most = zero();
+inline float sum_of_squares(const float * x, int64_t size) {
+    Floats squares = zero();
     for (int64_t i = 0; i < size; i += kLanes) {
-        const Floats x = halves(value + 2 * i);
-        most = max(most, max(x, sub(zero(), x)));
+        const Floats v = load_floats(x + i);
+        squares = fma(v, v, squares);
     }
-    return largest(most);
+    return sum_of_floats(squares);
 }
 
-// Adds the weighted values of one register's worth of cells to `vectors` registers of a head's sums.
-template <int vectors>
-inline void add_values(const float * weights, const float * values, int64_t size, float * to) {
-    Floats sums[vectors];
-    UNROLL
-    for (int v = 0; v < vectors; v++) {
-        sums[v] = load_floats(to + v * kLanes);
+// Returns what one unit is worth; not a number where the source has something that is none.
+inline float round_to_shorts(const float * source, int64_t size, float factor, int16_t * to) {
+    for (int64_t i = 0; i < size; i += kLanes) {
+        store_shorts(to + i, to_int(mul(load_floats(source + i), all(factor))));
     }
-    for (int c = 0; c < kLanes; c++) {
-        const Floats weight = all(weights[c]);
+    return 1 / factor;
+}
+
+float store_key(const float * source, int64_t size, int16_t * to) {
+    const float squares = sum_of_squares(source, size);
+    if (squares == 0) {
+        std::memset(to, 0, static_cast<size_t>(2 * size));
+        return 0;
+    }
+    const float largest = largest_magnitude(source, static_cast<int>(size));
+    return round_to_shorts(source, size, std::min(kMaxShort / largest, kNorm / std::sqrt(squares)), to);
+}
+
+float store_value(const float * source, int64_t size, int16_t * to) {
+    const float largest = largest_magnitude(source, static_cast<int>(size));
+    if (largest == 0) {
+        std::memset(to, 0, static_cast<size_t>(2 * size));
+        return 0;
+    }
+    return round_to_shorts(source, size, kMaxValue / largest, to);
+}
+
+// ---- products of pairs ----
+
+// For every query, the sums over `pairs` of pairs of 16-bit numbers: out[query][column] = sum over p of
+// panel[p][column] . queries[query][p]; a column is a position's key, or a component of the values.
+template <int queries, int vectors>
+inline void multiply_pairs(const int32_t * panel, int64_t width, int64_t pairs, const int16_t * from,
+                           int64_t query_stride, int32_t * out, int64_t out_stride) {
+    Ints sums[queries][vectors];
+    UNROLL
+    for (int q = 0; q < queries; q++) {
         UNROLL
         for (int v = 0; v < vectors; v++) {
-            sums[v] = fma(weight, load_floats(values + c * size + v * kLanes), sums[v]);
+            sums[q][v] = zero_ints();
+        }
+    }
+    for (int64_t p = 0; p < pairs; p++) {
+        Ints columns[vectors];
+        UNROLL
+        for (int v = 0; v < vectors; v++) {
+            columns[v] = load(panel + p * width + v * kLanes);
+        }
+        UNROLL
+        for (int q = 0; q < queries; q++) {
+            add_pairs<vectors>(sums[q], columns, from + q * query_stride + 2 * p);
         }
     }
     UNROLL
-    for (int v = 0; v < vectors; v++) {
-        store_floats(to + v * kLanes, sums[v]);
+    for (int q = 0; q < queries; q++) {
+        UNROLL
+        for (int v = 0; v < vectors; v++) {
+            std::memcpy(out + q * out_stride + v * kLanes, &sums[q][v], sizeof(Ints));
+        }
     }
 }
+
+using PairsFunction = void (*)(const int32_t *, int64_t, int64_t, const int16_t *, int64_t, int32_t *, int64_t);
+
+template <int vectors, int queries = 1> constexpr PairsFunction pairs_function(int64_t wanted) {
+    if constexpr (queries == kPairQueries) {
+        return multiply_pairs<queries, vectors>;
+    } else {
+        return wanted == queries ? multiply_pairs<queries, vectors> : pairs_function<vectors, queries + 1>(wanted);
+    }
+}
+
+// Calls before(tile, tiles) before every tile of queries.
+template <class Before>
+inline void multiply_all_pairs(const int32_t * panel, int64_t width, int64_t pairs, const int16_t * queries,
+                               int64_t count, int64_t query_stride, int32_t * out, int64_t out_stride, Before before) {
+    const int64_t tiles = (count + kPairQueries - 1) / kPairQueries;
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        before(tile, tiles);
+        const int64_t first = count * tile / tiles;
+        const int64_t n = count * (tile + 1) / tiles - first;
+        const int16_t * from = queries + first * query_stride;
+        int32_t * to = out + first * out_stride;
+        int64_t column = 0;
+        for (; column + kPairVectors * kLanes <= width; column += kPairVectors * kLanes) {
+            pairs_function<kPairVectors>(n)(panel + column, width, pairs, from, query_stride, to + column, out_stride);
+        }
+        for (; column < width; column += kLanes) {
+            pairs_function<1>(n)(panel + column, width, pairs, from, query_stride, to + column, out_stride);
+        }
+    }
+}
+
+// ---- a thread's memory ----
+
+constexpr int kShorts = 2 * kLanes;  // 16-bit numbers of a register
+
+constexpr int64_t padded(int64_t size) { return (size + kShorts - 1) / kShorts * kShorts; }
+
+// Of one thread, for up to `queries` query heads of up to kMaxRows rows.
+struct AttentionScratch {
+    AttentionScratch(void * memory, int64_t size, int64_t queries) {
+        char * end = static_cast<char *>(memory);
+        const auto take = [&end](int64_t bytes) {
+            char * begin = end;
+            end += (bytes + 63) / 64 * 64;
+            return begin;
+        };
+        const int64_t width = padded(size);
+        panel = reinterpret_cast<int32_t *>(take(2 * kBlock * width));
+        rows = reinterpret_cast<int16_t *>(take(2 * kBlock * width));
+        products = reinterpret_cast<int32_t *>(take(4 * queries * std::max<int64_t>(kBlock, width)));
+        scores = reinterpret_cast<float *>(take(4 * queries * kChunk));
+        weights = reinterpret_cast<int16_t *>(take(2 * queries * kBlock));
+        factors = reinterpret_cast<float *>(take(4 * queries));
+        units = reinterpret_cast<int32_t *>(take(4 * queries * kLanes));
+        this->queries = reinterpret_cast<int16_t *>(take(2 * queries * width));
+        query_scales = reinterpret_cast<float *>(take(4 * queries));
+        bytes = end - static_cast<char *>(memory);
+    }
+
+    int32_t * panel;  // keys [pair of components][position], or values [pair of positions][component]
+    int16_t * rows;   // copies of keys or values that do not fill registers
+    int32_t * products;
+    float * scores;
+    int16_t * weights;
+    float * factors;
+    int32_t * units;
+    int16_t * queries;
+    float * query_scales;
+    int64_t bytes;
+};
+
+int64_t attention_scratch(int64_t size, int64_t queries) { return AttentionScratch(nullptr, size, queries).bytes; }
 
 // ---- the whole ----
 
-constexpr int64_t room_for(int64_t cells) { return (cells + kHalves + kLanes) / kLanes * kLanes; }
-
-// Rows that see nearly the same cells.
-inline void attend_together(const Attention & a, int first_row, int rows, const uint16_t * mask, const int32_t * cells,
-                            int64_t count, float * scratch) {
-    const int64_t room = room_for(a.cells);
-    const int64_t row_scores = a.heads * room;
-    const int64_t row_size = a.heads * a.size;
-    float * scores = scratch;
-    float * most = scores + rows * row_scores;  // largest magnitudes of the cells' values
-    float * queries = most + room;
-    float * sums = queries + rows * row_size;
-    float * wide = sums + rows * row_size;
-
-    for (int row = 0; row < rows; row++) {
-        for (int head = 0; head < a.heads; head++) {
-            const auto * q = reinterpret_cast<const float *>(
-                a.queries + static_cast<size_t>(first_row + row) * a.query_row_stride +
-                static_cast<size_t>(head) * a.query_stride);
-            for (int64_t i = 0; i < a.size; i++) {
-                queries[row * row_size + head * a.size + i] = a.scale * q[i];
-            }
+void read_queries(const Attention & a, const int32_t * rows, int n_rows, int first_head, int heads, void * memory) {
+    const AttentionScratch scratch(memory, a.size, int64_t{n_rows} * heads);
+    const int64_t width = padded(a.size);
+    for (int row = 0; row < n_rows; row++) {
+        for (int head = 0; head < heads; head++) {
+            const int64_t query = int64_t{row} * heads + head;
+            const auto * from = reinterpret_cast<const float *>(
+                a.queries + static_cast<size_t>(rows[row]) * a.query_row_stride +
+                static_cast<size_t>(first_head + head) * a.query_stride);
+            int16_t * to = scratch.queries + query * width;
+            std::memset(to + a.size, 0, static_cast<size_t>(2 * (width - a.size)));
+            scratch.query_scales[query] = store_key(from, a.size, to) * a.scale * kLog2E;
         }
     }
-    for (int64_t i = 0; i < count; i += kLanes) {
-        widen_cells(a.keys, a.key_stride, cells + i, a.size, wide);
-        for (int row = 0; row < rows; row++) {
-            score_cells(a, queries + row * row_size, wide, scores + row * row_scores + i, room);
-        }
-    }
+}
 
-    for (int64_t i = 0; i < count; i++) {
-        most[i] = largest_value(a.values + static_cast<size_t>(cells[i]) * a.value_stride, a.size);
-    }
-    float starts[kMaxRows][kMaxHeads];
-    float totals[kMaxRows][kMaxHeads];
-    for (int row = 0; row < rows; row++) {
-        const uint16_t * row_mask = mask + row * a.mask_stride;
-        float bound = 0;
-        for (int64_t i = 0; i < count; i++) {
-            if (row_mask[cells[i]] >> 15 == 0) {
-                bound = std::max(bound, most[i]);
-            } else {
-                for (int head = 0; head < a.heads; head++) {
-                    scores[row * row_scores + head * room + i] = -INFINITY;
-                }
-            }
-        }
-        for (int64_t i = count; i % kLanes != 0; i++) {
-            for (int head = 0; head < a.heads; head++) {
-                scores[row * row_scores + head * room + i] = -INFINITY;
-            }
-        }
-        for (int head = 0; head < a.heads; head++) {
-            const int64_t units = weigh(scores + row * row_scores + head * room, count);
-            totals[row][head] = static_cast<float>(units) * kLeastWeight;
-            int exponent;
-            std::frexp(kRounding * bound * totals[row][head], &exponent);
-            starts[row][head] = std::ldexp(1.5F, exponent + 1);
-            for (int64_t i = 0; i < a.size; i += kLanes) {
-                store_floats(sums + row * row_size + head * a.size + i, all(starts[row][head]));
+// Where the keys or values of a block's positions lie: zeros where there is no position.
+struct Block {
+    const int16_t * rows[kBlock];
+    float scales[kBlock];
+
+    Block(const Stored & stored, int64_t key_head, const int32_t * cells, int16_t * copies) {
+        alignas(64) static constexpr int16_t zeros[kMaxHeadSize] = {};
+        const int64_t width = padded(stored.size);
+        for (int i = 0; i < kBlock; i++) {
+            const bool is_there = cells[i] >= 0;
+            rows[i] = is_there ? stored.at(key_head, cells[i]) : zeros;
+            scales[i] = is_there ? stored.scale(key_head, cells[i]) : 0;
+            if (width != stored.size) {
+                int16_t * copy = copies + i * width;
+                std::memset(copy + stored.size, 0, static_cast<size_t>(2 * (width - stored.size)));
+                std::memcpy(copy, rows[i], static_cast<size_t>(2 * stored.size));
+                rows[i] = copy;
             }
         }
     }
 
-    for (int64_t i = 0; i < count; i += kLanes) {
-        widen_cells(a.values, a.value_stride, cells + i, a.size, wide);
-        for (int row = 0; row < rows; row++) {
-            for (int head = 0; head < a.heads; head++) {
-                float * to = sums + row * row_size + head * a.size;
-                const float * weights = scores + row * row_scores + head * room + i;
-                int64_t first = 0;
-                for (; first + 8 * kLanes <= a.size; first += 8 * kLanes) {
-                    add_values<8>(weights, wide + first, a.size, to + first);
-                }
-                for (; first < a.size; first += kLanes) {
-                    add_values<1>(weights, wide + first, a.size, to + first);
-                }
+};
+
+// What a chunk reads, block by block: its keys, its values, and the keys of the chunk that is likely to follow.
+struct Reads {
+    const Attention & a;
+    int64_t key_head;
+    const Chunk & chunk;
+    int blocks;
+
+    // Asks for a part of a block that is read later: memory answers so many requests at once.
+    void prefetch(int block, int64_t part, int64_t parts) const {
+        const bool follows = block >= 2 * blocks;
+        const Stored & stored = block < blocks || follows ? a.keys : a.values;
+        const int32_t * cells = follows ? chunk.next_cells : chunk.cells;
+        if (cells == nullptr) {
+            return;
+        }
+        cells += block % blocks * kBlock;
+        for (int64_t i = kBlock * part / parts; i < kBlock * (part + 1) / parts; i++) {
+            const auto * at = reinterpret_cast<const char *>(stored.at(key_head, std::max(cells[i], 0)));
+            for (int64_t byte = 0; byte < 2 * stored.size; byte += 64) {
+                // GCC would drop a loop of _mm_prefetch, as if it did nothing.
+                __asm__ volatile("prefetcht1 %0" : : "m"(at[byte]));
             }
         }
     }
-    for (int row = 0; row < rows; row++) {
-        for (int head = 0; head < a.heads; head++) {
-            auto * out = reinterpret_cast<float *>(a.out + static_cast<size_t>(first_row + row) * a.out_row_stride +
-                                                   static_cast<size_t>(head) * a.out_stride);
-            const float scale = count > 0 ? 1 / totals[row][head] : 0;
-            const float * from = sums + row * row_size + head * a.size;
-            for (int64_t i = 0; i < a.size; i++) {
-                out[i] = (from[i] - starts[row][head]) * scale;
+};
+
+template <class Function> inline auto when(bool is_so, const Function & function) {
+    return [is_so, &function](int64_t part, int64_t parts) {
+        if (is_so) {
+            function(part, parts);
+        }
+    };
+}
+
+// Keys as a panel [pair of components][position].
+template <class Before> inline void turn_keys(const Block & block, int64_t width, int32_t * panel, Before before) {
+    for (int first = 0; first < kBlock; first += kLanes) {
+        for (int64_t pair = 0; pair < width / 2; pair += kLanes) {
+            before(first / kLanes * (width / 2 / kLanes) + pair / kLanes, kBlock / kLanes * (width / 2 / kLanes));
+            Ints square[kLanes];
+            UNROLL
+            for (int i = 0; i < kLanes; i++) {
+                square[i] = load(block.rows[first + i] + 2 * pair);
+            }
+            transpose(square);
+            UNROLL
+            for (int i = 0; i < kLanes; i++) {
+                std::memcpy(panel + (pair + i) * kBlock + first, &square[i], sizeof(Ints));
             }
         }
     }
 }
 
-// `rows` rows of one key head, for the query heads that share it; `scratch` has attention_scratch() bytes.
-void attend(const Attention & a, const uint16_t * mask, int rows, void * scratch) {
-    auto * cells = static_cast<int32_t *>(scratch);
-    auto * rest = reinterpret_cast<float *>(cells + room_for(a.cells));
-    for (int row = 0; row < rows;) {
-        const uint16_t * from = mask + row * a.mask_stride;
-        int64_t count = 0;
-        const int together = rows_together(a, from, rows - row, cells, count);
-        attend_together(a, row, together, from, cells, count, rest);
-        row += together;
+// Values as a panel [pair of positions][component].
+template <class Before> inline void pair_values(const Block & block, int64_t width, int32_t * panel, Before before) {
+    for (int pair = 0; pair < kWeightPairs; pair++) {
+        before(pair, kWeightPairs);
+        for (int64_t i = 0; i < width; i += kShorts) {
+            Ints low;
+            Ints high;
+            interleave(load(block.rows[2 * pair] + i), load(block.rows[2 * pair + 1] + i), low, high);
+            std::memcpy(panel + pair * width + i, &low, sizeof low);
+            std::memcpy(panel + pair * width + i + kLanes, &high, sizeof high);
+        }
     }
 }
 
-int64_t attention_scratch(int64_t cells, int64_t heads, int64_t size) {
-    const int64_t room = room_for(cells);
-    return 4 * (2 * room + kMaxRows * heads * (room + 2 * size) + kLanes * size);
+// Scores of a block, minus infinity for what a row does not see; returns nothing but `most`, the largest of each query.
+inline void score(const AttentionScratch & scratch, const Block & keys, int64_t queries, int heads, int block,
+                  const ChunkRow * rows, float * most) {
+    for (int64_t q = 0; q < queries; q++) {
+        const uint64_t visible = rows[q / heads].visible[block];
+        const Floats scale = all(scratch.query_scales[q]);
+        Floats largest_yet = all(most[q]);
+        UNROLL
+        for (int i = 0; i < kBlock; i += kLanes) {
+            Ints products;
+            std::memcpy(&products, scratch.products + q * kBlock + i, sizeof products);
+            const Floats s = where(visible >> i, mul(mul(to_float(products), load_floats(keys.scales + i)), scale));
+            store_floats(scratch.scores + q * kChunk + block * kBlock + i, s);
+            largest_yet = max(largest_yet, s);
+        }
+        most[q] = largest(largest_yet);
+    }
+}
+
+// Weights of a block's positions as 16-bit numbers, and what one unit of them is worth.
+inline void weigh(const AttentionScratch & scratch, const Block & values, int64_t queries, int block,
+                  const float * most) {
+    for (int64_t q = 0; q < queries; q++) {
+        const float * scores = scratch.scores + q * kChunk + block * kBlock;
+        Floats weighted[kBlock / kLanes];
+        Floats heaviest = zero();
+        Ints units = load(scratch.units + q * kLanes);
+        UNROLL
+        for (int i = 0; i < kBlock / kLanes; i++) {
+            const Floats p = exp2_of_negative(sub(load_floats(scores + i * kLanes), all(most[q])));
+            const Floats weight = or_zero(p, kLeastWeight);
+            units = add_ints(units, to_int(mul(weight, all(kUnit))));
+            weighted[i] = mul(weight, load_floats(values.scales + i * kLanes));
+            heaviest = max(heaviest, weighted[i]);
+        }
+        std::memcpy(scratch.units + q * kLanes, &units, sizeof units);
+        const float unit = largest(heaviest) / kMaxShort;
+        const Floats factor = all(unit > 0 ? 1 / unit : 0);
+        Ints rounded[kBlock / kLanes];
+        Ints sum = zero_ints();
+        UNROLL
+        for (int i = 0; i < kBlock / kLanes; i++) {
+            rounded[i] = to_int(mul(weighted[i], factor));
+            sum = add_ints(sum, rounded[i]);
+        }
+        int shift = 0;
+        for (const int32_t total = sum_of_ints(sum); total > kMaxWeights << shift;) {
+            shift++;
+        }
+        UNROLL
+        for (int i = 0; i < kBlock / kLanes; i++) {
+            const Ints half = all(shift > 0 ? 1 << (shift - 1) : 0);
+            store_shorts(scratch.weights + q * kBlock + i * kLanes, shifted_right(add_ints(rounded[i], half), shift));
+        }
+        scratch.factors[q] = unit * static_cast<float>(1 << shift);
+    }
+}
+
+// The rows that read_queries() has read, over the positions of a chunk; for every query head of every row
+// results[query] = {largest score, sum of weights, sums of weighted values}. A sum of 0: the row sees nothing of it.
+void attend(const Attention & a, int64_t key_head, const Chunk & chunk, int heads, void * memory,
+            float * const * results) {
+    const int64_t queries = int64_t{chunk.n_rows} * heads;
+    const AttentionScratch scratch(memory, a.size, queries);
+    const int64_t width = padded(a.size);
+    bool is_seen[kBlocks] = {};
+    int last = 0;
+    for (int block = 0; block < kBlocks; block++) {
+        for (int row = 0; row < chunk.n_rows; row++) {
+            is_seen[block] |= chunk.rows[row].visible[block] != 0;
+        }
+        last = is_seen[block] ? block : last;
+    }
+    const Reads reads{a, key_head, chunk, last + 1};
+    float most[kMaxRows * kMaxHeads];
+    std::fill(most, most + queries, -INFINITY);
+    for (int block = 0; block <= last; block++) {
+        if (!is_seen[block]) {
+            continue;
+        }
+        const int32_t * cells = chunk.cells + block * kBlock;
+        const Block keys(a.keys, key_head, cells, scratch.rows);
+        const auto prefetch = [&](int64_t part, int64_t parts) { reads.prefetch(block + 1, part, parts); };
+        turn_keys(keys, width, scratch.panel, when(queries <= kFewQueries, prefetch));
+        multiply_all_pairs(scratch.panel, kBlock, width / 2, scratch.queries, queries, width, scratch.products, kBlock,
+                           when(queries > kFewQueries, prefetch));
+        score(scratch, keys, queries, heads, block, chunk.rows, most);
+    }
+    for (int64_t q = 0; q < queries; q++) {
+        results[q][0] = most[q];
+        most[q] = most[q] == -INFINITY ? 0 : most[q];
+    }
+    std::fill(scratch.units, scratch.units + queries * kLanes, 0);
+    bool is_first = true;
+    for (int block = 0; block <= last; block++) {
+        if (!is_seen[block]) {
+            continue;
+        }
+        const int32_t * cells = chunk.cells + block * kBlock;
+        const Block values(a.values, key_head, cells, scratch.rows);
+        weigh(scratch, values, queries, block, most);
+        const auto prefetch = [&](int64_t part, int64_t parts) { reads.prefetch(last + block + 2, part, parts); };
+        pair_values(values, width, scratch.panel, when(queries <= kFewQueries, prefetch));
+        multiply_all_pairs(scratch.panel, width, kWeightPairs, scratch.weights, queries, kBlock, scratch.products, width,
+                           when(queries > kFewQueries, prefetch));
+        for (int64_t q = 0; q < queries; q++) {
+            const Floats factor = all(scratch.factors[q]);
+            float * sums = results[q] + 2;
+            for (int64_t i = 0; i < width; i += kLanes) {
+                Ints products;
+                std::memcpy(&products, scratch.products + q * width + i, sizeof products);
+                const Floats product = to_float(products);
+                store_floats(sums + i, is_first ? mul(product, factor) : fma(product, factor, load_floats(sums + i)));
+            }
+        }
+        is_first = false;
+    }
+    for (int64_t q = 0; is_first && q < queries; q++) {
+        std::fill(results[q] + 2, results[q] + 2 + width, 0.0F);
+    }
+    for (int64_t q = 0; q < queries; q++) {
+        results[q][1] = static_cast<float>(sum_of_ints(load(scratch.units + q * kLanes))) * (1 / kUnit);
+    }
+}
+
+int64_t result_floats(int64_t size) { return 2 + padded(size); }
+
+// Adds a chunk's result to that of the chunks before it.
+void merge(float * total, const float * chunk, int64_t size) {
+    if (chunk[1] == 0) {
+        return;
+    }
+    if (total[1] == 0) {
+        std::copy(chunk, chunk + result_floats(size), total);
+        return;
+    }
+    const float most = std::max(total[0], chunk[0]);
+    const float before = exp2_of_negative(total[0] - most);
+    const float now = exp2_of_negative(chunk[0] - most);
+    total[0] = most;
+    total[1] = total[1] * before + chunk[1] * now;
+    for (int64_t i = 2; i < result_floats(size); i += kLanes) {
+        store_floats(total + i, fma(load_floats(chunk + i), all(now), mul(load_floats(total + i), all(before))));
+    }
+}
+
+void finish(const float * total, int64_t size, float * out) {
+    const Floats scale = all(total[1] > 0 ? 1 / total[1] : 0);
+    for (int64_t i = 0; i < size; i += kLanes) {
+        store_floats(out + i, mul(load_floats(total + 2 + i), scale));
+    }
 }
 
 }  // namespace

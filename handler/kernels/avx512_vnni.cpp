@@ -5,7 +5,8 @@
 
 const specserve::Kernels * specserve::avx512_vnni() {
     static constexpr Kernels kernels = {
-        "avx512_vnni", kLanes, kMaxTile, panel_bytes, pack, quantise, multiply, attend, attention_scratch};
+        "avx512_vnni", kLanes, kMaxTile, panel_bytes, pack, quantise, multiply, store_key, store_value,
+        attention_scratch, result_floats, read_queries, attend, merge, finish};
     const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                      __builtin_cpu_supports("avx512vnni");

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "assistants.h"
+#include "cache.h"
 #include "graph.h"
 
 namespace specserve {
@@ -58,7 +59,12 @@ class Extra : public ggml::cpu::extra_buffer_type {
     }
 
     ggml::cpu::tensor_traits * get_tensor_traits(const ggml_tensor * op) override {
+        const Cache * cache = library().cache;
+        if (cache != nullptr && cache->loads() && op->op != GGML_OP_SET_ROWS && op->op != GGML_OP_FLASH_ATTN_EXT) {
+            return &nothing();
+        }
         switch (op->op) {
+            case GGML_OP_SET_ROWS: return cache != nullptr ? &cache_write() : nullptr;
             case GGML_OP_MUL_MAT: return is_ours(op->src[0]) ? &product() : leave(kLeftProduct);
             case GGML_OP_MUL_MAT_ID: return leave(kLeftProduct);
             case GGML_OP_FLASH_ATTN_EXT: return attends(op) ? &attention() : leave(kLeftAttention);

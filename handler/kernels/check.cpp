@@ -7,10 +7,12 @@
 #include <cmath>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <utility>
 #include <vector>
 
+#include "cache.h"
 #include "library.h"
 
 namespace specserve {
@@ -133,62 +135,42 @@ double check_product(Format format, int rows, int threads) {
 }
 
 double check_attention(int rows, int threads) {
-    constexpr int64_t size = 64, cells = 40, key_heads = 2, heads = 6;
-    const float scale = 1 / std::sqrt(static_cast<float>(size));
-    const std::vector<float> q = normal_numbers(static_cast<size_t>(heads * rows * size), 3);
-    const auto halves = [](const std::vector<float> & numbers) {
-        std::vector<ggml_fp16_t> half(numbers.size());
-        ggml_fp32_to_fp16_row(numbers.data(), half.data(), static_cast<int64_t>(numbers.size()));
-        return half;
-    };
+    constexpr int64_t size = 64, cells = 300, key_heads = 2, heads = 6;
     const auto at = [](int64_t i, int64_t j) { return static_cast<size_t>(i * size + j); };
-    const std::vector<ggml_fp16_t> k = halves(normal_numbers(at(key_heads * cells, 0), 4));
-    const std::vector<ggml_fp16_t> v = halves(normal_numbers(at(key_heads * cells, 0), 5));
+    const std::vector<float> q = normal_numbers(at(heads * rows, 0), 3);
+    const std::vector<float> k = normal_numbers(at(key_heads * cells, 0), 4);
+    const std::vector<float> v = normal_numbers(at(key_heads * cells, 0), 5);
     // Every third cell belongs to another sequence, and the last ones are later than the first rows.
     const auto sees = [&](int64_t row, int64_t cell) { return cell % 3 != 2 && cell < cells - rows + row + 1; };
-    std::vector<float> mask(static_cast<size_t>(rows * cells));
-    for (int64_t i = 0; i < rows * cells; i++) {
-        mask[static_cast<size_t>(i)] = sees(i / cells, i % cells) ? 0 : -INFINITY;
+    std::vector<int32_t> positions(cells);
+    std::vector<uint16_t> mask(static_cast<size_t>(rows * cells));
+    for (int64_t cell = 0; cell < cells; cell++) {
+        positions[static_cast<size_t>(cell)] = static_cast<int32_t>(cell / 3 * 2 + cell % 3);
+        for (int64_t row = 0; row < rows; row++) {
+            mask[static_cast<size_t>(row * cells + cell)] = sees(row, cell) ? 0 : 0xfc00;
+        }
     }
-
-    const Context tensors = context();
-    const auto tensor = [&](ggml_type type, int64_t n0, int64_t n1, int64_t n2) {
-        return ggml_new_tensor_3d(tensors.get(), type, n0, n1, n2);
-    };
-    ggml_tensor * queries = tensor(GGML_TYPE_F32, size, rows, heads);
-    ggml_tensor * keys = tensor(GGML_TYPE_F16, size, cells, key_heads);
-    ggml_tensor * values = tensor(GGML_TYPE_F16, size, cells, key_heads);
-    ggml_tensor * visible = tensor(GGML_TYPE_F16, cells, rows, 1);
-    ggml_tensor * attended = ggml_flash_attn_ext(tensors.get(), queries, keys, values, visible, scale, 0, 0);
-    std::vector<float> out(static_cast<size_t>(ggml_nelements(attended)));
-    const int64_t before = library().attentions.load();
-    // Attention is ours while any format is.
-    const unsigned formats = std::exchange(library().formats, 1U);
-    compute(tensors.get(), attended, threads, 0, [&] {
-        ggml_backend_tensor_set(queries, q.data(), 0, ggml_nbytes(queries));
-        ggml_backend_tensor_set(keys, k.data(), 0, ggml_nbytes(keys));
-        ggml_backend_tensor_set(values, v.data(), 0, ggml_nbytes(values));
-        ggml_backend_tensor_set(visible, halves(mask).data(), 0, ggml_nbytes(visible));
-    }, out.data());
-    library().formats = formats;
+    const AttentionCase given{size,     cells,    key_heads, heads,    rows, 1 / std::sqrt(static_cast<float>(size)),
+                              q.data(), k.data(), v.data(),  positions.data(), mask.data()};
+    std::vector<float> out(at(heads * rows, 0));
+    const bool ours = run_attention(given, threads, out.data());
 
     Deviation deviation;
     std::vector<double> exact(size);
     for (int64_t head = 0; head < heads; head++) {
-        const int64_t first = head / (heads / key_heads) * cells;
+        const int64_t key_head = head / (heads / key_heads);
         for (int64_t row = 0; row < rows; row++) {
             double sum = 0;
             std::fill(exact.begin(), exact.end(), 0);
             for (int64_t cell = 0; cell < cells; cell++) {
                 double score = 0;
                 for (int64_t i = 0; i < size; i++) {
-                    const double key = ggml_fp16_to_fp32(k[at(first + cell, i)]);
-                    score += key * q[at(head * rows + row, i)];
+                    score += static_cast<double>(k[at(cell * key_heads + key_head, i)]) * q[at(head * rows + row, i)];
                 }
-                const double weight = sees(row, cell) ? std::exp(score * scale) : 0;
+                const double weight = sees(row, cell) ? std::exp(score * given.scale) : 0;
                 sum += weight;
                 for (int64_t i = 0; i < size; i++) {
-                    exact[static_cast<size_t>(i)] += weight * ggml_fp16_to_fp32(v[at(first + cell, i)]);
+                    exact[static_cast<size_t>(i)] += weight * v[at(cell * key_heads + key_head, i)];
                 }
             }
             for (int64_t i = 0; i < size; i++) {
@@ -196,7 +178,46 @@ double check_attention(int rows, int threads) {
             }
         }
     }
-    return library().attentions.load() == before ? INFINITY : deviation.largest();
+    return ours ? deviation.largest() : INFINITY;
+}
+
+bool run_attention(const AttentionCase & given, int threads, float * out) {
+    const Context tensors = context();
+    const auto tensor = [&](ggml_type type, int64_t n0, int64_t n1, int64_t n2) {
+        return ggml_new_tensor_3d(tensors.get(), type, n0, n1, n2);
+    };
+    const int64_t width = given.key_heads * given.size;
+    ggml_tensor * queries = tensor(GGML_TYPE_F32, given.size, given.rows, given.heads);
+    ggml_tensor * mask = tensor(GGML_TYPE_F16, given.cells, given.rows, 1);
+    ggml_tensor * cells = tensor(GGML_TYPE_I64, given.cells, 1, 1);
+    ggml_tensor * sources[2];
+    ggml_tensor * seen[2];
+    for (int i = 0; i < 2; i++) {
+        ggml_tensor * cache = tensor(GGML_TYPE_F16, width, given.cells, 1);
+        sources[i] = tensor(GGML_TYPE_F32, width, given.cells, 1);
+        ggml_tensor * written = ggml_set_rows(tensors.get(), cache, sources[i], cells);
+        const size_t head = static_cast<size_t>(given.size) * sizeof(ggml_fp16_t);
+        seen[i] = ggml_permute(tensors.get(), ggml_view_3d(tensors.get(), written, given.size, given.key_heads,
+                                                           given.cells, head, written->nb[1], 0), 0, 2, 1, 3);
+    }
+    ggml_tensor * attended =
+        ggml_flash_attn_ext(tensors.get(), queries, seen[0], seen[1], mask, given.scale, 0, 0);
+    std::vector<int64_t> numbers(static_cast<size_t>(given.cells));
+    std::iota(numbers.begin(), numbers.end(), 0);
+    Cache cache;
+    cache.begin_pass(given.positions, given.cells, nullptr);
+    const int64_t before = library().attentions.load();
+    Cache * current = std::exchange(library().cache, &cache);
+    compute(tensors.get(), attended, threads, 0, [&] {
+        const auto set = [](ggml_tensor * to, const void * from) { ggml_backend_tensor_set(to, from, 0, ggml_nbytes(to)); };
+        set(queries, given.queries);
+        set(sources[0], given.keys);
+        set(sources[1], given.values);
+        set(mask, given.mask);
+        set(cells, numbers.data());
+    }, out);
+    library().cache = current;
+    return library().attentions.load() > before;
 }
 
 double run_product(bool ours, Format format, int64_t k, int64_t columns, const uint8_t * source, int pieces, int rows,

@@ -24,8 +24,11 @@ const Kernels & kernels_of(const ggml_tensor *);
 // A matrix product with such a weight (graph_product.cpp).
 ggml::cpu::tensor_traits & product();
 
-// Attention, and whether an operation is one that attention.h can do (graph_attention.cpp).
+// Attention, and whether an operation is one that attention.h can do; a write into a KV cache; and what takes the place
+// of all other operations while saved keys and values are loaded (graph_attention.cpp).
 ggml::cpu::tensor_traits & attention();
 bool attends(const ggml_tensor * op);
+ggml::cpu::tensor_traits & cache_write();
+ggml::cpu::tensor_traits & nothing();
 
 }  // namespace specserve

@@ -1,82 +1,244 @@
-// Attention of a graph: the work of a few rows and a key head is a piece.
+// What a graph does with the KV cache: rows are written into it, and attention reads it.
+//
+// Few rows are divided by chunks of positions, whose results are merged afterwards, many rows by rows; either way in
+// pieces that threads take in turn, so that one which a neighbour holds up delays nobody. The results are the same.
 
 #include <algorithm>
-#include <atomic>
+#include <array>
 #include <cstring>
 
+#include "cache.h"
 #include "graph.h"
 
 namespace specserve {
 
 namespace {
 
-class SharedAttention : public ggml::cpu::tensor_traits {
-    static size_t scratch(const ggml_tensor * op) {
-        const ggml_tensor * k = op->src[1];
-        const int64_t bytes = library().kernels->attention_scratch(k->ne[1], op->src[0]->ne[2] / k->ne[2], k->ne[0]);
-        return (static_cast<size_t>(bytes) + kAlignment - 1) / kAlignment * kAlignment;
+// Pieces a thread has at least where work is divided by rows; with fewer it is divided by chunks.
+constexpr int64_t kPiecesPerThread = 8;
+// Bytes of results before they are merged; where chunks have more, work is divided by rows.
+constexpr int64_t kMaxResults = 64 << 20;
+
+char * at(const ggml_tensor * t, int64_t i1, int64_t i2) {
+    return static_cast<char *>(t->data) + static_cast<size_t>(i1) * t->nb[1] + static_cast<size_t>(i2) * t->nb[2];
+}
+
+// An attention of a graph, as it is computed by some threads.
+class Work {
+  public:
+    Work(Cache & cache, Layer & layer, const ggml_tensor * op, int threads)
+        : cache_(cache), layer_(layer), op_(op), kernels_(*library().kernels), plan_(*layer.plan) {
+        const ggml_tensor * q = op->src[0];
+        std::memcpy(&attention_.scale, op->op_params, sizeof attention_.scale);
+        attention_.size = q->ne[0];
+        attention_.queries = static_cast<const char *>(q->data);
+        attention_.query_stride = q->nb[2];
+        attention_.query_row_stride = q->nb[1];
+        attention_.keys = layer.keys.stored;
+        attention_.values = layer.values.stored;
+        heads_ = q->ne[2];
+        key_heads_ = layer.keys.stored.heads;
+        floats_ = kernels_.result_floats(attention_.size);
+        tiles_ = (plan_.rows() + kMaxRows - 1) / kMaxRows;
+        const int64_t whole = key_heads_ * (layer.by_chunks ? static_cast<int64_t>(plan_.units().size()) : tiles_);
+        // Where there are fewer pieces than threads, the query heads of one key head are divided.
+        parts_ = std::clamp<int64_t>(threads / whole, 1, shared());
+        pieces_ = whole * parts_;
     }
 
+    // To be called while the pass is planned.
+    void divide(int threads) {
+        const int64_t bytes = plan_.rows() * heads_ * plan_.chunks() * floats_ * static_cast<int64_t>(sizeof(float));
+        layer_.by_chunks = tiles_ * key_heads_ < kPiecesPerThread * threads && bytes <= kMaxResults;
+        if (layer_.by_chunks) {
+            cache_.results.resize(std::max(cache_.results.size(), static_cast<size_t>(bytes) / sizeof(float)));
+        }
+    }
+
+    int64_t scratch() const {
+        const int64_t queries = kMaxRows * shared();
+        const int64_t bytes = kernels_.attention_scratch(attention_.size, queries) +
+                              2 * queries * floats_ * static_cast<int64_t>(sizeof(float));
+        return (bytes + static_cast<int64_t>(kAlignment) - 1) / static_cast<int64_t>(kAlignment) *
+               static_cast<int64_t>(kAlignment);
+    }
+
+    void compute(ggml_compute_params * params) {
+        uint8_t * memory = aligned(params->wdata) + params->ith * scratch();
+        const auto take = [](std::atomic<int64_t> & pieces) { return pieces.fetch_add(1, std::memory_order_relaxed); };
+        for (int64_t piece = take(layer_.pieces); piece < pieces_; piece = take(layer_.pieces)) {
+            const int64_t part = piece % parts_;
+            const int64_t key_head = piece / parts_ % key_heads_;
+            const int64_t number = piece / parts_ / key_heads_;
+            const int first = static_cast<int>(shared() * part / parts_);
+            const int heads = static_cast<int>(shared() * (part + 1) / parts_) - first;
+            if (layer_.by_chunks) {
+                attend_to_chunk(plan_.units()[static_cast<size_t>(number)], key_head, first, heads, memory);
+            } else {
+                attend_to_all(plan_.rows() * number / tiles_, plan_.rows() * (number + 1) / tiles_, key_head, first,
+                              heads, memory);
+            }
+        }
+        if (!layer_.by_chunks || plan_.chunks() == 1) {
+            return;
+        }
+        ggml_barrier(params->threadpool);
+        for (int64_t piece = take(layer_.merged_pieces); piece < plan_.rows() * heads_;
+             piece = take(layer_.merged_pieces)) {
+            merge(piece / heads_, piece % heads_);
+        }
+    }
+
+  private:
+    static constexpr size_t kMaxQueries = kMaxRows * kMaxHeads;
+    using Results = std::array<float *, kMaxQueries>;
+
+    int64_t shared() const { return heads_ / key_heads_; }
+
+    float * out(int64_t row, int64_t head) const { return reinterpret_cast<float *>(at(op_, head, row)); }
+
+    float * result(int64_t row, int64_t head, int64_t chunk) const {
+        return cache_.results.data() + ((row * heads_ + head) * plan_.chunks() + chunk) * floats_;
+    }
+
+    void attend_to_chunk(const Plan::Unit & unit, int64_t key_head, int first, int heads, void * memory) const {
+        const Plan::Group & group = *unit.group;
+        const int32_t * rows = group.rows.data() + unit.first;
+        const auto head = static_cast<int>(key_head * shared()) + first;
+        Results results;
+        for (int row = 0; row < unit.n_rows; row++) {
+            for (int i = 0; i < heads; i++) {
+                results[static_cast<size_t>(row * heads + i)] = result(rows[row], head + i, group.chunk);
+            }
+        }
+        kernels_.read_queries(attention_, rows, unit.n_rows, head, heads, memory);
+        const Plan::Unit * next = &unit == &plan_.units().back() ? nullptr : &unit + 1;
+        const Chunk chunk{group.cells, group.visible.data() + unit.first, unit.n_rows,
+                          next == nullptr ? nullptr : next->group->cells};
+        kernels_.attend(attention_, key_head, chunk, heads, memory, results.data());
+        for (int q = 0; plan_.chunks() == 1 && q < unit.n_rows * heads; q++) {
+            kernels_.finish(results[static_cast<size_t>(q)], attention_.size, out(rows[q / heads], head + q % heads));
+        }
+    }
+
+    void merge(int64_t row, int64_t head) const {
+        int64_t chunk = 0;
+        while (!plan_.sees(row, chunk)) {
+            chunk++;
+        }
+        float * total = result(row, head, chunk);
+        for (chunk++; chunk < plan_.chunks(); chunk++) {
+            if (plan_.sees(row, chunk)) {
+                kernels_.merge(total, result(row, head, chunk), attention_.size);
+            }
+        }
+        kernels_.finish(total, attention_.size, out(row, head));
+    }
+
+    void attend_to_all(int64_t begin, int64_t end, int64_t key_head, int first, int heads, uint8_t * memory) const {
+        const auto n_rows = static_cast<int>(end - begin);
+        const auto head = static_cast<int>(key_head * shared()) + first;
+        const int queries = n_rows * heads;
+        int32_t rows[kMaxRows];
+        for (int row = 0; row < n_rows; row++) {
+            rows[row] = static_cast<int32_t>(begin) + row;
+        }
+        auto * totals =
+            reinterpret_cast<float *>(memory + kernels_.attention_scratch(attention_.size, kMaxRows * shared()));
+        Results results;
+        for (int q = 0; q < queries; q++) {
+            totals[q * floats_ + 1] = 0;
+            results[static_cast<size_t>(q)] = totals + (queries + q) * floats_;
+        }
+        kernels_.read_queries(attention_, rows, n_rows, head, heads, memory);
+        for (int64_t chunk = 0; chunk < plan_.chunks(); chunk++) {
+            for (const Plan::Group * group : plan_.groups(chunk)) {
+                ChunkRow visible[kMaxRows] = {};
+                bool any = false;
+                for (auto it = std::lower_bound(group->rows.begin(), group->rows.end(), rows[0]);
+                     it != group->rows.end() && *it < end; ++it) {
+                    visible[*it - begin] = group->visible[static_cast<size_t>(it - group->rows.begin())];
+                    any = true;
+                }
+                if (any) {
+                    const bool is_last = chunk + 1 == plan_.chunks();
+                    const int32_t * next = is_last ? nullptr : plan_.groups(chunk + 1).front()->cells;
+                    kernels_.attend(attention_, key_head, {group->cells, visible, n_rows, next}, heads, memory,
+                                    results.data());
+                    for (int q = 0; q < queries; q++) {
+                        kernels_.merge(totals + q * floats_, results[static_cast<size_t>(q)], attention_.size);
+                    }
+                }
+            }
+        }
+        for (int q = 0; q < queries; q++) {
+            kernels_.finish(totals + q * floats_, attention_.size, out(begin + q / heads, head + q % heads));
+        }
+    }
+
+    Cache & cache_;
+    Layer & layer_;
+    const ggml_tensor * op_;
+    const Kernels & kernels_;
+    const Plan & plan_;
+    Attention attention_{};
+    int64_t heads_;
+    int64_t key_heads_;
+    int64_t floats_;
+    int64_t tiles_;
+    int64_t parts_;
+    int64_t pieces_;
+};
+
+class SharedAttention : public ggml::cpu::tensor_traits {
     bool work_size(int threads, const ggml_tensor * op, size_t & size) override {
-        size = kAlignment + static_cast<size_t>(threads) * scratch(op);
+        Cache & cache = *library().cache;
+        Layer & layer = cache.plan_attention(op);
+        if (cache.loads()) {
+            return false;
+        }
+        Work work(cache, layer, op, threads);
+        work.divide(threads);
+        size = kAlignment + static_cast<size_t>(threads * work.scratch());
         return true;
     }
 
-    // Where there are fewer pieces than threads, the query heads of one key head are divided.
     bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
-        const ggml_tensor * q = op->src[0];
-        const ggml_tensor * k = op->src[1];
-        const ggml_tensor * v = op->src[2];
-        const ggml_tensor * mask = op->src[3];
-        const int64_t groups = (q->ne[1] + kMaxRows - 1) / kMaxRows;
-        const int64_t key_heads = k->ne[2];
-        const int64_t shared = q->ne[2] / key_heads;
-        const int64_t parts = std::clamp<int64_t>(params->nth / (groups * key_heads), 1, shared);
-        float scale;
-        std::memcpy(&scale, op->op_params, sizeof scale);
+        Cache & cache = *library().cache;
+        if (cache.loads()) {
+            return true;
+        }
         if (params->ith == 0) {
             library().attentions.fetch_add(1, std::memory_order_relaxed);
         }
-        const auto at = [](const ggml_tensor * t, int64_t i1, int64_t i2) {
-            return static_cast<char *>(t->data) + static_cast<size_t>(i1) * t->nb[1] + static_cast<size_t>(i2) * t->nb[2];
-        };
-        auto * memory = aligned(params->wdata);
-        memory += static_cast<size_t>(params->ith) * scratch(op);
-        const int64_t pieces = groups * key_heads * parts;
-        for (int64_t piece = pieces * params->ith / params->nth; piece < pieces * (params->ith + 1) / params->nth;
-             piece++) {
-            const int64_t part = piece % parts;
-            const int64_t key_head = piece / parts % key_heads;
-            const int64_t group = piece / parts / key_heads;
-            const int64_t first = shared * part / parts;
-            const int64_t head = key_head * shared + first;
-            const int64_t row = q->ne[1] * group / groups;
-            Attention a{};
-            a.cells = k->ne[1];
-            a.size = k->ne[0];
-            a.heads = static_cast<int>(shared * (part + 1) / parts - first);
-            a.scale = scale;
-            a.queries = at(q, row, head);
-            a.query_stride = q->nb[2];
-            a.query_row_stride = q->nb[1];
-            a.keys = at(k, 0, key_head);
-            a.key_stride = k->nb[1];
-            a.values = at(v, 0, key_head);
-            a.value_stride = v->nb[1];
-            a.out = at(op, head, row);
-            a.out_stride = op->nb[1];
-            a.out_row_stride = op->nb[2];
-            a.mask_stride = static_cast<int64_t>(mask->nb[1] / 2);
-            library().kernels->attend(a, reinterpret_cast<const uint16_t *>(at(mask, row, 0)),
-                                      static_cast<int>(q->ne[1] * (group + 1) / groups - row), memory);
-        }
+        Work(cache, cache.layer(op), op, params->nth).compute(params);
         return true;
     }
 };
 
+class CacheWrite : public ggml::cpu::tensor_traits {
+    bool work_size(int, const ggml_tensor * op, size_t &) override {
+        library().cache->plan_write(op);
+        return false;
+    }
+
+    bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
+        Side * side = library().cache->side(op);
+        if (side != nullptr) {
+            library().cache->write(op, *side, params->ith, params->nth);
+        }
+        return side != nullptr;
+    }
+};
+
+class Nothing : public ggml::cpu::tensor_traits {
+    bool work_size(int, const ggml_tensor *, size_t &) override { return false; }
+    bool compute_forward(ggml_compute_params *, ggml_tensor *) override { return true; }
+};
+
 }  // namespace
 
-// What attention.h can do: half precision keys and values of all sequences in one cache, without what few models have.
+// What attention.h can do: one cache of all sequences, without what few models have.
 bool attends(const ggml_tensor * op) {
     const ggml_tensor * q = op->src[0];
     const ggml_tensor * k = op->src[1];
@@ -86,15 +248,26 @@ bool attends(const ggml_tensor * op) {
     float softcap;
     std::memcpy(&max_bias, op->op_params + 1, sizeof max_bias);
     std::memcpy(&softcap, op->op_params + 2, sizeof softcap);
-    return library().formats != 0 && q->type == GGML_TYPE_F32 && k->type == GGML_TYPE_F16 && v->type == GGML_TYPE_F16 &&
-           mask != nullptr && mask->type == GGML_TYPE_F16 && mask->ne[2] == 1 && op->src[4] == nullptr &&
-           max_bias == 0 && softcap == 0 && q->ne[3] == 1 && k->ne[3] == 1 && k->ne[0] == v->ne[0] &&
-           k->ne[0] % 16 == 0 && q->nb[0] == 4 && k->nb[0] == 2 && v->nb[0] == 2 && q->ne[2] % k->ne[2] == 0 &&
-           q->ne[2] / k->ne[2] <= kMaxHeads;
+    return library().cache != nullptr && q->type == GGML_TYPE_F32 && k->type == GGML_TYPE_F16 &&
+           v->type == GGML_TYPE_F16 && mask != nullptr && mask->type == GGML_TYPE_F16 && mask->ne[2] == 1 &&
+           op->src[4] == nullptr && max_bias == 0 && softcap == 0 && q->ne[3] == 1 && k->ne[3] == 1 &&
+           k->ne[0] == v->ne[0] && k->ne[0] % 16 == 0 && k->ne[0] <= kMaxHeadSize && k->view_src != nullptr &&
+           v->view_src != nullptr && k->view_src != v->view_src && q->nb[0] == 4 &&
+           q->ne[2] % k->ne[2] == 0 && q->ne[2] / k->ne[2] <= kMaxHeads;
 }
 
 ggml::cpu::tensor_traits & attention() {
     static SharedAttention it;
+    return it;
+}
+
+ggml::cpu::tensor_traits & cache_write() {
+    static CacheWrite it;
+    return it;
+}
+
+ggml::cpu::tensor_traits & nothing() {
+    static Nothing it;
     return it;
 }
 

@@ -36,26 +36,48 @@ struct Tile {
     int rows;
 };
 
-constexpr int kMaxHeads = 16;  // query heads that share a key head
-constexpr int kMaxRows = 4;    // rows that are attended to together
+// ---- attention ----
 
-// Attention of some rows over the cells of one key head, for all the query heads that share it. Strides are in bytes.
+constexpr int kMaxHeads = 16;      // query heads that share a key head
+constexpr int kMaxHeadSize = 256;  // components of a head
+constexpr int kMaxRows = 8;        // rows that are attended to together
+constexpr int kBlock = 64;         // positions whose products are added as integers
+constexpr int kBlocks = 4;         // of a chunk
+constexpr int kChunk = kBlocks * kBlock;
+
+// Keys or values of a layer: 16-bit numbers, and what one unit of a head's is worth in each cell.
+struct Stored {
+    int16_t * data;  // [head][cell][component]: an attention reads one head, and memory is read faster in long runs
+    float * scales;  // [head][cell]
+    int64_t cells;
+    int64_t heads;
+    int64_t size;
+
+    int16_t * at(int64_t head, int64_t cell) const { return data + (head * cells + cell) * size; }
+    float & scale(int64_t head, int64_t cell) const { return scales[head * cells + cell]; }
+};
+
+// The attention of a graph's operation. Strides are in bytes.
 struct Attention {
-    int64_t cells;  // of the cache; keys and values have half precision, the rest is float
-    int64_t size;   // of a head, a multiple of 16
-    int heads;      // query heads
+    Stored keys;
+    Stored values;
+    int64_t size;  // of a head, a multiple of 16
     float scale;
     const char * queries;
     size_t query_stride;      // from one head to the next
     size_t query_row_stride;  // from one row to the next
-    const char * keys;
-    size_t key_stride;  // from one cell to the next
-    const char * values;
-    size_t value_stride;
-    char * out;
-    size_t out_stride;
-    size_t out_row_stride;
-    int64_t mask_stride;  // half precision numbers from one row to the next
+};
+
+struct ChunkRow {
+    uint64_t visible[kBlocks];  // bit i: the row sees position i of a block
+};
+
+// The positions of a chunk, and rows that may see them.
+struct Chunk {
+    const int32_t * cells;  // where in the cache each lies, -1 where nobody sees it
+    const ChunkRow * rows;
+    int n_rows;
+    const int32_t * next_cells;  // of the chunk that is likely to be read next; null: unknown
 };
 
 struct Kernels {
@@ -75,9 +97,17 @@ struct Kernels {
     // Multiply a tile by a panel: out[row * stride + column].
     void (*multiply)(const Weights &, int64_t panel, const Tile &, float * out, int64_t stride);
 
-    // `mask` has a half precision number for every row and cell, 0 or minus infinity.
-    void (*attend)(const Attention &, const uint16_t * mask, int rows, void * scratch);
-    int64_t (*attention_scratch)(int64_t cells, int64_t heads, int64_t size);  // bytes
+    // Write the key or the value of a head into the cache; returns its scale.
+    float (*store_key)(const float * source, int64_t size, int16_t * to);
+    float (*store_value)(const float * source, int64_t size, int16_t * to);
+
+    // attention.h: `memory` has attention_scratch() bytes, a result has result_floats() of a head.
+    int64_t (*attention_scratch)(int64_t size, int64_t queries);
+    int64_t (*result_floats)(int64_t size);
+    void (*read_queries)(const Attention &, const int32_t * rows, int n_rows, int first_head, int heads, void * memory);
+    void (*attend)(const Attention &, int64_t key_head, const Chunk &, int heads, void * memory, float * const * results);
+    void (*merge)(float * total, const float * chunk, int64_t size);
+    void (*finish)(const float * total, int64_t size, float * out);
 };
 
 // The weights of a block of this format: every block has scales of its own.

@@ -1,6 +1,7 @@
 // What Python calls (handler/specserve/engine/kernels.py), all of it with C linkage.
 
 #include "assistants.h"
+#include "cache.h"
 #include "library.h"
 
 #include <cstring>
@@ -77,8 +78,7 @@ EXPORT const char * specserve_use(const char * variant) {
     return kernels->name;
 }
 
-// Which formats of weights that are loaded from now on are taken, bit n for Format n; and, for all models, whether
-// attention is ours: with any format it is.
+// Which formats of weights that are loaded from now on are taken, bit n for Format n.
 EXPORT void specserve_take(unsigned formats) { library().formats = formats; }
 
 // How products prefetch weights from now on: see library.h. Their results are the same.
@@ -116,26 +116,31 @@ EXPORT double specserve_run_product(int ours, int format, int64_t k, int64_t col
 }
 EXPORT int specserve_max_tile() { return library().kernels->max_tile; }
 
-// Attention of `rows` rows and `heads` query heads over one key head of `cells` cells of `size` values, all contiguous:
-// queries and out [rows][heads][size] float, keys and values [cells][size] half, mask [rows][cells] half.
-EXPORT void specserve_attend(int64_t cells, int64_t size, int heads, float scale, int rows, const float * queries,
-                             const uint16_t * keys, const uint16_t * values, const uint16_t * mask, float * out) {
-    const Kernels & kernels = *library().kernels;
-    Attention a{};
-    a.cells = cells;
-    a.size = size;
-    a.heads = heads;
-    a.scale = scale;
-    a.queries = reinterpret_cast<const char *>(queries);
-    a.query_stride = static_cast<size_t>(size) * sizeof(float);
-    a.query_row_stride = a.query_stride * static_cast<size_t>(heads);
-    a.keys = reinterpret_cast<const char *>(keys);
-    a.values = reinterpret_cast<const char *>(values);
-    a.key_stride = a.value_stride = static_cast<size_t>(size) * sizeof(uint16_t);
-    a.out = reinterpret_cast<char *>(out);
-    a.out_stride = a.query_stride;
-    a.out_row_stride = a.query_row_stride;
-    a.mask_stride = cells;
-    std::vector<uint8_t> scratch(static_cast<size_t>(kernels.attention_scratch(cells, heads, size)));
-    kernels.attend(a, mask, rows, scratch.data());
+// See AttentionCase in library.h; 0 where it did not come to our kernels.
+EXPORT int specserve_attend(int64_t size, int64_t cells, int64_t key_heads, int64_t heads, int64_t rows, float scale,
+                            const float * queries, const float * keys, const float * values, const int32_t * positions,
+                            const uint16_t * mask, int threads, float * out) {
+    return run_attention({size, cells, key_heads, heads, rows, scale, queries, keys, values, positions, mask}, threads, out);
+}
+
+// The KV cache of a context, for attention of ours; it is freed after the context.
+EXPORT void * specserve_new_cache() { return new Cache; }
+EXPORT void specserve_free_cache(void * cache) { delete static_cast<Cache *>(cache); }
+
+// From now on passes are of this cache's context, and write rows at these positions (cache.h); null for other passes.
+EXPORT void specserve_begin_pass(void * cache, const int32_t * positions, int64_t rows, const uint8_t * saved) {
+    library().cache = static_cast<Cache *>(cache);
+    if (cache != nullptr) {
+        library().cache->begin_pass(positions, rows, saved);
+    }
+}
+
+// The cells of the last pass's rows, their number, the bytes that a cell takes when it is saved, and saved cells.
+EXPORT const int32_t * specserve_cells(const void * cache) { return static_cast<const Cache *>(cache)->cells().data(); }
+EXPORT int64_t specserve_cell_count(const void * cache) {
+    return static_cast<int64_t>(static_cast<const Cache *>(cache)->cells().size());
+}
+EXPORT int64_t specserve_cell_bytes(const void * cache) { return static_cast<const Cache *>(cache)->cell_bytes(); }
+EXPORT void specserve_save(const void * cache, const int32_t * cells, int64_t count, uint8_t * to) {
+    static_cast<const Cache *>(cache)->save(cells, count, to);
 }

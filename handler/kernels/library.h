@@ -9,6 +9,8 @@
 
 namespace specserve {
 
+class Cache;
+
 struct Library {
     const Kernels * kernels = nullptr;  // the variant in use
     unsigned formats = 0;               // bit n: weights of format n that are loaded from now on are taken
@@ -19,6 +21,7 @@ struct Library {
     std::atomic<int64_t> products{0};   // calls of compute_forward, counted by thread 0
     std::atomic<int64_t> attentions{0};
     std::atomic<int> left{0};  // kinds of operations that were left to ggml
+    Cache * cache = nullptr;  // of the context that computes; null: llama.cpp's own attention
     const int32_t * head_groups = nullptr;  // groups of columns of the head that passes compute; null: all
     int64_t head_count = 0;
 };
@@ -42,6 +45,19 @@ double check_product(Format, int rows, int threads);
 
 // The same of attention, for pseudorandom queries, keys and values, and cells that some rows may not see.
 double check_attention(int rows, int threads);
+
+// Attention by way of a ggml graph: keys and values [cells][key_heads][size] are written at some positions, queries
+// [heads][rows][size], mask [rows][cells], out [rows][heads][size]. Returns whether it came to our kernels.
+struct AttentionCase {
+    int64_t size, cells, key_heads, heads, rows;
+    float scale;
+    const float * queries;
+    const float * keys;
+    const float * values;
+    const int32_t * positions;  // of cells
+    const uint16_t * mask;      // half precision
+};
+bool run_attention(const AttentionCase &, int threads, float * out);
 
 // A product by way of a ggml graph, through the buffer type, by these kernels or by ggml's own: weights in GGUF's
 // layout, which are written in some pieces, x [rows][k], out [rows][columns] (or null). Returns the seconds of the

@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -147,7 +148,8 @@ inline void sums_of_16(const int8_t * bytes, int32_t sums[2]) {
 
 // ---- for attention ----
 
-constexpr int kHalves = 2 * kLanes;
+constexpr int kPairQueries = 4;
+constexpr int kPairVectors = 2;
 
 inline Floats load_floats(const float * p) { return _mm256_loadu_ps(p); }
 inline void store_floats(float * p, Floats x) { _mm256_storeu_ps(p, x); }
@@ -159,37 +161,72 @@ inline float largest(Floats x) {
     four = _mm_max_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 }
+inline float sum_of_floats(Floats x) {
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
 inline Ints to_int(Floats x) { return _mm256_cvtps_epi32(x); }
+inline Ints add_ints(Ints x, Ints y) { return _mm256_add_epi32(x, y); }
+inline int32_t sum_of_ints(Ints x) {
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
+inline Ints shifted_right(Ints x, int n) { return _mm256_sra_epi32(x, _mm_cvtsi32_si128(n)); }
 inline Floats to_integral(Floats x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 // The exponent is an integer from -126 on.
 inline Floats times_power_of_two(Floats x, Floats exponent) {
     const Ints bits = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(exponent), _mm256_set1_epi32(127)), 23);
     return _mm256_mul_ps(x, _mm256_castsi256_ps(bits));
 }
-inline Floats odd_or_zero(Floats x, float least) {
-    const Floats odd = _mm256_castsi256_ps(_mm256_or_si256(_mm256_castps_si256(x), _mm256_set1_epi32(1)));
-    return _mm256_and_ps(odd, _mm256_cmp_ps(x, _mm256_set1_ps(least), _CMP_GE_OQ));
+
+inline Floats where(uint64_t bits, Floats x) {
+    const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i chosen = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits & 0xff)), lane);
+    return _mm256_blendv_ps(_mm256_set1_ps(-INFINITY), x, _mm256_castsi256_ps(_mm256_cmpeq_epi32(chosen, lane)));
 }
 
-inline Floats sums_of_lanes(const Floats (&x)[kLanes]) {
-    Floats four[2];
-    for (int i = 0; i < 2; i++) {
-        const Floats a = add(_mm256_unpacklo_ps(x[4 * i], x[4 * i + 1]), _mm256_unpackhi_ps(x[4 * i], x[4 * i + 1]));
-        const Floats b =
-            add(_mm256_unpacklo_ps(x[4 * i + 2], x[4 * i + 3]), _mm256_unpackhi_ps(x[4 * i + 2], x[4 * i + 3]));
-        const __m256d c = _mm256_castps_pd(a);
-        const __m256d d = _mm256_castps_pd(b);
-        four[i] = add(_mm256_castpd_ps(_mm256_unpacklo_pd(c, d)), _mm256_castpd_ps(_mm256_unpackhi_pd(c, d)));
-    }
-    return add(_mm256_permute2f128_ps(four[0], four[1], 0x20), _mm256_permute2f128_ps(four[0], four[1], 0x31));
+inline Floats or_zero(Floats x, float least) {
+    return _mm256_and_ps(x, _mm256_cmp_ps(x, _mm256_set1_ps(least), _CMP_GE_OQ));
 }
 
-inline int32_t * append_not_negative(const uint16_t * p, int32_t first, int32_t * indices) {
-    for (int i = 0; i < kHalves; i++) {
-        *indices = first + i;
-        indices += (p[i] >> 15) ^ 1;
+inline void store_shorts(int16_t * p, Ints x) {
+    const __m128i shorts = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(p), shorts);
+}
+
+template <int vectors> inline void add_pairs(Ints * sums, const Ints * columns, const int16_t * two) {
+    int32_t pair;
+    std::memcpy(&pair, two, sizeof pair);
+    _Pragma("GCC unroll 16") for (int v = 0; v < vectors; v++) {
+        sums[v] = dot_pairs(sums[v], columns[v], pair);
     }
-    return indices;
+}
+
+inline void interleave(Ints x, Ints y, Ints & low, Ints & high) {
+    const Ints even = _mm256_unpacklo_epi16(x, y);  // of each half
+    const Ints odd = _mm256_unpackhi_epi16(x, y);
+    low = _mm256_permute2x128_si256(even, odd, 0x20);
+    high = _mm256_permute2x128_si256(even, odd, 0x31);
+}
+
+inline void transpose(Ints (&x)[kLanes]) {
+    Ints y[kLanes];
+    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i += 4) {
+        const Ints a = _mm256_unpacklo_epi32(x[i], x[i + 1]);
+        const Ints b = _mm256_unpackhi_epi32(x[i], x[i + 1]);
+        const Ints c = _mm256_unpacklo_epi32(x[i + 2], x[i + 3]);
+        const Ints d = _mm256_unpackhi_epi32(x[i + 2], x[i + 3]);
+        y[i] = _mm256_unpacklo_epi64(a, c);
+        y[i + 1] = _mm256_unpackhi_epi64(a, c);
+        y[i + 2] = _mm256_unpacklo_epi64(b, d);
+        y[i + 3] = _mm256_unpackhi_epi64(b, d);
+    }
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) {
+        x[i] = _mm256_permute2x128_si256(y[i], y[4 + i], 0x20);
+        x[4 + i] = _mm256_permute2x128_si256(y[i], y[4 + i], 0x31);
+    }
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -110,7 +111,9 @@ inline void sums_of_16(const int8_t * bytes, int32_t sums[2]) {
 
 // ---- for attention ----
 
-constexpr int kHalves = 2 * kLanes;  // 16-bit values of a register
+// A tile of its products: 24 registers for sums, 4 for columns.
+constexpr int kPairQueries = 6;
+constexpr int kPairVectors = 4;
 
 inline Floats load_floats(const float * p) { return _mm512_loadu_ps(p); }
 inline void store_floats(float * p, Floats x) { _mm512_storeu_ps(p, x); }
@@ -118,42 +121,70 @@ inline Floats add(Floats x, Floats y) { return _mm512_add_ps(x, y); }
 inline Floats sub(Floats x, Floats y) { return _mm512_sub_ps(x, y); }
 inline Floats max(Floats x, Floats y) { return _mm512_max_ps(x, y); }
 inline float largest(Floats x) { return _mm512_reduce_max_ps(x); }
+inline float sum_of_floats(Floats x) { return _mm512_reduce_add_ps(x); }
 inline Ints to_int(Floats x) { return _mm512_cvtps_epi32(x); }
+inline Ints add_ints(Ints x, Ints y) { return _mm512_add_epi32(x, y); }
+inline int32_t sum_of_ints(Ints x) { return _mm512_reduce_add_epi32(x); }
+inline Ints shifted_right(Ints x, int n) { return _mm512_sra_epi32(x, _mm_cvtsi32_si128(n)); }
 inline Floats to_integral(Floats x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Floats times_power_of_two(Floats x, Floats exponent) { return _mm512_scalef_ps(x, exponent); }
-// x with its lowest bit set where it is at least `least`, else 0.
-inline Floats odd_or_zero(Floats x, float least) {
-    const Floats odd = _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(x), _mm512_set1_epi32(1)));
-    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(least), _CMP_GE_OQ), odd);
+
+// Lanes whose bit is 0 become minus infinity.
+inline Floats where(uint64_t bits, Floats x) {
+    return _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), static_cast<__mmask16>(bits), x);
 }
 
-// Lane c of the result is the sum of the lanes of x[c], added in the same order for every c.
-inline Floats sums_of_lanes(const Floats (&x)[kLanes]) {
-    Floats four[4];
-    for (int i = 0; i < 4; i++) {
-        const Floats a = add(_mm512_unpacklo_ps(x[4 * i], x[4 * i + 1]), _mm512_unpackhi_ps(x[4 * i], x[4 * i + 1]));
-        const Floats b =
-            add(_mm512_unpacklo_ps(x[4 * i + 2], x[4 * i + 3]), _mm512_unpackhi_ps(x[4 * i + 2], x[4 * i + 3]));
-        const __m512d c = _mm512_castps_pd(a);
-        const __m512d d = _mm512_castps_pd(b);
-        four[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
-    }
-    const auto quarters = [](Floats p, Floats q) {
-        return add(_mm512_shuffle_f32x4(p, q, 0x88), _mm512_shuffle_f32x4(p, q, 0xdd));
-    };
-    return quarters(quarters(four[0], four[1]), quarters(four[2], four[3]));
+inline Floats or_zero(Floats x, float least) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(least), _CMP_GE_OQ), x);
 }
 
-// The indices, from `first` on, of those of kHalves half precision numbers that are not negative.
-inline int32_t * append_not_negative(const uint16_t * p, int32_t first, int32_t * indices) {
-    const __mmask32 mask = ~_mm512_movepi16_mask(load(p));
-    const Ints lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    for (int part = 0; part < 2; part++) {
-        const auto half = static_cast<__mmask16>(mask >> (16 * part));
-        _mm512_mask_compressstoreu_epi32(indices, half, _mm512_add_epi32(lanes, all(first + 16 * part)));
-        indices += __builtin_popcount(half);
+inline void store_shorts(int16_t * p, Ints x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtsepi32_epi16(x));
+}
+
+// sums[v] += the products of both 16-bit numbers of every lane with two numbers that are the same for all; as in dot(),
+// their broadcast is the instruction's own.
+template <int vectors> inline void add_pairs(Ints * sums, const Ints * columns, const int16_t * two) {
+    struct __attribute__((may_alias, packed)) Two { int32_t shorts; };
+    const auto * pair = reinterpret_cast<const Two *>(two);
+    _Pragma("GCC unroll 16") for (int v = 0; v < vectors; v++) {
+        __asm__("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sums[v]) : "v"(columns[v]), "m"(*pair));
     }
-    return indices;
+}
+
+// 16-bit numbers of two registers side by side: x0 y0 x1 y1 ...
+inline void interleave(Ints x, Ints y, Ints & low, Ints & high) {
+    alignas(64) static constexpr int16_t order[64] = {
+        0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
+        11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,
+        22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
+    low = _mm512_permutex2var_epi16(x, load(order), y);
+    high = _mm512_permutex2var_epi16(x, load(order + 32), y);
+}
+
+// Lane j of x[i] becomes lane i of x[j].
+inline void transpose(Ints (&x)[kLanes]) {
+    Ints y[kLanes];
+    _Pragma("GCC unroll 16") for (int i = 0; i < 16; i += 4) {
+        const Ints a = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        const Ints b = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+        const Ints c = _mm512_unpacklo_epi32(x[i + 2], x[i + 3]);
+        const Ints d = _mm512_unpackhi_epi32(x[i + 2], x[i + 3]);
+        y[i] = _mm512_unpacklo_epi64(a, c);
+        y[i + 1] = _mm512_unpackhi_epi64(a, c);
+        y[i + 2] = _mm512_unpacklo_epi64(b, d);
+        y[i + 3] = _mm512_unpackhi_epi64(b, d);
+    }
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) {
+        const Ints a = _mm512_shuffle_i32x4(y[i], y[4 + i], 0x88);
+        const Ints b = _mm512_shuffle_i32x4(y[8 + i], y[12 + i], 0x88);
+        const Ints c = _mm512_shuffle_i32x4(y[i], y[4 + i], 0xdd);
+        const Ints d = _mm512_shuffle_i32x4(y[8 + i], y[12 + i], 0xdd);
+        x[i] = _mm512_shuffle_i32x4(a, b, 0x88);
+        x[8 + i] = _mm512_shuffle_i32x4(a, b, 0xdd);
+        x[4 + i] = _mm512_shuffle_i32x4(c, d, 0x88);
+        x[12 + i] = _mm512_shuffle_i32x4(c, d, 0xdd);
+    }
 }
 
 }  // namespace

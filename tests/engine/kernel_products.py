@@ -83,28 +83,3 @@ def product(
     seconds = run(ours, number, *sizes, blocks.ctypes.data, pieces, rows, x.ctypes.data, threads, out.ctypes.data)
     assert np.isfinite(seconds)
     return out
-
-
-def attention(
-    queries: Floats, keys: NDArray[np.float16], values: NDArray[np.float16], visible: NDArray[np.bool_]
-) -> Floats:
-    """Return attention of queries [rows][heads][size] to keys and values [kv_len][size]; visible: [rows][kv_len]."""
-    rows, heads, size = queries.shape
-    inputs = [np.ascontiguousarray(array) for array in (queries, keys, values)]
-    mask = np.ascontiguousarray(np.where(visible, np.float16(0), np.float16(-np.inf)))
-    out = np.full(queries.shape, np.nan, np.float32)
-    arrays = (array.ctypes.data for array in (*inputs, mask, out))
-    kernels.library().specserve_attend(len(keys), size, heads, size**-0.5, rows, *arrays)
-    return out
-
-
-def exact_attention(
-    queries: Floats, keys: NDArray[np.float16], values: NDArray[np.float16], visible: NDArray[np.bool_]
-) -> NDArray[np.float64]:
-    """Return attention in double precision."""
-    q, k, v = (array.astype(np.float64) for array in (queries, keys, values))
-    scores = np.einsum("rhd,cd->rhc", q, k) * q.shape[-1] ** -0.5
-    scores = np.where(visible[:, None, :], scores, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    output: NDArray[np.float64] = np.einsum("rhc,cd->rhd", weights / weights.sum(axis=-1, keepdims=True), v)
-    return output

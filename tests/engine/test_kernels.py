@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -19,14 +17,13 @@ from numpy.typing import NDArray
 from kernel_products import (
     BLOCK,
     SUPPORTED_VARIANTS,
-    attention,
     exact,
-    exact_attention,
     needs_kernels,
     product,
     quantised,
 )
-from specserve.engine import kernel_library, kernels
+from planted import build_library
+from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
@@ -35,6 +32,8 @@ from specserve.tools.tiny_models import write_tiny
 from tiny_formats import quantise_as
 
 pytestmark = needs_kernels
+
+__all__ = ["build_library"]
 
 SOURCES = Path(__file__).parents[2] / "handler" / "kernels"
 ROWS = (*range(1, 18), 32, 33)
@@ -183,45 +182,6 @@ PLANTED = {
 WRONG_FORMAT = {"a forgotten minimum": "Q4_K", "upper bits of another weight": "Q6_K"}
 
 
-@pytest.fixture(scope="module")
-def build_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ctypes.CDLL]:
-    """A function that builds a library in whose avx2 variant one piece of source is replaced."""
-    directory = tmp_path_factory.mktemp("planted")
-    include = importlib.metadata.distribution("llama-cpp-python").locate_file("include")
-    version = f'-DSPECSERVE_BUILT_FOR="{importlib.metadata.version("llama-cpp-python")}"'
-    common = ["g++", "-std=c++17", "-O1", "-fPIC", f"-I{include}", f"-I{SOURCES}", version]
-    (directory / "others.cpp").write_text(
-        '#include "kernels.h"\n'
-        "const specserve::Kernels * specserve::avx512_vnni() { return nullptr; }\n"
-        "const specserve::Kernels * specserve::avx_vnni() { return nullptr; }\n"
-    )
-    unchanged = [
-        directory / "others.cpp",
-        *(source for source in SOURCES.glob("*.cpp") if not source.name.startswith("avx")),
-    ]
-    objects = []
-    for source in unchanged:
-        objects.append(str(directory / f"{source.stem}.o"))
-        subprocess.run([*common, "-c", str(source), "-o", objects[-1]], check=True)
-
-    def build(right: str, wrong: str, *options: str, header: str = "product.h") -> ctypes.CDLL:
-        text = (SOURCES / header).read_text()
-        assert text.count(right) == 1
-        build_directory = directory / f"{abs(hash(right))}"
-        build_directory.mkdir()
-        (build_directory / header).write_text(text.replace(right, wrong))
-        (build_directory / "avx2.cpp").write_text((SOURCES / "avx2.cpp").read_text())
-        vector = ["-mavx2", "-mfma", "-mf16c", "-shared", str(build_directory / "avx2.cpp"), *objects]
-        subprocess.run(
-            [*common, *options, f"-I{build_directory}", *vector, "-o", str(build_directory / "wrong.so")], check=True
-        )
-        found = kernel_library.declare(ctypes.CDLL(str(build_directory / "wrong.so")))
-        assert found.specserve_use(b"avx2")
-        return found
-
-    return build
-
-
 @pytest.mark.skipif(
     "avx512_vnni" not in SUPPORTED_VARIANTS, reason="AVX-VNNI is tested by AVX-512 VNNI: run it on a CPU with that"
 )
@@ -255,90 +215,6 @@ def test_a_planted_fault_fails_the_check_at_load_and_these_tests(
     # The faulty library stays in llama.cpp's list of buffer types: from now on it must accept no tensor.
     wrong.specserve_take(0)
     kernels.use("off")
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        pytest.param("a.scale * q[i]", "q[i]", id="a forgotten scale"),
-        pytest.param("1 / totals[row][head]", "1 / totals[0][head]", id="the sum of another row"),
-    ],
-)
-def test_a_planted_fault_of_attention_fails_the_check_at_load(
-    right: str, wrong: str, build_library: Callable[..., ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernels.library()
-    faulty = build_library(right, wrong, header="attention.h")
-    monkeypatch.setattr(kernels, "library", lambda: faulty)
-    chosen = kernels.use("auto", variant="avx2")
-    assert chosen.variant is None
-    assert "attention failed its check" in chosen.sentence
-    faulty.specserve_take(0)
-
-
-# ---- attention ----
-
-
-class AttentionInput(NamedTuple):
-    """Queries, keys, values, and the KV cells visible to each row: its sequence's up to its own position."""
-
-    queries: NDArray[np.float32]
-    keys: NDArray[np.float16]
-    values: NDArray[np.float16]
-    visible: NDArray[np.bool_]
-
-    def rows(self, which: slice) -> AttentionInput:
-        return self._replace(queries=self.queries[which], visible=self.visible[which])
-
-    def reordered(self, order: NDArray[np.int64]) -> AttentionInput:
-        return self._replace(keys=self.keys[order], values=self.values[order], visible=self.visible[:, order])
-
-
-def attention_input(seed: int, rows: int, kv_len: int, size: int) -> AttentionInput:
-    random = np.random.default_rng(seed)
-    own = np.flatnonzero(random.random(kv_len) < 0.7)
-    visible = np.zeros((rows, kv_len), np.bool_)
-    for row in range(rows):
-        visible[row, own[: len(own) - (rows - 1 - row)]] = True
-    keys, values = (numbers(seed + n, kv_len, size).astype(np.float16) for n in (2, 3))
-    return AttentionInput(2 * numbers(seed + 1, rows, 3, size), keys, values, visible)
-
-
-@pytest.mark.usefixtures("variant")
-@pytest.mark.parametrize("size", [16, 32, 48, 64, 80, 128, 256])
-@pytest.mark.parametrize(("rows", "kv_len"), [(1, 1), (1, 40), (2, 17), (4, 300), (4, 31)])
-def test_attention_is_correct(size: int, rows: int, kv_len: int) -> None:
-    """The largest error measured is 9e-6; for comparison, rounding the values to half precision costs 5e-4."""
-    for seed in range(3):
-        inputs = attention_input(100 * seed, rows, kv_len + rows * 4, size)
-        assert np.abs(attention(*inputs) - exact_attention(*inputs)).max() < 5e-5
-
-
-@pytest.mark.usefixtures("variant")
-def test_attention_has_the_same_bits_for_any_cell_order_and_other_rows() -> None:
-    """The values' magnitudes differ, so that most of their float32 sums depend on the order."""
-    changed = 0
-    for seed in range(40):
-        inputs = attention_input(1000 + seed, 4, 120, 64)
-        inputs.values[:] *= np.exp(3 * numbers(seed, 120, 1)).astype(np.float16)
-        together = attention(*inputs)
-        order = np.random.default_rng(seed).permutation(120)
-        assert np.array_equal(together, attention(*inputs.reordered(order)))
-        for row in range(4):
-            one = slice(row, row + 1)
-            assert np.array_equal(together[one], attention(*inputs.rows(one)))
-        products = numbers(seed, 120) * inputs.values[:, 0]
-        changed += int(np.cumsum(products)[-1] != np.cumsum(products[order])[-1])
-    assert changed > 20
-
-
-@pytest.mark.usefixtures("variant")
-def test_a_row_attends_only_to_its_own_sequence() -> None:
-    inputs = attention_input(5, 4, 200, 64)
-    inputs.visible[:] = False
-    for row in range(4):
-        inputs.visible[row, row * 50 : row * 50 + 45 + row] = True
-    assert np.abs(attention(*inputs) - exact_attention(*inputs)).max() < 5e-5
 
 
 # ---- in llama.cpp ----
@@ -636,7 +512,8 @@ import pathlib
 kernel_library.library_path = lambda: pathlib.Path(sys.argv[1])
 # It would be another process of the sanitizers', and slow.
 kernel_library._try_out = lambda *_: None
-from kernel_products import attention, product, quantised, BLOCK, SUPPORTED_VARIANTS
+from attention_cases import conversations
+from kernel_products import product, quantised, BLOCK, SUPPORTED_VARIANTS
 for variant in SUPPORTED_VARIANTS:
     assert kernels.use("auto", variant=variant).variant == variant
     random = np.random.default_rng(0)
@@ -647,12 +524,11 @@ for variant in SUPPORTED_VARIANTS:
                 x = random.normal(size=(rows, k)).astype(np.float32)
                 x[0, :3] = np.inf, -np.inf, np.nan
                 product(name, blocks, x, threads=2, pieces=1 + rows % 3)
-    for size in (16, 48, 128):
-        for rows, kv_len in ((1, 1), (4, 33), (3, 100)):
-            shape = (rows, 3, size), (kv_len, size), (kv_len, size)
-            q, k, v = (random.normal(size=dimensions) for dimensions in shape)
-            seen = random.random((rows, kv_len)) < 0.6
-            attention(q.astype(np.float32), k.astype(np.float16), v.astype(np.float16), seen)
+    for size in (16, 48, 128, 256):
+        for lengths in ((1,), (64, 1), (300, 33), (257,) * 33):
+            case = conversations(0, lengths, size=size, key_heads=2, shared=3)
+            case.keys[0, 0, :3] = np.inf, -np.inf, np.nan
+            case.attend(threads=2)
 print("clean")
 """
 

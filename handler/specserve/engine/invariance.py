@@ -17,7 +17,7 @@ from specserve.engine.base import Engine, FloatArray, Row
 # weights are not repacked, llama.cpp has another kernel for 8 rows and more.
 _COUNTS = (2, 3, 4, 5, 8)
 # Decode steps, one row a pass, that all else is compared with.
-_STEPS = 5
+_STEPS = 8
 # Attention of llama.cpp changes for a single row above a KV length of 256, and for 64 rows and more.
 _LENGTH = 264 + _STEPS
 _WIDE_CHUNK = 65

@@ -129,9 +129,18 @@ def declare(found: ctypes.CDLL) -> ctypes.CDLL:
     found.specserve_run_product.argtypes = [*two, *sizes, pointer, *two, pointer, ctypes.c_int, pointer]
     found.specserve_assist.restype = None
     found.specserve_assist.argtypes = [pointer, ctypes.c_int64]
-    found.specserve_compute_head.restype = found.specserve_attend.restype = None
+    found.specserve_compute_head.restype = found.specserve_begin_pass.restype = None
     found.specserve_compute_head.argtypes = [pointer, ctypes.c_int64]
-    found.specserve_attend.argtypes = [*sizes, ctypes.c_int, ctypes.c_float, ctypes.c_int, *[pointer] * 5]
+    found.specserve_attend.argtypes = [*[ctypes.c_int64] * 5, ctypes.c_float, *[pointer] * 5, ctypes.c_int, pointer]
+    found.specserve_new_cache.restype = pointer
+    found.specserve_free_cache.argtypes = [pointer]
+    found.specserve_free_cache.restype = found.specserve_save.restype = None
+    found.specserve_begin_pass.argtypes = [pointer, pointer, ctypes.c_int64, pointer]
+    found.specserve_cells.restype = ctypes.POINTER(ctypes.c_int32)
+    found.specserve_cell_count.restype = found.specserve_cell_bytes.restype = ctypes.c_int64
+    found.specserve_cells.argtypes = found.specserve_cell_count.argtypes = [pointer]
+    found.specserve_cell_bytes.argtypes = [pointer]
+    found.specserve_save.argtypes = [pointer, pointer, ctypes.c_int64, pointer]
     return found
 
 

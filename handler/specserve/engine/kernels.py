@@ -41,8 +41,8 @@ __all__ = [
 Mode = Literal["auto", "off"]
 VARIANTS = ("avx512_vnni", "avx_vnni", "avx2")
 # Error of a product relative to its root mean square. Activations of 8 bits cause 0.023 (768 terms, any variant), a
-# wrong bias or scale 0.2 and more; attention rounds its results at 5e-5 and less (tests/engine/test_kernels.py).
-_MAX_ERROR, _MAX_ATTENTION_ERROR = 0.05, 5e-4
+# wrong bias or scale 0.2 and more; 16-bit keys and values cause 0.0009 in attention (half precision 0.0015).
+_MAX_ERROR, _MAX_ATTENTION_ERROR = 0.05, 2e-3
 # Product for the comparison of speeds: 2 to 3 MB of weights, milliseconds for all formats.
 _TIMED_K, _TIMED_COLUMNS, _TIMED_ROWS, _TIMES = 2048, 1536, (1, 4, 8), 5
 # Kernels of the same speed differ by up to this share when measured on a noisy machine. A process that takes a core for

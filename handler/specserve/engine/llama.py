@@ -9,8 +9,10 @@ from contextlib import nullcontext
 
 import llama_cpp
 import numpy as np
+from numpy.typing import NDArray
 
 from specserve.engine import kernels
+from specserve.engine.attention_cache import AttentionCache
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.draft_head import DraftHead
 from specserve.engine.llama_model import LlamaModel
@@ -83,9 +85,12 @@ class LlamaEngine:
             )
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
-        # By slot, its alternatives of the last pass: llama.cpp's sequence, and the position.
-        self._alternatives: dict[int, list[tuple[int, int]]] = {}
+        # By slot, its alternatives of the last pass: llama.cpp's sequence, the position, and the row.
+        self._alternatives: dict[int, list[tuple[int, int, int]]] = {}
         self._make_batch(max_rows)
+        self._attention = AttentionCache() if kernels.in_use().variant else None
+        # By slot and position, where in llama.cpp's cache a token lies, if our attention knows.
+        self._cells = np.zeros((n_slots, self.slot_length), np.int32)
         self._pool = pool
         if pool:
             pool.add(context)
@@ -154,17 +159,58 @@ class LlamaEngine:
         if any(alternative):
             self._add_alternatives(rows, lengths)
         groups = None if self._head is None else self._head.groups(tokens)
-        with kernels.head_limited_to(groups), self._pool.computing() if self._pool else nullcontext():
-            code = llama_cpp.llama_decode(self._context, self._batch)
-        if code != 0:
-            for slot in set(slots):
-                self._drop_alternatives(slot)
-                self._remove_from(slot, lengths[slot])
-            raise EngineError(f"llama_decode failed with code {code} on {count} rows.")
+        with kernels.head_limited_to(groups):
+            self._decode(lengths)
+        if self._attention and (cells := self._attention.cells()).size:
+            own = ~np.array(alternative)
+            self._cells[self._sequences[:count, 0][own], self._positions[:count][own]] = cells[own]
         if not any(wants):
             return np.empty((0, self.width), np.float32)
         logits = llama_cpp.llama_get_logits(self._context)
         return np.ctypeslib.as_array(logits, shape=(sum(wants), self.width))
+
+    def _decode(self, lengths: dict[int, int], saved: NDArray[np.uint8] | None = None) -> None:
+        """Compute the batch, or load it if it was saved; slots keep these lengths if that fails."""
+        count = self._batch.n_tokens
+        positions = self._positions[:count]
+        computing = self._attention.computing(positions, saved) if self._attention else nullcontext()
+        with computing, self._pool.computing() if self._pool else nullcontext():
+            code = llama_cpp.llama_decode(self._context, self._batch)
+        if code != 0:
+            for slot, length in lengths.items():
+                self._drop_alternatives(slot)
+                self._remove_from(slot, length)
+            raise EngineError(f"llama_decode failed with code {code} on {count} rows.")
+
+    @property
+    def token_bytes(self) -> int | None:
+        """Bytes of a cached token's keys and values in all layers; None if they cannot be saved."""
+        return (self._attention.cell_bytes or None) if self._attention else None
+
+    def save(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
+        """Copy the keys and values of a slot's tokens; see `Engine.save`."""
+        if self._attention is None or not self.token_bytes or end > self.cached_len(slot):
+            raise EngineError(f"Slot {slot} has no keys and values of tokens {start} to {end} that could be saved.")
+        return self._attention.save(self._cells[slot, start:end])
+
+    def load(self, slot: int, saved: NDArray[np.uint8]) -> None:
+        """Append saved tokens to a slot; see `Engine.load`."""
+        length = end = self.cached_len(slot)
+        if not self._attention or saved.shape[1:] != (self.token_bytes,):
+            raise EngineError("These keys and values are not of this model's cache.")
+        self._drop_alternatives(slot)
+        for first in range(0, len(saved), self.max_rows):
+            part = np.ascontiguousarray(saved[first : first + self.max_rows])
+            count = len(part)
+            self._tokens[:count] = 0
+            self._sequences[:count, 0] = slot
+            self._counts[:count] = 1
+            self._positions[:count] = np.arange(end, end + count)
+            self._wants[:count] = 0
+            self._batch.n_tokens = count
+            self._decode({slot: length}, part)
+            self._cells[slot, end : end + count] = self._attention.cells()
+            end += count
 
     def _check(self, rows: list[Row]) -> dict[int, int]:
         """The cached length of every slot of these rows, before the pass.
@@ -197,8 +243,10 @@ class LlamaEngine:
 
     def adopt(self, slot: int, number: int) -> None:
         """Let a slot end with one of its alternatives of the last pass; see `Engine.adopt`."""
-        sequence, position = self._alternatives[slot][number]
+        sequence, position, row = self._alternatives[slot][number]
         self._remove_from(slot, position)
+        if self._attention and self.token_bytes:
+            self._cells[slot, position] = self._attention.cells()[row]
         llama_cpp.llama_memory_seq_cp(self._memory, sequence, slot, position, position + 1)
         self._drop_alternatives(slot)
 
@@ -217,11 +265,11 @@ class LlamaEngine:
                     self._sequences[before, self._counts[before]] = sequence
                     self._counts[before] += 1
             self._sequences[index, 0] = sequence
-            self._alternatives.setdefault(row.slot, []).append((sequence, row.position))
+            self._alternatives.setdefault(row.slot, []).append((sequence, row.position, index))
 
     def _drop_alternatives(self, slot: int) -> None:
         """Remove a slot's alternatives from the cache, if it has any."""
-        for sequence, _ in self._alternatives.pop(slot, ()):
+        for sequence, *_ in self._alternatives.pop(slot, ()):
             self._remove_from(sequence, 0)
 
     def copy(self, source: int, destination: int, length: int) -> None:
@@ -230,6 +278,7 @@ class LlamaEngine:
             raise EngineError(f"Slot {source} holds {self.cached_len(source)} tokens; {length} cannot be copied.")
         self.truncate(destination, 0)
         llama_cpp.llama_memory_seq_cp(self._memory, source, destination, 0, length)
+        self._cells[destination, :length] = self._cells[source, :length]
 
     def _remove_from(self, slot: int, length: int) -> bool:
         """Remove a slot's tokens from `length` on; False if this kind of cache does not support it."""
@@ -240,3 +289,5 @@ class LlamaEngine:
         if self._pool:
             self._pool.remove(self._context)
         llama_cpp.llama_free(self._context)
+        if self._attention:
+            self._attention.close()

@@ -1,0 +1,153 @@
+#include "cache.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace specserve {
+
+namespace {
+
+// The tensor that views look at, which is the whole of a layer's keys or values.
+const ggml_tensor * root(const ggml_tensor * tensor) { return tensor->view_src != nullptr ? tensor->view_src : tensor; }
+
+// Huge pages, where the kernel has them, spare attention most of its walks through page tables; llama.cpp has touched the
+// memory already.
+void use_huge_pages(void * memory, size_t bytes) {
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
+    constexpr size_t page = 4096;
+    const auto begin = (reinterpret_cast<uintptr_t>(memory) + page - 1) / page * page;
+    const auto end = (reinterpret_cast<uintptr_t>(memory) + bytes) / page * page;
+    if (end > begin) {
+        madvise(reinterpret_cast<void *>(begin), end - begin, MADV_HUGEPAGE);
+        madvise(reinterpret_cast<void *>(begin), end - begin, MADV_COLLAPSE);
+    }
+}
+
+// Calls move(where, bytes) for all that a cell holds.
+template <class Move> void copy(const Stored & stored, int64_t cell, Move move) {
+    for (int64_t head = 0; head < stored.heads; head++) {
+        move(stored.at(head, cell), static_cast<size_t>(2 * stored.size));
+        move(&stored.scale(head, cell), sizeof(float));
+    }
+}
+
+const int64_t * cells_of(const ggml_tensor * write) { return static_cast<const int64_t *>(write->src[1]->data); }
+
+}  // namespace
+
+void Cache::begin_pass(const int32_t * positions, int64_t rows, const uint8_t * saved) {
+    positions_ = positions;
+    rows_ = rows;
+    saved_ = saved;
+    pass_++;
+    writes_.clear();
+    cells_.clear();
+}
+
+void Cache::plan_write(const ggml_tensor * op) { writes_[op->data] = op; }
+
+void Cache::add_side(const ggml_tensor * tensor, Side & side, bool are_keys) {
+    const ggml_tensor * whole = root(tensor);
+    const int64_t cells = whole->ne[1];
+    side.are_keys = are_keys;
+    side.scales.assign(static_cast<size_t>(cells * tensor->ne[2]), 0);
+    side.stored = {static_cast<int16_t *>(whole->data), side.scales.data(), cells, tensor->ne[2], tensor->ne[0]};
+    use_huge_pages(whole->data, ggml_nbytes(whole));
+    sides_[whole->data] = {&side, cell_bytes_};
+    cell_bytes_ += side.cell_bytes();
+}
+
+Layer & Cache::plan_attention(const ggml_tensor * op) {
+    const void * keys = root(op->src[1])->data;
+    Layer *& layer = by_keys_[keys];
+    if (layer == nullptr) {
+        layer = &layers_.emplace_back();
+        add_side(op->src[1], layer->keys, true);
+        add_side(op->src[2], layer->values, false);
+        layer->positions.assign(static_cast<size_t>(root(op->src[1])->ne[1]), 0);
+    }
+    if (const auto found = writes_.find(keys); found != writes_.end()) {
+        const ggml_tensor * write = found->second;
+        if (write->src[1]->ne[0] != rows_) {
+            std::fprintf(stderr, "specserve: a pass of %lld rows writes %lld\n", static_cast<long long>(rows_),
+                         static_cast<long long>(write->src[1]->ne[0]));
+            std::abort();
+        }
+        const int64_t * cells = cells_of(write);
+        for (int64_t row = 0; row < rows_; row++) {
+            layer->positions[static_cast<size_t>(cells[row])] = positions_[row];
+        }
+        if (cells_.empty()) {
+            cells_.assign(cells, cells + rows_);
+        }
+        same_cells_ = same_cells_ && std::equal(cells_.begin(), cells_.end(), cells);
+    }
+    layer->pieces.store(0, std::memory_order_relaxed);
+    layer->merged_pieces.store(0, std::memory_order_relaxed);
+    if (!loads()) {
+        const ggml_tensor * mask = op->src[3];
+        auto & [pass, plan] = plans_[mask->data];
+        if (pass != pass_) {
+            pass = pass_;
+            plan.make(static_cast<const char *>(mask->data), mask->nb[1], op->src[1]->ne[1], op->src[0]->ne[1],
+                      layer->positions);
+        }
+        layer->plan = &plan;
+    }
+    return *layer;
+}
+
+Side * Cache::side(const ggml_tensor * write) {
+    const auto found = sides_.find(write->data);
+    return found == sides_.end() ? nullptr : found->second.first;
+}
+
+Layer & Cache::layer(const ggml_tensor * attention) { return *by_keys_.at(root(attention->src[1])->data); }
+
+void Cache::write(const ggml_tensor * op, Side & side, int thread, int threads) {
+    const ggml_tensor * source = op->src[0];
+    const int64_t * cells = cells_of(op);
+    const Kernels & kernels = *library().kernels;
+    const int64_t rows = source->ne[1];
+    const Stored & stored = side.stored;
+    const int64_t first = rows * thread / threads;
+    const int64_t last = rows * (thread + 1) / threads;
+    if (loads()) {
+        const int64_t offset = sides_.at(op->data).second;
+        for (int64_t row = first; row < last; row++) {
+            copy(stored, cells[row], [from = saved_ + row * cell_bytes_ + offset](void * to, size_t bytes) mutable {
+                std::memcpy(to, from, bytes);
+                from += bytes;
+            });
+        }
+        return;
+    }
+    const auto store = side.are_keys ? kernels.store_key : kernels.store_value;
+    for (int64_t row = first; row < last; row++) {
+        const auto * from = reinterpret_cast<const float *>(static_cast<const char *>(source->data) +
+                                                            static_cast<size_t>(row) * source->nb[1]);
+        for (int64_t head = 0; head < stored.heads; head++) {
+            stored.scale(head, cells[row]) = store(from + head * stored.size, stored.size, stored.at(head, cells[row]));
+        }
+    }
+}
+
+void Cache::save(const int32_t * cells, int64_t count, uint8_t * to) const {
+    for (const auto & [data, entry] : sides_) {
+        const auto & [side, offset] = entry;
+        for (int64_t i = 0; i < count; i++) {
+            copy(side->stored, cells[i], [at = to + i * cell_bytes_ + offset](const void * from, size_t bytes) mutable {
+                std::memcpy(at, from, bytes);
+                at += bytes;
+            });
+        }
+    }
+}
+
+}  // namespace specserve

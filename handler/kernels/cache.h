@@ -1,0 +1,88 @@
+// The KV cache of a llama.cpp context as our attention keeps it: 16-bit numbers in the memory of llama.cpp's half
+// precision tensors, and beside it their scales and the position of every cell.
+//
+// llama.cpp's graph writes a pass's keys and values by GGML_OP_SET_ROWS, and reads them by GGML_OP_FLASH_ATTN_EXT. Both
+// come to graph_attention.cpp while a cache is the current one. Before ggml computes a graph it asks every operation in
+// turn, in one thread, how much scratch memory it wants: that is when layers are found, and when the pass is planned.
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <vector>
+
+#include "attention_plan.h"
+#include "graph.h"
+
+namespace specserve {
+
+// A layer's keys or values.
+struct Side {
+    Stored stored;
+    bool are_keys;
+    std::vector<float> scales;
+
+    // Bytes of a cell, with its scales.
+    int64_t cell_bytes() const { return stored.heads * (2 * stored.size + static_cast<int64_t>(sizeof(float))); }
+};
+
+struct Layer {
+    Side keys;
+    Side values;
+    std::vector<int32_t> positions;  // of cells
+    const Plan * plan = nullptr;
+    bool by_chunks = false;                // how the pass is divided: see graph_attention.cpp
+    std::atomic<int64_t> pieces{0};        // of each part of that work, how many are taken
+    std::atomic<int64_t> merged_pieces{0};
+};
+
+class Cache {
+  public:
+    // The next pass writes rows at these positions, which must outlive it. With `saved` their keys and values are copied
+    // from there, and nothing is computed.
+    void begin_pass(const int32_t * positions, int64_t rows, const uint8_t * saved);
+
+    bool loads() const { return saved_ != nullptr; }
+
+    // While a pass is planned, for each of its operations in turn.
+    void plan_write(const ggml_tensor * op);
+    Layer & plan_attention(const ggml_tensor * op);
+
+    // What an operation writes or reads; null where our attention does not read what is written.
+    Side * side(const ggml_tensor * write);
+    Layer & layer(const ggml_tensor * attention);
+
+    // A thread's share of the rows that a pass writes.
+    void write(const ggml_tensor * op, Side &, int thread, int threads);
+
+    // The cells of the last pass's rows.
+    const std::vector<int32_t> & cells() const { return cells_; }
+
+    // Bytes of a cell in all layers, with its scales; 0 where layers use different cells for a token.
+    int64_t cell_bytes() const { return same_cells_ ? cell_bytes_ : 0; }
+
+    // Copies cells, one after another.
+    void save(const int32_t * cells, int64_t count, uint8_t * to) const;
+
+    std::vector<float> results{};  // of a layer's chunks, before they are merged
+
+  private:
+    void add_side(const ggml_tensor * tensor, Side &, bool are_keys);
+
+    std::deque<Layer> layers_{};
+    std::map<const void *, Layer *> by_keys_{};
+    std::map<const void *, std::pair<Side *, int64_t>> sides_{};  // and where in a saved cell they lie
+    std::map<const void *, const ggml_tensor *> writes_{};        // of this pass, by where they go
+    std::map<const void *, std::pair<int64_t, Plan>> plans_{};    // by mask: of which pass
+    std::vector<int32_t> cells_{};
+    int64_t cell_bytes_ = 0;
+    bool same_cells_ = true;
+    const int32_t * positions_ = nullptr;
+    int64_t rows_ = 0;
+    const uint8_t * saved_ = nullptr;
+    int64_t pass_ = 0;
+};
+
+}  // namespace specserve

@@ -1,0 +1,270 @@
+"""specserve's attention: as exact as half precision, and a row's result depends on its own sequence only."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from attention_cases import AttentionCase, conversations
+from kernel_products import SUPPORTED_VARIANTS, needs_kernels
+from planted import build_library
+from specserve.engine import kernels
+from specserve.engine.base import FloatArray, Row
+from specserve.engine.llama import LlamaEngine
+from specserve.engine.llama_model import LlamaModel
+from specserve.errors import EngineError
+from specserve.tools.tiny_models import write_tiny
+from tiny_formats import quantise_as
+
+pytestmark = needs_kernels
+
+__all__ = ["build_library"]
+
+# Keys and values rounded to half precision cause 2e-4 to 7e-4 by the same measure.
+MAX_ERROR = 5e-4
+
+
+@pytest.fixture(params=SUPPORTED_VARIANTS)
+def variant(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each variant that this processor supports."""
+    assert kernels.use("auto", variant=request.param).variant == request.param
+    yield request.param
+    kernels.use("off")
+
+
+def of_one_sequence(seed: int, rows: int, length: int, **sizes: int) -> AttentionCase:
+    """The last rows of a sequence: row i does not see the tokens of those after it."""
+    case = conversations(seed, [length], **sizes)
+    random = np.random.default_rng(seed + 1)
+    queries = random.normal(size=(rows, *case.queries.shape[1:])).astype(np.float32)
+    ends = np.arange(length - rows + 1, length + 1)
+    return replace(case, queries=queries, visible=case.visible & (case.positions < ends[:, None]))
+
+
+@pytest.mark.usefixtures("variant")
+@pytest.mark.parametrize("size", [16, 48, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("shared", [1, 2, 3, 6, 7, 8])
+def test_attention_is_as_exact_as_half_precision(size: int, shared: int) -> None:
+    for seed, lengths in enumerate([(1,), (63, 64, 65), (255, 256), (257, 300, 30, 31, 32)]):
+        case = conversations(seed, lengths, size=size, shared=shared, key_heads=1 + seed % 2)
+        assert case.error(threads=1 + seed % 3) < MAX_ERROR
+
+
+@pytest.mark.usefixtures("variant")
+@pytest.mark.parametrize("rows", [*range(1, 10), 16, 17, 33])
+def test_any_number_of_rows_is_attended_to(rows: int) -> None:
+    assert of_one_sequence(rows, rows, 300 + rows).error(threads=2) < MAX_ERROR
+
+
+@pytest.mark.usefixtures("variant")
+@pytest.mark.parametrize("factor", [0.01, 1, 8, 100])
+def test_scores_and_values_of_any_size_are_exact(factor: float) -> None:
+    """With queries 100 times as large one key takes all the weight; values may be large, too, or all zero."""
+    case = of_one_sequence(1, 4, 700)
+    scaled = replace(case, queries=factor * case.queries, values=case.values / factor)
+    assert scaled.error() < 4 * MAX_ERROR
+    assert not replace(case, values=0 * case.values).attend().any()
+    assert np.allclose(replace(case, keys=0 * case.keys).attend(), replace(case, keys=0 * case.keys).exact(), atol=0.01)
+
+
+@pytest.mark.usefixtures("variant")
+def test_large_components_that_all_keys_share_cost_little() -> None:
+    """As the keys of Qwen2.5 have them: the norm is that of four components, and the others decide."""
+    case = of_one_sequence(2, 4, 500)
+    keys, queries = case.keys.copy(), case.queries.copy()
+    keys[..., :4] += (60, -40, 30, 100)
+    queries[..., :4] *= 0.05
+    assert replace(case, keys=keys, queries=queries).error() < 2e-3
+
+
+@pytest.mark.usefixtures("variant")
+def test_a_row_has_the_same_bits_alone_and_in_any_company() -> None:
+    """With other rows, sequences and threads, cells in another order; many rows are divided in another way than few."""
+    for seed, lengths in enumerate([(40, 200, 300), (1, 64, 65, 256, 257, 700), range(500, 533)]):
+        case = conversations(seed, lengths, size=64)
+        together = case.attend(threads=2)
+        for threads in (1, 3):
+            assert np.array_equal(together, case.attend(threads=threads))
+        order = np.random.default_rng(seed).permutation(len(case.positions))
+        assert np.array_equal(together, case.with_cells(order).attend())
+        for row in range(0, len(together), 3):
+            own = np.flatnonzero(case.visible[row])
+            assert np.array_equal(together[[row]], case.rows([row]).with_cells(own).attend())
+
+
+@pytest.mark.usefixtures("variant")
+def test_sequences_may_share_the_cells_of_a_prefix() -> None:
+    case = conversations(3, (400, 500, 420, 401, 410), prefix=390)
+    assert case.error(threads=2) < MAX_ERROR
+    for row in range(5):
+        assert np.array_equal(case.attend()[[row]], case.rows([row]).attend())
+
+
+@pytest.mark.usefixtures("variant")
+def test_an_alternative_takes_the_place_of_a_position() -> None:
+    """Two rows see different cells at the same position, as a draft and its alternative do."""
+    case = of_one_sequence(4, 2, 300)
+    last = int(np.flatnonzero(case.positions == 298)[0])
+    stray = int(np.flatnonzero(~case.visible.any(axis=0))[0])
+    positions, visible = case.positions.copy(), case.visible.copy()
+    positions[stray] = 298
+    visible[1] = visible[0]
+    visible[1, last], visible[1, stray] = False, True
+    both = replace(case, positions=positions, visible=visible)
+    assert both.error() < MAX_ERROR
+    assert np.array_equal(both.attend()[[1]], both.rows([1]).attend())
+
+
+@pytest.mark.usefixtures("variant")
+@pytest.mark.parametrize("window", [1, 63, 64, 200, 256])
+def test_a_sliding_window_hides_the_positions_before_it(window: int) -> None:
+    case = of_one_sequence(5, 5, 600)
+    first = case.positions[None, :] > np.arange(595, 600)[:, None] - window
+    assert replace(case, visible=case.visible & first).error() < MAX_ERROR
+
+
+@pytest.mark.usefixtures("variant")
+def test_a_row_that_sees_nothing_gets_zeros() -> None:
+    case = of_one_sequence(6, 3, 300)
+    case.visible[1] = False
+    assert not case.attend()[1].any()
+
+
+# ---- planted faults ----
+
+PLANTED = {
+    "a forgotten scale": ("* a.scale * kLog2E", "* kLog2E"),
+    "a block counted twice": ("is_first ? mul(product, factor)", "is_first ? mul(add(product, product), factor)"),
+    "a neighbour's cell read": ("stored.at(key_head, cells[i]) : zeros", "stored.at(key_head, cells[i] ^ 1) : zeros"),
+    "what is hidden": ("rows[q / heads].visible[block]", "rows[0].visible[block]"),
+    "the scale of another head": ("stored.scale(key_head, cells[i]) : 0", "stored.scale(0, cells[i]) : 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_fails_the_check_at_load_and_these_tests(
+    fault: str, build_library: Callable[..., ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels.library()
+    faulty = build_library(*PLANTED[fault], header="attention.h")
+    assert of_one_sequence(7, 4, 300).error(library=faulty) > 10 * MAX_ERROR
+    monkeypatch.setattr(kernels, "library", lambda: faulty)
+    chosen = kernels.use("auto", variant="avx2")
+    assert chosen.variant is None
+    assert "attention failed its check" in chosen.sentence
+    faulty.specserve_take(0)
+
+
+# ---- in llama.cpp ----
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    write_tiny(directory / "single.gguf", "qwen2", "target")
+    return quantise_as(directory / "single.gguf", directory / "q4_0.gguf", "q4_0")
+
+
+TOKENS = [(17 * position) % 200 + 20 for position in range(600)]
+
+
+class Slots:
+    """An engine of three slots, and what its passes return."""
+
+    def __init__(self, path: Path, *, threads: int = 1) -> None:
+        self.model = LlamaModel(path)
+        self.engine = LlamaEngine(
+            self.model, n_slots=3, context_length=700, threads=threads, max_rows=64, max_logits=8, max_alternatives=2
+        )
+
+    def feed(self, slot: int, end: int, chunk: int = 64) -> None:
+        """Prefill a slot with TOKENS up to a position."""
+        while (start := self.engine.cached_len(slot)) < end:
+            stop = min(end, start + chunk)
+            self.engine.forward([Row(TOKENS[at], slot, at, wants_logits=False) for at in range(start, stop)])
+
+    def logits(self, slot: int) -> FloatArray:
+        """Of the token after what a slot holds."""
+        at = self.engine.cached_len(slot)
+        [found] = self.engine.forward([Row(TOKENS[at], slot, at, wants_logits=True)]).copy()
+        self.engine.truncate(slot, at)
+        return np.asarray(found)
+
+
+@pytest.fixture(params=SUPPORTED_VARIANTS)
+def slots(request: pytest.FixtureRequest, tiny: Path) -> Iterator[Slots]:
+    assert kernels.use("auto", variant=request.param).variant == request.param
+    found = Slots(tiny)
+    yield found
+    found.engine.close()
+    kernels.use("off")
+
+
+def test_saved_tokens_come_back_with_the_same_bits(slots: Slots) -> None:
+    """In another slot, in other cells, after others have used the cache, and in parts."""
+    engine = slots.engine
+    slots.feed(0, 500)
+    expected = slots.logits(0)
+    saved = [engine.save(0, 0, 300), engine.save(0, 300, 500)]
+    assert saved[0].shape == (300, engine.token_bytes)
+    engine.truncate(0, 0)
+    slots.feed(1, 90, chunk=7)
+    slots.feed(2, 200)
+    engine.truncate(1, 0)
+    for part in saved:
+        engine.load(1, part)
+    assert engine.cached_len(1) == 500
+    assert np.array_equal(slots.logits(1), expected)
+    assert np.array_equal(engine.save(1, 0, 500), np.concatenate(saved))
+
+
+def test_what_was_copied_or_adopted_can_be_saved(slots: Slots) -> None:
+    engine = slots.engine
+    slots.feed(0, 300)
+    engine.copy(0, 1, 280)
+    assert np.array_equal(engine.save(1, 0, 280), engine.save(0, 0, 280))
+    rows = [Row(TOKENS[280], 1, 280, True), Row(55, 1, 281, True), Row(77, 1, 281, True, alternative=True)]
+    engine.forward(rows)
+    engine.adopt(1, 0)
+    after_adoption = engine.save(1, 280, 282)
+    engine.truncate(1, 280)
+    engine.forward([Row(TOKENS[280], 1, 280, False), Row(77, 1, 281, False)])
+    assert np.array_equal(engine.save(1, 280, 282), after_adoption)
+
+
+def test_a_stale_copy_changes_the_logits(slots: Slots) -> None:
+    """The comparison of bits above would find one."""
+    engine = slots.engine
+    slots.feed(0, 300)
+    expected, saved = slots.logits(0), engine.save(0, 0, 300)
+    saved[150] = saved[149]
+    engine.load(1, saved)
+    assert not np.array_equal(slots.logits(1), expected)
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(slots: Slots) -> None:
+    engine = slots.engine
+    slots.feed(0, 100)
+    expected, saved = slots.logits(0), engine.save(0, 0, 100)
+    with pytest.raises(EngineError, match="not of this model's cache"):
+        engine.load(1, saved[:, :-4])
+    with pytest.raises(EngineError, match="could be saved"):
+        engine.save(0, 50, 101)
+    engine.load(1, saved)
+    assert np.array_equal(slots.logits(0), expected)
+
+
+def test_the_cache_holds_what_other_chunks_and_threads_have_prefilled(slots: Slots, tiny: Path) -> None:
+    slots.feed(0, 400, chunk=64)
+    for chunk, threads in ((1, 1), (33, 2), (64, 3)):
+        other = Slots(tiny, threads=threads)
+        other.feed(2, 120)
+        other.feed(0, 400, chunk)
+        assert np.array_equal(other.engine.save(0, 0, 400), slots.engine.save(0, 0, 400))
+        assert np.array_equal(other.logits(0), slots.logits(0))
+        other.engine.close()

@@ -16,6 +16,8 @@
 // - Queries and keys have a Euclidean norm of at most kNorm and 8 for rounding: by Cauchy and Schwarz no partial sum of
 //   their products is larger than (kNorm + 8)^2 < 2^31.
 // - Values are at most kMaxValue, and a block's weights add up to at most 2^17: 2^17 x kMaxValue < 2^31.
+// The 8-bit cache rounds these numbers to multiples of up to 255, so that norms may grow by 127 times the square root of
+// the size.
 // So a key's error is 2^-16 of the larger of its largest component and .7 of its norm, a value's 2^-15 of its largest
 // component. Half precision rounds the largest by as much as 2^-12.
 
@@ -30,7 +32,9 @@ namespace {
 
 constexpr float kNorm = 46000;
 constexpr float kMaxShort = 32767;
+constexpr float kMaxKey = 127 * 255;
 constexpr float kMaxValue = 16383;
+constexpr float kNormOf8Bits = 44000;
 constexpr int32_t kMaxWeights = (1 << 17) - kBlock / 2;  // of a block, before they are rounded
 constexpr float kLeastWeight = 0x1p-30F;                 // of a chunk's largest; less is nothing
 constexpr float kUnit = 0x1p22F;                         // weights are added up in units of 1 / kUnit
@@ -79,23 +83,51 @@ inline float round_to_shorts(const float * source, int64_t size, float factor, i
     return 1 / factor;
 }
 
-float store_key(const float * source, int64_t size, int16_t * to) {
-    const float squares = sum_of_squares(source, size);
-    if (squares == 0) {
-        std::memset(to, 0, static_cast<size_t>(2 * size));
-        return 0;
+inline float round_to_bytes(const float * source, int64_t size, float factor, int8_t * to, uint8_t * multipliers) {
+    for (int64_t i = 0; i < size; i += kTogether) {
+        const float largest = factor * largest_magnitude(source + i, kTogether);
+        const float multiplier = std::clamp(std::ceil(largest / 127), 1.0F, 255.0F);
+        multipliers[i / kTogether] = static_cast<uint8_t>(multiplier);
+        round_32(source + i, factor / multiplier, to + i);
     }
-    const float largest = largest_magnitude(source, static_cast<int>(size));
-    return round_to_shorts(source, size, std::min(kMaxShort / largest, kNorm / std::sqrt(squares)), to);
+    return 1 / factor;
 }
 
-float store_value(const float * source, int64_t size, int16_t * to) {
+// The factor that makes a head's numbers as large as they may be; 0 where all are zero.
+inline float factor_of_key(const float * source, int64_t size, float norm) {
+    const float squares = sum_of_squares(source, size);
     const float largest = largest_magnitude(source, static_cast<int>(size));
-    if (largest == 0) {
-        std::memset(to, 0, static_cast<size_t>(2 * size));
-        return 0;
+    return squares == 0 ? 0 : std::min(kMaxKey / largest, norm / std::sqrt(squares));
+}
+
+inline float factor_of_value(const float * source, int64_t size) {
+    const float largest = largest_magnitude(source, static_cast<int>(size));
+    return largest == 0 ? 0 : kMaxValue / largest;
+}
+
+template <class Factor> inline void store(const float * source, const Stored & stored, int64_t cell, Factor factor_of) {
+    for (int64_t head = 0; head < stored.heads; head++, source += stored.size) {
+        const float factor = factor_of(source);
+        char * to = stored.at(head, cell);
+        if (factor == 0) {
+            std::memset(to, 0, static_cast<size_t>(stored.bytes()));
+            stored.scale(head, cell) = 0;
+        } else if (stored.multipliers == nullptr) {
+            stored.scale(head, cell) = round_to_shorts(source, stored.size, factor, reinterpret_cast<int16_t *>(to));
+        } else {
+            stored.scale(head, cell) = round_to_bytes(source, stored.size, factor, reinterpret_cast<int8_t *>(to),
+                                                      stored.multipliers_at(head, cell));
+        }
     }
-    return round_to_shorts(source, size, kMaxValue / largest, to);
+}
+
+void store_keys(const float * source, const Stored & stored, int64_t cell) {
+    const float norm = stored.multipliers == nullptr ? kNorm : kNormOf8Bits;
+    store(source, stored, cell, [&](const float * x) { return factor_of_key(x, stored.size, norm); });
+}
+
+void store_values(const float * source, const Stored & stored, int64_t cell) {
+    store(source, stored, cell, [&](const float * x) { return factor_of_value(x, stored.size); });
 }
 
 // ---- products of pairs ----
@@ -219,7 +251,9 @@ void read_queries(const Attention & a, const int32_t * rows, int n_rows, int fir
                 static_cast<size_t>(first_head + head) * a.query_stride);
             int16_t * to = scratch.queries + query * width;
             std::memset(to + a.size, 0, static_cast<size_t>(2 * (width - a.size)));
-            scratch.query_scales[query] = store_key(from, a.size, to) * a.scale * kLog2E;
+            const float factor = factor_of_key(from, a.size, kNorm);
+            const float unit = round_to_shorts(from, a.size, factor, to);
+            scratch.query_scales[query] = factor == 0 ? 0 : unit * a.scale * kLog2E;
         }
     }
 }
@@ -231,20 +265,28 @@ struct Block {
 
     Block(const Stored & stored, int64_t key_head, const int32_t * cells, int16_t * copies) {
         alignas(64) static constexpr int16_t zeros[kMaxHeadSize] = {};
+        static constexpr uint8_t no_multipliers[kMaxHeadSize / kTogether] = {};
         const int64_t width = padded(stored.size);
         for (int i = 0; i < kBlock; i++) {
             const bool is_there = cells[i] >= 0;
-            rows[i] = is_there ? stored.at(key_head, cells[i]) : zeros;
+            const void * at = is_there ? static_cast<const void *>(stored.at(key_head, cells[i])) : zeros;
             scales[i] = is_there ? stored.scale(key_head, cells[i]) : 0;
-            if (width != stored.size) {
-                int16_t * copy = copies + i * width;
+            rows[i] = static_cast<const int16_t *>(at);
+            int16_t * copy = copies + i * width;
+            if (stored.multipliers != nullptr) {
+                const uint8_t * multipliers = is_there ? stored.multipliers_at(key_head, cells[i]) : no_multipliers;
+                for (int64_t j = 0; j < stored.size; j += kLanes * 2) {
+                    const Ints wide = widen_to_shorts(static_cast<const int8_t *>(at) + j, multipliers[j / kTogether]);
+                    std::memcpy(copy + j, &wide, sizeof wide);
+                }
+                rows[i] = copy;
+            } else if (width != stored.size) {
                 std::memset(copy + stored.size, 0, static_cast<size_t>(2 * (width - stored.size)));
-                std::memcpy(copy, rows[i], static_cast<size_t>(2 * stored.size));
+                std::memcpy(copy, at, static_cast<size_t>(2 * stored.size));
                 rows[i] = copy;
             }
         }
     }
-
 };
 
 // What a chunk reads, block by block: its keys, its values, and the keys of the chunk that is likely to follow.
@@ -264,8 +306,8 @@ struct Reads {
         }
         cells += block % blocks * kBlock;
         for (int64_t i = kBlock * part / parts; i < kBlock * (part + 1) / parts; i++) {
-            const auto * at = reinterpret_cast<const char *>(stored.at(key_head, std::max(cells[i], 0)));
-            for (int64_t byte = 0; byte < 2 * stored.size; byte += 64) {
+            const char * at = stored.at(key_head, std::max(cells[i], 0));
+            for (int64_t byte = 0; byte < stored.bytes(); byte += 64) {
                 // GCC would drop a loop of _mm_prefetch, as if it did nothing.
                 __asm__ volatile("prefetcht1 %0" : : "m"(at[byte]));
             }

@@ -5,7 +5,7 @@
 
 const specserve::Kernels * specserve::avx_vnni() {
     static constexpr Kernels kernels = {
-        "avx_vnni", kLanes, kMaxTile, panel_bytes, pack, quantise, multiply, store_key, store_value,
+        "avx_vnni", kLanes, kMaxTile, panel_bytes, pack, quantise, multiply, store_keys, store_values,
         attention_scratch, result_floats, read_queries, attend, merge, finish};
     const bool has = __builtin_cpu_supports("avxvnni") && __builtin_cpu_supports("avx2") &&
                      __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");

@@ -32,14 +32,23 @@ void use_huge_pages(void * memory, size_t bytes) {
 // Calls move(where, bytes) for all that a cell holds.
 template <class Move> void copy(const Stored & stored, int64_t cell, Move move) {
     for (int64_t head = 0; head < stored.heads; head++) {
-        move(stored.at(head, cell), static_cast<size_t>(2 * stored.size));
+        move(stored.at(head, cell), static_cast<size_t>(stored.bytes()));
         move(&stored.scale(head, cell), sizeof(float));
+        if (stored.multipliers != nullptr) {
+            move(stored.multipliers_at(head, cell), static_cast<size_t>(stored.size / kTogether));
+        }
     }
 }
 
 const int64_t * cells_of(const ggml_tensor * write) { return static_cast<const int64_t *>(write->src[1]->data); }
 
 }  // namespace
+
+int64_t Side::cell_bytes() const {
+    int64_t bytes = 0;
+    copy(stored, 0, [&](const void *, size_t some) { bytes += static_cast<int64_t>(some); });
+    return bytes;
+}
 
 void Cache::begin_pass(const int32_t * positions, int64_t rows, const uint8_t * saved) {
     positions_ = positions;
@@ -57,7 +66,11 @@ void Cache::add_side(const ggml_tensor * tensor, Side & side, bool are_keys) {
     const int64_t cells = whole->ne[1];
     side.are_keys = are_keys;
     side.scales.assign(static_cast<size_t>(cells * tensor->ne[2]), 0);
-    side.stored = {static_cast<int16_t *>(whole->data), side.scales.data(), cells, tensor->ne[2], tensor->ne[0]};
+    if (tensor->type == GGML_TYPE_Q8_0) {
+        side.multipliers.assign(static_cast<size_t>(cells * tensor->ne[2] * tensor->ne[0] / kTogether), 0);
+    }
+    side.stored = {static_cast<char *>(whole->data), side.scales.data(), side.multipliers.empty() ? nullptr : side.multipliers.data(),
+                   cells, tensor->ne[2], tensor->ne[0]};
     use_huge_pages(whole->data, ggml_nbytes(whole));
     sides_[whole->data] = {&side, cell_bytes_};
     cell_bytes_ += side.cell_bytes();
@@ -128,13 +141,11 @@ void Cache::write(const ggml_tensor * op, Side & side, int thread, int threads) 
         }
         return;
     }
-    const auto store = side.are_keys ? kernels.store_key : kernels.store_value;
+    const auto store = side.are_keys ? kernels.store_keys : kernels.store_values;
     for (int64_t row = first; row < last; row++) {
-        const auto * from = reinterpret_cast<const float *>(static_cast<const char *>(source->data) +
-                                                            static_cast<size_t>(row) * source->nb[1]);
-        for (int64_t head = 0; head < stored.heads; head++) {
-            stored.scale(head, cells[row]) = store(from + head * stored.size, stored.size, stored.at(head, cells[row]));
-        }
+        store(reinterpret_cast<const float *>(static_cast<const char *>(source->data) +
+                                              static_cast<size_t>(row) * source->nb[1]),
+              stored, cells[row]);
     }
 }
 

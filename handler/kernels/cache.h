@@ -23,9 +23,9 @@ struct Side {
     Stored stored;
     bool are_keys;
     std::vector<float> scales;
+    std::vector<uint8_t> multipliers;
 
-    // Bytes of a cell, with its scales.
-    int64_t cell_bytes() const { return stored.heads * (2 * stored.size + static_cast<int64_t>(sizeof(float))); }
+    int64_t cell_bytes() const;  // with its scales and multipliers
 };
 
 struct Layer {

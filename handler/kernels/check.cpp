@@ -151,7 +151,7 @@ double check_attention(int rows, int threads) {
         }
     }
     const AttentionCase given{size,     cells,    key_heads, heads,    rows, 1 / std::sqrt(static_cast<float>(size)),
-                              q.data(), k.data(), v.data(),  positions.data(), mask.data()};
+                              q.data(), k.data(), v.data(),  positions.data(), mask.data(), false};
     std::vector<float> out(at(heads * rows, 0));
     const bool ours = run_attention(given, threads, out.data());
 
@@ -193,10 +193,10 @@ bool run_attention(const AttentionCase & given, int threads, float * out) {
     ggml_tensor * sources[2];
     ggml_tensor * seen[2];
     for (int i = 0; i < 2; i++) {
-        ggml_tensor * cache = tensor(GGML_TYPE_F16, width, given.cells, 1);
+        ggml_tensor * cache = tensor(given.is_8_bit ? GGML_TYPE_Q8_0 : GGML_TYPE_F16, width, given.cells, 1);
         sources[i] = tensor(GGML_TYPE_F32, width, given.cells, 1);
         ggml_tensor * written = ggml_set_rows(tensors.get(), cache, sources[i], cells);
-        const size_t head = static_cast<size_t>(given.size) * sizeof(ggml_fp16_t);
+        const size_t head = ggml_row_size(cache->type, given.size);
         seen[i] = ggml_permute(tensors.get(), ggml_view_3d(tensors.get(), written, given.size, given.key_heads,
                                                            given.cells, head, written->nb[1], 0), 0, 2, 1, 3);
     }

@@ -44,17 +44,25 @@ constexpr int kMaxRows = 8;        // rows that are attended to together
 constexpr int kBlock = 64;         // positions whose products are added as integers
 constexpr int kBlocks = 4;         // of a chunk
 constexpr int kChunk = kBlocks * kBlock;
+constexpr int kTogether = 32;  // components that share a multiplier in the 8-bit cache
 
-// Keys or values of a layer: 16-bit numbers, and what one unit of a head's is worth in each cell.
+// Keys or values of a layer: 16-bit numbers, and what one unit of a head's is worth in each cell. In 8 bits each kTogether
+// components have a multiplier, by which they become such numbers.
 struct Stored {
-    int16_t * data;  // [head][cell][component]: an attention reads one head, and memory is read faster in long runs
-    float * scales;  // [head][cell]
+    // [head][cell][component]: an attention reads one head, and memory is read faster in long runs.
+    char * data;
+    float * scales;    // [head][cell]
+    uint8_t * multipliers;  // [head][cell][component / kTogether]; null for 16 bits
     int64_t cells;
     int64_t heads;
     int64_t size;
 
-    int16_t * at(int64_t head, int64_t cell) const { return data + (head * cells + cell) * size; }
+    int64_t bytes() const { return multipliers != nullptr ? size : 2 * size; }
+    char * at(int64_t head, int64_t cell) const { return data + (head * cells + cell) * bytes(); }
     float & scale(int64_t head, int64_t cell) const { return scales[head * cells + cell]; }
+    uint8_t * multipliers_at(int64_t head, int64_t cell) const {
+        return multipliers + (head * cells + cell) * (size / kTogether);
+    }
 };
 
 // The attention of a graph's operation. Strides are in bytes.
@@ -97,9 +105,9 @@ struct Kernels {
     // Multiply a tile by a panel: out[row * stride + column].
     void (*multiply)(const Weights &, int64_t panel, const Tile &, float * out, int64_t stride);
 
-    // Write the key or the value of a head into the cache; returns its scale.
-    float (*store_key)(const float * source, int64_t size, int16_t * to);
-    float (*store_value)(const float * source, int64_t size, int16_t * to);
+    // Write the keys or values of a token's heads, one after another, into a cell.
+    void (*store_keys)(const float * source, const Stored &, int64_t cell);
+    void (*store_values)(const float * source, const Stored &, int64_t cell);
 
     // attention.h: `memory` has attention_scratch() bytes, a result has result_floats() of a head.
     int64_t (*attention_scratch)(int64_t size, int64_t queries);

@@ -56,6 +56,7 @@ struct AttentionCase {
     const float * values;
     const int32_t * positions;  // of cells
     const uint16_t * mask;      // half precision
+    bool is_8_bit;              // the cache
 };
 bool run_attention(const AttentionCase &, int threads, float * out);
 

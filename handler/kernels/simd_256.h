@@ -196,6 +196,11 @@ inline void store_shorts(int16_t * p, Ints x) {
     _mm_storeu_si128(reinterpret_cast<__m128i *>(p), shorts);
 }
 
+inline Ints widen_to_shorts(const int8_t * p, int multiplier) {
+    const Ints wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+    return _mm256_mullo_epi16(wide, _mm256_set1_epi16(static_cast<int16_t>(multiplier)));
+}
+
 template <int vectors> inline void add_pairs(Ints * sums, const Ints * columns, const int16_t * two) {
     int32_t pair;
     std::memcpy(&pair, two, sizeof pair);

@@ -142,6 +142,12 @@ inline void store_shorts(int16_t * p, Ints x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtsepi32_epi16(x));
 }
 
+// 8-bit numbers, multiplied.
+inline Ints widen_to_shorts(const int8_t * p, int multiplier) {
+    const Ints wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+    return _mm512_mullo_epi16(wide, _mm512_set1_epi16(static_cast<int16_t>(multiplier)));
+}
+
 // sums[v] += the products of both 16-bit numbers of every lane with two numbers that are the same for all; as in dot(),
 // their broadcast is the instruction's own.
 template <int vectors> inline void add_pairs(Ints * sums, const Ints * columns, const int16_t * two) {

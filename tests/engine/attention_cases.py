@@ -16,14 +16,15 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Queries [rows][heads][size], keys and values [cells][key heads][size], the position of each cell, and whether a
-    row sees it [rows][cells]."""
+    """Queries [rows][heads][size], keys and values [cells][key heads][size], the position of each cell, whether a row
+    sees it [rows][cells], and of which kind the cache is."""
 
     queries: Floats
     keys: Floats
     values: Floats
     positions: NDArray[np.int32]
     visible: NDArray[np.bool_]
+    is_8_bit: bool = False
 
     @property
     def scale(self) -> float:
@@ -39,7 +40,7 @@ class AttentionCase:
         out = np.full(self.queries.shape, np.nan, np.float32)
         attend = (library or kernels.library()).specserve_attend
         arrays = [array.ctypes.data for array in inputs]
-        assert attend(size, cells, key_heads, heads, rows, self.scale, *arrays, threads, out.ctypes.data)
+        assert attend(size, cells, key_heads, heads, rows, self.scale, *arrays, self.is_8_bit, threads, out.ctypes.data)
         return out
 
     def exact(self) -> NDArray[np.float64]:

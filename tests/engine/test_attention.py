@@ -9,15 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from attention_cases import AttentionCase, conversations
 from kernel_products import SUPPORTED_VARIANTS, needs_kernels
 from planted import build_library
 from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
-from specserve.engine.llama import LlamaEngine
+from specserve.engine.llama import CacheType, LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import EngineError
+from specserve.tools import tiny_models
 from specserve.tools.tiny_models import write_tiny
 from tiny_formats import quantise_as
 
@@ -46,6 +48,13 @@ def of_one_sequence(seed: int, rows: int, length: int, **sizes: int) -> Attentio
     return replace(case, queries=queries, visible=case.visible & (case.positions < ends[:, None]))
 
 
+def as_q8_0(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Rounded as llama.cpp's Q8_0 does."""
+    blocks = numbers.reshape(*numbers.shape[:-1], -1, 32)
+    units = (np.abs(blocks).max(axis=-1, keepdims=True) / 127).astype(np.float16).astype(np.float32)
+    return np.asarray(np.round(blocks / units) * units, np.float32).reshape(numbers.shape)
+
+
 @pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("size", [16, 48, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("shared", [1, 2, 3, 6, 7, 8])
@@ -53,6 +62,17 @@ def test_attention_is_as_exact_as_half_precision(size: int, shared: int) -> None
     for seed, lengths in enumerate([(1,), (63, 64, 65), (255, 256), (257, 300, 30, 31, 32)]):
         case = conversations(seed, lengths, size=size, shared=shared, key_heads=1 + seed % 2)
         assert case.error(threads=1 + seed % 3) < MAX_ERROR
+
+
+@pytest.mark.usefixtures("variant")
+@pytest.mark.parametrize("size", [32, 64, 96, 128, 256])
+def test_the_8_bit_cache_is_as_exact_as_q8_0(size: int) -> None:
+    for seed, lengths in enumerate([(1,), (63, 64, 65), (255, 256), (257, 300, 30, 31, 32)]):
+        case = replace(conversations(seed, lengths, size=size, shared=3), is_8_bit=True)
+        rounded = replace(case, keys=as_q8_0(case.keys), values=as_q8_0(case.values))
+        assert case.error(threads=1 + seed % 3) < 1.5 * np.sqrt(
+            np.mean((rounded.exact() - case.exact()) ** 2)
+        ) / np.sqrt(np.mean(case.exact() ** 2))
 
 
 @pytest.mark.usefixtures("variant")
@@ -83,10 +103,11 @@ def test_large_components_that_all_keys_share_cost_little() -> None:
 
 
 @pytest.mark.usefixtures("variant")
-def test_a_row_has_the_same_bits_alone_and_in_any_company() -> None:
+@pytest.mark.parametrize("is_8_bit", [False, True])
+def test_a_row_has_the_same_bits_alone_and_in_any_company(*, is_8_bit: bool) -> None:
     """With other rows, sequences and threads, cells in another order; many rows are divided in another way than few."""
     for seed, lengths in enumerate([(40, 200, 300), (1, 64, 65, 256, 257, 700), range(500, 533)]):
-        case = conversations(seed, lengths, size=64)
+        case = replace(conversations(seed, lengths, size=64), is_8_bit=is_8_bit)
         together = case.attend(threads=2)
         for threads in (1, 3):
             assert np.array_equal(together, case.attend(threads=threads))
@@ -140,7 +161,7 @@ def test_a_row_that_sees_nothing_gets_zeros() -> None:
 PLANTED = {
     "a forgotten scale": ("* a.scale * kLog2E", "* kLog2E"),
     "a block counted twice": ("is_first ? mul(product, factor)", "is_first ? mul(add(product, product), factor)"),
-    "a neighbour's cell read": ("stored.at(key_head, cells[i]) : zeros", "stored.at(key_head, cells[i] ^ 1) : zeros"),
+    "a neighbour's cell read": ("stored.at(key_head, cells[i])) : zeros", "stored.at(key_head, cells[i] ^ 1)) : zeros"),
     "what is hidden": ("rows[q / heads].visible[block]", "rows[0].visible[block]"),
     "the scale of another head": ("stored.scale(key_head, cells[i]) : 0", "stored.scale(0, cells[i]) : 0"),
 }  # fmt: skip
@@ -165,8 +186,11 @@ def test_a_planted_fault_fails_the_check_at_load_and_these_tests(
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With heads of 32 numbers, a block of Q8_0."""
     directory = tmp_path_factory.mktemp("tiny")
-    write_tiny(directory / "single.gguf", "qwen2", "target")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_models, "WIDTH", 128)
+        write_tiny(directory / "single.gguf", "qwen2", "target")
     return quantise_as(directory / "single.gguf", directory / "q4_0.gguf", "q4_0")
 
 
@@ -176,10 +200,17 @@ TOKENS = [(17 * position) % 200 + 20 for position in range(600)]
 class Slots:
     """An engine of three slots, and what its passes return."""
 
-    def __init__(self, path: Path, *, threads: int = 1) -> None:
+    def __init__(self, path: Path, cache_type: CacheType, *, threads: int = 1) -> None:
         self.model = LlamaModel(path)
         self.engine = LlamaEngine(
-            self.model, n_slots=3, context_length=700, threads=threads, max_rows=64, max_logits=8, max_alternatives=2
+            self.model,
+            n_slots=3,
+            context_length=700,
+            threads=threads,
+            max_rows=64,
+            max_logits=8,
+            max_alternatives=2,
+            cache_type=cache_type,
         )
 
     def feed(self, slot: int, end: int, chunk: int = 64) -> None:
@@ -196,10 +227,16 @@ class Slots:
         return np.asarray(found)
 
 
+@pytest.fixture(params=["f16", "q8_0"])
+def cache_type(request: pytest.FixtureRequest) -> CacheType:
+    return request.param  # type: ignore[no-any-return]
+
+
 @pytest.fixture(params=SUPPORTED_VARIANTS)
-def slots(request: pytest.FixtureRequest, tiny: Path) -> Iterator[Slots]:
+def slots(request: pytest.FixtureRequest, tiny: Path, cache_type: CacheType) -> Iterator[Slots]:
     assert kernels.use("auto", variant=request.param).variant == request.param
-    found = Slots(tiny)
+    found = Slots(tiny, cache_type)
+    assert all(found.engine.computed)
     yield found
     found.engine.close()
     kernels.use("off")
@@ -259,10 +296,12 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(slots: Slots) -> None:
     assert np.array_equal(slots.logits(0), expected)
 
 
-def test_the_cache_holds_what_other_chunks_and_threads_have_prefilled(slots: Slots, tiny: Path) -> None:
+def test_the_cache_holds_what_other_chunks_and_threads_have_prefilled(
+    slots: Slots, tiny: Path, cache_type: CacheType
+) -> None:
     slots.feed(0, 400, chunk=64)
     for chunk, threads in ((1, 1), (33, 2), (64, 3)):
-        other = Slots(tiny, threads=threads)
+        other = Slots(tiny, cache_type, threads=threads)
         other.feed(2, 120)
         other.feed(0, 400, chunk)
         assert np.array_equal(other.engine.save(0, 0, 400), slots.engine.save(0, 0, 400))

@@ -131,7 +131,7 @@ def declare(found: ctypes.CDLL) -> ctypes.CDLL:
     found.specserve_assist.argtypes = [pointer, ctypes.c_int64]
     found.specserve_compute_head.restype = found.specserve_begin_pass.restype = None
     found.specserve_compute_head.argtypes = [pointer, ctypes.c_int64]
-    found.specserve_attend.argtypes = [*[ctypes.c_int64] * 5, ctypes.c_float, *[pointer] * 5, ctypes.c_int, pointer]
+    found.specserve_attend.argtypes = [*[ctypes.c_int64] * 5, ctypes.c_float, *[pointer] * 5, *two, pointer]
     found.specserve_new_cache.restype = pointer
     found.specserve_free_cache.argtypes = [pointer]
     found.specserve_free_cache.restype = found.specserve_save.restype = None

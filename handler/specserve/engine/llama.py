@@ -6,6 +6,7 @@ import ctypes
 import logging
 from collections.abc import Iterable
 from contextlib import nullcontext
+from typing import Literal
 
 import llama_cpp
 import numpy as np
@@ -21,7 +22,11 @@ from specserve.errors import EngineError, ModelLoadError
 
 logger = logging.getLogger(__name__)
 
-_F16 = 1  # GGML_TYPE_F16 of ggml.h, which llama-cpp-python does not export
+# How keys and values are kept: 16 or 8 bits a number.
+CacheType = Literal["f16", "q8_0"]
+
+# Types of ggml.h, which llama-cpp-python does not export.
+_TYPES: dict[CacheType, int] = {"f16": 1, "q8_0": 8}
 
 
 class LlamaEngine:
@@ -41,6 +46,7 @@ class LlamaEngine:
         head: which logits are computed; others are -inf. Without specserve's kernels, or by default, all are.
         max_alternatives: maximum alternatives of a forward pass.
         pool: compute threads that engines share.
+        cache_type: of keys and values; specserve's attention keeps 16-bit integers for `f16`.
 
     Raises:
         ModelLoadError: there is no memory for the context, or the model's cache cannot be truncated.
@@ -58,6 +64,7 @@ class LlamaEngine:
         head: DraftHead | None = None,
         max_alternatives: int = 0,
         pool: ThreadPool | None = None,
+        cache_type: CacheType = "f16",
     ) -> None:
         self.n_slots = n_slots
         self.max_alternatives = max_alternatives
@@ -74,7 +81,7 @@ class LlamaEngine:
         params.n_outputs_max = max_logits
         params.n_threads = params.n_threads_batch = threads
         params.kv_unified = True
-        params.type_k = params.type_v = _F16
+        params.type_k = params.type_v = _TYPES[cache_type]
         params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         params.no_perf = True
         context = llama_cpp.llama_init_from_model(model.pointer, params)

@@ -10,6 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.sequence import Sequence, common_prefix
 
@@ -127,6 +130,38 @@ class KVCache:
         position, token = self._alternatives.pop(slot)[number]
         self.engine.adopt(slot, number)
         self._tokens[slot][position - self._start[slot] :] = [token]
+
+    @property
+    def token_bytes(self) -> int | None:
+        """The bytes of a cached token's keys and values; None if the engine cannot save them."""
+        return self.engine.token_bytes
+
+    def tokens(self, slot: int) -> list[int]:
+        """A copy of the tokens that a slot holds, from position `start` on."""
+        return list(self._tokens[slot])
+
+    def save(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
+        """The keys and values of a slot's tokens at these positions; the slot's `start` is 0. See `Engine.save`.
+
+        Raises:
+            EngineError: the slot holds less.
+        """
+        return self.engine.save(slot, start, end)
+
+    def load(self, slot: int, tokens: list[int], saved: NDArray[np.uint8]) -> None:
+        """Append tokens to a slot, whose `start` is 0, with keys and values that were saved from the same positions.
+
+        Args:
+            slot: what it holds are the tokens before these.
+            tokens: one for each row of `saved`.
+            saved: see `Engine.load`.
+
+        Raises:
+            EngineError: they do not fit; the cache is unchanged.
+        """
+        self.engine.load(slot, saved)
+        self._tokens[slot] += tokens
+        self._alternatives.pop(slot, None)
 
     def check(self) -> bool:
         """Whether the engine holds as many tokens in every slot as this record says; slots that differ are emptied."""

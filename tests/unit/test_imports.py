@@ -17,7 +17,9 @@ PACKAGE = Path(__file__).parents[2] / "handler" / "specserve"
 ALLOWED = {
     "errors": set(),
     "config": {"errors", "cores"},
-    "cores": {"errors"},
+    "cgroups": set(),
+    "cores": {"errors", "cgroups"},
+    "memory": {"cgroups"},
     "sequence": {"errors"},
     "kv_cache": {"sequence", "engine.base"},
     "engine": {"errors", "sequence", "config", "cores", "sampling.distribution"},
@@ -31,6 +33,7 @@ ALLOWED = {
         "kv_cache",
         "config",
         "cores",
+        "memory",
         "observability",
         "engine",
         "grammar",

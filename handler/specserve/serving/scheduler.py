@@ -16,6 +16,7 @@ from specserve.sequence import Sequence
 from specserve.serving.budget import prefill_chunk
 from specserve.serving.generation import Generation
 from specserve.serving.prefix_cache import PrefixCache
+from specserve.serving.prefix_store import PrefixStore
 from specserve.serving.recorder import Recorder
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.round import run_round
@@ -37,6 +38,7 @@ class Scheduler:
         begin_masks: told the seconds that the grammar masks of a round may take; the rest has to wait.
         clock: seconds, for statistics and costs.
         observers: told of every round and of every end.
+        store: keeps the target's prefixes when they leave its cache; None for none.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Scheduler:
         begin_masks: Callable[[float], None] | None = None,
         clock: Callable[[], float] = perf_counter,
         observers: abc.Sequence[Observer] = (),
+        store: PrefixStore | None = None,
     ) -> None:
         self._target = target
         self._drafters = drafters
@@ -59,7 +62,7 @@ class Scheduler:
         self._begin_masks = begin_masks
         self._clock = clock
         self._recorder = Recorder(clock, observers)
-        self._cache = PrefixCache(target, drafters, idle_tokens)
+        self._cache = PrefixCache(target, drafters, idle_tokens, store)
         self._queue: deque[Generation] = deque()
         self._running: list[Generation] = []
 
@@ -126,6 +129,11 @@ class Scheduler:
     def check_caches(self) -> None:
         """Compare the records of both KV caches with what the engines hold; for idle times."""
         self._cache.check()
+
+    def store_prefixes(self, interrupted: Callable[[], bool]) -> None:
+        """Copy all that finished sequences have left in the target's cache to the store; for idle times."""
+        while not interrupted() and self._cache.store():
+            continue
 
     def _schedule(self) -> list[Step]:
         """Admit what fits, and plan the round: all sequences that decode, and prefill chunks of the oldest others.
@@ -235,6 +243,7 @@ class Scheduler:
         ended = self._end_completed()
         self._recorder.record_round(steps, started)
         self._recorder.record_ends(ended)
+        self._cache.store()
 
     def _fail(self, errors: Mapping[Sequence, Exception]) -> None:
         """Mark sequences as failed; nothing of them stays cached."""

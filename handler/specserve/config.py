@@ -160,6 +160,17 @@ class HandlerConfig(_Section):
         ge=0,
         description="Maximum tokens of finished sequences that stay in the KV cache for prompts with the same prefix.",
     )
+    prefix_cache_mib: int | None = Field(
+        default=None,
+        ge=0,
+        description="Host memory for prefixes that have left the KV cache, in MiB; default: a quarter of what is "
+        "available, also to the cgroup, when the models are loaded; 0: none.",
+    )
+    prefix_cache_directory: Path | None = Field(
+        default=None,
+        description="Where these are written as well, for the next start, in as many bytes for each worker; default: "
+        "nowhere. The files hold tokens of clients' texts.",
+    )
     max_tokens: int | None = Field(
         default=None,
         ge=1,

@@ -8,7 +8,7 @@ import pytest
 
 from specserve.observability.control_group import Holdback
 from specserve.observability.metrics import ALL, Gauges, Metrics, Sample, Served
-from specserve.observability.records import EndRecord, family_label
+from specserve.observability.records import EndRecord, StoreRecord, family_label
 from specserve.sequence import DrafterName, Group, RequestInfo
 from specserve.speculation.step import Step
 from steps import finished_step
@@ -38,11 +38,11 @@ class RecordingMetrics(Metrics):
         super().__init__(SERVED, holdback, self.samples.append, lambda: self.now)
 
 
-def emitted(metrics: RecordingMetrics) -> defaultdict[tuple[str, ...], float]:
+def emitted(metrics: RecordingMetrics, store: StoreRecord | None = None) -> defaultdict[tuple[str, ...], float]:
     """Newly emitted values by name and labels, without the labels model and version."""
     metrics.now += 10
     metrics.samples.clear()
-    metrics.emit(GAUGES)
+    metrics.emit(GAUGES, store)
     values: defaultdict[tuple[str, ...], float] = defaultdict(float)
     for metric, (model, version, *labels), value in metrics.samples:
         assert (model, version) == ("qwen", "1.1")
@@ -110,6 +110,20 @@ def test_gauges_are_emitted_every_time(metrics: RecordingMetrics) -> None:
     assert values["specserve_draft_model_up",] == 1
     assert values["specserve_own_kernels",] == 1
     assert values["specserve_compute_threads",] == 2
+
+
+def test_stored_prefixes_are_counted_by_what_is_new(metrics: RecordingMetrics) -> None:
+    names = ("hit_tokens_total", "lookup_tokens_total", "evicted_blocks_total", "bytes")
+    seen = []
+    for record in (StoreRecord(0, 0, 0, 0), StoreRecord(30, 40, 2, 900), StoreRecord(30, 100, 5, 600)):
+        values = emitted(metrics, record)
+        seen.append([values[f"specserve_prefix_store_{name}",] for name in names])
+    assert seen == [[0, 0, 0, 0], [30, 40, 2, 900], [0, 60, 3, 600]]
+
+
+def test_counters_of_stored_prefixes_are_there_before_they_increase(metrics: RecordingMetrics) -> None:
+    """Prometheus sees no increase of a counter that begins with it."""
+    assert ("specserve_prefix_store_hit_tokens_total",) in emitted(metrics, StoreRecord())
 
 
 def test_pause_and_resume_of_speculation_are_counted_once(metrics: RecordingMetrics) -> None:

@@ -122,9 +122,10 @@ def test_blocks_whose_hashes_collide_are_told_apart_by_their_tokens() -> None:
     store = store_of(9)
     texts = [Text(tokens_of(1, n)) for n in range(3)]
     for text in texts * 2:
-        block = None
+        block: Block | None = store.root
         for first in (0, BLOCK_TOKENS):
             packed = SameHash(np.array(text.tokens[first : first + BLOCK_TOKENS], np.int32).tobytes())
+            assert block is not None
             block = store.restore(block, packed, text.keys(first, first + BLOCK_TOKENS))
             assert block is not None
             assert np.array_equal(block.saved, text.keys(first, first + BLOCK_TOKENS))

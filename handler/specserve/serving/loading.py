@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
-from specserve.config import HandlerConfig, ModelConfig
+from specserve.config import HandlerConfig, ModelConfig, processor
 from specserve.cores import usable_cores
 from specserve.engine import kernels
 from specserve.engine.draft_head import DraftHead
 from specserve.engine.invariance import Invariance, probe
 from specserve.engine.kernels import Kernels, Share
 from specserve.engine.llama import LlamaEngine
-from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
+from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
 from specserve.engine.placement import Placement, Workers
 from specserve.engine.thread_pool import ThreadPool
 from specserve.errors import ModelLoadError
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.kv_cache import KVCache
+from specserve.memory import available_memory
 from specserve.serving.costs import Costs
 from specserve.serving.openai.chat_template import ChatTemplate
+from specserve.serving.prefix_files import PrefixFiles
+from specserve.serving.prefix_store import PrefixStore
 from specserve.speculation.cost import Cost
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
+from specserve.speculation.measure import fingerprint
 from specserve.speculation.policy import Controller
 from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
 
@@ -37,6 +42,11 @@ _MAX_ALTERNATIVES = 8
 # The ratio of draft to target step time above which the log warns: a draft has then to be accepted every other time to
 # pay at all.
 _HIGH_COST_RATIO = 0.5
+# The share of the available memory that prefixes may fill by default: it leaves a quarter for each of two more workers
+# and another one for all else that the machine does.
+_PREFIX_SHARE = 0.25
+# What decides the keys and values of a text, beside the model's file and the code that computes them.
+_CACHE_SETTINGS = {"kernels", "sequences", "context_length", "cache_tokens", "cache_type"}
 
 
 @dataclass(frozen=True)
@@ -260,3 +270,44 @@ def _report_share(model: LlamaModel, computed: Share) -> None:
             " and ".join(left),
             ", ".join(kernels.in_use().formats),
         )
+
+
+def open_store(config: HandlerConfig, models: Models) -> PrefixStore | None:
+    """Make the store of the target's prefixes; None if there is to be none, or the engine cannot save any.
+
+    To be called by a thread that is bound to no core: the thread that writes files inherits its cores.
+    """
+    token_bytes, mebibytes = models.target.token_bytes, config.prefix_cache_mib
+    if mebibytes is None:
+        mebibytes = int(_PREFIX_SHARE * available_memory()) >> 20
+    if token_bytes is None or not mebibytes:
+        return None
+    max_bytes = mebibytes << 20
+    logger.info("specserve: up to %d MiB of host memory keep prefixes: %d tokens", mebibytes, max_bytes // token_bytes)
+    directory = config.prefix_cache_directory
+    if directory is None:
+        return PrefixStore(token_bytes, max_bytes)
+    try:
+        files = PrefixFiles(directory, _identity(config, models.vocabulary.path, token_bytes))
+    except OSError as error:
+        logger.error("specserve: `prefix_cache_directory`: %s; prefixes are kept in memory only", error)
+        return PrefixStore(token_bytes, max_bytes)
+    store = PrefixStore(token_bytes, max_bytes, files)
+    files.read_into(store)
+    return store
+
+
+def _identity(config: HandlerConfig, path: Path, token_bytes: int) -> str:
+    """Everything that the bytes of a saved prefix depend on, its tokens aside."""
+    parts = [
+        fingerprint(path),
+        path.stat().st_mtime_ns,
+        config.target.sha256,
+        token_bytes,
+        config.model_dump_json(include=_CACHE_SETTINGS),
+        kernels.identity(),
+        build_description(),
+        version("llama-cpp-python"),
+        processor(),
+    ]
+    return "\0".join(map(str, parts))

@@ -28,10 +28,16 @@ from specserve.observability.records import StoreRecord
 # .1 s for 1.5B. vLLM's blocks have 16; with 32 the work of a block is a copy of 0.9 MB.
 BLOCK_TOKENS = 32
 
+
 _NOTHING = np.empty((0, 0), np.uint8)
 
 # Copies the keys and values of the tokens from one position to another, shape (tokens, bytes of a token).
 Save = Callable[[int, int], NDArray[np.uint8]]
+
+
+def name_of(parent: bytes, tokens: bytes) -> bytes:
+    """Return the name of a block of these tokens after a block of this name: SHA-256, 32 bytes."""
+    return hashlib.sha256(parent + tokens).digest()
 
 
 @dataclass(eq=False, slots=True)
@@ -49,10 +55,10 @@ class Block:
     saved: NDArray[np.uint8]
     children: dict[bytes, Block] = field(default_factory=dict)
     name: bytes = field(init=False)
-    """SHA-256 over all tokens up to its last one, by which files are named (prefix_files.py)."""
+    """Of its file (prefix_files.py): a hash of all tokens up to its last one."""
 
     def __post_init__(self) -> None:
-        self.name = hashlib.sha256((self.parent.name if self.parent else b"") + self.tokens).digest()
+        self.name = name_of(self.parent.name if self.parent else b"", self.tokens)
 
     @property
     def is_stored(self) -> bool:
@@ -85,7 +91,8 @@ class PrefixStore:
         self._max_bytes = max_bytes
         self._files = files
         self._lock = Lock()
-        self._root = Block(b"", None, _NOTHING)
+        self.root = Block(b"", None, _NOTHING)
+        """The block before all texts; it has no tokens."""
         # Least recently used first; a block comes before the block that it follows in its text.
         self._blocks: OrderedDict[Block, None] = OrderedDict()
         self._hit_tokens = self._looked_up_tokens = self._evicted_blocks = 0
@@ -149,31 +156,34 @@ class PrefixStore:
                     if not self._make_room(path):
                         break
                     saved = save(first, first + BLOCK_TOKENS)
-                    path.append(self._insert(path[-1] if path else self._root, _packed(tokens, first), saved))
+                    path.append(self._insert(path[-1] if path else self.root, _packed(tokens, first), saved))
                     self._tell_files(path[-1])
                     max_blocks = None if max_blocks is None else max_blocks - 1
             finally:
                 self._use(path)
         return True
 
-    def restore(self, parent: Block | None, tokens: bytes, saved: NDArray[np.uint8]) -> Block | None:
-        """Take in a block from a file, as used before all others, if there is room for it.
+    @property
+    def has_room(self) -> bool:
+        """Whether another block fits in."""
+        return (len(self._blocks) + 1) * self._block_bytes <= self._max_bytes
+
+    def restore(self, parent: Block, tokens: bytes, saved: NDArray[np.uint8]) -> Block | None:
+        """Take in a block from a file, as used before all others.
 
         Args:
-            parent: its block, still stored; None for the root.
-            tokens: as those of a block.
+            parent: the block before.
+            tokens: of the block.
             saved: its keys and values.
 
         Returns:
-            The block, or the one that has been stored with these tokens meanwhile; None without room.
+            The block, or the one that has been stored with these tokens meanwhile; None if there is no room, or the
+            block before is gone.
         """
         with self._lock:
-            parent = parent or self._root
-            if parent is not self._root and not parent.is_stored:
-                return None
             if known := parent.children.get(tokens):
                 return known
-            if (len(self._blocks) + 1) * self._block_bytes > self._max_bytes:
+            if not self.has_room or not (parent is self.root or parent.is_stored):
                 return None
             block = self._insert(parent, tokens, saved)
             self._blocks.move_to_end(block, last=False)
@@ -181,7 +191,7 @@ class PrefixStore:
 
     def _path(self, tokens: list[int]) -> Iterator[Block]:
         """The stored blocks of a text, from its beginning."""
-        block = self._root
+        block = self.root
         for first in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
             child = block.children.get(_packed(tokens, first))
             if child is None:
@@ -197,7 +207,7 @@ class PrefixStore:
     def _make_room(self, path: list[Block]) -> bool:
         """Evict blocks until there is room for one; False if those of this path, just used, would have to go."""
         kept = set(path)
-        while (len(self._blocks) + 1) * self._block_bytes > self._max_bytes:
+        while not self.has_room:
             oldest = next(iter(self._blocks), None)
             if oldest is None or oldest in kept:
                 return False
@@ -207,7 +217,7 @@ class PrefixStore:
     def _evict(self, block: Block) -> None:
         """Remove a block without children."""
         del self._blocks[block]
-        del (block.parent or self._root).children[block.tokens]
+        del (block.parent or self.root).children[block.tokens]
         block.saved = _NOTHING
         self._evicted_blocks += 1
         self._tell_files(block)

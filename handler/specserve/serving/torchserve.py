@@ -35,7 +35,7 @@ from specserve.observability.metrics import Gauges, Metrics, Sample, Served
 from specserve.observability.trace import open_traces
 from specserve.serving.budget import max_wait
 from specserve.serving.engine_loop import EngineLoop, engine_thread
-from specserve.serving.loading import Models, load_models
+from specserve.serving.loading import Models, load_models, open_store
 from specserve.serving.openai.response import Response
 from specserve.serving.parser import LONG_BODY, Parser
 from specserve.serving.routes import Routes
@@ -94,6 +94,7 @@ class Handler:
         self._models = models
         # Requests drawn to run without drafts, which show how much drafts bring.
         self._holdback = Holdback(config.speculation.holdback)
+        self._store = open_store(config, models)
         self._metrics = Metrics(served, self._holdback, send, time.monotonic)
         self._scheduler = Scheduler(
             models.target,
@@ -103,6 +104,7 @@ class Handler:
             max_wait_seconds=max_wait(config.max_wait_ms, models.drafters.controller.target_cost),
             begin_masks=models.grammars.begin_round,
             observers=[self._metrics, *open_traces(config.trace, served, models.vocabulary.piece)],
+            store=self._store,
         )
         self._routes = Routes(config, models, self._scheduler, self._holdback, served.model)
         self._loop = EngineLoop(
@@ -229,6 +231,7 @@ class Handler:
 
     def _work_while_idle(self, interrupted: Callable[[], bool]) -> None:
         self._scheduler.check_caches()
+        self._scheduler.store_prefixes(interrupted)
         self._models.costs.measure_doubtful(interrupted)
 
     def _emit_metrics(self) -> None:
@@ -240,5 +243,6 @@ class Handler:
                 own_kernels=self._models.kernels.variant is not None,
                 threads=len(self._models.costs.placement.cores),
                 draft_model=None if self._config.draft is None else self._models.drafters.model is not None,
-            )
+            ),
+            self._store.record if self._store else None,
         )

@@ -12,50 +12,7 @@ from numpy.typing import NDArray
 
 from specserve.errors import EngineError
 from specserve.serving.prefix_store import BLOCK_TOKENS, Block, PrefixStore
-
-TOKEN_BYTES = 16
-BLOCK_BYTES = BLOCK_TOKENS * (TOKEN_BYTES + 4)
-
-
-class Text:
-    """A text whose "keys and values" of a token are a hash of all tokens up to it, and its position."""
-
-    def __init__(self, tokens: list[int]) -> None:
-        self.tokens = tokens
-        self.saved: list[tuple[int, int]] = []
-
-    def save(self, start: int, end: int) -> NDArray[np.uint8]:
-        self.saved.append((start, end))
-        return self.keys(start, end)
-
-    def keys(self, start: int, end: int) -> NDArray[np.uint8]:
-        rows = [(hash(tuple(self.tokens[: n + 1])), n) for n in range(start, end)]
-        return np.array(rows, np.int64).reshape(-1, 2).view(np.uint8)
-
-
-def store_of(blocks: int, *, spare_bytes: int = 0) -> PrefixStore:
-    """A store with room for so many blocks."""
-    return PrefixStore(TOKEN_BYTES, blocks * BLOCK_BYTES + spare_bytes)
-
-
-def added(store: PrefixStore, *parts: int, max_blocks: int | None = None) -> Text:
-    """A text of one block for each of these numbers, which the store has been given."""
-    text = Text(tokens_of(*parts))
-    store.add(text.tokens, text.save, max_blocks)
-    return text
-
-
-def tokens_of(*parts: int) -> list[int]:
-    return [1000 * part + n for part in parts for n in range(BLOCK_TOKENS)]
-
-
-def stored(store: PrefixStore, *parts: int) -> int:
-    """How many blocks of such a text are stored; they are used thereby."""
-    return store.length(tokens_of(*parts), 10**6) // BLOCK_TOKENS
-
-
-def joined(parts: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    return np.concatenate([np.empty((0, TOKEN_BYTES), np.uint8), *parts])
+from stored_texts import BLOCK_BYTES, TOKEN_BYTES, Text, added, joined, store_of, stored, tokens_of
 
 
 def test_whole_blocks_of_a_text_are_stored() -> None:
@@ -209,6 +166,29 @@ def test_what_was_stored_before_a_failure_stays_usable() -> None:
     for number in (7, 8, 9):
         added(store, number)
     assert [stored(store, *parts) for parts in ((1, 2), (7,), (8,), (9,))] == [0, 1, 1, 1]
+
+
+def test_what_comes_from_a_file_is_evicted_before_what_was_used_meanwhile() -> None:
+    store = store_of(3)
+    added(store, 8)
+    text, block = Text(tokens_of(1, 2)), store.root
+    for first in (0, BLOCK_TOKENS):
+        packed = np.array(text.tokens[first : first + BLOCK_TOKENS], np.int32).tobytes()
+        restored = store.restore(block, packed, text.keys(first, first + BLOCK_TOKENS))
+        assert restored is not None
+        block = restored
+    left = []
+    for number in (7, 9):
+        added(store, number)
+        left.append([stored(store, 8), len(store.saved(text.tokens, 0, 64))])
+    assert left == [[1, 1], [1, 0]]
+
+
+def test_a_block_from_a_file_evicts_nothing() -> None:
+    store = store_of(1)
+    added(store, 8)
+    assert store.restore(store.root, bytes(4 * BLOCK_TOKENS), Text(tokens_of(1)).keys(0, 32)) is None
+    assert stored(store, 8) == 1
 
 
 class Recording:

@@ -137,10 +137,9 @@ def test_a_stored_prompt_does_not_wait_for_another_that_is_being_prefilled() -> 
     pair.submit(CONVERSATION)
     pair.run()
     others(pair)
-    longer = [*CONVERSATION, *[7] * 60]
-    pair.submit([*longer, 1])
+    pair.submit([*CONVERSATION, 1], top_logprobs=0, scores_prompt=True)
     pair.step()
-    second = pair.submit([*CONVERSATION, 2])
+    second = pair.submit([*CONVERSATION, *[2] * 40])
     pair.step()
     assert second.timestamps.start is not None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,14 @@ def files(directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
 
+def wait_for_files(directory: Path, count: int) -> None:
+    """Wait until the first worker has written so many blocks."""
+    give_up = time.monotonic() + 300
+    while len(files(directory)) != count:
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
+
+
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """A directory with the three blocks of a text."""
@@ -68,6 +77,7 @@ def test_what_is_evicted_is_removed_from_the_disk(tmp_path: Path) -> None:
     with Worker(tmp_path, blocks=3) as store:
         added(store, 1, 2)
         added(store, 3)
+        wait_for_files(tmp_path, 3)
         added(store, 4, 5)
     assert len(files(tmp_path)) == 3
     store = restarted(tmp_path)

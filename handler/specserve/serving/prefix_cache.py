@@ -87,7 +87,6 @@ class PrefixCache:
         sequence.slot = slot.index
         if slot is not source or shared < self._target.length(slot.index):
             self._save(slot)
-        slot.unstored = False
         if slot is not source and shared:
             self._target.copy(source.index, slot.index, shared)
         self._target.truncate(slot.index, shared)

@@ -162,18 +162,17 @@ class PrefixFiles:
         return unread[::-1]
 
     def _header(self, name: bytes) -> _Header | None:
-        """What a file says of its block; None if it cannot be used."""
+        """What a file says of its block; None if that cannot be read, or is not the block of its name."""
         try:
             with self._path(name).open("rb") as file:
-                magic, identity = file.read(len(_MAGIC)), file.read(_DIGEST)
+                file.seek(len(_MAGIC) + _DIGEST)
                 header = _Header(file.read(_DIGEST), file.read(_TOKENS))
         except OSError:
             return None
-        is_ours = magic == _MAGIC and identity == self._identity and name_of(*header) == name
-        return header if is_ours else None
+        return header if name_of(*header) == name else None
 
     def _saved(self, name: bytes, header: _Header, token_bytes: int) -> NDArray[np.uint8] | None:
-        """The keys and values in a file; None if any byte of it is not as it was written."""
+        """The keys and values in a file; None if any byte of it is not as this worker would have written it."""
         saved = np.empty((BLOCK_TOKENS, token_bytes), np.uint8)
         first = b"".join([_MAGIC, self._identity, *header])
         try:

@@ -85,3 +85,32 @@ def test_a_slot_that_differs_from_the_engine_is_reported_and_emptied(caplog: pyt
     assert (engine.cache[0], cache.end(0)) == ([], 0)
     assert engine.cache[1] == TEXT[:3], "other slots stay"
     assert cache.check()
+
+
+def test_what_was_saved_can_be_loaded_into_any_slot_and_continued() -> None:
+    engine, cache = filled()
+    saved = cache.save(0, 0, 4)
+    cache.truncate(0, 0)
+    cache.load(2, TEXT[:1], saved[:1])
+    cache.load(2, TEXT[1:4], saved[1:])
+    assert engine.cache[2] == cache.tokens(2) == TEXT[:4]
+    assert cache.prefixes(TEXT, 5) == [0, 0, 4]
+    cache.forward([Row(TEXT[4], 2, 4, wants_logits=True)])
+    assert cache.tokens(2) == TEXT[:5]
+    assert cache.check()
+
+
+def test_a_load_that_does_not_fit_changes_nothing() -> None:
+    engine, cache = filled()
+    saved = cache.save(0, 0, 6)
+    cache.load(1, TEXT[:4], saved[:4])
+    engine.slot_length = 5
+    with pytest.raises(EngineError):
+        cache.load(1, TEXT[4:], saved[4:])
+    assert engine.cache[1] == cache.tokens(1) == TEXT[:4]
+
+
+def test_only_what_a_slot_holds_can_be_saved() -> None:
+    _, cache = filled()
+    with pytest.raises(EngineError):
+        cache.save(0, 4, 7)

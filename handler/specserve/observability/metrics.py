@@ -183,8 +183,8 @@ class Metrics:
             self._families.add(name)
         return name
 
-    def emit(self, gauges: Gauges, store: StoreRecord | None = None) -> None:
-        """Send what is new, if it is time or no sequence is running; `store` is None if prefixes are not stored."""
+    def emit(self, gauges: Gauges, store: StoreRecord) -> None:
+        """Send what is new, if it is time or no sequence is running."""
         if self._draft_model and not gauges.draft_model:
             # The control group is compared with sequences that it drafted for.
             self._holdback.reset()
@@ -193,12 +193,11 @@ class Metrics:
         if gauges.live and now < self._last_sent + _INTERVAL:
             return
         self._last_sent = now
-        if store is not None:
-            self._count(STORE_HITS, store.hit_tokens - self._store.hit_tokens)
-            self._count(STORE_LOOKUPS, store.looked_up_tokens - self._store.looked_up_tokens)
-            self._count(STORE_EVICTIONS, store.evicted_blocks - self._store.evicted_blocks)
-            self._observe(STORE_BYTES, store.stored_bytes)
-            self._store = store
+        self._count(STORE_HITS, store.hit_tokens - self._store.hit_tokens)
+        self._count(STORE_LOOKUPS, store.looked_up_tokens - self._store.looked_up_tokens)
+        self._count(STORE_EVICTIONS, store.evicted_blocks - self._store.evicted_blocks)
+        self._observe(STORE_BYTES, store.stored_bytes)
+        self._store = store
         for sample in self._take(gauges):
             if self._send:
                 self._send(sample)

@@ -32,6 +32,7 @@ from specserve.config import HandlerConfig, parse_handler
 from specserve.errors import SpecserveError
 from specserve.observability.control_group import Holdback
 from specserve.observability.metrics import Gauges, Metrics, Sample, Served
+from specserve.observability.records import StoreRecord
 from specserve.observability.trace import open_traces
 from specserve.serving.budget import max_wait
 from specserve.serving.engine_loop import EngineLoop, engine_thread
@@ -244,5 +245,5 @@ class Handler:
                 threads=len(self._models.costs.placement.cores),
                 draft_model=None if self._config.draft is None else self._models.drafters.model is not None,
             ),
-            self._store.record if self._store else None,
+            self._store.record if self._store else StoreRecord(),
         )

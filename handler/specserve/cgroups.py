@@ -1,23 +1,18 @@
-"""Reads the limits of the cgroups that this process is in, by versions 1 and 2 of cgroups."""
+"""The control groups (cgroups) that limit this process, by versions 1 and 2."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-_CGROUPS = Path("/sys/fs/cgroup")
+_ROOT = Path("/sys/fs/cgroup")
 
 
-def contents(
-    controller: str, unified: tuple[str, ...], legacy: tuple[str, ...], mounts: tuple[str, ...]
-) -> Iterator[list[str]]:
-    """Yield what these files contain, for each cgroup that the process is in and each one above that can be seen.
+def directories(controller: str) -> Iterator[tuple[int, Path]]:
+    """Yield the directories of the process's own group and of those above, which may not exist, with their version.
 
     Args:
-        controller: its name in version 1.
-        unified: names of the files in version 2.
-        legacy: names of the files in version 1.
-        mounts: the directories where version 1 may have mounted the controller.
+        controller: the kernel's name, such as `cpu` or `memory`.
     """
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -25,19 +20,13 @@ def contents(
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        names: tuple[str, ...]
-        roots: tuple[Path, ...]
         if not controllers:
-            names, roots = unified, (_CGROUPS, _CGROUPS / "unified")
+            version, roots = 2, (_ROOT, _ROOT / "unified")
         elif controller in controllers.split(","):
-            names, roots = legacy, tuple(_CGROUPS / mount for mount in mounts)
+            version, roots = 1, (_ROOT / controller, _ROOT / controllers)
         else:
             continue
         relative = Path(path.lstrip("/"))
-        for root in roots:
-            # In a container the path is the host's, and the container's own group is mounted as the root.
-            for directory in {root / relative, *(root / parent for parent in relative.parents), root}:
-                try:
-                    yield [(directory / name).read_text(encoding="ascii") for name in names]
-                except (OSError, ValueError):
-                    continue
+        # In a container the path is the host's, and the container's own group is mounted as the root.
+        for directory in {root / part for root in roots for part in (relative, *relative.parents)}:
+            yield version, directory

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from specserve import cgroups
+from specserve.cgroups import directories
 from specserve.errors import ConfigError
 
 _CPUS = Path("/sys/devices/system/cpu")
@@ -93,8 +93,11 @@ def quota() -> float | None:
 
 def _quotas() -> Iterator[float]:
     """Yield the quota of each cgroup that the process is in."""
-    legacy = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-    for texts in cgroups.contents("cpu", ("cpu.max",), legacy, ("cpu", "cpu,cpuacct")):
-        time, period = " ".join(texts).split()
+    for version, directory in directories("cpu"):
+        names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        try:
+            time, period = " ".join((directory / name).read_text(encoding="ascii") for name in names).split()
+        except (OSError, ValueError):
+            continue
         if time not in {"max", "-1"}:
             yield int(time) / int(period)

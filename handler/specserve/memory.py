@@ -1,37 +1,34 @@
-"""Finds how much memory this process can still take: what the machine has available, within the limits of cgroups."""
+"""How much memory this process may still take."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
-from specserve import cgroups
+import psutil
 
-_MEMINFO = Path("/proc/meminfo")
+from specserve.cgroups import directories
 
-
-def available_memory() -> int:
-    """Return the bytes that the process can take without swapping; 0 if the system does not tell."""
-    return max(0, min((*_of_machine(), *_of_cgroups()), default=0))
-
-
-def _of_machine() -> Iterator[int]:
-    try:
-        lines = _MEMINFO.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            yield int(value.split()[0]) * 1024
+# By version of cgroups, the files that have the limit and the use, and what statistics over all groups below begin with.
+_NAMES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: ("memory.max", "memory.current", ""),
+}
 
 
-def _of_cgroups() -> Iterator[int]:
-    """Yield what each cgroup leaves; pages of files that were not used lately are given back when they are needed."""
-    unified = ("memory.max", "memory.current", "memory.stat")
-    legacy = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
-    for limit, usage, statistics in cgroups.contents("memory", unified, legacy, ("memory",)):
-        if limit.strip().isdigit():
-            counts = dict(line.split(maxsplit=1) for line in statistics.splitlines())
-            files = counts.get("total_inactive_file", counts.get("inactive_file", "0"))
-            yield int(limit) - int(usage) + int(files)
+def free_memory() -> int:
+    """Return the bytes that are available on the machine, and within the limits of the process's cgroups."""
+    return max(0, min([psutil.virtual_memory().available, *_left()]))
+
+
+def _left() -> Iterator[int]:
+    """Yield what each cgroup with a limit leaves; pages of files count as free, since the kernel drops them first."""
+    for version, directory in directories("memory"):
+        limit_name, used_name, prefix = _NAMES[version]
+        try:
+            limit, used = ((directory / name).read_text(encoding="ascii").strip() for name in (limit_name, used_name))
+            statistics = dict(line.split() for line in (directory / "memory.stat").read_text(encoding="ascii").splitlines())
+        except (OSError, ValueError):
+            continue
+        if limit != "max":
+            files = sum(int(statistics.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+            yield int(limit) - int(used) + files

@@ -15,6 +15,7 @@ from steps import finished_step
 
 SERVED = Served("qwen", "1.1")
 GAUGES = Gauges(live=2, waiting=1, slots=8, own_kernels=True, threads=2, draft_model=True)
+NOTHING_STORED = StoreRecord()
 
 
 def info(group: Group = "auto", *, randomised: bool = True) -> RequestInfo:
@@ -38,7 +39,7 @@ class RecordingMetrics(Metrics):
         super().__init__(SERVED, holdback, self.samples.append, lambda: self.now)
 
 
-def emitted(metrics: RecordingMetrics, store: StoreRecord = StoreRecord()) -> defaultdict[tuple[str, ...], float]:
+def emitted(metrics: RecordingMetrics, store: StoreRecord = NOTHING_STORED) -> defaultdict[tuple[str, ...], float]:
     """Newly emitted values by name and labels, without the labels model and version."""
     metrics.now += 10
     metrics.samples.clear()
@@ -182,7 +183,7 @@ def test_the_comparison_begins_anew_when_the_draft_model_has_failed() -> None:
     assert ("specserve_holdback_speedup", "value") in emitted(metrics)
     metrics.samples.clear()
     metrics.now += 100
-    metrics.emit(GAUGES._replace(draft_model=False), StoreRecord())
+    metrics.emit(GAUGES._replace(draft_model=False), NOTHING_STORED)
     assert "specserve_holdback_speedup" not in {sample.metric.name for sample in metrics.samples}
 
 
@@ -190,7 +191,7 @@ def test_samples_are_emitted_at_intervals_and_when_idle(metrics: RecordingMetric
     def sends(live: int, now: float) -> bool:
         metrics.now = now
         metrics.samples.clear()
-        metrics.emit(GAUGES._replace(live=live), StoreRecord())
+        metrics.emit(GAUGES._replace(live=live), NOTHING_STORED)
         return bool(metrics.samples)
 
     assert sends(live=1, now=0.0)

@@ -28,7 +28,7 @@ def models(path: Path = Path("m.gguf"), token_bytes: int | None = 28672) -> Any:
 def test_by_default_prefixes_may_fill_a_quarter_of_what_is_available(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loading, "available_memory", lambda: 400 * MIB)
+    monkeypatch.setattr(loading, "free_memory", lambda: 400 * MIB)
     with caplog.at_level("INFO"):
         assert open_store(config(), models()) is not None
     assert "100 MiB of host memory keep prefixes: 3657 tokens" in caplog.text
@@ -43,7 +43,7 @@ def test_the_operator_may_say_how_much(caplog: pytest.LogCaptureFixture) -> None
 def test_none_are_kept_without_memory_or_by_an_engine_that_cannot_save(monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_store(config(prefix_cache_mib=0), models()) is None
     assert open_store(config(prefix_cache_mib=64), models(token_bytes=None)) is None
-    monkeypatch.setattr(loading, "available_memory", lambda: 0)
+    monkeypatch.setattr(loading, "free_memory", lambda: 0)
     assert open_store(config(), models()) is None
 
 

@@ -20,7 +20,7 @@ from specserve.engine.thread_pool import ThreadPool
 from specserve.errors import ModelLoadError
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.kv_cache import KVCache
-from specserve.memory import available_memory
+from specserve.memory import free_memory
 from specserve.serving.costs import Costs
 from specserve.serving.openai.chat_template import ChatTemplate
 from specserve.serving.prefix_files import PrefixFiles
@@ -279,7 +279,7 @@ def open_store(config: HandlerConfig, models: Models) -> PrefixStore | None:
     """
     token_bytes, mebibytes = models.target.token_bytes, config.prefix_cache_mib
     if mebibytes is None:
-        mebibytes = int(_PREFIX_SHARE * available_memory()) >> 20
+        mebibytes = int(_PREFIX_SHARE * free_memory()) >> 20
     if token_bytes is None or not mebibytes:
         return None
     max_bytes = mebibytes << 20

@@ -142,6 +142,7 @@ class ReplayEngine:
         self._lengths = [0] * n_slots
         self._alternatives: dict[int, list[int]] = {}
         self.n_slots = n_slots
+        self.n_cells = n_slots * CONTEXT
         self.width = width
         self.cache = KVCache(self)
 

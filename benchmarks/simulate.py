@@ -326,7 +326,7 @@ class Simulation:
                 self._controller, LookupProposer(), model=model, vocabulary=width, end_tokens=(), clock=self._clock
             ),
             prefill_rows=64,
-            idle_tokens=0,
+            keeps_prefixes=False,
             max_wait_seconds=self._max_wait_seconds,
             clock=self._clock,
         )

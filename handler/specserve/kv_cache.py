@@ -39,20 +39,26 @@ class _Cells:
     """
 
     def __init__(self, n_cells: int) -> None:
-        # By cell, how many slots share it, and how many of these are pinned.
-        self._sharing = [0] * n_cells
-        self._pins = [0] * n_cells
-        self._free = list(range(n_cells))
+        self._n_cells = n_cells
+        # By cell that was ever taken, how many slots share it, and how many of these are pinned.
+        self._sharing: list[int] = []
+        self._pins: list[int] = []
+        # Those that no slot holds any more.
+        self._dropped: list[int] = []
         self.pinned = 0
 
     @property
     def free(self) -> int:
         """Number of cells that no slot holds."""
-        return len(self._free)
+        return self._n_cells - len(self._sharing) + len(self._dropped)
 
     def take(self) -> int:
         """A free cell, for a slot to `hold`."""
-        return self._free.pop()
+        if self._dropped:
+            return self._dropped.pop()
+        self._sharing.append(0)
+        self._pins.append(0)
+        return len(self._sharing) - 1
 
     def hold(self, cells: list[int], *, pin: bool) -> None:
         """Count one slot more for these cells, which may be pinned."""
@@ -68,7 +74,7 @@ class _Cells:
         for cell in cells:
             self._sharing[cell] -= 1
             if not self._sharing[cell]:
-                self._free.append(cell)
+                self._dropped.append(cell)
 
     def pin(self, cells: list[int]) -> None:
         """Count one pinned slot more for these cells."""

@@ -27,13 +27,14 @@ class FakeEngine:
         *,
         vocabulary: int,
         n_slots: int,
-        n_cells: int = 100_000,
+        n_cells: int | None = None,
         blend: float = 0.0,
         memory: int = 2,
         sharpness: float = 2.0,
     ) -> None:
         self.n_slots = n_slots
-        self.n_cells = n_cells
+        self.slot_length = 4096
+        self.n_cells = n_slots * self.slot_length if n_cells is None else n_cells
         self.max_rows = 256
         self.max_logits = 64
         self.max_alternatives = 8
@@ -45,7 +46,6 @@ class FakeEngine:
         self.decoded: list[Row] = []
         self.fail_after: int | None = None
         self.poison_after: int | None = None
-        self.slot_length = 4096
         self.width = vocabulary
         self._memory = memory
         self._blend = blend
@@ -104,6 +104,8 @@ class FakeEngine:
                 raise EngineError(f"Slot {row.slot} holds {lengths[row.slot]} tokens, position {row.position} given.")
             lengths[row.slot] += 1
         added = sum(not row.alternative for row in rows)
+        if sum(map(len, self._cells)) + added <= self.n_cells:
+            return
         if len(set(chain.from_iterable(self._cells))) + added > self.n_cells:
             raise EngineError(f"{added} tokens do not fit into the cache.")
 

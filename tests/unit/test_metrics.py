@@ -14,7 +14,9 @@ from specserve.speculation.step import Step
 from steps import finished_step
 
 SERVED = Served("qwen", "1.1")
-GAUGES = Gauges(live=2, waiting=1, slots=8, own_kernels=True, threads=2, draft_model=True)
+GAUGES = Gauges(
+    live=2, waiting=1, slots=8, cells=900, running_cells=500, kept_cells=300, own_kernels=True, threads=2, draft_model=True
+)
 
 
 def info(group: Group = "auto", *, randomised: bool = True) -> RequestInfo:
@@ -26,7 +28,7 @@ def a_round(drafts: list[DrafterName], accepted: int, group: Group = "auto") -> 
 
 
 def an_end(request: RequestInfo | None = None, tpot: float | None = 0.1, choice: int = 0) -> EndRecord:
-    return EndRecord(request or info(), choice, "stop", 40, 30, 20, waited=0.5, ttft=1.5, tpot=tpot)
+    return EndRecord(request or info(), choice, "stop", 40, 30, 20, 2, waited=0.5, ttft=1.5, tpot=tpot)
 
 
 class RecordingMetrics(Metrics):
@@ -97,6 +99,7 @@ def test_end_of_a_sequence_counts_its_latencies(metrics: RecordingMetrics) -> No
     values = emitted(metrics)
     assert values["specserve_texts_total", "code", "auto", "stop"] == 1
     assert values["specserve_prefix_cached_tokens_total", "code"] == 30
+    assert values["specserve_preemptions_total", "code"] == 2
     assert values["specserve_wait_seconds", "code"] == 0.5
     assert values["specserve_time_to_first_token_seconds", "code", "auto"] == 1.5
     assert values["specserve_time_per_output_token_seconds", "code", "auto"] == 0.1
@@ -107,6 +110,9 @@ def test_gauges_are_emitted_every_time(metrics: RecordingMetrics) -> None:
     assert values["specserve_live_sequences",] == 2
     assert values["specserve_waiting_sequences",] == 1
     assert values["specserve_slots",] == 8
+    assert values["specserve_cache_tokens",] == 900
+    assert values["specserve_cache_running_tokens",] == 500
+    assert values["specserve_cache_kept_tokens",] == 300
     assert values["specserve_draft_model_up",] == 1
     assert values["specserve_own_kernels",] == 1
     assert values["specserve_compute_threads",] == 2

@@ -95,7 +95,7 @@ class Lane:
     def start(self, task: Task, temperature: float, seed: int = 1) -> tuple[Scheduler, Generation]:
         """Submit a prompt to a new scheduler, whose caches are empty."""
         vocabulary = self.models.vocabulary
-        scheduler = Scheduler(self.target, self.drafters, prefill_rows=self.config.prefill_rows, idle_tokens=0)
+        scheduler = Scheduler(self.target, self.drafters, prefill_rows=self.config.prefill_rows, keeps_prefixes=False)
         generation = Generation(
             vocabulary.encode(task.text, special=True),
             SamplingParams(temperature=temperature, seed=seed),

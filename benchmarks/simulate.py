@@ -144,6 +144,7 @@ class ReplayEngine:
         self._lengths = [0] * n_slots
         self._alternatives: dict[int, list[int]] = {}
         self.n_slots = n_slots
+        self.n_cells = n_slots * CONTEXT
         self.width = width
         self.cache = KVCache(self)
 
@@ -335,7 +336,7 @@ class Simulation:
                 self._controller, LookupProposer(), model=model, vocabulary=width, end_tokens=(), clock=self._clock
             ),
             prefill_rows=64,
-            idle_tokens=0,
+            keeps_prefixes=False,
             max_wait_seconds=self._max_wait_seconds,
             clock=self._clock,
         )

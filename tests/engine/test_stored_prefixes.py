@@ -193,12 +193,48 @@ def test_an_idle_server_without_a_store_has_nothing_to_do() -> None:
     pair.scheduler.store_prefixes(lambda: False)
 
 
-def test_texts_that_are_evicted_to_bound_the_idle_tokens_are_stored() -> None:
-    pair, store = pair_with_store(idle_tokens=0)
+def test_texts_that_make_room_for_others_are_stored() -> None:
+    pair, store = pair_with_store(n_cells=200)
     pair.submit(CONVERSATION, max_tokens=2)
     pair.run()
-    assert pair.target.cache == [[]] * SLOTS
-    assert store.record.stored_bytes == 5 * BLOCK_BYTES
+    pair.submit([9] * 180, max_tokens=2)
+    pair.run()
+    assert store.record.stored_bytes >= 5 * BLOCK_BYTES
+    again = pair.submit(CONVERSATION, max_tokens=2)
+    pair.run()
+    assert again.cached_tokens == 5 * BLOCK_TOKENS
+    assert again.answer == plain_greedy(CONVERSATION, 2)
+
+
+def test_a_prefix_that_comes_back_makes_room_for_itself() -> None:
+    """All slots but the one that it gets are full, and no cell is free."""
+    pair, _ = pair_with_store(n_cells=3 * 190)
+    pair.submit(CONVERSATION, max_tokens=2)
+    pair.run()
+    for number in range(3):
+        pair.submit([20 + number] * 188, max_tokens=2)
+    pair.run()
+    again = pair.submit(CONVERSATION, max_tokens=2)
+    pair.run()
+    assert again.cached_tokens == 5 * BLOCK_TOKENS
+    assert pair.target_cache.free_cells >= 0
+
+
+def test_what_a_preempted_sequence_loses_comes_back_without_a_pass() -> None:
+    """Two answers grow until the pool is full; the second one loses its cells to the first, and gets them back."""
+    pair, store = pair_with_store(n_cells=2200)
+    prompts = [[number, *range(2, 22)] * 2 for number in (1, 5)]
+    answers = [pair.submit(prompt, mode="off", sampling=ENDLESS, max_tokens=1300) for prompt in prompts]
+    pair.run()
+    assert answers[1].preemptions == 1
+    assert store.record.hit_tokens > 200
+    computed_again = len(pair.target.decoded) - sum(len(answer.tokens) - 1 for answer in answers)
+    assert computed_again <= BLOCK_TOKENS
+    for answer in answers:
+        alone = FakePair()
+        expected = alone.submit(answer.prompt, sampling=ENDLESS, max_tokens=1300)
+        alone.run()
+        assert answer.answer == expected.answer
 
 
 def test_a_failed_sequence_is_not_stored() -> None:
@@ -244,6 +280,21 @@ def test_a_copy_that_fails_is_computed_and_logged(
     assert again.answer == plain_greedy(CONVERSATION, 20)
     assert again.cached_tokens == store.record.hit_tokens == 2 * BLOCK_TOKENS
     assert "no room" in caplog.text
+
+
+def test_a_slot_stays_free_if_its_engine_breaks_while_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, _ = pair_with_store()
+    pair.submit(CONVERSATION)
+    pair.run()
+    others(pair)
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeEngine, "load", lambda *_: 1 / 0)
+        broken = pair.submit(CONVERSATION)
+        pair.scheduler.run_round()
+    assert broken.error is not None
+    after = [pair.submit([*CONVERSATION, n], request=str(n)) for n in range(SLOTS)]
+    pair.run()
+    assert [answer.answer for answer in after] == [plain_greedy(answer.prompt, 20) for answer in after]
 
 
 @pytest.mark.parametrize("error", [EngineError("no keys"), MemoryError("no memory")])
@@ -292,13 +343,11 @@ def test_keys_of_another_text_or_position_would_be_noticed(monkeypatch: pytest.M
         step()
 
 
-@given(seed=st.integers(0, 10**6), blocks=st.integers(0, 12), idle_tokens=st.integers(0, 400))
+@given(seed=st.integers(0, 10**6), blocks=st.integers(0, 30), n_cells=st.integers(450, 900))
 @settings(max_examples=25, deadline=None)
-def test_every_text_is_the_one_that_it_is_alone_however_small_the_pool(
-    seed: int, blocks: int, idle_tokens: int
-) -> None:
+def test_every_text_is_the_one_that_it_is_alone_however_small_the_pool(seed: int, blocks: int, n_cells: int) -> None:
     random = Random(seed)
-    pair, store = pair_with_store(blocks=blocks, idle_tokens=idle_tokens, prefill_rows=32)
+    pair, store = pair_with_store(blocks=blocks, n_cells=n_cells, prefill_rows=32)
     system = CONVERSATION[:70]
     conversations = [[*system[: random.randrange(70)], number] for number in range(5)]
     running: dict[int, Generation] = {}

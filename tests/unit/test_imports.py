@@ -21,7 +21,7 @@ ALLOWED = {
     "cores": {"errors", "cgroups"},
     "memory": {"cgroups"},
     "sequence": {"errors"},
-    "kv_cache": {"sequence", "engine.base"},
+    "kv_cache": {"errors", "sequence", "engine.base"},
     "engine": {"errors", "sequence", "config", "cores", "sampling.distribution"},
     "sampling": {"errors", "sequence"},
     "grammar": {"errors", "sequence", "engine.base"},

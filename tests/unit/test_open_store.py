@@ -40,8 +40,9 @@ def test_the_operator_may_say_how_much(caplog: pytest.LogCaptureFixture) -> None
     assert "64 MiB" in caplog.text
 
 
-def test_none_are_kept_without_memory_or_by_an_engine_that_cannot_save(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_are_kept_without_memory_or_where_no_prefixes_are_kept_or_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_store(config(prefix_cache_mib=0), models()) is None
+    assert open_store(config(prefix_cache_mib=64, keep_prefixes=False), models()) is None
     assert open_store(config(prefix_cache_mib=64), models(token_bytes=None)) is None
     monkeypatch.setattr(loading, "free_memory", lambda: 0)
     assert open_store(config(), models()) is None
@@ -78,7 +79,7 @@ def test_files_are_used_only_by_the_same_model_code_and_settings(
 
     start()
     # What follows changes no keys and no values.
-    start(idle_tokens=7, max_tokens=9, speculation={"mode": "off"}, threads=1)
+    start(prefill_rows=7, max_tokens=9, speculation={"mode": "off"}, threads=1)
     assert len(set(opened)) == 1
     start(token_bytes=16)
     start(context_length=128)

@@ -63,7 +63,7 @@ class Vocabulary(Protocol):
 
 
 class Engine(Protocol):
-    """A model whose KV cache holds `n_slots` independent sequences.
+    """A model whose KV cache holds `n_slots` independent sequences, which share `n_cells` cells of one token each.
 
     A slot always caches a contiguous prefix of its sequence: rows of a slot must continue at its cached length, in
     order, and only `truncate` and `adopt` shorten it.
@@ -72,6 +72,10 @@ class Engine(Protocol):
     @property
     def n_slots(self) -> int:
         """The number of sequences that the cache holds."""
+
+    @property
+    def n_cells(self) -> int:
+        """The number of tokens that they hold together at most, shared ones counted once, alternatives not."""
 
     @property
     def width(self) -> int:
@@ -106,7 +110,7 @@ class Engine(Protocol):
             Logits, shape (rows with `wants_logits`, vocabulary), in the rows' order; overwritten by the next call.
 
         Raises:
-            EngineError: the pass failed; the cache is unchanged.
+            EngineError: the pass failed, or its tokens do not fit into the free cells; the cache is unchanged.
         """
 
     def truncate(self, slot: int, length: int) -> None:
@@ -121,7 +125,7 @@ class Engine(Protocol):
         """
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """Replace a slot's cache by the first `length` tokens of another slot, without computing them again."""
+        """Replace a slot's cache by the first `length` tokens of another slot, whose cells both share."""
 
     @property
     def token_bytes(self) -> int | None:

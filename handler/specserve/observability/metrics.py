@@ -60,6 +60,7 @@ STORE_HITS = _metric("counter", "specserve_prefix_store_hit_tokens_total")
 STORE_LOOKUPS = _metric("counter", "specserve_prefix_store_lookup_tokens_total")
 STORE_EVICTIONS = _metric("counter", "specserve_prefix_store_evicted_blocks_total")
 STORE_BYTES = _metric("gauge", "specserve_prefix_store_bytes")
+PREEMPTED = _metric("counter", "specserve_preemptions_total", "family")
 SEQUENCES = _metric("counter", "specserve_texts_total", "family", "group", "reason")
 DRAFT_SECONDS = _metric("counter", "specserve_draft_seconds_total", "family")
 TARGET_SECONDS = _metric("counter", "specserve_target_seconds_total", "family")
@@ -72,22 +73,30 @@ WAIT = _metric("histogram", "specserve_wait_seconds", "family")
 LIVE = _metric("gauge", "specserve_live_sequences")
 WAITING = _metric("gauge", "specserve_waiting_sequences")
 SLOTS = _metric("gauge", "specserve_slots")
+CELLS = _metric("gauge", "specserve_cache_tokens")
+RUNNING_CELLS = _metric("gauge", "specserve_cache_running_tokens")
+KEPT_CELLS = _metric("gauge", "specserve_cache_kept_tokens")
 OWN_KERNELS = _metric("gauge", "specserve_own_kernels")
 THREADS = _metric("gauge", "specserve_compute_threads")
 DRAFT_MODEL = _metric("gauge", "specserve_draft_model_up")
 HOLDBACK = _metric("gauge", "specserve_holdback_speedup", "bound")
+_GAUGES = (LIVE, WAITING, SLOTS, CELLS, RUNNING_CELLS, KEPT_CELLS, OWN_KERNELS, THREADS, DRAFT_MODEL)
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 
 
 class Gauges(NamedTuple):
     """A server's state.
 
-    `threads` is the number of compute threads now, `draft_model` whether the draft model works, None without one.
+    `cells` is the number of tokens that the target's KV cache holds at most, `running_cells` of those that it holds for
+    running sequences, `kept_cells` of the others, which are kept for prompts that begin alike. `threads` is the number of compute threads now, `draft_model` whether the draft model works, None without one.
     """
 
     live: int
     waiting: int
     slots: int
+    cells: int
+    running_cells: int
+    kept_cells: int
     own_kernels: bool
     threads: int
     draft_model: bool | None
@@ -161,6 +170,7 @@ class Metrics:
         self._count(SEQUENCES, 1, family, group, record.reason)
         self._count(PROMPT, record.prompt_tokens, family)
         self._count(CACHED, record.cached_tokens, family)
+        self._count(PREEMPTED, record.preemptions, family)
         # Prometheus sees the first increase only of a counter that was there before.
         self._count(PAUSED, 0, family)
         self._count(RESUMED, 0, family)
@@ -208,7 +218,7 @@ class Metrics:
         for (metric, labels), value in counts.items():
             yield Sample(metric, labels, value)
         yield from observed
-        for gauge, number in zip((LIVE, WAITING, SLOTS, OWN_KERNELS, THREADS, DRAFT_MODEL), gauges, strict=True):
+        for gauge, number in zip(_GAUGES, gauges, strict=True):
             if number is not None:
                 yield Sample(gauge, tuple(self._served), int(number))
         speedup = self._holdback.speedup()

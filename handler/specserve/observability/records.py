@@ -42,7 +42,8 @@ class EndRecord(NamedTuple):
         prompt_tokens: tokens of the prompt.
         cached_tokens: those of them that needed no prefill.
         tokens: output tokens.
-        waited: seconds before it had a slot.
+        preemptions: how often it had to wait again, since older sequences needed its room.
+        waited: seconds before it first had a slot.
         ttft: seconds from arrival to the first token; None without one.
         tpot: seconds per output token after the first; None with fewer than two.
     """
@@ -53,6 +54,7 @@ class EndRecord(NamedTuple):
     prompt_tokens: int
     cached_tokens: int
     tokens: int
+    preemptions: int
     waited: float
     ttft: float | None
     tpot: float | None

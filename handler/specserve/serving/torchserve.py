@@ -88,11 +88,11 @@ class Handler:
             SpecserveError: a model cannot be loaded, or the trace cannot be written.
         """
         receive_bodies_as_bytes()
-        self._config = config
         # OpenMP's compute threads belong to the thread that first runs a pass, so models are loaded in that one.
         thread = engine_thread()
         models = thread.submit(load, config).result()
         self._models = models
+        self._config = config = models.config
         # Requests drawn to run without drafts, which show how much drafts bring.
         self._holdback = Holdback(config.speculation.holdback)
         self._store = open_store(config, models)
@@ -101,7 +101,7 @@ class Handler:
             models.target,
             models.drafters,
             prefill_rows=config.prefill_rows,
-            idle_tokens=config.idle_tokens,
+            keeps_prefixes=config.keep_prefixes,
             max_wait_seconds=max_wait(config.max_wait_ms, models.drafters.controller.target_cost),
             begin_masks=models.grammars.begin_round,
             observers=[self._metrics, *open_traces(config.trace, served, models.vocabulary.piece)],
@@ -241,6 +241,8 @@ class Handler:
                 self._scheduler.running,
                 self._scheduler.queued,
                 self._config.sequences,
+                self._config.cache_tokens,
+                *self._scheduler.cached_tokens,
                 own_kernels=self._models.kernels.variant is not None,
                 threads=len(self._models.costs.placement.cores),
                 draft_model=None if self._config.draft is None else self._models.drafters.model is not None,

@@ -50,7 +50,7 @@ def fitted(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None, 
     least = context_length if "context_length" in given else min(context_length, _LEAST)
     cell = target.cell_values * _VALUE
     drafts = 0 if draft is None else draft.cell_values * _VALUE * config.sequences * min(context_length, DRAFT_LENGTH)
-    n_cells = min(wanted, max(0, free - drafts - _REST) // cell)
+    n_cells = min(wanted, max(0, free - drafts - _REST) // max(1, cell))
     if n_cells < least:
         raise ModelLoadError(
             f"{target.path}: no memory for a KV cache of {least} tokens: it takes {_mib(least * cell + drafts)} and the "

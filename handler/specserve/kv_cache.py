@@ -100,8 +100,9 @@ class KVCache:
     draft model may begin later, and its engine counts positions from there: with `start` 744 the engine has token 744
     at position 0. All positions here are those of the text.
 
-    All slots share `n_cells` cells of one token each. Slots that a copy has made alike share the cells of what they have
-    in common, so these count once. The slots of running sequences are pinned; the others may be emptied for their cells.
+    All slots share `n_cells` cells of one token each. Slots that a copy has made alike share the cells of what they
+    have in common, so these count once. The slots of running sequences are pinned; others may be emptied for their
+    cells.
 
     Args:
         engine: the model's engine; nobody else adds tokens to its cache, but in slots that hold none.
@@ -191,7 +192,9 @@ class KVCache:
         """
         added = sum(not row.alternative for row in rows)
         if added > self.free_cells:
-            raise EngineError(f"A pass of {added} tokens does not fit into {self.free_cells} free cells of the KV cache.")
+            raise EngineError(
+                f"A pass of {added} tokens does not fit into {self.free_cells} free cells of the KV cache."
+            )
         shifted = rows
         if any(self._start):
             shifted = [row._replace(position=row.position - self._start[row.slot]) for row in rows]

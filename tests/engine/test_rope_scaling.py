@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def scaled(scaling: RopeScalingType, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def told(scaling: RopeScalingType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+def told(scaling: RopeScalingType, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """A function after whose call every context is told to scale, whatever its file says."""
     defaults = llama_cpp.llama_context_default_params
 
@@ -60,7 +60,7 @@ def told(scaling: RopeScalingType, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         params.yarn_orig_ctx = ORIGINAL
         return params
 
-    yield lambda: monkeypatch.setattr(llama_cpp, "llama_context_default_params", explicit)
+    return lambda: monkeypatch.setattr(llama_cpp, "llama_context_default_params", explicit)
 
 
 def logits_at_length(path: Path) -> FloatArray:

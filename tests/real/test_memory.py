@@ -56,5 +56,4 @@ def test_a_worker_takes_its_weights_its_pool_and_little_else(smollm2: Server) ->
     with ThreadPoolExecutor(4) as clients:
         assert list(clients.map(ask, range(1, 5))) == [40] * 4
     beside = peak(smollm2) - weights - sum(map(int, said)) * MIB
-    print(f"beside weights and pool: {beside / MIB:.0f} MiB")
-    assert beside <= REST
+    assert beside <= REST, f"{beside / MIB:.0f} MiB"

@@ -15,7 +15,15 @@ from steps import finished_step
 
 SERVED = Served("qwen", "1.1")
 GAUGES = Gauges(
-    live=2, waiting=1, slots=8, cells=900, running_cells=500, kept_cells=300, own_kernels=True, threads=2, draft_model=True
+    live=2,
+    waiting=1,
+    slots=8,
+    cells=900,
+    running_cells=500,
+    kept_cells=300,
+    own_kernels=True,
+    threads=2,
+    draft_model=True,
 )
 
 

@@ -1,4 +1,4 @@
-"""How many tokens the KV caches hold: what the operator writes, what the model was trained with, what memory is free."""
+"""How many tokens the KV caches hold: by what the operator writes, what the model was trained with, what is free."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def served(free: int = 8 * GIB, *, trained: int = 32768, draft: bool = False, **
     ],
 )
 def test_a_sequence_has_at_most_what_the_model_and_the_cache_have(
-    keys: dict[str, int], trained: int, expected: tuple[int, int]
+    keys: dict[str, Any], trained: int, expected: tuple[int, int]
 ) -> None:
     assert served(trained=trained, **keys) == expected
 
@@ -73,7 +73,7 @@ def test_with_less_memory_the_cache_holds_less_and_the_start_says_so(caplog: pyt
 
 
 @pytest.mark.parametrize(("keys", "least"), [({}, 4096), ({"context_length": 20000}, 20000)])
-def test_without_memory_for_one_useful_sequence_nothing_is_served(keys: dict[str, int], least: int) -> None:
+def test_without_memory_for_one_useful_sequence_nothing_is_served(keys: dict[str, Any], least: int) -> None:
     enough = 400 * 2**20 + least * 28672
     assert served(enough, **keys)[1] == least
     with pytest.raises(ModelLoadError, match=rf"no memory for a KV cache of {least} tokens: it takes .* are free"):

@@ -113,7 +113,9 @@ class _Probe:
         self._engine = engine
         self._thorough = thorough
         # A second slot may be filled as far.
-        length = min(engine.slot_length, engine.n_cells // min(2, engine.n_slots), _LENGTH if thorough else _SHORT_LENGTH)
+        length = min(
+            engine.slot_length, engine.n_cells // min(2, engine.n_slots), _LENGTH if thorough else _SHORT_LENGTH
+        )
         self._tokens = [int(token) for token in np.random.default_rng(0).integers(engine.width, size=length)]
         self._end = length - _STEPS
         self._opening = min(_CHUNK, engine.max_rows, self._end)

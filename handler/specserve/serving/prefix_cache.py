@@ -10,7 +10,6 @@ from specserve.kv_cache import KVCache, worth_waiting
 from specserve.sequence import Sequence, common_prefix
 from specserve.speculation.drafters import Drafters
 
-
 # Tokens that a slot loses at least when room is needed, so that this is not done in every round. No command prints it.
 _LEAST_LOSS = 256
 

@@ -179,7 +179,9 @@ def _check_response_size(
     form: ResponseForm, groups: list[list[Generation]], expected: int, logprobs_field: str
 ) -> None:
     """Refuse a request whose response would be too large for TorchServe, if answers have the `expected` tokens."""
-    positions = sum(min(group[0].max_tokens, expected) + form.scores_prompts * group[0].prompt_length for group in groups)
+    positions = sum(
+        min(group[0].max_tokens, expected) + form.scores_prompts * group[0].prompt_length for group in groups
+    )
     scores = 0 if form.top_logprobs is None else positions * (1 + form.top_logprobs) * _SCORE_BYTES
     # Scores spell the prompt's tokens again.
     echoed = (1 + form.scores_prompts) * form.echoed_bytes

@@ -18,7 +18,8 @@ class FakeEngine:
     `blend` 0 gives the target, 1 an unrelated model, and values in between a draft that often agrees with the target.
     A row whose position is not the cached length of its slot is an `EngineError`, and so is a pass whose tokens do not
     fit into `n_cells` beside those of all slots; copies share cells, alternatives take none. Every forward pass
-    overwrites the logits that the one before has returned. After `fail_after` more forward passes one raises an `EngineError`, after `poison_after` more one returns NaN logits; None is never.
+    overwrites the logits that the one before has returned. After `fail_after` more forward passes one raises an
+    `EngineError`, after `poison_after` more one returns NaN logits; None is never.
     """
 
     def __init__(

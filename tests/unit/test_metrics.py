@@ -99,6 +99,7 @@ def test_counts_are_emitted_once(metrics: RecordingMetrics) -> None:
     metrics.round(a_round(["model"], 1))
     emitted(metrics)
     gauges = {"live_sequences", "waiting_sequences", "slots", "own_kernels", "compute_threads", "draft_model_up"}
+    gauges |= {"cache_tokens", "cache_running_tokens", "cache_kept_tokens"}
     assert {name for name, *_ in emitted(metrics)} == {f"specserve_{gauge}" for gauge in gauges}
 
 

@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 DRAFT_LENGTH = 2048
 # Bytes of a number in a KV cache, in half precision.
 _VALUE = 2
-# Memory beside weights and KV caches, for the buffers of passes, logits, grammars and Python, in bytes; the worker stays
-# below (tests/real/test_memory.py).
+# Memory beside weights and KV caches, for the buffers of passes, logits, grammars and Python, in bytes; the worker
+# stays below (tests/real/test_memory.py).
 _REST = 400 * 2**20
 # The least tokens that are worth serving where the operator asks for no number.
 _LEAST = 4096

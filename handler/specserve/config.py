@@ -140,14 +140,14 @@ class HandlerConfig(_Section):
     context_length: int = Field(
         default=32768,
         ge=64,
-        description="Maximum tokens of prompt and output, per sequence; default: 32768, or less if the model was trained "
-        "with less or `cache_tokens` is less.",
+        description="Maximum tokens of prompt and output, per sequence; default: 32768, or less if the model was "
+        "trained with less or `cache_tokens` is less.",
     )
     cache_tokens: int = Field(
         default=32768,
         ge=64,
-        description="Maximum tokens that the KV cache holds for all sequences together, and of finished ones for prompts "
-        "that begin alike; default: 32768, or `context_length` if that is more. Where memory is short, fewer.",
+        description="Maximum tokens that the KV cache holds for all sequences together, and of finished ones for "
+        "prompts that begin alike; default: 32768, or `context_length` if that is more. Where memory is short, fewer.",
     )
     keep_prefixes: bool = Field(
         default=True,

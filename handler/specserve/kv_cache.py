@@ -103,8 +103,9 @@ class KVCache:
     draft model may begin later, and its engine counts positions from there: with `start` 744 the engine has token 744
     at position 0. All positions here are those of the text.
 
-    All slots share `n_cells` cells of one token each. Slots that a copy has made alike share the cells of what they have
-    in common, so these count once. The slots of running sequences are pinned; the others may be emptied for their cells.
+    All slots share `n_cells` cells of one token each. Slots that a copy has made alike share the cells of what they
+    have in common, so these count once. The slots of running sequences are pinned; others may be emptied for their
+    cells.
 
     Args:
         engine: the model's engine; nobody else adds tokens to its cache, but in slots that hold none.

@@ -8,7 +8,7 @@ import psutil
 
 from specserve.cgroups import directories
 
-# By version of cgroups, the files that have the limit and the use, and what statistics over all groups below begin with.
+# By version of cgroups, the files that have the limit and the use, and how names of statistics begin.
 _NAMES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     2: ("memory.max", "memory.current", ""),
@@ -26,7 +26,9 @@ def _left() -> Iterator[int]:
         limit_name, used_name, prefix = _NAMES[version]
         try:
             limit, used = ((directory / name).read_text(encoding="ascii").strip() for name in (limit_name, used_name))
-            statistics = dict(line.split() for line in (directory / "memory.stat").read_text(encoding="ascii").splitlines())
+            statistics = dict(
+                line.split() for line in (directory / "memory.stat").read_text(encoding="ascii").splitlines()
+            )
         except (OSError, ValueError):
             continue
         if limit != "max":

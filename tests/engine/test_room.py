@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from fake_pair import (
     VOCABULARY,
     FakePair,
     RecordingObserver,
-    plain_greedy,
 )
 from specserve.sequence import SamplingParams
 from specserve.serving import admission

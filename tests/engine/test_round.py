@@ -65,7 +65,7 @@ def test_a_stop_string_in_a_draft_ends_the_answer_and_its_statistics(last: int) 
 
 
 @pytest.mark.parametrize(("keeps_prefixes", "reused"), [(True, 9), (False, 0)])
-def test_the_next_request_can_reuse_a_cache_whose_answer_ended_in_a_draft(keeps_prefixes: bool, reused: int) -> None:  # noqa: FBT001 - pytest passes it by name
+def test_the_next_request_can_reuse_a_cache_whose_answer_ended_in_a_draft(keeps_prefixes: bool, reused: int) -> None:
     pair = FakePair(blend=0.0, keeps_prefixes=keeps_prefixes)
     first = pair.submit(PROMPT, gamma=8, max_tokens=9)
     pair.run()

@@ -17,10 +17,10 @@ class FakeEngine:
     """A model whose next-token logits are a pure function of the last `memory` tokens.
 
     `blend` 0 gives the target, 1 an unrelated model, and values in between a draft that often agrees with the target.
-    A row whose position is not the cached length of its slot is an `EngineError`, and so is a pass whose tokens do not fit
-    into `n_cells` beside those of all slots; copies share cells, alternatives take none. Every forward pass overwrites the
-    logits that the one before has returned. After `fail_after` more forward
-    passes one raises an `EngineError`, after `poison_after` more one returns NaN logits; None is never.
+    A row whose position is not the cached length of its slot is an `EngineError`, and so is a pass whose tokens do not
+    fit into `n_cells` beside those of all slots; copies share cells, alternatives take none. Every forward pass
+    overwrites the logits that the one before has returned. After `fail_after` more forward passes one raises an
+    `EngineError`, after `poison_after` more one returns NaN logits; None is never.
 
     The "keys and values" of a token are the token, its position, and a hash of the tokens before it. So `load` notices
     those of another position or of another text.

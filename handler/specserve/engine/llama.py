@@ -34,7 +34,7 @@ class LlamaEngine:
         model: its weights.
         n_slots: number of sequences.
         context_length: maximum tokens of a sequence.
-        n_cells: maximum tokens of all sequences together, shared ones counted once; by default, as many as they can hold.
+        n_cells: maximum tokens of all sequences together, shared ones counted once; None for all that they can hold.
         threads: compute threads, anywhere; a pool binds them to cores, and says how many they are.
         max_rows: maximum rows of a forward pass.
         max_logits: maximum rows of logits of a forward pass.

@@ -133,9 +133,7 @@ class LlamaModel:
         architecture = self._metadata("general.architecture")
         key, value = (self._metadata(f"{architecture}.attention.{part}_length") for part in ("key", "value"))
         widths = (int(key) if key else width) + (int(value) if value else width)
-        return int(
-            llama_cpp.llama_model_n_layer(self.pointer) * llama_cpp.llama_model_n_head_kv(self.pointer) * widths
-        )
+        return int(llama_cpp.llama_model_n_layer(self.pointer) * llama_cpp.llama_model_n_head_kv(self.pointer) * widths)
 
     def _metadata(self, key: str) -> str:
         """Return a value of the file's metadata as text; empty without one."""

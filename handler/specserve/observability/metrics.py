@@ -88,7 +88,8 @@ class Gauges(NamedTuple):
     """A server's state.
 
     `cells` is the number of tokens that the target's KV cache holds at most, `running_cells` of those that it holds for
-    running sequences, `kept_cells` of the others, which are kept for prompts that begin alike. `threads` is the number of compute threads now, `draft_model` whether the draft model works, None without one.
+    running sequences, `kept_cells` of the others, which are kept for prompts that begin alike. `threads` is the number
+    of compute threads now, `draft_model` whether the draft model works, None without one.
     """
 
     live: int

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from specserve.sequence import Sequence
 
-# Tokens of an answer that are promised at a time, so a request that allows more is admitted before all are free: clients
-# state thousands, or nothing, and get hundreds. An answer that has used them up is promised as many again; where the
-# room is not there, the sequence admitted last makes it (`Scheduler`). An assumption, which no command prints.
+# Tokens of an answer that are promised at a time, so that a request which allows more is admitted before all are free:
+# clients state thousands, or nothing, and get hundreds. An answer that has used them up is promised as many again;
+# where there is no room, the sequence admitted last makes it (`Scheduler`). An assumption, which no command prints.
 _ANSWER = 1024
 
 

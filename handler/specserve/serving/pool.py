@@ -10,13 +10,13 @@ from specserve.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 
-# The most tokens of a sequence in the draft model's cache: it needs the last `speculation.window` of them, and reads so
-# many again each time that the room is used up.
+# The most tokens of a sequence in the draft model's cache: it needs the last `speculation.window` of them, and reads as
+# many again each time that these are used up. No command prints it.
 DRAFT_LENGTH = 2048
 # Bytes of a number in a KV cache, in half precision.
 _VALUE = 2
-# Memory beside weights and KV caches, for the buffers of passes, logits, grammars and Python, in bytes; the worker stays
-# below (tests/real/test_memory.py).
+# Memory beside weights and KV caches, for the buffers of passes, logits, grammars and Python, in bytes; the worker
+# stays below (tests/real/test_memory.py).
 _REST = 400 * 2**20
 # The least tokens that are worth serving where the operator asks for no number.
 _LEAST = 4096
@@ -50,17 +50,17 @@ def fitted(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None, 
     least = context_length if "context_length" in given else min(context_length, _LEAST)
     cell = target.cell_values * _VALUE
     drafts = 0 if draft is None else draft.cell_values * _VALUE * config.sequences * min(context_length, DRAFT_LENGTH)
-    n_cells = min(wanted, max(0, free - drafts - _REST) // cell)
+    n_cells = min(wanted, max(0, free - drafts - _REST) // max(1, cell))
     if n_cells < least:
         raise ModelLoadError(
-            f"{target.path}: no memory for a KV cache of {least} tokens: it takes {_mib(least * cell + drafts)} and the "
-            f"rest of the worker {_mib(_REST)}, but {_mib(free)} are free; give the worker more memory, or lower "
+            f"{target.path}: no memory for a KV cache of {least} tokens: it takes {_mib(least * cell + drafts)} and "
+            f"the rest of the worker {_mib(_REST)}, but {_mib(free)} are free; give the worker more memory, or lower "
             "`context_length` or `sequences`."
         )
     if n_cells < wanted:
         logger.warning(
-            "specserve: the KV cache holds %d tokens instead of %d, since only %s of memory are free; for more, give the "
-            "worker more memory",
+            "specserve: the KV cache holds %d tokens instead of %d, since only %s of memory are free; for more, give "
+            "the worker more memory",
             n_cells,
             wanted,
             _mib(free),

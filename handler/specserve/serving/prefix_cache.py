@@ -21,8 +21,6 @@ logger = logging.getLogger(__name__)
 # Blocks that are copied to host memory after a round, which takes 1 ms for 1.5B (prefix_store.py): what prefill adds
 # a round is two blocks, so a text is stored soon after its end, and a slot that is needed waits for no copy.
 _BLOCKS_A_ROUND = 2
-
-
 # Tokens that a slot loses at least when room is needed, so that this is not done in every round. No command prints it.
 _LEAST_LOSS = 256
 

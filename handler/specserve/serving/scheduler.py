@@ -238,7 +238,7 @@ class Scheduler:
             self._awaits_room = True
 
     def _decodes(self, generation: Generation) -> bool:
-        """Whether a running sequence is not in prefill, so that every round that has time for its mask decides tokens."""
+        """Whether a running sequence is not in prefill: every round that has time for its mask decides tokens."""
         return generation.generated > 0 and self._cache.pending(generation) == 1
 
     def _decode_steps(self, decoding: list[Generation]) -> list[Step]:

@@ -154,26 +154,48 @@ def test_a_prompt_whose_tokens_are_scored_is_computed_as_a_whole() -> None:
     assert scored.cached_tokens == 0
 
 
-def test_a_finished_text_is_stored_in_portions_after_the_rounds_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def saves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The positions of all blocks that were saved, one after the other."""
     saved: list[int] = []
     save = FakeEngine.save
 
-    def counted(engine: FakeEngine, slot: int, start: int, end: int) -> NDArray[np.uint8]:
+    def recorded(engine: FakeEngine, slot: int, start: int, end: int) -> NDArray[np.uint8]:
         saved.append(start)
         return save(engine, slot, start, end)
 
-    monkeypatch.setattr(FakeEngine, "save", counted)
+    monkeypatch.setattr(FakeEngine, "save", recorded)
+    return saved
+
+
+def most_saves_in_a_round(pair: FakePair, saves: list[int], rounds: int) -> int:
+    most = 0
+    for _ in range(rounds):
+        before = len(saves)
+        pair.step()
+        most = max(most, len(saves) - before)
+    return most
+
+
+def test_a_finished_text_is_stored_in_portions_after_the_rounds_of_others(saves: list[int]) -> None:
     pair, store = pair_with_store()
     pair.submit([9, 8], sampling=ENDLESS, max_tokens=400)
     pair.submit(CONVERSATION, max_tokens=2)
-    most = 0
-    for _ in range(30):
-        before = len(saved)
-        pair.step()
-        most = max(most, len(saved) - before)
-    assert most == 2
+    assert most_saves_in_a_round(pair, saves, 30) == 2
     assert store.record.stored_bytes == 5 * BLOCK_BYTES
     assert pair.scheduler.busy
+
+
+def test_a_long_text_that_must_go_at_once_is_stored_as_far_as_a_round_may_take(saves: list[int]) -> None:
+    pair, store = pair_with_store(n_cells=9_800, blocks=1_000, prefill_rows=200)
+    pair.target.slot_length = 9_800
+    long = [n % 19 for n in range(300 * BLOCK_TOKENS)]
+    pair.submit(long, max_tokens=1, mode="off")
+    pair.run()
+    pair.submit([7] * 500, max_tokens=1, mode="off")
+    assert most_saves_in_a_round(pair, saves, 3) == 256 + 2
+    pair.run()
+    assert store.record.stored_bytes >= 258 * BLOCK_BYTES
 
 
 def test_an_idle_server_stores_what_is_left_until_a_request_comes() -> None:

@@ -32,7 +32,7 @@ def store_of(blocks: int, *, spare_bytes: int = 0) -> PrefixStore:
     return PrefixStore(TOKEN_BYTES, blocks * BLOCK_BYTES + spare_bytes)
 
 
-def added(store: PrefixStore, *parts: int, max_blocks: int | None = None) -> Text:
+def added(store: PrefixStore, *parts: int, max_blocks: int = 99) -> Text:
     """A text of one block for each of these numbers, which the store has been given."""
     text = Text(tokens_of(*parts))
     store.add(text.tokens, text.save, max_blocks)

@@ -18,7 +18,7 @@ from stored_texts import BLOCK_BYTES, TOKEN_BYTES, Text, added, joined, store_of
 def test_whole_blocks_of_a_text_are_stored() -> None:
     store = store_of(9)
     text = Text(tokens_of(1, 2, 3)[:-1])
-    assert store.add(text.tokens, text.save)
+    assert store.add(text.tokens, text.save, 9)
     assert store.length(text.tokens, 1000) == 2 * BLOCK_TOKENS
     assert store.record.stored_bytes == 2 * BLOCK_BYTES
 
@@ -121,7 +121,7 @@ def test_a_shared_beginning_stays_while_any_branch_is_used() -> None:
 def test_a_text_longer_than_the_limit_keeps_its_beginning() -> None:
     store = store_of(2)
     text = Text(tokens_of(1, 2, 3, 4))
-    assert store.add(text.tokens, text.save), "there is no more to store"
+    assert store.add(text.tokens, text.save, 9), "there is no more to store"
     assert stored(store, 1, 2, 3, 4) == 2
     assert store.record.evicted_blocks == 0
 
@@ -161,7 +161,7 @@ def test_what_was_stored_before_a_failure_stays_usable() -> None:
         return text.save(start, end)
 
     with pytest.raises(EngineError):
-        store.add(text.tokens, save)
+        store.add(text.tokens, save, 9)
     assert stored(store, 1, 2, 3) == 2
     for number in (7, 8, 9):
         added(store, number)
@@ -218,12 +218,12 @@ TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=5)
 
 
 @given(
-    texts=st.lists(st.tuples(TEXTS, st.integers(1, 3) | st.none(), st.booleans()), max_size=40),
+    texts=st.lists(st.tuples(TEXTS, st.integers(1, 5), st.booleans()), max_size=40),
     blocks=st.integers(0, 8),
 )
 @settings(max_examples=300, deadline=None)
 def test_whatever_comes_only_leaves_are_evicted_and_every_key_is_right(
-    texts: list[tuple[list[int], int | None, bool]], blocks: int
+    texts: list[tuple[list[int], int, bool]], blocks: int
 ) -> None:
     files = Recording()
     store = PrefixStore(TOKEN_BYTES, blocks * BLOCK_BYTES, files)

@@ -129,7 +129,7 @@ class PrefixStore:
         ]
         return [part for part in parts if part.size]
 
-    def add(self, tokens: list[int], save: Save, max_blocks: int | None = None) -> bool:
+    def add(self, tokens: list[int], save: Save, max_blocks: int) -> bool:
         """Store the blocks of a text that are not stored yet, the first ones first.
 
         A block of 0.9 MB (1.5B) takes about half a millisecond, most of it for the memory that the system clears; so a
@@ -138,7 +138,7 @@ class PrefixStore:
         Args:
             tokens: the text; what follows its last whole block is not stored.
             save: copies keys and values from a slot.
-            max_blocks: that are stored now; None for all.
+            max_blocks: that are stored now.
 
         Returns:
             False if there are more. What would evict the beginning of the same text is not stored.
@@ -151,14 +151,14 @@ class PrefixStore:
             self._use(path)
             try:
                 while (first := len(path) * BLOCK_TOKENS) + BLOCK_TOKENS <= len(tokens):
-                    if max_blocks is not None and max_blocks <= 0:
+                    if max_blocks <= 0:
                         return False
                     if not self._make_room(path):
                         break
                     saved = save(first, first + BLOCK_TOKENS)
                     path.append(self._insert(path[-1] if path else self.root, _packed(tokens, first), saved))
                     self._tell_files(path[-1])
-                    max_blocks = None if max_blocks is None else max_blocks - 1
+                    max_blocks -= 1
             finally:
                 self._use(path)
         return True

@@ -166,3 +166,15 @@ def test_a_pass_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     cache.forward([Row(7, 1, 0, wants_logits=True)])
     assert cache.free_cells == 0
     assert cache.check()
+
+
+def test_a_load_into_too_few_cells_is_refused_and_changes_nothing() -> None:
+    engine = FakeEngine(vocabulary=24, n_slots=2, n_cells=8)
+    cache = KVCache(engine)
+    cache.forward([Row(TEXT[n], 0, n, wants_logits=False) for n in range(6)])
+    saved = cache.save(0, 0, 4)
+    with pytest.raises(EngineError, match="4 tokens do not fit into 2 free cells"):
+        cache.load(1, TEXT[:4], saved)
+    cache.load(1, TEXT[:2], saved[:2])
+    assert (cache.tokens(1), cache.free_cells) == (TEXT[:2], 0)
+    assert cache.check()

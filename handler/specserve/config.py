@@ -184,8 +184,8 @@ class HandlerConfig(_Section):
     )
     prefix_cache_directory: Path | None = Field(
         default=None,
-        description="Where these are written as well, for the next start, in as many bytes for each worker; default: "
-        "nowhere. The files hold tokens of clients' texts.",
+        description="A directory for this model alone where these are written as well, for the next start, in as many "
+        "bytes for each worker; files of other models are removed. They hold tokens of clients' texts. Default: none.",
     )
     max_tokens: int | None = Field(
         default=None,

@@ -27,8 +27,6 @@ from specserve.observability.records import StoreRecord
 # Tokens of a block. What is left of a text after its last whole block has to be prefilled again: 16 tokens in the mean,
 # .1 s for 1.5B. vLLM's blocks have 16; with 32 the work of a block is a copy of 0.9 MB.
 BLOCK_TOKENS = 32
-
-
 _NOTHING = np.empty((0, 0), np.uint8)
 
 # Copies the keys and values of the tokens from one position to another, shape (tokens, bytes of a token).

@@ -42,6 +42,8 @@ from specserve.tools.archive import prepared_handler
 
 # Of an answer: family, prompt, temperature, seed and mode.
 Key = tuple[str, str, float, int, str]
+# Tokens of prompt and answer: none of ours are longer, and each mode has a cache of its own.
+_CONTEXT_LENGTH = 4096
 QUICK_FAMILIES = ("code", "json", "schema", "prose", "edit", "edit, predicted")
 TEMPERATURES = (0.0, 0.8)
 
@@ -95,7 +97,7 @@ class Lane:
     def start(self, task: Task, temperature: float, seed: int = 1) -> tuple[Scheduler, Generation]:
         """Submit a prompt to a new scheduler, whose caches are empty."""
         vocabulary = self.models.vocabulary
-        scheduler = Scheduler(self.target, self.drafters, prefill_rows=self.config.prefill_rows, idle_tokens=0)
+        scheduler = Scheduler(self.target, self.drafters, prefill_rows=self.config.prefill_rows, keeps_prefixes=False)
         generation = Generation(
             vocabulary.encode(task.text, special=True),
             SamplingParams(temperature=temperature, seed=seed),
@@ -109,13 +111,18 @@ class Lane:
         return scheduler, generation
 
 
-def open_lanes(models: Models, config: HandlerConfig, modes: list[Mode]) -> list[Lane]:
+def load_for_one(config: HandlerConfig) -> Models:
+    """Load models for one sequence, of as many tokens as any benchmark needs."""
+    context_length = min(config.context_length, _CONTEXT_LENGTH)
+    return load_models(config.model_copy(update={"sequences": 1, "context_length": context_length}))
+
+
+def open_lanes(models: Models, modes: list[Mode]) -> list[Lane]:
     """A lane for each mode, of one sequence each."""
-    config = config.model_copy(update={"sequences": 1})
     lanes = []
     for mode in modes:
-        target, drafters = open_engines(models.vocabulary, models.draft, config, models.costs)
-        lanes.append(Lane(mode, models, config, KVCache(target), drafters))
+        target, drafters = open_engines(models.vocabulary, models.draft, models.config, models.costs)
+        lanes.append(Lane(mode, models, models.config, KVCache(target), drafters))
     return lanes
 
 
@@ -199,14 +206,13 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="file that keeps every answer, from which a run is resumed")
     options = parser.parse_args()
     config = prepared_handler(options.config)
-    models = load_models(config.model_copy(update={"sequences": 1}))
+    models = load_for_one(config)
     results = ResultsFile(options.results)
     chosen = options.modes or (QUICK_MODES if options.quick else names)
     families = options.families or (QUICK_FAMILIES if options.quick else FAMILIES)
     temperatures = options.temperatures or TEMPERATURES[: 1 if options.quick else None]
     lanes = open_lanes(
         models,
-        config,
         list(dict.fromkeys(mode for family in families for mode in modes_for(family, chosen))),
     )
     rows = []

@@ -51,6 +51,7 @@ IK_BUILD = BUILD | {"LLAMA_BUILD_EXAMPLES": "ON", "GGML_NATIVE": "ON", "GGML_IQK
 PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input")
 # In options: the path of the draft model.
 DRAFT = "{draft}"
+_CONTEXT_LENGTH = 4096
 DRAFT_LENGTHS = (2, 3, 4, 7, 15)
 N_GRAM = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 
@@ -80,7 +81,8 @@ class Job:
         prepared = prepare(config)
         handler = handler_of(config, prepared)
         threads = usable_cores(handler.cores, handler.threads).threads
-        return cls(prepared.target, prepared.draft, threads, slots, handler.context_length)
+        # Each slot of the others' has its own cells; no request of these benchmarks is longer.
+        return cls(prepared.target, prepared.draft, threads, slots, min(handler.context_length, _CONTEXT_LENGTH))
 
 
 def run_logged(command: list[str | Path], log: Path, *, cwd: Path | None = None) -> None:

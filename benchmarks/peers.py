@@ -39,13 +39,12 @@ from common import (
     read_tasks,
     with_interference,
 )
-from decode import ADAPTIVE, FIXED, Lane, open_lanes
+from decode import ADAPTIVE, FIXED, Lane, load_for_one, open_lanes
 from decode import PLAIN as OURS_PLAIN
 from peer_engines import SETTINGS, Job, start
 from servers import SLOTS, Answer, ServerProcess, receive, start_specserve, stream, unique_prompts
 from specserve.errors import EnvironmentFailure
 from specserve.serving.generation import Generation
-from specserve.serving.loading import load_models
 from specserve.serving.scheduler import Scheduler
 from specserve.tools.archive import prepared_handler
 
@@ -233,8 +232,8 @@ def summarise(family: str, mode: str, pairs: list[tuple[Row, Row]]) -> Row:
 def compare_requests(config: Path, settings: Sequence[str], tasks: list[Task], results: ResultsFile) -> None:
     """Print a table and one JSON object."""
     job = Job.of(config, slots=1)
-    handler = prepared_handler(config).model_copy(update={"sequences": 1})
-    lanes = open_lanes(load_models(handler), handler, [OURS_PLAIN, FIXED[3], ADAPTIVE])
+    models = load_for_one(prepared_handler(config))
+    lanes = open_lanes(models, [OURS_PLAIN, FIXED[3], ADAPTIVE])
     names = {"target": job.target.name, "draft": job.draft.name if job.draft else None}
     others = [setting for setting in settings if setting != PLAIN]
     found: dict[tuple[str, str], list[tuple[Row, Row]]] = {}

@@ -97,7 +97,7 @@ class Sampler:
             self._models.target,
             self._models.drafters,
             prefill_rows=self._config.prefill_rows,
-            idle_tokens=0,
+            keeps_prefixes=False,
             max_wait_seconds=self._wait,
             begin_masks=self._models.grammars.begin_round,
         )

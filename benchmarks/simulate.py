@@ -24,6 +24,7 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -131,6 +132,7 @@ class ReplayEngine:
     max_logits = 64
     max_alternatives = 8
     slot_length = CONTEXT
+    token_bytes = None
 
     def __init__(
         self, replays: list[Replay], width: int, cost: Cost, clock: Clock, n_slots: int, *, draft: bool
@@ -142,6 +144,7 @@ class ReplayEngine:
         self._lengths = [0] * n_slots
         self._alternatives: dict[int, list[int]] = {}
         self.n_slots = n_slots
+        self.n_cells = n_slots * CONTEXT
         self.width = width
         self.cache = KVCache(self)
 
@@ -200,6 +203,14 @@ class ReplayEngine:
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """Never called: no two replays share a prefix."""
+        raise NotImplementedError
+
+    def save(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
+        """Never called: there is nothing to save."""
+        raise NotImplementedError
+
+    def load(self, slot: int, saved: NDArray[np.uint8]) -> None:
+        """Never called."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -325,7 +336,7 @@ class Simulation:
                 self._controller, LookupProposer(), model=model, vocabulary=width, end_tokens=(), clock=self._clock
             ),
             prefill_rows=64,
-            idle_tokens=0,
+            keeps_prefixes=False,
             max_wait_seconds=self._max_wait_seconds,
             clock=self._clock,
         )

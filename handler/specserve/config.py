@@ -13,6 +13,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from specserve.cores import parse_cores
 from specserve.errors import ConfigError
 
+# Keys of earlier versions, and what to do with them.
+_REMOVED = {
+    "idle_tokens": "delete this key: finished answers stay in the KV cache until their room is needed, and "
+    "`cache_tokens` limits all tokens in it; instead of `idle_tokens: 0` write `keep_prefixes: false`",
+}
+
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -131,7 +137,22 @@ class HandlerConfig(_Section):
     draft: ModelConfig | None = None
     models_directory: Path | None = Field(default=None, description="Searched for `file` before it is fetched.")
     sequences: int = Field(default=8, ge=1, le=64, description="Maximum sequences that decode at the same time.")
-    context_length: int = Field(default=4096, ge=64, description="Maximum tokens of prompt and output, per sequence.")
+    context_length: int = Field(
+        default=32768,
+        ge=64,
+        description="Maximum tokens of prompt and output, per sequence; default: 32768, or less if the model was "
+        "trained with less or `cache_tokens` is less.",
+    )
+    cache_tokens: int = Field(
+        default=32768,
+        ge=64,
+        description="Maximum tokens that the KV cache holds for all sequences together, and of finished ones for "
+        "prompts that begin alike; default: 32768, or `context_length` if that is more. Where memory is short, fewer.",
+    )
+    keep_prefixes: bool = Field(
+        default=True,
+        description="Whether the tokens of finished sequences stay in the KV cache until their room is needed.",
+    )
     kernels: Literal["auto", "off"] = Field(
         default="auto",
         description="auto: specserve's own matrix products and attention, if they work and are faster here; off: "
@@ -155,10 +176,16 @@ class HandlerConfig(_Section):
         "in ms; default: 250, or the time of ten "
         "forward passes of one token if that is more, since smaller chunks cost more per token.",
     )
-    idle_tokens: int = Field(
-        default=16384,
+    prefix_cache_mib: int | None = Field(
+        default=None,
         ge=0,
-        description="Maximum tokens of finished sequences that stay in the KV cache for prompts with the same prefix.",
+        description="Host memory for prefixes that have left the KV cache, in MiB; default: a quarter of what is "
+        "available, also to the cgroup, when the models are loaded; 0: none.",
+    )
+    prefix_cache_directory: Path | None = Field(
+        default=None,
+        description="A directory for this model alone where these are written as well, for the next start, in as many "
+        "bytes for each worker; files of other models are removed. They hold tokens of clients' texts. Default: none.",
     )
     max_tokens: int | None = Field(
         default=None,
@@ -177,6 +204,12 @@ class HandlerConfig(_Section):
     time_slice_ms: float = Field(default=40.0, ge=0, description="Time between two looks for new requests, in ms.")
     speculation: SpeculationConfig = SpeculationConfig()
     trace: TraceConfig | None = None
+
+    @model_validator(mode="after")
+    def _sequence_within_the_cache(self) -> HandlerConfig:
+        if {"context_length", "cache_tokens"} <= self.model_fields_set and self.cache_tokens < self.context_length:
+            raise ValueError("`cache_tokens` may not be less than `context_length`")
+        return self
 
 
 def cache_directory() -> Path:
@@ -222,7 +255,8 @@ def _explained(error: ValidationError, where: str, *above: str) -> ConfigError:
     """Return pydantic's first error as a sentence that names the file and the key."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in (*above, *first["loc"]))
-    return ConfigError(f"{where}: `{key}`: {first['msg']}.")
+    message = _REMOVED.get(str(first["loc"][-1])) if first["type"] == "extra_forbidden" else None
+    return ConfigError(f"{where}: `{key}`: {message or first['msg']}.")
 
 
 def load_yaml(path: Path) -> tuple[dict[str, Any], HandlerConfig]:

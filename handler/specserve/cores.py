@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from specserve.cgroups import directories
 from specserve.errors import ConfigError
 
-_CGROUPS = Path("/sys/fs/cgroup")
 _CPUS = Path("/sys/devices/system/cpu")
 
 
@@ -92,27 +92,12 @@ def quota() -> float | None:
 
 
 def _quotas() -> Iterator[float]:
-    """Yield the quota of each cgroup that the process is in, by versions 1 and 2 of cgroups."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        names: tuple[str, ...]
-        if not controllers:
-            names, roots = ("cpu.max",), (_CGROUPS, _CGROUPS / "unified")
-        elif "cpu" in controllers.split(","):
-            names, roots = ("cpu.cfs_quota_us", "cpu.cfs_period_us"), (_CGROUPS / "cpu", _CGROUPS / "cpu,cpuacct")
-        else:
+    """Yield the quota of each cgroup that the process is in."""
+    for version, directory in directories("cpu"):
+        names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        try:
+            time, period = " ".join((directory / name).read_text(encoding="ascii") for name in names).split()
+        except (OSError, ValueError):
             continue
-        relative = Path(path.lstrip("/"))
-        for root in roots:
-            # In a container the path is the host's, and the container's own group is mounted as the root.
-            for directory in {root / relative, *(root / parent for parent in relative.parents), root}:
-                try:
-                    time, period = " ".join((directory / name).read_text(encoding="ascii") for name in names).split()
-                except (OSError, ValueError):
-                    continue
-                if time not in {"max", "-1"}:
-                    yield int(time) / int(period)
+        if time not in {"max", "-1"}:
+            yield int(time) / int(period)

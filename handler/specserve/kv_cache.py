@@ -8,9 +8,14 @@ llama.cpp; `KVCache.check` compares them.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Iterable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specserve.engine.base import Engine, FloatArray, Row
+from specserve.errors import EngineError
 from specserve.sequence import Sequence, common_prefix
 
 logger = logging.getLogger(__name__)
@@ -27,12 +32,80 @@ def worth_waiting(sequence: Sequence, cached: int, soon: int) -> bool:
     return soon > cached and 4 * (soon - cached) > len(sequence.tokens) - cached
 
 
+class _Cells:
+    """Counts the cells of a cache: each holds one token, for every slot that shares it.
+
+    A cell's number stands for no place in memory: where its token is, only the engine knows.
+
+    Args:
+        n_cells: number of cells.
+    """
+
+    def __init__(self, n_cells: int) -> None:
+        self._n_cells = n_cells
+        # By cell that was ever taken, how many slots share it, and how many of these are pinned.
+        self._sharing: list[int] = []
+        self._pins: list[int] = []
+        # Those that no slot holds any more.
+        self._dropped: list[int] = []
+        self.pinned = 0
+
+    @property
+    def free(self) -> int:
+        """Number of cells that no slot holds."""
+        return self._n_cells - len(self._sharing) + len(self._dropped)
+
+    def take(self) -> int:
+        """A free cell, for a slot to `hold`."""
+        if self._dropped:
+            return self._dropped.pop()
+        self._sharing.append(0)
+        self._pins.append(0)
+        return len(self._sharing) - 1
+
+    def hold(self, cells: list[int], *, pin: bool) -> None:
+        """Count one slot more for these cells, which may be pinned."""
+        for cell in cells:
+            self._sharing[cell] += 1
+        if pin:
+            self.pin(cells)
+
+    def drop(self, cells: list[int], *, unpin: bool) -> None:
+        """Count one slot less; a cell that no slot holds any more is free."""
+        if unpin:
+            self.unpin(cells)
+        for cell in cells:
+            self._sharing[cell] -= 1
+            if not self._sharing[cell]:
+                self._dropped.append(cell)
+
+    def pin(self, cells: list[int]) -> None:
+        """Count one pinned slot more for these cells."""
+        for cell in cells:
+            self.pinned += not self._pins[cell]
+            self._pins[cell] += 1
+
+    def unpin(self, cells: list[int]) -> None:
+        """Count one pinned slot less."""
+        for cell in cells:
+            self._pins[cell] -= 1
+            self.pinned -= not self._pins[cell]
+
+    def pinned_before(self, cells: list[int], end: int) -> int:
+        """How many of the first `end` cells of a slot are pinned; these come before the others."""
+        return bisect_left(cells, 1, 0, min(end, len(cells)), key=lambda cell: not self._pins[cell])
+
+
 class KVCache:
     """The slots of one model's KV cache, and the passes that add tokens to them.
 
     A slot holds the tokens of a text from position `start` to position `end`, not included. A target's start is 0. A
     draft model may begin later, and its engine counts positions from there: with `start` 744 the engine has token 744
     at position 0. All positions here are those of the text.
+
+    All slots share `n_cells` cells of one token each. Slots that a copy has made alike share the cells of what they
+    have in common, so these count once. The slots of running sequences are pinned; others may be emptied for their
+    cells.
 
     Args:
         engine: the model's engine; nobody else adds tokens to its cache, but in slots that hold none.
@@ -42,6 +115,10 @@ class KVCache:
         self.engine = engine
         self._tokens: list[list[int]] = [[] for _ in range(engine.n_slots)]
         self._start = [0] * engine.n_slots
+        self._cells = _Cells(engine.n_cells)
+        # By slot, the cells of its tokens.
+        self._held: list[list[int]] = [[] for _ in range(engine.n_slots)]
+        self._pinned = [False] * engine.n_slots
         # By slot, the position and the token of each alternative of the last pass.
         self._alternatives: dict[int, list[tuple[int, int]]] = {}
 
@@ -49,6 +126,37 @@ class KVCache:
     def n_slots(self) -> int:
         """Number of slots."""
         return self.engine.n_slots
+
+    @property
+    def n_cells(self) -> int:
+        """Number of tokens that the cache holds at most."""
+        return self.engine.n_cells
+
+    @property
+    def free_cells(self) -> int:
+        """Number of cells that no slot holds."""
+        return self._cells.free
+
+    @property
+    def pinned_cells(self) -> int:
+        """Number of cells that pinned slots hold."""
+        return self._cells.pinned
+
+    def pinned_before(self, slot: int, end: int) -> int:
+        """How many of the tokens that a slot holds before position `end` are in cells of pinned slots."""
+        return self._cells.pinned_before(self._held[slot], end - self._start[slot])
+
+    def pin(self, slot: int) -> None:
+        """Note that a slot belongs to a running sequence."""
+        if not self._pinned[slot]:
+            self._pinned[slot] = True
+            self._cells.pin(self._held[slot])
+
+    def unpin(self, slot: int) -> None:
+        """Note that a slot belongs to no sequence, so that it may be emptied for its cells."""
+        if self._pinned[slot]:
+            self._pinned[slot] = False
+            self._cells.unpin(self._held[slot])
 
     def start(self, slot: int) -> int:
         """The position of the first token that a slot holds."""
@@ -85,6 +193,11 @@ class KVCache:
         Raises:
             EngineError: the pass failed; the cache is unchanged.
         """
+        added = sum(not row.alternative for row in rows)
+        if added > self.free_cells:
+            raise EngineError(
+                f"A pass of {added} tokens does not fit into {self.free_cells} free cells of the KV cache."
+            )
         shifted = rows
         if any(self._start):
             shifted = [row._replace(position=row.position - self._start[row.slot]) for row in rows]
@@ -94,13 +207,13 @@ class KVCache:
             if row.alternative:
                 self._alternatives.setdefault(row.slot, []).append((row.position, row.token))
             else:
-                self._tokens[row.slot].append(row.token)
+                self._append(row.slot, row.token)
         return logits
 
     def truncate(self, slot: int, end: int) -> None:
         """Remove a slot's tokens from position `end` on, and its alternatives."""
         kept = max(0, end - self._start[slot])
-        del self._tokens[slot][kept:]
+        self._drop(slot, kept)
         self._alternatives.pop(slot, None)
         self.engine.truncate(slot, kept)
         if not self._tokens[slot]:
@@ -117,16 +230,56 @@ class KVCache:
         Raises:
             EngineError: the source holds less.
         """
-        self.engine.copy(source, destination, end - self._start[source])
+        length = end - self._start[source]
+        self.engine.copy(source, destination, length)
+        self._drop(destination, 0)
         self._start[destination] = self._start[source]
-        self._tokens[destination] = self._tokens[source][: end - self._start[source]]
+        self._tokens[destination] = self._tokens[source][:length]
+        self._held[destination] = self._held[source][:length]
+        self._cells.hold(self._held[destination], pin=self._pinned[destination])
         self._alternatives.pop(destination, None)
 
     def adopt(self, slot: int, number: int) -> None:
         """Let a slot end with one of its alternatives of the last pass; see `Engine.adopt`."""
         position, token = self._alternatives.pop(slot)[number]
         self.engine.adopt(slot, number)
-        self._tokens[slot][position - self._start[slot] :] = [token]
+        self._drop(slot, position - self._start[slot])
+        self._append(slot, token)
+
+    @property
+    def token_bytes(self) -> int | None:
+        """The bytes of a cached token's keys and values; None if the engine cannot save them."""
+        return self.engine.token_bytes
+
+    def tokens(self, slot: int) -> list[int]:
+        """A copy of the tokens that a slot holds, from position `start` on."""
+        return list(self._tokens[slot])
+
+    def save(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
+        """The keys and values of a slot's tokens at these positions; the slot's `start` is 0. See `Engine.save`.
+
+        Raises:
+            EngineError: the slot holds less.
+        """
+        return self.engine.save(slot, start, end)
+
+    def load(self, slot: int, tokens: list[int], saved: NDArray[np.uint8]) -> None:
+        """Append tokens to a slot, whose `start` is 0, with keys and values that were saved from the same positions.
+
+        Args:
+            slot: what it holds are the tokens before these.
+            tokens: one for each row of `saved`.
+            saved: see `Engine.load`.
+
+        Raises:
+            EngineError: they do not fit; the cache is unchanged.
+        """
+        if len(tokens) > self.free_cells:
+            raise EngineError(f"{len(tokens)} tokens do not fit into {self.free_cells} free cells of the KV cache.")
+        self.engine.load(slot, saved)
+        for token in tokens:
+            self._append(slot, token)
+        self._alternatives.pop(slot, None)
 
     def check(self) -> bool:
         """Whether the engine holds as many tokens in every slot as this record says; slots that differ are emptied."""
@@ -140,3 +293,14 @@ class KVCache:
             )
             self.truncate(slot, 0)
         return not wrong
+
+    def _append(self, slot: int, token: int) -> None:
+        cell = self._cells.take()
+        self._cells.hold([cell], pin=self._pinned[slot])
+        self._tokens[slot].append(token)
+        self._held[slot].append(cell)
+
+    def _drop(self, slot: int, kept: int) -> None:
+        """Note that a slot holds only the first `kept` of its tokens."""
+        self._cells.drop(self._held[slot][kept:], unpin=self._pinned[slot])
+        del self._tokens[slot][kept:], self._held[slot][kept:]

@@ -189,9 +189,9 @@ class Sequence:
     """A prompt, the tokens decided after it, and how they are sampled and drafted for.
 
     What the models' KV caches hold of it is known there (kv_cache.py), by its `slot`. `cached_tokens` is how many
-    tokens of the prompt the target's cache already held when the sequence got its slot. `round_number` counts the
+    tokens of the prompt the target's cache already held when the sequence first got a slot. `round_number` counts the
     rounds that have decided tokens and keys the noise of the next one; `deferrals` counts the rounds since then that
-    had no time for the sequence's grammar mask.
+    had no time for the sequence's grammar mask; `preemptions` counts how often it lost its slot to older sequences.
 
     Args:
         max_tokens: the most tokens after the prompt; 0 only prefills it.
@@ -241,6 +241,7 @@ class Sequence:
         self.sources: list[Source] = []
         self.round_number = 0
         self.deferrals = 0
+        self.preemptions = 0
         self.slot = -1
         self.cached_tokens = 0
         # Whether an end token ended it, which is not one of its tokens.
@@ -252,11 +253,6 @@ class Sequence:
     def generated(self) -> int:
         """Number of tokens decided after the prompt."""
         return len(self.tokens) - self.prompt_length
-
-    @property
-    def decoding(self) -> bool:
-        """Whether the prefill is over, so that every round decides tokens, if it has time for the grammar masks."""
-        return self.generated > 0
 
     @property
     def prompt(self) -> list[int]:

@@ -55,6 +55,7 @@ class FakePair:
         draft_context: the context length that the draft model was trained for.
         costs: of the forward passes of the target and of the draft model.
         proposers: drafters that are asked before the draft model; None for the client's prediction.
+        n_cells: tokens that the target's cache holds; None for as many as all slots can.
         options: further arguments of `Scheduler`.
     """
 
@@ -70,11 +71,12 @@ class FakePair:
         draft_context: int = 8192,
         costs: tuple[Cost, Cost] | None = None,
         proposers: abc.Sequence[Proposer] | None = None,
+        n_cells: int | None = None,
         **options: Any,
     ) -> None:
         self.vocabulary = vocabulary or FakeVocabulary(VOCABULARY)
         width = self.vocabulary.size
-        self.target = FakeEngine(vocabulary=width, n_slots=SLOTS)
+        self.target = FakeEngine(vocabulary=width, n_slots=SLOTS, n_cells=n_cells)
         self.draft = FakeEngine(vocabulary=draft_width or width, n_slots=SLOTS, blend=blend)
         target_cost, draft_cost = costs or (proportional(), proportional())
         self.target_cache, self.draft_cache = KVCache(self.target), KVCache(self.draft)
@@ -93,9 +95,9 @@ class FakePair:
         self.drafters = Drafters(
             self.controller, *free_drafters, model=model, vocabulary=width, end_tokens=ends, clock=clock
         )
-        options = {"idle_tokens": 4096, **options}
         self.scheduler = Scheduler(self.target_cache, self.drafters, prefill_rows=prefill_rows, **options)
-        self._waiting: list[Generation] = []
+        # The slot of each sequence when the caches were last checked, and by slot the sequence that got it last.
+        self._slots: dict[Generation, int] = {}
         self._holders: dict[int, Generation] = {}
 
     def submit(
@@ -119,7 +121,7 @@ class FakePair:
             prompt, sampling, speculation, self.vocabulary, stops, info=info, max_tokens=max_tokens, **options
         )
         self.scheduler.submit(generation)
-        self._waiting.append(generation)
+        self._slots[generation] = generation.slot
         return generation
 
     def step(self, count: int = 1) -> None:
@@ -143,10 +145,10 @@ class FakePair:
         raise AssertionError("The condition does not hold after 10,000 rounds.")
 
     def _check_caches(self) -> None:
-        started = [generation for generation in self._waiting if generation.timestamps.start is not None]
-        started.sort(key=lambda generation: generation.timestamps.start or 0.0)
-        self._holders |= {generation.slot: generation for generation in started}
-        self._waiting = [generation for generation in self._waiting if generation.timestamps.start is None]
+        for generation, before in self._slots.items():
+            if generation.slot not in {before, -1}:
+                self._holders[generation.slot] = generation
+            self._slots[generation] = generation.slot
         for slot, sequence in self._holders.items():
             assert self.target.cache[slot] == sequence.tokens[: self.target_cache.end(slot)]
             if self.drafters.model:

@@ -88,13 +88,13 @@ class Pair:
             self.models = load_models(config)
         self.vocabulary = self.models.vocabulary
 
-    def scheduler(self, *, idle_tokens: int = 0) -> Scheduler:
-        """A scheduler that keeps up to `idle_tokens` tokens of finished sequences in the cache."""
+    def scheduler(self, *, keeps_prefixes: bool = False) -> Scheduler:
+        """A scheduler that keeps the tokens of finished sequences in the cache, or none."""
         return Scheduler(
             self.models.target,
             self.models.drafters,
             prefill_rows=self.config.prefill_rows,
-            idle_tokens=idle_tokens,
+            keeps_prefixes=keeps_prefixes,
         )
 
     def generation(self, prompt: str | list[int], **fields: Any) -> Generation:

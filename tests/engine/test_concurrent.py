@@ -46,7 +46,7 @@ def random_requests(rng: random.Random) -> list[dict[str, Any]]:
 
 def run_concurrently(pair: Pair, requests: list[dict[str, Any]], rng: random.Random) -> list[Generation]:
     """Run the requests on three slots, a random number of rounds apart."""
-    scheduler = pair.scheduler(idle_tokens=10_000)
+    scheduler = pair.scheduler(keeps_prefixes=True)
     generations = [pair.generation(**fields) for fields in requests]
     for generation in generations:
         scheduler.submit(generation)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import numpy as np
 import pytest
 
@@ -184,6 +185,35 @@ def test_all_slots_can_be_filled_to_the_context_length(engine: LlamaEngine) -> N
             engine.forward(rows([5] * 64, slot=slot, start=start))
     engine.truncate(1, 100)
     assert engine.forward(rows([5], slot=1, start=100)).shape[0] == 1
+
+
+def test_slots_share_the_cells_and_a_pass_beyond_them_changes_nothing(model: LlamaModel) -> None:
+    engine = engine_for(model, n_cells=CONTEXT)
+    try:
+        assert (engine.n_cells, engine.slot_length) == (CONTEXT, CONTEXT)
+        for start in range(0, CONTEXT - 64, 64):
+            engine.forward(rows([5] * 64, start=start))
+        engine.copy(0, 1, CONTEXT - 64)
+        expected = engine.forward(rows([7] * 32, slot=1, start=CONTEXT - 64)).copy()
+        with pytest.raises(EngineError, match="llama_decode"):
+            engine.forward(rows([5] * 33, slot=2))
+        assert [engine.cached_len(slot) for slot in range(SLOTS)] == [CONTEXT - 64, CONTEXT - 32, 0]
+        engine.truncate(1, CONTEXT - 64)
+        again = engine.forward(rows([7] * 32, slot=1, start=CONTEXT - 64))
+        np.testing.assert_allclose(again, expected, atol=1e-4)
+        engine.forward(rows([5] * 32, slot=2))
+    finally:
+        engine.close()
+
+
+def test_the_file_says_what_a_token_takes_in_the_cache(model: LlamaModel, engine: LlamaEngine) -> None:
+    def size(tokens: int) -> int:
+        engine.truncate(0, 0)
+        engine.forward(rows([5] * tokens))
+        return int(llama_cpp.llama_state_seq_get_size(engine._context, 0))
+
+    # In half precision; a state also has each token's position and sequences.
+    assert 0 <= (size(60) - size(20)) / 40 - 2 * model.cell_values < 64
 
 
 def test_a_missing_file_is_a_one_line_error(tmp_path: Path) -> None:

@@ -64,9 +64,9 @@ def test_a_stop_string_in_a_draft_ends_the_answer_and_its_statistics(last: int) 
     assert stats.plain_seconds == pytest.approx(last)
 
 
-@pytest.mark.parametrize(("idle_tokens", "reused"), [(4096, 9), (0, 0)])
-def test_the_next_request_can_reuse_a_cache_whose_answer_ended_in_a_draft(idle_tokens: int, reused: int) -> None:
-    pair = FakePair(blend=0.0, idle_tokens=idle_tokens)
+@pytest.mark.parametrize(("keeps_prefixes", "reused"), [(True, 9), (False, 0)])
+def test_the_next_request_can_reuse_a_cache_whose_answer_ended_in_a_draft(keeps_prefixes: bool, reused: int) -> None:
+    pair = FakePair(blend=0.0, keeps_prefixes=keeps_prefixes)
     first = pair.submit(PROMPT, gamma=8, max_tokens=9)
     pair.run()
     prompt = first.tokens[:10]

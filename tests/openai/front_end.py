@@ -77,6 +77,7 @@ class FrontEnd:
             ),
             Costs(placement_on(FakeMachine())),
             Kernels(None, (), None, "a fake engine computes"),
+            config,
         )
         if chat_template is not None:
             models = replace(models, chat_template=ChatTemplate(chat_template, bos="", eos=""))

@@ -140,6 +140,21 @@ def test_nothing_of_a_finished_sequence_is_kept_but_its_cached_tokens(front_end:
     assert front_end.answer(again)["usage"]["prompt_tokens_details"]["cached_tokens"] == len(prompt_tokens) - 1
 
 
+def test_usage_counts_tokens_that_came_back_from_host_memory(front_end: FrontEnd) -> None:
+    """Other requests use all slots meanwhile. Blocks of 32 tokens come back; a token is a byte here."""
+    body = {**BODY, "prompt": "A long conversation, which returns. " * 3}
+    answers = []
+    for others in (SLOTS, 0):
+        request_id = front_end.post(body)
+        front_end.run()
+        answers.append(front_end.answer(request_id))
+        for number in range(others):
+            front_end.post({**BODY, "prompt": f"{number}: something else, which is as long as that. " * 3})
+        front_end.run()
+    assert [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers] == [0, 96]
+    assert answers[0]["choices"] == answers[1]["choices"]
+
+
 def test_include_usage_adds_null_to_every_chunk_and_one_chunk_with_the_totals(front_end: FrontEnd) -> None:
     stream = front_end.post({**BODY, "stream": True, "stream_options": USAGE})
     front_end.run()

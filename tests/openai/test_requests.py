@@ -474,6 +474,15 @@ def test_a_response_that_would_be_too_large_is_refused_at_once() -> None:
     assert len(groups_of({**fields, "prompt": ["a"] * 4}, wide)) == 4
 
 
+def test_an_answer_without_a_limit_is_not_refused_for_the_length_that_it_could_have() -> None:
+    request = parse_body(
+        {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 5}, ChatRequest
+    )
+    vast = CONFIG.model_copy(update={"context_length": 32768})
+    [[generation]] = generations_of(request, [Tokenizer(VOCABULARY, vast).chat("a")], vast)
+    assert generation.max_tokens == 32767
+
+
 def test_echoed_prompts_count_towards_the_response_size() -> None:
     fields: dict[str, Any] = {"prompt": " " * 100_000, "echo": True, "max_tokens": 0}
     vast = CONFIG.model_copy(update={"context_length": 200_000})

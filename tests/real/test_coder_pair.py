@@ -22,12 +22,12 @@ PROMPTS = {
     "prose": "The lighthouse keeper had not spoken to anyone for",
 }
 
-# Bytes of the two caches of the default configuration: 8 sequences of 4,096 tokens, keys and values in half
-# precision; 28 layers of 256 numbers in the 1.5B, 24 layers of 128 in the 0.5B.
-CACHE_BYTES = 8 * 4096 * 2 * 2 * (28 * 256 + 24 * 128)
+# Bytes of the two caches of the default configuration: 32,768 tokens of the target, 2,048 of each of 8 sequences of the
+# draft model; keys and values in half precision, 28 layers of 256 numbers in the 1.5B, 24 layers of 128 in the 0.5B.
+CACHE_BYTES = 2 * 2 * (32768 * 28 * 256 + 8 * 2048 * 24 * 128)
 # What else the worker has in memory: Python and its libraries, the graphs' buffers, rows of logits: 270 MB and 327 MB
 # on two machines. A second copy of the weights, a cache of 32 bits, or a file that stays mapped is over a gigabyte.
-OTHER_BYTES = 500_000_000
+OTHER_BYTES = 400 * 2**20
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_an_empty_suffix_is_fill_in_the_middle_at_the_end_of_a_file(coder: Serve
 def test_worker_memory_is_the_model_files_the_kv_caches_and_little_else(coder: Server) -> None:
     prepared = prepare(DEFAULT_CONFIG)
     _, handler = load_yaml(DEFAULT_CONFIG)
-    assert (handler.sequences, handler.context_length) == (8, 4096)
+    assert (handler.sequences, handler.context_length, handler.cache_tokens) == (8, 32768, 32768)
     assert prepared.draft is not None
     files = prepared.target.stat().st_size + prepared.draft.stat().st_size
     assert worker(coder.state).memory_info().rss <= files + CACHE_BYTES + OTHER_BYTES

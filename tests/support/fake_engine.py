@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
+from itertools import chain, count, islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specserve.engine.base import FloatArray, Row
 from specserve.errors import EngineError
@@ -15,25 +17,41 @@ class FakeEngine:
     """A model whose next-token logits are a pure function of the last `memory` tokens.
 
     `blend` 0 gives the target, 1 an unrelated model, and values in between a draft that often agrees with the target.
-    A row whose position is not the cached length of its slot is an `EngineError`. Every forward pass overwrites the
-    logits that the one before has returned. After `fail_after` more forward
-    passes one raises an `EngineError`, after `poison_after` more one returns NaN logits; None is never.
+    A row whose position is not the cached length of its slot is an `EngineError`, and so is a pass whose tokens do not
+    fit into `n_cells` beside those of all slots; copies share cells, alternatives take none. Every forward pass
+    overwrites the logits that the one before has returned. After `fail_after` more forward passes one raises an
+    `EngineError`, after `poison_after` more one returns NaN logits; None is never.
+
+    The "keys and values" of a token are the token, its position, and a hash of the tokens before it. So `load` notices
+    those of another position or of another text.
     """
 
     def __init__(
-        self, *, vocabulary: int, n_slots: int, blend: float = 0.0, memory: int = 2, sharpness: float = 2.0
+        self,
+        *,
+        vocabulary: int,
+        n_slots: int,
+        n_cells: int | None = None,
+        blend: float = 0.0,
+        memory: int = 2,
+        sharpness: float = 2.0,
     ) -> None:
         self.n_slots = n_slots
+        self.slot_length = 4096
+        self.n_cells = n_slots * self.slot_length if n_cells is None else n_cells
         self.max_rows = 256
         self.max_logits = 64
         self.max_alternatives = 8
         self.cache: list[list[int]] = [[] for _ in range(n_slots)]
+        # By slot and position, the number of the token's cell.
+        self._cells: list[list[int]] = [[] for _ in range(n_slots)]
+        self._numbers = count()
         self.alternatives: dict[int, list[list[int]]] = {}
         self.decoded: list[Row] = []
         self.fail_after: int | None = None
         self.poison_after: int | None = None
-        self.slot_length = 4096
         self.width = vocabulary
+        self.token_bytes: int | None = 24
         self._memory = memory
         self._blend = blend
         self._sharpness = sharpness
@@ -66,6 +84,7 @@ class FakeEngine:
                 self.alternatives.setdefault(row.slot, []).append(context)
             else:
                 self.cache[row.slot] = context
+                self._cells[row.slot].append(next(self._numbers))
             if row.wants_logits:
                 result.append(self.logits(context))
         if len(result) > self.max_logits:
@@ -89,6 +108,11 @@ class FakeEngine:
             if row.alternative or row.position != lengths[row.slot]:
                 raise EngineError(f"Slot {row.slot} holds {lengths[row.slot]} tokens, position {row.position} given.")
             lengths[row.slot] += 1
+        added = sum(not row.alternative for row in rows)
+        if sum(map(len, self._cells)) + added <= self.n_cells:
+            return
+        if len(set(chain.from_iterable(self._cells))) + added > self.n_cells:
+            raise EngineError(f"{added} tokens do not fit into the cache.")
 
     def _is_due(self, fault: str) -> bool:
         """Count down the forward passes before a fault, which happens once."""
@@ -98,18 +122,48 @@ class FakeEngine:
 
     def truncate(self, slot: int, length: int) -> None:
         """Remove all but the first `length` tokens of a slot, and its alternatives."""
-        del self.cache[slot][length:]
+        del self.cache[slot][length:], self._cells[slot][length:]
         self.alternatives.pop(slot, None)
 
     def adopt(self, slot: int, number: int) -> None:
         """Let a slot end with an alternative of the last pass."""
         self.cache[slot] = self.alternatives.pop(slot)[number]
+        del self._cells[slot][len(self.cache[slot]) - 1 :]
+        self._cells[slot].append(next(self._numbers))
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """Replace a slot by the first `length` tokens of another slot."""
         if length > len(self.cache[source]):
             raise EngineError(f"Slot {source} holds {len(self.cache[source])} tokens, {length} asked for.")
         self.cache[destination] = self.cache[source][:length]
+        self._cells[destination] = self._cells[source][:length]
+
+    def save(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
+        """Return the tokens, positions and hashes, shape (end - start, 24)."""
+        tokens = self.cache[slot]
+        if not 0 <= start <= end <= len(tokens):
+            raise EngineError(f"Slot {slot} holds {len(tokens)} tokens; {start} to {end} cannot be saved.")
+        rows = [(tokens[n], n, hash(tuple(tokens[:n]))) for n in range(start, end)]
+        return np.array(rows, np.int64).reshape(-1, 3).view(np.uint8)
+
+    def load(self, slot: int, saved: NDArray[np.uint8]) -> None:
+        """Append saved tokens.
+
+        Raises:
+            AssertionError: they were saved from another position, or after other tokens.
+        """
+        tokens = list(self.cache[slot])
+        if len(tokens) + len(saved) > self.slot_length:
+            raise EngineError(f"Slot {slot} has no room for {len(saved)} more tokens.")
+        if len(set(chain.from_iterable(self._cells))) + len(saved) > self.n_cells:
+            raise EngineError(f"{len(saved)} tokens do not fit into the cache.")
+        for token, position, before in np.ascontiguousarray(saved).view(np.int64).tolist():
+            assert position == len(tokens), f"keys of position {position} at {len(tokens)}"
+            assert before == hash(tuple(tokens)), f"keys of another text at {position}"
+            tokens.append(token)
+        self.cache[slot] = tokens
+        self._cells[slot] += islice(self._numbers, len(saved))
+        self.alternatives.pop(slot, None)
 
     def close(self) -> None:
         """Do nothing."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specserve import cores
+from specserve import cgroups, cores
 from specserve.config import HandlerConfig, parse_handler
 from specserve.cores import Usable, parse_cores, quota, usable_cores
 from specserve.errors import ConfigError
@@ -126,7 +126,7 @@ def test_quota_is_that_of_the_process_s_own_cgroup_or_of_one_above(
         cgroup(directory, cpu__cfs_quota_us="150000\n", cpu__cfs_period_us="100000\n")
     line = f"0::/{path}" if version == 2 else f"4:cpu,cpuacct:/{path}"
     read = Path.read_text
-    monkeypatch.setattr(cores, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(cgroups, "_ROOT", tmp_path)
     monkeypatch.setattr(
         Path,
         "read_text",
@@ -138,5 +138,5 @@ def test_quota_is_that_of_the_process_s_own_cgroup_or_of_one_above(
 def test_without_a_limit_there_is_no_quota(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cgroup(tmp_path, cpu__max="max 100000\n")
     cgroup(tmp_path / "cpu", cpu__cfs_quota_us="-1\n", cpu__cfs_period_us="100000\n")
-    monkeypatch.setattr(cores, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(cgroups, "_ROOT", tmp_path)
     assert quota() is None

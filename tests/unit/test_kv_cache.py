@@ -85,3 +85,96 @@ def test_a_slot_that_differs_from_the_engine_is_reported_and_emptied(caplog: pyt
     assert (engine.cache[0], cache.end(0)) == ([], 0)
     assert engine.cache[1] == TEXT[:3], "other slots stay"
     assert cache.check()
+
+
+def test_what_was_saved_can_be_loaded_into_any_slot_and_continued() -> None:
+    engine, cache = filled()
+    saved = cache.save(0, 0, 4)
+    cache.truncate(0, 0)
+    cache.load(2, TEXT[:1], saved[:1])
+    cache.load(2, TEXT[1:4], saved[1:])
+    assert engine.cache[2] == cache.tokens(2) == TEXT[:4]
+    assert cache.prefixes(TEXT, 5) == [0, 0, 4]
+    cache.forward([Row(TEXT[4], 2, 4, wants_logits=True)])
+    assert cache.tokens(2) == TEXT[:5]
+    assert cache.check()
+
+
+def test_a_load_that_does_not_fit_changes_nothing() -> None:
+    engine, cache = filled()
+    saved = cache.save(0, 0, 6)
+    cache.load(1, TEXT[:4], saved[:4])
+    engine.slot_length = 5
+    with pytest.raises(EngineError):
+        cache.load(1, TEXT[4:], saved[4:])
+    assert engine.cache[1] == cache.tokens(1) == TEXT[:4]
+
+
+def test_only_what_a_slot_holds_can_be_saved() -> None:
+    _, cache = filled()
+    with pytest.raises(EngineError):
+        cache.save(0, 4, 7)
+
+
+def test_cells_that_slots_share_count_once() -> None:
+    engine, cache = filled()
+    assert cache.free_cells == engine.n_cells - 6
+    cache.copy(0, 1, 5)
+    cache.forward([Row(5, 1, 5, wants_logits=True)])
+    assert cache.free_cells == engine.n_cells - 7
+    cache.truncate(0, 0)
+    assert cache.free_cells == engine.n_cells - 6, "the copy keeps what it shared"
+    cache.truncate(1, 2)
+    assert cache.free_cells == engine.n_cells - 2
+    cache.truncate(1, 0)
+    assert cache.free_cells == engine.n_cells
+
+
+def test_an_adopted_alternative_takes_one_cell_and_frees_those_of_the_drafts() -> None:
+    engine, cache = filled(end=4)
+    drafts = [Row(token, 0, position, wants_logits=True) for position, token in ((4, 5), (5, 6))]
+    cache.forward([*drafts, Row(9, 0, 4, wants_logits=True, alternative=True)])
+    assert cache.free_cells == engine.n_cells - 6
+    cache.adopt(0, 0)
+    assert cache.free_cells == engine.n_cells - 5
+
+
+def test_cells_of_pinned_slots_count_once_and_come_first_in_every_slot() -> None:
+    _, cache = filled()
+    cache.copy(0, 1, 4)
+    cache.pin(1)
+    cache.forward([Row(5, 1, 4, wants_logits=True)])
+    assert cache.pinned_cells == 5
+    assert [cache.pinned_before(0, end) for end in (2, 4, 6)] == [2, 4, 4]
+    cache.copy(1, 2, 3)
+    cache.pin(2)
+    cache.truncate(1, 1)
+    assert cache.pinned_cells == 3
+    cache.unpin(2)
+    assert cache.pinned_cells == 1
+    cache.unpin(1)
+    assert (cache.pinned_cells, cache.pinned_before(0, 6)) == (0, 0)
+
+
+def test_a_pass_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    engine = FakeEngine(vocabulary=24, n_slots=2, n_cells=4)
+    cache = KVCache(engine)
+    cache.forward([Row(7, 0, n, wants_logits=False) for n in range(3)])
+    with pytest.raises(EngineError, match="2 tokens does not fit into 1 free"):
+        cache.forward([Row(7, 1, n, wants_logits=False) for n in range(2)])
+    assert (cache.end(0), cache.end(1), cache.free_cells) == (3, 0, 1)
+    cache.forward([Row(7, 1, 0, wants_logits=True)])
+    assert cache.free_cells == 0
+    assert cache.check()
+
+
+def test_a_load_into_too_few_cells_is_refused_and_changes_nothing() -> None:
+    engine = FakeEngine(vocabulary=24, n_slots=2, n_cells=8)
+    cache = KVCache(engine)
+    cache.forward([Row(TEXT[n], 0, n, wants_logits=False) for n in range(6)])
+    saved = cache.save(0, 0, 4)
+    with pytest.raises(EngineError, match="4 tokens do not fit into 2 free cells"):
+        cache.load(1, TEXT[:4], saved)
+    cache.load(1, TEXT[:2], saved[:2])
+    assert (cache.tokens(1), cache.free_cells) == (TEXT[:2], 0)
+    assert cache.check()

@@ -8,13 +8,24 @@ import pytest
 
 from specserve.observability.control_group import Holdback
 from specserve.observability.metrics import ALL, Gauges, Metrics, Sample, Served
-from specserve.observability.records import EndRecord, family_label
+from specserve.observability.records import EndRecord, StoreRecord, family_label
 from specserve.sequence import DrafterName, Group, RequestInfo
 from specserve.speculation.step import Step
 from steps import finished_step
 
 SERVED = Served("qwen", "1.1")
-GAUGES = Gauges(live=2, waiting=1, slots=8, own_kernels=True, threads=2, draft_model=True)
+GAUGES = Gauges(
+    live=2,
+    waiting=1,
+    slots=8,
+    cells=900,
+    running_cells=500,
+    kept_cells=300,
+    own_kernels=True,
+    threads=2,
+    draft_model=True,
+)
+NOTHING_STORED = StoreRecord()
 
 
 def info(group: Group = "auto", *, randomised: bool = True) -> RequestInfo:
@@ -26,7 +37,7 @@ def a_round(drafts: list[DrafterName], accepted: int, group: Group = "auto") -> 
 
 
 def an_end(request: RequestInfo | None = None, tpot: float | None = 0.1, choice: int = 0) -> EndRecord:
-    return EndRecord(request or info(), choice, "stop", 40, 30, 20, waited=0.5, ttft=1.5, tpot=tpot)
+    return EndRecord(request or info(), choice, "stop", 40, 30, 20, 2, waited=0.5, ttft=1.5, tpot=tpot)
 
 
 class RecordingMetrics(Metrics):
@@ -38,11 +49,11 @@ class RecordingMetrics(Metrics):
         super().__init__(SERVED, holdback, self.samples.append, lambda: self.now)
 
 
-def emitted(metrics: RecordingMetrics) -> defaultdict[tuple[str, ...], float]:
+def emitted(metrics: RecordingMetrics, store: StoreRecord = NOTHING_STORED) -> defaultdict[tuple[str, ...], float]:
     """Newly emitted values by name and labels, without the labels model and version."""
     metrics.now += 10
     metrics.samples.clear()
-    metrics.emit(GAUGES)
+    metrics.emit(GAUGES, store)
     values: defaultdict[tuple[str, ...], float] = defaultdict(float)
     for metric, (model, version, *labels), value in metrics.samples:
         assert (model, version) == ("qwen", "1.1")
@@ -88,8 +99,8 @@ def test_prefill_and_deferred_rounds_count_time_and_no_drafts(metrics: Recording
 def test_counts_are_emitted_once(metrics: RecordingMetrics) -> None:
     metrics.round(a_round(["model"], 1))
     emitted(metrics)
-    gauges = {"live_sequences", "waiting_sequences", "slots", "own_kernels", "compute_threads", "draft_model_up"}
-    assert {name for name, *_ in emitted(metrics)} == {f"specserve_{gauge}" for gauge in gauges}
+    emitted(metrics)
+    assert not [sample for sample in metrics.samples if sample.metric.kind != "gauge" and sample.value]
 
 
 def test_end_of_a_sequence_counts_its_latencies(metrics: RecordingMetrics) -> None:
@@ -97,6 +108,7 @@ def test_end_of_a_sequence_counts_its_latencies(metrics: RecordingMetrics) -> No
     values = emitted(metrics)
     assert values["specserve_texts_total", "code", "auto", "stop"] == 1
     assert values["specserve_prefix_cached_tokens_total", "code"] == 30
+    assert values["specserve_preemptions_total", "code"] == 2
     assert values["specserve_wait_seconds", "code"] == 0.5
     assert values["specserve_time_to_first_token_seconds", "code", "auto"] == 1.5
     assert values["specserve_time_per_output_token_seconds", "code", "auto"] == 0.1
@@ -107,9 +119,26 @@ def test_gauges_are_emitted_every_time(metrics: RecordingMetrics) -> None:
     assert values["specserve_live_sequences",] == 2
     assert values["specserve_waiting_sequences",] == 1
     assert values["specserve_slots",] == 8
+    assert values["specserve_cache_tokens",] == 900
+    assert values["specserve_cache_running_tokens",] == 500
+    assert values["specserve_cache_kept_tokens",] == 300
     assert values["specserve_draft_model_up",] == 1
     assert values["specserve_own_kernels",] == 1
     assert values["specserve_compute_threads",] == 2
+
+
+def test_stored_prefixes_are_counted_by_what_is_new(metrics: RecordingMetrics) -> None:
+    names = ("hit_tokens_total", "lookup_tokens_total", "evicted_blocks_total", "bytes")
+    seen = []
+    for record in (StoreRecord(0, 0, 0, 0), StoreRecord(30, 40, 2, 900), StoreRecord(30, 100, 5, 600)):
+        values = emitted(metrics, record)
+        seen.append([values[f"specserve_prefix_store_{name}",] for name in names])
+    assert seen == [[0, 0, 0, 0], [30, 40, 2, 900], [0, 60, 3, 600]]
+
+
+def test_counters_of_stored_prefixes_are_there_before_they_increase(metrics: RecordingMetrics) -> None:
+    """Prometheus sees no increase of a counter that begins with it."""
+    assert ("specserve_prefix_store_hit_tokens_total",) in emitted(metrics, StoreRecord())
 
 
 def test_pause_and_resume_of_speculation_are_counted_once(metrics: RecordingMetrics) -> None:
@@ -165,7 +194,7 @@ def test_the_comparison_begins_anew_when_the_draft_model_has_failed() -> None:
     assert ("specserve_holdback_speedup", "value") in emitted(metrics)
     metrics.samples.clear()
     metrics.now += 100
-    metrics.emit(GAUGES._replace(draft_model=False))
+    metrics.emit(GAUGES._replace(draft_model=False), NOTHING_STORED)
     assert "specserve_holdback_speedup" not in {sample.metric.name for sample in metrics.samples}
 
 
@@ -173,7 +202,7 @@ def test_samples_are_emitted_at_intervals_and_when_idle(metrics: RecordingMetric
     def sends(live: int, now: float) -> bool:
         metrics.now = now
         metrics.samples.clear()
-        metrics.emit(GAUGES._replace(live=live))
+        metrics.emit(GAUGES._replace(live=live), NOTHING_STORED)
         return bool(metrics.samples)
 
     assert sends(live=1, now=0.0)

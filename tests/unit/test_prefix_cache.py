@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import abc
+
 import pytest
 
 from costs import flat
@@ -9,7 +11,7 @@ from fake_engine import FakeEngine
 from specserve.engine.base import Row
 from specserve.kv_cache import KVCache
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
-from specserve.serving.prefix_cache import PrefixCache
+from specserve.serving.prefix_cache import Admission, PrefixCache
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.policy import Controller
 
@@ -19,17 +21,20 @@ SYSTEM = [7, 3, 9, 1] * 5
 class Bench:
     """A prefix cache over a fake target without a draft model."""
 
-    def __init__(self, *, n_slots: int = 2, idle_tokens: int = 1000) -> None:
-        self.target = FakeEngine(vocabulary=24, n_slots=n_slots)
+    def __init__(self, *, n_slots: int = 2, n_cells: int = 1000, keeps_prefixes: bool = True) -> None:
+        self.target = FakeEngine(vocabulary=24, n_slots=n_slots, n_cells=n_cells)
         self.held = KVCache(self.target)
-        self.cache = PrefixCache(
-            self.held, Drafters(Controller(flat(0.01), None), vocabulary=24, end_tokens=()), idle_tokens=idle_tokens
-        )
+        drafters = Drafters(Controller(flat(0.01), None), vocabulary=24, end_tokens=())
+        self.cache = PrefixCache(self.held, drafters, keeps_prefixes=keeps_prefixes)
+
+    def assign(self, sequence: Sequence, prefilling: abc.Sequence[Sequence] = ()) -> Admission:
+        """Give a sequence a slot, with all the room there is."""
+        return self.cache.assign(sequence, prefilling, cells=len(sequence.tokens), room=self.cache.room)
 
     def start(self, prompt: list[int], *, prefill: bool = True, scores_prompt: bool = False) -> Sequence:
         """A sequence with a slot, after its prefill."""
         sequence = sequence_of(prompt, scores_prompt=scores_prompt)
-        assert self.cache.assign(sequence, [])
+        assert self.assign(sequence) is Admission.ADMITTED
         if prefill:
             positions = range(self.held.end(sequence.slot), len(prompt))
             if positions:
@@ -103,21 +108,71 @@ def test_sequence_waits_while_another_prefills_the_same_prompt() -> None:
     bench = Bench()
     prefilling = bench.start([*SYSTEM, 2], prefill=False)
     other = sequence_of([*SYSTEM, 4])
-    assert not bench.cache.assign(other, [prefilling])
+    assert bench.assign(other, [prefilling]) is Admission.AWAITS_PREFIX
     assert bench.cache.free_slots == 1
-    assert bench.cache.assign(sequence_of([*SYSTEM[:2], *[5] * 20]), [prefilling]), "a short common prefix"
+    other = sequence_of([*SYSTEM[:2], *[5] * 20])
+    assert bench.assign(other, [prefilling]) is Admission.ADMITTED, "a short common prefix"
 
 
 @pytest.mark.parametrize(
-    ("idle_tokens", "cached"), [(60, [20, 20, 20]), (59, [0, 20, 20]), (20, [0, 0, 20]), (0, [0] * 3)]
+    ("wanted", "cached"), [(40, [20, 20, 20]), (41, [0, 20, 20]), (61, [0, 0, 20]), (100, [0, 0, 0])]
 )
-def test_sequences_that_finished_first_are_evicted_first(idle_tokens: int, cached: list[int]) -> None:
-    bench = Bench(n_slots=3, idle_tokens=idle_tokens)
+def test_sequences_that_finished_first_make_room_first(wanted: int, cached: list[int]) -> None:
+    bench = Bench(n_slots=3, n_cells=100)
     sequences = [bench.start([token] * 20) for token in range(3)]
     for sequence in sequences:
         bench.cache.release(sequence)
+    bench.cache.make_room(wanted)
     assert [len(bench.target.cache[sequence.slot]) for sequence in sequences] == cached
     assert [bench.held.end(sequence.slot) for sequence in sequences] == cached
+
+
+def test_a_slot_loses_its_end_and_keeps_its_beginning() -> None:
+    bench = Bench(n_cells=300)
+    bench.finish([7] * 256)
+    running = bench.start([9])
+    bench.cache.release(running)
+    bench.finish([8])
+    bench.cache.make_room(50)
+    assert bench.start([7] * 256, prefill=False).cached_tokens == 0
+
+
+def test_a_prefix_that_others_copy_counts_as_used() -> None:
+    bench = Bench(n_slots=3, n_cells=100)
+    system, other = bench.finish([*SYSTEM, 1]), bench.finish([9] * 20)
+    bench.finish([*SYSTEM[:4], *[2] * 20])
+    bench.cache.make_room(50)
+    assert [bench.held.length(sequence.slot) for sequence in (system, other)] == [21, 0]
+
+
+def test_running_sequences_keep_their_tokens_and_what_they_share() -> None:
+    bench = Bench(n_slots=3, n_cells=100)
+    running = bench.start([*SYSTEM, 1])
+    finished = bench.finish([*SYSTEM, *[2] * 20])
+    assert bench.cache.room == 79
+    bench.cache.make_room(79)
+    assert bench.held.free_cells == 79
+    assert (bench.held.length(running.slot), bench.held.length(finished.slot)) == (21, 0)
+
+
+def test_nothing_of_a_finished_sequence_stays_where_no_prefixes_are_kept() -> None:
+    bench = Bench(keeps_prefixes=False)
+    bench.finish(SYSTEM)
+    assert bench.held.free_cells == 1000
+
+
+@pytest.mark.parametrize(("cells", "admission"), [(20, Admission.ADMITTED), (21, Admission.AWAITS_ROOM)])
+def test_what_a_prompt_shares_with_a_running_sequence_needs_no_room(cells: int, admission: Admission) -> None:
+    bench = Bench(n_cells=100)
+    bench.start([*SYSTEM, 1])
+    assert bench.cache.assign(sequence_of([*SYSTEM, 2]), [], cells=20 + cells, room=20) is admission
+
+
+@pytest.mark.parametrize(("cells", "admission"), [(20, Admission.ADMITTED), (21, Admission.AWAITS_ROOM)])
+def test_what_a_prompt_shares_with_a_finished_sequence_does(cells: int, admission: Admission) -> None:
+    bench = Bench(n_cells=100)
+    bench.finish([*SYSTEM[:10], 1])
+    assert bench.cache.assign(sequence_of([*SYSTEM[:10], 2]), [], cells=cells, room=20) is admission
 
 
 def test_a_slot_stays_free_if_its_engine_fails(monkeypatch: pytest.MonkeyPatch) -> None:

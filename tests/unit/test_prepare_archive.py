@@ -152,11 +152,12 @@ def test_relative_paths_are_resolved(weights: Path, directory: Path) -> None:
     target = {"path": str(weights), "requantise": "q4_0"}
     file = config(weights.parent, target)
     document = yaml.safe_load(file.read_text())
-    document["handler"]["trace"] = {"directory": "traces"}
+    document["handler"] |= {"trace": {"directory": "traces"}, "prefix_cache_directory": "prefixes"}
     file.write_text(yaml.safe_dump(document))
     handler = archiving.prepared_handler(file)
     assert handler.trace
     assert handler.trace.directory == weights.parent / "traces"
+    assert handler.prefix_cache_directory == weights.parent / "prefixes"
     assert handler.target.path
     assert handler.target.path.parent == directory
 

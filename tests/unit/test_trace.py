@@ -28,7 +28,7 @@ def a_round(request: str, drafts: list[DrafterName], accepted: int, tokens: list
 
 
 def an_end(request: str, group: Group = "auto") -> EndRecord:
-    return EndRecord(RequestInfo(request, "code", group), 0, "stop", 40, 30, 20, waited=0.5, ttft=1.5, tpot=0.1)
+    return EndRecord(RequestInfo(request, "code", group), 0, "stop", 40, 30, 20, 2, waited=0.5, ttft=1.5, tpot=0.1)
 
 
 def trace(directory: Path, *, share: float = 1.0, mebibytes: float = 1.0, text: bool = True) -> Trace:

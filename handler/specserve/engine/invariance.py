@@ -112,7 +112,10 @@ class _Probe:
     def __init__(self, engine: Engine, *, thorough: bool) -> None:
         self._engine = engine
         self._thorough = thorough
-        length = min(engine.slot_length, _LENGTH if thorough else _SHORT_LENGTH)
+        # A second slot may be filled as far.
+        length = min(
+            engine.slot_length, engine.n_cells // min(2, engine.n_slots), _LENGTH if thorough else _SHORT_LENGTH
+        )
         self._tokens = [int(token) for token in np.random.default_rng(0).integers(engine.width, size=length)]
         self._end = length - _STEPS
         self._opening = min(_CHUNK, engine.max_rows, self._end)
@@ -189,7 +192,7 @@ class _Probe:
 
     def _full(self, steps: FloatArray) -> float:
         """Compare beside so many tokens of other slots as make the cache long, where one slot cannot."""
-        missing = _LENGTH - len(self._tokens)
+        missing = min(_LENGTH, self._engine.n_cells) - len(self._tokens)
         for slot in range(1, self._engine.n_slots):
             self._engine.truncate(slot, 0)
             count = min(missing, len(self._tokens))

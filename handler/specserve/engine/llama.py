@@ -40,6 +40,7 @@ class LlamaEngine:
         model: its weights.
         n_slots: number of sequences.
         context_length: maximum tokens of a sequence.
+        n_cells: maximum tokens of all sequences together, shared ones counted once; None for all that they can hold.
         threads: compute threads, anywhere; a pool binds them to cores, and says how many they are.
         max_rows: maximum rows of a forward pass.
         max_logits: maximum rows of logits of a forward pass.
@@ -61,12 +62,14 @@ class LlamaEngine:
         threads: int,
         max_rows: int,
         max_logits: int,
+        n_cells: int | None = None,
         head: DraftHead | None = None,
         max_alternatives: int = 0,
         pool: ThreadPool | None = None,
         cache_type: CacheType = "f16",
     ) -> None:
         self.n_slots = n_slots
+        self.n_cells = n_slots * context_length if n_cells is None else n_cells
         self.max_alternatives = max_alternatives
         self.max_rows = max_rows
         self.max_logits = max_logits
@@ -74,7 +77,7 @@ class LlamaEngine:
         self.width = model.size
         params = llama_cpp.llama_context_default_params()
         self._head = head if kernels.in_use().variant else None
-        params.n_ctx = n_slots * context_length + max_alternatives
+        params.n_ctx = self.n_cells + max_alternatives
         # An alternative is the end of a sequence of llama.cpp's own, which shares the cells of what precedes it.
         params.n_seq_max = n_slots + max_alternatives
         params.n_batch = params.n_ubatch = max_rows
@@ -87,8 +90,7 @@ class LlamaEngine:
         context = llama_cpp.llama_init_from_model(model.pointer, params)
         if context is None:
             raise ModelLoadError(
-                f"{model.path}: no memory for {n_slots} sequences of {context_length} tokens; "
-                "lower `sequences` or `context_length`."
+                f"{model.path}: no memory for a KV cache of {self.n_cells} tokens; lower `cache_tokens` or `sequences`."
             )
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
@@ -290,6 +292,19 @@ class LlamaEngine:
     def _remove_from(self, slot: int, length: int) -> bool:
         """Remove a slot's tokens from `length` on; False if this kind of cache does not support it."""
         return bool(llama_cpp.llama_memory_seq_rm(self._memory, slot, length, -1))
+
+    @property
+    def token_bytes(self) -> int | None:
+        """None: it cannot save yet."""
+        return None
+
+    def save(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
+        """Refuse; see `token_bytes`."""
+        raise EngineError(f"Tokens {start} to {end} of slot {slot} cannot be saved.")
+
+    def load(self, slot: int, saved: NDArray[np.uint8]) -> None:
+        """Refuse; see `token_bytes`."""
+        raise EngineError(f"{len(saved)} tokens cannot be loaded into slot {slot}.")
 
     def close(self) -> None:
         """Free the context."""

@@ -126,6 +126,22 @@ class LlamaModel:
         return token if token >= 0 and llama_cpp.llama_vocab_is_control(self._vocab, token) else None
 
     @property
+    def cell_values(self) -> int:
+        """How many numbers a token takes in a KV cache, by the file's metadata: its keys and values in all layers."""
+        heads = llama_cpp.llama_model_n_head(self.pointer)
+        width = llama_cpp.llama_model_n_embd(self.pointer) // max(1, heads)
+        architecture = self._metadata("general.architecture")
+        key, value = (self._metadata(f"{architecture}.attention.{part}_length") for part in ("key", "value"))
+        widths = (int(key) if key else width) + (int(value) if value else width)
+        return int(llama_cpp.llama_model_n_layer(self.pointer) * llama_cpp.llama_model_n_head_kv(self.pointer) * widths)
+
+    def _metadata(self, key: str) -> str:
+        """Return a value of the file's metadata as text; empty without one."""
+        buffer = ctypes.create_string_buffer(128)
+        length = llama_cpp.llama_model_meta_val_str(self.pointer, key.encode(), buffer, len(buffer))
+        return buffer.value.decode("utf-8", errors="replace") if length > 0 else ""
+
+    @property
     def weights(self) -> tuple[int, int]:
         """The number of parameters that the model has, and their size in bytes."""
         return int(llama_cpp.llama_model_n_params(self.pointer)), int(llama_cpp.llama_model_size(self.pointer))

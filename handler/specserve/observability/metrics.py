@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 from specserve.observability.control_group import Holdback
-from specserve.observability.records import EndRecord
+from specserve.observability.records import EndRecord, StoreRecord
 from specserve.speculation.step import Step
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -56,6 +56,11 @@ ADOPTED = _metric("counter", "specserve_adopted_alternatives_total", "family")
 EMITTED = _metric("counter", "specserve_emitted_tokens_total", "family", "group")
 PROMPT = _metric("counter", "specserve_prompt_tokens_total", "family")
 CACHED = _metric("counter", "specserve_prefix_cached_tokens_total", "family")
+STORE_HITS = _metric("counter", "specserve_prefix_store_hit_tokens_total")
+STORE_LOOKUPS = _metric("counter", "specserve_prefix_store_lookup_tokens_total")
+STORE_EVICTIONS = _metric("counter", "specserve_prefix_store_evicted_blocks_total")
+STORE_BYTES = _metric("gauge", "specserve_prefix_store_bytes")
+PREEMPTED = _metric("counter", "specserve_preemptions_total", "family")
 SEQUENCES = _metric("counter", "specserve_texts_total", "family", "group", "reason")
 DRAFT_SECONDS = _metric("counter", "specserve_draft_seconds_total", "family")
 TARGET_SECONDS = _metric("counter", "specserve_target_seconds_total", "family")
@@ -68,22 +73,31 @@ WAIT = _metric("histogram", "specserve_wait_seconds", "family")
 LIVE = _metric("gauge", "specserve_live_sequences")
 WAITING = _metric("gauge", "specserve_waiting_sequences")
 SLOTS = _metric("gauge", "specserve_slots")
+CELLS = _metric("gauge", "specserve_cache_tokens")
+RUNNING_CELLS = _metric("gauge", "specserve_cache_running_tokens")
+KEPT_CELLS = _metric("gauge", "specserve_cache_kept_tokens")
 OWN_KERNELS = _metric("gauge", "specserve_own_kernels")
 THREADS = _metric("gauge", "specserve_compute_threads")
 DRAFT_MODEL = _metric("gauge", "specserve_draft_model_up")
 HOLDBACK = _metric("gauge", "specserve_holdback_speedup", "bound")
+_GAUGES = (LIVE, WAITING, SLOTS, CELLS, RUNNING_CELLS, KEPT_CELLS, OWN_KERNELS, THREADS, DRAFT_MODEL)
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 
 
 class Gauges(NamedTuple):
     """A server's state.
 
-    `threads` is the number of compute threads now, `draft_model` whether the draft model works, None without one.
+    `cells` is the number of tokens that the target's KV cache holds at most, `running_cells` of those that it holds for
+    running sequences, `kept_cells` of the others, which are kept for prompts that begin alike. `threads` is the number
+    of compute threads now, `draft_model` whether the draft model works, None without one.
     """
 
     live: int
     waiting: int
     slots: int
+    cells: int
+    running_cells: int
+    kept_cells: int
     own_kernels: bool
     threads: int
     draft_model: bool | None
@@ -108,6 +122,7 @@ class Metrics:
         self._clock = clock
         self._last_sent = -_INTERVAL
         self._draft_model: bool | None = None
+        self._store = StoreRecord()
         self._families: set[str] = set()
         self._counts: defaultdict[tuple[Metric, tuple[str, ...]], float] = defaultdict(float)
         self._observed: list[Sample] = []
@@ -156,6 +171,7 @@ class Metrics:
         self._count(SEQUENCES, 1, family, group, record.reason)
         self._count(PROMPT, record.prompt_tokens, family)
         self._count(CACHED, record.cached_tokens, family)
+        self._count(PREEMPTED, record.preemptions, family)
         # Prometheus sees the first increase only of a counter that was there before.
         self._count(PAUSED, 0, family)
         self._count(RESUMED, 0, family)
@@ -178,7 +194,7 @@ class Metrics:
             self._families.add(name)
         return name
 
-    def emit(self, gauges: Gauges) -> None:
+    def emit(self, gauges: Gauges, store: StoreRecord) -> None:
         """Send what is new, if it is time or no sequence is running."""
         if self._draft_model and not gauges.draft_model:
             # The control group is compared with sequences that it drafted for.
@@ -188,6 +204,11 @@ class Metrics:
         if gauges.live and now < self._last_sent + _INTERVAL:
             return
         self._last_sent = now
+        self._count(STORE_HITS, store.hit_tokens - self._store.hit_tokens)
+        self._count(STORE_LOOKUPS, store.looked_up_tokens - self._store.looked_up_tokens)
+        self._count(STORE_EVICTIONS, store.evicted_blocks - self._store.evicted_blocks)
+        self._observe(STORE_BYTES, store.stored_bytes)
+        self._store = store
         for sample in self._take(gauges):
             if self._send:
                 self._send(sample)
@@ -198,7 +219,7 @@ class Metrics:
         for (metric, labels), value in counts.items():
             yield Sample(metric, labels, value)
         yield from observed
-        for gauge, number in zip((LIVE, WAITING, SLOTS, OWN_KERNELS, THREADS, DRAFT_MODEL), gauges, strict=True):
+        for gauge, number in zip(_GAUGES, gauges, strict=True):
             if number is not None:
                 yield Sample(gauge, tuple(self._served), int(number))
         speedup = self._holdback.speedup()

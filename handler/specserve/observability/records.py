@@ -16,6 +16,22 @@ def family_label(name: str) -> str:
     return name if not name or _FAMILY.fullmatch(name) else "other"
 
 
+class StoreRecord(NamedTuple):
+    """What the prefixes in host memory have done so far.
+
+    Args:
+        hit_tokens: tokens of prompts that were taken from there.
+        looked_up_tokens: tokens of prompts that no slot held, and that were looked for there.
+        evicted_blocks: blocks that had to go.
+        stored_bytes: of the blocks that are there now.
+    """
+
+    hit_tokens: int = 0
+    looked_up_tokens: int = 0
+    evicted_blocks: int = 0
+    stored_bytes: int = 0
+
+
 class EndRecord(NamedTuple):
     """A sequence that finished, failed, or was cancelled by its client.
 
@@ -26,7 +42,8 @@ class EndRecord(NamedTuple):
         prompt_tokens: tokens of the prompt.
         cached_tokens: those of them that needed no prefill.
         tokens: output tokens.
-        waited: seconds before it had a slot.
+        preemptions: how often it had to wait again, since older sequences needed its room.
+        waited: seconds before it first had a slot.
         ttft: seconds from arrival to the first token; None without one.
         tpot: seconds per output token after the first; None with fewer than two.
     """
@@ -37,6 +54,7 @@ class EndRecord(NamedTuple):
     prompt_tokens: int
     cached_tokens: int
     tokens: int
+    preemptions: int
     waited: float
     ttft: float | None
     tpot: float | None

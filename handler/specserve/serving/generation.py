@@ -112,6 +112,7 @@ class Generation(Sequence):
             prompt_tokens=self.prompt_length,
             cached_tokens=self.cached_tokens,
             tokens=self.generated,
+            preemptions=self.preemptions,
             waited=(now if times.start is None else times.start) - times.arrival,
             ttft=ttft,
             tpot=tpot,

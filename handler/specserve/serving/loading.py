@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
-from specserve.config import HandlerConfig, ModelConfig
+from specserve.config import HandlerConfig, ModelConfig, processor
 from specserve.cores import usable_cores
 from specserve.engine import kernels
 from specserve.engine.draft_head import DraftHead
 from specserve.engine.invariance import Invariance, probe
 from specserve.engine.kernels import Kernels, Share
 from specserve.engine.llama import LlamaEngine
-from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
+from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
 from specserve.engine.placement import Placement, Workers
 from specserve.engine.thread_pool import ThreadPool
 from specserve.errors import ModelLoadError
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.kv_cache import KVCache
+from specserve.memory import free_memory
 from specserve.serving.costs import Costs
 from specserve.serving.openai.chat_template import ChatTemplate
+from specserve.serving.pool import DRAFT_LENGTH, fitted
+from specserve.serving.prefix_files import PrefixFiles
+from specserve.serving.prefix_store import PrefixStore
 from specserve.speculation.cost import Cost
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
+from specserve.speculation.measure import fingerprint
 from specserve.speculation.policy import Controller
 from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
 
@@ -37,13 +43,19 @@ _MAX_ALTERNATIVES = 8
 # The ratio of draft to target step time above which the log warns: a draft has then to be accepted every other time to
 # pay at all.
 _HIGH_COST_RATIO = 0.5
+# The share of the available memory that prefixes may fill by default: it leaves a quarter for each of two more workers
+# and another one for all else that the machine does.
+_PREFIX_SHARE = 0.25
+# What decides the keys and values of a text, beside the model's file and the code that computes them.
+_CACHE_SETTINGS = {"kernels", "sequences", "context_length", "cache_tokens", "cache_type"}
 
 
 @dataclass(frozen=True)
 class Models:
     """The loaded models, ready to serve.
 
-    `costs` are those of forward passes; `kernels` says which kernels compute them. `invariance` is the target's, None
+    `costs` are those of forward passes; `kernels` says which kernels compute them. `config` has the numbers of tokens
+    that are served (pool.py). `invariance` is the target's, None
     if it was not measured. The draft model's does not matter: with greedy and coupled verification the output does not
     depend on the drafts.
     """
@@ -54,6 +66,7 @@ class Models:
     drafters: Drafters
     costs: Costs
     kernels: Kernels
+    config: HandlerConfig
     draft: LlamaModel | None = None
     chat_template: ChatTemplate | None = None
     invariance: Invariance | None = None
@@ -71,10 +84,10 @@ def load_models(config: HandlerConfig) -> Models:
     in_use = kernels.use(config.kernels, threads=placement.usable.threads)
     logger.info("specserve: %s", in_use.sentence)
     target_model = LlamaModel(_path(config.target))
-    _check_context(target_model, config)
     draft_model = None if config.draft is None else _draft_model(config.draft)
     if draft_model is not None:
         check_same_vocabulary(target_model, draft_model)
+    config = fitted(config, target_model, draft_model, free_memory())
     grammars = GrammarCompiler(target_model, config.grammar_seconds)
     # Otherwise all streams would wait for it when the first grammar comes. Threads that it starts inherit the cores of
     # this one, which is bound to one core from the first pass on.
@@ -88,6 +101,7 @@ def load_models(config: HandlerConfig) -> Models:
         drafters=drafters,
         costs=costs,
         kernels=in_use,
+        config=config,
         draft=draft_model,
         chat_template=_chat_template(target_model),
         invariance=_measured_invariance(target),
@@ -121,11 +135,22 @@ def open_engines(
 ) -> tuple[LlamaEngine, Drafters]:
     """Open engines for loaded models, with their drafters; a model may have several engines.
 
+    Args:
+        target_model: its weights.
+        draft_model: the draft model's.
+        config: with the numbers of tokens that are served (`Models.config`).
+        costs: of their passes.
+
     Raises:
         ModelLoadError: there is no memory for the target's cache, or a forward pass of it failed.
     """
     target = _engine(
-        target_model, config, costs.placement, _MAX_LOGITS, max_alternatives=_MAX_ALTERNATIVES if draft_model else 0
+        target_model,
+        config,
+        costs.placement,
+        _MAX_LOGITS,
+        n_cells=config.cache_tokens,
+        max_alternatives=_MAX_ALTERNATIVES if draft_model else 0,
     )
     target_cost = costs.measure(target, target_model.path)
     draft, draft_cost = None, None
@@ -157,7 +182,8 @@ def _open_draft(
 ) -> tuple[DraftModel, Cost]:
     # The target's, which end answers; the draft's own may be others.
     head = DraftHead(draft_model.size, [token for token in target_model.end_tokens() if token < draft_model.size])
-    engine = _engine(draft_model, config, costs.placement, max(_MAX_LOGITS // 2, config.sequences), head=head)
+    short = config.model_copy(update={"context_length": min(config.context_length, DRAFT_LENGTH)})
+    engine = _engine(draft_model, short, costs.placement, max(_MAX_LOGITS // 2, config.sequences), head=head)
     cost = costs.measure(engine, draft_model.path, target_cost)
     draft = DraftModel(
         KVCache(engine),
@@ -165,7 +191,7 @@ def _open_draft(
         window=config.speculation.window,
         max_rows=config.prefill_rows,
         vocabulary=target_model.size,
-        context_length=draft_model.trained_context,
+        context_length=engine.slot_length,
     )
     return draft, cost
 
@@ -194,20 +220,13 @@ def _chat_template(model: LlamaModel) -> ChatTemplate | None:
     return template
 
 
-def _check_context(model: LlamaModel, config: HandlerConfig) -> None:
-    if config.context_length > model.trained_context:
-        raise ModelLoadError(
-            f"{model.path}: was trained for {model.trained_context} tokens; "
-            f"lower `context_length` from {config.context_length}."
-        )
-
-
 def _engine(
     model: LlamaModel,
     config: HandlerConfig,
     placement: Placement,
     max_logits: int,
     *,
+    n_cells: int | None = None,
     head: DraftHead | None = None,
     max_alternatives: int = 0,
 ) -> LlamaEngine:
@@ -215,6 +234,7 @@ def _engine(
         model,
         n_slots=config.sequences,
         context_length=config.context_length,
+        n_cells=n_cells,
         threads=placement.usable.threads,
         max_rows=config.prefill_rows + _MAX_LOGITS,
         max_logits=max(max_logits, config.sequences),
@@ -260,3 +280,44 @@ def _report_share(model: LlamaModel, computed: Share) -> None:
             " and ".join(left),
             ", ".join(kernels.in_use().formats),
         )
+
+
+def open_store(config: HandlerConfig, models: Models) -> PrefixStore | None:
+    """Make the store of the target's prefixes; None if there is to be none, or the engine cannot save any.
+
+    To be called by a thread that is bound to no core: the thread that writes files inherits its cores.
+    """
+    token_bytes, mebibytes = models.target.token_bytes, config.prefix_cache_mib
+    if mebibytes is None:
+        mebibytes = int(_PREFIX_SHARE * free_memory()) >> 20
+    if token_bytes is None or not mebibytes or not config.keep_prefixes:
+        return None
+    max_bytes = mebibytes << 20
+    logger.info("specserve: up to %d MiB of host memory keep prefixes: %d tokens", mebibytes, max_bytes // token_bytes)
+    directory = config.prefix_cache_directory
+    if directory is None:
+        return PrefixStore(token_bytes, max_bytes)
+    try:
+        files = PrefixFiles(directory, _identity(config, models.vocabulary.path, token_bytes))
+    except OSError as error:
+        logger.error("specserve: `prefix_cache_directory`: %s; prefixes are kept in memory only", error)
+        return PrefixStore(token_bytes, max_bytes)
+    store = PrefixStore(token_bytes, max_bytes, files)
+    files.read_into(store)
+    return store
+
+
+def _identity(config: HandlerConfig, path: Path, token_bytes: int) -> str:
+    """Everything that the bytes of a saved prefix depend on, its tokens aside."""
+    parts = [
+        fingerprint(path),
+        path.stat().st_mtime_ns,
+        config.target.sha256,
+        token_bytes,
+        config.model_dump_json(include=_CACHE_SETTINGS),
+        kernels.identity(),
+        build_description(),
+        version("llama-cpp-python"),
+        processor(),
+    ]
+    return "\0".join(map(str, parts))

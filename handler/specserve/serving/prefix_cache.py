@@ -1,38 +1,76 @@
-"""The slots of both models' KV caches: which sequence gets which, and which cached prompt prefix it reuses."""
+"""The slots of both models' KV caches: which sequence gets which, which prefix it reuses, and who makes room.
+
+What leaves a slot goes to host memory (prefix_store.py), and comes back from there if no slot has it.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum, auto
 
+from specserve.errors import EngineError
 from specserve.kv_cache import KVCache, worth_waiting
 from specserve.sequence import Sequence, common_prefix
+from specserve.serving.prefix_store import PrefixStore
 from specserve.speculation.drafters import Drafters
+
+logger = logging.getLogger(__name__)
+
+# Blocks that are copied to host memory after each round, which takes 1 ms for 1.5B (prefix_store.py), and those that
+# are copied at once where a slot is needed before that: 8,192 tokens, .13 s. What is beyond them is prefilled again.
+_BLOCKS_A_ROUND, _BLOCKS_AT_ONCE = 2, 256
+# Tokens that a slot loses at least when room is needed, so that this is not done in every round. No command prints it.
+_LEAST_LOSS = 256
+
+
+class Admission(Enum):
+    """Whether a sequence got a slot, or what it waits for."""
+
+    ADMITTED = auto()
+    # Another sequence prefills most of what it needs (`worth_waiting`).
+    AWAITS_PREFIX = auto()
+    # Its tokens do not fit beside those of the running sequences.
+    AWAITS_ROOM = auto()
 
 
 @dataclass(eq=False)
 class Slot:
-    """One slot of both caches; `released` orders free slots by when their sequences finished."""
+    """One slot of both caches.
+
+    `last_used` orders free slots by when their tokens were last of use to a sequence; `unstored` says that the text of
+    a free slot may not be in the store as a whole yet.
+    """
 
     index: int
     in_use: bool = False
-    released: int = 0
+    last_used: int = 0
+    unstored: bool = False
 
 
 class PrefixCache:
     """Assigns slots to sequences; a free slot keeps its tokens for later prompts that share a prefix.
 
+    It keeps them until a sequence needs the room: then the slots that were not used for longest lose theirs, from the
+    end on, so that the beginning stays of use.
+
     Args:
         target: the target's cache.
         drafters: have the draft model, whose cache has the same slots.
-        idle_tokens: the most tokens that free slots keep in the target's cache, together.
+        keeps_prefixes: whether free slots keep tokens at all.
+        store: where texts are kept that have left the target's cache; None for nowhere. The draft model's cache is not
+            stored: it reads no more than its window anew.
     """
 
-    def __init__(self, target: KVCache, drafters: Drafters, idle_tokens: int) -> None:
+    def __init__(
+        self, target: KVCache, drafters: Drafters, *, keeps_prefixes: bool = True, store: PrefixStore | None = None
+    ) -> None:
         self._target = target
         self._drafters = drafters
-        self._idle_tokens = idle_tokens
-        self._releases = 0
+        self._keeps_prefixes = keeps_prefixes
+        self._store = store
+        self._uses = 0
         self._slots = [Slot(index) for index in range(target.n_slots)]
 
     @property
@@ -40,50 +78,91 @@ class PrefixCache:
         """Number of free slots."""
         return sum(not slot.in_use for slot in self._slots)
 
+    @property
+    def room(self) -> int:
+        """Number of cells of the target's cache that are free, or would be if all free slots were emptied."""
+        return self._target.n_cells - self._target.pinned_cells
+
     def pending(self, sequence: Sequence) -> int:
         """Number of tokens the target has not been fed: 1 while decoding; in prefill 1 or more, 0 once all is fed."""
         return len(sequence.tokens) - self._target.end(sequence.slot)
 
-    def assign(self, sequence: Sequence, prefilling: Iterable[Sequence]) -> bool:
-        """Give a sequence a free slot, and the longest prefix of its prompt that any slot has cached.
+    def assign(self, sequence: Sequence, prefilling: Iterable[Sequence], *, cells: int, room: int) -> Admission:
+        """Give a sequence a free slot, and the longest prefix of its tokens that any slot or the store has.
 
         Args:
-            sequence: has no slot yet; there must be a free one.
-            prefilling: the sequences whose prompts are being prefilled.
-
-        Returns:
-            False if it should wait, because enough of its prompt is being prefilled for another (`worth_waiting`).
+            sequence: has no slot; there must be a free one.
+            prefilling: the sequences that are being prefilled.
+            cells: that it needs, those of the prefix included.
+            room: number of cells that it may have besides those of running sequences.
         """
-        # The last token of a prompt is always fed: the first token is sampled from its logits.
-        max_length = 0 if sequence.scores_prompt else len(sequence.tokens) - 1
+        # The last token is always fed: the next one is sampled from its logits. A scored prompt is fed from the first
+        # token without a score on.
+        max_length = len(sequence.tokens) - 1
+        if sequence.scores_prompt and not sequence.generated:
+            max_length = min(max_length, len(sequence.prompt_scores))
         prefixes = self._target.prefixes(sequence.tokens, max_length)
         source = max(self._slots, key=lambda slot: (prefixes[slot.index], not slot.in_use))
         shared = prefixes[source.index]
+        stored = self._store.length(sequence.tokens, max_length) if self._store else 0
         soon = max((common_prefix(other.tokens, sequence.tokens, max_length) for other in prefilling), default=0)
-        if worth_waiting(sequence, shared, soon):
-            return False
+        if worth_waiting(sequence, max(shared, stored), soon):
+            return Admission.AWAITS_PREFIX
+        if cells - self._target.pinned_before(source.index, shared) > room:
+            return Admission.AWAITS_ROOM
         slot = self._choose(sequence, source, shared)
-        sequence.slot, sequence.cached_tokens = slot.index, shared
-        if slot is not source and shared:
-            self._target.copy(source.index, slot.index, shared)
+        sequence.slot = slot.index
+        if slot is not source:
+            self._evict(slot)
+            if shared:
+                self._target.copy(source.index, slot.index, shared)
+                self._touch(source)
+        elif shared < self._target.length(slot.index):
+            self._save(slot)
         self._target.truncate(slot.index, shared)
+        if self._store:
+            self._load(self._store, sequence, min(stored, max_length), max_length)
+        if sequence.timestamps.start is None:
+            sequence.cached_tokens = self._target.end(slot.index)
         if self._drafters.model:
             draft = self._drafters.model.cache
             draft.truncate(slot.index, draft.prefix(slot.index, sequence.tokens, len(sequence.tokens) - 1))
         # Last: a slot whose engine failed stays free.
         slot.in_use = True
-        return True
+        self._target.pin(slot.index)
+        return Admission.ADMITTED
 
     def release(self, sequence: Sequence) -> None:
-        """Free a sequence's slot; the caches keep its tokens, unless it has failed or another answer needs the room."""
-        slot = self._slots[sequence.slot]
-        self._releases += 1
-        slot.in_use, slot.released = False, self._releases
+        """Free the slot of a sequence that has ended; the caches keep its tokens, unless it has failed."""
         sequence.release()
         self._drafters.forget(sequence)
-        # What followed the end of its answer is no part of its text.
-        self._truncate(slot, len(sequence.tokens))
-        self._evict()
+        self._free(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Free the slot of a sequence that will go on later; the caches keep its tokens until the room is needed."""
+        self._free(sequence)
+        sequence.slot = -1
+
+    def make_room(self, n_cells: int, kept: int | None = None) -> None:
+        """Take tokens from the free slots that were not used for longest, until so many cells are free.
+
+        Args:
+            n_cells: at most `room`.
+            kept: the index of a slot that loses none.
+        """
+        for slot in sorted(self._slots, key=lambda slot: slot.last_used):
+            while not slot.in_use and slot.index != kept and self._target.length(slot.index):
+                missing = n_cells - self._target.free_cells
+                if missing <= 0:
+                    return
+                self._evict(slot, max(0, self._target.end(slot.index) - max(missing, _LEAST_LOSS)))
+
+    def store(self) -> bool:
+        """Copy some of what free slots hold to the store, what would leave first; returns whether there is more."""
+        unstored = [slot for slot in self._slots if slot.unstored and not slot.in_use]
+        if unstored:
+            self._save(min(unstored, key=lambda slot: slot.last_used), _BLOCKS_A_ROUND)
+        return any(slot.unstored for slot in unstored)
 
     def clear(self, sequence: Sequence) -> None:
         """Empty the slot of a sequence that has failed."""
@@ -103,29 +182,70 @@ class PrefixCache:
         free = [slot for slot in self._slots if not slot.in_use]
         if source in free and shared * 2 >= min(self._target.length(source.index), len(sequence.tokens)) > 0:
             return source
-        # An empty slot; else the one that was released longest ago, the source only if there is no other.
+        # An empty slot; else the one that was not used for longest, the source only if there is no other.
         return min(
             free,
             key=lambda slot: (
                 self._target.length(slot.index) > 0,
                 shared > 0 and slot is source,
-                slot.released if self._target.length(slot.index) else 0,
+                slot.last_used if self._target.length(slot.index) else 0,
             ),
         )
 
-    def _evict(self) -> None:
-        """Empty the free slots that were released first, until all together hold `idle_tokens` at most.
+    def _free(self, sequence: Sequence) -> None:
+        """Free a sequence's slot, which keeps its tokens if it may."""
+        slot = self._slots[sequence.slot]
+        slot.in_use = False
+        # Tokens are decided by finite logits only, and these depend on all keys and values before them.
+        slot.unstored = self._store is not None and sequence.round_number > 0
+        self._target.unpin(slot.index)
+        self._touch(slot)
+        # What followed the end of an answer is no part of its text.
+        self._truncate(slot, len(sequence.tokens))
+        if not self._keeps_prefixes:
+            self._evict(slot)
 
-        llama.cpp's own attention runs over the whole cache: 7,000 idle tokens lengthen a step of the draft model by an
-        eighth (0.5B, two cores).
+    def _touch(self, slot: Slot) -> None:
+        self._uses += 1
+        slot.last_used = self._uses
+
+    def _evict(self, slot: Slot, end: int = 0) -> None:
+        """Take the tokens from position `end` on from a free slot; the store keeps them."""
+        self._save(slot)
+        self._truncate(slot, end)
+
+    def _save(self, slot: Slot, max_blocks: int = _BLOCKS_AT_ONCE) -> None:
+        """Store what a free slot holds and the store does not; called before any of it is dropped."""
+        if self._store is None or not slot.unstored:
+            return
+        tokens = self._target.tokens(slot.index)
+        try:
+            slot.unstored = not self._store.add(
+                tokens, lambda start, end: self._target.save(slot.index, start, end), max_blocks
+            )
+        except (EngineError, MemoryError) as error:
+            logger.warning("specserve: a prefix cannot be kept in host memory: %s", error)
+            slot.unstored = False
+
+    def _load(self, store: PrefixStore, sequence: Sequence, stored: int, max_length: int) -> None:
+        """Append to a sequence's slot what the store has of its tokens; what fails is prefilled.
+
+        Args:
+            store: has the first `stored` of them.
+            sequence: in a slot.
+            stored: at most `max_length`.
+            max_length: of what may be reused.
         """
-        idle = sorted((slot for slot in self._slots if not slot.in_use), key=lambda slot: slot.released)
-        cached = sum(self._target.length(slot.index) for slot in idle)
-        for slot in idle:
-            if cached <= self._idle_tokens:
-                return
-            cached -= self._target.length(slot.index)
-            self._truncate(slot, 0)
+        start = end = self._target.end(sequence.slot)
+        try:
+            if stored > start:
+                self.make_room(stored - start, kept=sequence.slot)
+                for saved in store.saved(sequence.tokens, start, stored):
+                    self._target.load(sequence.slot, sequence.tokens[end : end + len(saved)], saved)
+                    end += len(saved)
+        except EngineError as error:
+            logger.warning("specserve: a prefix in host memory cannot be used, and is computed again: %s", error)
+        store.count(looked_up=max(0, max_length - start), hits=end - start)
 
     def _truncate(self, slot: Slot, end: int) -> None:
         self._target.truncate(slot.index, end)

@@ -136,7 +136,7 @@ class Routes:
                 "window": limits.window,
                 "context_length": config.context_length,
                 "max_wait_ms": round(1000 * scheduler.max_wait_seconds),
-                "idle_tokens": config.idle_tokens,
+                "cache_tokens": config.cache_tokens,
             },
             sequences={"live": scheduler.running, "waiting": scheduler.queued, "slots": config.sequences},
             draft_model_up=models.drafters.model is not None,

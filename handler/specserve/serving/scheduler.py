@@ -1,4 +1,10 @@
-"""Continuous batching: admits sequences, plans a round over all that run, runs it, and ends what is complete."""
+"""Continuous batching: admits sequences, plans a round over all that run, runs it, and ends what is complete.
+
+All sequences share the cells of the target's KV cache. Who is admitted is promised some (admission.py); where running
+sequences need more than there are, the last one admitted is preempted: it loses its slot, and waits before all others
+until its tokens fit again. What of them is no longer cached by then is prefilled, generated tokens included. The oldest
+sequence is never preempted, and any fits alone, so all get to their end.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +19,11 @@ from specserve.errors import EngineError
 from specserve.kv_cache import KVCache
 from specserve.observability.records import Observer
 from specserve.sequence import Sequence
+from specserve.serving.admission import promised_cells
 from specserve.serving.budget import prefill_chunk
 from specserve.serving.generation import Generation
-from specserve.serving.prefix_cache import PrefixCache
+from specserve.serving.prefix_cache import Admission, PrefixCache
+from specserve.serving.prefix_store import PrefixStore
 from specserve.serving.recorder import Recorder
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.round import run_round
@@ -31,12 +39,13 @@ class Scheduler:
         target: the target's KV cache.
         drafters: all drafters, with their controller. It knows what forward passes cost.
         prefill_rows: the most prompt tokens in a round; the engine has room for these and `max_logits` rows in a pass.
-        idle_tokens: the most tokens of finished sequences that stay in the cache.
+        keeps_prefixes: whether the tokens of finished sequences stay cached until their room is needed.
         max_wait_seconds: the most that each of these may add to a round: prefill, grammar masks, and drafts if several
             requests are running.
         begin_masks: told the seconds that the grammar masks of a round may take; the rest has to wait.
         clock: seconds, for statistics and costs.
         observers: told of every round and of every end.
+        store: keeps the target's prefixes when they leave its cache; None for none.
     """
 
     def __init__(
@@ -45,11 +54,12 @@ class Scheduler:
         drafters: Drafters,
         *,
         prefill_rows: int,
-        idle_tokens: int,
+        keeps_prefixes: bool = True,
         max_wait_seconds: float = math.inf,
         begin_masks: Callable[[float], None] | None = None,
         clock: Callable[[], float] = perf_counter,
         observers: abc.Sequence[Observer] = (),
+        store: PrefixStore | None = None,
     ) -> None:
         self._target = target
         self._drafters = drafters
@@ -59,9 +69,12 @@ class Scheduler:
         self._begin_masks = begin_masks
         self._clock = clock
         self._recorder = Recorder(clock, observers)
-        self._cache = PrefixCache(target, drafters, idle_tokens)
+        self._cache = PrefixCache(target, drafters, keeps_prefixes=keeps_prefixes, store=store)
         self._queue: deque[Generation] = deque()
+        # In the order of admission: the oldest first.
         self._running: list[Generation] = []
+        # Whether the next one in the queue waits for room, and not only for a slot.
+        self._awaits_room = False
 
     @property
     def busy(self) -> bool:
@@ -70,8 +83,9 @@ class Scheduler:
 
     @property
     def awaiting_first_token(self) -> int:
-        """Number of sequences in prefill or about to be; queued ones without a free slot wait for an answer to end."""
-        return sum(not g.decoding for g in self._running) + min(len(self._queue), self._cache.free_slots)
+        """Number of sequences in prefill or about to be; others in the queue wait for an answer to end."""
+        about_to_be = 0 if self._awaits_room else min(len(self._queue), self._cache.free_slots)
+        return sum(not self._decodes(generation) for generation in self._running) + about_to_be
 
     @property
     def running(self) -> int:
@@ -82,6 +96,12 @@ class Scheduler:
     def queued(self) -> int:
         """Number of sequences without a slot."""
         return len(self._queue)
+
+    @property
+    def cached_tokens(self) -> tuple[int, int]:
+        """Tokens in the target's cache: of running sequences, and of others, for prompts that begin alike."""
+        used = self._target.n_cells - self._target.free_cells
+        return self._target.pinned_cells, used - self._target.pinned_cells
 
     def submit(self, generation: Generation, waited: float = 0.0) -> None:
         """Queue a sequence that arrived `waited` seconds ago; it waits for a slot."""
@@ -95,7 +115,7 @@ class Scheduler:
             self._recorder.record_ends([generation])
         elif generation in self._running:
             self._running.remove(generation)
-            self._cache.release(generation)
+            self._release(generation)
             self._recorder.record_ends([generation])
 
     def fail_all(self, reason: Exception) -> None:
@@ -127,21 +147,32 @@ class Scheduler:
         """Compare the records of both KV caches with what the engines hold; for idle times."""
         self._cache.check()
 
+    def store_prefixes(self, interrupted: Callable[[], bool]) -> None:
+        """Copy all that finished sequences have left in the target's cache to the store; for idle times."""
+        while not interrupted() and self._cache.store():
+            continue
+
     def _schedule(self) -> list[Step]:
         """Admit what fits, and plan the round: all sequences that decode, and prefill chunks of the oldest others.
 
         A sequence in prefill has no drafts, so that its first token comes sooner.
         """
         self._admit()
-        decoding = [generation for generation in self._running if generation.decoding]
+        self._preempt_until_the_rest_fits()
+        decoding = [generation for generation in self._running if self._decodes(generation)]
         steps = self._decode_steps(decoding) if decoding else []
         if len(steps) < len(self._running):
             steps += self._prefill_steps(steps)
+        self._cache.make_room(sum(step.rows + step.max_drafts for step in steps))
         # A fixed order (llama.cpp's kernels add by the order of the batch); one that was deferred gets its mask first.
         return sorted(steps, key=lambda step: (-step.sequence.deferrals, step.sequence.slot))
 
     def _admit(self) -> None:
-        """Give free slots to waiting sequences; one waits while another prefills a prefix that it can reuse."""
+        """Give free slots to waiting sequences; one waits while another prefills a prefix that it can reuse.
+
+        Nobody passes one that waits for room: small requests would keep a large one waiting for ever.
+        """
+        self._awaits_room = False
         if not self._cache.free_slots:
             return
         postponed: list[list[int]] = []
@@ -152,8 +183,13 @@ class Scheduler:
                 # Saves asking again; a scored prompt reuses no prefix, so it waits for none.
                 continue
             try:
-                # False while another sequence prefills the same prefix.
-                admitted = self._cache.assign(generation, (g for g in self._running if not g.decoding))
+                admission = self._cache.assign(
+                    generation,
+                    # One that was preempted waits for nothing but its room, lest others come before it.
+                    (g for g in self._running if not generation.preemptions and not self._decodes(g)),
+                    cells=promised_cells(generation),
+                    room=self._room_without_promises(),
+                )
             except Exception as error:
                 # It was never running, so nothing else would end it.
                 logger.exception("specserve: a sequence cannot be started")
@@ -161,21 +197,49 @@ class Scheduler:
                 generation.fail(error)
                 self._recorder.record_ends([generation])
                 continue
-            if admitted:
-                self._queue.remove(generation)
-                self._running.append(generation)
-                generation.timestamps.start = self._clock()
-            else:
+            if admission is Admission.AWAITS_ROOM:
+                self._awaits_room = True
+                return
+            if admission is Admission.AWAITS_PREFIX:
                 postponed.append(generation.tokens)
+                continue
+            self._queue.remove(generation)
+            self._running.append(generation)
+            if generation.timestamps.start is None:
+                generation.timestamps.start = self._clock()
 
     def _by_request(self) -> list[Generation]:
-        """The waiting sequences in order of admission: requests take turns, so that a large `n` delays no other."""
+        """The waiting sequences in order of admission: requests take turns, so that a large `n` delays no other.
+
+        Those that were preempted come first, in the order in which they were admitted.
+        """
         turn = Counter(generation.info.request for generation in self._running)
         turns: list[tuple[int, Generation]] = []
         for generation in self._queue:
             turn[generation.info.request] += 1
-            turns.append((turn[generation.info.request], generation))
+            turns.append((0 if generation.preemptions else turn[generation.info.request], generation))
         return [generation for _, generation in sorted(turns, key=itemgetter(0))]
+
+    def _room_without_promises(self) -> int:
+        """Number of cells that are neither in use by running sequences nor promised to them."""
+        promised = (promised_cells(generation) - self._target.end(generation.slot) for generation in self._running)
+        return self._cache.room - sum(promised)
+
+    def _preempt_until_the_rest_fits(self) -> None:
+        """Preempt the sequences admitted last until there is a cell for each that decodes and for one prefill."""
+        while len(self._running) > 1:
+            decoding = sum(map(self._decodes, self._running))
+            if decoding + (decoding < len(self._running)) <= self._cache.room:
+                return
+            generation = self._running.pop()
+            self._cache.preempt(generation)
+            self._queue.appendleft(generation)
+            generation.preemptions += 1
+            self._awaits_room = True
+
+    def _decodes(self, generation: Generation) -> bool:
+        """Whether a running sequence is not in prefill: every round that has time for its mask decides tokens."""
+        return generation.generated > 0 and self._cache.pending(generation) == 1
 
     def _decode_steps(self, decoding: list[Generation]) -> list[Step]:
         """A step for each sequence that decodes, with the most drafts that it may have."""
@@ -184,7 +248,7 @@ class Scheduler:
         max_drafts = self._controller.max_drafts(
             decoding,
             # Every running sequence may need the logits of one row beside those of its drafts.
-            max_rows=self._target.engine.max_logits - len(self._running),
+            max_rows=min(self._target.engine.max_logits, self._cache.room) - len(self._running),
             max_wait_seconds=self.max_wait_seconds if is_shared else math.inf,
             kv_len=self._kv_len(),
             draft_kv_len=self._drafters.draft_kv_len(decoding),
@@ -193,7 +257,8 @@ class Scheduler:
 
     def _prefill_steps(self, decode_steps: list[Step]) -> list[Step]:
         """Prefill chunks beside these steps, the oldest sequence's first."""
-        logits_left = self._target.engine.max_logits - sum(1 + step.max_drafts for step in decode_steps)
+        decode_rows = sum(1 + step.max_drafts for step in decode_steps)
+        logits_left = self._target.engine.max_logits - decode_rows
         policy = self._controller.policy
         likely_rows = sum(1 + policy(step.sequence).is_certain * step.max_drafts for step in decode_steps)
         # Balances the delay of those that decode against the wait of all others (budget.py).
@@ -203,12 +268,12 @@ class Scheduler:
             rows=likely_rows,
             decoding=len(decode_steps),
             others=len(self._queue) + len(self._running) - len(decode_steps),
-            max_rows=self._prefill_rows,
+            max_rows=min(self._prefill_rows, self._cache.room - decode_rows),
             max_wait_seconds=self.max_wait_seconds,
         )
         steps = []
         for generation in self._running:
-            if rows_left > 0 and logits_left > 0 and not generation.decoding:
+            if rows_left > 0 and logits_left > 0 and not self._decodes(generation):
                 rows = min(rows_left, self._cache.pending(generation))
                 if generation.scores_prompt:
                     rows = min(rows, logits_left)
@@ -235,6 +300,7 @@ class Scheduler:
         ended = self._end_completed()
         self._recorder.record_round(steps, started)
         self._recorder.record_ends(ended)
+        self._cache.store()
 
     def _fail(self, errors: Mapping[Sequence, Exception]) -> None:
         """Mark sequences as failed; nothing of them stays cached."""
@@ -249,5 +315,10 @@ class Scheduler:
         ended = [generation for generation in self._running if generation.done]
         for generation in ended:
             self._running.remove(generation)
-            self._cache.release(generation)
+            self._release(generation)
         return ended
+
+    def _release(self, generation: Generation) -> None:
+        self._cache.release(generation)
+        # There may be room for the next one now.
+        self._awaits_room = False

@@ -32,10 +32,11 @@ from specserve.config import HandlerConfig, parse_handler
 from specserve.errors import SpecserveError
 from specserve.observability.control_group import Holdback
 from specserve.observability.metrics import Gauges, Metrics, Sample, Served
+from specserve.observability.records import StoreRecord
 from specserve.observability.trace import open_traces
 from specserve.serving.budget import max_wait
 from specserve.serving.engine_loop import EngineLoop, engine_thread
-from specserve.serving.loading import Models, load_models
+from specserve.serving.loading import Models, load_models, open_store
 from specserve.serving.openai.response import Response
 from specserve.serving.parser import LONG_BODY, Parser
 from specserve.serving.routes import Routes
@@ -87,22 +88,24 @@ class Handler:
             SpecserveError: a model cannot be loaded, or the trace cannot be written.
         """
         receive_bodies_as_bytes()
-        self._config = config
         # OpenMP's compute threads belong to the thread that first runs a pass, so models are loaded in that one.
         thread = engine_thread()
         models = thread.submit(load, config).result()
         self._models = models
+        self._config = config = models.config
         # Requests drawn to run without drafts, which show how much drafts bring.
         self._holdback = Holdback(config.speculation.holdback)
+        self._store = open_store(config, models)
         self._metrics = Metrics(served, self._holdback, send, time.monotonic)
         self._scheduler = Scheduler(
             models.target,
             models.drafters,
             prefill_rows=config.prefill_rows,
-            idle_tokens=config.idle_tokens,
+            keeps_prefixes=config.keep_prefixes,
             max_wait_seconds=max_wait(config.max_wait_ms, models.drafters.controller.target_cost),
             begin_masks=models.grammars.begin_round,
             observers=[self._metrics, *open_traces(config.trace, served, models.vocabulary.piece)],
+            store=self._store,
         )
         self._routes = Routes(config, models, self._scheduler, self._holdback, served.model)
         self._loop = EngineLoop(
@@ -229,6 +232,7 @@ class Handler:
 
     def _work_while_idle(self, interrupted: Callable[[], bool]) -> None:
         self._scheduler.check_caches()
+        self._scheduler.store_prefixes(interrupted)
         self._models.costs.measure_doubtful(interrupted)
 
     def _emit_metrics(self) -> None:
@@ -237,8 +241,11 @@ class Handler:
                 self._scheduler.running,
                 self._scheduler.queued,
                 self._config.sequences,
+                self._config.cache_tokens,
+                *self._scheduler.cached_tokens,
                 own_kernels=self._models.kernels.variant is not None,
                 threads=len(self._models.costs.placement.cores),
                 draft_model=None if self._config.draft is None else self._models.drafters.model is not None,
-            )
+            ),
+            self._store.record if self._store else StoreRecord(),
         )

@@ -33,7 +33,7 @@ def charge(steps: list[Step], cost: Cost, kv_len: int, *, draft_seconds: float, 
         draft_seconds: that the round's drafting took.
         target_seconds: that the target's pass took.
     """
-    decoding = [step for step in steps if step.position > 0]
+    decoding = [step for step in steps if not step.in_prefill]
     rows = sum(step.rows for step in steps)
     drafts = sum(step.draft_rows for step in steps)
     decode, plain = cost.seconds(len(decoding), kv_len), cost.seconds(rows, kv_len)
@@ -41,7 +41,7 @@ def charge(steps: list[Step], cost: Cost, kv_len: int, *, draft_seconds: float, 
     draft_row = max(0.0, cost.seconds(rows + drafts, kv_len) - plain) / max(1, drafts)
     prompt_row = max(0.0, plain - decode) / max(1, rows - len(decoding))
     for step in steps:
-        step.plain_seconds = decode / len(decoding) if step.position > 0 else step.rows * prompt_row
+        step.plain_seconds = decode / len(decoding) if not step.in_prefill else step.rows * prompt_row
         step.target_drafts_seconds = step.draft_rows * draft_row
     # Drafts that took no pass have taken time for grammar masks at most.
     passes = [step.draft_model_seconds for step in steps]

@@ -42,7 +42,7 @@ class DraftModel:
         max_rows: the most tokens of a pass; at least two for every slot, so that a sequence that has caught up is
             never delayed.
         vocabulary: the width of the target's rows.
-        context_length: that the small model was trained for, in tokens.
+        context_length: the most tokens of a slot; a longer sequence begins anew near its end.
     """
 
     def __init__(
@@ -59,6 +59,8 @@ class DraftModel:
 
     def catch_up(self, step: Step) -> int:
         """How many tokens it reads before it can draft the next one."""
+        if self._is_full(step):
+            return self._window
         return min(step.length - self.cache.end(step.sequence.slot), self._window)
 
     def can_read(self, step: Step) -> bool:
@@ -130,9 +132,13 @@ class DraftModel:
                 return False
             if source != slot and prefixes[source] >= earliest:
                 cache.copy(source, slot, prefixes[source])
-        if cache.end(slot) < earliest or step.length - cache.start(slot) > self._context_length:
+        if cache.end(slot) < earliest or self._is_full(step):
             cache.restart(slot, max(0, earliest))
         return True
+
+    def _is_full(self, step: Step) -> bool:
+        """Whether a slot has no room for what its sequence has become."""
+        return step.length - self.cache.start(step.sequence.slot) > self._context_length
 
     def _shared(self, step: Step, other: Step, end: int) -> int:
         """How many leading tokens of a step another one will share with it once it is read up to a position."""

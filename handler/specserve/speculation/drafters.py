@@ -85,7 +85,7 @@ class Drafters:
         if not any(step.max_drafts > 0 for step in steps):
             return
         rows = sum(step.rows for step in steps)
-        decoding = [step.sequence for step in steps if step.sequence.decoding]
+        decoding = [step.sequence for step in steps if not step.in_prefill]
         costs = self.controller.costs(decoding, kv_len, self.draft_kv_len(decoding) or 0, awaiting_first_token)
         drafting = self.controller.begin_round(steps, rows, costs)
         for proposer in self._proposers:

@@ -131,7 +131,7 @@ def _exclusive(lock: Path) -> Iterator[None]:
 def _key(model: Path, threads: int, kernels: str, engine: Engine) -> str:
     """A hash of everything that the costs depend on."""
     parts = [
-        _fingerprint(model),
+        fingerprint(model),
         processor(),
         str(threads),
         kernels,
@@ -142,8 +142,11 @@ def _key(model: Path, threads: int, kernels: str, engine: Engine) -> str:
     return hashlib.sha256("\0".join([*parts, version("llama-cpp-python")]).encode()).hexdigest()[:32]
 
 
-def _fingerprint(model: Path) -> str:
-    """A hash of the file's size and of its first and last mebibyte; the header names every tensor and its format."""
+def fingerprint(model: Path) -> str:
+    """Return a hash of a file's size and of its first and last mebibyte.
+
+    The header names every tensor and its format.
+    """
     size = model.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with model.open("rb") as file:

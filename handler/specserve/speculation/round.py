@@ -16,7 +16,7 @@ drafts again (draft_model.py).
 The main fields of a `Sequence` (sequence.py):
 
     tokens              the prompt and what is decided after it
-    generated           how many are decided; from the first on the sequence is `decoding`
+    generated           how many are decided
     remaining           how many more may be decided
     round_number        how many rounds have decided tokens; one that adopts an alternative counts twice
     deferrals           rounds in a row that have decided nothing: a round's time for grammar masks is limited, and a
@@ -126,7 +126,7 @@ def _apply(target: KVCache, drafters: Drafters, step: Step, logits: StepLogits) 
         step.error = error
         return
     target.truncate(sequence.slot, len(sequence.tokens) - 1)
-    if step.position > 0 and step.n_decided:
+    if step.n_decided and not step.in_prefill:
         step.is_decode_round = True
         controller.balance(sequence).count_round(step)
 
@@ -201,4 +201,8 @@ def _score_prompt(step: Step, logits: FloatArray) -> None:
     following = sequence.tokens[step.cached + 1 : sequence.prompt_length]
     top = sequence.top_logprobs or 0
     # Nothing follows the prompt's last token.
-    sequence.prompt_scores += [score(row, token, top) for row, token in zip(logits, following, strict=False)]
+    # A sequence that was preempted reads again what has its scores.
+    again = len(sequence.prompt_scores) - step.cached
+    sequence.prompt_scores += [
+        score(row, token, top) for row, token in zip(logits[again:], following[again:], strict=False)
+    ]

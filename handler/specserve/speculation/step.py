@@ -91,7 +91,7 @@ class Step:
         n_accepted: how many drafts were accepted.
         n_decided: how many tokens the round decided: these, the rule's own, and one after an adopted alternative.
         adopted: whether an alternative was recovered, and the round decided one more token after it.
-        is_decode_round: whether it decided tokens, and its prefill was over before.
+        is_decode_round: whether it decided tokens, and was no prefill.
         error: why the sequence failed.
 
     The charges (charges.py) are:
@@ -129,8 +129,10 @@ class Step:
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
     other_seconds: float = 0.0
-    # What holds before the round: whether it is to decide tokens (none is wanted with `max_tokens` 0), whether its rows
-    # belong to a prompt that is scored, and the length of the answer.
+    # What holds before the round: whether it is a prefill, of the prompt or of what a preempted sequence had before;
+    # whether it is to decide tokens (none is wanted with `max_tokens` 0), whether its rows belong to a prompt that is
+    # scored, and the length of the answer.
+    in_prefill: bool = field(init=False)
     decides: bool = field(init=False)
     scores_rows: bool = field(init=False)
     position: int = field(init=False)
@@ -141,8 +143,9 @@ class Step:
 
     def __post_init__(self) -> None:
         sequence = self.sequence
+        self.in_prefill = not sequence.generated or self.cached + 1 < len(sequence.tokens)
         self.decides = self.cached + self.rows == len(sequence.tokens) and sequence.remaining > 0
-        self.scores_rows = sequence.scores_prompt and not sequence.decoding
+        self.scores_rows = sequence.scores_prompt and not sequence.generated
         self.position = sequence.generated
         # A position that is drafted again gets new uniform numbers, by `round_number`, but the same race, by
         # `generated` + index.
@@ -284,7 +287,7 @@ class Step:
         if self.emitted:
             times.last_token = now
             times.first_token = now if times.first_token is None else times.first_token
-        if self.position == 0:
+        if self.in_prefill:
             stats.prefill_seconds += self.draft_seconds + self.target_seconds + self.other_seconds
         else:
             stats.draft_seconds += self.draft_seconds

@@ -113,10 +113,15 @@ def resolve(document: dict[str, Any], prepared: Prepared, config_file: Path) -> 
     for role, path in (("target", prepared.target), ("draft", prepared.draft)):
         if path:
             handler[role] = {"path": str(path), "sha256": files.hashed(path).sha256}
+    # A worker's current directory is one of TorchServe's.
+    beside = config_file.absolute().parent
     if handler.get("trace"):
-        # A worker's current directory is one of TorchServe's.
-        directory = (config_file.absolute().parent / Path(handler["trace"]["directory"]).expanduser()).resolve()
+        directory = (beside / Path(handler["trace"]["directory"]).expanduser()).resolve()
         handler["trace"] = {**handler["trace"], "directory": str(directory)}
+    if handler.get("prefix_cache_directory"):
+        handler["prefix_cache_directory"] = str(
+            (beside / Path(handler["prefix_cache_directory"]).expanduser()).resolve()
+        )
     return {**document, "handler": handler}
 
 

@@ -30,6 +30,9 @@ from specserve.serving.openai.request_schema import (
 
 # Bytes of JSON per log-probability, about; a response that is too large by this estimate is refused at once.
 _SCORE_BYTES = 80
+# Tokens that an answer is expected to have at most where the request does not limit it; if it has more and the response
+# becomes too large, it ends with an error then.
+_UNSTATED = 1024
 # vLLM and llama.cpp take this seed for "choose one".
 _ANY_SEED = -1
 
@@ -157,7 +160,9 @@ def resolve(
         ]
         for number, prompt in enumerate(prompts)
     ]
-    _check_response_size(form, groups, "top_logprobs" if isinstance(request, ChatRequest) else "logprobs")
+    _check_response_size(
+        form, groups, limit or _UNSTATED, "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
+    )
     return form, groups
 
 
@@ -170,9 +175,13 @@ def _max_tokens(limit: int | None, prompt: Prompt, prompt_field: str, config: Ha
     return min(tokens for tokens in (rest, limit, config.max_tokens) if tokens is not None)
 
 
-def _check_response_size(form: ResponseForm, groups: list[list[Generation]], logprobs_field: str) -> None:
-    """Refuse a request whose response would be too large for TorchServe."""
-    positions = sum(group[0].max_tokens + form.scores_prompts * group[0].prompt_length for group in groups)
+def _check_response_size(
+    form: ResponseForm, groups: list[list[Generation]], expected: int, logprobs_field: str
+) -> None:
+    """Refuse a request whose response would be too large for TorchServe, if answers have the `expected` tokens."""
+    positions = sum(
+        min(group[0].max_tokens, expected) + form.scores_prompts * group[0].prompt_length for group in groups
+    )
     scores = 0 if form.top_logprobs is None else positions * (1 + form.top_logprobs) * _SCORE_BYTES
     # Scores spell the prompt's tokens again.
     echoed = (1 + form.scores_prompts) * form.echoed_bytes

@@ -1,0 +1,79 @@
+"""How many tokens the KV caches hold: as configured, as the models can use, and as there is memory for."""
+
+from __future__ import annotations
+
+import logging
+
+from specserve.config import HandlerConfig
+from specserve.engine.llama_model import LlamaModel
+from specserve.errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
+
+# The most tokens of a sequence in the draft model's cache: it needs the last `speculation.window` of them, and reads as
+# many again each time that these are used up. No command prints it.
+DRAFT_LENGTH = 2048
+# Bytes of a number in a KV cache, in half precision.
+_VALUE = 2
+# Memory beside weights and KV caches, for the buffers of passes, logits, grammars and Python, in bytes; the worker
+# stays below (tests/real/test_memory.py).
+_REST = 400 * 2**20
+# The least tokens that are worth serving where the operator asks for no number.
+_LEAST = 4096
+_MIB = 2**20
+
+
+def fitted(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None, free: int) -> HandlerConfig:
+    """The configuration with the `context_length` and `cache_tokens` that are served.
+
+    Args:
+        config: as the operator has written it.
+        target: its weights, which are loaded.
+        draft: the draft model's.
+        free: memory that may be taken besides, in bytes.
+
+    Raises:
+        ModelLoadError: the model was trained for less than the configured `context_length`, or there is no memory for
+            one sequence.
+    """
+    given = config.model_fields_set
+    if "context_length" in given and config.context_length > target.trained_context:
+        raise ModelLoadError(
+            f"{target.path}: was trained for {target.trained_context} tokens; "
+            f"lower `context_length` from {config.context_length}."
+        )
+    context_length = min(config.context_length, target.trained_context)
+    if "cache_tokens" in given:
+        context_length = min(context_length, config.cache_tokens)
+    # More than all sequences can hold would never be used.
+    wanted = min(max(config.cache_tokens, context_length), config.sequences * context_length)
+    least = context_length if "context_length" in given else min(context_length, _LEAST)
+    cell = target.cell_values * _VALUE
+    drafts = 0 if draft is None else draft.cell_values * _VALUE * config.sequences * min(context_length, DRAFT_LENGTH)
+    n_cells = min(wanted, max(0, free - drafts - _REST) // max(1, cell))
+    if n_cells < least:
+        raise ModelLoadError(
+            f"{target.path}: no memory for a KV cache of {least} tokens: it takes {_mib(least * cell + drafts)} and "
+            f"the rest of the worker {_mib(_REST)}, but {_mib(free)} are free; give the worker more memory, or lower "
+            "`context_length` or `sequences`."
+        )
+    if n_cells < wanted:
+        logger.warning(
+            "specserve: the KV cache holds %d tokens instead of %d, since only %s of memory are free; for more, give "
+            "the worker more memory",
+            n_cells,
+            wanted,
+            _mib(free),
+        )
+    logger.info(
+        "specserve: the KV cache of %d tokens takes %s, the draft model's %s; %s were free",
+        n_cells,
+        _mib(n_cells * cell),
+        _mib(drafts),
+        _mib(free),
+    )
+    return config.model_copy(update={"context_length": min(context_length, n_cells), "cache_tokens": n_cells})
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes / _MIB:,.0f} MiB"

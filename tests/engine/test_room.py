@@ -1,0 +1,248 @@
+"""Sequences in a cache that is too small for all of them: who is admitted, who is preempted, and what none notices."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from constraints import Alternating
+from fake_pair import (
+    END_TOKEN,
+    ENDLESS,
+    GREEDY,
+    SEEDED,
+    SLOTS,
+    VOCABULARY,
+    FakePair,
+    RecordingObserver,
+)
+from specserve.sequence import SamplingParams
+from specserve.serving import admission, prefix_cache
+from specserve.serving.generation import Generation
+
+# The longest sequence of these tests fits alone.
+LONGEST = 40
+SEEDED_ENDLESS = SamplingParams(seed=3, logit_bias=((END_TOKEN, -math.inf),))
+
+
+@pytest.fixture(autouse=True)
+def small_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer is promised four tokens at a time, so that short answers outgrow that; single tokens are evicted."""
+    monkeypatch.setattr(admission, "_ANSWER", 4)
+    monkeypatch.setattr(prefix_cache, "_LEAST_LOSS", 1)
+
+
+def small_pair(n_cells: int = LONGEST, **options: Any) -> FakePair:
+    return FakePair(n_cells=n_cells, **options)
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> list[tuple[int, dict[str, Any]]]:
+    """Requests, and the rounds that are run before each arrives."""
+    requests = []
+    for number in range(draw(st.integers(2, 9))):
+        beginning = draw(st.sampled_from([[], [5, 6, 7, 8] * 3, [number, 9] * 6]))
+        prompt = [*beginning, number, *draw(st.lists(st.integers(0, END_TOKEN - 1), max_size=8))]
+        fields = {
+            "prompt": prompt,
+            "max_tokens": draw(st.integers(1, LONGEST - len(prompt))),
+            "gamma": draw(st.integers(0, 5)),
+            "verification": "coupled",
+            "sampling": draw(st.sampled_from([GREEDY, SEEDED, ENDLESS, SEEDED_ENDLESS])),
+            "top_logprobs": draw(st.sampled_from([None, 2])),
+            "scores_prompt": draw(st.booleans()),
+            "constraint": draw(st.sampled_from([None, Alternating(VOCABULARY)])),
+            "keeps_sources": True,
+            "request": draw(st.sampled_from(["", "a", "b"])),
+        }
+        requests.append((draw(st.integers(0, 12)), fields))
+    return requests
+
+
+def answer_of(generation: Generation) -> tuple[object, ...]:
+    """All that a client is sent, and how often each token was counted."""
+    assert generation.error is None
+    return (
+        generation.answer,
+        generation.finish_reason,
+        generation.scores,
+        generation.prompt_scores,
+        len(generation.sources),
+        generation.round_number > 0,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(arrivals(), st.integers(LONGEST, LONGEST + 30), st.sampled_from([2, 8]), st.booleans())
+def test_every_answer_is_the_one_it_has_alone_however_small_the_cache_is(
+    requests: list[tuple[int, dict[str, Any]]], n_cells: int, prefill_rows: int, keeps_prefixes: bool
+) -> None:
+    """Whoever arrives when: all are answered, so there is no deadlock, and no token is sampled or scored twice."""
+    alone = []
+    for _, fields in requests:
+        pair = FakePair()
+        generation = pair.submit(**fields)
+        pair.run()
+        alone.append(answer_of(generation))
+    pair = small_pair(n_cells, prefill_rows=prefill_rows, keeps_prefixes=keeps_prefixes)
+    generations = []
+    for rounds, fields in requests:
+        pair.step(rounds)
+        generations.append(pair.submit(**fields))
+    pair.run()
+    assert [answer_of(generation) for generation in generations] == alone
+
+
+def outgrown(observer: RecordingObserver | None = None, **options: Any) -> tuple[FakePair, list[Generation]]:
+    """Two endless answers of which the second has just been preempted, and a request that does not fit beside it."""
+    pair = small_pair(observers=[observer] if observer else [], **options)
+    generations = [
+        pair.submit([n, 2, 3], sampling=ENDLESS, max_tokens=30, request=str(n), top_logprobs=1) for n in range(2)
+    ]
+    pair.run_until(lambda: pair.scheduler.cached_tokens[0] > 24)
+    generations.append(pair.submit([4] * 15, sampling=ENDLESS, max_tokens=3, request="2"))
+    pair.run_until(lambda: generations[1].preemptions > 0)
+    return pair, generations
+
+
+def test_the_sequence_admitted_last_makes_room_and_is_the_first_to_return() -> None:
+    pair, (oldest, preempted, waiting) = outgrown()
+    assert (oldest.preemptions, preempted.preemptions) == (0, 1)
+    assert (pair.scheduler.running, pair.scheduler.queued) == (1, 2)
+    before = len(preempted.tokens)
+    pair.run(oldest)
+    assert (len(preempted.tokens), waiting.timestamps.start) == (before, None)
+    pair.step()
+    assert (preempted.slot >= 0, waiting.slot) == (True, -1)
+    pair.run()
+    assert [g.answer for g in (oldest, preempted)] == [
+        endless_greedy(generation.prompt, 30) for generation in (oldest, preempted)
+    ]
+
+
+def endless_greedy(prompt: list[int], max_tokens: int) -> list[int]:
+    pair = FakePair()
+    generation = pair.submit(prompt, sampling=ENDLESS, max_tokens=max_tokens, gamma=0)
+    pair.run()
+    return generation.answer
+
+
+def test_a_preempted_sequence_keeps_what_is_not_needed_and_reads_only_the_rest_again() -> None:
+    observer = RecordingObserver()
+    pair, (_, preempted, _) = outgrown(observer)
+    before, start, first_token = len(preempted.tokens), preempted.timestamps.start, preempted.timestamps.first_token
+    counted, prefill_seconds = preempted.stats.rounds, preempted.stats.prefill_seconds
+    del observer.rounds[:]
+    pair.run(preempted)
+    steps = [step for step in observer.rounds if step.sequence is preempted]
+    again = [step for step in steps if step.in_prefill]
+    assert 0 < sum(step.rows for step in again) < before
+    assert not any(step.drafts or step.is_decode_round for step in again)
+    assert [len(step.emitted) for step in again] == [0] * (len(again) - 1) + [1]
+    assert preempted.stats.rounds - counted == sum(step.is_decode_round for step in steps)
+    assert preempted.stats.prefill_seconds - prefill_seconds == pytest.approx(
+        sum(step.draft_seconds + step.target_seconds + step.other_seconds for step in again)
+    )
+    assert (preempted.timestamps.start, preempted.timestamps.first_token) == (start, first_token)
+    (end,) = (record for record in observer.ends if record.tokens == 30 and record.preemptions)
+    assert (end.prompt_tokens, end.cached_tokens, end.preemptions) == (3, 0, preempted.preemptions)
+
+
+def test_a_stream_goes_on_where_it_was_when_its_sequence_was_preempted() -> None:
+    pair, (_, preempted, _) = outgrown()
+    before = preempted.take_text()
+    pair.run()
+    assert (before + preempted.take_text()).encode() == bytes(97 + token for token in preempted.answer)
+
+
+def test_a_client_may_leave_while_its_sequence_is_preempted() -> None:
+    observer = RecordingObserver()
+    pair, (oldest, preempted, waiting) = outgrown(observer)
+    pair.scheduler.cancel(preempted)
+    pair.run(oldest, waiting)
+    assert [record.reason for record in observer.ends] == ["cancelled", "length", "length"]
+    assert not pair.scheduler.busy
+
+
+def test_a_large_request_is_not_starved_by_small_ones_that_arrive_after_it() -> None:
+    pair = small_pair()
+    first = [pair.submit([n, 2, 3], sampling=ENDLESS, max_tokens=8, request=str(n)) for n in range(2)]
+    large = pair.submit([9] * 36, max_tokens=4, request="large")
+    small = []
+    for number in range(30):
+        small.append(pair.submit([number % 20, 4], sampling=ENDLESS, max_tokens=4, request=f"small {number}"))
+        pair.step()
+    assert large.done
+    assert all(generation.done for generation in first)
+    pair.run()
+    starts = [generation.timestamps.start for generation in small]
+    assert all(start is not None and start > (large.timestamps.start or 0.0) for start in starts)
+
+
+def test_requests_are_admitted_as_far_as_their_prompts_and_answers_fit() -> None:
+    pair = small_pair()
+    prompts = [[n] * 10 for n in range(3)]
+    for number, prompt in enumerate(prompts):
+        pair.submit(prompt, sampling=ENDLESS, max_tokens=4, request=str(number))
+    pair.step()
+    assert (pair.scheduler.running, pair.scheduler.queued) == (2, 1)
+
+
+def test_prompts_that_begin_alike_need_the_room_of_one() -> None:
+    pair = small_pair()
+    beginning = [7, 8, 9] * 8
+    for number in range(SLOTS):
+        pair.submit([*beginning, number], sampling=ENDLESS, max_tokens=4, request=str(number))
+    pair.run_until(lambda: pair.scheduler.running == SLOTS)
+    assert pair.scheduler.cached_tokens[0] <= 24 + SLOTS * 5
+
+
+def test_a_request_that_waits_for_room_is_not_about_to_be_prefilled() -> None:
+    """Rounds of those that decode are not kept short for it, and time slices go on while TorchServe replies."""
+    pair = small_pair()
+    running = pair.submit([1] * 20, sampling=ENDLESS, max_tokens=20)
+    pair.run_until(lambda: running.generated > 0)
+    pair.submit([2] * 30, request="waits")
+    assert pair.scheduler.awaiting_first_token == 1, "it may fit"
+    pair.step()
+    assert pair.scheduler.awaiting_first_token == 0
+    pair.run(running)
+    assert pair.scheduler.awaiting_first_token == 1
+
+
+def test_finished_answers_stay_cached_until_their_room_is_needed() -> None:
+    pair = small_pair()
+    pair.submit([1] * 20, max_tokens=2)
+    pair.run()
+    assert pair.scheduler.cached_tokens == (0, len(pair.target_cache.prefixes([1] * 21, 21)) and 21)
+    again = pair.submit([1] * 20, max_tokens=1)
+    pair.run()
+    assert again.cached_tokens == 19
+    pair.submit([2] * 36, max_tokens=4, sampling=ENDLESS)
+    pair.run()
+    assert pair.submit([1] * 20, max_tokens=1).cached_tokens == 0
+
+
+def test_drafts_are_shortened_before_a_sequence_is_preempted() -> None:
+    observer = RecordingObserver()
+    pair = small_pair(24, observers=[observer], blend=0.0)
+    two = [pair.submit([n, 2], sampling=ENDLESS, max_tokens=20, gamma=5, request=str(n)) for n in range(2)]
+    pair.run_until(lambda: any(generation.preemptions for generation in two))
+    gammas = [len(step.drafts) for step in observer.rounds if step.is_decode_round]
+    assert gammas[:2] == [5, 5]
+    assert min(gammas) < 5
+
+
+def test_a_promise_covers_what_was_generated_and_never_more_than_the_answer_may_have() -> None:
+    pair = FakePair()
+    generation = pair.submit([1, 2, 3], max_tokens=10)
+    promises = []
+    for _ in range(10):
+        promises.append(admission.promised_cells(generation))
+        generation.tokens.append(5)
+    assert promises == [7] * 4 + [11] * 4 + [13] * 2
+    assert admission.promised_cells(pair.submit([1, 2, 3], max_tokens=0)) == 3

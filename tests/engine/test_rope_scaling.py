@@ -1,0 +1,110 @@
+"""Models whose context was extended: positions are scaled as their files say, and nothing of ours says otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import pytest
+from gguf import GGUFWriter, RopeScalingType
+
+from pairs import Pair, TinyFiles
+from specserve.engine.base import FloatArray, Row
+from specserve.engine.llama import LlamaEngine
+from specserve.engine.llama_model import LlamaModel
+from specserve.errors import ModelLoadError
+from specserve.tools import tiny_models as tiny
+
+ORIGINAL, FACTOR = 512, 4
+LENGTH = 600
+SCALINGS = {
+    RopeScalingType.LINEAR: llama_cpp.LLAMA_ROPE_SCALING_TYPE_LINEAR,
+    RopeScalingType.YARN: llama_cpp.LLAMA_ROPE_SCALING_TYPE_YARN,
+}
+
+
+@pytest.fixture(params=SCALINGS, ids=lambda scaling: scaling.value)
+def scaling(request: pytest.FixtureRequest) -> RopeScalingType:
+    scaling: RopeScalingType = request.param
+    return scaling
+
+
+@pytest.fixture
+def scaled(scaling: RopeScalingType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyFiles:
+    """Files whose context was extended from 512 tokens to 2,048."""
+    write = tiny._write_hyperparameters
+
+    def extended(writer: GGUFWriter, architecture: str) -> None:
+        write(writer, architecture)
+        writer.add_rope_scaling_type(scaling)
+        writer.add_rope_scaling_factor(FACTOR)
+        writer.add_rope_scaling_orig_ctx_len(ORIGINAL)
+
+    monkeypatch.setattr(tiny, "CONTEXT", ORIGINAL * FACTOR)
+    monkeypatch.setattr(tiny, "_write_hyperparameters", extended)
+    return TinyFiles(tmp_path / "scaled")
+
+
+@pytest.fixture
+def told(scaling: RopeScalingType, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A function after whose call every context is told to scale, whatever its file says."""
+    defaults = llama_cpp.llama_context_default_params
+
+    def explicit() -> Any:
+        params = defaults()
+        params.rope_scaling_type = SCALINGS[scaling]
+        params.rope_freq_scale = 1 / FACTOR
+        params.yarn_orig_ctx = ORIGINAL
+        return params
+
+    return lambda: monkeypatch.setattr(llama_cpp, "llama_context_default_params", explicit)
+
+
+def logits_at_length(path: Path) -> FloatArray:
+    """The logits after many tokens of a cache that holds more than one such sequence."""
+    model = LlamaModel(path)
+    engine = LlamaEngine(
+        model, n_slots=2, context_length=LENGTH + 8, n_cells=2048, threads=1, max_rows=64, max_logits=8
+    )
+    try:
+        tokens = [int(token) for token in np.random.default_rng(0).integers(model.size, size=LENGTH)]
+        for start in range(0, LENGTH, 50):
+            rows = [Row(tokens[n], 0, n, wants_logits=n == LENGTH - 1) for n in range(start, start + 50)]
+            logits = engine.forward(rows)
+        return logits.copy()
+    finally:
+        engine.close()
+        model.close()
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
+def test_positions_are_scaled_as_the_file_says(
+    architecture: str, scaled: TinyFiles, tmp_path: Path, told: Callable[[], None]
+) -> None:
+    by_file = logits_at_length(scaled.path(architecture, "target"))
+    plain = plain_file(tmp_path, architecture)
+    unscaled = logits_at_length(plain)
+    told()
+    assert np.array_equal(logits_at_length(plain), by_file)
+    assert np.abs(unscaled - by_file).max() > 0.1
+
+
+def plain_file(directory: Path, architecture: str) -> Path:
+    """The same weights in a file that says nothing of scaling."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GGUFWriter, "add_rope_scaling_type", lambda *_: None)
+        patch.setattr(GGUFWriter, "add_rope_scaling_factor", lambda *_: None)
+        patch.setattr(GGUFWriter, "add_rope_scaling_orig_ctx_len", lambda *_: None)
+        return TinyFiles(directory / "plain").path(architecture, "target")
+
+
+def test_the_extended_context_is_served_and_no_more(scaled: TinyFiles) -> None:
+    config = scaled.config("qwen2", context_length=ORIGINAL * FACTOR)
+    pair = Pair(config.model_copy(update={"sequences": 1}))
+    answer = pair.complete([5] * (ORIGINAL + 100), max_tokens=10, temperature=0).sequence
+    assert answer.generated == 10 or answer.ended_by_eos
+    with pytest.raises(ModelLoadError, match="was trained for 2048 tokens"):
+        Pair(scaled.config("qwen2", context_length=ORIGINAL * FACTOR + 1))

@@ -1,0 +1,392 @@
+"""Prompts that begin like a text which has left the KV cache: it comes back from host memory, and nothing else changes.
+
+The fake engine notices keys and values of another position or another text.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from fake_engine import FakeEngine
+from fake_pair import ENDLESS, SEEDED, SLOTS, FakePair, plain_greedy
+from specserve.errors import EngineError
+from specserve.sequence import SamplingParams
+from specserve.serving.generation import Generation
+from specserve.serving.prefix_store import BLOCK_TOKENS, PrefixStore
+
+TOKEN_BYTES = 24
+BLOCK_BYTES = BLOCK_TOKENS * (TOKEN_BYTES + 4)
+CONVERSATION = [n % 19 for n in range(5 * BLOCK_TOKENS + 7)]
+
+
+def pair_with_store(*, blocks: int = 100, **options: Any) -> tuple[FakePair, PrefixStore]:
+    store = PrefixStore(TOKEN_BYTES, blocks * BLOCK_BYTES)
+    return FakePair(store=store, **{"prefill_rows": 64, **options}), store
+
+
+def others(pair: FakePair, first: int = 0) -> None:
+    """As many other requests as there are slots, so that no slot keeps what it had."""
+    for number in range(SLOTS):
+        pair.submit([20 + number, first, *range(1, 20)] * 4, max_tokens=5)
+    pair.run()
+
+
+def computed(engine: FakeEngine, generation: Generation) -> int:
+    """How many rows of its prompt an engine was fed for a sequence."""
+    return sum(row.slot == generation.slot and row.position < generation.prompt_length for row in engine.decoded)
+
+
+def test_a_conversation_comes_back_after_others_have_used_the_cache() -> None:
+    pair, store = pair_with_store()
+    prompt = CONVERSATION
+    for turn in range(4):
+        pair.target.decoded.clear()
+        answer = pair.submit(prompt, sampling=ENDLESS, max_tokens=40)
+        pair.run()
+        held = (len(prompt) - 44) // BLOCK_TOKENS * BLOCK_TOKENS if turn else 0
+        assert answer.cached_tokens >= held
+        assert computed(pair.target, answer) == len(prompt) - answer.cached_tokens
+        alone = FakePair()
+        expected = alone.submit(prompt, sampling=ENDLESS, max_tokens=40)
+        alone.run()
+        assert answer.answer == expected.answer
+        others(pair, turn)
+        prompt = [*answer.tokens, 3, 1, 4, turn]
+    assert store.record.hit_tokens > 3 * len(CONVERSATION) - 3 * BLOCK_TOKENS
+
+
+def test_without_a_store_it_is_computed_again() -> None:
+    pair = FakePair(prefill_rows=64)
+    pair.submit(CONVERSATION)
+    pair.run()
+    others(pair)
+    again = pair.submit(CONVERSATION)
+    pair.run()
+    assert again.cached_tokens == 0
+
+
+@pytest.mark.parametrize("sampling", [SEEDED, SamplingParams(temperature=0)])
+def test_the_answer_is_the_one_without_a_store(sampling: SamplingParams) -> None:
+    pair, _ = pair_with_store(window=32, draft_rows=32)
+    answers = []
+    for _ in range(2):
+        answers.append(pair.submit(CONVERSATION, sampling=sampling, verification="coupled"))
+        pair.run()
+        others(pair)
+    assert answers[1].cached_tokens == 5 * BLOCK_TOKENS
+    assert answers[0].answer == answers[1].answer
+    assert answers[1].stats.accepted > 0, "the draft model has caught up"
+
+
+def test_a_prompt_that_is_stored_as_a_whole_still_computes_its_last_token() -> None:
+    pair, _ = pair_with_store()
+    prompt = CONVERSATION[: 2 * BLOCK_TOKENS]
+    for _ in range(2):
+        answer = pair.submit(prompt)
+        pair.run()
+        others(pair)
+    assert answer.cached_tokens == len(prompt) - 1
+    assert answer.answer == plain_greedy(prompt, 20)
+
+
+def test_branches_of_a_conversation_are_stored_once() -> None:
+    pair, store = pair_with_store()
+    for number in range(6):
+        pair.submit([*CONVERSATION, number, *CONVERSATION[:40]], max_tokens=2)
+        pair.run()
+    others(pair)
+    assert store.record.stored_bytes <= (5 + 6 * 2 + SLOTS * 3) * BLOCK_BYTES
+
+
+def test_what_a_slot_holds_is_not_looked_for() -> None:
+    pair, store = pair_with_store()
+    first = pair.submit(CONVERSATION)
+    pair.run()
+    second = pair.submit([*first.tokens, 5])
+    pair.run()
+    assert second.cached_tokens >= len(first.tokens) - 1
+    assert store.record.hit_tokens == 0
+
+
+def test_a_slots_short_prefix_is_continued_from_the_store() -> None:
+    """A system prompt stays in a slot, that ends within a block; the conversation after it was evicted."""
+    pair, store = pair_with_store()
+    system, rest = CONVERSATION[:40], CONVERSATION[40:]
+    pair.submit([*system, *rest])
+    pair.run()
+    others(pair)
+    pair.submit([*system, 22], max_tokens=30, sampling=ENDLESS)
+    pair.step(3)
+    before = store.record.hit_tokens
+    again = pair.submit([*system, *rest])
+    pair.run(again)
+    assert again.cached_tokens == 5 * BLOCK_TOKENS
+    assert store.record.hit_tokens - before == 5 * BLOCK_TOKENS - 40
+    assert again.answer == plain_greedy(CONVERSATION, 20)
+
+
+def test_a_stored_prompt_does_not_wait_for_another_that_is_being_prefilled() -> None:
+    pair, _ = pair_with_store(prefill_rows=8)
+    pair.submit(CONVERSATION)
+    pair.run()
+    others(pair)
+    pair.submit([*CONVERSATION, 1], top_logprobs=0, scores_prompt=True)
+    pair.step()
+    second = pair.submit([*CONVERSATION, *[2] * 40])
+    pair.step()
+    assert second.timestamps.start is not None
+
+
+def test_a_prompt_whose_tokens_are_scored_is_computed_as_a_whole() -> None:
+    pair, _ = pair_with_store()
+    for _ in range(2):
+        scored = pair.submit(CONVERSATION, top_logprobs=0, scores_prompt=True)
+        pair.run()
+        others(pair)
+    assert len(scored.prompt_scores) == len(CONVERSATION) - 1
+    assert scored.cached_tokens == 0
+
+
+@pytest.fixture
+def saves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The positions of all blocks that were saved, one after the other."""
+    saved: list[int] = []
+    save = FakeEngine.save
+
+    def recorded(engine: FakeEngine, slot: int, start: int, end: int) -> NDArray[np.uint8]:
+        saved.append(start)
+        return save(engine, slot, start, end)
+
+    monkeypatch.setattr(FakeEngine, "save", recorded)
+    return saved
+
+
+def most_saves_in_a_round(pair: FakePair, saves: list[int], rounds: int) -> int:
+    most = 0
+    for _ in range(rounds):
+        before = len(saves)
+        pair.step()
+        most = max(most, len(saves) - before)
+    return most
+
+
+def test_a_finished_text_is_stored_in_portions_after_the_rounds_of_others(saves: list[int]) -> None:
+    pair, store = pair_with_store()
+    pair.submit([9, 8], sampling=ENDLESS, max_tokens=400)
+    pair.submit(CONVERSATION, max_tokens=2)
+    assert most_saves_in_a_round(pair, saves, 30) == 2
+    assert store.record.stored_bytes == 5 * BLOCK_BYTES
+    assert pair.scheduler.busy
+
+
+def test_a_long_text_that_must_go_at_once_is_stored_as_far_as_a_round_may_take(saves: list[int]) -> None:
+    pair, store = pair_with_store(n_cells=9_800, blocks=1_000, prefill_rows=200)
+    pair.target.slot_length = 9_800
+    long = [n % 19 for n in range(300 * BLOCK_TOKENS)]
+    pair.submit(long, max_tokens=1, mode="off")
+    pair.run()
+    pair.submit([7] * 500, max_tokens=1, mode="off")
+    assert most_saves_in_a_round(pair, saves, 3) == 256 + 2
+    pair.run()
+    assert store.record.stored_bytes >= 258 * BLOCK_BYTES
+
+
+def test_an_idle_server_stores_what_is_left_until_a_request_comes() -> None:
+    pair, store = pair_with_store()
+    pair.submit(CONVERSATION, max_tokens=2)
+    pair.run()
+    pair.scheduler.store_prefixes(lambda: store.record.stored_bytes >= 4 * BLOCK_BYTES)
+    assert store.record.stored_bytes == 4 * BLOCK_BYTES
+    pair.scheduler.store_prefixes(lambda: False)
+    assert store.record.stored_bytes == 5 * BLOCK_BYTES
+
+
+def test_an_idle_server_without_a_store_has_nothing_to_do() -> None:
+    pair = FakePair()
+    pair.submit(CONVERSATION, max_tokens=2)
+    pair.run()
+    pair.scheduler.store_prefixes(lambda: False)
+
+
+def test_texts_that_make_room_for_others_are_stored() -> None:
+    pair, store = pair_with_store(n_cells=200)
+    pair.submit(CONVERSATION, max_tokens=2)
+    pair.run()
+    pair.submit([9] * 180, max_tokens=2)
+    pair.run()
+    assert store.record.stored_bytes >= 5 * BLOCK_BYTES
+    again = pair.submit(CONVERSATION, max_tokens=2)
+    pair.run()
+    assert again.cached_tokens == 5 * BLOCK_TOKENS
+    assert again.answer == plain_greedy(CONVERSATION, 2)
+
+
+def test_a_prefix_that_comes_back_makes_room_for_itself() -> None:
+    """All slots but the one that it gets are full, and no cell is free."""
+    pair, _ = pair_with_store(n_cells=3 * 190)
+    pair.submit(CONVERSATION, max_tokens=2)
+    pair.run()
+    for number in range(3):
+        pair.submit([20 + number] * 188, max_tokens=2)
+    pair.run()
+    again = pair.submit(CONVERSATION, max_tokens=2)
+    pair.run()
+    assert again.cached_tokens == 5 * BLOCK_TOKENS
+    assert pair.target_cache.free_cells >= 0
+
+
+def test_what_a_preempted_sequence_loses_comes_back_without_a_pass() -> None:
+    """Two answers grow until the pool is full; the second one loses its cells to the first, and gets them back."""
+    pair, store = pair_with_store(n_cells=2200)
+    prompts = [[number, *range(2, 22)] * 2 for number in (1, 5)]
+    answers = [pair.submit(prompt, mode="off", sampling=ENDLESS, max_tokens=1300) for prompt in prompts]
+    pair.run()
+    assert answers[1].preemptions == 1
+    assert store.record.hit_tokens > 200
+    computed_again = len(pair.target.decoded) - sum(len(answer.tokens) - 1 for answer in answers)
+    assert computed_again <= BLOCK_TOKENS
+    for answer in answers:
+        alone = FakePair()
+        expected = alone.submit(answer.prompt, sampling=ENDLESS, max_tokens=1300)
+        alone.run()
+        assert answer.answer == expected.answer
+
+
+def test_a_failed_sequence_is_not_stored() -> None:
+    pair, store = pair_with_store()
+    failed = pair.submit(CONVERSATION)
+    pair.target.poison_after = 0
+    pair.run()
+    pair.scheduler.store_prefixes(lambda: False)
+    assert failed.error is not None
+    assert store.record.stored_bytes == 0
+
+
+def test_a_sequence_that_never_had_finite_logits_is_not_stored() -> None:
+    """Its keys and values may not be finite either; a slot keeps them only until it is used again."""
+    pair, store = pair_with_store(prefill_rows=40)
+    cancelled = pair.submit(CONVERSATION)
+    pair.step(2)
+    pair.scheduler.cancel(cancelled)
+    others(pair)
+    pair.submit([*CONVERSATION], max_tokens=1)
+    pair.run()
+    assert store.record.hit_tokens == 0
+
+
+def test_a_copy_that_fails_is_computed_and_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair, store = pair_with_store()
+    pair.submit(CONVERSATION)
+    pair.run()
+    others(pair)
+    loads = iter([True, True, False, False])
+    load = FakeEngine.load
+
+    def fails_third(engine: FakeEngine, slot: int, saved: NDArray[np.uint8]) -> None:
+        if not next(loads):
+            raise EngineError("no room")
+        load(engine, slot, saved)
+
+    monkeypatch.setattr(FakeEngine, "load", fails_third)
+    again = pair.submit(CONVERSATION)
+    pair.run()
+    assert again.answer == plain_greedy(CONVERSATION, 20)
+    assert again.cached_tokens == store.record.hit_tokens == 2 * BLOCK_TOKENS
+    assert "no room" in caplog.text
+
+
+def test_a_slot_stays_free_if_its_engine_breaks_while_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, _ = pair_with_store()
+    pair.submit(CONVERSATION)
+    pair.run()
+    others(pair)
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeEngine, "load", lambda *_: 1 / 0)
+        broken = pair.submit(CONVERSATION)
+        pair.scheduler.run_round()
+    assert broken.error is not None
+    after = [pair.submit([*CONVERSATION, n], request=str(n)) for n in range(SLOTS)]
+    pair.run()
+    assert [answer.answer for answer in after] == [plain_greedy(answer.prompt, 20) for answer in after]
+
+
+@pytest.mark.parametrize("error", [EngineError("no keys"), MemoryError("no memory")])
+def test_a_text_that_cannot_be_saved_is_dropped_and_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(FakeEngine, "save", fail)
+    pair, store = pair_with_store()
+    pair.submit(CONVERSATION)
+    pair.run()
+    others(pair)
+    again = pair.submit(CONVERSATION)
+    pair.run()
+    assert again.answer == plain_greedy(CONVERSATION, 20)
+    assert again.cached_tokens == store.record.stored_bytes == 0
+    assert str(error) in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["a stale copy", "a neighbour's", "a block twice"])
+def test_keys_of_another_text_or_position_would_be_noticed(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """The planted faults; that these tests notice them shows that there is none where they pass."""
+    pair, _ = pair_with_store()
+    pair.submit(CONVERSATION)
+    pair.submit([8, *CONVERSATION[1:]])
+    pair.run()
+    others(pair)
+    saved = PrefixStore.saved
+
+    def wrong(store: PrefixStore, tokens: list[int], start: int, end: int) -> list[NDArray[np.uint8]]:
+        if fault == "a neighbour's":
+            return saved(store, [8, *tokens[1:]], start, end)
+        parts = saved(store, tokens, start, end)
+        return [parts[1], *parts[1:]] if fault == "a stale copy" else [parts[0], parts[0], *parts[2:]]
+
+    monkeypatch.setattr(PrefixStore, "saved", wrong)
+    again = pair.submit(CONVERSATION)
+
+    def step() -> None:
+        pair.step()
+        assert again.error is None
+
+    with pytest.raises(AssertionError):
+        step()
+
+
+@given(seed=st.integers(0, 10**6), blocks=st.integers(0, 30), n_cells=st.integers(450, 900))
+@settings(max_examples=25, deadline=None)
+def test_every_text_is_the_one_that_it_is_alone_however_small_the_pool(seed: int, blocks: int, n_cells: int) -> None:
+    random = Random(seed)
+    pair, store = pair_with_store(blocks=blocks, n_cells=n_cells, prefill_rows=32)
+    system = CONVERSATION[:70]
+    conversations = [[*system[: random.randrange(70)], number] for number in range(5)]
+    running: dict[int, Generation] = {}
+    for _ in range(20):
+        number = random.randrange(5)
+        if number in running:
+            pair.run(running[number])
+            finished = running.pop(number)
+            assert finished.answer == plain_greedy(finished.prompt, 25)
+            conversations[number] = finished.tokens
+        else:
+            more = [random.randrange(20) for _ in range(random.randrange(1, 50))]
+            running[number] = pair.submit([*conversations[number], *more], max_tokens=25)
+        pair.step(random.randrange(4))
+        if random.random() < 0.2:
+            pair.scheduler.store_prefixes(lambda: False)
+        assert store.record.stored_bytes <= blocks * BLOCK_BYTES
+    pair.run()
+    for generation in running.values():
+        assert generation.answer == plain_greedy(generation.prompt, 25)

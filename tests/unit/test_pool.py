@@ -1,0 +1,90 @@
+"""How many tokens the KV caches hold: by what the operator writes, what the model was trained with, what is free."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from specserve.config import HandlerConfig, parse_handler
+from specserve.errors import ConfigError, ModelLoadError
+from specserve.serving.pool import fitted
+
+GIB = 2**30
+MODELS = {"model_id": "m", "target": {"path": "t.gguf"}}
+# Of Qwen2.5-Coder 1.5B and 0.5B: 28,672 and 12,288 bytes a token in half precision.
+CODER = SimpleNamespace(path=Path("t.gguf"), trained_context=32768, cell_values=28 * 2 * 256)
+SMALL: Any = SimpleNamespace(path=Path("d.gguf"), trained_context=32768, cell_values=24 * 2 * 128)
+
+
+def config(**keys: Any) -> HandlerConfig:
+    return parse_handler({**MODELS, **keys}, "my.yaml")
+
+
+def served(free: int = 8 * GIB, *, trained: int = 32768, draft: bool = False, **keys: Any) -> tuple[int, int]:
+    """The numbers of tokens that are served, of a sequence and of all."""
+    target: Any = SimpleNamespace(**{**vars(CODER), "trained_context": trained})
+    fit = fitted(config(**keys), target, SMALL if draft else None, free)
+    return fit.context_length, fit.cache_tokens
+
+
+@pytest.mark.parametrize(
+    ("keys", "trained", "expected"),
+    [
+        ({}, 32768, (32768, 32768)),
+        ({}, 131072, (32768, 32768)),
+        ({}, 8192, (8192, 32768)),
+        ({"context_length": 65536}, 131072, (65536, 65536)),
+        ({"context_length": 4096}, 32768, (4096, 32768)),
+        ({"cache_tokens": 16384}, 32768, (16384, 16384)),
+        ({"cache_tokens": 65536}, 131072, (32768, 65536)),
+        ({"context_length": 4096, "cache_tokens": 8192}, 32768, (4096, 8192)),
+    ],
+)
+def test_a_sequence_has_at_most_what_the_model_and_the_cache_have(
+    keys: dict[str, Any], trained: int, expected: tuple[int, int]
+) -> None:
+    assert served(trained=trained, **keys) == expected
+
+
+def test_the_cache_holds_no_more_than_all_sequences_can() -> None:
+    assert served(sequences=2, context_length=1024) == (1024, 2048)
+
+
+def test_a_context_longer_than_the_model_was_trained_with_is_refused() -> None:
+    with pytest.raises(ModelLoadError, match="was trained for 8192 tokens; lower `context_length` from 9000"):
+        served(trained=8192, context_length=9000)
+
+
+def test_the_start_says_what_the_caches_take(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        served(draft=True)
+    assert "the KV cache of 32768 tokens takes 896 MiB, the draft model's 192 MiB; 8,192 MiB were free" in caplog.text
+
+
+def test_with_less_memory_the_cache_holds_less_and_the_start_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    context_length, cache_tokens = served(GIB)
+    assert context_length == cache_tokens == (GIB - 400 * 2**20) // 28672
+    assert f"holds {cache_tokens} tokens instead of 32768, since only 1,024 MiB of memory are free" in caplog.text
+    assert served(GIB, context_length=4096) == (4096, cache_tokens)
+
+
+@pytest.mark.parametrize(("keys", "least"), [({}, 4096), ({"context_length": 20000}, 20000)])
+def test_without_memory_for_one_useful_sequence_nothing_is_served(keys: dict[str, Any], least: int) -> None:
+    enough = 400 * 2**20 + least * 28672
+    assert served(enough, **keys)[1] == least
+    with pytest.raises(ModelLoadError, match=rf"no memory for a KV cache of {least} tokens: it takes .* are free"):
+        served(enough - 1, **keys)
+
+
+def test_a_cache_smaller_than_a_sequence_is_a_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"my\.yaml: .*`cache_tokens` may not be less than `context_length`"):
+        config(context_length=4096, cache_tokens=2048)
+
+
+def test_the_key_of_earlier_versions_is_a_sentence_that_says_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"`handler\.idle_tokens`: delete this key: .*`keep_prefixes: false`\."):
+        config(idle_tokens=0)

@@ -1,0 +1,236 @@
+"""Prefixes in host memory: texts share the blocks of what they share, the least recently used leave first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from specserve.errors import EngineError
+from specserve.serving.prefix_store import BLOCK_TOKENS, Block, PrefixStore
+from stored_texts import BLOCK_BYTES, TOKEN_BYTES, Text, added, joined, store_of, stored, tokens_of
+
+
+def test_whole_blocks_of_a_text_are_stored() -> None:
+    store = store_of(9)
+    text = Text(tokens_of(1, 2, 3)[:-1])
+    assert store.add(text.tokens, text.save, 9)
+    assert store.length(text.tokens, 1000) == 2 * BLOCK_TOKENS
+    assert store.record.stored_bytes == 2 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("end", [0, 1, 31, 32, 33, 64, 95, 96])
+@pytest.mark.parametrize("start", [0, 1, 31, 32, 33, 64, 95, 96])
+def test_what_comes_back_are_the_keys_of_exactly_these_positions(start: int, end: int) -> None:
+    store = store_of(9)
+    text = added(store, 1, 2, 3)
+    assert np.array_equal(joined(store.saved(text.tokens, start, end)), text.keys(start, max(start, end)))
+
+
+def test_a_length_is_counted_up_to_what_the_prompt_may_reuse() -> None:
+    store = store_of(9)
+    text = added(store, 1, 2)
+    assert [store.length(text.tokens, most) for most in (0, -1, 63, 64, 65)] == [0, 0, 63, 64, 64]
+
+
+def test_branches_share_the_blocks_before_they_part() -> None:
+    store = store_of(9)
+    first, second = added(store, 1, 2, 3, 4), added(store, 1, 2, 5)
+    assert store.record.stored_bytes == 5 * BLOCK_BYTES
+    assert second.saved == [(2 * BLOCK_TOKENS, 3 * BLOCK_TOKENS)], "the others were stored already"
+    for text in (first, second):
+        size = len(text.tokens)
+        assert np.array_equal(joined(store.saved(text.tokens, 0, size)), text.keys(0, size))
+
+
+@pytest.mark.parametrize("position", range(2 * BLOCK_TOKENS))
+def test_a_text_that_differs_in_one_token_shares_only_the_blocks_before_it(position: int) -> None:
+    store = store_of(9)
+    other = added(store, 1, 2).tokens
+    other[position] += 1
+    assert store.length(other, 1000) == position // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_equal_blocks_after_different_beginnings_are_different_blocks() -> None:
+    store = store_of(9)
+    added(store, 1, 3)
+    assert stored(store, 3) == stored(store, 2, 3) == 0
+    other = added(store, 2, 3)
+    assert np.array_equal(joined(store.saved(other.tokens, 32, 64)), other.keys(32, 64))
+
+
+def test_blocks_whose_hashes_collide_are_told_apart_by_their_tokens() -> None:
+
+    class SameHash(bytes):
+        """Bytes that all collide in a dictionary."""
+
+        __slots__ = ()
+
+        def __hash__(self) -> int:
+            return 7
+
+        def __eq__(self, other: object) -> bool:
+            return super().__eq__(other)
+
+    store = store_of(9)
+    texts = [Text(tokens_of(1, n)) for n in range(3)]
+    for text in texts * 2:
+        block: Block | None = store.root
+        for first in (0, BLOCK_TOKENS):
+            packed = SameHash(np.array(text.tokens[first : first + BLOCK_TOKENS], np.int32).tobytes())
+            assert block is not None
+            block = store.restore(block, packed, text.keys(first, first + BLOCK_TOKENS))
+            assert block is not None
+            assert np.array_equal(block.saved, text.keys(first, first + BLOCK_TOKENS))
+    assert store.record.stored_bytes == 4 * BLOCK_BYTES, "the first block is shared"
+
+
+def test_the_least_recently_used_text_is_evicted_first() -> None:
+    store = store_of(3)
+    for part in (1, 2, 3):
+        added(store, part)
+    assert stored(store, 1) == 1
+    added(store, 4)
+    assert [stored(store, part) for part in (1, 2, 3, 4)] == [1, 0, 1, 1]
+    assert store.record.evicted_blocks == 1
+
+
+def test_the_end_of_a_text_is_evicted_before_its_beginning() -> None:
+    store = store_of(4)
+    added(store, 1, 2, 3)
+    for number in (7, 8, 9):
+        added(store, number)
+        assert stored(store, number) == 1
+    assert stored(store, 1, 2, 3) == 1
+
+
+def test_a_shared_beginning_stays_while_any_branch_is_used() -> None:
+    store = store_of(4)
+    added(store, 1, 2)
+    added(store, 1, 3)
+    for number in range(10, 15):
+        added(store, number)
+        assert stored(store, 1, 3) == 2
+    assert stored(store, 1, 2) == 1
+
+
+def test_a_text_longer_than_the_limit_keeps_its_beginning() -> None:
+    store = store_of(2)
+    text = Text(tokens_of(1, 2, 3, 4))
+    assert store.add(text.tokens, text.save, 9), "there is no more to store"
+    assert stored(store, 1, 2, 3, 4) == 2
+    assert store.record.evicted_blocks == 0
+
+
+@pytest.mark.parametrize("spare_bytes", [0, 1, BLOCK_BYTES - 1])
+def test_no_byte_beyond_the_limit_is_used(spare_bytes: int) -> None:
+    store = store_of(2, spare_bytes=spare_bytes)
+    for number in range(5):
+        added(store, number)
+    assert store.record.stored_bytes == 2 * BLOCK_BYTES
+
+
+def test_a_limit_below_a_block_stores_nothing() -> None:
+    store = PrefixStore(TOKEN_BYTES, BLOCK_BYTES - 1)
+    assert not added(store, 1).saved
+    assert stored(store, 1) == 0
+
+
+def test_a_text_can_be_stored_in_portions_between_which_others_come() -> None:
+    store = store_of(9)
+    text = Text(tokens_of(1, 2, 3))
+    more = []
+    while not store.add(text.tokens, text.save, max_blocks=1):
+        added(store, 1, 9)
+        more.append(store.length(text.tokens, 1000))
+    assert more == [BLOCK_TOKENS, 2 * BLOCK_TOKENS], "after each portion but the last"
+    assert text.saved == [(0, 32), (32, 64), (64, 96)]
+
+
+def test_what_was_stored_before_a_failure_stays_usable() -> None:
+    store = store_of(3)
+    text = Text(tokens_of(1, 2, 3))
+
+    def save(start: int, end: int) -> NDArray[np.uint8]:
+        if start == 2 * BLOCK_TOKENS:
+            raise EngineError("no keys")
+        return text.save(start, end)
+
+    with pytest.raises(EngineError):
+        store.add(text.tokens, save, 9)
+    assert stored(store, 1, 2, 3) == 2
+    for number in (7, 8, 9):
+        added(store, number)
+    assert [stored(store, *parts) for parts in ((1, 2), (7,), (8,), (9,))] == [0, 1, 1, 1]
+
+
+def test_what_comes_from_a_file_is_evicted_before_what_was_used_meanwhile() -> None:
+    store = store_of(3)
+    added(store, 8)
+    text, block = Text(tokens_of(1, 2)), store.root
+    for first in (0, BLOCK_TOKENS):
+        packed = np.array(text.tokens[first : first + BLOCK_TOKENS], np.int32).tobytes()
+        restored = store.restore(block, packed, text.keys(first, first + BLOCK_TOKENS))
+        assert restored is not None
+        block = restored
+    left = []
+    for number in (7, 9):
+        added(store, number)
+        left.append([stored(store, 8), len(store.saved(text.tokens, 0, 64))])
+    assert left == [[1, 1], [1, 0]]
+
+
+def test_a_block_from_a_file_evicts_nothing() -> None:
+    store = store_of(1)
+    added(store, 8)
+    assert store.restore(store.root, bytes(4 * BLOCK_TOKENS), Text(tokens_of(1)).keys(0, 32)) is None
+    assert stored(store, 8) == 1
+
+
+class Recording:
+    """What a store tells about its blocks."""
+
+    def __init__(self) -> None:
+        self.present: set[tuple[bytes, ...]] = set()
+
+    def changed(self, block: Block) -> None:
+        path = tuple(reversed([part.tokens for part in ancestors(block)]))
+        if block.is_stored:
+            assert not path[:-1] or path[:-1] in self.present, "a block after one that is not stored"
+            self.present.add(path)
+        else:
+            assert not any(other[: len(path)] == path and other != path for other in self.present), "it has children"
+            self.present.remove(path)
+
+
+def ancestors(block: Block) -> Iterator[Block]:
+    """A block and those before it, the root left out."""
+    while block.parent is not None:
+        yield block
+        block = block.parent
+
+
+TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=5)
+
+
+@given(
+    texts=st.lists(st.tuples(TEXTS, st.integers(1, 5), st.booleans()), max_size=40),
+    blocks=st.integers(0, 8),
+)
+@settings(max_examples=300, deadline=None)
+def test_whatever_comes_only_leaves_are_evicted_and_every_key_is_right(
+    texts: list[tuple[list[int], int, bool]], blocks: int
+) -> None:
+    files = Recording()
+    store = PrefixStore(TOKEN_BYTES, blocks * BLOCK_BYTES, files)
+    for parts, max_blocks, adds in texts:
+        text = Text(tokens_of(*parts))
+        if adds:
+            store.add(text.tokens, text.save, max_blocks)
+        length = store.length(text.tokens, 1000)
+        assert np.array_equal(joined(store.saved(text.tokens, 0, 1000)), text.keys(0, length))
+        assert store.record.stored_bytes == len(files.present) * BLOCK_BYTES <= blocks * BLOCK_BYTES

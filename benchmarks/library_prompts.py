@@ -12,9 +12,9 @@ from common import CHAT
 from specserve.engine.base import Vocabulary
 
 # Tokens that a question and the chat's own take.
-QUESTION = 38
+QUESTION = 37
 FUNCTION = re.compile(r"^ *def ((?!__)\w+)\(", re.MULTILINE)
-RENAME = "```python\n{code}\n```\n\nRename the function `{name}` to `{name}_of_file`. Return this function whole, and nothing else."
+RENAME = "```python\n{code}\n```\n\nRename `{name}` to `{name}_of_file`. Return this function whole, and nothing else."
 
 
 @dataclass(frozen=True)

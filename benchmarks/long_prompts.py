@@ -54,9 +54,8 @@ PLAIN = "llama-server plain"
 SETTINGS = (PLAIN, "ik_llama.cpp plain")
 # Tokens of a context, and of our pool.
 ROOM = 32_768
-# The least tokens of a prompt.
-SHORTEST = 128
-ROWS = (1, 8)
+# The least tokens of a prompt, and the rows of passes.
+SHORTEST, ROWS = 128, (1, 8)
 # Turns of the passes; answers and second turns of a conversation.
 TURNS, REPEATS = 5, 3
 # New prompts of a length, at most, and their tokens; one may have more.
@@ -67,8 +66,9 @@ ANSWER, SHORT_ANSWER = 128, 4
 OTHER = 4096
 # Clients, what each sends, and tokens: those that all prompts share, those of each alone, and those of an answer.
 NUMBER, REQUESTS_EACH, SHARED, OWN, CLIENT_ANSWER = 8, 2, 3500, 500, 96
-# Of a sequence on the other servers in `clients`, whose contexts are eight times as long; their caches, in MiB.
+# Of each client on the other servers; their caches in host memory, in MiB.
 CLIENT_ROOM, CACHE_OPTIONS = 8192, ("--cache-ram", "8192")
+STARTED = perf_counter()
 IGNORE_END = {"ignore_eos": True}
 NEXT = "{before}{answer}<|im_end|>\n" + CHAT.format(prompt="{number} short tests of this function, please.")
 NOTES = (
@@ -79,18 +79,9 @@ NOTES = (
 )
 
 
-class Progress:
-    """Says on stderr what has been measured, and after how many seconds."""
-
-    def __init__(self) -> None:
-        self._started = perf_counter()
-
-    def __call__(self, text: str) -> None:
-        """Print one line."""
-        print(f"{perf_counter() - self._started:6.0f} s  {text}", file=sys.stderr, flush=True)
-
-
-say = Progress()
+def say(text: str) -> None:
+    """Print what has been measured, and after how many seconds."""
+    print(f"{perf_counter() - STARTED:6.0f} s  {text}", file=sys.stderr, flush=True)
 
 
 def ratio(value: float | None, other: float | None) -> float | None:
@@ -116,7 +107,11 @@ def with_room(config: Path, directory: Path) -> Path:
 
 
 def measure_passes(job: Job, tokens: list[int], lengths: Sequence[int]) -> list[Row]:
-    """The cost of a pass by the tokens before it and its rows, of which all have logits."""
+    """The cost of a pass by the tokens before it and its rows, of which all have logits.
+
+    Returns:
+        Rows with `growth`, the cost as a share of that after CONTEXT tokens, and `v`, as a share of that of one row.
+    """
     worker = Worker("ours-long", ENGINES["ours"](None), Setting(str(job.target), job.threads, tokens))
     seconds: dict[tuple[int, int], list[float]] = {}
     with ExitStack() as stack:
@@ -135,7 +130,7 @@ def measure_passes(job: Job, tokens: list[int], lengths: Sequence[int]) -> list[
             "tokens": context,
             "rows": rows,
             "ms": round(1000 * time, 2),
-            f"of its cost after {CONTEXT}": round(time / times[CONTEXT, rows], 3),
+            "growth": round(time / times[CONTEXT, rows], 3),
             "v": round(time / times[context, 1], 3),
             "passes": len(seconds[context, rows]),
         }
@@ -149,6 +144,12 @@ def measure_passes(job: Job, tokens: list[int], lengths: Sequence[int]) -> list[
 def first_token(endpoint: Endpoint, text: str) -> float:
     """Seconds to the first token of an answer."""
     return checked(endpoint, stream(endpoint, text, SHORT_ANSWER)).ttft
+
+
+def warmed(endpoint: Endpoint) -> Endpoint:
+    """A server that has answered."""
+    first_token(endpoint, CHAT.format(prompt="Hello!"))
+    return endpoint
 
 
 def second_turn(prompt: Prompt, answer: str, number: int) -> str:
@@ -243,7 +244,7 @@ def prompts_that_begin_alike(endpoint: Endpoint, prompts: list[Prompt]) -> list[
 
 @dataclass
 class Run:
-    """Servers, the file of results, and notes; `ours` is in mode auto, then off."""
+    """Our server in mode auto and off, the settings of the others, the file of results, and notes."""
 
     job: Job
     settings: Sequence[str]
@@ -262,10 +263,10 @@ class Run:
         return value
 
     def peers(self, stack: ExitStack, job: Job, options: Sequence[str] = ()) -> list[Endpoint]:
-        """The other servers, with their caches in use."""
+        """The other servers, with prompts cached."""
         processes, failures = start(stack, job, self.settings, options)
         self.notes += [f"{name} did not run: {reason}" for name, reason in failures.items()]
-        return [replace(process.endpoint(name), extra=IGNORE_END) for name, process in processes.items()]
+        return [warmed(replace(process.endpoint(name), extra=IGNORE_END)) for name, process in processes.items()]
 
     def conversations(self, prompts: dict[int, list[Prompt]], others: list[Prompt]) -> list[Row]:
         """Measure all lengths, one after the other."""
@@ -332,7 +333,7 @@ def main() -> None:
             print_table("passes of our engine", passes)
         if {CONVERSATIONS, CLIENTS} & {*parts}:
             modes = specserve_modes(start_specserve(stack, config, options.port))
-            run.ours = [replace(mode, extra=mode.extra | IGNORE_END) for mode in modes]
+            run.ours = [warmed(replace(mode, extra=mode.extra | IGNORE_END)) for mode in modes]
             run.processes = specserve_processes(options.port)
         if CONVERSATIONS in parts:
             rows = run.conversations(conversations, others)

@@ -271,7 +271,7 @@ class Run:
     def conversations(self, prompts: dict[int, list[Prompt]], others: list[Prompt]) -> list[Row]:
         """Measure all lengths, one after the other."""
         with ExitStack() as stack:
-            peers = self.peers(stack, replace(self.job, slots=1))
+            peers = self.peers(stack, replace(self.job, context_length=ROOM))
             names = [peer.name for peer in peers]
             found = {
                 length: self.measured(

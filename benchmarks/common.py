@@ -8,7 +8,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -87,18 +87,23 @@ def describe_machine() -> Row:
     }
 
 
-def with_interference(measure: Callable[[], Result]) -> tuple[Result, float]:
-    """Call `measure`; returns its result and the number of cores that other processes used meanwhile."""
-    others, started = _cpu_seconds_of_others(), perf_counter()
+def with_interference(measure: Callable[[], Result], servers: Sequence[psutil.Process] = ()) -> tuple[Result, float]:
+    """Call `measure`; returns its result and the number of cores that other processes used meanwhile.
+
+    Args:
+        measure: what is called.
+        servers: processes that belong to the measurement and are no children of this one.
+    """
+    others, started = _cpu_seconds_of_others(servers), perf_counter()
     result = measure()
-    return result, (_cpu_seconds_of_others() - others) / (perf_counter() - started)
+    return result, (_cpu_seconds_of_others(servers) - others) / (perf_counter() - started)
 
 
-def _cpu_seconds_of_others() -> float:
-    """CPU seconds since boot that neither this process nor its children used, time stolen by the host included."""
+def _cpu_seconds_of_others(servers: Sequence[psutil.Process]) -> float:
+    """CPU seconds since boot of processes that have no part in a measurement, time stolen by the host included."""
     system, own = psutil.cpu_times(), psutil.Process()
     busy = system.user + system.nice + system.system + system.irq + system.softirq + system.steal
-    for process in (own, *own.children()):
+    for process in (own, *own.children(), *servers):
         times = process.cpu_times()
         busy -= times.user + times.system
     ended_children = own.cpu_times()

@@ -19,6 +19,8 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 MARK = "pass: "
+# Maximum rows of a pass.
+MOST_ROWS = 512
 # Decode steps of OpenVINO in one request.
 OPENVINO_STEPS = 4
 
@@ -67,9 +69,19 @@ def load_llama(kernels_mode: str, setting: Setting) -> Runner:
         n_slots=1,
         context_length=2 * most,
         threads=setting.threads,
-        max_rows=most,
+        max_rows=min(most, MOST_ROWS),
         max_logits=64,
     )
+
+    def fill(context: int) -> None:
+        """Cache so many tokens: where the engine can copy them, those of the first pass again and again."""
+        engine.truncate(0, 0)
+        for first in range(0, context, engine.max_rows):
+            positions = range(first, min(context, first + engine.max_rows))
+            if first and engine.token_bytes is not None:
+                engine.load(0, engine.save(0, 0, len(positions)))
+            else:
+                engine.forward([Row(setting.tokens[position], 0, position, False) for position in positions])
 
     def run(asked: Pass) -> Outcome:
         end = asked.context + asked.rows
@@ -78,8 +90,7 @@ def load_llama(kernels_mode: str, setting: Setting) -> Runner:
             for position, token in enumerate(setting.tokens[:end])
         ]
         if engine.cached_len(0) < asked.context:
-            engine.truncate(0, 0)
-            engine.forward([row._replace(wants_logits=False) for row in rows[: asked.context]])
+            fill(asked.context)
         engine.truncate(0, asked.context)
         started = perf_counter()
         logits = engine.forward(rows[asked.context :])

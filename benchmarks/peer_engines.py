@@ -280,8 +280,16 @@ def command(job: Job, name: str) -> Command:
     return Command([*found.arguments, *arguments], found.environment, found.ready)
 
 
-def start(stack: ExitStack, job: Job, names: Iterable[str]) -> tuple[dict[str, ServerProcess], dict[str, str]]:
+def start(
+    stack: ExitStack, job: Job, names: Iterable[str], options: Iterable[str] = ()
+) -> tuple[dict[str, ServerProcess], dict[str, str]]:
     """Start servers one after the other; the stack stops them.
+
+    Args:
+        stack: stops the servers.
+        job: what they serve.
+        names: of their settings.
+        options: further ones of each command line, which replace earlier ones of the same name.
 
     Returns:
         Those that are ready, and why the others are not, by name.
@@ -291,7 +299,8 @@ def start(stack: ExitStack, job: Job, names: Iterable[str]) -> tuple[dict[str, S
         try:
             found = command(job, name)
             log = PEERS / "logs" / f"{name.replace(' ', '-')}.log"
-            process = ServerProcess(found.arguments, log, environment=found.environment, ready=found.ready)
+            arguments = [*found.arguments, *options]
+            process = ServerProcess(arguments, log, environment=found.environment, ready=found.ready)
             stack.callback(process.stop)
             process.wait_ready()
         except EnvironmentFailure as reason:

@@ -130,12 +130,17 @@ def specserve_endpoint(port: int) -> Endpoint:
     return Endpoint("specserve", url, resident_mib=partial(_worker_mib, port))
 
 
+def specserve_processes(port: int, program: str = "") -> list[psutil.Process]:
+    """TorchServe's processes at a port whose command lines contain `program`."""
+    state = str(State.of(port).directory)
+    commands = ((process, " ".join(process.info["cmdline"] or ())) for process in psutil.process_iter(["cmdline"]))
+    return [process for process, command in commands if state in command and program in command]
+
+
 def _worker_mib(port: int) -> int:
     """Resident memory in MiB of the TorchServe worker that serves the model."""
-    state = str(State.of(port).directory)
-    workers = ((process, " ".join(process.info["cmdline"] or ())) for process in psutil.process_iter(["cmdline"]))
-    mine = (process for process, command in workers if "model_service_worker" in command and state in command)
-    return sum(int(process.memory_info().rss) >> 20 for process in mine)
+    workers = specserve_processes(port, "model_service_worker")
+    return sum(int(process.memory_info().rss) >> 20 for process in workers)
 
 
 @dataclass

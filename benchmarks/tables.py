@@ -13,6 +13,7 @@ from statistics import mean
 
 from charts import best_settings
 from common import FAMILIES
+from long_prompts_table import long_prompts
 from result_tables import Column, Results, on_machines, own_titles, read_results, section, side_by_side, table
 
 PAGE = Path(__file__).parent / "RESULTS.md"
@@ -36,13 +37,13 @@ SIMULATED = {
     "2 cores, fast memory, our kernels, 3B by 0.5B": "3B, Zen 4",
 }
 # Of the longest gaps, those that have a row.
-WORST = 7
+WORST = 5
 INTRODUCTION = """# Results
 
-Two cores of shared machines, an AMD EPYC of Zen 5 and one of Zen 4. The pair is Qwen2.5-Coder 1.5B as published
-(Q4_K_M), drafted for by the 0.5B in pure Q4_0; the 3B is cost-matched: the text of the 1.5B at the cost of Qwen2.5 3B.
-Compare within a run, in which engines and modes take turns; from run to run ratios vary by a tenth. `tables.py` writes
-this page from the linked files, which have the whole commands. Conclusions: [decisions](decisions/README.md)."""
+Two cores of shared machines, an AMD EPYC of Zen 5 and one of Zen 4. The pair is Qwen2.5-Coder 1.5B as published \
+(Q4_K_M), drafted for by the 0.5B in pure Q4_0; the 3B is cost-matched: the text of the 1.5B at the cost of Qwen2.5 \
+3B. Compare within a run, in which engines and modes take turns; from run to run ratios vary by a tenth. `tables.py` \
+writes this page from the linked files, which have the whole commands. Conclusions: [decisions](decisions/README.md)."""
 
 
 def span(values: Iterable[float]) -> str:
@@ -213,7 +214,7 @@ def schemas(results: Results) -> list[str]:
         f"{generated} could be generated."
     )
     rows = [[row["set"], f"{row['accepted']:,} of {row['schemas']:,}"] for row in sets]
-    lines = side_by_side(["set", "accepted"], rows, 3)
+    lines = side_by_side(["set", "accepted"], rows, 5)
     return section("Which schemas are accepted?", answer, lines, results, ("schemas", "schema_suite"))
 
 
@@ -302,7 +303,7 @@ def sensitivity(results: Results) -> list[str]:
         "The most that half and twice of one (of odds and fading shares, see there) change the mean and the slowest "
         "recorded text, in times plain decoding, on three machines; [why they stay](decisions/constants.md)."
     )
-    lines = side_by_side(["constant", "mean, slowest"], rows, 4)
+    lines = side_by_side(["constant", "mean, slowest"], rows, 6)
     return section("How much do the controller's constants matter?", answer, lines, results, [name])
 
 
@@ -312,6 +313,7 @@ QUESTIONS = (
     several_clients,
     cost_of_a_pass,
     other_engines,
+    long_prompts,
     perplexity,
     schemas,
     torchserve,

@@ -35,6 +35,10 @@ def _cores(value: object) -> object:
 Cores = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_cores), Field(min_length=1)]
 
 
+# How keys and values are kept: 16 or 8 bits a number.
+CacheType = Literal["f16", "q8_0"]
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -142,6 +146,11 @@ class HandlerConfig(_Section):
         ge=64,
         description="Maximum tokens of prompt and output, per sequence; default: 32768, or less if the model was "
         "trained with less or `cache_tokens` is less.",
+    )
+    cache_type: CacheType = Field(
+        default="f16",
+        description="Precision of the target's KV cache: f16, or q8_0 for half the memory a token (what that costs in "
+        "quality: benchmarks/perplexity.py).",
     )
     cache_tokens: int = Field(
         default=32768,

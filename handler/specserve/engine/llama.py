@@ -6,12 +6,12 @@ import ctypes
 import logging
 from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Literal
 
 import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
+from specserve.config import CacheType
 from specserve.engine import kernels
 from specserve.engine.attention_cache import AttentionCache
 from specserve.engine.base import FloatArray, Row
@@ -22,8 +22,6 @@ from specserve.errors import EngineError, ModelLoadError
 
 logger = logging.getLogger(__name__)
 
-# How keys and values are kept: 16 or 8 bits a number.
-CacheType = Literal["f16", "q8_0"]
 
 # Types of ggml.h, which llama-cpp-python does not export.
 _TYPES: dict[CacheType, int] = {"f16": 1, "q8_0": 8}
@@ -89,8 +87,10 @@ class LlamaEngine:
         params.no_perf = True
         context = llama_cpp.llama_init_from_model(model.pointer, params)
         if context is None:
+            or_type = "" if cache_type == "f16" else f", or it cannot be in {cache_type}: use `cache_type: f16`"
             raise ModelLoadError(
-                f"{model.path}: no memory for a KV cache of {self.n_cells} tokens; lower `cache_tokens` or `sequences`."
+                f"{model.path}: no memory for a KV cache of {self.n_cells} tokens: lower `cache_tokens` or `sequences`"
+                f"{or_type}."
             )
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
@@ -292,19 +292,6 @@ class LlamaEngine:
     def _remove_from(self, slot: int, length: int) -> bool:
         """Remove a slot's tokens from `length` on; False if this kind of cache does not support it."""
         return bool(llama_cpp.llama_memory_seq_rm(self._memory, slot, length, -1))
-
-    @property
-    def token_bytes(self) -> int | None:
-        """None: it cannot save yet."""
-        return None
-
-    def save(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
-        """Refuse; see `token_bytes`."""
-        raise EngineError(f"Tokens {start} to {end} of slot {slot} cannot be saved.")
-
-    def load(self, slot: int, saved: NDArray[np.uint8]) -> None:
-        """Refuse; see `token_bytes`."""
-        raise EngineError(f"{len(saved)} tokens cannot be loaded into slot {slot}.")
 
     def close(self) -> None:
         """Free the context."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from specserve.config import HandlerConfig, ModelConfig, processor
+from specserve.config import CacheType, HandlerConfig, ModelConfig, processor
 from specserve.cores import usable_cores
 from specserve.engine import kernels
 from specserve.engine.draft_head import DraftHead
@@ -151,6 +151,7 @@ def open_engines(
         _MAX_LOGITS,
         n_cells=config.cache_tokens,
         max_alternatives=_MAX_ALTERNATIVES if draft_model else 0,
+        cache_type=config.cache_type,
     )
     target_cost = costs.measure(target, target_model.path)
     draft, draft_cost = None, None
@@ -229,6 +230,7 @@ def _engine(
     n_cells: int | None = None,
     head: DraftHead | None = None,
     max_alternatives: int = 0,
+    cache_type: CacheType = "f16",
 ) -> LlamaEngine:
     engine = LlamaEngine(
         model,
@@ -241,6 +243,7 @@ def _engine(
         head=head,
         max_alternatives=max_alternatives,
         pool=placement.pool,
+        cache_type=cache_type,
     )
     _report_share(model, engine.computed)
     return engine

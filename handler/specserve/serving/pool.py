@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 
-from specserve.config import HandlerConfig
+from specserve.config import CacheType, HandlerConfig
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ModelLoadError
 
@@ -13,8 +14,9 @@ logger = logging.getLogger(__name__)
 # The most tokens of a sequence in the draft model's cache: it needs the last `speculation.window` of them, and reads as
 # many again each time that these are used up. No command prints it.
 DRAFT_LENGTH = 2048
-# Bytes of a number in a KV cache, in half precision.
-_VALUE = 2
+# Bytes of a number in a KV cache. Beside it specserve's attention keeps 4 bytes for each head, and of q8_0 one more for
+# each 32 numbers: 1/16 of a byte a number with heads of 64.
+_VALUE: dict[CacheType, float] = {"f16": 2 + 1 / 16, "q8_0": 34 / 32 + 1 / 16 + 1 / 32}
 # Memory beside weights and KV caches, for the buffers of passes, logits, grammars and Python, in bytes; the worker
 # stays below (tests/real/test_memory.py).
 _REST = 400 * 2**20
@@ -48,8 +50,10 @@ def fitted(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None, 
     # More than all sequences can hold would never be used.
     wanted = min(max(config.cache_tokens, context_length), config.sequences * context_length)
     least = context_length if "context_length" in given else min(context_length, _LEAST)
-    cell = target.cell_values * _VALUE
-    drafts = 0 if draft is None else draft.cell_values * _VALUE * config.sequences * min(context_length, DRAFT_LENGTH)
+    cell = math.ceil(target.cell_values * _VALUE[config.cache_type])
+    drafts = (
+        0 if draft is None else draft.cell_values * _VALUE["f16"] * config.sequences * min(context_length, DRAFT_LENGTH)
+    )
     n_cells = min(wanted, max(0, free - drafts - _REST) // max(1, cell))
     if n_cells < least:
         raise ModelLoadError(
@@ -75,5 +79,5 @@ def fitted(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None, 
     return config.model_copy(update={"context_length": min(context_length, n_cells), "cache_tokens": n_cells})
 
 
-def _mib(n_bytes: int) -> str:
+def _mib(n_bytes: float) -> str:
     return f"{n_bytes / _MIB:,.0f} MiB"

@@ -65,6 +65,7 @@ class TokenIndex:
         ranks[self._singles[1:]] = np.cumsum(~is_again, dtype=ranks.dtype)
         self._seconds = seconds[np.argsort(ranks[seconds], kind="stable")]
         self._pairs = _pair(text[self._seconds - 1], text[self._seconds])
+        self._ends = self._seconds + 1
 
     def positions(self, token: int) -> Integers:
         """The positions of a token, ascending."""
@@ -73,7 +74,7 @@ class TokenIndex:
     def ends(self, first: int, second: int) -> Integers:
         """The positions after each occurrence of a pair of tokens, ascending."""
         pair = _pair(first, second)
-        return self._seconds[slice(*self._pairs.searchsorted((pair, pair + 1)))] + 1
+        return self._ends[slice(*self._pairs.searchsorted((pair, pair + 1)))]
 
     def runs(self, lengths: abc.Sequence[int]) -> Iterator[Runs]:
         """The runs of these lengths that the text has more than once.

@@ -24,6 +24,7 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -131,6 +132,7 @@ class ReplayEngine:
     max_logits = 64
     max_alternatives = 8
     slot_length = CONTEXT
+    token_bytes = None
 
     def __init__(
         self, replays: list[Replay], width: int, cost: Cost, clock: Clock, n_slots: int, *, draft: bool
@@ -200,6 +202,14 @@ class ReplayEngine:
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """Never called: no two replays share a prefix."""
+        raise NotImplementedError
+
+    def save(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
+        """Never called: there is nothing to save."""
+        raise NotImplementedError
+
+    def load(self, slot: int, saved: NDArray[np.uint8]) -> None:
+        """Never called."""
         raise NotImplementedError
 
     def close(self) -> None:

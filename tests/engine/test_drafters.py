@@ -136,7 +136,7 @@ def indexed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     build, extend = Lookup.__init__, Lookup.extend
 
-    def built(self: Lookup, prompt: abc.Sequence[int]) -> None:
+    def built(self: Lookup, prompt: abc.Sequence[int] = ()) -> None:
         build(self, prompt)
         counts.append(len(prompt))
 

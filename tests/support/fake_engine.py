@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specserve.engine.base import FloatArray, Row
 from specserve.errors import EngineError
@@ -18,6 +19,9 @@ class FakeEngine:
     A row whose position is not the cached length of its slot is an `EngineError`. Every forward pass overwrites the
     logits that the one before has returned. After `fail_after` more forward
     passes one raises an `EngineError`, after `poison_after` more one returns NaN logits; None is never.
+
+    The "keys and values" of a token are the token, its position, and a hash of the tokens before it. So `load` notices
+    those of another position or of another text.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class FakeEngine:
         self.poison_after: int | None = None
         self.slot_length = 4096
         self.width = vocabulary
+        self.token_bytes: int | None = 24
         self._memory = memory
         self._blend = blend
         self._sharpness = sharpness
@@ -110,6 +115,30 @@ class FakeEngine:
         if length > len(self.cache[source]):
             raise EngineError(f"Slot {source} holds {len(self.cache[source])} tokens, {length} asked for.")
         self.cache[destination] = self.cache[source][:length]
+
+    def save(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
+        """Return the tokens, positions and hashes, shape (end - start, 24)."""
+        tokens = self.cache[slot]
+        if not 0 <= start <= end <= len(tokens):
+            raise EngineError(f"Slot {slot} holds {len(tokens)} tokens; {start} to {end} cannot be saved.")
+        rows = [(tokens[n], n, hash(tuple(tokens[:n]))) for n in range(start, end)]
+        return np.array(rows, np.int64).reshape(-1, 3).view(np.uint8)
+
+    def load(self, slot: int, saved: NDArray[np.uint8]) -> None:
+        """Append saved tokens.
+
+        Raises:
+            AssertionError: they were saved from another position, or after other tokens.
+        """
+        tokens = list(self.cache[slot])
+        if len(tokens) + len(saved) > self.slot_length:
+            raise EngineError(f"Slot {slot} has no room for {len(saved)} more tokens.")
+        for token, position, before in np.ascontiguousarray(saved).view(np.int64).tolist():
+            assert position == len(tokens), f"keys of position {position} at {len(tokens)}"
+            assert before == hash(tuple(tokens)), f"keys of another text at {position}"
+            tokens.append(token)
+        self.cache[slot] = tokens
+        self.alternatives.pop(slot, None)
 
     def close(self) -> None:
         """Do nothing."""

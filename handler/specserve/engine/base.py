@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specserve.sampling.distribution import FloatArray
 
 __all__ = ["Engine", "FloatArray", "Row", "Vocabulary"]
@@ -119,6 +122,33 @@ class Engine(Protocol):
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """Replace a slot's cache by the first `length` tokens of another slot, without computing them again."""
+
+    @property
+    def token_bytes(self) -> int | None:
+        """The bytes of a cached token's keys and values in all layers; None if this engine cannot save them."""
+
+    def save(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
+        """Return a copy of the keys and values of a slot's tokens from `start` to `end`, not included.
+
+        Returns:
+            Shape (end - start, `token_bytes`); an array of its own, which the engine does not use again.
+
+        Raises:
+            EngineError: the slot holds fewer tokens.
+        """
+
+    def load(self, slot: int, saved: NDArray[np.uint8]) -> None:
+        """Append tokens to a slot, whose keys and values were saved from the same positions of the same text.
+
+        Nothing is computed, and whatever is computed from them has the same bits as where they were saved.
+
+        Args:
+            slot: what it holds are the tokens before these.
+            saved: shape (tokens, `token_bytes`), as `save` has returned it.
+
+        Raises:
+            EngineError: they do not fit; the cache is unchanged.
+        """
 
     def close(self) -> None:
         """Free the memory; the engine cannot be used afterwards."""

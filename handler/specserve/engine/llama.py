@@ -9,6 +9,7 @@ from contextlib import nullcontext
 
 import llama_cpp
 import numpy as np
+from numpy.typing import NDArray
 
 from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
@@ -234,6 +235,19 @@ class LlamaEngine:
     def _remove_from(self, slot: int, length: int) -> bool:
         """Remove a slot's tokens from `length` on; False if this kind of cache does not support it."""
         return bool(llama_cpp.llama_memory_seq_rm(self._memory, slot, length, -1))
+
+    @property
+    def token_bytes(self) -> int | None:
+        """None: it cannot save yet."""
+        return None
+
+    def save(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
+        """Refuse; see `token_bytes`."""
+        raise EngineError(f"Tokens {start} to {end} of slot {slot} cannot be saved.")
+
+    def load(self, slot: int, saved: NDArray[np.uint8]) -> None:
+        """Refuse; see `token_bytes`."""
+        raise EngineError(f"{len(saved)} tokens cannot be loaded into slot {slot}.")
 
     def close(self) -> None:
         """Free the context."""

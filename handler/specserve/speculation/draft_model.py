@@ -31,8 +31,8 @@ class PassResult(NamedTuple):
 class DraftModel:
     """A small model that drafts tokens.
 
-    It need not read a whole sequence, since its drafts are verified: where it lags by more than `window` tokens it
-    begins anew that far before the end. At most `max_rows` tokens are read in a pass, the shortest catch-up first; a
+    It need not read a whole sequence, since its drafts are verified: where it lags by more than `window` tokens, or a
+    slot has no room for more, it begins anew that far before the end. At most `max_rows` tokens are read in a pass, the shortest catch-up first; a
     prefix that another slot holds is copied.
 
     Args:
@@ -42,7 +42,7 @@ class DraftModel:
         max_rows: the most tokens of a pass; at least two for every slot, so that a sequence that has caught up is
             never delayed.
         vocabulary: the width of the target's rows.
-        context_length: that the small model was trained for, in tokens.
+        context_length: the most tokens of a slot: what it has room for, and what the small model was trained for.
     """
 
     def __init__(
@@ -59,7 +59,13 @@ class DraftModel:
 
     def catch_up(self, step: Step) -> int:
         """How many tokens it reads before it can draft the next one."""
+        if self._is_full(step):
+            return self._window
         return min(step.length - self.cache.end(step.sequence.slot), self._window)
+
+    def _is_full(self, step: Step) -> bool:
+        """Whether the slot has no room for all that it would hold, so that it begins anew."""
+        return step.length - self.cache.start(step.sequence.slot) > self._context_length
 
     def can_read(self, step: Step) -> bool:
         """Whether its vocabulary has every token that it would have to read."""
@@ -130,7 +136,7 @@ class DraftModel:
                 return False
             if source != slot and prefixes[source] >= earliest:
                 cache.copy(source, slot, prefixes[source])
-        if cache.end(slot) < earliest or step.length - cache.start(slot) > self._context_length:
+        if cache.end(slot) < earliest or self._is_full(step):
             cache.restart(slot, max(0, earliest))
         return True
 

@@ -31,9 +31,9 @@ class PassResult(NamedTuple):
 class DraftModel:
     """A small model that drafts tokens.
 
-    It need not read a whole sequence, since its drafts are verified: where it lags by more than `window` tokens, or a
-    slot has no room for more, it begins anew that far before the end. At most `max_rows` tokens are read in a pass, the shortest catch-up first; a
-    prefix that another slot holds is copied.
+    It need not read a whole sequence, since its drafts are verified: where it lags by more than `window` tokens, or its
+    slot has no room for more, it begins anew that far before the end. At most `max_rows` tokens are read in a pass, the
+    shortest catch-up first; a prefix that another slot holds is copied.
 
     Args:
         cache: the model's KV cache; its slots are those of the target.

@@ -206,6 +206,20 @@ def test_a_prompt_longer_than_a_round_indexes_is_indexed_by_itself(monkeypatch: 
     assert proposed == [[True, False], [True, True]]
 
 
+def test_answers_that_share_a_long_prompt_begin_in_the_round_after_it_was_indexed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To begin an answer takes an eighth of the time in which its prompt is indexed."""
+    monkeypatch.setattr(proposers, "_INDEXED_A_ROUND", 800)
+    proposer = LookupProposer()
+    sequences = [Sequence([1, 2] * 400, GREEDY, SpeculationParams(3), max_tokens=9) for _ in range(12)]
+    began = []
+    for _ in range(3):
+        proposer.begin_round()
+        began.append(sum(bool(proposer.propose(sequence, [], 4).tokens) for sequence in sequences))
+    assert began == [1, 9, 12]
+
+
 @pytest.mark.parametrize("drafter", ["lookup", "prediction"])
 def test_a_round_catches_up_with_a_bounded_number_of_tokens(drafter: str) -> None:
     """Then the offers are those of a proposer that was asked all the time."""

@@ -23,10 +23,11 @@ from specserve.speculation.token_index import TokenIndex
 # learns from then on what verification shows.
 _FORCED_CONFIDENCE = 0.9
 
-# Tokens of prompts, and of predictions, that are indexed in a round, but at least one text; 32,768 take 9 ms of a
-# core of an EPYC where a word is repeated, and 12 in the worst text found. And tokens of answers in which lookups, and
-# alignments, catch up in a round: 2 to 5 ms (no command prints these; benchmarks/worst_cases.py has the repeated word).
-_INDEXED_A_ROUND, _CAUGHT_UP_A_ROUND = 32_768, 256
+# Tokens of prompts, and of predictions, that are indexed in a round, but at least one text: 32,768 take 7 ms of a core
+# of an EPYC where a word is repeated, and 11 in the worst text found. To begin a sequence's own from an index counts as
+# an eighth of that. And tokens of answers in which lookups, and alignments, catch up in a round: 2 to 5 ms (no command
+# prints these; benchmarks/worst_cases.py has the repeated word).
+_INDEXED_A_ROUND, _BEGIN_SHARE, _CAUGHT_UP_A_ROUND = 32_768, 8, 256
 
 
 class Proposer(Protocol):
@@ -225,8 +226,18 @@ class _Followers(Generic[IndexT, FollowerT]):
         """What has all tokens of a sequence; None if that would take the round too long."""
         known = self._by_sequence.of(sequence)
         if not known:
-            if (index := self._index(self._text(sequence))) is None:
+            if self._indexed >= _INDEXED_A_ROUND:
                 return None
+            text = self._text(sequence)
+            index = next((index for index, indexed in self._indices.items() if indexed == text), None)
+            work = len(text) if index is None else len(text) // _BEGIN_SHARE
+            if self._indexed and self._indexed + work > _INDEXED_A_ROUND:
+                return None
+            self._indexed += work
+            if index is None:
+                index = self._build(text)
+                self._indices[index] = text
+            self._last = index
             known.append((index, self._begin(index)))
         [(_, follower)] = known
         have = len(follower) + (0 if self._has_prompt else sequence.prompt_length)
@@ -234,18 +245,6 @@ class _Followers(Generic[IndexT, FollowerT]):
         follower.extend(missing)
         self._caught_up += len(missing)
         return follower if have + len(missing) == len(sequence.tokens) else None
-
-    def _index(self, text: list[int]) -> IndexT | None:
-        """The index of a text; None if this round builds no more."""
-        index = next((index for index, indexed in self._indices.items() if indexed == text), None)
-        if index is None:
-            if self._indexed and self._indexed + len(text) > _INDEXED_A_ROUND:
-                return None
-            self._indexed += len(text)
-            index = self._build(text)
-            self._indices[index] = text
-        self._last = index
-        return index
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what is known of a sequence."""

@@ -39,7 +39,7 @@ def prefill_chunk(
 
     Args:
         cost: of the target's passes.
-        kv_len: tokens of its cache that a row attends to.
+        kv_len: tokens of its cache that a row of the chunk attends to.
         rows: of the round without the chunk.
         decoding: how many sequences decode.
         others: how many wait or prefill.

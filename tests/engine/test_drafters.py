@@ -235,9 +235,9 @@ def test_a_round_catches_up_with_a_bounded_number_of_tokens(drafter: str) -> Non
     expected = always.propose(sequence, [], 4)
     work: list[int] = []
     offers: list[Offer] = []
-    for _ in range(8):
+    for _ in range(16):
         late.begin_round()
         work.append(lines_run(lambda: offers.append(late.propose(sequence, [], 4))))
-    assert offers == [([], [])] * 7 + [expected]
+    assert offers == [([], [])] * 15 + [expected]
     assert len(expected.tokens) == 4
     assert max(work) < sum(work) / 4

@@ -25,8 +25,8 @@ _FORCED_CONFIDENCE = 0.9
 
 # Tokens of prompts, and of predictions, that are indexed in a round, but at least one text: 32,768 take 7 ms of a core
 # of an EPYC where a word is repeated, and 11 in the worst text found. To begin a sequence's own from an index counts as
-# an eighth of that. And tokens of answers in which lookups, and alignments, catch up in a round: 2 and 5 ms in the worst
-# texts found (no command prints these; benchmarks/worst_cases.py has the repeated word).
+# an eighth of that. And tokens of answers in which lookups, and alignments, catch up in a round: 2 and 5 ms in the
+# worst texts found (no command prints these; benchmarks/worst_cases.py has the repeated word).
 _INDEXED_A_ROUND, _BEGIN_SHARE, _CAUGHT_UP_A_ROUND = 32_768, 8, 128
 
 

@@ -42,7 +42,7 @@ class DraftModel:
         max_rows: the most tokens of a pass; at least two for every slot, so that a sequence that has caught up is
             never delayed.
         vocabulary: the width of the target's rows.
-        context_length: the most tokens of a slot: what it has room for, and what the small model was trained for.
+        context_length: the most tokens of a slot; a longer sequence begins anew near its end.
     """
 
     def __init__(
@@ -62,10 +62,6 @@ class DraftModel:
         if self._is_full(step):
             return self._window
         return min(step.length - self.cache.end(step.sequence.slot), self._window)
-
-    def _is_full(self, step: Step) -> bool:
-        """Whether the slot has no room for all that it would hold, so that it begins anew."""
-        return step.length - self.cache.start(step.sequence.slot) > self._context_length
 
     def can_read(self, step: Step) -> bool:
         """Whether its vocabulary has every token that it would have to read."""
@@ -140,6 +136,10 @@ class DraftModel:
         if cache.end(slot) < earliest or self._is_full(step):
             cache.restart(slot, max(0, earliest))
         return True
+
+    def _is_full(self, step: Step) -> bool:
+        """Whether a slot has no room for what its sequence has become."""
+        return step.length - self.cache.start(step.sequence.slot) > self._context_length
 
     def _shared(self, step: Step, other: Step, end: int) -> int:
         """How many leading tokens of a step another one will share with it once it is read up to a position."""

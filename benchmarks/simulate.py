@@ -286,6 +286,7 @@ class Simulation:
         draft: the draft's.
         speculation: the policy.
         window: tokens that the draft reads back where it joins a sequence.
+        draft_context: the most tokens of a sequence that the draft holds.
         slots: sequences decoded at the same time.
         max_wait_seconds: extra latency that prefill may add to a decoding round.
         auto: the policy of mode `auto`; None for the controller's.
@@ -298,6 +299,7 @@ class Simulation:
         speculation: SpeculationParams,
         *,
         window: int = 128,
+        draft_context: int = CONTEXT,
         slots: int = 1,
         max_wait_seconds: float = math.inf,
         auto: Policy | None = None,
@@ -311,6 +313,7 @@ class Simulation:
             self._controller.policies["auto"] = auto
         self._speculation = speculation
         self._window = window
+        self._draft_context = draft_context
         self._slots = slots
         self._max_wait_seconds = max_wait_seconds
 
@@ -328,7 +331,12 @@ class Simulation:
             for table, is_draft in zip(self._tables, (False, True), strict=True)
         )
         model = DraftModel(
-            draft.cache, self._draft_cost, window=self._window, max_rows=64, vocabulary=width, context_length=CONTEXT
+            draft.cache,
+            self._draft_cost,
+            window=self._window,
+            max_rows=64,
+            vocabulary=width,
+            context_length=self._draft_context,
         )
         scheduler = Scheduler(
             target.cache,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fake_engine import FakeEngine
 from fake_placement import FakeMachine, placement_on
+from measured_engine import MeasuredEngine
 from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.errors import EngineError, ModelLoadError
@@ -15,16 +15,15 @@ from specserve.serving.costs import Costs
 from specserve.speculation.cost import Cost
 
 
-class Machine(FakeEngine):
+class Machine(MeasuredEngine):
     """An engine whose passes take a time that the test sets, more with fewer threads; `costs` says with how many."""
 
     def __init__(self) -> None:
-        super().__init__(vocabulary=50, n_slots=2)
-        self.now, self.slow, self.passes = 0.0, 1.0, 0
+        super().__init__(n_slots=2)
+        self.now, self.slow = 0.0, 1.0
         self.costs = Costs(placement_on(FakeMachine(4)), clock=lambda: self.now)
 
     def forward(self, rows: list[Row]) -> FloatArray:
-        self.passes += 1
         self.now += self.slow * len(rows) / len(self.costs.placement.cores)
         return super().forward(rows)
 

@@ -14,10 +14,12 @@ from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.step import Draft, Step
 
 
-def model_and_steps(*lengths: int, window: int = 64) -> tuple[DraftModel, list[Step]]:
+def model_and_steps(*lengths: int, window: int = 64, context_length: int = 8192) -> tuple[DraftModel, list[Step]]:
     """A draft model with empty caches, and prompts of these lengths, each in a slot of its own."""
     cache = KVCache(FakeEngine(vocabulary=VOCABULARY, n_slots=SLOTS))
-    model = DraftModel(cache, proportional(), window=window, max_rows=8, vocabulary=VOCABULARY, context_length=8192)
+    model = DraftModel(
+        cache, proportional(), window=window, max_rows=8, vocabulary=VOCABULARY, context_length=context_length
+    )
     steps = [Step(Sequence([1] * n, GREEDY, SpeculationParams(3), max_tokens=9), 0, n, 5) for n in lengths]
     for slot, step in enumerate(steps):
         step.sequence.slot = slot
@@ -36,6 +38,17 @@ def test_read_gives_the_rows_of_each_sequence_shortest_catch_up_first() -> None:
     model, steps = model_and_steps(3, 20)
     assert model.read(steps).n_read == [3, 5]
     assert [model.read(steps[1:]).n_read for _ in range(3)] == [[8], [7], [0]]
+
+
+def test_the_catch_up_that_is_told_is_the_one_that_is_read_also_where_a_slot_is_full() -> None:
+    """The last 6 of 12 tokens are read, then one a draft; 12 tokens fit into the slot, and instead of 13 it has 6."""
+    model, [step] = model_and_steps(12, window=6, context_length=12)
+    told, read = [], []
+    for token in range(9):
+        told.append(model.catch_up(step))
+        read += model.read([step]).n_read
+        step.add(Draft(token, None, "lookup", 0.9), 0.9)
+    assert told == read == [6, 1, 1, 1, 1, 1, 1, 6, 1]
 
 
 def test_read_gives_logits_after_draft_tokens_of_other_drafters() -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import gc
+import random
+from collections import abc
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
 from costs import FixedCost, flat, table
-from fake_pair import ENDLESS, SLOTS, VOCABULARY, FakePair, plain_greedy
-from specserve.sequence import DrafterName, Sequence, SpeculationMode
+from fake_pair import ENDLESS, GREEDY, SLOTS, VOCABULARY, FakePair, plain_greedy
+from specserve.sequence import DrafterName, Sequence, SpeculationMode, SpeculationParams
 from specserve.speculation import proposers
 from specserve.speculation.lookup import Lookup
 from specserve.speculation.offers import Offer
-from specserve.speculation.proposers import LookupProposer, Proposer
+from specserve.speculation.proposers import LookupProposer, PredictionProposer, Proposer
+from work import lines_run
 
 PROMPT = [1, 2, 3]
 
@@ -124,21 +127,26 @@ def test_proposers_are_not_asked_where_not_even_likely_drafts_pay() -> None:
     assert set(asked) == {fixed}
 
 
-# Lookups index prompts in slices
+# A round waits for no index
 
 
 @pytest.fixture
 def indexed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens each call adds to the index of a lookup."""
+    """The tokens of each prompt that is indexed, and the tokens by which a lookup is extended."""
     counts: list[int] = []
-    extend = Lookup.extend
+    build, extend = Lookup.__init__, Lookup.extend
 
-    def counted(self: Lookup, tokens: Iterable[int]) -> None:
+    def built(self: Lookup, prompt: abc.Sequence[int] = ()) -> None:
+        build(self, prompt)
+        counts.append(len(prompt))
+
+    def extended(self: Lookup, tokens: Iterable[int]) -> None:
         before = len(self)
         extend(self, tokens)
         counts.append(len(self) - before)
 
-    monkeypatch.setattr(Lookup, "extend", counted)
+    monkeypatch.setattr(Lookup, "__init__", built)
+    monkeypatch.setattr(Lookup, "extend", extended)
     return counts
 
 
@@ -168,8 +176,11 @@ def test_of_the_prompts_of_finished_sequences_one_at_most_stays_indexed() -> Non
     assert len(lookups() - before) == 1
 
 
-def test_a_round_indexes_a_bounded_number_of_tokens_of_all_sequences_together(indexed: list[int]) -> None:
-    """Three prompts of 3,900 tokens that begin decoding at the same time, as their common prefix was cached."""
+def test_a_round_indexes_one_long_prompt_of_those_that_begin_decoding_together(
+    indexed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of 3,900 tokens, whose common prefix was cached, where a round indexes 5,000."""
+    monkeypatch.setattr(proposers, "_INDEXED_A_ROUND", 5000)
     pair = FakePair(proposers=[LookupProposer()], prefill_rows=200)
     common = [1] * 3899
     pair.run(pair.submit(common, max_tokens=1))
@@ -179,33 +190,54 @@ def test_a_round_indexes_a_bounded_number_of_tokens_of_all_sequences_together(in
         indexed.clear()
         pair.step()
         by_round.append(sum(indexed))
-    assert max(by_round) <= 2048
+    assert max(by_round) < 5000
     assert sum(by_round) > 3 * 3900
     assert all(answer.stats.accepted_by["lookup"] > 0 for answer in answers)
 
 
-def test_lookups_are_the_same_whether_they_were_indexed_in_slices_or_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once all is indexed: of the whole answer where a slice is long enough, of its end where it is short."""
-    answers, offers = [], []
-    propose = Lookup.propose
-    for slice_length in (10_000, 100):
-        made: dict[tuple[int, tuple[int, ...]], Offer] = {}
+def test_a_prompt_longer_than_a_round_indexes_is_indexed_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proposers, "_INDEXED_A_ROUND", 10)
+    proposer = LookupProposer()
+    sequences = [Sequence([n, *[1, 2] * 50], GREEDY, SpeculationParams(3), max_tokens=9) for n in (7, 8)]
+    proposed = []
+    for _ in range(2):
+        proposer.begin_round()
+        proposed.append([bool(proposer.propose(sequence, [], 4).tokens) for sequence in sequences])
+    assert proposed == [[True, False], [True, True]]
 
-        def noted(self: Lookup, drafts: list[int], most: int, made: Any = made) -> Offer:
-            offer = propose(self, drafts, most)
-            made[len(self), tuple(drafts)] = offer
-            return offer
 
-        monkeypatch.setattr(Lookup, "propose", noted)
-        monkeypatch.setattr(proposers, "_INDEXED_A_ROUND", slice_length)
-        pair = FakePair(proposers=[LookupProposer()], prefill_rows=200)
-        answer = pair.submit([n % 7 for n in range(1000)], gamma=1, drafter="lookup", sampling=ENDLESS, max_tokens=60)
-        pair.run()
-        answers.append(answer.answer)
-        offers.append(made)
-    at_once, in_slices = offers
-    assert answers[0] == answers[1]
-    common = at_once.keys() & in_slices.keys()
-    assert len(common) > 10
-    assert all(at_once[key] == in_slices[key] for key in common)
-    assert min(in_slices) > min(at_once)
+def test_answers_that_share_a_long_prompt_begin_in_the_round_after_it_was_indexed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To begin an answer takes an eighth of the time in which its prompt is indexed."""
+    monkeypatch.setattr(proposers, "_INDEXED_A_ROUND", 800)
+    proposer = LookupProposer()
+    sequences = [Sequence([1, 2] * 400, GREEDY, SpeculationParams(3), max_tokens=9) for _ in range(12)]
+    began = []
+    for _ in range(3):
+        proposer.begin_round()
+        began.append(sum(bool(proposer.propose(sequence, [], 4).tokens) for sequence in sequences))
+    assert began == [1, 9, 12]
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "prediction"])
+def test_a_round_catches_up_with_a_bounded_number_of_tokens(drafter: str) -> None:
+    """Then the offers are those of a proposer that was asked all the time."""
+    text = random.Random(1).choices(range(5), k=2000)
+    proposer = {"lookup": LookupProposer, "prediction": PredictionProposer}[drafter]
+    late, always = proposer(), proposer()
+    sequence = Sequence([1, 2], GREEDY, SpeculationParams(3), max_tokens=3000, prediction=text * 2)
+    for token in text:
+        always.begin_round()
+        always.propose(sequence, [], 4)
+        sequence.tokens.append(token)
+    always.begin_round()
+    expected = always.propose(sequence, [], 4)
+    work: list[int] = []
+    offers: list[Offer] = []
+    for _ in range(16):
+        late.begin_round()
+        work.append(lines_run(lambda: offers.append(late.propose(sequence, [], 4))))
+    assert offers == [([], [])] * 15 + [expected]
+    assert len(expected.tokens) == 4
+    assert max(work) < sum(work) / 4

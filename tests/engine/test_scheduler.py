@@ -159,6 +159,37 @@ def test_prefill_chunks_delay_others_no_longer_than_configured(gamma: int) -> No
     assert not short.done
 
 
+def test_a_short_prompts_chunk_is_not_as_narrow_as_one_of_the_long_sequence_that_decodes_beside_it() -> None:
+    """A row takes a second at 512 tokens, and 10 ms at the beginning."""
+    rows = tuple(range(1, 65))
+    by_row = tuple(0.01 * n for n in rows), tuple(float(n) for n in rows)
+    cost = FixedCost(CostTable(rows, (64, 512), by_row))
+    pair = FakePair(prefill_rows=40, max_wait_seconds=20.0, costs=(cost, proportional()))
+    long = pair.submit([n % 7 for n in range(500)], gamma=0, max_tokens=200, request="long")
+    pair.run_until(lambda: long.generated > 1)
+    short = pair.submit([9] * 45, gamma=0, max_tokens=5, request="short")
+    pair.step()
+    assert pair.target_cache.length(short.slot) == 40
+
+
+def test_a_pass_over_short_and_long_sequences_is_observed_at_the_length_of_its_average_row() -> None:
+    """Otherwise the prefill of a short prompt beside a long sequence would make the machine seem faster."""
+    observed: list[tuple[int, int]] = []
+
+    class Watched(FixedCost):
+        def observe(self, rows: int, kv_len: int, seconds: float) -> None:
+            del seconds
+            observed.append((rows, kv_len))
+
+    pair = FakePair(prefill_rows=19, costs=(Watched(proportional().table), proportional()))
+    long = pair.submit([n % 7 for n in range(500)], gamma=0, max_tokens=200, request="long")
+    pair.run_until(lambda: long.generated > 1)
+    pair.submit([9] * 45, gamma=0, max_tokens=5, request="short")
+    held = pair.target_cache.length(long.slot)
+    pair.step()
+    assert observed[-2:] == [(1, held - 1), (20, held // 20)]
+
+
 @pytest.mark.parametrize(("requests", "gamma"), [(["a", "b"], 2), (["a", "a"], 6)])
 def test_drafts_delay_other_requests_no_longer_than_configured(requests: list[str], gamma: int) -> None:
     """Every row takes a second in both models, so one draft for each of two sequences takes four."""

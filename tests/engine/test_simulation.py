@@ -67,6 +67,18 @@ def test_drafting_resumes_after_a_long_stretch_without_drafts(seed: int) -> None
     assert plain / adaptive > 1.1
 
 
+@pytest.mark.parametrize("kind", ["easy", "even", "bursty"])
+@pytest.mark.parametrize("machine", [SLOW, OWN_KERNELS])
+def test_drafting_goes_on_where_the_draft_model_begins_anew(machine: str, kind: str) -> None:
+    """Every 384 tokens its slot is full, and it reads the last 128 again: four times at most."""
+    recording = synthetic(kind, length=1600)
+    (free, drafted), (bounded, drafted_anew) = (
+        Simulation(*MACHINES[machine], ADAPTIVE, draft_context=tokens).run(recording) for tokens in (4096, 512)
+    )
+    assert drafted_anew.stats.drafted > 0.95 * drafted.stats.drafted
+    assert bounded < free + 4 * Cost(MACHINES[machine][1]).seconds(128, 512)
+
+
 @pytest.mark.parametrize("machine", [SLOW, MIDDLE])
 @pytest.mark.parametrize("sequences", [4, 8])
 def test_adaptive_does_not_slow_down_concurrent_sequences(machine: str, sequences: int) -> None:

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fake_engine import FakeEngine
+from measured_engine import MeasuredEngine
 from specserve.engine.base import FloatArray, Row
 from specserve.errors import EngineError
 from specserve.speculation.cost import Cost, CostTable
-from specserve.speculation.measure import Interrupted, measure, row_counts, typical
+from specserve.speculation.measure import Interrupted, kv_lengths, measure, row_counts, typical
 
 ROWS = (1, 2, 3, 4, 8)
 # Four rows cost less than two, as with weights that are repacked for four rows.
@@ -37,7 +37,7 @@ def test_cost_is_proportional_to_rows_beyond_the_table() -> None:
 
 
 @given(kv_len=st.integers(0, 5000))
-def test_cost_is_linear_in_kv_length_through_both_measurements(kv_len: int) -> None:
+def test_cost_is_linear_in_kv_length_through_two_measurements(kv_len: int) -> None:
     rounded = kv_len // 64 * 64
     expected = 1 + max(0, rounded - 100) / 200
     assert Cost(TABLE).seconds(1, kv_len) == pytest.approx(expected)
@@ -46,6 +46,56 @@ def test_cost_is_linear_in_kv_length_through_both_measurements(kv_len: int) -> N
 def test_cost_does_not_fall_with_kv_length_even_if_measured_so() -> None:
     table = CostTable((1,), (100, 300), ((1.0,), (0.9,)))
     assert Cost(table).seconds(1, 4000) == 1.0
+
+
+LONG = CostTable((1, 8), (64, 4096, 16_384), ((1.0, 1.2), (2.0, 4.2), (3.0, 16.2)))
+
+
+@pytest.mark.parametrize(
+    ("kv_len", "seconds"),
+    [(0, 1.0), (64, 1.0), (64 + 2016, 1.5), (4096, 2.0), (4096 + 6144, 2.5), (16_384, 3.0), (28_672, 4.0)],
+)
+def test_cost_lies_on_lines_between_the_measured_lengths_and_on_the_last_beyond(kv_len: int, seconds: float) -> None:
+    assert Cost(LONG).seconds(1, kv_len) == pytest.approx(seconds, rel=0.01)
+
+
+rising = st.lists(st.floats(0.1, 10), min_size=2, max_size=2).map(tuple)
+
+
+@given(st.lists(rising, min_size=1, max_size=4), st.lists(st.integers(0, 40_000), min_size=2, max_size=2))
+def test_cost_never_falls_with_the_length_whatever_was_measured(
+    seconds: list[tuple[float, ...]], lengths: list[int]
+) -> None:
+    cost = Cost(CostTable((1, 8), (64, 1000, 4096, 16_384)[: len(seconds)], tuple(seconds)))
+    for rows in (1, 3, 8, 20):
+        assert cost.seconds(rows, min(lengths)) <= cost.seconds(rows, max(lengths))
+
+
+@given(rows=st.integers(0, 40), max_rows=st.integers(0, 40), kv_len=st.integers(0, 30_000))
+def test_costs_of_all_numbers_of_rows_are_those_of_each(rows: int, max_rows: int, kv_len: int) -> None:
+    cost = Cost(LONG)
+    cost.observe(1, kv_len, 7.0)
+    curve = cost.curve(max_rows, kv_len)
+    assert curve.shape == (max_rows + 1,)
+    assert rows > max_rows or curve[rows] == pytest.approx(cost.seconds(rows, kv_len), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rows", "kv_len", "seconds"),
+    [
+        ((1, 2), (64,), ((1.0,),)),
+        ((1,), (64, 320), ((1.0,),)),
+        ((1,), (64,), ((1.0,), (2.0,))),
+        ((2, 1), (64,), ((1.0, 2.0),)),
+        ((1,), (320, 64), ((1.0,), (2.0,))),
+        ((1,), (), ()),
+    ],
+)
+def test_a_table_that_does_not_fit_together_is_refused(
+    rows: tuple[int, ...], kv_len: tuple[int, ...], seconds: tuple[tuple[float, ...], ...]
+) -> None:
+    with pytest.raises(ValueError, match="no seconds for each number of rows"):
+        CostTable(rows, kv_len, seconds)
 
 
 def test_cost_follows_a_machine_that_has_become_slower() -> None:
@@ -213,56 +263,100 @@ def test_both_sides_of_the_edge_of_a_tile_are_measured() -> None:
     assert {16, 17} <= set(row_counts(32))
 
 
-class Machine(FakeEngine):
+class Machine(MeasuredEngine):
     """An engine with its own clock: `true_cost` with relative noise, and a long delay in every seventh pass."""
 
     def __init__(self, noise: float = 0.0) -> None:
-        super().__init__(vocabulary=50, n_slots=1)
+        super().__init__()
         self.now = 0.0
-        self.passes = 0
         self._noise = noise
         self._random = np.random.default_rng(1)
 
     def forward(self, rows: list[Row]) -> FloatArray:
-        self.passes += 1
         noise = 1 + self._random.uniform(-self._noise, self._noise)
-        self.now += noise * true_cost(len(rows), self.kv_len([0])) + (20.0 if self.passes % 7 == 0 else 0.0)
+        self.now += noise * true_cost(len(rows), self.kv_len([0])) + (20.0 if self.passes % 7 == 6 else 0.0)
         return super().forward(rows)
 
 
 def true_cost(rows: int, kv_len: int) -> float:
-    """One second for every four rows begun, and attention to the context for every row."""
-    return -(-rows // 4) + rows * kv_len / 4000
+    """One second for every four rows begun; attention reads the context once, and computes for every row."""
+    return -(-rows // 4) + kv_len / 8000 + rows * kv_len / 4000
 
 
-def test_measurement_finds_a_stepwise_cost_despite_delayed_passes() -> None:
+@pytest.mark.parametrize("slot_length", [4096, 8192, 32_768])
+def test_measurement_finds_a_stepwise_cost_despite_delayed_passes(slot_length: int) -> None:
     machine = Machine()
-    table = measure(machine, clock=lambda: machine.now)
-    cost = Cost(table)
-    for rows in (1, 4, 8, 16, 32):
-        for kv_len in (64, 320, 1024):
-            assert cost.seconds(rows, kv_len) == pytest.approx(true_cost(rows, kv_len), rel=0.02)
+    machine.slot_length = slot_length
+    cost = Cost(measure(machine, clock=lambda: machine.now))
+    for rows in (1, 4, 8, 16, 32, 64):
+        for kv_len in (64, 1024, 4032, slot_length):
+            assert cost.seconds(rows, kv_len) == pytest.approx(true_cost(rows, kv_len), rel=0.05)
     assert machine.cached_len(0) == 0
 
 
-def test_measurement_finds_the_cost_of_context_despite_larger_noise() -> None:
+def test_measurement_of_an_engine_that_cannot_load_prefills_a_short_context() -> None:
+    machine = Machine()
+    machine.token_bytes = None
+    machine.slot_length = 32_768
+    table = measure(machine, clock=lambda: machine.now)
+    assert table.kv_len == (64, 320)
+    assert Cost(table).seconds(16, 320) == pytest.approx(true_cost(16, 320), rel=0.1)
+
+
+def test_measurement_finds_the_cost_of_a_short_context_despite_larger_noise() -> None:
     machine = Machine(noise=0.1)
+    machine.token_bytes = None
     table = measure(machine, clock=lambda: machine.now)
     for rows, short, long in zip(table.rows, *table.seconds, strict=True):
         assert long - short == pytest.approx(rows * (320 - 64) / 4000, rel=0.6)
 
 
-@pytest.mark.parametrize(("context", "max_rows", "max_logits"), [(64, 256, 64), (40, 256, 64), (4096, 6, 3)])
+@pytest.mark.parametrize(
+    ("slot_length", "lengths"),
+    [
+        (64, (16, 32)),
+        (320, (64, 288)),
+        (512, (64, 448)),
+        (2048, (64, 1984)),
+        (4096, (64, 4032)),
+        (8192, (64, 4096)),
+        (12_288, (64, 4096, 12_224)),
+        (16_384, (64, 4096, 16_320)),
+        (32_768, (64, 4096, 16_384)),
+    ],
+)
+def test_lengths_are_measured_as_far_as_a_slot_is_long(slot_length: int, lengths: tuple[int, ...]) -> None:
+    assert kv_lengths(slot_length, can_load=True) == lengths
+    machine = Machine()
+    machine.slot_length = slot_length
+    assert measure(machine, clock=lambda: machine.now).kv_len == lengths
+
+
+@pytest.mark.parametrize(
+    ("slot_length", "can_load", "passes"), [(4096, False, 65), (4096, True, 61), (32_768, True, 78)]
+)
+def test_a_quiet_machine_is_measured_in_few_passes(slot_length: int, can_load: bool, passes: int) -> None:
+    """A length more takes 17; what fills the cache takes one, or five where 320 tokens are prefilled."""
+    machine = Machine()
+    machine.slot_length = slot_length
+    machine.token_bytes = 24 if can_load else None
+    measure(machine, clock=lambda: machine.passes)
+    assert machine.passes == passes
+
+
+@pytest.mark.parametrize(
+    ("context", "max_rows", "max_logits"), [(64, 256, 64), (40, 256, 64), (130, 320, 64), (4096, 6, 3)]
+)
 def test_measurement_stays_within_the_engines_limits(context: int, max_rows: int, max_logits: int) -> None:
     machine = Machine()
     machine.max_rows, machine.max_logits, machine.slot_length = max_rows, max_logits, context
     table = measure(machine, clock=lambda: machine.now)
-    assert table.rows[-1] <= min(max_rows, max_logits)
+    assert table.rows[-1] <= max_rows
     assert max(row.position for row in machine.decoded) < context
 
 
 def test_measurement_needs_one_empty_slot_and_leaves_the_others_alone() -> None:
-    machine = FakeEngine(vocabulary=50, n_slots=2)
+    machine = MeasuredEngine(n_slots=2)
     machine.forward([Row(7, 0, 0, wants_logits=False)])
     measure(machine)
     assert machine.cache == [[7], []]

@@ -24,6 +24,13 @@ def lookup_of(sequence: Sequence[int]) -> Lookup:
     return lookup
 
 
+def lookup_from_prompt(prompt: Sequence[int], answer: Sequence[int]) -> Lookup:
+    """A lookup whose prompt was indexed at once."""
+    lookup = Lookup(prompt).copy()
+    lookup.extend(answer)
+    return lookup
+
+
 def matches(sequence: list[int], run: list[int]) -> tuple[list[int], int]:
     """By trying all positions: where the sequence has the longest suffix of `run` by these lengths, and the length.
 
@@ -92,6 +99,33 @@ def test_confidence_is_the_hit_rate_of_proposals_of_the_same_kind(sequence: list
         if kind is not None:
             rates.add(kind, right=proposal.tokens == [token])
         lookup.extend([token])
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.integers(1, 6).flatmap(blocks),
+    st.integers(0, 300),
+    st.lists(st.lists(st.integers(1, 6), max_size=5), min_size=1, max_size=4),
+)
+def test_a_prompt_indexed_at_once_proposes_what_one_indexed_token_by_token_does(
+    sequence: list[int], prompt_length: int, drafts: list[list[int]]
+) -> None:
+    """Tokens and confidences, bit for bit; every kind of proposal is seen, since the runs of a proposal grow."""
+    at_once = lookup_from_prompt(sequence[:prompt_length], sequence[prompt_length:])
+    by_token = lookup_of(sequence)
+    for run in drafts:
+        assert at_once.propose(run, 40) == by_token.propose(run, 40)
+
+
+@pytest.mark.parametrize("name", ["fibonacci", "two tokens", "many tokens", "copied", "periodic, interrupted"])
+def test_a_long_prompt_indexed_at_once_proposes_what_one_indexed_token_by_token_does(name: str) -> None:
+    """By any of its ends, with tokens of more than 16 bits, and more of them than 16 bits can number."""
+    for length, largest in ((3000, 150_000), (70_000, 2**31 - 1)):
+        sequence = [largest - token for token in SEQUENCES[name](length)]
+        at_once, by_token = lookup_from_prompt(sequence, []), lookup_of(sequence)
+        for start in range(0, length, length // 50):
+            drafts = sequence[start : start + 40]
+            assert at_once.propose(drafts, 20) == by_token.propose(drafts, 20)
 
 
 @settings(deadline=None)
@@ -232,6 +266,20 @@ def test_work_per_token_does_not_grow_with_the_length_of_matches_that_go_on(leng
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
+def test_a_prompt_takes_a_line_a_token_and_answers_share_its_index(name: str) -> None:
+    """What else is done for each token is done by NumPy; a copy has the tokens again, but not the index."""
+    prompt = SEQUENCES[name](32_768)
+    made: list[Lookup] = []
+    assert lines_run(lambda: made.append(Lookup(prompt))) <= 3 * len(prompt)
+    assert lines_run(lambda: made.append(made[0].copy())) <= 1000
+    tracemalloc.start()
+    copies = [made[0].copy() for _ in range(8)]
+    memory, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert memory <= 12 * len(copies) * len(prompt)
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
 @pytest.mark.parametrize("length", [300, 3000])
 def test_memory_per_token_is_bounded_for_any_sequence(name: str, length: int) -> None:
     sequence = SEQUENCES[name](length)
@@ -241,3 +289,15 @@ def test_memory_per_token_is_bounded_for_any_sequence(name: str, length: int) ->
     tracemalloc.stop()
     assert len(lookup) == len(sequence)
     assert memory <= 1000 * length
+
+
+@pytest.mark.parametrize("length", [300, 32_768])
+def test_work_of_a_proposal_does_not_depend_on_the_length_of_the_sequence(length: int) -> None:
+    """Neither in Python lines nor in what is copied."""
+    lookup = Lookup([1, 2, 3] * (length // 3))
+    assert lines_run(lambda: lookup.propose([1, 2, 3], 8)) < 2000
+    tracemalloc.start()
+    lookup.propose([1, 2, 3], 8)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 50_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specserve.speculation.proposers import _AHEAD, _LONGEST, _NEAREST, _TRUSTED, Aligner
+from specserve.speculation.token_index import TokenIndex
 
 PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts" / "edit.yaml"
 VOCABULARY: dict[str, int] = {}
@@ -29,16 +30,21 @@ TEXTS = {prompt["name"]: str(prompt["prediction"]) for prompt in yaml.safe_load(
 PREDICTIONS = {name: tokens_of(text) for name, text in TEXTS.items()}
 
 
+def aligner_of(prediction: Iterable[int]) -> Aligner:
+    """An aligner of these tokens."""
+    return Aligner(TokenIndex(list(prediction)))
+
+
 def aligner_after(prediction: list[int], output: list[int]) -> Aligner:
     """An aligner to which this output was added."""
-    aligner = Aligner(prediction)
+    aligner = aligner_of(prediction)
     aligner.extend(output)
     return aligner
 
 
 def share_proposed(prediction: list[int], output: list[int]) -> float:
     """The share of the output's tokens that an aligner proposed, token by token."""
-    aligner, hits = Aligner(prediction), 0
+    aligner, hits = aligner_of(prediction), 0
     for token in output:
         hits += aligner.propose([], 1).tokens == [token]
         aligner.extend([token])
@@ -100,7 +106,7 @@ def test_renaming_an_identifier_costs_few_proposals(name: str) -> None:
 
 
 def test_alignment_starts_at_the_beginning() -> None:
-    assert Aligner([1, 2, 3]).propose([], 2).tokens == [1, 2]
+    assert aligner_of([1, 2, 3]).propose([], 2).tokens == [1, 2]
 
 
 def test_beginning_is_found_after_different_first_tokens() -> None:
@@ -142,7 +148,7 @@ def test_token_that_occurs_once_is_a_match_at_any_distance() -> None:
 def test_no_proposal_after_the_prediction_ends_until_the_output_returns() -> None:
     assert aligner_after([1, 2, 3], [1, 2, 3]).propose([], 4) == ([], [])
     assert aligner_after([1, 2, 3], [1, 2, 3, 9, 9, 9, 1, 2]).propose([], 4).tokens == [3]
-    assert Aligner([]).propose([1, 2], 4) == ([], [])
+    assert aligner_of([]).propose([1, 2], 4) == ([], [])
 
 
 def reference(prediction: list[int], output: list[int]) -> int:
@@ -247,7 +253,7 @@ def comparisons(aligner: Aligner, tokens: list[int]) -> list[int]:
 
 def test_no_search_while_the_output_follows_the_prediction() -> None:
     prediction = random.Random(1).choices(range(5), k=2000)
-    counts = comparisons(Aligner(prediction), prediction)
+    counts = comparisons(aligner_of(prediction), prediction)
     assert max(counts[:_TRUSTED]) > 3, "the count sees a search"
     assert max(counts[_TRUSTED:]) <= 3
 
@@ -256,5 +262,5 @@ def test_no_search_while_the_output_follows_the_prediction() -> None:
 @pytest.mark.parametrize("period", [1, 2, 50])
 def test_work_per_token_is_bounded_for_any_length_of_the_prediction(length: int, period: int) -> None:
     tokens = random.Random(1).choices(range(min(period, 3) + 1), k=300)
-    counts = comparisons(Aligner(i % period for i in range(length)), tokens)
+    counts = comparisons(aligner_of(i % period for i in range(length)), tokens)
     assert max(counts) <= (2 * _NEAREST + 1) * (_LONGEST + 1) + _AHEAD

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from specserve.speculation.cost import Cost
 
 # The least budget of a round for prefill, in tokens: a smaller chunk takes nearly as long (benchmarks/cost_curve.py).
@@ -37,7 +39,7 @@ def prefill_chunk(
 
     Args:
         cost: of the target's passes.
-        kv_len: tokens of its cache that a row attends to.
+        kv_len: tokens of its cache that a row of the chunk attends to.
         rows: of the round without the chunk.
         decoding: how many sequences decode.
         others: how many wait or prefill.
@@ -45,10 +47,13 @@ def prefill_chunk(
         max_wait_seconds: that those that decode wait.
     """
     max_seconds = max_wait_seconds if decoding else math.inf
-    before = cost.seconds(rows, kv_len)
-    chunks = range(min(_MIN_CHUNK, max_rows), max_rows + 1)
+    seconds = cost.curve(rows + max_rows, kv_len)
+    before = seconds[rows]
+    chunks = np.arange(min(_MIN_CHUNK, max_rows), max_rows + 1)
     # By estimate a forward pass may be cheaper with a chunk; no wait is below zero.
-    added = {chunk: max(0.0, cost.seconds(rows + chunk, kv_len) - before) for chunk in chunks}
-    fitting = [chunk for chunk in chunks if added[chunk] <= max_seconds] or [chunks[0]]
-    waits = {chunk: (others * (before + added[chunk]) + decoding * added[chunk]) / chunk for chunk in fitting}
-    return max(chunk for chunk in fitting if waits[chunk] <= _EQUAL * min(waits.values()))
+    added = np.maximum(0.0, seconds[rows + chunks] - before)
+    is_possible = added <= max_seconds
+    is_possible[0] = True
+    waits = (others * (before + added) + decoding * added) / chunks
+    is_possible &= waits <= _EQUAL * waits[is_possible].min()
+    return int(chunks[is_possible][-1])

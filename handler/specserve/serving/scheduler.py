@@ -262,9 +262,10 @@ class Scheduler:
         policy = self._controller.policy
         likely_rows = sum(1 + policy(step.sequence).is_certain * step.max_drafts for step in decode_steps)
         # Balances the delay of those that decode against the wait of all others (budget.py).
+        decoding = {step.sequence.slot for step in decode_steps}
         rows_left = prefill_chunk(
             self._controller.target_cost,
-            self._kv_len(),
+            self._target.kv_len({generation.slot for generation in self._running} - decoding),
             rows=likely_rows,
             decoding=len(decode_steps),
             others=len(self._queue) + len(self._running) - len(decode_steps),

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
 
 # The share by which a live pass moves the factor at most, and the log-ratio of times from which it does: a pass that
 # the machine held up says little. Half and twice as much change the means of benchmarks/simulate.py, whose machine
@@ -34,20 +39,37 @@ class CostTable:
 
     Args:
         rows: the numbers of rows that were timed, ascending, 1 first.
-        kv_len: the two KV cache lengths that they were timed after, ascending.
+        kv_len: the KV cache lengths that they were timed after, ascending.
         seconds: by KV cache length, then by number of rows.
+
+    Raises:
+        ValueError: these do not fit together.
     """
 
     rows: tuple[int, ...]
-    kv_len: tuple[int, int]
-    seconds: tuple[tuple[float, ...], tuple[float, ...]]
+    kv_len: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        """Refuse a table that is not complete."""
+        shape = {len(seconds) for seconds in self.seconds}
+        is_ascending = all(low < high for low, high in [*pairwise((0, *self.rows)), *pairwise((-1, *self.kv_len))])
+        if not is_ascending or shape != {len(self.rows)} or len(self.seconds) != len(self.kv_len):
+            raise ValueError("no seconds for each number of rows after each length, both ascending")
 
     def at(self, kv_len: int) -> list[float]:
-        """Seconds for each number of rows in `rows` after `kv_len` tokens, on the line through both measurements."""
-        (near, far), (short, long) = self.kv_len, self.seconds
-        share = max(0.0, (kv_len - near) / (far - near))
+        """Seconds for each number of rows in `rows` after `kv_len` tokens.
+
+        On the line between the measurements before and after that length, beyond the last on the last line.
+        """
         # Attention never gets cheaper with the context: a line that falls is noise.
-        return [low + share * max(0.0, high - low) for low, high in zip(short, long, strict=True)]
+        rising = list(accumulate(self.seconds, lambda before, now: tuple(map(max, before, now))))
+        index = min(bisect_right(self.kv_len, kv_len), len(rising) - 1)
+        if index == 0:
+            return list(rising[0])
+        (near, far), (short, long) = self.kv_len[index - 1 : index + 1], rising[index - 1 : index + 1]
+        share = (kv_len - near) / (far - near)
+        return [low + share * (high - low) for low, high in zip(short, long, strict=True)]
 
 
 class _State:
@@ -60,17 +82,31 @@ class _State:
         self.shown: deque[float] = deque(maxlen=_RECENT)
         # When the last pass was observed, in passes of the target, and the log of its factor then.
         self.observed_at, self.target_then = 0, 0.0
-        self._curves: dict[int, list[float]] = {}
+        # By length; once more as lists, since numbers of these are read faster.
+        self._curves: dict[int, FloatArray] = {}
+        self._lists: dict[int, list[float]] = {}
 
     def seconds(self, rows: int, kv_len: int) -> float:
         """What the table says, between its entries and beyond them."""
         entry = kv_len // _GRAIN
-        if entry not in self._curves:
-            counts = [0, *self.table.rows]
-            self._curves[entry] = np.interp(range(counts[-1] + 1), counts, [0, *self.table.at(entry * _GRAIN)]).tolist()
-        curve = self._curves[entry]
+        if (curve := self._lists.get(entry)) is None:
+            curve = self._lists[entry] = self._curve(entry).tolist()
         last = len(curve) - 1
         return curve[rows] if rows <= last else curve[last] * rows / last
+
+    def curve(self, max_rows: int, kv_len: int) -> FloatArray:
+        """The same for 0 to `max_rows` rows."""
+        curve = self._curve(kv_len // _GRAIN)
+        last = len(curve) - 1
+        if max_rows <= last:
+            return curve[: max_rows + 1]
+        return np.append(curve, curve[last] * np.arange(last + 1, max_rows + 1) / last)
+
+    def _curve(self, entry: int) -> FloatArray:
+        if entry not in self._curves:
+            counts = [0, *self.table.rows]
+            self._curves[entry] = np.interp(range(counts[-1] + 1), counts, [0, *self.table.at(entry * _GRAIN)])
+        return self._curves[entry]
 
 
 class Cost:
@@ -144,6 +180,10 @@ class Cost:
     def seconds(self, rows: int, kv_len: int) -> float:
         """What a pass of `rows` rows takes with `kv_len` tokens in the KV cache; nothing for no rows."""
         return self.factor * self._state.seconds(rows, kv_len)
+
+    def curve(self, max_rows: int, kv_len: int) -> FloatArray:
+        """What passes of 0 to `max_rows` rows take, shape (`max_rows` + 1,); see `seconds`."""
+        return self.factor * self._state.curve(max_rows, kv_len)
 
     def observe(self, rows: int, kv_len: int, seconds: float) -> None:
         """Let the factor follow what a live pass took; one wider than any measured is ignored."""

@@ -31,9 +31,9 @@ class PassResult(NamedTuple):
 class DraftModel:
     """A small model that drafts tokens.
 
-    It need not read a whole sequence, since its drafts are verified: where it lags by more than `window` tokens it
-    begins anew that far before the end. At most `max_rows` tokens are read in a pass, the shortest catch-up first; a
-    prefix that another slot holds is copied.
+    It need not read a whole sequence, since its drafts are verified: where it lags by more than `window` tokens, or its
+    slot has no room for more, it begins anew that far before the end. At most `max_rows` tokens are read in a pass, the
+    shortest catch-up first; a prefix that another slot holds is copied.
 
     Args:
         cache: the model's KV cache; its slots are those of the target.
@@ -54,7 +54,7 @@ class DraftModel:
         self._max_rows = min(max(max_rows, 2 * cache.n_slots), cache.engine.max_rows)
         self._vocabulary = vocabulary
         self._context_length = context_length
-        # Rows and KV length of the last pass.
+        # Rows of the last pass, and the KV length that the average one attended to.
         self._last = 0, 0
 
     def catch_up(self, step: Step) -> int:
@@ -75,15 +75,16 @@ class DraftModel:
         """
         try:
             rows, complete = self._unread(steps)
-            self._last = len(rows), self.cache.kv_len({row.slot for row in rows})
             if not rows:
+                self._last = 0, 0
                 return PassResult({}, [0] * len(steps))
+            by_slot = Counter(row.slot for row in rows)
+            self._last = len(rows), sum(n * self.cache.kv_len([slot]) for slot, n in by_slot.items()) // len(rows)
             logits = self.cache.forward(rows)
         except EngineError as error:
             raise DraftError(f"The draft model failed: {error}") from error
         if not np.isfinite(logits.max(initial=0.0)):
             raise DraftError("The draft model failed: its logits are not finite.")
-        by_slot = Counter(row.slot for row in rows)
         return PassResult(
             {index: self._fitted(row) for index, row in zip(complete, logits, strict=True)},
             [by_slot[step.sequence.slot] for step in steps],

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import abc
-from collections.abc import Iterable, Mapping
-from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
 
 from specserve.speculation.offers import HitRates, Kind, Offer
+from specserve.speculation.token_index import TokenIndex
 
 # The lengths by which matching suffixes are distinguished, in tokens. What followed one token followed it again in 7 %
 # (prose) to 30 % (code) of cases, what followed two about twice as often (no command prints that).
 _LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 # Earlier occurrences of the last two tokens that are compared; this bounds the work for each token.
 _NEWEST = 16
+
+# Proposals of one kind that are counted in a prompt, the last so many: with HitRates' memory of .97 nothing that was
+# counted before them is left of a double's 53 bits.
+_COUNTED = 4096
 
 # How often the newest continuation was right: where several tokens followed the suffix, where it occurred once, and
 # where the same token always followed; by the suffix's length, 2 to 3, 4 to 7, 8 to 15, 16 to 31, 32 tokens. Only a
@@ -27,30 +32,53 @@ _RATES = {
     "once": (0.45, 0.68, 0.82, 0.91, 0.96),
     "repeated": (0.70, 0.82, 0.91, 0.94, 0.98),
 }
+_EVIDENCE = tuple(_RATES)
+_SPLIT, _ONCE, _REPEATED = range(3)
 _PRIORS = {(evidence, bits): rate for evidence, rates in _RATES.items() for bits, rate in enumerate(rates, 2)}
 
 # Ends of earlier occurrences of a run's last two tokens, ascending, and how many tokens before each are the run's last.
 _Matches = dict[int, int]
 
 
-@dataclass(eq=False)
 class Lookup:
-    """An index over a growing sequence that proposes what followed the same tokens before."""
+    """An index over a growing sequence that proposes what followed the same tokens before.
 
-    _tokens: list[int] = field(default_factory=list)
-    # After which positions the sequence has a pair of tokens: the newest, ascending.
-    _pairs: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
-    # Of the sequence itself.
-    _matches: _Matches = field(default_factory=dict)
-    _record: HitRates = field(default_factory=lambda: HitRates(_PRIORS))
+    Args:
+        prompt: its first tokens, which are indexed at once; the result is that of `extend`.
+    """
+
+    def __init__(self, prompt: abc.Sequence[int] = ()) -> None:
+        self._tokens = list(prompt)
+        self._prompt = TokenIndex(self._tokens)
+        # After which positions the sequence has a pair of tokens: the newest, ascending; of pairs that `extend` added.
+        self._pairs: dict[tuple[int, int], abc.Sequence[int]] = {}
+        # Of the sequence itself.
+        self._matches: _Matches = {}
+        self._record = HitRates(_PRIORS)
+        if len(self._tokens) > 1:
+            ends = self._ends(self._tokens)
+            self._matches = _compare(self._tokens, ends[-_NEWEST:-1], {})
+            for kind, hits in _hits(self._prompt):
+                self._record.add_all(kind, hits)
 
     def __len__(self) -> int:
         """Number of tokens in the index."""
         return len(self._tokens)
 
     def copy(self) -> Lookup:
-        """An index of the same tokens that grows separately."""
-        return replace(self, _tokens=self._tokens.copy(), _pairs=self._pairs.copy(), _record=deepcopy(self._record))
+        """An index of the same tokens that grows separately; the prompt's part is shared."""
+        other = Lookup()
+        other._tokens, other._prompt = self._tokens.copy(), self._prompt
+        other._pairs, other._matches = self._pairs.copy(), self._matches
+        other._record = self._record.copy()
+        return other
+
+    def _ends(self, run: list[int]) -> abc.Sequence[int]:
+        """Positions in the sequence after the newest occurrences of the last two tokens of `run`, ascending."""
+        first, second = run[-2:]
+        if (ends := self._pairs.get((first, second))) is None:
+            ends = self._prompt.ends(first, second)[-_NEWEST:].tolist()
+        return ends
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Add decided tokens, in order; each first confirms or refutes what would have been proposed."""
@@ -60,10 +88,9 @@ class Lookup:
                 self._record.add(_kind(self._tokens, ends, length), right=self._tokens[ends[-1]] == token)
             self._tokens.append(token)
             if len(self._tokens) > 1:
-                pair = tuple(self._tokens[-2:])
-                before = self._pairs.get(pair, ())[1 - _NEWEST :]
+                before = self._ends(self._tokens)[1 - _NEWEST :]
                 self._matches = _compare(self._tokens, before, self._matches)
-                self._pairs[pair] = (*before, len(self._tokens))
+                self._pairs[self._tokens[-2], token] = (*before, len(self._tokens))
 
     def propose(self, drafts: abc.Sequence[int], max_tokens: int) -> Offer:
         """What followed the newest earlier occurrence of the longest suffix of the sequence and these drafts.
@@ -75,8 +102,17 @@ class Lookup:
             drafts: draft tokens after the sequence; they are not added.
             max_tokens: the most tokens to propose.
         """
-        run = [*self._tokens, *drafts]
-        matches = _compare(run, self._pairs.get(tuple(run[-2:]), ()), {}) if drafts else self._matches
+        # A copy of a long sequence would take longer than all else.
+        run, length = self._tokens, len(self._tokens)
+        run += drafts
+        try:
+            matches = _compare(run, self._ends(run), {}) if drafts and len(run) > 1 else self._matches
+            return self._continuation(run, matches, max_tokens)
+        finally:
+            del run[length:]
+
+    def _continuation(self, run: list[int], matches: _Matches, max_tokens: int) -> Offer:
+        """What followed the newest of the longest matches; it is appended to `run`."""
         ends, length = _longest(matches)
         proposed = Offer([], [])
         while ends and len(proposed.tokens) < max_tokens:
@@ -120,3 +156,41 @@ def _kind(run: list[int], ends: list[int], length: int) -> Kind:
     """What is known of a suffix that ended there before, and its length in powers of two."""
     split = len({run[end] for end in ends}) > 1
     return "split" if split else "once" if len(ends) == 1 else "repeated", length.bit_length()
+
+
+def _hits(prompt: TokenIndex) -> Iterator[tuple[Kind, list[bool]]]:
+    """By kind, whether what `Lookup.extend` would have proposed for the tokens of a prompt was right, in order."""
+    size = len(prompt.tokens)
+    all_runs = list(prompt.runs(_LENGTHS))
+    following = np.append(prompt.text[1:], -1)[:size]
+    # By position: the place of its pair among all; and of its longest match, the kind, and whether it was right.
+    place = np.zeros(size, np.intp)
+    place[all_runs[0].last] = np.arange(all_runs[0].last.size)
+    kinds = np.full(size, -1, np.int8)
+    is_right = np.zeros(size, np.bool_)
+    # Nothing follows the last token.
+    is_open = np.arange(size) < size - 1
+    for runs in reversed(all_runs):
+        last, is_again = runs.last, runs.is_again
+        at = np.flatnonzero(is_again & is_open[last])
+        places = place[last]
+        at = at[places[at] - places[at - 1] < _NEWEST]
+        if not at.size:
+            continue
+        followers = following[last]
+        is_other = ~is_again
+        is_other[1:] |= followers[1:] != followers[:-1]
+        # From where on the same token has followed equal runs without interruption.
+        begins = np.flatnonzero(is_other)
+        begins = begins[np.searchsorted(begins, at - 1, side="right") - 1]
+        oldest = places[at] - _NEWEST
+        is_split = is_again[begins] & (places[begins - 1] > oldest)
+        is_repeated = is_again[at - 1] & (places[at - 2] > oldest)
+        evidence = np.where(is_split, _SPLIT, np.where(is_repeated, _REPEATED, _ONCE))
+        matched = last[at]
+        is_open[matched] = False
+        is_right[matched] = ~is_other[at]
+        kinds[matched] = evidence + len(_EVIDENCE) * runs.length.bit_length()
+    for kind in np.unique(kinds[kinds >= 0]).tolist():
+        bits, evidence = divmod(kind, len(_EVIDENCE))
+        yield (_EVIDENCE[evidence], bits), is_right[np.flatnonzero(kinds == kind)[-_COUNTED:]].tolist()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
+from operator import add, mul
 from pathlib import Path
 from time import perf_counter
 
@@ -23,19 +24,24 @@ from specserve.speculation.cost import CostTable
 
 logger = logging.getLogger(__name__)
 
-# KV cache lengths, in tokens, that passes are timed after, and the most rows of a timed pass.
-_NEAR, _FAR = 64, 320
-_MOST_ROWS = 32
-# Tokens of a pass that fills the cache before passes are timed.
-_CHUNK = 64
-# Rows that are timed after the long context: every row attends to the same cache, so what the context adds is
-# proportional to the number of rows, and one factor is fitted to these.
-_FAR_ROWS = (1, 4, 8, 16)
+# KV cache lengths, in tokens, that passes are timed after: always after the first, then after the others as far as a
+# slot is long, or, where the engine cannot load what fills the cache, after a length that is quickly prefilled.
+_NEAR, _FAR, _LOADED = 64, (4096, 16_384), 320
+# The most rows of a timed pass all of which have logits, as of one that verifies drafts; and the rows of wider ones,
+# which have them for the last only, as of one that prefills.
+_MOST_ROWS, _WIDE_ROWS = 32, (64, 128, 256)
+# Rows that are timed after the other lengths.
+_FAR_ROWS = (1, 4, 8, 16, 64)
+# Up to this length, in tokens, what the context adds is less than timings vary: it is taken to be proportional to the
+# rows, and fitted to all of them.
+_FITTED = 1024
 # Timings of each number of rows; and more of the few rows, and of those that vary by more than this share.
 _TIMINGS, _MORE_TIMINGS, _SPREAD = 2, 4, 0.1
+# Tokens of a pass that fills the cache before passes are timed.
+_CHUNK = 64
 _MIB = 2**20
 # Increase it when forward passes are built or timed in another way.
-_METHOD = 4
+_METHOD = 5
 
 
 class Interrupted(Exception):
@@ -91,10 +97,10 @@ def measured_again(
         Interrupted: the server is wanted for something else.
     """
     logger.info("specserve: the forward passes of %s are faster than measured; measuring them again", model.name)
-    table = measure(engine, clock, interrupted)
-    if (table.rows, table.kv_len) == (known.rows, known.kv_len):
-        short, long = (tuple(map(min, before, now)) for before, now in zip(known.seconds, table.seconds, strict=True))
-        table = replace(table, seconds=(short, long))
+    now = measure(engine, clock, interrupted, only_near=True)
+    # What was busy has added as much after the other lengths; to load these could take what others have cached.
+    faster = [min(1.0, again / before) for before, again in zip(known.seconds[0], now.seconds[0], strict=True)]
+    table = replace(known, seconds=tuple(tuple(map(mul, seconds, faster)) for seconds in known.seconds))
     _store(_path(engine, model, threads, kernels), table, model)
     return table
 
@@ -137,7 +143,7 @@ def _key(model: Path, threads: int, kernels: str, engine: Engine) -> str:
         kernels,
         str(engine.n_slots),
         str(engine.slot_length),
-        str(_METHOD),
+        str(engine.max_rows),
     ]
     return hashlib.sha256("\0".join([*parts, version("llama-cpp-python")]).encode()).hexdigest()[:32]
 
@@ -160,9 +166,11 @@ def _stored(path: Path) -> CostTable | None:
     """The table of an earlier start; None if there is none that can be read."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-        near, far = table["kv_len"]
-        short, long = (tuple(map(float, seconds)) for seconds in table["seconds"])
-        return CostTable(tuple(map(int, table["rows"])), (int(near), int(far)), (short, long))
+        if table["method"] != _METHOD:
+            logger.info("specserve: %s was measured by an earlier version; measuring again", path)
+            return None
+        seconds = tuple(tuple(map(float, after)) for after in table["seconds"])
+        return CostTable(tuple(map(int, table["rows"])), tuple(map(int, table["kv_len"])), seconds)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -175,21 +183,28 @@ def _store(path: Path, table: CostTable, model: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
-        part.write_text(json.dumps({"model": model.name, **asdict(table)}, indent=1), encoding="utf-8")
+        part.write_text(
+            json.dumps({"model": model.name, "method": _METHOD, **asdict(table)}, indent=1), encoding="utf-8"
+        )
         part.replace(path)
     except OSError as error:
         logger.warning("specserve: %s cannot be written (%s); the next start measures again", path, error.strerror)
 
 
 def measure(
-    engine: Engine, clock: Callable[[], float] = perf_counter, interrupted: Callable[[], bool] = never
+    engine: Engine,
+    clock: Callable[[], float] = perf_counter,
+    interrupted: Callable[[], bool] = never,
+    *,
+    only_near: bool = False,
 ) -> CostTable:
-    """Time passes of few to many rows after a short and a longer context.
+    """Time passes of few to many rows after a short and after longer contexts.
 
     Args:
         engine: whose passes are timed, in an empty slot, which is empty again afterwards.
         clock: seconds.
         interrupted: asked before each pass.
+        only_near: leave out the longer contexts.
 
     Raises:
         EngineError: a pass failed, or there is no empty slot.
@@ -198,29 +213,72 @@ def measure(
     slot = next((slot for slot in range(engine.n_slots) if not engine.cached_len(slot)), None)
     if slot is None:
         raise EngineError("The passes cannot be timed: no slot is empty.")
-    far = max(2, min(_FAR, engine.slot_length - _MOST_ROWS))
-    near = min(_NEAR, far // 2)
+    near, *far = kv_lengths(engine.slot_length, can_load=engine.token_bytes is not None)
     rows = row_counts(min(_MOST_ROWS, engine.max_rows, engine.max_logits))
-    filler = [_token(engine, position) for position in range(far)]
+    rows += tuple(count for count in _WIDE_ROWS if count <= min(engine.max_rows, engine.slot_length - near))
+    asked = tuple(count for count in _FAR_ROWS if count in rows and count <= engine.slot_length - max(far))
     times = partial(_times, engine, slot, clock=clock, interrupted=interrupted)
     try:
-        prefill(engine, filler[:near], slot=slot)
+        prefill(engine, [_token(engine, position) for position in range(near)], slot=slot)
         short = times(near, rows)
-        prefill(engine, filler, near, slot=slot)
-        asked = tuple(count for count in _FAR_ROWS if count in rows)
-        long = times(far, asked)
+        seconds = [tuple(short.values())]
+        for length in () if only_near else far:
+            _fill(engine, slot, near, length, interrupted)
+            added = _added(rows, short, times(length, asked), is_fitted=length <= _FITTED)
+            seconds.append(tuple(map(add, short.values(), added)))
     finally:
         engine.truncate(slot, 0)
-    per_row = _seconds_per_row(asked, short, long)
-    seconds = tuple(short[count] for count in rows)
-    return CostTable(rows, (near, far), (seconds, tuple(short[count] + per_row * count for count in rows)))
+    return CostTable(rows, (near, *far)[: len(seconds)], tuple(seconds))
 
 
-def _seconds_per_row(rows: tuple[int, ...], short: dict[int, float], long: dict[int, float]) -> float:
-    """Seconds a row that the longer context adds, by least squares of errors relative to the passes' time."""
-    counts = np.array([count / short[count] for count in rows])
-    slower = np.array([long[count] / short[count] - 1 for count in rows])
-    return max(0.0, float(counts @ slower / (counts @ counts)))
+def kv_lengths(slot_length: int, *, can_load: bool) -> tuple[int, ...]:
+    """The KV cache lengths worth measuring, ascending.
+
+    Args:
+        slot_length: in tokens.
+        can_load: whether the engine can load what fills the cache.
+    """
+    longest = slot_length - _FAR_ROWS[-1]
+    if not can_load or longest <= _LOADED:
+        far = max(2, min(_LOADED, slot_length - _MOST_ROWS))
+        return min(_NEAR, far // 2), far
+    # One that is hardly longer than the one before would show nothing new.
+    return _NEAR, *([min(length, longest) for length in _FAR if longest > length // 2] or [longest])
+
+
+def _fill(engine: Engine, slot: int, near: int, length: int, interrupted: Callable[[], bool]) -> None:
+    """Append tokens to a slot that holds at least `near` until it holds `length`."""
+    if engine.token_bytes is None:
+        prefill(engine, [_token(engine, position) for position in range(length)], engine.cached_len(slot), slot=slot)
+        return
+    # The time of a pass does not depend on what the cache contains.
+    saved = engine.save(slot, 0, near)
+    while (missing := length - engine.cached_len(slot)) > 0:
+        if interrupted():
+            raise Interrupted
+        engine.load(slot, saved[:missing])
+
+
+def _added(rows: tuple[int, ...], short: dict[int, float], long: dict[int, float], *, is_fitted: bool) -> list[float]:
+    """Seconds that a longer context adds to passes of so many rows.
+
+    Args:
+        rows: numbers of rows.
+        short: seconds after the short context, by each of these.
+        long: seconds after the longer one, by some of these.
+        is_fitted: whether they are taken to be proportional to the rows, by least squares of errors relative to the
+            passes' time; otherwise they lie on lines between those that were timed.
+    """
+    slower = np.array([long[count] - short[count] for count in long])
+    if is_fitted:
+        weights = 1 / np.array([short[count] for count in long])
+        counts = np.array(list(long)) * weights
+        per_row = max(0.0, float(counts @ (slower * weights) / (counts @ counts)))
+        return [per_row * count for count in rows]
+    # Nor do more rows ever attend in less time.
+    slower = np.maximum.accumulate(np.maximum(slower, 0.0))
+    widest = max(long)
+    return [float(np.interp(count, [0, *long], [0.0, *slower])) * max(1.0, count / widest) for count in rows]
 
 
 def _times(
@@ -236,21 +294,30 @@ def _times(
     seen: dict[int, list[float]] = {count: [] for count in rows}
     for number in range(_TIMINGS + _MORE_TIMINGS):
         for count in rows:
-            if number < _TIMINGS or count <= 4 or _spread(seen[count]) > _SPREAD:
+            if _wants_timing(seen, count, number):
                 if interrupted():
                     raise Interrupted
                 seen[count].append(timed(engine, start, count, clock, slot=slot))
     return {count: typical(seconds) for count, seconds in seen.items()}
 
 
-def _spread(seconds: list[float]) -> float:
-    faster = faster_half(seconds)
-    return faster[-1] / faster[0] - 1
+def _wants_timing(seen: dict[int, list[float]], count: int, number: int) -> bool:
+    """Whether passes of `count` rows are timed once more, in the turn of this number."""
+    if count <= _MOST_ROWS:
+        return number < _TIMINGS or count <= 4 or np.ptp(faster := faster_half(seen[count])) > _SPREAD * faster[0]
+    # One that takes more for a row than a narrower one was probably held up; else so many rows are timed once.
+    narrower = max(other for other in seen if other < count)
+    per_row = min(seen[narrower]) / narrower
+    return number == 0 or (number < _TIMINGS and min(seen[count]) / count > (1 + _SPREAD) * per_row)
 
 
 def timed(engine: Engine, start: int, count: int, clock: Callable[[], float] = perf_counter, *, slot: int = 0) -> float:
-    """Seconds of one pass of `count` rows with logits, after the `start` tokens that the slot holds."""
-    rows = [Row(_token(engine, start + i), slot, start + i, wants_logits=True) for i in range(count)]
+    """Seconds of one pass of `count` rows after the `start` tokens that the slot holds.
+
+    All have logits, or, of more than those that verify drafts, the last.
+    """
+    with_logits = count if count <= _MOST_ROWS else 1
+    rows = [Row(_token(engine, start + i), slot, start + i, i >= count - with_logits) for i in range(count)]
     began = clock()
     engine.forward(rows)
     seconds = clock() - began

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Container, Mapping
 from typing import NamedTuple
 
@@ -37,10 +38,27 @@ class HitRates:
         self._right = dict.fromkeys(priors, 0.0)
         self._made = dict.fromkeys(priors, 0.0)
 
+    def copy(self) -> HitRates:
+        """The same counts, which go on separately."""
+        other = HitRates(self._priors)
+        other._right, other._made = self._right.copy(), self._made.copy()
+        return other
+
     def add(self, kind: Kind, *, right: bool) -> None:
         """Count a proposal that a decided token has confirmed or refuted."""
-        self._right[kind] = _MEMORY * self._right[kind] + right
-        self._made[kind] = _MEMORY * self._made[kind] + 1
+        self.add_all(kind, [right])
+
+    def add_all(self, kind: Kind, hits: abc.Sequence[bool]) -> None:
+        """Count proposals in order, and whether each was right."""
+        right, made = self._right[kind], self._made[kind]
+        for is_right in hits:
+            right = _MEMORY * right + is_right
+        for _ in hits:
+            before, made = made, _MEMORY * made + 1
+            if made == before:
+                # More do not change it.
+                break
+        self._right[kind], self._made[kind] = right, made
 
     def confidence(self, kind: Kind) -> float:
         """The probability that a proposal of this kind is right; never 0 or 1."""

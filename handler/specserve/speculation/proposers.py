@@ -8,25 +8,26 @@ Prediction: the output is aligned with the client's prediction across insertions
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, abc
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import ClassVar, NamedTuple, Protocol
-from weakref import WeakValueDictionary
+from collections import abc
+from collections.abc import Callable, Iterable
+from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 from specserve.errors import ConstraintError, MaskDeferred
 from specserve.sequence import BySequence, DrafterName, Sequence
 from specserve.speculation.lookup import Lookup
 from specserve.speculation.offers import HitRates, Kind, Offer
+from specserve.speculation.token_index import TokenIndex
 
 # Assumed probability that a forced token is right: the same characters could be split into other tokens. The controller
 # learns from then on what verification shows.
 _FORCED_CONFIDENCE = 0.9
 
-# Tokens that lookups index in a round, of all sequences together: 8 ms of a repeated word, 27 of the worst text found,
-# on a core of an EPYC (no command prints that; benchmarks/worst_cases.py has the repeated word).
-_INDEXED_A_ROUND = 2048
+# Tokens of prompts, and of predictions, that are indexed in a round, but at least one text: 32,768 take 7 ms of a core
+# of an EPYC where a word is repeated, and 11 in the worst text found. To begin a sequence's own from an index counts as
+# an eighth of that. And tokens of answers in which lookups, and alignments, catch up in a round: 2 and 5 ms in the
+# worst texts found (no command prints these; benchmarks/worst_cases.py has the repeated word).
+_INDEXED_A_ROUND, _BEGIN_SHARE, _CAUGHT_UP_A_ROUND = 32_768, 8, 128
 
 
 class Proposer(Protocol):
@@ -93,20 +94,15 @@ class Aligner:
     position is found, the output is taken to replace it token for token.
 
     Args:
-        prediction: tokens.
+        prediction: an index of its tokens, which alignments may share.
     """
 
-    def __init__(self, prediction: Iterable[int]) -> None:
-        self._prediction = [int(token) for token in prediction]
+    def __init__(self, prediction: TokenIndex) -> None:
+        self._index = prediction
+        self._prediction = prediction.tokens
         self._output: list[int] = []
         self._record = HitRates(_ALIGNMENT_PRIORS)
         self._alignment = _Alignment()
-        # After which positions the prediction has a pair of tokens, ascending; and each token that occurs only once.
-        self._pairs: dict[tuple[int, int], list[int]] = {}
-        for position, pair in enumerate(pairwise(self._prediction), 2):
-            self._pairs.setdefault(pair, []).append(position)
-        counts = Counter(self._prediction)
-        self._once = {token: position for position, token in enumerate(self._prediction, 1) if counts[token] == 1}
 
     def __len__(self) -> int:
         """Number of tokens of the output that were added."""
@@ -160,13 +156,14 @@ class Aligner:
     def _candidates(self, output: list[int], trusted: int) -> list[int]:
         """Positions after a token equal to the last one of the output, the most plausible first."""
         token = output[-1]
-        positions = self._pairs.get((output[-2], token)) if len(output) > 1 else None
-        if positions:
-            middle = bisect_left(positions, trusted + 1)
-            near = positions[max(middle - _NEAREST, 0) : middle + _NEAREST]
-            return sorted(near, key=lambda position: (abs(position - trusted), position < trusted))
-        if token in self._once:
-            return [self._once[token]]
+        ends = self._index.ends(output[-2], token) if len(output) > 1 else ()
+        if len(ends):
+            middle = bisect_left(ends, trusted + 1)
+            near = ends[max(middle - _NEAREST, 0) : middle + _NEAREST]
+            return sorted(map(int, near), key=lambda position: (abs(position - trusted), position < trusted))
+        positions = self._index.positions(token)
+        if len(positions) == 1:
+            return [int(positions[0]) + 1]
         ahead = self._prediction[trusted : trusted + _AHEAD]
         return [trusted + ahead.index(token) + 1] if token in ahead else []
 
@@ -176,57 +173,104 @@ class Aligner:
         return next((n for n in range(max_run) if self._prediction[end - 1 - n] != output[-1 - n]), max_run)
 
 
-@dataclass
-class _Lookups:
-    """A sequence's lookups: of its prompt, which other sequences may share; its own as soon as that is complete."""
+class _Follower(Protocol):
+    """Grows with the tokens of a sequence."""
 
-    prompt: Lookup
-    own: Lookup | None = None
+    def __len__(self) -> int:
+        """Number of tokens that it has."""
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Add decided tokens, in order."""
+
+
+IndexT = TypeVar("IndexT")
+FollowerT = TypeVar("FollowerT", bound=_Follower)
+
+
+class _Followers(Generic[IndexT, FollowerT]):
+    """The lookups or the alignments of all sequences, each begun from an index that all sequences with its text share.
+
+    No round waits for them long: where it has no time to build an index, or to catch up with an answer for which nobody
+    has asked in many rounds, a later one does.
+
+    Args:
+        text: of a sequence, which is indexed.
+        build: an index of a text.
+        begin: a sequence's own, from that index.
+        has_prompt: whether this has the tokens of the prompt, or only those of the answer.
+    """
+
+    def __init__(
+        self,
+        text: Callable[[Sequence], list[int]],
+        build: Callable[[list[int]], IndexT],
+        begin: Callable[[IndexT], FollowerT],
+        *,
+        has_prompt: bool,
+    ) -> None:
+        self._text = text
+        self._build = build
+        self._begin = begin
+        self._has_prompt = has_prompt
+        # Kept as long as a sequence has it; the last one until another comes, since more answers may follow.
+        self._indices: WeakKeyDictionary[IndexT, list[int]] = WeakKeyDictionary()
+        self._last: IndexT | None = None
+        self._by_sequence: BySequence[list[tuple[IndexT, FollowerT]]] = BySequence(lambda _: [])
+        self._indexed = self._caught_up = 0
+
+    def begin_round(self) -> None:
+        """Allow further work."""
+        self._indexed = self._caught_up = 0
+
+    def of(self, sequence: Sequence) -> FollowerT | None:
+        """What has all tokens of a sequence; None if that would take the round too long."""
+        known = self._by_sequence.of(sequence)
+        if not known:
+            if self._indexed >= _INDEXED_A_ROUND:
+                return None
+            text = self._text(sequence)
+            index = next((index for index, indexed in self._indices.items() if indexed == text), None)
+            work = len(text) if index is None else len(text) // _BEGIN_SHARE
+            if self._indexed and self._indexed + work > _INDEXED_A_ROUND:
+                return None
+            self._indexed += work
+            if index is None:
+                index = self._build(text)
+                self._indices[index] = text
+            self._last = index
+            known.append((index, self._begin(index)))
+        [(_, follower)] = known
+        have = len(follower) + (0 if self._has_prompt else sequence.prompt_length)
+        missing = sequence.tokens[have : have + _CAUGHT_UP_A_ROUND - self._caught_up]
+        follower.extend(missing)
+        self._caught_up += len(missing)
+        return follower if have + len(missing) == len(sequence.tokens) else None
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what is known of a sequence."""
+        self._by_sequence.forget(sequence)
 
 
 class LookupProposer(Proposer):
-    """Proposes what followed the last time the sequence ended as it does now.
-
-    A prompt is indexed once for all sequences that have it, in slices, so that no round waits for a long one.
-    """
+    """Proposes what followed the last time the sequence ended as it does now."""
 
     name: ClassVar[DrafterName] = "lookup"
 
     def __init__(self) -> None:
-        # Kept as long as a sequence has the prompt; the last one until another comes, since more answers may follow.
-        self._prompts: WeakValueDictionary[tuple[int, ...], Lookup] = WeakValueDictionary()
-        self._last = Lookup()
-        self._left = 0
-        self._lookups = BySequence(lambda sequence: _Lookups(self._of_prompt(sequence.prompt)))
+        self._lookups = _Followers(lambda sequence: sequence.prompt, Lookup, Lookup.copy, has_prompt=True)
 
     def begin_round(self) -> None:
-        """Allow another slice; see `Proposer.begin_round`."""
-        self._left = _INDEXED_A_ROUND
+        """Allow further indexing; see `Proposer.begin_round`."""
+        self._lookups.begin_round()
 
     def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Offer:
         """The continuation of the longest and newest match, once all is indexed; see `Proposer.propose`."""
-        lookups = self._lookups.of(sequence)
-        if lookups.own is None and self._index(lookups.prompt, sequence.prompt):
-            lookups.own = lookups.prompt.copy()
-        if lookups.own is None or not self._index(lookups.own, sequence.tokens):
-            return Offer([], [])
-        return lookups.own.propose(drafts, max_tokens)
+        lookup = self._lookups.of(sequence)
+        return Offer([], []) if lookup is None else lookup.propose(drafts, max_tokens)
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the sequence's index."""
         self._lookups.forget(sequence)
-
-    def _of_prompt(self, prompt: list[int]) -> Lookup:
-        """The index of a prompt, as far as it goes by now."""
-        self._last = self._prompts.setdefault(tuple(prompt), Lookup())
-        return self._last
-
-    def _index(self, lookup: Lookup, tokens: list[int]) -> bool:
-        """Go on with an index of these tokens, as far as the round allows; returns whether it has them all."""
-        more = tokens[len(lookup) : len(lookup) + self._left]
-        lookup.extend(more)
-        self._left -= len(more)
-        return len(lookup) == len(tokens)
 
 
 class PredictionProposer(Proposer):
@@ -235,15 +279,18 @@ class PredictionProposer(Proposer):
     name: ClassVar[DrafterName] = "prediction"
 
     def __init__(self) -> None:
-        self._aligners = BySequence(lambda sequence: Aligner(sequence.prediction))
+        self._aligners = _Followers(lambda sequence: list(sequence.prediction), TokenIndex, Aligner, has_prompt=False)
+
+    def begin_round(self) -> None:
+        """Allow further indexing and alignment; see `Proposer.begin_round`."""
+        self._aligners.begin_round()
 
     def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Offer:
-        """The prediction's next tokens; see `Proposer.propose`."""
+        """The prediction's next tokens, once it is indexed and the output aligned; see `Proposer.propose`."""
         if not sequence.prediction:
             return Offer([], [])
         aligner = self._aligners.of(sequence)
-        aligner.extend(sequence.tokens[sequence.prompt_length + len(aligner) :])
-        return aligner.propose(drafts, max_tokens)
+        return Offer([], []) if aligner is None else aligner.propose(drafts, max_tokens)
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the sequence's alignment."""

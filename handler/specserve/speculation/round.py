@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from operator import mul
 from time import perf_counter
 
 from specserve.errors import ConstraintError, MaskDeferred
@@ -74,9 +75,11 @@ def run_round(
             step.compute_mask()
     started = clock()
     # Tokens that a row attends to: the longest sequence's with our kernels, all slots' with llama.cpp's.
-    kv_len = target.kv_len([step.sequence.slot for step in steps])
+    kv_lens = [target.kv_len([step.sequence.slot]) for step in steps]
+    kv_len = max(kv_lens)
     drafters.draft(steps, kv_len, awaiting_first_token, max_alternatives=target.engine.max_alternatives)
     drafted = clock()
+    row_counts = [step.rows + step.draft_rows for step in steps]
     logits = target.forward([row for step in steps for row in step.target_rows()])
     passed = clock()
     cost = drafters.controller.target_cost
@@ -90,7 +93,10 @@ def run_round(
     # Computing distributions and verifying take time for every row, so they belong to the cost of a pass; the grammar
     # masks and log-probabilities of some sequences do not (so the cost of their rounds is a little low).
     measured = passed if needs_masks_or_scores else done
-    cost.observe(sum(step.rows + step.draft_rows for step in steps), kv_len, measured - drafted)
+    rows = sum(row_counts)
+    # Of rows that attend to little and rows that attend to much it shows what the average row takes.
+    mean_kv_len = sum(map(mul, row_counts, kv_lens)) // rows
+    cost.observe(rows, mean_kv_len, measured - drafted)
 
 
 def _needs_masks_or_scores(step: Step) -> bool:

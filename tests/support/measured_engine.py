@@ -1,0 +1,33 @@
+"""A fake engine as a measurement of its passes needs it: what fills its cache may come from anywhere."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fake_engine import FakeEngine
+from specserve.engine.base import FloatArray, Row
+from specserve.errors import EngineError
+
+
+class MeasuredEngine(FakeEngine):
+    """A fake engine that counts its passes, and loads saved tokens at any position: their keys are not used."""
+
+    def __init__(self, n_slots: int = 1) -> None:
+        super().__init__(vocabulary=50, n_slots=n_slots)
+        self.passes = 0
+
+    def forward(self, rows: list[Row]) -> FloatArray:
+        """Run one forward pass; the logits, which nobody looks at, are the same for all contexts."""
+        self.passes += 1
+        return super().forward(rows)
+
+    def logits(self, context: list[int]) -> FloatArray:
+        """Return the same logits after any context, shape (vocabulary,)."""
+        return super().logits(context[:1])
+
+    def load(self, slot: int, saved: NDArray[np.uint8]) -> None:
+        """Append saved tokens."""
+        if len(self.cache[slot]) + len(saved) > self.slot_length:
+            raise EngineError(f"Slot {slot} has no room for {len(saved)} more tokens.")
+        self.cache[slot] += [0] * len(saved)

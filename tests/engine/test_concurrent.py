@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pairs import KERNELS, PLAIN, Pair, TinyFiles, fixed_gamma
+from specserve.serving import admission
 from specserve.serving.generation import Generation
 from specserve.tools.tiny_models import ARCHITECTURES
 
@@ -65,3 +66,24 @@ def test_greedy_and_seeded_output_is_the_same_alone_and_concurrent(pair: Pair, s
     concurrent = run_concurrently(pair, requests, rng)
     assert [generation.answer for generation in concurrent] == alone
     assert sum(generation.cached_tokens > 0 for generation in concurrent) >= 3
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A pair with as many cells as one of the longer sequences needs."""
+    config = TinyFiles(tmp_path_factory.mktemp("tiny")).config(request.param, context_length=100)
+    return Pair(config.model_copy(update={"cache_tokens": 100}))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_output_is_the_same_where_sequences_are_preempted(
+    small: Pair, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read again has the bits that it had when it was decided."""
+    monkeypatch.setattr(admission, "_ANSWER", 8)
+    rng = random.Random(seed)
+    requests = [{**fields, "ignore_eos": True} for fields in random_requests(rng)]
+    alone = [small.complete(**fields).sequence.answer for fields in requests]
+    concurrent = run_concurrently(small, requests, rng)
+    assert [generation.answer for generation in concurrent] == alone
+    assert sum(generation.preemptions for generation in concurrent) >= 1

@@ -6,7 +6,7 @@ import pytest
 
 from constraints import Alternating
 from costs import proportional
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, NoEndToken
 from fake_pair import ENDLESS, GREEDY, SLOTS, VOCABULARY, FakePair, plain_greedy
 from specserve.kv_cache import KVCache
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
@@ -58,6 +58,23 @@ def test_read_gives_logits_after_draft_tokens_of_other_drafters() -> None:
         for token in tokens:
             step.add(Draft(token, None, "lookup", 0.9), 0.9)
         assert model.read([step]).logits
+
+
+def test_a_full_slot_counts_as_a_catch_up_of_the_window_and_begins_anew_there() -> None:
+    pair = FakePair(blend=0.0, window=8, draft_rows=16, draft_context=24, vocabulary=NoEndToken(VOCABULARY))
+    long = pair.submit([1, 2, 3], max_tokens=60)
+    pending = []
+
+    def is_done() -> bool:
+        if long.generated and not long.done:
+            assert pair.drafters.model
+            pending.append(pair.drafters.model.catch_up(Step(long, len(long.tokens) - 1, 1)))
+            assert pair.draft_cache.length(long.slot) <= 24
+        return long.done
+
+    pair.run_until(is_done)
+    assert long.stats.drafted > 30
+    assert 8 in pending[1:]
 
 
 def test_fixed_mode_drafts_for_a_short_answer_to_a_long_prompt() -> None:

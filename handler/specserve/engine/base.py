@@ -154,32 +154,5 @@ class Engine(Protocol):
             EngineError: they do not fit; the cache is unchanged.
         """
 
-    @property
-    def token_bytes(self) -> int | None:
-        """The bytes of a cached token's keys and values in all layers; None if this engine cannot save them."""
-
-    def save(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
-        """Return a copy of the keys and values of a slot's tokens from `start` to `end`, not included.
-
-        Returns:
-            Shape (end - start, `token_bytes`); an array of its own, which the engine does not use again.
-
-        Raises:
-            EngineError: the slot holds fewer tokens.
-        """
-
-    def load(self, slot: int, saved: NDArray[np.uint8]) -> None:
-        """Append tokens to a slot, whose keys and values were saved from the same positions of the same text.
-
-        Nothing is computed, and whatever is computed from them has the same bits as where they were saved.
-
-        Args:
-            slot: what it holds are the tokens before these.
-            saved: shape (tokens, `token_bytes`), as `save` has returned it.
-
-        Raises:
-            EngineError: they do not fit; the cache is unchanged.
-        """
-
     def close(self) -> None:
         """Free the memory; the engine cannot be used afterwards."""

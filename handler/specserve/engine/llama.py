@@ -293,19 +293,6 @@ class LlamaEngine:
         """Remove a slot's tokens from `length` on; False if this kind of cache does not support it."""
         return bool(llama_cpp.llama_memory_seq_rm(self._memory, slot, length, -1))
 
-    @property
-    def token_bytes(self) -> int | None:
-        """None: it cannot save yet."""
-        return None
-
-    def save(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
-        """Refuse; see `token_bytes`."""
-        raise EngineError(f"Tokens {start} to {end} of slot {slot} cannot be saved.")
-
-    def load(self, slot: int, saved: NDArray[np.uint8]) -> None:
-        """Refuse; see `token_bytes`."""
-        raise EngineError(f"{len(saved)} tokens cannot be loaded into slot {slot}.")
-
     def close(self) -> None:
         """Free the context."""
         if self._pool:

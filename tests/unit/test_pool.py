@@ -15,8 +15,9 @@ from specserve.serving.pool import fitted
 
 GIB = 2**30
 MODELS = {"model_id": "m", "target": {"path": "t.gguf"}}
-# Of Qwen2.5-Coder 1.5B and 0.5B: 28,672 and 12,288 bytes a token in half precision.
+# Of Qwen2.5-Coder 1.5B and 0.5B: 28,672 and 12,288 bytes a token in half precision, and 1/32 of that for scales.
 CODER = SimpleNamespace(path=Path("t.gguf"), trained_context=32768, cell_values=28 * 2 * 256)
+CELL = 28672 + 28672 // 32
 SMALL: Any = SimpleNamespace(path=Path("d.gguf"), trained_context=32768, cell_values=24 * 2 * 128)
 
 
@@ -62,22 +63,27 @@ def test_a_context_longer_than_the_model_was_trained_with_is_refused() -> None:
 def test_the_start_says_what_the_caches_take(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         served(draft=True)
-    assert "the KV cache of 32768 tokens takes 896 MiB, the draft model's 192 MiB; 8,192 MiB were free" in caplog.text
+    assert "the KV cache of 32768 tokens takes 924 MiB, the draft model's 198 MiB; 8,192 MiB were free" in caplog.text
 
 
 def test_with_less_memory_the_cache_holds_less_and_the_start_says_so(caplog: pytest.LogCaptureFixture) -> None:
     context_length, cache_tokens = served(GIB)
-    assert context_length == cache_tokens == (GIB - 400 * 2**20) // 28672
+    assert context_length == cache_tokens == (GIB - 400 * 2**20) // CELL
     assert f"holds {cache_tokens} tokens instead of 32768, since only 1,024 MiB of memory are free" in caplog.text
     assert served(GIB, context_length=4096) == (4096, cache_tokens)
 
 
 @pytest.mark.parametrize(("keys", "least"), [({}, 4096), ({"context_length": 20000}, 20000)])
 def test_without_memory_for_one_useful_sequence_nothing_is_served(keys: dict[str, Any], least: int) -> None:
-    enough = 400 * 2**20 + least * 28672
+    enough = 400 * 2**20 + least * CELL
     assert served(enough, **keys)[1] == least
     with pytest.raises(ModelLoadError, match=rf"no memory for a KV cache of {least} tokens: it takes .* are free"):
         served(enough - 1, **keys)
+
+
+def test_in_8_bits_more_tokens_fit() -> None:
+    in_16_bits, in_8_bits = (served(GIB, cache_tokens=65536, cache_type=name)[1] for name in ("f16", "q8_0"))
+    assert 1.7 * in_16_bits < in_8_bits < 1.9 * in_16_bits
 
 
 def test_a_cache_smaller_than_a_sequence_is_a_sentence() -> None:

@@ -1,8 +1,9 @@
-"""What is the perplexity of each quantisation of the target, under llama.cpp's kernels and under ours?
+"""What is the perplexity of each quantisation of the target, under llama.cpp's kernels, ours, and a cache of 8 bits?
 
 Coarser weights raise perplexity, and so do wrong kernels. Two right kernels over one file differ by how they round
-activations, attention and the KV cache (llama.cpp's values are BF16 here, ours F16): their ratio should be within 0.2 %
-of 1, as far as its standard error can tell. The texts are frozen (benchmarks/texts/), so that results stay comparable.
+activations, attention and the KV cache (llama.cpp's has half precision, ours 16-bit integers): their ratio should be
+within 0.2 % of 1, as far as its standard error can tell. `q8_0_cache` is the ratio with `cache_type: q8_0` to ours
+without. The texts are frozen (benchmarks/texts/), so that results stay comparable.
 
     .venv/bin/python benchmarks/perplexity.py [--quick] [--models FILE.gguf ...] [--variant NAME]
 """
@@ -17,7 +18,7 @@ import numpy as np
 
 from common import Row as ResultRow
 from common import argument_parser, print_result, print_table
-from specserve.config import load_yaml
+from specserve.config import CacheType, load_yaml
 from specserve.cores import usable_cores
 from specserve.engine import kernels
 from specserve.engine.base import Engine, FloatArray, Row
@@ -96,7 +97,13 @@ def use_all_formats(variant: str | None = None) -> kernels.Kernels:
 
 
 def score(
-    path: Path, mode: kernels.Mode, *, window: int = WINDOW, most: int | None = None, variant: str | None = None
+    path: Path,
+    mode: kernels.Mode,
+    *,
+    window: int = WINDOW,
+    most: int | None = None,
+    variant: str | None = None,
+    cache_type: CacheType = "f16",
 ) -> dict[str, Score]:
     """Score the first `most` windows of every family (default: all of them, the last one shorter).
 
@@ -109,7 +116,13 @@ def score(
         use_all_formats(variant)
     model = LlamaModel(path)
     engine = LlamaEngine(
-        model, n_slots=1, context_length=window, threads=usable_cores().threads, max_rows=_CHUNK, max_logits=_CHUNK
+        model,
+        n_slots=1,
+        context_length=window,
+        threads=usable_cores().threads,
+        max_rows=_CHUNK,
+        max_logits=_CHUNK,
+        cache_type=cache_type,
     )
     scores = {}
     for family in FAMILIES:
@@ -133,9 +146,11 @@ def compare(path: Path, *, most: int | None, variant: str | None) -> list[Result
     """Rows of the result for one file."""
     stock = score(path, "off", most=most)
     ours = score(path, "auto", most=most, variant=variant)
+    in_8_bits = score(path, "auto", most=most, variant=variant, cache_type="q8_0")
     rows = []
     for family in FAMILIES:
         ratio, error = ours[family].ratio_to(stock[family])
+        cache_ratio, cache_error = in_8_bits[family].ratio_to(ours[family])
         rows.append(
             {
                 "file": path.name,
@@ -145,6 +160,8 @@ def compare(path: Path, *, most: int | None, variant: str | None) -> list[Result
                 "ours": round(ours[family].perplexity, 4),
                 "ratio": round(ratio, 4),
                 "standard_error": round(error, 4),
+                "q8_0_cache": round(cache_ratio, 4),
+                "q8_0_error": round(cache_error, 4),
             }
         )
     return rows

@@ -86,7 +86,7 @@ inline float round_to_shorts(const float * source, int64_t size, float factor, i
 inline float round_to_bytes(const float * source, int64_t size, float factor, int8_t * to, uint8_t * multipliers) {
     for (int64_t i = 0; i < size; i += kTogether) {
         const float largest = factor * largest_magnitude(source + i, kTogether);
-        const float multiplier = std::clamp(std::ceil(largest / 127), 1.0F, 255.0F);
+        const float multiplier = largest > 127 ? std::min(std::ceil(largest / 127), 255.0F) : 1;
         multipliers[i / kTogether] = static_cast<uint8_t>(multiplier);
         round_32(source + i, factor / multiplier, to + i);
     }

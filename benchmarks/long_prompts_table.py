@@ -18,8 +18,6 @@ DIGITS = {"prefill_ms": 1, "tokens_per_second": 0, "second_turn_s": 2}
 def long_prompts(results: Results) -> list[str]:
     """Passes, prefill, decoding and further turns, by the tokens of a prompt."""
     names = on_machines(results, "long_prompts")
-    if not names:
-        return []
     columns: dict[str, Column] = {}
     for name, machine in names.items():
         for tokens in dict.fromkeys(row["tokens"] for row in results[name]["rows"]):

@@ -20,6 +20,7 @@ from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.prompt import Tokenizer
 from specserve.serving.openai.request_schema import CompletionRequest
 from specserve.serving.openai.resolve import resolve
+from specserve.serving.prefix_store import PrefixStore
 from specserve.serving.scheduler import Scheduler
 from specserve.tools.tiny_models import write_tiny
 
@@ -88,13 +89,14 @@ class Pair:
             self.models = load_models(config)
         self.vocabulary = self.models.vocabulary
 
-    def scheduler(self, *, keeps_prefixes: bool = False) -> Scheduler:
-        """A scheduler that keeps the tokens of finished sequences in the cache, or none."""
+    def scheduler(self, *, keeps_prefixes: bool = False, store: PrefixStore | None = None) -> Scheduler:
+        """A scheduler that keeps the tokens of finished sequences in the cache, or none, and in the store."""
         return Scheduler(
             self.models.target,
             self.models.drafters,
             prefill_rows=self.config.prefill_rows,
             keeps_prefixes=keeps_prefixes,
+            store=store,
         )
 
     def generation(self, prompt: str | list[int], **fields: Any) -> Generation:

@@ -10,6 +10,7 @@ import pytest
 from pairs import KERNELS, PLAIN, Pair, TinyFiles, fixed_gamma
 from specserve.serving import admission
 from specserve.serving.generation import Generation
+from specserve.serving.prefix_store import BLOCK_TOKENS, PrefixStore
 from specserve.tools.tiny_models import ARCHITECTURES
 
 pytestmark = pytest.mark.skipif(
@@ -87,3 +88,40 @@ def test_output_is_the_same_where_sequences_are_preempted(
     concurrent = run_concurrently(small, requests, rng)
     assert [generation.answer for generation in concurrent] == alone
     assert sum(generation.preemptions for generation in concurrent) >= 1
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def crowded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A pair whose pool is too small for two of the longer conversations."""
+    config = TinyFiles(tmp_path_factory.mktemp("tiny")).config(request.param)
+    return Pair(config.model_copy(update={"cache_tokens": 300}))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_conversations_that_leave_the_cache_and_return_go_on_with_the_same_bits(crowded: Pair, seed: int) -> None:
+    """Six conversations take turns, grow and begin anew; the store has room for half of what they are."""
+    token_bytes = crowded.models.target.token_bytes
+    assert token_bytes is not None
+    store = PrefixStore(token_bytes, 16 * BLOCK_TOKENS * (token_bytes + 4))
+    scheduler = crowded.scheduler(keeps_prefixes=True, store=store)
+    rng = random.Random(seed)
+    conversations: list[list[int]] = [[] for _ in range(6)]
+    answers: list[tuple[list[int], dict[str, Any], list[int]]] = []
+    for _ in range(12):
+        turns = []
+        for number in rng.sample(range(6), 3):
+            if len(conversations[number]) > 110:
+                del conversations[number][rng.choice([0, 70]) :]
+            prompt = conversations[number] + crowded.vocabulary.encode(rng.choice(PREFIXES) * rng.randrange(1, 3))
+            fields = {"max_tokens": rng.choice([3, 20]), "temperature": 0.9, "seed": number, "ignore_eos": True}
+            turns.append((number, prompt, fields, crowded.generation(prompt, speculation=rng.choice(MODES), **fields)))
+            scheduler.submit(turns[-1][-1])
+        while scheduler.busy:
+            scheduler.run_round()
+        for number, prompt, fields, generation in turns:
+            conversations[number] = prompt + generation.answer
+            answers.append((prompt, fields, generation.answer))
+    for prompt, fields, answer in answers:
+        assert crowded.complete(prompt, speculation=PLAIN, **fields).sequence.answer == answer
+    assert store.record.hit_tokens > 0
+    assert store.record.evicted_blocks > 0

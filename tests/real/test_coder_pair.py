@@ -23,8 +23,8 @@ PROMPTS = {
 }
 
 # Bytes of the two caches of the default configuration: 32,768 tokens of the target, 2,048 of each of 8 sequences of the
-# draft model; keys and values of 2 bytes, 28 layers of 256 numbers in the 1.5B, 24 layers of 128 in the 0.5B; and a scale
-# for each head of 128 or 64 numbers.
+# draft model; keys and values of 2 bytes, 28 layers of 256 numbers in the 1.5B, 24 layers of 128 in the 0.5B; and two
+# scales a layer.
 CACHE_BYTES = 2 * (32768 * 28 * 2 * (256 + 4) + 8 * 2048 * 24 * 2 * (128 + 4))
 # What else the worker has in memory: Python and its libraries, the graphs' buffers, rows of logits: 270 MB and 327 MB
 # on two machines. A second copy of the weights, a cache of 32 bits, or a file that stays mapped is over a gigabyte.

@@ -45,7 +45,7 @@ def test_a_worker_takes_its_weights_its_pool_and_little_else(smollm2: Server) ->
     assert prepared.draft is not None
     weights = prepared.target.stat().st_size + prepared.draft.stat().st_size
     (said,) = re.findall(r"the KV cache of 4096 tokens takes (\d+) MiB, the draft model's (\d+) MiB", smollm2.log())
-    # 30 layers with 3 heads of 64 keys and 64 values, of 2 bytes and a scale; the draft model keeps 2,048 tokens of each.
+    # 30 layers with 3 heads of 64 keys and 64 values, of 2 bytes, and scales; the draft model keeps 2,048 of each.
     assert [int(mib) for mib in said] == [round(tokens * 30 * 3 * 2 * (128 + 4) / MIB) for tokens in (POOL, 8 * 2048)]
 
     def ask(number: int) -> int:

@@ -69,10 +69,12 @@ void Cache::add_side(const ggml_tensor * tensor, Side & side, bool are_keys) {
     if (tensor->type == GGML_TYPE_Q8_0) {
         side.multipliers.assign(static_cast<size_t>(cells * tensor->ne[2] * tensor->ne[0] / kTogether), 0);
     }
-    side.stored = {static_cast<char *>(whole->data), side.scales.data(), side.multipliers.empty() ? nullptr : side.multipliers.data(),
-                   cells, tensor->ne[2], tensor->ne[0]};
+    uint8_t * multipliers = side.multipliers.empty() ? nullptr : side.multipliers.data();
+    side.stored = {static_cast<char *>(whole->data), side.scales.data(), multipliers, cells, tensor->ne[2],
+                   tensor->ne[0]};
     use_huge_pages(whole->data, ggml_nbytes(whole));
-    sides_[whole->data] = {&side, cell_bytes_};
+    side.offset = cell_bytes_;
+    sides_[whole->data] = &side;
     cell_bytes_ += side.cell_bytes();
 }
 
@@ -118,7 +120,7 @@ Layer & Cache::plan_attention(const ggml_tensor * op) {
 
 Side * Cache::side(const ggml_tensor * write) {
     const auto found = sides_.find(write->data);
-    return found == sides_.end() ? nullptr : found->second.first;
+    return found == sides_.end() ? nullptr : found->second;
 }
 
 Layer & Cache::layer(const ggml_tensor * attention) { return *by_keys_.at(root(attention->src[1])->data); }
@@ -132,9 +134,8 @@ void Cache::write(const ggml_tensor * op, Side & side, int thread, int threads) 
     const int64_t first = rows * thread / threads;
     const int64_t last = rows * (thread + 1) / threads;
     if (loads()) {
-        const int64_t offset = sides_.at(op->data).second;
         for (int64_t row = first; row < last; row++) {
-            copy(stored, cells[row], [from = saved_ + row * cell_bytes_ + offset](void * to, size_t bytes) mutable {
+            copy(stored, cells[row], [from = saved_ + row * cell_bytes_ + side.offset](void * to, size_t bytes) mutable {
                 std::memcpy(to, from, bytes);
                 from += bytes;
             });
@@ -150,10 +151,9 @@ void Cache::write(const ggml_tensor * op, Side & side, int thread, int threads) 
 }
 
 void Cache::save(const int32_t * cells, int64_t count, uint8_t * to) const {
-    for (const auto & [data, entry] : sides_) {
-        const auto & [side, offset] = entry;
+    for (const auto & [data, side] : sides_) {
         for (int64_t i = 0; i < count; i++) {
-            copy(side->stored, cells[i], [at = to + i * cell_bytes_ + offset](const void * from, size_t bytes) mutable {
+            copy(side->stored, cells[i], [at = to + i * cell_bytes_ + side->offset](const void * from, size_t bytes) mutable {
                 std::memcpy(at, from, bytes);
                 at += bytes;
             });

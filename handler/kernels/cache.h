@@ -24,6 +24,7 @@ struct Side {
     bool are_keys;
     std::vector<float> scales;
     std::vector<uint8_t> multipliers;
+    int64_t offset;  // in a saved cell
 
     int64_t cell_bytes() const;  // with its scales and multipliers
 };
@@ -73,9 +74,9 @@ class Cache {
 
     std::deque<Layer> layers_{};
     std::map<const void *, Layer *> by_keys_{};
-    std::map<const void *, std::pair<Side *, int64_t>> sides_{};  // and where in a saved cell they lie
-    std::map<const void *, const ggml_tensor *> writes_{};        // of this pass, by where they go
-    std::map<const void *, std::pair<int64_t, Plan>> plans_{};    // by mask: of which pass
+    std::map<const void *, Side *> sides_{};
+    std::map<const void *, const ggml_tensor *> writes_{};      // of this pass, by where they go
+    std::map<const void *, std::pair<int64_t, Plan>> plans_{};  // by mask: of which pass
     std::vector<int32_t> cells_{};
     int64_t cell_bytes_ = 0;
     bool same_cells_ = true;

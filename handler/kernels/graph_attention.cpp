@@ -251,10 +251,10 @@ bool attends(const ggml_tensor * op) {
     const auto fits = [](const ggml_tensor * t) {
         return (t->type == GGML_TYPE_F16 && t->ne[0] % 16 == 0) || (t->type == GGML_TYPE_Q8_0 && t->ne[0] % kTogether == 0);
     };
-    return library().cache != nullptr && q->type == GGML_TYPE_F32 && fits(k) && fits(v) && mask != nullptr && mask->type == GGML_TYPE_F16 && mask->ne[2] == 1 &&
-           op->src[4] == nullptr && max_bias == 0 && softcap == 0 && q->ne[3] == 1 && k->ne[3] == 1 &&
-           k->ne[0] == v->ne[0] && k->ne[0] <= kMaxHeadSize && k->view_src != nullptr &&
-           v->view_src != nullptr && k->view_src != v->view_src && q->nb[0] == 4 &&
+    return library().cache != nullptr && q->type == GGML_TYPE_F32 && fits(k) && fits(v) && mask != nullptr &&
+           mask->type == GGML_TYPE_F16 && mask->ne[2] == 1 && op->src[4] == nullptr && max_bias == 0 && softcap == 0 &&
+           q->ne[3] == 1 && k->ne[3] == 1 && k->ne[0] == v->ne[0] && k->ne[0] <= kMaxHeadSize &&
+           k->view_src != nullptr && v->view_src != nullptr && k->view_src != v->view_src && q->nb[0] == 4 &&
            q->ne[2] % k->ne[2] == 0 && q->ne[2] / k->ne[2] <= kMaxHeads;
 }
 

@@ -22,7 +22,6 @@ from specserve.errors import EngineError, ModelLoadError
 
 logger = logging.getLogger(__name__)
 
-
 # Types of ggml.h, which llama-cpp-python does not export.
 _TYPES: dict[CacheType, int] = {"f16": 1, "q8_0": 8}
 

@@ -55,9 +55,8 @@ class Models:
     """The loaded models, ready to serve.
 
     `costs` are those of forward passes; `kernels` says which kernels compute them. `config` has the numbers of tokens
-    that are served (pool.py). `invariance` is the target's, None
-    if it was not measured. The draft model's does not matter: with greedy and coupled verification the output does not
-    depend on the drafts.
+    that are served (pool.py). `invariance` is the target's, None if it was not measured. The draft model's does not
+    matter: with greedy and coupled verification the output does not depend on the drafts.
     """
 
     vocabulary: LlamaModel

@@ -187,7 +187,8 @@ def test_stop_during_streams_ends_them_and_leaves_no_process(server: Server) -> 
     """The last test of this file: it stops the server."""
     with ThreadPoolExecutor(4) as pool:
         client = server.client()
-        streams = begin_streams(pool, server, 4, {**LONG, "speculation": {"mode": "off"}})
+        # So many answers that none of the streams ends by itself while the script starts.
+        streams = begin_streams(pool, server, 4, {**LONG, "n": 64, "speculation": {"mode": "off"}})
         started = time.monotonic()
         stop(server)
         report(f"stopped within {time.monotonic() - started:.1f} s")

@@ -43,7 +43,6 @@ class NeutralFields(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    parallel_tool_calls: bool | None = None
 
     # vLLM
     priority: int | None = None
@@ -114,8 +113,6 @@ class NeutralChatFields(Body):
     """The fields without effect of v1/chat/completions only."""
 
     # OpenAI
-    tools: _Empty = None
-    tool_choice: Literal["none"] | None = None
     functions: _Empty = None
     function_call: Literal["none"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True)] | None = None

@@ -193,23 +193,86 @@ class CompletionRequest(GenerationRequest, NeutralCompletionFields):
         return [*several] or [[token for token in self.prompt if isinstance(token, int)]]
 
 
-class Message(Body):
-    """One message of a chat."""
+class Function(Body):
+    """A function that the model may call, by its name and the JSON schema of its arguments."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    name: Annotated[Text, Field(min_length=1, max_length=128)]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool; functions are the only ones."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """A function, by its name."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """A tool that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedToolsList(Body):
+    """Those of the tools that may be called, and whether one has to be."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedTools(Body):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolsList
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+
+
+class CalledFunction(Body):
+    """A function with the JSON text of the arguments that it was called with."""
+
+    name: Text
+    arguments: Text
+
+
+class ToolCall(Body):
+    """A call that the assistant has made in an earlier turn."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Body):
+    """One message of a chat; an answer to a call has the role `tool`, and the id of the call."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: Text | None = None
 
     # Fields of a response's message, which clients send back in the next turn.
     refusal: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: None = None
     audio: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it; OpenAI's newer role `developer` is `system` there."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": text_of(self.content)}
+        return {"role": "system" if self.role == "developer" else self.role, "content": text_of(self.content or "")}
 
 
 class ChatRequest(GenerationRequest, NeutralChatFields):
@@ -217,6 +280,10 @@ class ChatRequest(GenerationRequest, NeutralChatFields):
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(default=None, ge=0)
+
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)

@@ -317,7 +317,7 @@ def test_a_streams_status_waits_for_its_first_event(front_end: FrontEnd) -> None
     """So an error before that has a status of its own."""
     front_end.post({**BODY, "max_tokens": 100, "ignore_eos": True})
     front_end.handle_once()
-    failing = front_end.post({**BODY, "prompt": "abc" * 30, "stream": True})
+    failing = front_end.post({**BODY, "prompt": "abc" * 60, "stream": True})
     for _ in range(3):
         front_end.handle_once()
     assert not front_end.chunks[failing]

@@ -64,7 +64,7 @@ def test_slice_ends_with_the_last_sequence() -> None:
 def test_started_slice_runs_before_join() -> None:
     scheduler = FakeScheduler(5)
     loop = loop_of(scheduler)
-    loop.start_unless_prefilling()
+    loop.start(more_may_come=True)
     assert scheduler.started.wait(10)
     scheduler.may_finish.set()
     assert loop.join()
@@ -72,18 +72,29 @@ def test_started_slice_runs_before_join() -> None:
     assert not loop.join()
 
 
-def test_no_slice_starts_during_a_prefill_or_without_sequences() -> None:
-    for scheduler in (FakeScheduler(5, prefilling=True), FakeScheduler(0)):
-        loop = loop_of(scheduler)
-        loop.start_unless_prefilling()
-        assert not loop.join()
-        assert not scheduler.started.is_set()
+@pytest.mark.parametrize("more_may_come", [False, True])
+def test_no_slice_starts_without_sequences(*, more_may_come: bool) -> None:
+    scheduler = FakeScheduler(0)
+    loop = loop_of(scheduler)
+    loop.start(more_may_come=more_may_come)
+    assert not loop.join()
+    assert not scheduler.started.is_set()
+
+
+@pytest.mark.parametrize("more_may_come", [False, True])
+def test_a_prefill_goes_on_in_torchserves_turn_unless_more_requests_may_come(*, more_may_come: bool) -> None:
+    scheduler = FakeScheduler(5, prefilling=True)
+    scheduler.may_finish.set()
+    loop = loop_of(scheduler)
+    loop.start(more_may_come=more_may_come)
+    assert loop.join() is not more_may_come
+    assert scheduler.started.is_set() is not more_may_come
 
 
 def test_interrupt_ends_the_running_slice_after_its_round_and_not_the_next() -> None:
     scheduler = FakeScheduler(5)
     loop = loop_of(scheduler)
-    loop.start_unless_prefilling()
+    loop.start(more_may_come=True)
     assert scheduler.started.wait(10)
     loop.interrupt()
     scheduler.may_finish.set()
@@ -98,7 +109,7 @@ def test_every_round_runs_in_the_engine_thread() -> None:
     scheduler.may_finish.set()
     loop = loop_of(scheduler, 0)
     loop.run()
-    loop.start_unless_prefilling()
+    loop.start(more_may_come=True)
     loop.join()
     loop.run()
     assert len(scheduler.threads) == 1

@@ -35,8 +35,8 @@ class EngineLoop:
 
     A slice is the rounds that begin within a time, at least one. Each call of TorchServe's thread waits with `join` for
     the slice that the call before started, cut to its current round by `interrupt` where requests are new or gone; if
-    there was none, `run` runs one while the call waits; `start_unless_prefilling` begins the next, which runs on after
-    the call has returned. Between `join` and that no slice runs, and the scheduler may be used from outside.
+    there was none, `run` runs one while the call waits; `start` begins the next, which runs on after the call has
+    returned. Between `join` and that no slice runs, and the scheduler may be used from outside.
 
     Args:
         scheduler: has the sequences.
@@ -73,12 +73,12 @@ class EngineLoop:
         """Run a slice and wait for it."""
         self._submit().result()
 
-    def start_unless_prefilling(self) -> None:
+    def start(self, *, more_may_come: bool) -> None:
         """Start a slice and return, so that rounds go on during TorchServe's turn of some milliseconds.
 
-        A round that prefills is long, and more requests mostly come with the first: no slice is started with one.
+        A round that prefills is long, and more requests mostly come with the first: while they may, none is started.
         """
-        if self._scheduler.busy and not self._scheduler.awaiting_first_token:
+        if self._scheduler.busy and not (more_may_come and self._scheduler.awaiting_first_token):
             self._slice = self._submit()
             # A compute thread that waits for the next pass has the other core: the engine thread would begin 0.8 ms
             # later, with a call's reply sent first, than now, when this one waits for it (load.py --overhead, 2 cores).

@@ -18,7 +18,7 @@ Three threads share the work:
   `Parser.begin` answers routes that generate nothing, in TorchServe's thread.
 
 A call waits for the slice that the last one started, takes new requests, runs a slice if none had been started,
-replies, and starts the next one, which runs while TorchServe sends the replies; none if there is a prompt to prefill.
+replies, and starts the next one, which runs while TorchServe sends the replies; none if a new prompt is to be prefilled.
 """
 
 from __future__ import annotations
@@ -122,8 +122,10 @@ class Handler:
         """Take new requests, forget old ones, and reply to every entry with what a slice of rounds has produced."""
         called = time.monotonic()
         entries = dict(context.request_ids)
-        if set(entries.values()) != self._responses.keys():
-            # Requests have come or gone, or are being parsed: end the slice after its current round.
+        # Requests have come or gone, or are being parsed.
+        others_than_before = set(entries.values()) != self._responses.keys()
+        if others_than_before:
+            # End the slice after its current round.
             self._loop.interrupt()
         # False if the last call started none.
         ran_meanwhile = self._loop.join()
@@ -142,9 +144,9 @@ class Handler:
             else:
                 replies[index] = self._reply(context, index, response)
         self._emit_metrics()
-        # With a prompt to prefill no slice is started: more requests mostly come with it, and the next call takes these
-        # first and then runs the slice itself.
-        self._loop.start_unless_prefilling()
+        # With a new prompt to prefill no slice is started: more requests mostly come with it, and the next call takes
+        # these first and then runs the slice itself.
+        self._loop.start(more_may_come=others_than_before)
         return replies
 
     def _forget_absent(self, present: set[str]) -> None:

@@ -73,7 +73,7 @@ NEXT = "{before}{answer}<|im_end|>\n" + CHAT.format(prompt="{number} short tests
 NOTES = (
     "prefill: seconds to the first token of a new prompt, by its tokens",
     "speed: tokens of an answer by the seconds from the request to its last chunk, the prompt being cached",
-    "all greedy, without ends and control tokens; in conversations one sequence at a time, on llama-servers of one slot",
+    "greedy, without ends and control tokens; in conversations one sequence at a time, on llama-servers of one slot",
     "a third turn comes after prompts that fill our pool",
 )
 

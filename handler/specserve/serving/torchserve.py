@@ -18,7 +18,8 @@ Three threads share the work:
   `Parser.begin` answers routes that generate nothing, in TorchServe's thread.
 
 A call waits for the slice that the last one started, takes new requests, runs a slice if none had been started,
-replies, and starts the next one, which runs while TorchServe sends the replies; none if a new prompt is to be prefilled.
+replies, and starts the next one, which runs while TorchServe sends the replies; none if a new prompt is to be
+prefilled.
 """
 
 from __future__ import annotations

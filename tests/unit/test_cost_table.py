@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from measured_engine import MeasuredEngine
-from specserve.speculation.measure import measured_cost
+from specserve.speculation.cost_files import measured_cost
 
 
 @pytest.fixture

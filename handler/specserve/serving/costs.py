@@ -14,7 +14,8 @@ from specserve.engine.llama_model import build_description
 from specserve.engine.placement import Placement
 from specserve.errors import EngineError, ModelLoadError
 from specserve.speculation.cost import Cost
-from specserve.speculation.measure import Interrupted, measured_again, measured_cost
+from specserve.speculation.cost_files import measured_again, measured_cost
+from specserve.speculation.measure import Interrupted
 
 logger = logging.getLogger(__name__)
 

@@ -27,9 +27,9 @@ from specserve.serving.pool import DRAFT_LENGTH, fitted
 from specserve.serving.prefix_files import PrefixFiles
 from specserve.serving.prefix_store import PrefixStore
 from specserve.speculation.cost import Cost
+from specserve.speculation.cost_files import fingerprint
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.measure import fingerprint
 from specserve.speculation.policy import Controller
 from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
 

@@ -48,6 +48,7 @@ class Generation(Sequence):
         vocabulary: the target's.
         stops: the stop strings.
         marks: of the control tokens that stand in stop strings, by token.
+        tags: the texts of control tokens that are read as text, by token.
         size: counts the bytes of the response.
         options: further arguments of `Sequence`.
     """
@@ -61,6 +62,7 @@ class Generation(Sequence):
         stops: Iterable[str] = (),
         *,
         marks: Mapping[int, str] | None = None,
+        tags: Mapping[int, str] | None = None,
         size: SizeLimit | None = None,
         **options: Any,
     ) -> None:
@@ -74,6 +76,7 @@ class Generation(Sequence):
         self._text = Detokenizer(stops)
         self._last_text = ""
         self._marks = marks or {}
+        self._tags = {token: tag.encode() for token, tag in (tags or {}).items()}
         self._size = size
         self._prompt_scores_counted = 0
         # By token, the first and the last character of its text; the tokens that `take_tokens` has returned.
@@ -143,7 +146,7 @@ class Generation(Sequence):
                 self._end("stop", eos=True)
                 return
             begin = self._text.length
-            piece = self._vocabulary.piece(token)
+            piece = self._tags.get(token) or self._vocabulary.piece(token)
             self._text.push(piece)
             if token in self._marks:
                 self._text.push_mark(self._marks[token])

@@ -110,6 +110,7 @@ def resolve(
         limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     tools = request.callable_tools if isinstance(request, ChatRequest) else {}
     syntax = calls if calls and tools else CallSyntax(())
+    has_format = isinstance(request.response_format, JsonSchema | JsonObject)
     form = ResponseForm(
         prompts,
         choices,
@@ -118,7 +119,8 @@ def resolve(
         sources=options.sources,
         stream=bool(request.stream),
         include_usage=request.stream_options is not None and request.stream_options.include_usage,
-        call_forms=syntax.forms,
+        # Where the grammar holds from the first token on, it has the model's own form only.
+        call_forms=syntax.forms[:1] if has_format else syntax.forms,
         tools=frozenset(tools),
     )
     if limit is not None and config.max_tokens is not None and limit > config.max_tokens:
@@ -259,18 +261,21 @@ def _constraint(
     request: CompletionRequest | ChatRequest, grammars: GrammarCompiler, syntax: CallSyntax
 ) -> Constraint | CallConstraint | None:
     """Compile the grammar that the output follows, if there is one."""
+    if request.grammar is not None:
+        return grammars.gbnf(request.grammar)
+    form = request.response_format
+    schema = form.json_schema.json_schema if isinstance(form, JsonSchema) else None
     if isinstance(request, ChatRequest) and syntax.forms:
         return grammars.calls(
             request.callable_tools,
             syntax,
             required=request.requires_call,
             parallel=request.parallel_tool_calls is not False,
+            otherwise={"type": "object"} if isinstance(form, JsonObject) else schema,
         )
-    if request.grammar is not None:
-        return grammars.gbnf(request.grammar)
-    if isinstance(request.response_format, JsonSchema):
-        return grammars.json_schema(request.response_format.json_schema.json_schema)
-    return grammars.json_object() if isinstance(request.response_format, JsonObject) else None
+    if isinstance(form, JsonObject):
+        return grammars.json_object()
+    return None if schema is None else grammars.json_schema(schema)
 
 
 def _prediction(request: GenerationRequest, vocabulary: Vocabulary, config: HandlerConfig) -> list[int]:

@@ -234,6 +234,8 @@ def test_a_token_beyond_a_trigger_opens_a_call_if_the_grammar_allows_it(tokens: 
     assert (constraint.allowed(tokens) is not None) == is_open
     text = b"".join(map(vocabulary.piece, tokens)).decode()
     if not is_open:
+        # A later call is one.
+        assert constraint.allowed([*tokens, *b"\n<tool_call>"]) is not None
         assert AnswerReader(QWEN.forms, frozenset(TOOLS)).read(text, done=True) == [Text(text)]
 
 
@@ -268,9 +270,9 @@ def test_what_the_grammar_takes_for_a_call_is_read_as_one_and_nothing_else(text:
         before = is_open
         fitting = [token for token in range(vocabulary.size - 1) if rest.startswith(vocabulary.piece(token))]
         fitting = [token for token in fitting if rest and (mask is None or mask[token])]
-        if not fitting and mask is None:
-            break
         if not fitting:
+            if mask is None:
+                break
             options = np.flatnonzero(mask).tolist()
             closing = [token for token in options if vocabulary.piece(token) in {b'"', b"}", b"]"}]
             fitting, rest = closing or options, b""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+from urllib.parse import quote
 
 import specserve
 from specserve.config import HandlerConfig, ModelConfig, processor
@@ -15,8 +17,9 @@ from specserve.engine.llama_model import LlamaModel, build_description
 from specserve.errors import RequestError
 from specserve.observability.control_group import Holdback
 from specserve.serving.loading import Models
+from specserve.serving.openai.body import Body
 from specserve.serving.openai.openapi import openapi
-from specserve.serving.openai.parse import parse_body
+from specserve.serving.openai.parse import AnyRequest, parse_body
 from specserve.serving.openai.prompt import Prompt, Tokenizer
 from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
 from specserve.serving.openai.resolve import resolve
@@ -30,6 +33,9 @@ logger = logging.getLogger(__name__)
 # Whose versions v1/speculation tells, and decimals of its numbers.
 _PACKAGES = ("llama-cpp-python", "llguidance", "numpy", "pydantic", "torchserve")
 _DIGITS = 4
+# The response header that names the fields that were ignored, and how many names the log warns of.
+IGNORED_HEADER = "x-specserve-ignored"
+_MAX_WARNINGS = 100
 
 
 class Routes:
@@ -52,6 +58,7 @@ class Routes:
         self._holdback = holdback
         self._model_ids = list(dict.fromkeys([config.model_id, name]))
         self._created = int(time.time())
+        self._warned_of: set[str] = set()
         self._tokenizer = Tokenizer(models.vocabulary, config)
         # The bare URL of a model takes completions.
         self._generating: dict[str, Callable[[object, str], Response]] = {
@@ -147,17 +154,33 @@ class Routes:
         """Make one entry of v1/models."""
         return Model(id=name, object="model", created=self._created, owned_by="specserve")
 
+    def _parsed(self, body: object, kind: type[AnyRequest]) -> AnyRequest:
+        """Validate a body; unknown fields are refused if the operator wants that."""
+        return parse_body(body, kind, refuses_unknown=self._config.unknown_fields == "refuse")
+
+    def _named(self, request: Body, response: Response) -> Response:
+        """Name the fields of a request that were ignored in its response's headers, and once in the log."""
+        # What is no letter, digit or mark of a path is percent-encoded: a comma, a line break, and all but ASCII.
+        names = [quote(name, safe="[]", errors="replace") for name in request.unknown]
+        if names:
+            response.headers[IGNORED_HEADER] = ", ".join(names)
+        for name in (re.sub(r"\[\d+\]", "[]", name) for name in names):
+            if name not in self._warned_of and len(self._warned_of) < _MAX_WARNINGS:
+                self._warned_of.add(name)
+                logger.warning("specserve: requests have the field '%s', which is ignored", name)
+        return response
+
     def _complete(self, body: object, request_id: str) -> Response:
-        request = parse_body(body, CompletionRequest)
+        request = self._parsed(body, CompletionRequest)
         prompts = self._tokenizer.completion(request)
-        return self._generate(CompletionResponse, request, prompts, request_id)
+        return self._named(request, self._generate(CompletionResponse, request, prompts, request_id))
 
     def _chat(self, body: object, request_id: str) -> Response:
-        request = parse_body(body, ChatRequest)
+        request = self._parsed(body, ChatRequest)
         if self._models.chat_template is None:
             raise RequestError("This model has no chat template; use v1/completions.", code="unsupported_value")
-        prompt = self._tokenizer.chat(self._models.chat_template.prompt(request))
-        return self._generate(ChatResponse, request, [prompt], request_id)
+        prompt = self._tokenizer.chat(self._models.chat_template.prompt(request), request)
+        return self._named(request, self._generate(ChatResponse, request, [prompt], request_id))
 
     def _generate(
         self,

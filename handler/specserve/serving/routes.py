@@ -34,8 +34,10 @@ logger = logging.getLogger(__name__)
 _PACKAGES = ("llama-cpp-python", "llguidance", "numpy", "pydantic", "torchserve")
 _DIGITS = 4
 # The response header that names the fields that were ignored, and how many names the log warns of.
-IGNORED_HEADER = "x-specserve-ignored"
+_IGNORED_HEADER = "x-specserve-ignored"
 _MAX_WARNINGS = 100
+# Routes of others that need another kind of model, with or without "v1/", by their first part.
+_OTHER_MODELS = ("embedding", "embeddings", "rerank", "reranking", "score", "audio", "images", "moderations")
 
 
 class Routes:
@@ -105,6 +107,13 @@ class Routes:
             return Response(self._describing[route]())
         if route.startswith("v1/models/"):
             return Response(self._model(self._known_model(route.removeprefix("v1/models/"))))
+        if route.removeprefix("v1/").partition("/")[0] in _OTHER_MODELS:
+            raise RequestError(
+                f"This server generates text only, so it has no route '{route}'; run a server with a model for that, for "
+                "example llama.cpp's llama-server --embeddings for embeddings.",
+                status=404,
+                code="unknown_url",
+            )
         *most, last = filter(None, [*self._generating, *self._describing])
         message = f"There is no route '{route}'; this server has {', '.join(most)} and {last}."
         raise RequestError(message, status=404, code="unknown_url")
@@ -163,7 +172,7 @@ class Routes:
         # What is no letter, digit or mark of a path is percent-encoded: a comma, a line break, and all but ASCII.
         names = [quote(name, safe="[]", errors="replace") for name in request.unknown]
         if names:
-            response.headers[IGNORED_HEADER] = ", ".join(names)
+            response.headers[_IGNORED_HEADER] = ", ".join(names)
         for name in (re.sub(r"\[\d+\]", "[]", name) for name in names):
             if name not in self._warned_of and len(self._warned_of) < _MAX_WARNINGS:
                 self._warned_of.add(name)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.sequence import SequenceStats, Source
+from specserve.serving.answer import AnswerReader, Part
 from specserve.serving.generation import FinishReason, Generation
 from specserve.serving.openai import response_schema as schema
 from specserve.serving.openai.logprobs import (
@@ -51,10 +52,16 @@ class Response:
         self._status = status
         self._body = body or {}
 
+    @staticmethod
+    def error_body(error: RequestError) -> ResponseObject | Mapping[str, Any]:
+        """Return the body of the response to a request that is refused or fails."""
+        detail = schema.ErrorDetail(message=error.message, type=error.kind, param=error.param, code=error.code)
+        return schema.ErrorResponse(error=detail)
+
     @classmethod
     def refusal(cls, error: RequestError) -> Response:
-        """Make the response to a request that is refused."""
-        return Response(_error_object(error), status=error.status)
+        """Make the response to a request that is refused, in the protocol of the class."""
+        return Response(cls.error_body(error), status=error.status)
 
     @property
     def error(self) -> RequestError | None:
@@ -80,8 +87,8 @@ class Response:
         return ""
 
 
-class GenerationResponse(Response, ABC):
-    """Writes the response of a route that generates, whole or as a stream.
+class GenerationResponse(Response):
+    """Knows what the response of a route that generates consists of, whatever its protocol.
 
     Args:
         form: what it consists of.
@@ -90,12 +97,6 @@ class GenerationResponse(Response, ABC):
         request_id: TorchServe's.
         model: the id that the request has named.
     """
-
-    prefix: ClassVar[str]
-    # The object of the whole response, and of an event.
-    objects: ClassVar[tuple[type[schema.GeneratedObject[Any]], type[schema.GeneratedObject[Any]]]]
-    # Whether the first event of a choice says something even without text.
-    begins_with_role: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -111,10 +112,78 @@ class GenerationResponse(Response, ABC):
         self._form = form
         self._candidates = candidates
         self._vocabulary = vocabulary
+        self._request_id = request_id
+        self._model = model
+        self._created = int(time.time())
+        self._reader = AnswerReader()
+
+    def _parts(self, index: int, generation: Generation) -> list[Part]:
+        """Return what is new of a choice."""
+        del index
+        return self._reader.read(generation.take_text(), done=generation.done)
+
+    def _finish_reason(self, index: int, generation: Generation) -> FinishReason | None:
+        """Return why a choice ended."""
+        del index
+        return generation.finish_reason
+
+    def _totals(self) -> dict[str, Any]:
+        """Count what all candidates took, for the fields `usage` and `speculation`."""
+        stats = SequenceStats.total(generation.stats for generation in self.generations)
+        prompt_tokens = sum(group[0].prompt_length for group in self._candidates)
+        cached_tokens = sum(group[0].cached_tokens for group in self._candidates)
+        completion_tokens = sum(generation.generated for generation in self.generations)
+        predicted, accepted = stats.drafted_by["prediction"], stats.accepted_by["prediction"]
+        usage = schema.Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=schema.PromptDetails(cached_tokens=cached_tokens),
+            completion_tokens_details=schema.CompletionDetails(
+                accepted_prediction_tokens=accepted, rejected_prediction_tokens=predicted - accepted
+            ),
+        )
+        params = self.generations[0].speculation
+        speculation = schema.Speculation(
+            mode=params.mode,
+            verification=params.verification,
+            rounds=stats.rounds,
+            drafted_tokens=stats.drafted,
+            accepted_tokens=stats.accepted,
+            mean_acceptance_length=round(stats.mean_acceptance_length, 3),
+            gamma_histogram={str(gamma): count for gamma, count in sorted(stats.gammas.items())},
+            drafters={
+                name: schema.DrafterCounts(drafted=drafted, accepted=stats.accepted_by[name])
+                for name, drafted in stats.drafted_by.items()
+            },
+            alternatives=schema.AlternativeCounts(read=stats.alternatives, adopted=stats.adopted),
+            seconds=schema.Seconds(
+                prefill=round(stats.prefill_seconds, 6),
+                draft=round(stats.draft_seconds, 6),
+                target=round(stats.target_seconds, 6),
+                other=round(stats.other_seconds, 6),
+                plain_estimate=round(stats.plain_seconds, 6),
+            ),
+            estimated_speedup=round(stats.plain_seconds / stats.decode_seconds, 3) if stats.decode_seconds else None,
+        )
+        return {"usage": usage, "speculation": speculation}
+
+
+class ChoicesResponse(GenerationResponse, ABC):
+    """Writes OpenAI's responses that consist of choices, whole or as a stream."""
+
+    prefix: ClassVar[str]
+    # The object of the whole response, and of an event.
+    objects: ClassVar[tuple[type[schema.GeneratedObject[Any]], type[schema.GeneratedObject[Any]]]]
+    # Whether the first event of a choice says something even without text.
+    begins_with_role: ClassVar[bool] = False
+
+    def __init__(self, form: ResponseForm, candidates: list[list[Generation]], **options: Any) -> None:
+        super().__init__(form, candidates, **options)
         kind = self.objects[self.streams]
         [name] = get_args(kind.model_fields["object"].annotation)
-        request_id = f"{self.prefix}-{request_id}"
-        self._object = partial(kind, id=request_id, object=name, created=int(time.time()), model=model)
+        response_id = f"{self.prefix}-{self._request_id}"
+        self._object = partial(kind, id=response_id, object=name, created=self._created, model=self._model)
         self._begun: set[int] = set()
         self._ended: set[int] = set()
 
@@ -135,7 +204,7 @@ class GenerationResponse(Response, ABC):
     def text(self) -> str:
         """Return the whole response, or the error object, as JSON text."""
         if self.error:
-            return as_json(_error_object(self.error))
+            return as_json(self.error_body(self.error))
         best = [generation for group in self._candidates for generation in self._best(group)]
         choices = [self._new(index, generation, generation.finish_reason) for index, generation in enumerate(best)]
         return as_json(self._object(choices=choices, **self._totals()))
@@ -143,7 +212,7 @@ class GenerationResponse(Response, ABC):
     def next_events(self) -> str:
         """Return the stream's events since the last call, '' where nothing is new; when done, the end of the stream."""
         if self.error:
-            return _event(_error_object(self.error)) + _END
+            return _event(self.error_body(self.error)) + _END
         usage: dict[str, Any] = {"usage": None} if self._form.include_usage else {}
         choices = [new for index, generation in enumerate(self.generations) for new in self._news(index, generation)]
         events = "".join(_event(self._object(choices=[choice], **usage)) for choice in choices)
@@ -199,49 +268,8 @@ class GenerationResponse(Response, ABC):
         scored = self._candidates[index // self._form.choices][0]
         return not scored.scores_prompt or len(scored.prompt_scores) == scored.prompt_length - 1
 
-    def _totals(self) -> dict[str, Any]:
-        """Count what all candidates took, for the fields `usage` and `speculation`."""
-        stats = SequenceStats.total(generation.stats for generation in self.generations)
-        prompt_tokens = sum(group[0].prompt_length for group in self._candidates)
-        cached_tokens = sum(group[0].cached_tokens for group in self._candidates)
-        completion_tokens = sum(generation.generated for generation in self.generations)
-        predicted, accepted = stats.drafted_by["prediction"], stats.accepted_by["prediction"]
-        usage = schema.Usage(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=schema.PromptDetails(cached_tokens=cached_tokens),
-            completion_tokens_details=schema.CompletionDetails(
-                accepted_prediction_tokens=accepted, rejected_prediction_tokens=predicted - accepted
-            ),
-        )
-        params = self.generations[0].speculation
-        speculation = schema.Speculation(
-            mode=params.mode,
-            verification=params.verification,
-            rounds=stats.rounds,
-            drafted_tokens=stats.drafted,
-            accepted_tokens=stats.accepted,
-            mean_acceptance_length=round(stats.mean_acceptance_length, 3),
-            gamma_histogram={str(gamma): count for gamma, count in sorted(stats.gammas.items())},
-            drafters={
-                name: schema.DrafterCounts(drafted=drafted, accepted=stats.accepted_by[name])
-                for name, drafted in stats.drafted_by.items()
-            },
-            alternatives=schema.AlternativeCounts(read=stats.alternatives, adopted=stats.adopted),
-            seconds=schema.Seconds(
-                prefill=round(stats.prefill_seconds, 6),
-                draft=round(stats.draft_seconds, 6),
-                target=round(stats.target_seconds, 6),
-                other=round(stats.other_seconds, 6),
-                plain_estimate=round(stats.plain_seconds, 6),
-            ),
-            estimated_speedup=round(stats.plain_seconds / stats.decode_seconds, 3) if stats.decode_seconds else None,
-        )
-        return {"usage": usage, "speculation": speculation}
 
-
-class CompletionResponse(GenerationResponse):
+class CompletionResponse(ChoicesResponse):
     """Writes the response of v1/completions."""
 
     prefix = "cmpl"
@@ -255,7 +283,7 @@ class CompletionResponse(GenerationResponse):
         return completion_logprobs(positions, self._vocabulary, top=self._form.top_logprobs or 0)
 
 
-class ChatResponse(GenerationResponse):
+class ChatResponse(ChoicesResponse):
     """Writes the response of v1/chat/completions."""
 
     prefix = "chatcmpl"
@@ -278,9 +306,3 @@ class ChatResponse(GenerationResponse):
 def _event(data: ResponseObject) -> str:
     """Write one server-sent event."""
     return f"data: {as_json(data)}\n\n"
-
-
-def _error_object(error: RequestError) -> schema.ErrorResponse:
-    """Return the body of the response to a request that is refused or fails."""
-    detail = schema.ErrorDetail(message=error.message, type=error.kind, param=error.param, code=error.code)
-    return schema.ErrorResponse(error=detail)

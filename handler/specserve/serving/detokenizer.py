@@ -60,6 +60,8 @@ class Detokenizer:
         self._held = ""
         self._ready = ""
         self.stopped = False
+        # The stop string that ended the text.
+        self.stop = ""
         self.length = 0
         self.released = 0
 
@@ -117,8 +119,8 @@ class Detokenizer:
                     matched = stop.table[matched - 1]
                 matched += stop.text[matched] == character
                 stop.matched = matched
-                if matched == len(stop.text):
-                    found = max(found or 0, stop.shown[-1])
+                if matched == len(stop.text) and (found is None or stop.shown[-1] > found):
+                    found, self.stop = stop.shown[-1], stop.text
             if found is not None:
                 return position + 1, found
         return None

@@ -173,6 +173,14 @@ class Generation(Sequence):
         """Whether there is text to take."""
         return self._text.ready
 
+    @property
+    def stop(self) -> str:
+        """The stop string that ended it, '' where another end came first; of several the longest."""
+        stop = self._text.stop
+        for token, mark in self._marks.items():
+            stop = stop.replace(mark, self._vocabulary.name(token).decode(errors="replace"))
+        return stop
+
     def take_text(self) -> str:
         """The text that was released since the last call."""
         return self._text.take()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -14,6 +15,7 @@ from specserve.engine.kernels import calls
 from specserve.engine.llama_model import LlamaModel, build_description
 from specserve.errors import RequestError
 from specserve.observability.control_group import Holdback
+from specserve.serving.anthropic import CountRequest, MessagesRequest, MessagesResponse
 from specserve.serving.loading import Models
 from specserve.serving.openai.openapi import openapi
 from specserve.serving.openai.parse import parse_body
@@ -21,6 +23,7 @@ from specserve.serving.openai.prompt import Prompt, Tokenizer
 from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
 from specserve.serving.openai.resolve import resolve
 from specserve.serving.openai.response import ChatResponse, CompletionResponse, GenerationResponse, Response
+from specserve.serving.openai.responses import ResponsesRequest, ResponsesResponse
 from specserve.serving.openai.response_schema import Model, ModelList, ResponseObject, SpeculationStatus
 from specserve.serving.scheduler import Scheduler
 from specserve.speculation.cost import Cost
@@ -58,6 +61,9 @@ class Routes:
             "": self._complete,
             "v1/completions": self._complete,
             "v1/chat/completions": self._chat,
+            "v1/responses": self._create_response,
+            "v1/messages": self._create_message,
+            "v1/messages/count_tokens": self._count_tokens,
         }
         self._describing: dict[str, Callable[[], ResponseObject | Mapping[str, Any]]] = {
             "v1/models": lambda: ModelList(object="list", data=[self._model(name) for name in self._model_ids]),
@@ -66,8 +72,13 @@ class Routes:
         }
 
     def generates(self, route: str) -> bool:
-        """Tell whether a route generates text."""
+        """Tell whether a route generates text, or reads one as those that do."""
         return route in self._generating
+
+    @staticmethod
+    def refusal(route: str, error: RequestError) -> Response:
+        """Make the response to a request that is refused, in the shape of its route's protocol."""
+        return (MessagesResponse if route.startswith("v1/messages") else Response).refusal(error)
 
     def respond(self, request_id: str, route: str, body: object) -> Response:
         """Make the response to a request; whatever is wrong with that is an error response.
@@ -80,11 +91,11 @@ class Routes:
         try:
             return self._respond(request_id, route, body)
         except RequestError as error:
-            return Response.refusal(error)
+            return self.refusal(route, error)
         except Exception:
             logger.exception("specserve: request %s could not be parsed", request_id)
             failure = RequestError("The server failed to read this request.", status=500, kind="server_error")
-            return Response.refusal(failure)
+            return self.refusal(route, failure)
 
     def _respond(self, request_id: str, route: str, body: object) -> Response:
         if route in self._generating:
@@ -154,14 +165,30 @@ class Routes:
 
     def _chat(self, body: object, request_id: str) -> Response:
         request = parse_body(body, ChatRequest)
+        return self._generate(ChatResponse, request, [self._chat_prompt(request)], request_id)
+
+    def _create_response(self, body: object, request_id: str) -> Response:
+        request = parse_body(body, ResponsesRequest)
+        chat = request.chat(request.messages())
+        return self._generate(partial(ResponsesResponse, request), chat, [self._chat_prompt(chat)], request_id)
+
+    def _create_message(self, body: object, request_id: str) -> Response:
+        chat = parse_body(body, MessagesRequest).chat()
+        return self._generate(MessagesResponse, chat, [self._chat_prompt(chat)], request_id)
+
+    def _count_tokens(self, body: object, _request_id: str) -> Response:
+        chat = parse_body(body, CountRequest).chat()
+        self._known_model(chat.model)
+        return Response({"input_tokens": len(self._chat_prompt(chat).tokens)})
+
+    def _chat_prompt(self, request: ChatRequest) -> Prompt:
         if self._models.chat_template is None:
             raise RequestError("This model has no chat template; use v1/completions.", code="unsupported_value")
-        prompt = self._tokenizer.chat(self._models.chat_template.prompt(request))
-        return self._generate(ChatResponse, request, [prompt], request_id)
+        return self._tokenizer.chat(self._models.chat_template.prompt(request))
 
     def _generate(
         self,
-        kind: type[GenerationResponse],
+        kind: Callable[..., GenerationResponse],
         request: CompletionRequest | ChatRequest,
         prompts: list[Prompt],
         request_id: str,

@@ -45,3 +45,14 @@ def _is_unicode(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_is_unicode)]
+
+
+class LooseBody(Body):
+    """A JSON object of which unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_unknown_field(cls, body: Any) -> Any:
+        return body

@@ -46,7 +46,7 @@ class ContentBlock(LooseBody):
     thinking: Text = ""
     id: Text = ""
     name: Text = ""
-    input: dict[str, Any] = {}
+    input: dict[str, Any] | None = None
     tool_use_id: Text = ""
     content: Texts | None = None
     is_error: bool | None = None
@@ -164,9 +164,7 @@ class CountRequest(GenerationRequest, LooseBody):
             "tool_choice": _CHOICES.get(choice.type, named) if tools else None,
             "parallel_tool_calls": not choice.disable_parallel_tool_use,
             "response_format": described and {"type": "json_schema", "json_schema": described},
-            "chat_template_kwargs": {
-                "enable_thinking": self.thinking is not None and self.thinking.type != "disabled"
-            },
+            "chat_template_kwargs": {"enable_thinking": self.thinking is not None and self.thinking.type != "disabled"},
         }
         return parse_body(chat, ChatRequest)
 
@@ -241,7 +239,12 @@ class MessagesResponse(BlocksResponse):
     def _end(self) -> Iterator[Event]:
         message = self._whole()
         delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
-        yield {"type": "message_delta", "delta": delta, "usage": message["usage"], "speculation": message["speculation"]}
+        yield {
+            "type": "message_delta",
+            "delta": delta,
+            "usage": message["usage"],
+            "speculation": message["speculation"],
+        }
         yield {"type": "message_stop"}
 
     def _failure(self, error: RequestError) -> Iterator[Event]:
@@ -250,7 +253,7 @@ class MessagesResponse(BlocksResponse):
 
 def _call(block: ContentBlock) -> Json:
     """Return the use of a tool as a call of a chat."""
-    function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+    function = {"name": block.name, "arguments": json.dumps(block.input or {}, ensure_ascii=False)}
     return {"id": block.id, "type": "function", "function": function}
 
 

@@ -1,9 +1,9 @@
-"""Answers as blocks, one after the other, as v1/responses and v1/messages have them: reasoning, text, calls of tools."""
+"""Answers as blocks one after the other, as v1/responses and v1/messages have them: reasoning, text, calls."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 

@@ -23,8 +23,9 @@ from specserve.serving.openai.prompt import Prompt, Tokenizer
 from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
 from specserve.serving.openai.resolve import resolve
 from specserve.serving.openai.response import ChatResponse, CompletionResponse, GenerationResponse, Response
-from specserve.serving.openai.responses import ResponsesRequest, ResponsesResponse
 from specserve.serving.openai.response_schema import Model, ModelList, ResponseObject, SpeculationStatus
+from specserve.serving.openai.responses import ResponsesRequest, ResponsesResponse
+from specserve.serving.response_store import ResponseStore
 from specserve.serving.scheduler import Scheduler
 from specserve.speculation.cost import Cost
 
@@ -55,6 +56,7 @@ class Routes:
         self._holdback = holdback
         self._model_ids = list(dict.fromkeys([config.model_id, name]))
         self._created = int(time.time())
+        self._store = ResponseStore(config.responses_store)
         self._tokenizer = Tokenizer(models.vocabulary, config)
         # The bare URL of a model takes completions.
         self._generating: dict[str, Callable[[object, str], Response]] = {
@@ -169,8 +171,10 @@ class Routes:
 
     def _create_response(self, body: object, request_id: str) -> Response:
         request = parse_body(body, ResponsesRequest)
-        chat = request.chat(request.messages())
-        return self._generate(partial(ResponsesResponse, request), chat, [self._chat_prompt(chat)], request_id)
+        messages = self._store.messages(request.previous_response_id) + request.messages()
+        chat = request.chat(messages)
+        kind = partial(ResponsesResponse, request, messages, self._store)
+        return self._generate(kind, chat, [self._chat_prompt(chat)], request_id)
 
     def _create_message(self, body: object, request_id: str) -> Response:
         chat = parse_body(body, MessagesRequest).chat()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -17,7 +18,8 @@ class Reasoning(NamedTuple):
     text: str
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True)
+class Call:
     """The beginning of a tool call: the how manieth of its answer it is, its id, and the tool's name."""
 
     index: int
@@ -25,7 +27,8 @@ class Call(NamedTuple):
     name: str
 
 
-class Arguments(NamedTuple):
+@dataclass(frozen=True)
+class Arguments:
     """More of the JSON text of a call's arguments."""
 
     index: int
@@ -36,7 +39,9 @@ Part = Text | Reasoning | Call | Arguments
 
 
 class AnswerReader:
-    """Reads the parts of an answer from its text."""
+    """Reads the parts of an answer from its text; `calls` is how many have begun."""
+
+    calls = 0
 
     def read(self, text: str, *, done: bool) -> list[Part]:
         """Return what is new.

@@ -185,11 +185,12 @@ class MessagesResponse(BlocksResponse):
 
     def _whole(self) -> Event:
         [generation] = self.generations
-        reason = self._finish_reason(0, generation)
+        reason = self._finish_reason(0, generation) or "stop"
+        stop = generation.stop if reason == "stop" else ""
         return self._message() | {
             "content": [self._content(block, block.text) for block in self._blocks],
-            "stop_reason": "stop_sequence" if generation.stop else _STOP_REASONS[reason or "stop"],
-            "stop_sequence": generation.stop or None,
+            "stop_reason": "stop_sequence" if stop else _STOP_REASONS[reason],
+            "stop_sequence": stop or None,
             "speculation": self._totals()["speculation"],
         }
 

@@ -72,6 +72,7 @@ class Generation(Sequence):
         self.mean_logprob = -math.inf
         self._vocabulary = vocabulary
         self._text = Detokenizer(stops)
+        self._last_text = ""
         self._marks = marks or {}
         self._size = size
         self._prompt_scores_counted = 0
@@ -183,11 +184,13 @@ class Generation(Sequence):
 
     def take_text(self) -> str:
         """The text that was released since the last call."""
-        return self._text.take()
+        self._last_text = self._text.take()
+        return self._last_text
 
-    def by_source(self, text: str) -> list[tuple[str, Source]]:
+    def by_source(self) -> list[tuple[str, Source]]:
         """What `take_text` has just returned, in a piece for each token that ended a character, and who wrote it."""
         pieces: list[tuple[str, Source]] = []
+        text = self._last_text
         begin = self._text.released - len(text)
         first = bisect_right(self._spans, begin, key=itemgetter(1))
         for (_, end), source in zip(self._spans[first:], self.sources[first:], strict=False):

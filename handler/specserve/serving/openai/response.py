@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal, get_args
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.sequence import SequenceStats, Source
-from specserve.serving.answer import AnswerReader, Part
-from specserve.serving.generation import FinishReason, Generation
+from specserve.serving.answer import AnswerReader, Part, Text
+from specserve.serving.generation import Generation
 from specserve.serving.openai import response_schema as schema
 from specserve.serving.openai.logprobs import (
     Position,
@@ -22,7 +22,7 @@ from specserve.serving.openai.logprobs import (
     prompt_positions,
 )
 from specserve.serving.openai.resolve import ResponseForm
-from specserve.serving.openai.response_schema import ResponseObject, as_json
+from specserve.serving.openai.response_schema import FinishReason, ResponseObject, as_json
 
 _END = "data: [DONE]\n\n"
 
@@ -115,17 +115,20 @@ class GenerationResponse(Response):
         self._request_id = request_id
         self._model = model
         self._created = int(time.time())
-        self._reader = AnswerReader()
+        # By generation, what reads its text.
+        self._readers: dict[Generation, AnswerReader] = {}
 
     def _parts(self, index: int, generation: Generation) -> list[Part]:
-        """Return what is new of a choice."""
+        """Read the new parts of a choice, those since the last call; the choices of a request are read alike."""
         del index
-        return self._reader.read(generation.take_text(), done=generation.done)
+        reader = self._readers.setdefault(generation, AnswerReader())
+        return reader.read(generation.take_text(), done=generation.done)
 
     def _finish_reason(self, index: int, generation: Generation) -> FinishReason | None:
-        """Return why a choice ended."""
+        """Tell why a choice has ended, as far as it is read: `tool_calls` if it has any and is not cut."""
         del index
-        return generation.finish_reason
+        has_calls = generation in self._readers and self._readers[generation].calls > 0
+        return "tool_calls" if generation.finish_reason == "stop" and has_calls else generation.finish_reason
 
     def _totals(self) -> dict[str, Any]:
         """Count what all candidates took, for the fields `usage` and `speculation`."""
@@ -188,11 +191,11 @@ class ChoicesResponse(GenerationResponse, ABC):
         self._ended: set[int] = set()
 
     @abstractmethod
-    def _choice(self, text: str | None, *, first: bool, fields: Mapping[str, Any]) -> ResponseObject:
+    def _choice(self, parts: list[Part] | None, *, first: bool, fields: Mapping[str, Any]) -> ResponseObject:
         """Make a choice of the response or of an event.
 
         Args:
-            text: what is new; None at the end of a stream, whose last event has no text as in OpenAI's.
+            parts: what is new; None at the end of a stream, whose last event has no text as in OpenAI's.
             first: whether it begins the choice.
             fields: those that the choices of all routes have.
         """
@@ -206,7 +209,7 @@ class ChoicesResponse(GenerationResponse, ABC):
         if self.error:
             return as_json(self.error_body(self.error))
         best = [generation for group in self._candidates for generation in self._best(group)]
-        choices = [self._new(index, generation, generation.finish_reason) for index, generation in enumerate(best)]
+        choices = [self._new(index, generation) for index, generation in enumerate(best)]
         return as_json(self._object(choices=choices, **self._totals()))
 
     def next_events(self) -> str:
@@ -227,23 +230,25 @@ class ChoicesResponse(GenerationResponse, ABC):
         has_news = generation.has_text or generation.done
         if index in self._ended or not has_news or not self._prompt_is_scored(index):
             return
-        new = self._new(index, generation, None)
+        new = self._new(index, generation)
         if new is not None:
             yield new
         if generation.done:
             self._ended.add(index)
-            end: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": generation.finish_reason}
+            reason = self._finish_reason(index, generation)
+            end: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": reason}
             yield self._choice(None, first=False, fields=end | ({"sources": []} if self._form.sources else {}))
 
-    def _new(self, index: int, generation: Generation, finish_reason: FinishReason | None) -> ResponseObject | None:
+    def _new(self, index: int, generation: Generation) -> ResponseObject | None:
         """Make what is new of a choice, at first with a prompt that is echoed; None if a stream has nothing to say."""
         form, number = self._form, index // self._form.choices
         first = index not in self._begun
         self._begun.add(index)
         echo = form.prompts[number] if form.echo else None
         repeated = echo.text if echo and first else ""
-        text = generation.take_text()
-        fields: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": finish_reason}
+        parts = self._parts(index, generation)
+        reason = None if self.streams else self._finish_reason(index, generation)
+        fields: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": reason}
         positions: list[Position] = []
         if form.top_logprobs is not None:
             positions = output_positions(generation.take_tokens(), len(echo.text) if echo else 0)
@@ -253,10 +258,10 @@ class ChoicesResponse(GenerationResponse, ABC):
             fields["logprobs"] = self._logprobs(positions)
         if form.sources:
             sources: list[tuple[str, Source | Literal["prompt"]]] = [(repeated, "prompt")] if repeated else []
-            fields["sources"] = [*sources, *generation.by_source(text)]
-        if self.streams and not (repeated or text or positions or (first and self.begins_with_role)):
+            fields["sources"] = [*sources, *generation.by_source()]
+        if self.streams and not (repeated or parts or positions or (first and self.begins_with_role)):
             return None
-        return self._choice(repeated + text, first=first, fields=fields)
+        return self._choice([Text(repeated), *parts] if repeated else parts, first=first, fields=fields)
 
     def _best(self, group: list[Generation]) -> list[Generation]:
         """Choose the candidates with the highest mean log-probability; in their order if all are returned."""
@@ -275,9 +280,9 @@ class CompletionResponse(ChoicesResponse):
     prefix = "cmpl"
     objects = schema.Completion, schema.CompletionChunk
 
-    def _choice(self, text: str | None, *, first: bool, fields: Mapping[str, Any]) -> ResponseObject:
+    def _choice(self, parts: list[Part] | None, *, first: bool, fields: Mapping[str, Any]) -> ResponseObject:
         del first  # Only a chat's choices begin with something else.
-        return schema.CompletionChoice(text=text or "", **fields)
+        return schema.CompletionChoice(text=_text(parts or []), **fields)
 
     def _logprobs(self, positions: list[Position]) -> ResponseObject:
         return completion_logprobs(positions, self._vocabulary, top=self._form.top_logprobs or 0)
@@ -290,12 +295,13 @@ class ChatResponse(ChoicesResponse):
     objects = schema.ChatCompletion, schema.ChatCompletionChunk
     begins_with_role = True
 
-    def _choice(self, text: str | None, *, first: bool, fields: Mapping[str, Any]) -> ResponseObject:
-        if not self.streams:
-            message = schema.ChatMessage(role="assistant", content=text or "", refusal=None)
-            return schema.ChatChoice(message=message, **fields)
-        if text is None:
+    def _choice(self, parts: list[Part] | None, *, first: bool, fields: Mapping[str, Any]) -> ResponseObject:
+        if parts is None:
             return schema.ChatChunkChoice(delta=schema.ChatDelta(), **fields)
+        text = _text(parts)
+        if not self.streams:
+            message = schema.ChatMessage(role="assistant", content=text, refusal=None)
+            return schema.ChatChoice(message=message, **fields)
         delta = schema.ChatDelta(role="assistant", content=text) if first else schema.ChatDelta(content=text)
         return schema.ChatChunkChoice(delta=delta, **fields)
 
@@ -303,6 +309,11 @@ class ChatResponse(ChoicesResponse):
         return chat_logprobs(positions, self._vocabulary)
 
 
-def _event(data: ResponseObject) -> str:
+def _text(parts: list[Part]) -> str:
+    """Join the text among the parts."""
+    return "".join(part.text for part in parts if isinstance(part, Text))
+
+
+def _event(data: ResponseObject | Mapping[str, Any]) -> str:
     """Write one server-sent event."""
     return f"data: {as_json(data)}\n\n"

@@ -15,7 +15,9 @@ from pydantic.json_schema import SkipJsonSchema
 from typing_extensions import TypedDict
 
 from specserve.sequence import Source, Verification
-from specserve.serving.generation import FinishReason
+
+# Why an answer ended: by itself or a stop string, at its last allowed token, or with calls.
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 def _without_defaults(schema: dict[str, Any]) -> None:

@@ -228,7 +228,8 @@ class ResponsesResponse(BlocksResponse):
         if block.call is not None:
             return item | {"call_id": block.call.id, "name": block.call.name, field: self._text(block) if done else ""}
         content = [self._part(block, block.text)] if done else []
-        return item | {"content": content} | ({"summary": []} if kind == "reasoning" else {"role": "assistant"})
+        more: Json = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+        return item | {"content": content} | more
 
     def _part(self, block: Block, text: str) -> Json:
         """Return the one part of reasoning or of a message."""

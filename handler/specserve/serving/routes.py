@@ -24,8 +24,8 @@ from specserve.serving.openai.request_schema import ChatRequest, CompletionReque
 from specserve.serving.openai.resolve import resolve
 from specserve.serving.openai.response import ChatResponse, CompletionResponse, GenerationResponse, Response
 from specserve.serving.openai.response_schema import Model, ModelList, ResponseObject, SpeculationStatus
-from specserve.serving.openai.responses import ResponsesRequest, ResponsesResponse
 from specserve.serving.response_store import ResponseStore
+from specserve.serving.responses import ResponsesRequest, ResponsesResponse
 from specserve.serving.scheduler import Scheduler
 from specserve.speculation.cost import Cost
 

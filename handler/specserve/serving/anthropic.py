@@ -154,7 +154,7 @@ class CountRequest(GenerationRequest, LooseBody):
         choice = self.tool_choice or MessagesToolChoice(type="auto")
         tools = [tool for tool in self.tools or [] if tool.is_offered]
         if choice.name is not None and choice.name not in {tool.name for tool in tools}:
-            raise RequestError.invalid("tool_choice", f"There is no tool '{choice.name}' that the client runs.")
+            raise RequestError.invalid("tool_choice", f"The model is offered no tool '{choice.name}'.")
         named = {"type": "function", "function": {"name": choice.name}}
         chat |= {
             "messages": messages + [message for several in self.messages for message in several.messages()],
@@ -164,7 +164,7 @@ class CountRequest(GenerationRequest, LooseBody):
             "tool_choice": _CHOICES.get(choice.type, named) if tools else None,
             "parallel_tool_calls": not choice.disable_parallel_tool_use,
             "response_format": described and {"type": "json_schema", "json_schema": described},
-            "chat_template_kwargs": {"enable_thinking": self.thinking is not None and self.thinking.type != "disabled"},
+            "chat_template_kwargs": self.thinking and {"enable_thinking": self.thinking.type != "disabled"},
         }
         return parse_body(chat, ChatRequest)
 

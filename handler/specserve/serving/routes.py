@@ -17,13 +17,13 @@ from specserve.errors import RequestError
 from specserve.observability.control_group import Holdback
 from specserve.serving.anthropic import CountRequest, MessagesRequest, MessagesResponse
 from specserve.serving.loading import Models
-from specserve.serving.openai.openapi import openapi
 from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.prompt import Prompt, Tokenizer
 from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
 from specserve.serving.openai.resolve import resolve
 from specserve.serving.openai.response import ChatResponse, CompletionResponse, GenerationResponse, Response
 from specserve.serving.openai.response_schema import Model, ModelList, ResponseObject, SpeculationStatus
+from specserve.serving.openapi import openapi
 from specserve.serving.response_store import ResponseStore
 from specserve.serving.responses import ResponsesRequest, ResponsesResponse
 from specserve.serving.scheduler import Scheduler

@@ -102,13 +102,35 @@ class ResponsesTool(LooseBody):
         return {"type": "function", "function": function}
 
 
+class ResponsesToolChoice(LooseBody):
+    """A tool that has to be called, or those that may be."""
+
+    type: str
+    name: str | None = None
+    mode: str | None = None
+    tools: list[ResponsesTool] | None = None
+
+    def choice(self) -> Json:
+        """Return it as the choice of a chat.
+
+        Raises:
+            RequestError: 400; it demands a tool that is not offered.
+        """
+        if self.type == "allowed_tools":
+            named = [_named(tool.name) for tool in self.tools or [] if tool.type in _OFFERED]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": named}}
+        if self.type not in _OFFERED:
+            raise RequestError.invalid("tool_choice", f"The model is offered functions only, and no '{self.type}'.")
+        return _named(self.name)
+
+
 class ResponsesRequest(GenerationRequest, LooseBody):
     """The body of v1/responses; what stands in plain dictionaries is validated as the fields of a chat."""
 
     input: Text | Annotated[list[Item], Field(fail_fast=True)]
     instructions: Text | None = None
     tools: list[ResponsesTool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
@@ -137,6 +159,7 @@ class ResponsesRequest(GenerationRequest, LooseBody):
         rest = [*dropwhile(lambda message: message["role"] in {"system", "developer"}, messages)]
         system = [message["content"] for message in messages[: len(messages) - len(rest)]]
         system = [self.instructions, *system] if self.instructions else system
+        choice = self.tool_choice
         written: Any = (self.text or {}).get("format")
         if isinstance(written, dict) and written.get("type") == "json_schema":
             schema = {name: value for name, value in written.items() if name != "type"}
@@ -146,7 +169,7 @@ class ResponsesRequest(GenerationRequest, LooseBody):
             "messages": [*([{"role": "system", "content": "\n\n".join(system)}] if system else []), *rest],
             "max_tokens": self.max_output_tokens,
             "tools": [tool.function() for tool in self.tools or [] if tool.type in _OFFERED] or None,
-            "tool_choice": _choice(self.tool_choice),
+            "tool_choice": choice.choice() if isinstance(choice, ResponsesToolChoice) else choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": written,
             "reasoning_effort": (self.reasoning or {}).get("effort"),
@@ -166,7 +189,7 @@ class ResponsesResponse(BlocksResponse):
         self._id = f"resp_{self._request_id}"
         self._messages = messages
         self._store = None if request.store is False else store
-        echoed = request.model_dump(include=_ECHOED)
+        echoed = dict.fromkeys(_ECHOED) | request.model_dump(include=_ECHOED, exclude_none=True)
         tools = [tool for tool in echoed["tools"] or [] if tool["type"] in _OFFERED]
         defaults = {name: value for name, value in _DEFAULTS.items() if echoed[name] is None}
         self._echoed = echoed | defaults | {"tools": tools}
@@ -301,18 +324,9 @@ def _messages(items: Iterable[Item]) -> list[Json]:
     return [message for message in messages if message.keys() != {"role", "reasoning_content"}]
 
 
-def _choice(choice: str | Json | None) -> str | Json | None:
-    """Translate a choice of tools to that of a chat."""
-    if not isinstance(choice, dict):
-        return choice
-    if choice.get("type") == "allowed_tools":
-        tools = [tool for tool in choice.get("tools") or [] if tool.get("type") in _OFFERED]
-        allowed = {"mode": choice.get("mode"), "tools": [_choice(tool) for tool in tools]}
-        return {"type": "allowed_tools", "allowed_tools": allowed}
-    if choice.get("type") not in _OFFERED:
-        kind = choice.get("type")
-        raise RequestError.invalid("tool_choice", f"This server offers functions only, so '{kind}' cannot be called.")
-    return {"type": "function", "function": {"name": choice.get("name")}}
+def _named(name: str | None) -> Json:
+    """Return a tool as a chat names it."""
+    return {"type": "function", "function": {"name": name}}
 
 
 def _text(content: Texts) -> str:

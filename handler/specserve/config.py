@@ -217,6 +217,11 @@ class HandlerConfig(_Section):
     )
     time_slice_ms: float = Field(default=40.0, ge=0, description="Time between two looks for new requests, in ms.")
     speculation: SpeculationConfig = SpeculationConfig()
+    unknown_fields: Literal["ignore", "refuse"] = Field(
+        default="ignore",
+        description="Fields of requests that are not known: ignore, named in the header x-specserve-ignored and once "
+        "in the log; refuse: a 400.",
+    )
     trace: TraceConfig | None = None
 
     @model_validator(mode="after")

@@ -95,6 +95,7 @@ class FrontEnd:
         self.chunks: dict[str, list[str]] = {}
         self.status: dict[str, int] = {}
         self.content_type: dict[str, str] = {}
+        self.headers: dict[str, dict[str, str]] = {}
         self.finished: set[str] = set()
         self.waits_for_slice = True
         """Whether `handle_once` waits for the end of the time slice that it has started."""
@@ -133,6 +134,7 @@ class FrontEnd:
             self.status.setdefault(request_id, context.status.get(index, 200))
             assert self.status[request_id] < 400 or more is None, "an error status on a chunk loses its body"
             self.content_type.setdefault(request_id, context.types.get(index, ""))
+            self.headers.setdefault(request_id, context.headers.get(index, {}))
             self.rows[request_id] = {}
         for request_id in self.finished & self.rows.keys():
             del self.rows[request_id]
@@ -216,6 +218,7 @@ class FakeContext:
         self.stopping_criteria: list[Callable[[object], bool | None]] = []
         self.status: dict[int, int] = {}
         self.types: dict[int, str] = {}
+        self.headers: dict[int, dict[str, str]] = {}
         self._routes = [front_end.routes[request_id] for request_id in order]
 
     def get_request_header(self, idx: int, key: str) -> str | None:
@@ -227,3 +230,6 @@ class FakeContext:
 
     def set_response_content_type(self, idx: int, value: str) -> None:
         self.types[idx] = value
+
+    def set_response_header(self, idx: int, key: str, value: str) -> None:
+        self.headers.setdefault(idx, {})[key] = value

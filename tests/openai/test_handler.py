@@ -225,6 +225,18 @@ def test_an_unknown_model_or_route_is_a_404(front_end: FrontEnd) -> None:
     assert (front_end.status[route], front_end.answer(route)["error"]["code"]) == (404, "unknown_url")
 
 
+@pytest.mark.parametrize(
+    "route", ["v1/embeddings", "embeddings", "v1/rerank", "v1/audio/speech", "v1/images/generations", "v1/score"]
+)
+def test_a_route_for_another_kind_of_model_is_a_404_that_says_what_to_run(front_end: FrontEnd, route: str) -> None:
+    refused = front_end.post({"input": "hello", "model": "tiny"}, route)
+    front_end.run()
+    error = front_end.answer(refused)["error"]
+    assert (front_end.status[refused], error["code"]) == (404, "unknown_url")
+    assert "generates text only" in error["message"]
+    assert "llama-server --embeddings" in error["message"]
+
+
 def test_a_disconnect_frees_the_requests_slot(front_end: FrontEnd) -> None:
     cancelled = [front_end.post({**BODY, "max_tokens": 200, "stream": True, "seed": i}) for i in range(SLOTS)]
     front_end.handle_once()

@@ -170,6 +170,40 @@ def test_an_invalid_field_is_a_400_that_names_it(server: Server, fields: dict[st
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_an_unknown_field_is_ignored_and_named_in_a_header(server: Server, route: str, *, stream: bool) -> None:
+    message = {"role": "user", "content": "Hello", "a\r\nset-cookie: b": 1}
+    prompt = {"messages": [message]} if "chat" in route else {"prompt": PROMPT}
+    answer = server.post({**prompt, "max_tokens": 4, "stream": stream, "temprature": 0}, route=route)
+    assert answer.status_code == 200
+    named = ["messages[0].a%0D%0Aset-cookie%3A%20b", "temprature"] if "chat" in route else ["temprature"]
+    assert answer.headers["x-specserve-ignored"] == ", ".join(named)
+    assert "set-cookie" not in answer.headers
+    known = server.post({"prompt": PROMPT, "max_tokens": 4, "stream": stream, "user": "u", "n_keep": 3})
+    assert "x-specserve-ignored" not in known.headers
+
+
+def test_fields_of_vllm_and_llama_cpp_have_their_effect(server: Server) -> None:
+    def text(**fields: Any) -> Any:
+        return complete(server, extra_body={"temperature": 0, **fields}).choices[0].text
+
+    assert text(guided_regex="^(yes|no)!{2}$") in {"yes!!", "no!!"}
+    assert text(structured_outputs={"choice": ["left", "right"]}) in {"left", "right"}
+    assert json.loads(text(json_schema={"type": "array", "items": {"enum": [1]}, "maxItems": 2}, n_predict=40)) in (
+        [],
+        [1],
+        [1, 1],
+    )
+    first = text(max_tokens=1)
+    assert text(stop=[first]) == ""
+    assert text(stop=[first], include_stop_str_in_output=True).endswith(first)
+    long = complete(server, max_tokens=40, extra_body={"min_tokens": 40, "stop": [first], "temperature": 1.5})
+    assert long.usage.completion_tokens == 40
+    details = complete(server, max_tokens=1, extra_body={"cache_prompt": False}).usage.prompt_tokens_details
+    assert details.cached_tokens == 0
+
+
 def test_a_suffix_is_part_of_the_prompt_and_changes_the_output(server: Server) -> None:
     answer = complete(server, prompt="def add(a, b):\n", suffix="\n    return c", temperature=0)
     plain = complete(server, prompt="def add(a, b):\n", temperature=0)

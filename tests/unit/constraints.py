@@ -90,3 +90,6 @@ class AlternatingGrammars:
 
     def gbnf(self, text: str) -> Alternating:
         return Alternating(self._size, length=len(text))
+
+    def regex(self, pattern: str) -> Alternating:
+        return Alternating(self._size, length=len(pattern))

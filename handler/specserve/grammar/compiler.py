@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.grammar.constraint import Budget, CompiledGrammar, Constraint, SpecialTokens, in_one_line
-from specserve.grammar.gbnf import UnusableGrammar, gbnf_to_lark
+from specserve.grammar.gbnf import MAX_TEXT, UnusableGrammar, gbnf_to_lark
 from specserve.grammar.schema import UnusableSchema, read_schema
 
 # llguidance's own forcing restricts the mask to one tokenisation of forced text, at a cost that grows with its length.
@@ -102,6 +103,20 @@ class GrammarCompiler:
         except UnusableGrammar as error:
             raise _refusal("grammar", error, "grammar") from error
         return self._constraint(_HEADER + lark, "grammar", "grammar", is_json=False)
+
+    def regex(self, pattern: str) -> Constraint:
+        """Return a constraint to text that a regular expression (of Rust's crate `regex`) matches as a whole.
+
+        Raises:
+            RequestError: it is invalid, or too large.
+        """
+        if len(pattern) > MAX_TEXT:
+            raise _refusal("regular expression", f"it is longer than {MAX_TEXT // 1024} KiB", "regex")
+        # The whole text has to match, so anchors at its ends say nothing; an escaped `$` is none.
+        whole = re.sub(r"^\^|(?<!\\)\$$", "", pattern)
+        # A slash would end the expression, and Lark takes no line break in it.
+        escaped = re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), whole)
+        return self._constraint(f"{_HEADER}start: /{escaped}/\n", "regular expression", "regex", is_json=False)
 
     def _constraint(self, lark: str, what: str, param: str, *, is_json: bool) -> Constraint:
         """Return a constraint by a grammar, compiled or from the cache, with a budget of its own.

@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 from specserve.errors import RequestError
 from specserve.serving.blocks import Block, BlocksResponse, Event
-from specserve.serving.openai.body import LooseBody, Text
+from specserve.serving.openai.body import Body, Text
 from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.request_schema import ChatRequest, GenerationRequest, StopString
 
@@ -28,7 +28,7 @@ _KINDS = {
 }
 
 
-class TextBlock(LooseBody):
+class TextBlock(Body):
     """A block of text."""
 
     type: Literal["text"]
@@ -38,7 +38,7 @@ class TextBlock(LooseBody):
 Texts = Text | Annotated[list[TextBlock], Field(fail_fast=True)]
 
 
-class ContentBlock(LooseBody):
+class ContentBlock(Body):
     """A block of a message: text, thinking, the use of a tool, or its result."""
 
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
@@ -52,7 +52,7 @@ class ContentBlock(LooseBody):
     is_error: bool | None = None
 
 
-class MessagesMessage(LooseBody):
+class MessagesMessage(Body):
     """A message."""
 
     role: Literal["user", "assistant", "system"]
@@ -78,7 +78,7 @@ class MessagesMessage(LooseBody):
             yield message
 
 
-class MessagesTool(LooseBody):
+class MessagesTool(Body):
     """A tool that the client runs; those with types of their own are Anthropic's."""
 
     type: str | None = None
@@ -98,7 +98,7 @@ class MessagesTool(LooseBody):
         return {"type": "function", "function": function | {"strict": self.strict}}
 
 
-class MessagesToolChoice(LooseBody):
+class MessagesToolChoice(Body):
     """Whether a tool has to be used, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -106,26 +106,26 @@ class MessagesToolChoice(LooseBody):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(LooseBody):
+class Thinking(Body):
     """Whether the model thinks first, where its chat template has a variable for that."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class OutputFormat(LooseBody):
+class OutputFormat(Body):
     """JSON that follows a schema."""
 
     type: Literal["json_schema"]
     json_schema: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(LooseBody):
+class OutputConfig(Body):
     """The form of the answer."""
 
     format: OutputFormat | None = None
 
 
-class CountRequest(GenerationRequest, LooseBody):
+class CountRequest(GenerationRequest):
     """The body of v1/messages/count_tokens."""
 
     messages: Annotated[list[MessagesMessage], Field(min_length=1, fail_fast=True)]

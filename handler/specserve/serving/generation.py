@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -48,7 +49,13 @@ class Generation(Sequence):
         vocabulary: the target's.
         stops: the stop strings.
         marks: of the control tokens that stand in stop strings, by token.
+        stop_tokens: end the answer as EOS does.
+        includes_stop: whether a stop string or token that ends the answer is part of its text.
+        spells_control: whether the text has the names of control tokens.
+        max_seconds: since its first token; later it ends with its next line, as by llama.cpp's `t_max_predict_ms`. Not
+            limited if 0 or less.
         size: counts the bytes of the response.
+        clock: seconds.
         options: further arguments of `Sequence`.
     """
 
@@ -61,7 +68,12 @@ class Generation(Sequence):
         stops: Iterable[str] = (),
         *,
         marks: Mapping[int, str] | None = None,
+        stop_tokens: frozenset[int] = frozenset(),
+        includes_stop: bool = False,
+        spells_control: bool = False,
+        max_seconds: float = 0.0,
         size: SizeLimit | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **options: Any,
     ) -> None:
         super().__init__(prompt, sampling, speculation, **options)
@@ -71,9 +83,15 @@ class Generation(Sequence):
         # Over all tokens, an EOS token included: so an empty completion has one too.
         self.mean_logprob = -math.inf
         self._vocabulary = vocabulary
-        self._text = Detokenizer(stops)
+        self._piece = vocabulary.name if spells_control else vocabulary.piece
+        self._text = Detokenizer(stops, includes_stop=includes_stop)
         self._last_text = ""
         self._marks = marks or {}
+        self._stop_tokens = stop_tokens
+        self._includes_stop = includes_stop
+        self._max_seconds = max_seconds
+        self._clock = clock
+        self._deadline: float | None = None
         self._size = size
         self._prompt_scores_counted = 0
         # By token, the first and the last character of its text; the tokens that `take_tokens` has returned.
@@ -137,24 +155,31 @@ class Generation(Sequence):
         self._end("length")
 
     def _detokenize(self) -> None:
+        if self._deadline is None and self.generated and self._max_seconds > 0:
+            self._deadline = self._clock() + self._max_seconds
         while self.finish_reason is None and len(self._spans) < self.generated:
             token = self.tokens[self.prompt_length + len(self._spans)]
-            if self._vocabulary.is_end_token(token):
+            is_stop = token in self._stop_tokens
+            if self._vocabulary.is_end_token(token) or (is_stop and not self._includes_stop):
                 self._end("stop", eos=True)
                 return
             begin = self._text.length
-            piece = self._vocabulary.piece(token)
-            self._text.push(piece)
+            piece = self._piece(token)
+            may_stop = len(self._spans) >= self.sampling.min_tokens
+            self._text.push(piece, may_stop=may_stop)
             if token in self._marks:
-                self._text.push_mark(self._marks[token])
+                self._text.push_mark(self._marks[token], may_stop=may_stop)
             if self._size is not None:
                 scored = self.top_logprobs is not None
                 self._size.add_token(piece, self.scores[len(self._spans)] if scored else None)
             self._spans.append((begin, self._text.length))
-            if self._text.stopped or self._grammar_is_complete():
+            if self._text.stopped or is_stop or self._grammar_is_complete():
                 self._end("stop")
-            elif len(self._spans) >= self.max_tokens:
+            elif len(self._spans) >= self.max_tokens or (b"\n" in piece and self._is_late()):
                 self._end("length")
+
+    def _is_late(self) -> bool:
+        return self._deadline is not None and self._clock() > self._deadline
 
     def _grammar_is_complete(self) -> bool:
         return self.constraint is not None and self.constraint.complete(self.answer[: len(self._spans)])

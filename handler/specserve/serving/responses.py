@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from specserve.errors import RequestError
 from specserve.serving.blocks import Block, BlocksResponse, Event
-from specserve.serving.openai.body import LooseBody, Text
+from specserve.serving.openai.body import Body, Text
 from specserve.serving.openai.logprobs import chat_logprobs, output_positions
 from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.request_schema import ChatRequest, GenerationRequest
@@ -44,7 +44,7 @@ _DEFAULTS: Json = {
 _ECHOED = {"instructions", "max_output_tokens", "previous_response_id", "reasoning", "store", "tools", *_DEFAULTS}
 
 
-class TextItem(LooseBody):
+class TextItem(Body):
     """A part of an item's content; there is only text."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
@@ -54,7 +54,7 @@ class TextItem(LooseBody):
 Texts = Text | Annotated[list[TextItem], Field(fail_fast=True)]
 
 
-class Item(LooseBody):
+class Item(Body):
     """An item of the input: a message, the call of a tool, its output, or the reasoning before these."""
 
     type: Literal[
@@ -82,7 +82,7 @@ class Item(LooseBody):
         return {"role": "assistant", "tool_calls": [call]}
 
 
-class ResponsesTool(LooseBody):
+class ResponsesTool(Body):
     """A tool."""
 
     type: str
@@ -102,7 +102,7 @@ class ResponsesTool(LooseBody):
         return {"type": "function", "function": function}
 
 
-class ResponsesToolChoice(LooseBody):
+class ResponsesToolChoice(Body):
     """A tool that has to be called, or those that may be."""
 
     type: str
@@ -124,7 +124,7 @@ class ResponsesToolChoice(LooseBody):
         return _named(self.name)
 
 
-class ResponsesRequest(GenerationRequest, LooseBody):
+class ResponsesRequest(GenerationRequest):
     """The body of v1/responses; what stands in plain dictionaries is validated as the fields of a chat."""
 
     input: Text | Annotated[list[Item], Field(fail_fast=True)]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+from urllib.parse import quote
 
 import specserve
 from specserve.config import HandlerConfig, ModelConfig, processor
@@ -17,7 +19,8 @@ from specserve.errors import RequestError
 from specserve.observability.control_group import Holdback
 from specserve.serving.anthropic import CountRequest, MessagesRequest, MessagesResponse
 from specserve.serving.loading import Models
-from specserve.serving.openai.parse import parse_body
+from specserve.serving.openai.body import Body
+from specserve.serving.openai.parse import AnyRequest, parse_body
 from specserve.serving.openai.prompt import Prompt, Tokenizer
 from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
 from specserve.serving.openai.resolve import resolve
@@ -34,6 +37,11 @@ logger = logging.getLogger(__name__)
 # Whose versions v1/speculation tells, and decimals of its numbers.
 _PACKAGES = ("llama-cpp-python", "llguidance", "numpy", "pydantic", "torchserve")
 _DIGITS = 4
+# The response header that names the fields that were ignored, and how many names the log warns of.
+_IGNORED_HEADER = "x-specserve-ignored"
+_MAX_WARNINGS = 100
+# Routes of others that need another kind of model, with or without "v1/", by their first part.
+_OTHER_MODELS = ("embedding", "embeddings", "rerank", "reranking", "score", "audio", "images", "moderations")
 
 
 class Routes:
@@ -57,6 +65,7 @@ class Routes:
         self._model_ids = list(dict.fromkeys([config.model_id, name]))
         self._created = int(time.time())
         self._store = ResponseStore(config.responses_store)
+        self._warned_of: set[str] = set()
         self._tokenizer = Tokenizer(models.vocabulary, config)
         # The bare URL of a model takes completions.
         self._generating: dict[str, Callable[[object, str], Response]] = {
@@ -111,6 +120,13 @@ class Routes:
             return Response(self._describing[route]())
         if route.startswith("v1/models/"):
             return Response(self._model(self._known_model(route.removeprefix("v1/models/"))))
+        if route.removeprefix("v1/").partition("/")[0] in _OTHER_MODELS:
+            raise RequestError(
+                f"This server generates text only, so it has no route '{route}'; run a server with a model for that, for "
+                "example llama.cpp's llama-server --embeddings for embeddings.",
+                status=404,
+                code="unknown_url",
+            )
         *most, last = filter(None, [*self._generating, *self._describing])
         message = f"There is no route '{route}'; this server has {', '.join(most)} and {last}."
         raise RequestError(message, status=404, code="unknown_url")
@@ -160,35 +176,53 @@ class Routes:
         """Make one entry of v1/models."""
         return Model(id=name, object="model", created=self._created, owned_by="specserve")
 
+    def _parsed(self, body: object, kind: type[AnyRequest]) -> AnyRequest:
+        """Validate a body; unknown fields are refused if the operator wants that."""
+        return parse_body(body, kind, refuses_unknown=self._config.unknown_fields == "refuse")
+
+    def _named(self, request: Body, response: Response) -> Response:
+        """Name the fields of a request that were ignored in its response's headers, and once in the log."""
+        # What is no letter, digit or mark of a path is percent-encoded: a comma, a line break, and all but ASCII.
+        names = [quote(name, safe="[]", errors="replace") for name in request.unknown]
+        if names:
+            response.headers[_IGNORED_HEADER] = ", ".join(names)
+        for name in (re.sub(r"\[\d+\]", "[]", name) for name in names):
+            if name not in self._warned_of and len(self._warned_of) < _MAX_WARNINGS:
+                self._warned_of.add(name)
+                logger.warning("specserve: requests have the field '%s', which is ignored", name)
+        return response
+
     def _complete(self, body: object, request_id: str) -> Response:
-        request = parse_body(body, CompletionRequest)
+        request = self._parsed(body, CompletionRequest)
         prompts = self._tokenizer.completion(request)
-        return self._generate(CompletionResponse, request, prompts, request_id)
+        return self._named(request, self._generate(CompletionResponse, request, prompts, request_id))
 
     def _chat(self, body: object, request_id: str) -> Response:
-        request = parse_body(body, ChatRequest)
-        return self._generate(ChatResponse, request, [self._chat_prompt(request)], request_id)
+        request = self._parsed(body, ChatRequest)
+        return self._named(request, self._generate(ChatResponse, request, [self._chat_prompt(request)], request_id))
 
     def _create_response(self, body: object, request_id: str) -> Response:
-        request = parse_body(body, ResponsesRequest)
+        request = self._parsed(body, ResponsesRequest)
         messages = self._store.messages(request.previous_response_id) + request.messages()
         chat = request.chat(messages)
         kind = partial(ResponsesResponse, request, messages, self._store)
-        return self._generate(kind, chat, [self._chat_prompt(chat)], request_id)
+        return self._named(request, self._generate(kind, chat, [self._chat_prompt(chat)], request_id))
 
     def _create_message(self, body: object, request_id: str) -> Response:
-        chat = parse_body(body, MessagesRequest).chat()
-        return self._generate(MessagesResponse, chat, [self._chat_prompt(chat)], request_id)
+        request = self._parsed(body, MessagesRequest)
+        chat = request.chat()
+        return self._named(request, self._generate(MessagesResponse, chat, [self._chat_prompt(chat)], request_id))
 
     def _count_tokens(self, body: object, _request_id: str) -> Response:
-        chat = parse_body(body, CountRequest).chat()
+        request = self._parsed(body, CountRequest)
+        chat = request.chat()
         self._known_model(chat.model)
-        return Response({"input_tokens": len(self._chat_prompt(chat).tokens)})
+        return self._named(request, Response({"input_tokens": len(self._chat_prompt(chat).tokens)}))
 
     def _chat_prompt(self, request: ChatRequest) -> Prompt:
         if self._models.chat_template is None:
             raise RequestError("This model has no chat template; use v1/completions.", code="unsupported_value")
-        return self._tokenizer.chat(self._models.chat_template.prompt(request))
+        return self._tokenizer.chat(self._models.chat_template.prompt(request), request)
 
     def _generate(
         self,

@@ -8,7 +8,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any, NoReturn
 
-from jinja2 import Environment, TemplateError, meta, nodes
+from jinja2 import Environment, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -26,8 +26,8 @@ _BY_NAME = {
 _HELLO = {"role": "user", "content": "Hello"}
 # Conversations of which a usable template can render one.
 _TRIALS = ([_HELLO], [{"role": "system", "content": "Be brief."}, _HELLO])
-# The variables by which templates are told how much to reason.
-_EFFORT_VARIABLES = frozenset({"reasoning_effort", "enable_thinking", "thinking"})
+# The variables by which templates are told whether to reason, for `reasoning_effort`.
+_THINKING_VARIABLES = ("enable_thinking", "thinking")
 
 
 class ChatTemplate:
@@ -46,9 +46,7 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self.problem: str | None = None
         try:
-            parsed = environment.parse(_BY_NAME.get(source, source))
-            self._variables = meta.find_undeclared_variables(parsed)
-            self._template = environment.from_string(parsed)
+            self._template = environment.from_string(_BY_NAME.get(source, source))
         except _FAILURES as error:
             self.problem = f"it does not compile: {_reason(error)}"
         else:
@@ -65,25 +63,23 @@ class ChatTemplate:
                 f"Chats are off, since the model's chat template cannot be used ({self.problem}); use v1/completions.",
                 code="unsupported_value",
             )
-        effort = _EFFORT_VARIABLES if request.reasoning_effort is not None else frozenset[str]()
-        read = {"reasoning_effort": effort, "chat_template_kwargs": frozenset(request.chat_template_kwargs or ())}
-        for param, variables in read.items():
-            for name in sorted(variables & self._variables):
-                raise RequestError(
-                    f"'{param}' is not supported with this model, whose chat template reads '{name}'.",
-                    param=param,
-                    code="unsupported_value",
-                )
-        return self.render([message.for_template() for message in request.messages])
+        messages = [message.for_template() for message in request.messages]
+        continues = bool(request.continue_final_message)
+        begins = request.add_generation_prompt is not False and not continues
+        variables: dict[str, Any] = {"add_generation_prompt": begins}
+        if (effort := request.reasoning_effort) is not None:
+            variables |= {"reasoning_effort": effort, **dict.fromkeys(_THINKING_VARIABLES, effort != "none")}
+        text = self.render(messages, variables | (request.chat_template_kwargs or {}))
+        return _up_to_the_end_of(messages[-1]["content"], text) if continues else text
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Render these messages and the beginning of the assistant's next one.
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
+        """Render these messages and, if no variable says otherwise, the beginning of the assistant's next one.
 
         Raises:
             RequestError: 400; the template refuses these messages.
         """
         try:
-            return self._rendered(messages)
+            return self._rendered(messages, variables or {})
         except _FAILURES as error:
             raise RequestError(
                 f"The model's chat template refuses these messages: {_reason(error)}.",
@@ -91,18 +87,17 @@ class ChatTemplate:
                 code="invalid_value",
             ) from error
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         # As transformers calls templates, many of which test `tools is none`.
-        return self._template.render(
-            messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._tokens
-        )
+        fixed = {"messages": messages, "tools": None, "documents": None, **self._tokens}
+        return self._template.render({"add_generation_prompt": True, **variables, **fixed})
 
     def _trial_problem(self) -> str | None:
         """Say why none of the trial conversations can be rendered; a template's own refusal of one is no problem."""
         problems = []
         for messages in _TRIALS:
             try:
-                text = self._rendered(messages)
+                text = self._rendered(messages, {})
             except _RefusedError:
                 return None
             except _FAILURES as error:
@@ -112,6 +107,17 @@ class ChatTemplate:
                     return None
                 problems.append("it leaves out the text of a message")
         return problems[0]
+
+
+def _up_to_the_end_of(content: str, text: str) -> str:
+    """Cut a rendered text after its last message, whose white space at the end many templates take off."""
+    stripped = content.rstrip()
+    before, found, after = text.rpartition(stripped.lstrip() or text)
+    if not stripped or not found:
+        sentence = "The final message is empty, or the chat template changes it, so it cannot be continued."
+        raise RequestError.invalid("continue_final_message", sentence)
+    trailing = content[len(stripped) :]
+    return before + found + trailing * after.startswith(trailing)
 
 
 class _RefusedError(TemplateError):

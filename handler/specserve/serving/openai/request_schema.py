@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -10,11 +10,12 @@ from pydantic_core import PydanticCustomError
 from specserve.errors import RequestError
 from specserve.sequence import Verification
 from specserve.serving.openai.body import Body, Text, at_most
-from specserve.serving.openai.neutral_fields import NeutralChatFields, NeutralCompletionFields, NeutralFields, Off
+from specserve.serving.openai.dialects import KNOWN, translated
 
-# Entries of `stop` and of `logit_bias`, and answers to one request (SECURITY.md).
+# Entries of `stop`, of lists of tokens, and of `bad_words`, and answers to one request (SECURITY.md).
 MAX_STOPS = 16
-_MAX_BIASES = 1024
+MAX_TOKENS = 1024
+_MAX_WORDS = 64
 MAX_CHOICES = 128
 _INT64 = 2**63
 # OpenAI's default of `max_tokens` on v1/completions.
@@ -31,7 +32,7 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     include_obfuscation: bool = False
-    continuous_usage_stats: Off = False
+    continuous_usage_stats: Literal[False] = False
 
 
 class SpeculationOptions(Body):
@@ -48,7 +49,10 @@ class SpeculationOptions(Body):
 
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
-StopString = Annotated[Text, Field(min_length=1, max_length=1000)]
+# llama.cpp's [token or text, bias]; false is "never".
+BiasPair = Annotated[list[bool | float | Text], Field(min_length=2, max_length=2)]
+StopString = Annotated[Text, Field(max_length=1000)]
+Tokens = Annotated[list[int], Field(max_length=MAX_TOKENS, fail_fast=True)]
 
 
 class TextPart(Body):
@@ -90,13 +94,15 @@ class PlainText(Body):
 class JsonObject(Body):
     """Any JSON object."""
 
+    also_known: ClassVar[frozenset[str]] = frozenset({"schema"})  # llama.cpp's, then it is a JsonSchema
+
     type: Literal["json_object"]
 
 
 class SchemaDescription(Body):
     """A JSON schema with OpenAI's fields around it."""
 
-    name: str = Field(max_length=64)
+    name: str | None = Field(default=None, max_length=64)
     description: str | None = None
     json_schema: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
@@ -105,38 +111,67 @@ class SchemaDescription(Body):
 class JsonSchema(Body):
     """JSON that follows a schema."""
 
+    also_known: ClassVar[frozenset[str]] = frozenset({"schema"})
+
     type: Literal["json_schema"]
     json_schema: SchemaDescription
 
 
-ResponseFormat = Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")]
+class Regex(Body):
+    """Text that matches a regular expression as a whole, as vLLM's `guided_regex` and `structured_outputs` ask for."""
+
+    type: Literal["regex"]
+    regex: Annotated[Text, Field(min_length=1)]
 
 
-class GenerationRequest(NeutralFields):
+ResponseFormat = Annotated[PlainText | JsonObject | JsonSchema | Regex, Field(discriminator="type")]
+
+
+class GenerationRequest(Body):
     """The fields of both routes."""
 
+    also_known: ClassVar[frozenset[str]] = KNOWN
+
     model: str | None = None
-    max_tokens: int | None = Field(default=None, ge=0)
+    max_tokens: int | None = Field(default=None, ge=-1)
+    min_tokens: int | None = Field(default=None, ge=0)
     temperature: float | None = Field(default=1.0, ge=0, le=2)
     top_p: float | None = Field(default=1.0, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=_INT64 - 1)
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-_INT64, le=_INT64 - 1)
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=_MAX_BIASES), at_most(_MAX_BIASES)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Bias], Field(max_length=MAX_TOKENS), at_most(MAX_TOKENS)]
+        | Annotated[list[BiasPair], Field(max_length=MAX_TOKENS, fail_fast=True)]
+        | None
+    ) = None
+    allowed_token_ids: Annotated[Tokens, Field(min_length=1)] | None = None
+    bad_words: Annotated[list[StopString], Field(max_length=_MAX_WORDS, fail_fast=True)] | None = None
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Tokens | None = None
+    include_stop_str_in_output: bool | None = False
+    skip_special_tokens: bool | None = True
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     ignore_eos: bool | None = False
+    t_max_predict_ms: float | None = None
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    cache_prompt: bool | None = True
     response_format: ResponseFormat | None = None
     grammar: Annotated[Text, Field(min_length=1)] | None = None
     prediction: Prediction | None = None
     speculation: SpeculationOptions | None = None
     # Only its `prompt_family` has an effect.
     metadata: Annotated[dict[str, str], Field(max_length=16), at_most(16)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _translate(cls, body: Any) -> Any:
+        return translated(body, cls.model_fields) if isinstance(body, dict) else body
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
@@ -157,7 +192,7 @@ class GenerationRequest(NeutralFields):
         return self
 
 
-class CompletionRequest(GenerationRequest, NeutralCompletionFields):
+class CompletionRequest(GenerationRequest):
     """The body of v1/completions."""
 
     prompt: (
@@ -166,7 +201,8 @@ class CompletionRequest(GenerationRequest, NeutralCompletionFields):
         | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_CHOICES)]
         | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True, max_length=MAX_CHOICES)]
     )
-    max_tokens: int | None = Field(default=COMPLETION_TOKENS, ge=0)
+    max_tokens: int | None = Field(default=COMPLETION_TOKENS, ge=-1)
+    add_special_tokens: bool | None = True
     echo: bool | None = False
     best_of: int | None = Field(default=None, ge=1, le=20)
     suffix: Text | None = None
@@ -270,16 +306,22 @@ class Message(Body):
     audio: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError("no_content", "a message without 'content' is an assistant's with 'tool_calls'")
+        return self
+
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it; OpenAI's newer role `developer` is `system` there."""
         return {"role": "system" if self.role == "developer" else self.role, "content": text_of(self.content or "")}
 
 
-class ChatRequest(GenerationRequest, NeutralChatFields):
+class ChatRequest(GenerationRequest):
     """The body of v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: int | None = Field(default=None, ge=0)
+    max_completion_tokens: int | None = Field(default=None, ge=-1)
 
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
@@ -288,9 +330,12 @@ class ChatRequest(GenerationRequest, NeutralChatFields):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
 
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
     # Without effect where the chat template does not read them.
     reasoning_effort: str | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    reasoning_format: Literal["none", "auto", "deepseek", "deepseek-legacy"] | None = None
 
     @model_validator(mode="after")
     def _logprobs_agree(self) -> Self:

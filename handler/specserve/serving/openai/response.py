@@ -49,6 +49,8 @@ class Response:
         self.status_sent = False
         # When the status is sent at the latest, by time.monotonic().
         self.status_deadline = 0.0
+        # Sent with the status.
+        self.headers: dict[str, str] = {}
         self._status = status
         self._body = body or {}
 

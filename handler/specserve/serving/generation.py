@@ -54,6 +54,7 @@ class Generation(Sequence):
         spells_control: whether the text has the names of control tokens.
         max_seconds: since its first token; later it ends with its next line, as by llama.cpp's `t_max_predict_ms`. Not
             limited if 0 or less.
+        tags: the texts of control tokens that are read as text, by token.
         size: counts the bytes of the response.
         clock: seconds.
         options: further arguments of `Sequence`.
@@ -72,6 +73,7 @@ class Generation(Sequence):
         includes_stop: bool = False,
         spells_control: bool = False,
         max_seconds: float = 0.0,
+        tags: Mapping[int, str] | None = None,
         size: SizeLimit | None = None,
         clock: Callable[[], float] = time.monotonic,
         **options: Any,
@@ -92,6 +94,7 @@ class Generation(Sequence):
         self._max_seconds = max_seconds
         self._clock = clock
         self._deadline: float | None = None
+        self._tags = {token: tag.encode() for token, tag in (tags or {}).items()}
         self._size = size
         self._prompt_scores_counted = 0
         # By token, the first and the last character of its text; the tokens that `take_tokens` has returned.
@@ -164,7 +167,7 @@ class Generation(Sequence):
                 self._end("stop", eos=True)
                 return
             begin = self._text.length
-            piece = self._piece(token)
+            piece = self._tags.get(token) or self._piece(token)
             may_stop = len(self._spans) >= self.sampling.min_tokens
             self._text.push(piece, may_stop=may_stop)
             if token in self._marks:

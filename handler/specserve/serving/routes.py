@@ -240,6 +240,7 @@ class Routes:
             models.vocabulary,
             models.grammars,
             self._config,
+            calls=None if models.chat_template is None else models.chat_template.calls,
             request_id=request_id,
             held_back=self._holdback.draw(),
         )

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.sequence import SequenceStats, Source
-from specserve.serving.answer import AnswerReader, Part, Text
+from specserve.serving.answer import AnswerReader, Arguments, Call, Part, Text
 from specserve.serving.generation import Generation
 from specserve.serving.openai import response_schema as schema
 from specserve.serving.openai.logprobs import (
@@ -123,7 +123,9 @@ class GenerationResponse(Response):
     def _parts(self, index: int, generation: Generation) -> list[Part]:
         """Read the new parts of a choice, those since the last call; the choices of a request are read alike."""
         del index
-        reader = self._readers.setdefault(generation, AnswerReader())
+        reader = self._readers.get(generation)
+        if reader is None:
+            reader = self._readers[generation] = AnswerReader(self._form.call_forms, self._form.tools)
         return reader.read(generation.take_text(), done=generation.done)
 
     def _finish_reason(self, index: int, generation: Generation) -> FinishReason | None:
@@ -300,12 +302,27 @@ class ChatResponse(ChoicesResponse):
     def _choice(self, parts: list[Part] | None, *, first: bool, fields: Mapping[str, Any]) -> ResponseObject:
         if parts is None:
             return schema.ChatChunkChoice(delta=schema.ChatDelta(), **fields)
-        text = _text(parts)
+        text, calls = _text(parts), self._calls(parts)
         if not self.streams:
-            message = schema.ChatMessage(role="assistant", content=text, refusal=None)
+            content = text if text or not calls else None
+            message = schema.ChatMessage(role="assistant", content=content, refusal=None, **calls)
             return schema.ChatChoice(message=message, **fields)
-        delta = schema.ChatDelta(role="assistant", content=text) if first else schema.ChatDelta(content=text)
-        return schema.ChatChunkChoice(delta=delta, **fields)
+        delta: dict[str, Any] = {"role": "assistant"} if first else {}
+        delta |= {"content": text} if text or first or not calls else {}
+        return schema.ChatChunkChoice(delta=schema.ChatDelta(**delta, **calls), **fields)
+
+    def _calls(self, parts: list[Part]) -> dict[str, Any]:
+        """Make the field of the calls, if there is anything of any; an event has each call once."""
+        calls: dict[int, dict[str, Any]] = {}
+        for part in parts:
+            if isinstance(part, Call):
+                function = {"name": part.name, "arguments": ""}
+                calls[part.index] = {"id": part.id, "type": "function", "function": function}
+            elif isinstance(part, Arguments):
+                call = calls.setdefault(part.index, {"function": {"arguments": ""}})
+                call["function"]["arguments"] += part.text
+        written = [({"index": index} if self.streams else {}) | call for index, call in calls.items()]
+        return {"tool_calls": [schema.ToolCall.model_validate(call) for call in written]} if written else {}
 
     def _logprobs(self, positions: list[Position]) -> ResponseObject:
         return chat_logprobs(positions, self._vocabulary)

@@ -204,6 +204,11 @@ class HandlerConfig(_Section):
     max_answers: int = Field(
         default=128, ge=1, le=128, description="Maximum sequences of a request: its prompts times `n` or `best_of`."
     )
+    responses_store: int = Field(
+        default=0,
+        ge=0,
+        description="Responses of v1/responses that are kept in memory for `previous_response_id`; default: none.",
+    )
     grammar_seconds: float = Field(
         default=10.0,
         gt=0,

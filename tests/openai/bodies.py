@@ -152,6 +152,51 @@ CHAT = {
     "reasoning_effort": texts,
 }
 
+block_types = st.sampled_from(["text", "input_text", "output_text", "tool_use", "tool_result", "thinking", "image"])
+block_contents = texts | st.lists(
+    st.fixed_dictionaries(
+        {"type": block_types},
+        optional={"text": texts, "id": texts, "name": texts, "input": anything, "content": texts, "thinking": texts},
+    ),
+    max_size=3,
+)
+RESPONSES = {
+    "input": texts
+    | st.lists(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "type": st.sampled_from(["message", "reasoning", "function_call", "function_call_output", "item"]),
+                "role": st.sampled_from(["system", "developer", "user", "assistant", "robot"]),
+                **dict.fromkeys(("content", "output", "summary"), block_contents),
+                **dict.fromkeys(("call_id", "name", "arguments"), texts),
+            },
+        ),
+        max_size=4,
+    ),
+    "instructions": texts,
+    "tools": st.lists(obj(type=st.sampled_from(["function", "custom", "mcp"]), name=texts, parameters=schemas)),
+    "tool_choice": st.sampled_from(["none", "auto", "required"])
+    | obj(type=texts, name=texts)
+    | obj(type=st.just("allowed_tools"), tools=anything | st.lists(obj(type=st.just("function"), name=anything)))
+    | anything,
+    "text": obj(format=formats) | anything,
+    "reasoning": obj(effort=texts) | anything,
+    "max_output_tokens": st.integers(-1, 6),
+    "previous_response_id": texts,
+}
+MESSAGES = {
+    "messages": st.lists(
+        obj(role=st.sampled_from(["user", "assistant", "system", "robot"]), content=block_contents), max_size=4
+    ),
+    "system": block_contents,
+    "tools": st.lists(obj(name=texts, input_schema=schemas)),
+    "tool_choice": obj(type=st.sampled_from(["auto", "any", "tool", "none"]), name=texts) | anything,
+    "stop_sequences": st.lists(texts, max_size=3),
+    "thinking": obj(type=st.sampled_from(["enabled", "disabled", "adaptive"])),
+    "output_config": obj(format=obj(type=st.just("json_schema"), schema=schemas)),
+}
+
 
 @st.composite
 def bodies(draw: st.DrawFn, route_fields: dict[str, st.SearchStrategy[Any]]) -> dict[str, Any]:
@@ -169,3 +214,5 @@ def bodies(draw: st.DrawFn, route_fields: dict[str, st.SearchStrategy[Any]]) -> 
 
 completions = bodies(COMPLETION)
 chats = bodies(CHAT)
+responses = bodies(RESPONSES)
+messages = bodies(MESSAGES)

@@ -21,8 +21,8 @@ from front_end import SLOTS, FrontEnd
 from specserve.observability.metrics import Metrics
 from specserve.serving import parser, torchserve
 from specserve.serving.generation import Generation
-from specserve.serving.openai.openapi import openapi
 from specserve.serving.openai.response import GenerationResponse
+from specserve.serving.openapi import openapi
 from specserve.serving.routes import Routes
 from specserve.serving.scheduler import Scheduler
 
@@ -199,7 +199,7 @@ def test_the_model_url_without_a_route_serves_completions(front_end: FrontEnd, r
 
 def test_every_route_of_the_openapi_document_is_served_and_listed_by_a_404(front_end: FrontEnd) -> None:
     listed = [path.removeprefix("/") for path in openapi()["paths"]]
-    assert len(listed) == 6
+    assert len(listed) == 9
     answered = [front_end.post({}, path.format(id="qwen")) for path in listed]
     unknown = front_end.post({}, "v1/edits")
     front_end.run()

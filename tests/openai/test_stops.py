@@ -102,6 +102,24 @@ def test_a_stop_string_that_names_a_control_token_stops_at_its_name_written_as_t
     assert ("".join(texts), generation.finish_reason) == ("one", "stop")
 
 
+@pytest.mark.parametrize(
+    ("stops", "output", "stop"),
+    [
+        (["two", "never"], "one two three", "two"),
+        (["wo", "two"], "one two three", "two"),
+        (["\n<|a|>user", "<|bb|>"], "one\n<|a|>user", "\n<|a|>user"),
+        (["<|a|>"], "one<|a|>", "<|a|>"),
+        (["tw", "thr"], "one t", ""),
+    ],
+)
+@pytest.mark.parametrize("rounds", [1, 3, 100])
+def test_a_generation_knows_the_stop_string_that_ended_it(
+    stops: list[str], output: str, stop: str, rounds: int
+) -> None:
+    generation, _ = written(stops, spelled(output), rounds=rounds)
+    assert generation.stop == stop
+
+
 def test_text_is_withheld_only_while_it_may_begin_a_stop_string() -> None:
     _, texts = written(["n<|a|>e"], spelled("on<|a|>d"))
     assert texts == ["o", "", "", "nd"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import pytest
 
 from server import Server, running, worker
@@ -89,3 +91,94 @@ def test_worker_memory_is_the_model_files_the_kv_caches_and_little_else(coder: S
     assert prepared.draft is not None
     files = prepared.target.stat().st_size + prepared.draft.stat().st_size
     assert worker(coder.state).memory_info().rss <= files + CACHE_BYTES + OTHER_BYTES
+
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Tells the weather of a city.",
+        "parameters": {
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "unit": {"enum": ["celsius", "fahrenheit"], "default": "celsius"},
+            },
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK: Any = {"type": "function", "function": {"name": "get_time", "description": "Tells the time."}}
+BY_NAME: Any = {"type": "function", "function": {"name": "get_weather"}}
+QUESTION: Any = {"role": "user", "content": "What is the weather in Rome?"}
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("choice", ["required", BY_NAME, "auto"])
+def test_a_tool_is_called_whole_and_streamed(coder: Server, choice: Any, temperature: float) -> None:
+    fields: Any = {
+        "model": "qwen2.5-coder-1.5b-instruct",
+        "messages": [QUESTION],
+        "tools": [WEATHER, CLOCK],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "temperature": temperature,
+        "seed": 7,
+        "max_tokens": 200,
+    }
+    client = coder.client()
+    [whole] = client.chat.completions.create(**fields).choices
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.content is None or choice == "auto"
+    [call] = whole.message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "get_weather"
+    arguments = json.loads(call.function.arguments)
+    assert arguments["city"].startswith("Rome")
+    jsonschema.validate(arguments, WEATHER["function"]["parameters"])
+    with client.chat.completions.stream(**fields) as stream:
+        for _ in stream:
+            pass
+        [streamed] = stream.get_final_completion().choices
+    assert streamed.finish_reason == "tool_calls"
+    [call_of_stream] = streamed.message.tool_calls or []
+    assert call_of_stream.function.arguments == call.function.arguments
+
+
+def test_the_answer_to_a_call_is_read_and_text_follows(coder: Server) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
+    messages: Any = [
+        QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "sunny, 31 degrees"},
+    ]
+    [choice] = (
+        coder.client()
+        .chat.completions.create(
+            model="qwen2.5-coder-1.5b-instruct", messages=messages, tools=[WEATHER], temperature=0, max_tokens=60
+        )
+        .choices
+    )
+    assert choice.message.tool_calls is None
+    assert "31" in (choice.message.content or "")
+
+
+def test_calls_are_the_same_with_and_without_speculation(coder: Server) -> None:
+    def call(mode: str) -> Any:
+        response = coder.client().chat.completions.create(
+            model="qwen2.5-coder-1.5b-instruct",
+            messages=[QUESTION],
+            tools=[WEATHER, CLOCK],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            temperature=0,
+            extra_body={"speculation": {"mode": mode}},
+        )
+        [found] = response.choices[0].message.tool_calls or []
+        return found.function, response
+
+    (plain, before), (drafted, after) = call("off"), call("fixed")
+    assert plain == drafted
+    assert after.model_extra["speculation"]["rounds"] < before.model_extra["speculation"]["rounds"] / 2

@@ -272,3 +272,34 @@ def test_a_disconnect_from_a_whole_response_with_a_grammar_cancels_it(server: Se
     # TorchServe calls an idle worker only with the next request, which `sequences` sends.
     until(lambda: sequences(server) == (0, 0), "an idle server")
     until(lambda: ended_sequences(server, "cancelled") > before, "sequences that were cancelled")
+
+
+def test_responses_are_streamed_and_parsed_by_openais_client(server: Server) -> None:
+    responses = server.client().responses
+    options: dict[str, Any] = {"model": "tiny", "input": "Hello", "max_output_tokens": 400, "text_format": Owner}
+    parsed = responses.parse(**options, temperature=0)
+    assert isinstance(parsed.output_parsed, Owner)
+    with responses.stream(**options, temperature=0) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        final = stream.get_final_response()
+    assert text == final.output_text == parsed.output_text
+    assert final.output_parsed == parsed.output_parsed
+    assert accepted(final) > 0
+    with pytest.raises(openai.BadRequestError) as refusal:
+        responses.create(model="tiny", input="Hello", previous_response_id=parsed.id)
+    assert refusal.value.code == "previous_response_not_found"
+
+
+def test_messages_are_streamed_and_counted_in_anthropics_form(server: Server) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 16, "temperature": 0}
+    message = server.post(body, route="/v1/messages").json()
+    stream = server.post({**body, "stream": True}, route="/v1/messages")
+    assert stream.headers["content-type"] == "text/event-stream"
+    events = [json.loads(event.split("data: ")[1]) for event in stream.text.split("\n\n")[:-1]]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(delta["text"] for delta in deltas) == message["content"][0]["text"]
+    usage = message["usage"]
+    counted = server.post({"messages": MESSAGES}, route="/v1/messages/count_tokens").json()["input_tokens"]
+    assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+    refusal = server.post({**body, "max_tokens": None}, route="/v1/messages")
+    assert (refusal.status_code, refusal.json()["error"]["type"]) == (400, "invalid_request_error")

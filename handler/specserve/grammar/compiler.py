@@ -7,7 +7,7 @@ import math
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.grammar.constraint import Budget, CompiledGrammar, Constraint, SpecialTokens, in_one_line
-from specserve.grammar.gbnf import MAX_TEXT, UnusableGrammar, gbnf_to_lark
-from specserve.grammar.schema import UnusableSchema, read_schema
+from specserve.grammar.gbnf import UnusableGrammar, gbnf_to_lark
+from specserve.grammar.schema import MAX_SUBSCHEMAS, MAX_TEXT, UnusableSchema, read_schema
+from specserve.grammar.tool_calls import CallConstraint, CallGrammar, CallSyntax
 
 # llguidance's own forcing restricts the mask to one tokenisation of forced text, at a cost that grows with its length.
 _HEADER = '%llguidance {"no_forcing": true}\n'
@@ -28,6 +29,16 @@ _HEADER = '%llguidance {"no_forcing": true}\n'
 _WHITESPACE_PATTERN = r"[\x20\x0A\x0D\x09]{1,40}"
 # Without \\u: with it, an additional property could be spelled like a named one and escape its schema.
 _ESCAPES = 'nrbtf\\"'
+_FLEXIBLE = {"whitespace_pattern": _WHITESPACE_PATTERN, "json_allowed_escapes": _ESCAPES}
+# The layout of json.dumps, in which chat templates show calls.
+_EXACT = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "json_allowed_escapes": _ESCAPES,
+}
+# Of at most so many tools the one that cannot be compiled is searched for.
+_TOOLS_TO_SEARCH = 64
 # With 151,936 tokens these keep compilation to 0.5 s, a mask to 0.05 s and memory to 100 MB. Of 500 real schemas two
 # need more than 300 items in a row, and none more than 500 (benchmarks/schemas.py).
 _LIMITS = llguidance.LLParserLimits(
@@ -80,17 +91,60 @@ class GrammarCompiler:
             RequestError: the schema is invalid, too large, or uses a keyword that is not supported.
         """
         try:
-            text, left = read_schema(schema)
+            text, left, _ = read_schema(schema)
         except UnusableSchema as error:
             raise _refusal("JSON schema", error, "response_format") from error
-        options = json.dumps({"whitespace_pattern": _WHITESPACE_PATTERN, "json_allowed_escapes": _ESCAPES})
-        text = f'{{"x-guidance": {options}, {text[1:]}' if text != "{}" else f'{{"x-guidance": {options}}}'
+        text = _with_options(text, _FLEXIBLE)
         try:
             return self._constraint(f"{_HEADER}start: %json {text}\n", "JSON schema", "response_format", is_json=True)
         except RequestError as error:
             if left and "oneOf constraints" in error.message:
                 raise _refusal("JSON schema", left, "response_format") from error
             raise
+
+    def calls(
+        self, tools: Mapping[str, dict[str, Any]], syntax: CallSyntax, *, required: bool, parallel: bool
+    ) -> Constraint | CallConstraint:
+        """Return a constraint to calls of tools, from the first token on or from where the model opens one.
+
+        Args:
+            tools: by name, the JSON schema of the arguments.
+            syntax: how the model writes calls.
+            required: whether the answer has to be one or more calls.
+            parallel: whether it may have several.
+
+        Raises:
+            RequestError: a schema is invalid or not supported, or all together are too large.
+        """
+        schemas: dict[str, tuple[str, str]] = {}
+        size, length = 0, 0
+        for name, schema in tools.items():
+            what = f"tool '{name}'"
+            try:
+                text, _, subschemas = read_schema(_of_object(schema))
+            except UnusableSchema as error:
+                raise _refusal(what, error, "tools") from error
+            size, length = size + subschemas, length + len(text)
+            if size > MAX_SUBSCHEMAS or length > MAX_TEXT:
+                reason = f"all have more than {MAX_SUBSCHEMAS} subschemas or {MAX_TEXT // 1024} KiB of schemas"
+                raise _refusal("tools", reason, "tools")
+            schemas[name] = _with_options(text, _EXACT), _with_options(text, _FLEXIBLE)
+        tags = syntax.tags(self._vocabulary)
+
+        def constraint(some: Mapping[str, tuple[str, str]], what: str) -> Constraint:
+            lark = CallGrammar(some, tags).lark(syntax, required=required, parallel=parallel)
+            return self._constraint(_HEADER + lark, what, "tools", is_json=False)
+
+        try:
+            call = constraint(schemas, "tools")
+        except RequestError:
+            if len(schemas) <= _TOOLS_TO_SEARCH:
+                for name, texts in schemas.items():
+                    constraint({name: texts}, f"tool '{name}'")
+            raise
+        if required:
+            return call
+        return CallConstraint(call, syntax.forms, schemas, self._vocabulary, tags, parallel=parallel)
 
     def gbnf(self, grammar: str) -> Constraint:
         """Return a constraint to a grammar in llama.cpp's format.
@@ -195,6 +249,21 @@ def _with_large_stack(compile_one: Callable[[], llguidance.LLMatcher]) -> llguid
         # A panic of llguidance is no `Exception`, and would end the thread that waits.
         raise RuntimeError("the compiler of grammars has failed") from cause
     return compiled.result()
+
+
+def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of arguments, which are an object even where it does not say so."""
+    if schema.get("type") in (None, ["object"]):
+        return {**schema, "type": "object"}
+    if schema["type"] != "object":
+        raise UnusableSchema("the arguments have to be an object")
+    return schema
+
+
+def _with_options(schema: str, options: Mapping[str, Any]) -> str:
+    """Add the compiler's options to a schema."""
+    text = json.dumps(options)
+    return f'{{"x-guidance": {text}, {schema[1:]}' if schema != "{}" else f'{{"x-guidance": {text}}}'
 
 
 def _refusal(what: str, reason: object, param: str) -> RequestError:

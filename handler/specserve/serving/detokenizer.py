@@ -62,6 +62,8 @@ class Detokenizer:
         self._held = ""
         self._ready = ""
         self.stopped = False
+        # The stop string that ended the text.
+        self.stop = ""
         self.length = 0
         self.released = 0
 
@@ -122,9 +124,10 @@ class Detokenizer:
                 matched += stop.text[matched] == character
                 stop.matched = matched
                 if matched == len(stop.text):
-                    found = max(found or 0, stop.shown[-1])
+                    if may_stop and (found is None or stop.shown[-1] > found):
+                        found, self.stop = stop.shown[-1], stop.text
                     stop.matched = stop.table[-1]
-            if found is not None and may_stop:
+            if found is not None:
                 return position + 1, found
         return None
 

@@ -54,6 +54,7 @@ class Generation(Sequence):
         spells_control: whether the text has the names of control tokens.
         max_seconds: since its first token; later it ends with its next line, as by llama.cpp's `t_max_predict_ms`. Not
             limited if 0 or less.
+        tags: the texts of control tokens that are read as text, by token.
         size: counts the bytes of the response.
         clock: seconds.
         options: further arguments of `Sequence`.
@@ -72,6 +73,7 @@ class Generation(Sequence):
         includes_stop: bool = False,
         spells_control: bool = False,
         max_seconds: float = 0.0,
+        tags: Mapping[int, str] | None = None,
         size: SizeLimit | None = None,
         clock: Callable[[], float] = time.monotonic,
         **options: Any,
@@ -85,12 +87,14 @@ class Generation(Sequence):
         self._vocabulary = vocabulary
         self._piece = vocabulary.name if spells_control else vocabulary.piece
         self._text = Detokenizer(stops, includes_stop=includes_stop)
+        self._last_text = ""
         self._marks = marks or {}
         self._stop_tokens = stop_tokens
         self._includes_stop = includes_stop
         self._max_seconds = max_seconds
         self._clock = clock
         self._deadline: float | None = None
+        self._tags = {token: tag.encode() for token, tag in (tags or {}).items()}
         self._size = size
         self._prompt_scores_counted = 0
         # By token, the first and the last character of its text; the tokens that `take_tokens` has returned.
@@ -167,7 +171,7 @@ class Generation(Sequence):
                 self._end("stop", eos=True)
                 return
             begin = self._text.length
-            piece = self._piece(token)
+            piece = self._tags.get(token) or self._piece(token)
             may_stop = len(self._spans) >= self.sampling.min_tokens
             self._text.push(piece, may_stop=may_stop)
             if token in self._marks:
@@ -202,13 +206,23 @@ class Generation(Sequence):
         """Whether there is text to take."""
         return self._text.ready
 
+    @property
+    def stop(self) -> str:
+        """The stop string that ended it, '' where another end came first; of several the longest."""
+        stop = self._text.stop
+        for token, mark in self._marks.items():
+            stop = stop.replace(mark, self._vocabulary.name(token).decode(errors="replace"))
+        return stop
+
     def take_text(self) -> str:
         """The text that was released since the last call."""
-        return self._text.take()
+        self._last_text = self._text.take()
+        return self._last_text
 
-    def by_source(self, text: str) -> list[tuple[str, Source]]:
+    def by_source(self) -> list[tuple[str, Source]]:
         """What `take_text` has just returned, in a piece for each token that ended a character, and who wrote it."""
         pieces: list[tuple[str, Source]] = []
+        text = self._last_text
         begin = self._text.released - len(text)
         first = bisect_right(self._spans, begin, key=itemgetter(1))
         for (_, end), source in zip(self._spans[first:], self.sources[first:], strict=False):

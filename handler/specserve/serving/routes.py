@@ -6,6 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from urllib.parse import quote
@@ -16,17 +17,20 @@ from specserve.engine.kernels import calls
 from specserve.engine.llama_model import LlamaModel, build_description
 from specserve.errors import RequestError
 from specserve.observability.control_group import Holdback
+from specserve.serving.anthropic import CountRequest, MessagesRequest, MessagesResponse
 from specserve.serving.generation import Generation
 from specserve.serving.infill import InfillRequest, InfillResponse, infill_prompt
 from specserve.serving.loading import Models
 from specserve.serving.openai.body import Body
-from specserve.serving.openai.openapi import openapi
 from specserve.serving.openai.parse import AnyRequest, parse_body
 from specserve.serving.openai.prompt import Prompt, Tokenizer
 from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
 from specserve.serving.openai.resolve import ResponseForm, resolve
 from specserve.serving.openai.response import ChatResponse, CompletionResponse, GenerationResponse, Response
 from specserve.serving.openai.response_schema import Model, ModelList, ResponseObject, SpeculationStatus
+from specserve.serving.openapi import openapi
+from specserve.serving.response_store import ResponseStore
+from specserve.serving.responses import ResponsesRequest, ResponsesResponse
 from specserve.serving.scheduler import Scheduler
 from specserve.speculation.cost import Cost
 
@@ -62,6 +66,7 @@ class Routes:
         self._holdback = holdback
         self._model_ids = list(dict.fromkeys([config.model_id, name]))
         self._created = int(time.time())
+        self._store = ResponseStore(config.responses_store)
         self._warned_of: set[str] = set()
         self._tokenizer = Tokenizer(models.vocabulary, config)
         # The bare URL of a model takes completions.
@@ -69,6 +74,9 @@ class Routes:
             "": self._complete,
             "v1/completions": self._complete,
             "v1/chat/completions": self._chat,
+            "v1/responses": self._create_response,
+            "v1/messages": self._create_message,
+            "v1/messages/count_tokens": self._count_tokens,
             "infill": self._infill,
         }
         self._describing: dict[str, Callable[[], ResponseObject | Mapping[str, Any]]] = {
@@ -78,8 +86,13 @@ class Routes:
         }
 
     def generates(self, route: str) -> bool:
-        """Tell whether a route generates text."""
+        """Tell whether a route generates text, or reads one as those that do."""
         return route in self._generating
+
+    @staticmethod
+    def refusal(route: str, error: RequestError) -> Response:
+        """Make the response to a request that is refused, in the shape of its route's protocol."""
+        return (MessagesResponse if route.startswith("v1/messages") else Response).refusal(error)
 
     def respond(self, request_id: str, route: str, body: object) -> Response:
         """Make the response to a request; whatever is wrong with that is an error response.
@@ -92,11 +105,11 @@ class Routes:
         try:
             return self._respond(request_id, route, body)
         except RequestError as error:
-            return Response.refusal(error)
+            return self.refusal(route, error)
         except Exception:
             logger.exception("specserve: request %s could not be parsed", request_id)
             failure = RequestError("The server failed to read this request.", status=500, kind="server_error")
-            return Response.refusal(failure)
+            return self.refusal(route, failure)
 
     def _respond(self, request_id: str, route: str, body: object) -> Response:
         if route in self._generating:
@@ -189,10 +202,30 @@ class Routes:
 
     def _chat(self, body: object, request_id: str) -> Response:
         request = self._parsed(body, ChatRequest)
+        return self._named(request, self._generate(ChatResponse, request, [self._chat_prompt(request)], request_id))
+
+    def _create_response(self, body: object, request_id: str) -> Response:
+        request = self._parsed(body, ResponsesRequest)
+        messages = self._store.messages(request.previous_response_id) + request.messages()
+        chat = request.chat(messages)
+        kind = partial(ResponsesResponse, request, messages, self._store)
+        return self._named(request, self._generate(kind, chat, [self._chat_prompt(chat)], request_id))
+
+    def _create_message(self, body: object, request_id: str) -> Response:
+        request = self._parsed(body, MessagesRequest)
+        chat = request.chat()
+        return self._named(request, self._generate(MessagesResponse, chat, [self._chat_prompt(chat)], request_id))
+
+    def _count_tokens(self, body: object, _request_id: str) -> Response:
+        request = self._parsed(body, CountRequest)
+        chat = request.chat()
+        self._known_model(chat.model)
+        return self._named(request, Response({"input_tokens": len(self._chat_prompt(chat).tokens)}))
+
+    def _chat_prompt(self, request: ChatRequest) -> Prompt:
         if self._models.chat_template is None:
             raise RequestError("This model has no chat template; use v1/completions.", code="unsupported_value")
-        prompt = self._tokenizer.chat(self._models.chat_template.prompt(request), request)
-        return self._named(request, self._generate(ChatResponse, request, [prompt], request_id))
+        return self._tokenizer.chat(self._models.chat_template.prompt(request), request)
 
     def _infill(self, body: object, request_id: str) -> Response:
         request, models = self._parsed(body, InfillRequest), self._models
@@ -203,7 +236,7 @@ class Routes:
 
     def _generate(
         self,
-        kind: type[GenerationResponse],
+        kind: Callable[..., GenerationResponse],
         request: CompletionRequest | ChatRequest,
         prompts: list[Prompt],
         request_id: str,
@@ -224,6 +257,7 @@ class Routes:
             models.vocabulary,
             models.grammars,
             self._config,
+            calls=None if models.chat_template is None else models.chat_template.calls,
             request_id=request_id,
             held_back=held_back,
         )

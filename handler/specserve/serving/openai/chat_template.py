@@ -8,12 +8,14 @@ from datetime import datetime
 from functools import partial
 from typing import Any, NoReturn
 
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import Environment, TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specserve.errors import RequestError
+from specserve.grammar.call_form import ARGUMENTS, NAME
+from specserve.serving.call_formats import format_of
 from specserve.serving.openai.request_schema import ChatRequest
 
 # What a template's code may raise, and what Python's compiler raises for a template that Jinja can parse.
@@ -45,8 +47,12 @@ class ChatTemplate:
         environment = _environment()
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self.problem: str | None = None
+        # How the model writes calls of tools.
+        self.calls = format_of(source).syntax
         try:
-            self._template = environment.from_string(_BY_NAME.get(source, source))
+            parsed = environment.parse(_BY_NAME.get(source, source))
+            self._variables = meta.find_undeclared_variables(parsed)
+            self._template = environment.from_string(parsed)
         except _FAILURES as error:
             self.problem = f"it does not compile: {_reason(error)}"
         else:
@@ -64,22 +70,30 @@ class ChatTemplate:
                 code="unsupported_value",
             )
         messages = [message.for_template() for message in request.messages]
+        tools = [tool.for_template() for tool in request.tools or [] if request.tool_choice != "none"]
         continues = bool(request.continue_final_message)
         begins = request.add_generation_prompt is not False and not continues
         variables: dict[str, Any] = {"add_generation_prompt": begins}
         if (effort := request.reasoning_effort) is not None:
             variables |= {"reasoning_effort": effort, **dict.fromkeys(_THINKING_VARIABLES, effort != "none")}
-        text = self.render(messages, variables | (request.chat_template_kwargs or {}))
+        text = self.render(messages, tools, variables | (request.chat_template_kwargs or {}))
         return _up_to_the_end_of(messages[-1]["content"], text) if continues else text
 
-    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
-        """Render these messages and, if no variable says otherwise, the beginning of the assistant's next one.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Render these messages, with the tools, and if no variable says otherwise the beginning of the next one.
 
         Raises:
             RequestError: 400; the template refuses these messages.
         """
         try:
-            return self._rendered(messages, variables or {})
+            if "tools" not in self._variables:
+                messages, tools = self._told(messages, tools), ()
+            return self._rendered(messages, tools, variables or {})
         except _FAILURES as error:
             raise RequestError(
                 f"The model's chat template refuses these messages: {_reason(error)}.",
@@ -87,17 +101,44 @@ class ChatTemplate:
                 code="invalid_value",
             ) from error
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
         # As transformers calls templates, many of which test `tools is none`.
-        fixed = {"messages": messages, "tools": None, "documents": None, **self._tokens}
+        fixed = {"messages": messages, "tools": tools or None, "documents": None, **self._tokens}
         return self._template.render({"add_generation_prompt": True, **variables, **fixed})
+
+    def _told(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> list[Mapping[str, Any]]:
+        """Put the tools, their calls and answers into the texts of messages, for a template that knows no tools."""
+        own = self.calls.forms[0]
+        written = own.begin + own.call + own.end
+        told: list[Mapping[str, Any]] = []
+        for message in messages:
+            content = message["content"]
+            if message["role"] == "tool":
+                told.append({"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"})
+                continue
+            called = [call["function"] for call in message.get("tool_calls", ())]
+            calls = [
+                written.replace(NAME, call["name"]).replace(ARGUMENTS, json.dumps(call["arguments"])) for call in called
+            ]
+            told.append({"role": message["role"], "content": "\n".join([content] * bool(content) + calls)})
+        if tools:
+            listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+            example = written.replace(NAME, "the function's name").replace(ARGUMENTS, '{"argument": "value"}')
+            text = f"These functions can be called:\n{listed}\n\nTo call one, write\n{example}"
+            system = told.pop(0)["content"] + "\n\n" if told[0]["role"] == "system" else ""
+            told.insert(0, {"role": "system", "content": system + text})
+        return told
 
     def _trial_problem(self) -> str | None:
         """Say why none of the trial conversations can be rendered; a template's own refusal of one is no problem."""
         problems = []
         for messages in _TRIALS:
             try:
-                text = self._rendered(messages, {})
+                text = self._rendered(messages, (), {})
             except _RefusedError:
                 return None
             except _FAILURES as error:

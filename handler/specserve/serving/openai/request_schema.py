@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from specserve.errors import RequestError
+from specserve.grammar.call_form import NAME_PATTERN
 from specserve.sequence import Verification
 from specserve.serving.openai.body import Body, Text, at_most
 from specserve.serving.openai.dialects import KNOWN, translated
@@ -229,10 +231,13 @@ class CompletionRequest(GenerationRequest):
         return [*several] or [[token for token in self.prompt if isinstance(token, int)]]
 
 
+_NO_ARGUMENTS = {"type": "object", "properties": {}}
+
+
 class Function(Body):
     """A function that the model may call, by its name and the JSON schema of its arguments."""
 
-    name: Annotated[Text, Field(min_length=1, max_length=128)]
+    name: str = Field(pattern=f"^{NAME_PATTERN}$")
     description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -243,6 +248,12 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the tool as chat templates expect it, where many read fields that may be missing in a request."""
+        function = self.function
+        described = {"description": function.description or "", "parameters": function.parameters or _NO_ARGUMENTS}
+        return {"type": "function", "function": {"name": function.name, **described}}
 
 
 class FunctionName(Body):
@@ -288,6 +299,16 @@ class ToolCall(Body):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = None  # of a stream's delta, which some clients send back
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the call as chat templates expect it: with its arguments as an object, if they parse."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = self.function.arguments
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id or "", "type": self.type, "function": function}
 
 
 class Message(Body):
@@ -314,7 +335,14 @@ class Message(Body):
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it; OpenAI's newer role `developer` is `system` there."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": text_of(self.content or "")}
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": text_of(self.content or ""),
+        }
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        given = {"name": self.name, "tool_call_id": self.tool_call_id} if self.role == "tool" else {}
+        return message | {key: value for key, value in given.items() if value is not None}
 
 
 class ChatRequest(GenerationRequest):
@@ -342,3 +370,41 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise _disagreement("top_logprobs", "'top_logprobs' needs 'logprobs': true")
         return self
+
+    @model_validator(mode="after")
+    def _tools_agree(self) -> Self:
+        names = [tool.function.name for tool in self.tools or []]
+        known = frozenset(names)
+        if len(known) < len(names):
+            raise _disagreement("tools", "each tool needs a name of its own")
+        choice = self.tool_choice
+        named = [choice] if isinstance(choice, NamedTool) else []
+        named = choice.allowed_tools.tools if isinstance(choice, AllowedTools) else named
+        unknown = next((tool.function.name for tool in named if tool.function.name not in known), None)
+        if unknown is not None or (isinstance(choice, AllowedTools) and not named):
+            raise _disagreement("tool_choice", f"'tool_choice' names no tool of 'tools': '{unknown or ''}'")
+        if choice == "required" and not names:
+            raise _disagreement("tool_choice", "'tool_choice': 'required' needs 'tools'")
+        if self.callable_tools and self.grammar is not None:
+            raise _disagreement("grammar", "'grammar' and 'tools' exclude each other")
+        if self.requires_call and self.ignore_eos:
+            raise _disagreement("ignore_eos", "'ignore_eos' would never let an answer that has to be a call end")
+        return self
+
+    @property
+    def requires_call(self) -> bool:
+        """Whether the answer has to be a call."""
+        choice = self.tool_choice
+        mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
+        return mode == "required" or isinstance(choice, NamedTool)
+
+    @property
+    def callable_tools(self) -> dict[str, dict[str, Any]]:
+        """The tools that may be called, by name, and the JSON schemas of their arguments."""
+        choice, names = self.tool_choice, None
+        if isinstance(choice, NamedTool):
+            names = {choice.function.name}
+        elif isinstance(choice, AllowedTools):
+            names = {tool.function.name for tool in choice.allowed_tools.tools}
+        tools = [tool.function for tool in self.tools or [] if choice != "none"]
+        return {tool.name: tool.parameters or {} for tool in tools if names is None or tool.name in names}

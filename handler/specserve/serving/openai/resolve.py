@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from specserve.config import HandlerConfig
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
+from specserve.grammar.call_form import CallForm
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.grammar.constraint import Constraint
+from specserve.grammar.tool_calls import CallConstraint, CallSyntax
 from specserve.observability.records import family_label
 from specserve.sequence import Group, RequestInfo, SamplingParams, SpeculationParams, Verification
 from specserve.serving.detokenizer import with_control_tokens
@@ -52,6 +54,8 @@ class ResponseForm:
         sources: whether to return who wrote each piece of the text.
         stream: whether it is a stream of events.
         include_usage: whether the stream ends with the totals.
+        call_forms: how calls of tools are written, if there are any tools.
+        tools: their names.
     """
 
     prompts: list[Prompt]
@@ -61,6 +65,8 @@ class ResponseForm:
     sources: bool
     stream: bool
     include_usage: bool
+    call_forms: tuple[CallForm, ...] = ()
+    tools: frozenset[str] = frozenset()
 
     @property
     def scores_prompts(self) -> bool:
@@ -81,12 +87,14 @@ def resolve(
     grammars: GrammarCompiler,
     config: HandlerConfig,
     *,
+    calls: CallSyntax | None = None,
     request_id: str = "",
     held_back: bool = False,
 ) -> tuple[ResponseForm, list[list[Generation]]]:
     """Resolve a valid request into the form of its response, and by prompt the candidates to generate for that.
 
-    A request that is `held_back` was drawn for the control group, which it joins unless it sets `speculation`.
+    A request that is `held_back` was drawn for the control group, which it joins unless it sets `speculation`; `calls`
+    is how the model writes calls of tools.
 
     Raises:
         RequestError: 400; a prompt, a grammar or `speculation` does not fit, or the operator's caps are exceeded.
@@ -103,6 +111,8 @@ def resolve(
         top_logprobs = request.logprobs
         limit_field = "max_tokens"
         limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    tools = request.callable_tools if isinstance(request, ChatRequest) else {}
+    syntax = calls if calls and tools else CallSyntax(())
     form = ResponseForm(
         prompts,
         choices,
@@ -111,6 +121,8 @@ def resolve(
         sources=options.sources,
         stream=bool(request.stream),
         include_usage=request.stream_options is not None and request.stream_options.include_usage,
+        call_forms=syntax.forms,
+        tools=frozenset(tools),
     )
     limit = None if limit == _UNLIMITED else limit
     if limit is not None and config.max_tokens is not None and limit > config.max_tokens:
@@ -128,7 +140,7 @@ def resolve(
     family = family_label((request.metadata or {}).get("prompt_family", ""))
     info = RequestInfo(request_id, family, group, randomised)
     speculation = _speculation(options, sampling, config, group)
-    constraint = _regex(request, grammars) or _constraint(request, grammars)
+    constraint = _regex(request, grammars) or _constraint(request, grammars, syntax)
     prediction = _prediction(request, vocabulary, config)
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     stops, marks = with_control_tokens(filter(None, stops), vocabulary)
@@ -153,6 +165,7 @@ def resolve(
                 spells_control=request.skip_special_tokens is False,
                 max_seconds=(request.t_max_predict_ms or 0) / 1000,
                 reuses_prefix=request.cache_prompt is not False,
+                tags=syntax.tags(vocabulary),
                 info=info,
                 index=number * candidates + choice,
                 size=size,
@@ -274,8 +287,17 @@ def _speculation(
     return SpeculationParams(gamma, options.verification or default, drafter, mode)
 
 
-def _constraint(request: GenerationRequest, grammars: GrammarCompiler) -> Constraint | None:
+def _constraint(
+    request: CompletionRequest | ChatRequest, grammars: GrammarCompiler, syntax: CallSyntax
+) -> Constraint | CallConstraint | None:
     """Compile the grammar that the output follows, if there is one."""
+    if isinstance(request, ChatRequest) and syntax.forms:
+        return grammars.calls(
+            request.callable_tools,
+            syntax,
+            required=request.requires_call,
+            parallel=request.parallel_tool_calls is not False,
+        )
     if request.grammar is not None:
         return grammars.gbnf(request.grammar)
     if isinstance(request.response_format, JsonSchema):

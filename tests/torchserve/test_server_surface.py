@@ -211,6 +211,18 @@ def test_a_suffix_is_part_of_the_prompt_and_changes_the_output(server: Server) -
     assert answer.choices[0].text != plain.choices[0].text
 
 
+def test_an_editors_plug_in_gets_what_fills_the_gap(server: Server) -> None:
+    body = {"input_prefix": "def add(a, b):\n", "input_suffix": "\n", "prompt": "    ret", "n_predict": 12, "top_k": 40}
+    warm = server.post({**body, "n_predict": 0, "response_fields": [""]}, route="/infill")
+    assert (warm.status_code, warm.json()) == (200, {})
+    answer = server.post(body, route="/infill").json()
+    assert answer["tokens_predicted"] <= 12
+    assert answer["timings"]["cache_n"] == answer["tokens_evaluated"] - 1
+    stream = server.post({**body, "stream": True}, route="/infill")
+    events = [json.loads(line.removeprefix("data: ")) for line in stream.text.strip().split("\n\n")]
+    assert "".join(event["content"] for event in events) == answer["content"]
+
+
 @pytest.mark.parametrize("mode", ["auto", "off"])
 def test_a_prediction_is_accepted_and_counted(server: Server, mode: str) -> None:
     text = chat(server, temperature=0, max_tokens=100).choices[0].message.content

@@ -106,6 +106,10 @@ class Generation(Sequence):
         """Whether it has finished or failed."""
         return self.finish_reason is not None or self.error is not None
 
+    def warm_cache(self) -> None:
+        """Have the prompt prefilled even if no token is wanted."""
+        self.finish_reason = None
+
     def fail(self, reason: Exception) -> None:
         """End with an error: a 400 if the grammar cannot be followed, else a 500."""
         if isinstance(reason, RequestError):

@@ -18,12 +18,14 @@ from specserve.engine.llama_model import LlamaModel, build_description
 from specserve.errors import RequestError
 from specserve.observability.control_group import Holdback
 from specserve.serving.anthropic import CountRequest, MessagesRequest, MessagesResponse
+from specserve.serving.generation import Generation
+from specserve.serving.infill import InfillRequest, InfillResponse, infill_prompt
 from specserve.serving.loading import Models
 from specserve.serving.openai.body import Body
 from specserve.serving.openai.parse import AnyRequest, parse_body
 from specserve.serving.openai.prompt import Prompt, Tokenizer
 from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
-from specserve.serving.openai.resolve import resolve
+from specserve.serving.openai.resolve import ResponseForm, resolve
 from specserve.serving.openai.response import ChatResponse, CompletionResponse, GenerationResponse, Response
 from specserve.serving.openai.response_schema import Model, ModelList, ResponseObject, SpeculationStatus
 from specserve.serving.openapi import openapi
@@ -75,6 +77,7 @@ class Routes:
             "v1/responses": self._create_response,
             "v1/messages": self._create_message,
             "v1/messages/count_tokens": self._count_tokens,
+            "infill": self._infill,
         }
         self._describing: dict[str, Callable[[], ResponseObject | Mapping[str, Any]]] = {
             "v1/models": lambda: ModelList(object="list", data=[self._model(name) for name in self._model_ids]),
@@ -122,8 +125,8 @@ class Routes:
             return Response(self._model(self._known_model(route.removeprefix("v1/models/"))))
         if route.removeprefix("v1/").partition("/")[0] in _OTHER_MODELS:
             raise RequestError(
-                f"This server generates text only, so it has no route '{route}'; run a server with a model for that, for "
-                "example llama.cpp's llama-server --embeddings for embeddings.",
+                f"This server generates text only, so it has no route '{route}'; run another server with a model for "
+                "that, for example llama.cpp's llama-server --embeddings for embeddings.",
                 status=404,
                 code="unknown_url",
             )
@@ -224,6 +227,13 @@ class Routes:
             raise RequestError("This model has no chat template; use v1/completions.", code="unsupported_value")
         return self._tokenizer.chat(self._models.chat_template.prompt(request), request)
 
+    def _infill(self, body: object, request_id: str) -> Response:
+        request, models = self._parsed(body, InfillRequest), self._models
+        prompt = infill_prompt(request, self._tokenizer, models.vocabulary)
+        _, [[generation]] = self._resolved(request.completion(prompt), [prompt], request_id)
+        generation.warm_cache()
+        return self._named(request, InfillResponse(request, generation, model=self._known_model(request.model)))
+
     def _generate(
         self,
         kind: Callable[..., GenerationResponse],
@@ -232,9 +242,16 @@ class Routes:
         request_id: str,
     ) -> Response:
         """Make the response to a valid request, with its generations before their first round."""
-        models = self._models
         model = self._known_model(request.model)
-        form, candidates = resolve(
+        form, candidates = self._resolved(request, prompts, request_id)
+        return kind(form, candidates, vocabulary=self._models.vocabulary, request_id=request_id, model=model)
+
+    def _resolved(
+        self, request: CompletionRequest | ChatRequest, prompts: list[Prompt], request_id: str
+    ) -> tuple[ResponseForm, list[list[Generation]]]:
+        """Resolve a valid request, which may be drawn for the control group."""
+        models, held_back = self._models, self._holdback.draw()
+        return resolve(
             request,
             prompts,
             models.vocabulary,
@@ -242,9 +259,8 @@ class Routes:
             self._config,
             calls=None if models.chat_template is None else models.chat_template.calls,
             request_id=request_id,
-            held_back=self._holdback.draw(),
+            held_back=held_back,
         )
-        return kind(form, candidates, vocabulary=models.vocabulary, request_id=request_id, model=model)
 
     def _known_model(self, model: str | None) -> str:
         """Return the id that a request has named, or the first one.

@@ -77,6 +77,18 @@ class Tokenizer:
         tokens = self._cut(self._tokens(text, "messages", special=True), request)
         return Prompt(self._not_empty(tokens, "messages"), text)
 
+    @property
+    def context_length(self) -> int:
+        """The most tokens of prompt and answer."""
+        return self._most
+
+    def part(self, text: str, most: int, *, keeps_end: bool) -> list[int]:
+        """Tokenize the end or the beginning of a part of a prompt, at most so many tokens; without control tokens."""
+        characters = BYTES_PER_TOKEN * max(0, most)
+        part = text[max(0, len(text) - characters) :] if keeps_end else text[:characters]
+        tokens = self._vocabulary.encode(part, begin=False)
+        return tokens[max(0, len(tokens) - most) :] if keeps_end else tokens[:most]
+
     def _tokens(self, text: str, param: str, *, special: bool = False, begin: bool = True) -> list[int]:
         """Tokenize a text; one with too many bytes is refused, and of a long one the beginning is tried first."""
         if len(text.encode()) > self._most_bytes:

@@ -60,10 +60,9 @@ class FrontEnd:
             target=ModelConfig(path=Path("t")),
             draft=ModelConfig(path=Path("d")),
             sequences=SLOTS,
-            context_length=256,
             time_slice_ms=time_slice_ms,
             speculation=SpeculationConfig(holdback=holdback),
-            **options,
+            **{"context_length": 256, **options},
         )
         model = DraftModel(
             KVCache(self.draft), flat(0.001), window=64, max_rows=32, vocabulary=200, context_length=4096

@@ -40,7 +40,7 @@ CONTENT = [
 
 @pytest.fixture
 def front_end() -> FrontEnd:
-    return FrontEnd()
+    return FrontEnd(context_length=1024)
 
 
 def whole(front_end: FrontEnd, **fields: Any) -> Any:
@@ -181,7 +181,7 @@ def test_a_conversation_with_tools_becomes_messages_of_a_chat() -> None:
         {"role": "assistant", "content": [secret, *CONTENT]},
         {"role": "user", "content": results},
         {"role": "system", "content": "Be quick."},
-        {"role": "assistant", "content": [secret]},
+        {"role": "assistant", "content": [secret]},  # nothing that the model could read
         system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
     )
     system, user, assistant, *results, more, reminder = messages
@@ -199,6 +199,33 @@ def test_a_conversation_with_tools_becomes_messages_of_a_chat() -> None:
     ]
     assert more == {"role": "user", "content": "Go on."}
     assert reminder == {"role": "system", "content": "Be quick."}
+
+
+def test_a_text_of_the_assistant_at_the_end_begins_the_answer(front_end: FrontEnd) -> None:
+    begun = {"role": "assistant", "content": [{"type": "text", "text": "Well,"}]}
+    called = {"role": "assistant", "content": [CONTENT[2]]}
+    assert chat_of(messages=[HELLO, begun]).continue_final_message
+    assert not chat_of(messages=[HELLO]).continue_final_message
+    assert not chat_of(messages=[HELLO, called]).continue_final_message
+    counts = []
+    for messages in ([HELLO], [HELLO, begun]):
+        request_id = front_end.post({"messages": messages}, "v1/messages/count_tokens")
+        front_end.run()
+        counts.append(front_end.answer(request_id)["input_tokens"])
+    # The template begins the assistant's message with "assistant: ".
+    assert counts[1] - counts[0] == len("Well,")
+
+
+def test_fields_that_are_ignored_are_named_but_for_hints(front_end: FrontEnd) -> None:
+    fields = {"context_management": {}, "tools": [{"type": "web_search_20250305", "name": "web_search"}, READ]}
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    system = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]
+    for route in (ROUTE, "v1/messages/count_tokens"):
+        request_id = front_end.post({**GREEDY, **fields, "thinking": thinking, "system": system}, route)
+        front_end.run()
+        assert front_end.headers[request_id] == {
+            "x-specserve-ignored": "context_management, tools[0].web_search_20250305"
+        }
 
 
 def test_fields_become_those_of_a_chat() -> None:

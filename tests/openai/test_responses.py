@@ -35,7 +35,7 @@ PARTS: list[Part] = [
 
 @pytest.fixture
 def front_end() -> FrontEnd:
-    return FrontEnd(responses_store=2)
+    return FrontEnd(responses_store=2, context_length=1024)
 
 
 @pytest.fixture
@@ -318,6 +318,16 @@ def test_tools_of_openais_servers_are_ignored_unless_the_request_demands_one(kin
     with pytest.raises(RequestError) as refusal:
         chat_of(tools=[hosted, READ], tool_choice={"type": kind})
     assert refusal.value.param == "tool_choice"
+
+
+def test_fields_and_tools_that_are_ignored_are_named(front_end: FrontEnd) -> None:
+    tools = [READ, {"type": "web_search", "external_web_access": False}]
+    back = {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": "Hi."}
+    request_id = front_end.post({**GREEDY, "input": [back], "tools": tools, "moderation": None, "store": False}, ROUTE)
+    front_end.run()
+    assert front_end.headers[request_id] == {
+        "x-specserve-ignored": "tools[1].external_web_access, moderation, tools[1].web_search"
+    }
 
 
 @pytest.mark.parametrize(

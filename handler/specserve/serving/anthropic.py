@@ -28,7 +28,13 @@ _KINDS = {
 }
 
 
-class TextBlock(Body):
+class AnthropicBody(Body):
+    """An object of a request, without the fields that only matter to Anthropic's own servers."""
+
+    also_known = frozenset({"cache_control", "citations", "signature", "data", "caller", "budget_tokens", "display"})
+
+
+class TextBlock(AnthropicBody):
     """A block of text."""
 
     type: Literal["text"]
@@ -38,7 +44,7 @@ class TextBlock(Body):
 Texts = Text | Annotated[list[TextBlock], Field(fail_fast=True)]
 
 
-class ContentBlock(Body):
+class ContentBlock(AnthropicBody):
     """A block of a message: text, thinking, the use of a tool, or its result."""
 
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
@@ -52,7 +58,7 @@ class ContentBlock(Body):
     is_error: bool | None = None
 
 
-class MessagesMessage(Body):
+class MessagesMessage(AnthropicBody):
     """A message."""
 
     role: Literal["user", "assistant", "system"]
@@ -78,7 +84,7 @@ class MessagesMessage(Body):
             yield message
 
 
-class MessagesTool(Body):
+class MessagesTool(AnthropicBody):
     """A tool that the client runs; those with types of their own are Anthropic's."""
 
     type: str | None = None
@@ -98,7 +104,7 @@ class MessagesTool(Body):
         return {"type": "function", "function": function | {"strict": self.strict}}
 
 
-class MessagesToolChoice(Body):
+class MessagesToolChoice(AnthropicBody):
     """Whether a tool has to be used, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -106,20 +112,20 @@ class MessagesToolChoice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Body):
+class Thinking(AnthropicBody):
     """Whether the model thinks first, where its chat template has a variable for that."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class OutputFormat(Body):
+class OutputFormat(AnthropicBody):
     """JSON that follows a schema."""
 
     type: Literal["json_schema"]
     json_schema: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Body):
+class OutputConfig(AnthropicBody):
     """The form of the answer."""
 
     format: OutputFormat | None = None
@@ -127,6 +133,8 @@ class OutputConfig(Body):
 
 class CountRequest(GenerationRequest):
     """The body of v1/messages/count_tokens."""
+
+    also_known = GenerationRequest.also_known | AnthropicBody.also_known
 
     messages: Annotated[list[MessagesMessage], Field(min_length=1, fail_fast=True)]
     system: Texts | None = None
@@ -140,6 +148,12 @@ class CountRequest(GenerationRequest):
     metadata: dict[str, Any] | None = None
     n: Literal[1] | None = None
 
+    def note_unknown(self, body: object) -> None:
+        """Find the unknown fields, and the tools that are not offered."""
+        super().note_unknown(body)
+        tools = enumerate(self.tools or [])
+        self.unknown.extend(f"tools[{index}].{tool.type}" for index, tool in tools if not tool.is_offered)
+
     def chat(self) -> ChatRequest:
         """Translate it to a chat.
 
@@ -147,7 +161,10 @@ class CountRequest(GenerationRequest):
             RequestError: 400; a field is wrong.
         """
         chat = {name: getattr(self, name) for name in GenerationRequest.model_fields if name in self.model_fields_set}
-        messages = [{"role": "system", "content": _text(self.system)}] if self.system else []
+        messages: list[Json] = [{"role": "system", "content": _text(self.system)}] if self.system else []
+        for message in self.messages:
+            messages.extend(message.messages())
+        last = messages[-1] if messages else {}
         family = (self.metadata or {}).get("prompt_family")
         written = (self.output_config and self.output_config.format) or self.output_format
         described = written and {"name": "answer", "schema": written.json_schema}
@@ -157,7 +174,9 @@ class CountRequest(GenerationRequest):
             raise RequestError.invalid("tool_choice", f"The model is offered no tool '{choice.name}'.")
         named = {"type": "function", "function": {"name": choice.name}}
         chat |= {
-            "messages": messages + [message for several in self.messages for message in several.messages()],
+            "messages": messages,
+            # A text of the assistant at the end is the beginning of the answer.
+            "continue_final_message": last.get("role") == "assistant" and "tool_calls" not in last,
             "metadata": {"prompt_family": family} if family else None,
             "stop": self.stop_sequences or self.stop,
             "tools": [tool.function() for tool in tools] or None,

@@ -47,6 +47,8 @@ _ECHOED = {"instructions", "max_output_tokens", "previous_response_id", "reasoni
 class TextItem(Body):
     """A part of an item's content; there is only text."""
 
+    also_known = frozenset({"annotations", "logprobs"})
+
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: Text
 
@@ -56,6 +58,8 @@ Texts = Text | Annotated[list[TextItem], Field(fail_fast=True)]
 
 class Item(Body):
     """An item of the input: a message, the call of a tool, its output, or the reasoning before these."""
+
+    also_known = frozenset({"id", "status", "phase", "encrypted_content"})
 
     type: Literal[
         "message", "reasoning", "function_call", "custom_tool_call", "function_call_output", "custom_tool_call_output"
@@ -144,6 +148,12 @@ class ResponsesRequest(GenerationRequest):
     background: Literal[False] | None = None
     conversation: None = None
     prompt: None = None
+
+    def note_unknown(self, body: object) -> None:
+        """Find the unknown fields, and the tools that are not offered."""
+        super().note_unknown(body)
+        tools = enumerate(self.tools or [])
+        self.unknown.extend(f"tools[{index}].{tool.type}" for index, tool in tools if tool.type not in _OFFERED)
 
     def messages(self) -> list[Json]:
         """Return the input as messages of a chat."""

@@ -10,18 +10,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bodies import anything, chats, completions, nested
+from bodies import anything, chats, completions, messages, nested, responses
 from front_end import FrontEnd
 from specserve.config import HandlerConfig, ModelConfig
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import RequestError
 from specserve.grammar.compiler import GrammarCompiler
+from specserve.serving.anthropic import MessagesRequest
 from specserve.serving.generation import Generation
 from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.prompt import Prompt, Tokenizer
 from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
 from specserve.serving.openai.resolve import resolve
 from specserve.serving.openai.response import Response
+from specserve.serving.responses import ResponsesRequest
 from specserve.tools.tiny_models import write_tiny
 
 CONFIG = HandlerConfig(
@@ -95,6 +97,25 @@ def test_a_chat_body_is_served_or_refused(body: object, vocabulary: LlamaModel, 
 
 
 @thousands
+@given(body=responses | anything)
+def test_a_responses_body_becomes_a_chat_or_is_refused(body: object) -> None:
+    try:
+        request = parse_body(body, ResponsesRequest)
+        request.chat(request.messages())
+    except RequestError as error:
+        check_refusal(error)
+
+
+@thousands
+@given(body=messages | anything)
+def test_a_messages_body_becomes_a_chat_or_is_refused(body: object) -> None:
+    try:
+        parse_body(body, MessagesRequest).chat()
+    except RequestError as error:
+        check_refusal(error)
+
+
+@thousands
 @given(body=st.binary(max_size=200) | st.text(max_size=200) | anything.map(lambda value: json.dumps(value).encode()))
 def test_a_body_of_bytes_is_served_or_refused(body: bytes | str) -> None:
     with pytest.raises(RequestError) as caught:
@@ -143,7 +164,18 @@ def expected() -> str:
 @hundreds
 @given(
     other_bodies=st.lists(
-        st.tuples(completions, st.just("v1/completions")) | st.tuples(chats, st.just("v1/chat/completions"))
+        st.one_of(
+            *(
+                st.tuples(strategy, st.just(route))
+                for strategy, route in (
+                    (completions, "v1/completions"),
+                    (chats, "v1/chat/completions"),
+                    (responses, "v1/responses"),
+                    (messages, "v1/messages"),
+                    (messages, "v1/messages/count_tokens"),
+                )
+            )
+        )
     )
 )
 def test_a_valid_request_is_not_affected_by_other_bodies(

@@ -14,7 +14,7 @@ from front_end import FrontEnd
 from specserve.sequence import SamplingParams, Source, SpeculationParams
 from specserve.serving.generation import Generation
 from specserve.serving.openai.logprobs import ResponseSize
-from specserve.serving.openai.openapi import openapi
+from specserve.serving.openapi import openapi
 from test_detokenizer import split
 
 WITH_SOURCES = {"sources": True}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -181,6 +182,20 @@ class GrammarCompiler:
         except UnusableGrammar as error:
             raise _refusal("grammar", error, "grammar") from error
         return self._constraint(_HEADER + lark, "grammar", "grammar", is_json=False)
+
+    def regex(self, pattern: str) -> Constraint:
+        """Return a constraint to text that a regular expression (of Rust's crate `regex`) matches as a whole.
+
+        Raises:
+            RequestError: it is invalid, or too large.
+        """
+        if len(pattern) > MAX_TEXT:
+            raise _refusal("regular expression", f"it is longer than {MAX_TEXT // 1024} KiB", "regex")
+        # The whole text has to match, so anchors at its ends say nothing; an escaped `$` is none.
+        whole = re.sub(r"^\^|(?<!\\)\$$", "", pattern)
+        # A slash would end the expression, and Lark takes no line break in it.
+        escaped = re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), whole)
+        return self._constraint(f"{_HEADER}start: /{escaped}/\n", "regular expression", "regex", is_json=False)
 
     def _constraint(self, lark: str, what: str, param: str, *, is_json: bool) -> Constraint:
         """Return a constraint by a grammar, compiled or from the cache, with a budget of its own.

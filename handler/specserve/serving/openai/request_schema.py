@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -12,11 +12,12 @@ from specserve.errors import RequestError
 from specserve.grammar.call_form import NAME_PATTERN
 from specserve.sequence import Verification
 from specserve.serving.openai.body import Body, Text, at_most
-from specserve.serving.openai.neutral_fields import NeutralChatFields, NeutralCompletionFields, NeutralFields, Off
+from specserve.serving.openai.dialects import KNOWN, translated
 
-# Entries of `stop` and of `logit_bias`, and answers to one request (SECURITY.md).
+# Entries of `stop`, of lists of tokens, and of `bad_words`, and answers to one request (SECURITY.md).
 MAX_STOPS = 16
-_MAX_BIASES = 1024
+MAX_TOKENS = 1024
+_MAX_WORDS = 64
 MAX_CHOICES = 128
 _INT64 = 2**63
 # OpenAI's default of `max_tokens` on v1/completions.
@@ -33,7 +34,7 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     include_obfuscation: bool = False
-    continuous_usage_stats: Off = False
+    continuous_usage_stats: Literal[False] = False
 
 
 class SpeculationOptions(Body):
@@ -50,7 +51,10 @@ class SpeculationOptions(Body):
 
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
-StopString = Annotated[Text, Field(min_length=1, max_length=1000)]
+# llama.cpp's [token or text, bias]; false is "never".
+BiasPair = Annotated[list[bool | float | Text], Field(min_length=2, max_length=2)]
+StopString = Annotated[Text, Field(max_length=1000)]
+Tokens = Annotated[list[int], Field(max_length=MAX_TOKENS, fail_fast=True)]
 
 
 class TextPart(Body):
@@ -92,13 +96,15 @@ class PlainText(Body):
 class JsonObject(Body):
     """Any JSON object."""
 
+    also_known: ClassVar[frozenset[str]] = frozenset({"schema"})  # llama.cpp's, then it is a JsonSchema
+
     type: Literal["json_object"]
 
 
 class SchemaDescription(Body):
     """A JSON schema with OpenAI's fields around it."""
 
-    name: str = Field(max_length=64)
+    name: str | None = Field(default=None, max_length=64)
     description: str | None = None
     json_schema: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
@@ -107,32 +113,56 @@ class SchemaDescription(Body):
 class JsonSchema(Body):
     """JSON that follows a schema."""
 
+    also_known: ClassVar[frozenset[str]] = frozenset({"schema"})
+
     type: Literal["json_schema"]
     json_schema: SchemaDescription
 
 
-ResponseFormat = Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")]
+class Regex(Body):
+    """Text that matches a regular expression as a whole, as vLLM's `guided_regex` and `structured_outputs` ask for."""
+
+    type: Literal["regex"]
+    regex: Annotated[Text, Field(min_length=1)]
 
 
-class GenerationRequest(NeutralFields):
+ResponseFormat = Annotated[PlainText | JsonObject | JsonSchema | Regex, Field(discriminator="type")]
+
+
+class GenerationRequest(Body):
     """The fields of both routes."""
 
+    also_known: ClassVar[frozenset[str]] = KNOWN
+
     model: str | None = None
-    max_tokens: int | None = Field(default=None, ge=0)
+    max_tokens: int | None = Field(default=None, ge=-1)
+    min_tokens: int | None = Field(default=None, ge=0)
     temperature: float | None = Field(default=1.0, ge=0, le=2)
     top_p: float | None = Field(default=1.0, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=_INT64 - 1)
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-_INT64, le=_INT64 - 1)
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=_MAX_BIASES), at_most(_MAX_BIASES)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Bias], Field(max_length=MAX_TOKENS), at_most(MAX_TOKENS)]
+        | Annotated[list[BiasPair], Field(max_length=MAX_TOKENS, fail_fast=True)]
+        | None
+    ) = None
+    allowed_token_ids: Annotated[Tokens, Field(min_length=1)] | None = None
+    bad_words: Annotated[list[StopString], Field(max_length=_MAX_WORDS, fail_fast=True)] | None = None
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Tokens | None = None
+    include_stop_str_in_output: bool | None = False
+    skip_special_tokens: bool | None = True
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     ignore_eos: bool | None = False
+    t_max_predict_ms: float | None = None
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    cache_prompt: bool | None = True
     response_format: ResponseFormat | None = None
     grammar: Annotated[Text, Field(min_length=1)] | None = None
     prediction: Prediction | None = None
@@ -140,13 +170,17 @@ class GenerationRequest(NeutralFields):
     # Only its `prompt_family` has an effect.
     metadata: Annotated[dict[str, str], Field(max_length=16), at_most(16)] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _translate(cls, body: Any) -> Any:
+        return translated(body, cls.model_fields) if isinstance(body, dict) else body
+
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         options = self.speculation or SpeculationOptions()
-        is_formatted = self.response_format is not None and self.response_format.type != "text"
-        if self.grammar is not None and is_formatted:
+        if self.grammar is not None and self.response_format is not None and self.response_format.type != "text":
             raise _disagreement("grammar", "'grammar' and 'response_format' exclude each other")
-        if self.ignore_eos and (self.grammar is not None or is_formatted):
+        if self.ignore_eos and self.follows_grammar:
             raise _disagreement("ignore_eos", "'ignore_eos' would never let an answer that follows a grammar end")
         if self.stream_options is not None and not self.stream:
             raise _disagreement("stream_options", "'stream_options' needs 'stream': true")
@@ -154,12 +188,17 @@ class GenerationRequest(NeutralFields):
             raise _disagreement("speculation.gamma", "'speculation.gamma' needs 'speculation.mode': 'fixed'")
         if options.drafter == "prediction" and self.prediction is None:
             raise _disagreement("speculation.drafter", "the drafter 'prediction' needs the field 'prediction'")
-        if options.drafter == "grammar" and self.grammar is None and not is_formatted:
+        if options.drafter == "grammar" and not self.follows_grammar:
             raise _disagreement("speculation.drafter", "the drafter 'grammar' needs 'response_format' or 'grammar'")
         return self
 
+    @property
+    def follows_grammar(self) -> bool:
+        """Whether a grammar or a format holds from the first token on."""
+        return self.grammar is not None or (self.response_format is not None and self.response_format.type != "text")
 
-class CompletionRequest(GenerationRequest, NeutralCompletionFields):
+
+class CompletionRequest(GenerationRequest):
     """The body of v1/completions."""
 
     prompt: (
@@ -168,7 +207,8 @@ class CompletionRequest(GenerationRequest, NeutralCompletionFields):
         | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_CHOICES)]
         | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True, max_length=MAX_CHOICES)]
     )
-    max_tokens: int | None = Field(default=COMPLETION_TOKENS, ge=0)
+    max_tokens: int | None = Field(default=COMPLETION_TOKENS, ge=-1)
+    add_special_tokens: bool | None = True
     echo: bool | None = False
     best_of: int | None = Field(default=None, ge=1, le=20)
     suffix: Text | None = None
@@ -291,6 +331,12 @@ class Message(Body):
     audio: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError("no_content", "a message without 'content' is an assistant's with 'tool_calls'")
+        return self
+
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it; OpenAI's newer role `developer` is `system` there."""
         message: dict[str, Any] = {
@@ -300,14 +346,15 @@ class Message(Body):
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         given = {"name": self.name, "tool_call_id": self.tool_call_id} if self.role == "tool" else {}
+        given |= {"reasoning_content": self.reasoning_content}
         return message | {key: value for key, value in given.items() if value is not None}
 
 
-class ChatRequest(GenerationRequest, NeutralChatFields):
+class ChatRequest(GenerationRequest):
     """The body of v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: int | None = Field(default=None, ge=0)
+    max_completion_tokens: int | None = Field(default=None, ge=-1)
 
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
@@ -316,9 +363,12 @@ class ChatRequest(GenerationRequest, NeutralChatFields):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
 
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
     # Without effect where the chat template does not read them.
     reasoning_effort: str | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    reasoning_format: Literal["none", "auto", "deepseek", "deepseek-legacy"] | None = None
 
     @model_validator(mode="after")
     def _logprobs_agree(self) -> Self:
@@ -345,6 +395,11 @@ class ChatRequest(GenerationRequest, NeutralChatFields):
         if self.requires_call and self.ignore_eos:
             raise _disagreement("ignore_eos", "'ignore_eos' would never let an answer that has to be a call end")
         return self
+
+    @property
+    def forbids_reasoning(self) -> bool:
+        """Whether no reasoning is told apart: a grammar holds from the first token on, or all is wanted as text."""
+        return self.follows_grammar or self.requires_call or self.reasoning_format == "none"
 
     @property
     def requires_call(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.sequence import SequenceStats, Source
-from specserve.serving.answer import AnswerReader, Arguments, Call, Part, Text
+from specserve.serving.answer import AnswerReader, Arguments, Call, Part, Reasoning, Text
 from specserve.serving.generation import Generation
 from specserve.serving.openai import response_schema as schema
 from specserve.serving.openai.logprobs import (
@@ -23,6 +23,7 @@ from specserve.serving.openai.logprobs import (
 )
 from specserve.serving.openai.resolve import ResponseForm
 from specserve.serving.openai.response_schema import FinishReason, ResponseObject, as_json
+from specserve.serving.reasoning import ReasoningReader
 
 _END = "data: [DONE]\n\n"
 
@@ -49,13 +50,21 @@ class Response:
         self.status_sent = False
         # When the status is sent at the latest, by time.monotonic().
         self.status_deadline = 0.0
+        # Sent with the status.
+        self.headers: dict[str, str] = {}
         self._status = status
         self._body = body or {}
 
+    @staticmethod
+    def error_body(error: RequestError) -> ResponseObject | Mapping[str, Any]:
+        """Return the body of the response to a request that is refused or fails."""
+        detail = schema.ErrorDetail(message=error.message, type=error.kind, param=error.param, code=error.code)
+        return schema.ErrorResponse(error=detail)
+
     @classmethod
     def refusal(cls, error: RequestError) -> Response:
-        """Make the response to a request that is refused."""
-        return Response(_error_object(error), status=error.status)
+        """Make the response to a request that is refused, in the protocol of the class."""
+        return Response(cls.error_body(error), status=error.status)
 
     @property
     def error(self) -> RequestError | None:
@@ -81,8 +90,8 @@ class Response:
         return ""
 
 
-class GenerationResponse(Response, ABC):
-    """Writes the response of a route that generates, whole or as a stream.
+class GenerationResponse(Response):
+    """Knows what the response of a route that generates consists of, whatever its protocol.
 
     Args:
         form: what it consists of.
@@ -91,12 +100,6 @@ class GenerationResponse(Response, ABC):
         request_id: TorchServe's.
         model: the id that the request has named.
     """
-
-    prefix: ClassVar[str]
-    # The object of the whole response, and of an event.
-    objects: ClassVar[tuple[type[schema.GeneratedObject[Any]], type[schema.GeneratedObject[Any]]]]
-    # Whether the first event of a choice says something even without text.
-    begins_with_role: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -112,14 +115,89 @@ class GenerationResponse(Response, ABC):
         self._form = form
         self._candidates = candidates
         self._vocabulary = vocabulary
+        self._request_id = request_id
+        self._model = model
+        self._created = int(time.time())
+        # By generation, what reads its text.
+        self._readers: dict[Generation, ReasoningReader] = {}
+
+    def _parts(self, index: int, generation: Generation) -> list[Part]:
+        """Read the new parts of a choice, those since the last call; the choices of a request are read alike."""
+        del index
+        form, reader = self._form, self._readers.get(generation)
+        if reader is None:
+            answer = AnswerReader(form.call_forms, form.tools)
+            reader = self._readers[generation] = ReasoningReader(form.thinking, answer, begun=form.thinks_at_once)
+        return reader.read(generation.take_text(), done=generation.done)
+
+    def _finish_reason(self, index: int, generation: Generation) -> FinishReason | None:
+        """Tell why a choice has ended, as far as it is read: `tool_calls` if it has any and is not cut."""
+        del index
+        has_calls = generation in self._readers and self._readers[generation].calls > 0
+        return "tool_calls" if generation.finish_reason == "stop" and has_calls else generation.finish_reason
+
+    def _totals(self) -> dict[str, Any]:
+        """Count what all candidates took, for the fields `usage` and `speculation`."""
+        stats = SequenceStats.total(generation.stats for generation in self.generations)
+        prompt_tokens = sum(group[0].prompt_length for group in self._candidates)
+        cached_tokens = sum(group[0].cached_tokens for group in self._candidates)
+        completion_tokens = sum(generation.generated for generation in self.generations)
+        predicted, accepted = stats.drafted_by["prediction"], stats.accepted_by["prediction"]
+        reasoning = sum(generation.tokens_within(reader.length) for generation, reader in self._readers.items())
+        usage = schema.Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=schema.PromptDetails(cached_tokens=cached_tokens),
+            completion_tokens_details=schema.CompletionDetails(
+                accepted_prediction_tokens=accepted,
+                rejected_prediction_tokens=predicted - accepted,
+                **({"reasoning_tokens": reasoning} if self._form.thinking else {}),
+            ),
+        )
+        params = self.generations[0].speculation
+        speculation = schema.Speculation(
+            mode=params.mode,
+            verification=params.verification,
+            rounds=stats.rounds,
+            drafted_tokens=stats.drafted,
+            accepted_tokens=stats.accepted,
+            mean_acceptance_length=round(stats.mean_acceptance_length, 3),
+            gamma_histogram={str(gamma): count for gamma, count in sorted(stats.gammas.items())},
+            drafters={
+                name: schema.DrafterCounts(drafted=drafted, accepted=stats.accepted_by[name])
+                for name, drafted in stats.drafted_by.items()
+            },
+            alternatives=schema.AlternativeCounts(read=stats.alternatives, adopted=stats.adopted),
+            seconds=schema.Seconds(
+                prefill=round(stats.prefill_seconds, 6),
+                draft=round(stats.draft_seconds, 6),
+                target=round(stats.target_seconds, 6),
+                other=round(stats.other_seconds, 6),
+                plain_estimate=round(stats.plain_seconds, 6),
+            ),
+            estimated_speedup=round(stats.plain_seconds / stats.decode_seconds, 3) if stats.decode_seconds else None,
+        )
+        return {"usage": usage, "speculation": speculation}
+
+
+class ChoicesResponse(GenerationResponse, ABC):
+    """Writes OpenAI's responses that consist of choices, whole or as a stream."""
+
+    prefix: ClassVar[str]
+    # The object of the whole response, and of an event.
+    objects: ClassVar[tuple[type[schema.GeneratedObject[Any]], type[schema.GeneratedObject[Any]]]]
+    # Whether the first event of a choice says something even without text.
+    begins_with_role: ClassVar[bool] = False
+
+    def __init__(self, form: ResponseForm, candidates: list[list[Generation]], **options: Any) -> None:
+        super().__init__(form, candidates, **options)
         kind = self.objects[self.streams]
         [name] = get_args(kind.model_fields["object"].annotation)
-        request_id = f"{self.prefix}-{request_id}"
-        self._object = partial(kind, id=request_id, object=name, created=int(time.time()), model=model)
+        response_id = f"{self.prefix}-{self._request_id}"
+        self._object = partial(kind, id=response_id, object=name, created=self._created, model=self._model)
         self._begun: set[int] = set()
         self._ended: set[int] = set()
-        # By generation, what reads its text.
-        self._readers: dict[Generation, AnswerReader] = {}
 
     @abstractmethod
     def _choice(self, parts: list[Part] | None, *, first: bool, fields: Mapping[str, Any]) -> ResponseObject:
@@ -138,7 +216,7 @@ class GenerationResponse(Response, ABC):
     def text(self) -> str:
         """Return the whole response, or the error object, as JSON text."""
         if self.error:
-            return as_json(_error_object(self.error))
+            return as_json(self.error_body(self.error))
         best = [generation for group in self._candidates for generation in self._best(group)]
         choices = [self._new(index, generation) for index, generation in enumerate(best)]
         return as_json(self._object(choices=choices, **self._totals()))
@@ -146,7 +224,7 @@ class GenerationResponse(Response, ABC):
     def next_events(self) -> str:
         """Return the stream's events since the last call, '' where nothing is new; when done, the end of the stream."""
         if self.error:
-            return _event(_error_object(self.error)) + _END
+            return _event(self.error_body(self.error)) + _END
         usage: dict[str, Any] = {"usage": None} if self._form.include_usage else {}
         choices = [new for index, generation in enumerate(self.generations) for new in self._news(index, generation)]
         events = "".join(_event(self._object(choices=[choice], **usage)) for choice in choices)
@@ -169,20 +247,6 @@ class GenerationResponse(Response, ABC):
             reason = self._finish_reason(index, generation)
             end: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": reason}
             yield self._choice(None, first=False, fields=end | ({"sources": []} if self._form.sources else {}))
-
-    def _parts(self, index: int, generation: Generation) -> list[Part]:
-        """Read the new parts of a choice, those since the last call; the choices of a request are read alike."""
-        del index
-        reader = self._readers.get(generation)
-        if reader is None:
-            reader = self._readers[generation] = AnswerReader(self._form.call_forms, self._form.tools)
-        return reader.read(generation.take_text(), done=generation.done)
-
-    def _finish_reason(self, index: int, generation: Generation) -> FinishReason | None:
-        """Tell why a choice has ended, as far as it is read: `tool_calls` if it has any and is not cut."""
-        del index
-        has_calls = generation in self._readers and self._readers[generation].calls > 0
-        return "tool_calls" if generation.finish_reason == "stop" and has_calls else generation.finish_reason
 
     def _new(self, index: int, generation: Generation) -> ResponseObject | None:
         """Make what is new of a choice, at first with a prompt that is echoed; None if a stream has nothing to say."""
@@ -218,49 +282,8 @@ class GenerationResponse(Response, ABC):
         scored = self._candidates[index // self._form.choices][0]
         return not scored.scores_prompt or len(scored.prompt_scores) == scored.prompt_length - 1
 
-    def _totals(self) -> dict[str, Any]:
-        """Count what all candidates took, for the fields `usage` and `speculation`."""
-        stats = SequenceStats.total(generation.stats for generation in self.generations)
-        prompt_tokens = sum(group[0].prompt_length for group in self._candidates)
-        cached_tokens = sum(group[0].cached_tokens for group in self._candidates)
-        completion_tokens = sum(generation.generated for generation in self.generations)
-        predicted, accepted = stats.drafted_by["prediction"], stats.accepted_by["prediction"]
-        usage = schema.Usage(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=schema.PromptDetails(cached_tokens=cached_tokens),
-            completion_tokens_details=schema.CompletionDetails(
-                accepted_prediction_tokens=accepted, rejected_prediction_tokens=predicted - accepted
-            ),
-        )
-        params = self.generations[0].speculation
-        speculation = schema.Speculation(
-            mode=params.mode,
-            verification=params.verification,
-            rounds=stats.rounds,
-            drafted_tokens=stats.drafted,
-            accepted_tokens=stats.accepted,
-            mean_acceptance_length=round(stats.mean_acceptance_length, 3),
-            gamma_histogram={str(gamma): count for gamma, count in sorted(stats.gammas.items())},
-            drafters={
-                name: schema.DrafterCounts(drafted=drafted, accepted=stats.accepted_by[name])
-                for name, drafted in stats.drafted_by.items()
-            },
-            alternatives=schema.AlternativeCounts(read=stats.alternatives, adopted=stats.adopted),
-            seconds=schema.Seconds(
-                prefill=round(stats.prefill_seconds, 6),
-                draft=round(stats.draft_seconds, 6),
-                target=round(stats.target_seconds, 6),
-                other=round(stats.other_seconds, 6),
-                plain_estimate=round(stats.plain_seconds, 6),
-            ),
-            estimated_speedup=round(stats.plain_seconds / stats.decode_seconds, 3) if stats.decode_seconds else None,
-        )
-        return {"usage": usage, "speculation": speculation}
 
-
-class CompletionResponse(GenerationResponse):
+class CompletionResponse(ChoicesResponse):
     """Writes the response of v1/completions."""
 
     prefix = "cmpl"
@@ -274,7 +297,7 @@ class CompletionResponse(GenerationResponse):
         return completion_logprobs(positions, self._vocabulary, top=self._form.top_logprobs or 0)
 
 
-class ChatResponse(GenerationResponse):
+class ChatResponse(ChoicesResponse):
     """Writes the response of v1/chat/completions."""
 
     prefix = "chatcmpl"
@@ -285,13 +308,15 @@ class ChatResponse(GenerationResponse):
         if parts is None:
             return schema.ChatChunkChoice(delta=schema.ChatDelta(), **fields)
         text, calls = _text(parts), self._calls(parts)
+        reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        others = calls | ({"reasoning_content": reasoning} if reasoning else {})
         if not self.streams:
             content = text if text or not calls else None
-            message = schema.ChatMessage(role="assistant", content=content, refusal=None, **calls)
+            message = schema.ChatMessage(role="assistant", content=content, refusal=None, **others)
             return schema.ChatChoice(message=message, **fields)
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
-        delta |= {"content": text} if text or first or not calls else {}
-        return schema.ChatChunkChoice(delta=schema.ChatDelta(**delta, **calls), **fields)
+        delta |= {"content": text} if text or first or not others else {}
+        return schema.ChatChunkChoice(delta=schema.ChatDelta(**delta, **others), **fields)
 
     def _calls(self, parts: list[Part]) -> dict[str, Any]:
         """Make the field of the calls, if there is anything of any; an event has each call once."""
@@ -315,12 +340,6 @@ def _text(parts: list[Part]) -> str:
     return "".join(part.text for part in parts if isinstance(part, Text))
 
 
-def _event(data: ResponseObject) -> str:
+def _event(data: ResponseObject | Mapping[str, Any]) -> str:
     """Write one server-sent event."""
     return f"data: {as_json(data)}\n\n"
-
-
-def _error_object(error: RequestError) -> schema.ErrorResponse:
-    """Return the body of the response to a request that is refused or fails."""
-    detail = schema.ErrorDetail(message=error.message, type=error.kind, param=error.param, code=error.code)
-    return schema.ErrorResponse(error=detail)

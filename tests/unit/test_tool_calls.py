@@ -17,7 +17,7 @@ from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ConstraintError, RequestError
 from specserve.grammar.compiler import MAX_TOOLS, GrammarCompiler
 from specserve.grammar.constraint import Constraint
-from specserve.grammar.tool_calls import CallConstraint, CallSyntax
+from specserve.grammar.tool_calls import CallConstraint, CallSyntax, Reasoning
 from specserve.serving.answer import AnswerReader, Arguments, Call, Text
 from specserve.serving.call_formats import FORMATS
 from specserve.tools.tiny_models import write_tiny
@@ -357,3 +357,23 @@ def test_as_many_tools_as_are_allowed_can_be_followed(
     constraint = compiler.calls(tools, QWEN, required=required, parallel=True)
     prefix = in_bytes(model, '<tool_call>\n{"name": "')
     assert constraint.allowed(prefix) is not None
+
+
+@pytest.mark.parametrize(
+    ("begun", "before", "is_open"),
+    [
+        (False, "<think>\nI could write <tool_call>", False),
+        (False, "\n<think>I could.</think>\n\n<tool_call>", True),
+        (True, "I could write <tool_call>", False),
+        (True, '{"name": "get_weather"', False),
+        (True, 'I could.</think>\n{"name": "get_weather"', True),
+        (False, '{"name": "get_weather"', True),
+        (False, "<thin>\n<tool_call>", True),
+    ],
+)
+def test_nothing_opens_a_call_in_reasoning(
+    before: str, compiler: GrammarCompiler, model: LlamaModel, *, begun: bool, is_open: bool
+) -> None:
+    reasoning = Reasoning("<think>", "</think>", begun)
+    constraint = compiler.calls(TOOLS, QWEN, required=False, parallel=True, reasoning=reasoning)
+    assert states(constraint, in_bytes(model, before))[-1] == (not is_open)

@@ -168,6 +168,17 @@ def test_the_input_of_a_use_that_is_cut_off_is_as_much_of_it_as_came(
     assert block["input"] == {"path": "a.p"}
 
 
+@pytest.mark.parametrize("arguments", ['{"path": "\\ud800"}', '{"path": tru', "[1]", "{" * 1000])
+def test_arguments_that_are_no_json_object_end_no_worker(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, arguments: str
+) -> None:
+    ScriptedReader([Call(0, "call_a", "read"), Arguments(0, arguments)]).install(monkeypatch)
+    [block] = whole(front_end, tools=[READ])["content"]
+    assert block["input"] == {}
+    deltas = [event["delta"] for event in streamed(front_end, tools=[READ]) if event["type"] == "content_block_delta"]
+    assert deltas == [{"type": "input_json_delta", "partial_json": arguments}]
+
+
 def test_a_conversation_with_tools_becomes_messages_of_a_chat() -> None:
     results = [
         {"type": "tool_result", "tool_use_id": "call_a", "content": [{"type": "text", "text": "1"}]},
@@ -259,9 +270,10 @@ def test_anthropics_own_tools_are_ignored_unless_the_request_demands_one(kind: s
     own = {"type": kind, "name": "own", "max_uses": 1}
     assert [tool.function.name for tool in chat_of(tools=[own, READ]).tools or []] == ["read"]
     assert chat_of(tools=[own]).tools is None
-    with pytest.raises(RequestError) as refusal:
-        chat_of(tools=[own, READ], tool_choice={"type": "tool", "name": "own"})
-    assert refusal.value.param == "tool_choice"
+    for tools, choice in (([own, READ], {"type": "tool", "name": "own"}), ([own], {"type": "any"})):
+        with pytest.raises(RequestError) as refusal:
+            chat_of(tools=tools, tool_choice=choice)
+        assert refusal.value.param == "tool_choice"
 
 
 @pytest.mark.parametrize(

@@ -315,9 +315,10 @@ def test_tools_of_openais_servers_are_ignored_unless_the_request_demands_one(kin
     hosted = {"type": kind, "name": "x", "anything": {"else": 1}}
     assert [tool.function.name for tool in chat_of(tools=[hosted, READ]).tools or []] == ["read"]
     assert chat_of(tools=[hosted]).tools is None
-    with pytest.raises(RequestError) as refusal:
-        chat_of(tools=[hosted, READ], tool_choice={"type": kind})
-    assert refusal.value.param == "tool_choice"
+    for tools, choice in (([hosted, READ], {"type": kind}), ([hosted], "required")):
+        with pytest.raises(RequestError) as refusal:
+            chat_of(tools=tools, tool_choice=choice)
+        assert refusal.value.param == "tool_choice"
 
 
 def test_fields_and_tools_that_are_ignored_are_named(front_end: FrontEnd) -> None:

@@ -219,6 +219,10 @@ class Generation(Sequence):
         self._last_text = self._text.take()
         return self._last_text
 
+    def tokens_within(self, length: int) -> int:
+        """How many tokens end within the first characters of the text."""
+        return bisect_right(self._spans, length, key=itemgetter(1))
+
     def by_source(self) -> list[tuple[str, Source]]:
         """What `take_text` has just returned, in a piece for each token that ended a character, and who wrote it."""
         pieces: list[tuple[str, Source]] = []

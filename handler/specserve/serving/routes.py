@@ -258,6 +258,7 @@ class Routes:
             models.grammars,
             self._config,
             calls=None if models.chat_template is None else models.chat_template.calls,
+            thinking=None if models.chat_template is None else models.chat_template.thinking,
             request_id=request_id,
             held_back=held_back,
         )

@@ -17,6 +17,7 @@ from specserve.errors import RequestError
 from specserve.grammar.call_form import ARGUMENTS, NAME
 from specserve.serving.call_formats import format_of
 from specserve.serving.openai.request_schema import ChatRequest
+from specserve.serving.reasoning import thinking_tags
 
 # What a template's code may raise, and what Python's compiler raises for a template that Jinja can parse.
 _FAILURES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, SyntaxError)
@@ -47,8 +48,9 @@ class ChatTemplate:
         environment = _environment()
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self.problem: str | None = None
-        # How the model writes calls of tools.
+        # How the model writes calls of tools, and reasoning.
         self.calls = format_of(source).syntax
+        self.thinking = thinking_tags(source)
         try:
             parsed = environment.parse(_BY_NAME.get(source, source))
             self._variables = meta.find_undeclared_variables(parsed)
@@ -76,6 +78,10 @@ class ChatTemplate:
         variables: dict[str, Any] = {"add_generation_prompt": begins}
         if (effort := request.reasoning_effort) is not None:
             variables |= {"reasoning_effort": effort, **dict.fromkeys(_THINKING_VARIABLES, effort != "none")}
+        if request.follows_grammar or request.requires_call:
+            # The grammar holds from the first token on, and would forbid to reason; a template that opens the reasoning
+            # in any case leaves it empty then.
+            variables |= dict.fromkeys(_THINKING_VARIABLES, False)
         text = self.render(messages, tools, variables | (request.chat_template_kwargs or {}))
         return _up_to_the_end_of(messages[-1]["content"], text) if continues else text
 
@@ -124,7 +130,8 @@ class ChatTemplate:
             calls = [
                 written.replace(NAME, call["name"]).replace(ARGUMENTS, json.dumps(call["arguments"])) for call in called
             ]
-            told.append({"role": message["role"], "content": "\n".join([content] * bool(content) + calls)})
+            kept = {name: value for name, value in message.items() if name != "tool_calls"}
+            told.append({**kept, "content": "\n".join([content] * bool(content) + calls)})
         if tools:
             listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
             example = written.replace(NAME, "the function's name").replace(ARGUMENTS, '{"argument": "value"}')

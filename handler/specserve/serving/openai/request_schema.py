@@ -178,10 +178,9 @@ class GenerationRequest(Body):
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         options = self.speculation or SpeculationOptions()
-        is_formatted = self.response_format is not None and self.response_format.type != "text"
-        if self.grammar is not None and is_formatted:
+        if self.grammar is not None and self.response_format is not None and self.response_format.type != "text":
             raise _disagreement("grammar", "'grammar' and 'response_format' exclude each other")
-        if self.ignore_eos and (self.grammar is not None or is_formatted):
+        if self.ignore_eos and self.follows_grammar:
             raise _disagreement("ignore_eos", "'ignore_eos' would never let an answer that follows a grammar end")
         if self.stream_options is not None and not self.stream:
             raise _disagreement("stream_options", "'stream_options' needs 'stream': true")
@@ -189,9 +188,14 @@ class GenerationRequest(Body):
             raise _disagreement("speculation.gamma", "'speculation.gamma' needs 'speculation.mode': 'fixed'")
         if options.drafter == "prediction" and self.prediction is None:
             raise _disagreement("speculation.drafter", "the drafter 'prediction' needs the field 'prediction'")
-        if options.drafter == "grammar" and self.grammar is None and not is_formatted:
+        if options.drafter == "grammar" and not self.follows_grammar:
             raise _disagreement("speculation.drafter", "the drafter 'grammar' needs 'response_format' or 'grammar'")
         return self
+
+    @property
+    def follows_grammar(self) -> bool:
+        """Whether a grammar or a format holds from the first token on."""
+        return self.grammar is not None or (self.response_format is not None and self.response_format.type != "text")
 
 
 class CompletionRequest(GenerationRequest):
@@ -342,6 +346,7 @@ class Message(Body):
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         given = {"name": self.name, "tool_call_id": self.tool_call_id} if self.role == "tool" else {}
+        given |= {"reasoning_content": self.reasoning_content}
         return message | {key: value for key, value in given.items() if value is not None}
 
 
@@ -390,6 +395,11 @@ class ChatRequest(GenerationRequest):
         if self.requires_call and self.ignore_eos:
             raise _disagreement("ignore_eos", "'ignore_eos' would never let an answer that has to be a call end")
         return self
+
+    @property
+    def forbids_reasoning(self) -> bool:
+        """Whether no reasoning is told apart: a grammar holds from the first token on, or all is wanted as text."""
+        return self.follows_grammar or self.requires_call or self.reasoning_format == "none"
 
     @property
     def requires_call(self) -> bool:

@@ -32,6 +32,7 @@ from specserve.serving.openai.request_schema import (
     SpeculationOptions,
     text_of,
 )
+from specserve.serving.reasoning import ThinkingTags
 
 # Bytes of JSON per log-probability, about; a response that is too large by this estimate is refused at once.
 _SCORE_BYTES = 80
@@ -56,6 +57,8 @@ class ResponseForm:
         include_usage: whether the stream ends with the totals.
         call_forms: how calls of tools are written, if there are any tools.
         tools: their names.
+        thinking: the tags around the model's reasoning; None where it is not told apart.
+        thinks_at_once: whether the prompt ends with the first of these.
     """
 
     prompts: list[Prompt]
@@ -67,6 +70,8 @@ class ResponseForm:
     include_usage: bool
     call_forms: tuple[CallForm, ...] = ()
     tools: frozenset[str] = frozenset()
+    thinking: ThinkingTags | None = None
+    thinks_at_once: bool = False
 
     @property
     def scores_prompts(self) -> bool:
@@ -88,13 +93,14 @@ def resolve(
     config: HandlerConfig,
     *,
     calls: CallSyntax | None = None,
+    thinking: ThinkingTags | None = None,
     request_id: str = "",
     held_back: bool = False,
 ) -> tuple[ResponseForm, list[list[Generation]]]:
     """Resolve a valid request into the form of its response, and by prompt the candidates to generate for that.
 
     A request that is `held_back` was drawn for the control group, which it joins unless it sets `speculation`; `calls`
-    is how the model writes calls of tools.
+    is how the model writes calls of tools, `thinking` how it marks its reasoning.
 
     Raises:
         RequestError: 400; a prompt, a grammar or `speculation` does not fit, or the operator's caps are exceeded.
@@ -113,6 +119,8 @@ def resolve(
         limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     tools = request.callable_tools if isinstance(request, ChatRequest) else {}
     syntax = calls if calls and tools else CallSyntax(())
+    if not isinstance(request, ChatRequest) or request.forbids_reasoning:
+        thinking = None
     form = ResponseForm(
         prompts,
         choices,
@@ -123,6 +131,8 @@ def resolve(
         include_usage=request.stream_options is not None and request.stream_options.include_usage,
         call_forms=syntax.forms,
         tools=frozenset(tools),
+        thinking=thinking,
+        thinks_at_once=thinking is not None and prompts[0].text.rstrip().endswith(thinking.begin),
     )
     limit = None if limit == _UNLIMITED else limit
     if limit is not None and config.max_tokens is not None and limit > config.max_tokens:
@@ -165,7 +175,7 @@ def resolve(
                 spells_control=request.skip_special_tokens is False,
                 max_seconds=(request.t_max_predict_ms or 0) / 1000,
                 reuses_prefix=request.cache_prompt is not False,
-                tags=syntax.tags(vocabulary),
+                tags=syntax.tags(vocabulary) | (thinking.names(vocabulary) if thinking else {}),
                 info=info,
                 index=number * candidates + choice,
                 size=size,

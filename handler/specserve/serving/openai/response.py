@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.sequence import SequenceStats, Source
-from specserve.serving.answer import AnswerReader, Arguments, Call, Part, Text
+from specserve.serving.answer import AnswerReader, Arguments, Call, Part, Reasoning, Text
 from specserve.serving.generation import Generation
 from specserve.serving.openai import response_schema as schema
 from specserve.serving.openai.logprobs import (
@@ -23,6 +23,7 @@ from specserve.serving.openai.logprobs import (
 )
 from specserve.serving.openai.resolve import ResponseForm
 from specserve.serving.openai.response_schema import FinishReason, ResponseObject, as_json
+from specserve.serving.reasoning import ReasoningReader
 
 _END = "data: [DONE]\n\n"
 
@@ -118,14 +119,15 @@ class GenerationResponse(Response):
         self._model = model
         self._created = int(time.time())
         # By generation, what reads its text.
-        self._readers: dict[Generation, AnswerReader] = {}
+        self._readers: dict[Generation, ReasoningReader] = {}
 
     def _parts(self, index: int, generation: Generation) -> list[Part]:
         """Read the new parts of a choice, those since the last call; the choices of a request are read alike."""
         del index
-        reader = self._readers.get(generation)
+        form, reader = self._form, self._readers.get(generation)
         if reader is None:
-            reader = self._readers[generation] = AnswerReader(self._form.call_forms, self._form.tools)
+            answer = AnswerReader(form.call_forms, form.tools)
+            reader = self._readers[generation] = ReasoningReader(form.thinking, answer, begun=form.thinks_at_once)
         return reader.read(generation.take_text(), done=generation.done)
 
     def _finish_reason(self, index: int, generation: Generation) -> FinishReason | None:
@@ -141,13 +143,16 @@ class GenerationResponse(Response):
         cached_tokens = sum(group[0].cached_tokens for group in self._candidates)
         completion_tokens = sum(generation.generated for generation in self.generations)
         predicted, accepted = stats.drafted_by["prediction"], stats.accepted_by["prediction"]
+        reasoning = sum(generation.tokens_within(reader.length) for generation, reader in self._readers.items())
         usage = schema.Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=schema.PromptDetails(cached_tokens=cached_tokens),
             completion_tokens_details=schema.CompletionDetails(
-                accepted_prediction_tokens=accepted, rejected_prediction_tokens=predicted - accepted
+                accepted_prediction_tokens=accepted,
+                rejected_prediction_tokens=predicted - accepted,
+                **({"reasoning_tokens": reasoning} if self._form.thinking else {}),
             ),
         )
         params = self.generations[0].speculation
@@ -303,13 +308,15 @@ class ChatResponse(ChoicesResponse):
         if parts is None:
             return schema.ChatChunkChoice(delta=schema.ChatDelta(), **fields)
         text, calls = _text(parts), self._calls(parts)
+        reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        others = calls | ({"reasoning_content": reasoning} if reasoning else {})
         if not self.streams:
             content = text if text or not calls else None
-            message = schema.ChatMessage(role="assistant", content=content, refusal=None, **calls)
+            message = schema.ChatMessage(role="assistant", content=content, refusal=None, **others)
             return schema.ChatChoice(message=message, **fields)
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
-        delta |= {"content": text} if text or first or not calls else {}
-        return schema.ChatChunkChoice(delta=schema.ChatDelta(**delta, **calls), **fields)
+        delta |= {"content": text} if text or first or not others else {}
+        return schema.ChatChunkChoice(delta=schema.ChatDelta(**delta, **others), **fields)
 
     def _calls(self, parts: list[Part]) -> dict[str, Any]:
         """Make the field of the calls, if there is anything of any; an event has each call once."""

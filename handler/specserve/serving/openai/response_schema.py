@@ -116,6 +116,7 @@ class ChatMessage(ResponseObject):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str | _Absent = None
     tool_calls: list[ToolCall] | _Absent = None
 
 
@@ -134,6 +135,7 @@ class ChatDelta(ResponseObject):
 
     role: Literal["assistant"] | _Absent = None
     content: str | _Absent = None
+    reasoning_content: str | _Absent = None
     tool_calls: list[ToolCall] | _Absent = None
 
 
@@ -154,10 +156,11 @@ class PromptDetails(ResponseObject):
 
 
 class CompletionDetails(ResponseObject):
-    """The tokens of the client's prediction that were drafted."""
+    """The tokens of the client's prediction that were drafted, and of a model that reasons those of its reasoning."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
+    reasoning_tokens: int | _Absent = None
 
 
 class Usage(ResponseObject):

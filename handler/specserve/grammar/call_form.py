@@ -149,12 +149,14 @@ def find(
     for position in range(start, len(text)):
         if text[position] not in begins:
             continue
+        may_begin = False
         for form in forms:
             if form.only_first and position != begin_of_text:
                 continue
             found = take(form.trigger if triggers else form.opening, text, position, names)
             if isinstance(found, Match):
                 return Found(position, form, found)
-            if found:
-                return Found(position)
+            may_begin |= found
+        if may_begin:
+            return Found(position)
     return Found(len(text))

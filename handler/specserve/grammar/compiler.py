@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import llguidance
@@ -20,7 +20,7 @@ from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.grammar.constraint import Budget, CompiledGrammar, Constraint, SpecialTokens, in_one_line
 from specserve.grammar.gbnf import UnusableGrammar, gbnf_to_lark
-from specserve.grammar.schema import MAX_SUBSCHEMAS, MAX_TEXT, UnusableSchema, read_schema
+from specserve.grammar.schema import MAX_SUBSCHEMAS, MAX_TEXT, ReadSchema, UnusableSchema, read_schema
 from specserve.grammar.tool_calls import CallConstraint, CallGrammar, CallSyntax
 
 # llguidance's own forcing restricts the mask to one tokenisation of forced text, at a cost that grows with its length.
@@ -37,6 +37,8 @@ _EXACT = {
     "key_separator": ": ",
     "json_allowed_escapes": _ESCAPES,
 }
+# Before a tool's name each is an item of the row (`max_items_in_row`), beside a few others.
+MAX_TOOLS = 400
 # Of at most so many tools the one that cannot be compiled is searched for.
 _TOOLS_TO_SEARCH = 64
 # With 151,936 tokens these keep compilation to 0.5 s, a mask to 0.05 s and memory to 100 MB. Of 500 real schemas two
@@ -90,10 +92,7 @@ class GrammarCompiler:
         Raises:
             RequestError: the schema is invalid, too large, or uses a keyword that is not supported.
         """
-        try:
-            text, left, _ = read_schema(schema)
-        except UnusableSchema as error:
-            raise _refusal("JSON schema", error, "response_format") from error
+        text, left, _ = self._read(schema, "JSON schema", "response_format")
         text = _with_options(text, _FLEXIBLE)
         try:
             return self._constraint(f"{_HEADER}start: %json {text}\n", "JSON schema", "response_format", is_json=True)
@@ -103,7 +102,13 @@ class GrammarCompiler:
             raise
 
     def calls(
-        self, tools: Mapping[str, dict[str, Any]], syntax: CallSyntax, *, required: bool, parallel: bool
+        self,
+        tools: Mapping[str, dict[str, Any]],
+        syntax: CallSyntax,
+        *,
+        required: bool,
+        parallel: bool,
+        otherwise: dict[str, Any] | None = None,
     ) -> Constraint | CallConstraint:
         """Return a constraint to calls of tools, from the first token on or from where the model opens one.
 
@@ -112,39 +117,59 @@ class GrammarCompiler:
             syntax: how the model writes calls.
             required: whether the answer has to be one or more calls.
             parallel: whether it may have several.
+            otherwise: the JSON schema of an answer that is no call; None leaves that free.
 
         Raises:
             RequestError: a schema is invalid or not supported, or all together are too large.
         """
-        schemas: dict[str, tuple[str, str]] = {}
-        size, length = 0, 0
-        for name, schema in tools.items():
-            what = f"tool '{name}'"
-            try:
-                text, _, subschemas = read_schema(_of_object(schema))
-            except UnusableSchema as error:
-                raise _refusal(what, error, "tools") from error
-            size, length = size + subschemas, length + len(text)
-            if size > MAX_SUBSCHEMAS or length > MAX_TEXT:
-                reason = f"all have more than {MAX_SUBSCHEMAS} subschemas or {MAX_TEXT // 1024} KiB of schemas"
-                raise _refusal("tools", reason, "tools")
-            schemas[name] = _with_options(text, _EXACT), _with_options(text, _FLEXIBLE)
+        texts = self._read_tools(tools)
         tags = syntax.tags(self._vocabulary)
+        is_free = not required and otherwise is None
+        other = None
+        if otherwise is not None and not required:
+            if not syntax.forms[0].tag:
+                raise _refusal("response format", "this model's calls look like any JSON", "response_format")
+            other = _with_options(self._read(otherwise, "JSON schema", "response_format").text, _FLEXIBLE)
 
-        def constraint(some: Mapping[str, tuple[str, str]], what: str) -> Constraint:
-            lark = CallGrammar(some, tags).lark(syntax, required=required, parallel=parallel)
-            return self._constraint(_HEADER + lark, what, "tools", is_json=False)
+        def compiled(some: Mapping[str, tuple[str, str]], what: str) -> Constraint:
+            grammar = CallGrammar(some, tags)
+            opened = grammar.opened if is_free else partial(grammar.whole, otherwise=other)
+            return self._constraint(_HEADER + opened(syntax, parallel=parallel), what, "tools", is_json=False)
 
         try:
-            call = constraint(schemas, "tools")
+            call = compiled(texts, "tools")
         except RequestError:
-            if len(schemas) <= _TOOLS_TO_SEARCH:
-                for name, texts in schemas.items():
-                    constraint({name: texts}, f"tool '{name}'")
+            if len(texts) <= _TOOLS_TO_SEARCH:
+                for name, text in texts.items():
+                    compiled({name: text}, f"tool '{name}'")
             raise
-        if required:
-            return call
-        return CallConstraint(call, syntax.forms, schemas, self._vocabulary, tags, parallel=parallel)
+        return CallConstraint(call, syntax.forms, texts, self._vocabulary, tags, parallel=parallel) if is_free else call
+
+    def _read_tools(self, tools: Mapping[str, dict[str, Any]]) -> dict[str, tuple[str, str]]:
+        """Read the schemas of arguments, which are objects even where they do not say so, for both layouts."""
+        read: dict[str, ReadSchema] = {}
+        size, length = 0, 0
+        if len(tools) > MAX_TOOLS:
+            raise _refusal("tools", f"they are more than {MAX_TOOLS}", "tools")
+        for name, schema in tools.items():
+            if schema.get("type", "object") not in ("object", ["object"], None):
+                raise _refusal(f"tool '{name}'", "its arguments have to be of the type 'object'", "tools")
+            read[name] = self._read({**schema, "type": "object"}, f"tool '{name}'", "tools")
+            size, length = size + read[name].size, length + len(read[name].text)
+            if size > MAX_SUBSCHEMAS:
+                raise _refusal("tools", f"they have more than {MAX_SUBSCHEMAS} subschemas together", "tools")
+            if length > MAX_TEXT:
+                raise _refusal("tools", f"they have more than {MAX_TEXT // 1024} KiB of schemas together", "tools")
+        return {
+            name: (_with_options(schema.text, _EXACT), _with_options(schema.text, _FLEXIBLE))
+            for name, schema in read.items()
+        }
+
+    def _read(self, schema: dict[str, Any], what: str, param: str) -> ReadSchema:
+        try:
+            return read_schema(schema)
+        except UnusableSchema as error:
+            raise _refusal(what, error, param) from error
 
     def gbnf(self, grammar: str) -> Constraint:
         """Return a constraint to a grammar in llama.cpp's format.
@@ -249,15 +274,6 @@ def _with_large_stack(compile_one: Callable[[], llguidance.LLMatcher]) -> llguid
         # A panic of llguidance is no `Exception`, and would end the thread that waits.
         raise RuntimeError("the compiler of grammars has failed") from cause
     return compiled.result()
-
-
-def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of arguments, which are an object even where it does not say so."""
-    if schema.get("type") in (None, ["object"]):
-        return {**schema, "type": "object"}
-    if schema["type"] != "object":
-        raise UnusableSchema("the arguments have to be an object")
-    return schema
 
 
 def _with_options(schema: str, options: Mapping[str, Any]) -> str:

@@ -41,16 +41,21 @@ class CallGrammar:
         # Names of rules by their bodies, so that tools share equal ones.
         self._rules: dict[str, str] = {}
 
-    def lark(self, syntax: CallSyntax, *, required: bool, parallel: bool) -> str:
-        """Return the grammar of an answer in the model's own form, or of one block in any form."""
+    def opened(self, syntax: CallSyntax, *, parallel: bool) -> str:
+        """Return the grammar of one block in any form."""
+        return self._grammar(" | ".join(self._block(form, parallel=parallel) for form in syntax.forms))
+
+    def whole(self, syntax: CallSyntax, *, parallel: bool, otherwise: str | None = None) -> str:
+        """Return the grammar of an answer of calls in the model's own form, or of JSON that follows another schema."""
         own, *_ = syntax.forms
-        if not required:
-            start = " | ".join(self._block(form, parallel=parallel) for form in syntax.forms)
-        elif parallel and own.separator is None:
+        if parallel and own.separator is None:
             block = self._rule(self._block(own, parallel=True))
             start = f"{block} ({self._fixed(syntax.joiner)} {block})*"
         else:
             start = self._block(own, parallel=parallel)
+        return self._grammar(start if otherwise is None else f"{start} | {self._rule('%json ' + otherwise)}")
+
+    def _grammar(self, start: str) -> str:
         space = f"SPACE: /[ \\t\\r\\n]{{1,{MAX_SPACE}}}/"
         return "\n".join([f"start: {start}", space, *(f"{name}: {body}" for body, name in self._rules.items())]) + "\n"
 

@@ -94,7 +94,7 @@ class AnswerReader:
             self._held = ""
             # What is cut after a trigger was a call.
             cut = find(self._forms, rest, self._names, first=self._first, triggers=True)
-            text += "" if cut.match and cut.position == 0 else rest
+            text = text.rstrip(WHITESPACE) if cut.match and cut.position == 0 else text + rest
             return self._text("" if self._first and self.calls and not text.strip(BETWEEN) else text) or None
         kept = 0 if self._first and not text.strip(BETWEEN) else len(text.rstrip(WHITESPACE))
         self._held = self._held[kept:]

@@ -7,9 +7,14 @@ from typing import NamedTuple
 from specserve.grammar.call_form import CallForm
 from specserve.grammar.tool_calls import CallSyntax
 
-# JSON without tags, which many models write whatever their template asks for, also in a fence.
-_BARE = CallForm("", '{~"name"~:~"NAME"~,~"arguments"~:~ARGUMENTS~}', only_first=True)
-_FENCED = CallForm("```json~", '{~"name"~:~"NAME"~,~"arguments"~:~ARGUMENTS~}', "~```")
+# JSON without tags, which many models write whatever their template asks for; in braces twice as in an example of the
+# template of Qwen2.5, or in a fence.
+_JSON = '{~"name"~:~"NAME"~,~"arguments"~:~ARGUMENTS~}'
+_UNTAGGED = (
+    CallForm("```json~", _JSON, "~```"),
+    CallForm("", _JSON, only_first=True),
+    CallForm("{", _JSON, "}", only_first=True),
+)
 _CALL = '{"name": "NAME", "arguments": ARGUMENTS}'
 _QWEN = CallForm("<tool_call>\n", _CALL, "\n</tool_call>", tag="<tool_call>")
 _GRANITE = CallForm("<|tool_call|>[", _CALL, "]", ", ", tag="<|tool_call|>")
@@ -37,9 +42,9 @@ FORMATS = (
     CallFormat("Mistral", ("[TOOL_CALLS]",), CallSyntax((_MISTRAL,))),
     CallFormat("Granite", ("<|tool_call|>",), CallSyntax((_GRANITE,))),
     CallFormat("Granite, plain tag", ("<tool_call>[",), CallSyntax((_GRANITE_2,))),
-    CallFormat("Qwen, Hermes", ("<tool_call>",), CallSyntax((_QWEN, _FENCED, _BARE), "\n")),
+    CallFormat("Qwen, Hermes", ("<tool_call>",), CallSyntax((_QWEN, *_UNTAGGED), "\n")),
     CallFormat("Llama", ('"parameters": ',), CallSyntax((_LLAMA, _LLAMA_TAGGED, _LLAMA_BARE), "; ")),
-    CallFormat("any", (), CallSyntax((_QWEN, _FENCED, _BARE), "\n")),
+    CallFormat("any", (), CallSyntax((_QWEN, *_UNTAGGED), "\n")),
 )
 
 

@@ -121,6 +121,7 @@ def resolve(
     syntax = calls if calls and tools else CallSyntax(())
     if not isinstance(request, ChatRequest) or request.forbids_reasoning:
         thinking = None
+    has_format = isinstance(request.response_format, JsonSchema | JsonObject)
     form = ResponseForm(
         prompts,
         choices,
@@ -129,7 +130,8 @@ def resolve(
         sources=options.sources,
         stream=bool(request.stream),
         include_usage=request.stream_options is not None and request.stream_options.include_usage,
-        call_forms=syntax.forms,
+        # Where the grammar holds from the first token on, it has the model's own form only.
+        call_forms=syntax.forms[:1] if has_format else syntax.forms,
         tools=frozenset(tools),
         thinking=thinking,
         thinks_at_once=thinking is not None and prompts[0].text.rstrip().endswith(thinking.begin),
@@ -301,18 +303,21 @@ def _constraint(
     request: CompletionRequest | ChatRequest, grammars: GrammarCompiler, syntax: CallSyntax
 ) -> Constraint | CallConstraint | None:
     """Compile the grammar that the output follows, if there is one."""
+    if request.grammar is not None:
+        return grammars.gbnf(request.grammar)
+    form = request.response_format
+    schema = form.json_schema.json_schema if isinstance(form, JsonSchema) else None
     if isinstance(request, ChatRequest) and syntax.forms:
         return grammars.calls(
             request.callable_tools,
             syntax,
             required=request.requires_call,
             parallel=request.parallel_tool_calls is not False,
+            otherwise={"type": "object"} if isinstance(form, JsonObject) else schema,
         )
-    if request.grammar is not None:
-        return grammars.gbnf(request.grammar)
-    if isinstance(request.response_format, JsonSchema):
-        return grammars.json_schema(request.response_format.json_schema.json_schema)
-    return grammars.json_object() if isinstance(request.response_format, JsonObject) else None
+    if isinstance(form, JsonObject):
+        return grammars.json_object()
+    return None if schema is None else grammars.json_schema(schema)
 
 
 def _regex(request: GenerationRequest, grammars: GrammarCompiler) -> Constraint | None:

@@ -182,6 +182,17 @@ def test_reasoning_text_and_calls_are_items_with_openais_events(
     ]
 
 
+def test_the_reasoning_of_a_model_that_thinks_is_an_item_and_counted() -> None:
+    front_end = FrontEnd(chat_template="{{ messages[0].content.split('</think>')[-1] }}<think>\n")
+    events = streamed(front_end, include=["message.output_text.logprobs"])
+    response = events[-1]["response"]
+    reasoning, message = response["output"]
+    deltas = [event["delta"] for event in events if event["type"] == "response.reasoning_text.delta"]
+    assert "".join(deltas) == reasoning["content"][0]["text"] != ""
+    assert (message["content"][0]["text"], message["content"][0]["logprobs"]) == ("", [])
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == response["usage"]["output_tokens"]
+
+
 def test_openais_client_reads_streams_and_whole_responses(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:

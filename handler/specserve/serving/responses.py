@@ -172,7 +172,8 @@ class ResponsesResponse(BlocksResponse):
     def _whole(self) -> Event:
         totals = self._totals()
         usage = totals["usage"]
-        details = {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0}
+        cached = {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0}
+        reasoning = {"reasoning_tokens": usage.completion_tokens_details.reasoning_tokens or 0}
         output = [self._item(block, done=True) for block in self._blocks]
         if self._store is not None:
             self._store.put(self._id, self._messages + messages_of(map(Item.model_validate, output)))
@@ -180,9 +181,9 @@ class ResponsesResponse(BlocksResponse):
         response["incomplete_details"] = {"reason": "max_output_tokens"} if self._is_cut else None
         response["usage"] = {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": details,
+            "input_tokens_details": cached,
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": reasoning,
             "total_tokens": usage.total_tokens,
         }
         return response
@@ -239,11 +240,11 @@ class ResponsesResponse(BlocksResponse):
 
     def _block_news(self, block: Block, text: str) -> Iterator[Event]:
         *_, name = _KINDS[self._kind(block)]
-        fields: Json = {"logprobs": []} if block.kind == "text" else {}
-        if fields and self._form.top_logprobs is not None:
-            # All tokens since the last text: those that open a call, which is read later, are among them.
-            positions = output_positions(self.generations[0].take_tokens())
-            fields["logprobs"] = chat_logprobs(positions, self._vocabulary).content
+        # Those since the last event; a call is read later than its first tokens, which are among them.
+        tokens = self.generations[0].take_tokens() if self._form.top_logprobs is not None else []
+        fields: Json = {}
+        if block.kind == "text":
+            fields["logprobs"] = chat_logprobs(output_positions(tokens), self._vocabulary).content
             self._logprobs.setdefault(block.index, []).extend(fields["logprobs"])
         # The JSON around the text of a custom tool is not shown, so that comes at its end.
         if self._kind(block) != "custom_tool_call":

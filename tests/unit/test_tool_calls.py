@@ -17,7 +17,7 @@ from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ConstraintError, RequestError
 from specserve.grammar.compiler import MAX_TOOLS, GrammarCompiler
 from specserve.grammar.constraint import Constraint
-from specserve.grammar.tool_calls import CallConstraint, CallSyntax
+from specserve.grammar.tool_calls import CallConstraint, CallSyntax, Reasoning
 from specserve.serving.answer import AnswerReader, Arguments, Call, Text
 from specserve.serving.call_formats import FORMATS
 from specserve.tools.tiny_models import write_tiny
@@ -234,6 +234,8 @@ def test_a_token_beyond_a_trigger_opens_a_call_if_the_grammar_allows_it(tokens: 
     assert (constraint.allowed(tokens) is not None) == is_open
     text = b"".join(map(vocabulary.piece, tokens)).decode()
     if not is_open:
+        # A later call is one.
+        assert constraint.allowed([*tokens, *b"\n<tool_call>"]) is not None
         assert AnswerReader(QWEN.forms, frozenset(TOOLS)).read(text, done=True) == [Text(text)]
 
 
@@ -268,9 +270,9 @@ def test_what_the_grammar_takes_for_a_call_is_read_as_one_and_nothing_else(text:
         before = is_open
         fitting = [token for token in range(vocabulary.size - 1) if rest.startswith(vocabulary.piece(token))]
         fitting = [token for token in fitting if rest and (mask is None or mask[token])]
-        if not fitting and mask is None:
-            break
         if not fitting:
+            if mask is None:
+                break
             options = np.flatnonzero(mask).tolist()
             closing = [token for token in options if vocabulary.piece(token) in {b'"', b"}", b"]"}]
             fitting, rest = closing or options, b""
@@ -355,3 +357,23 @@ def test_as_many_tools_as_are_allowed_can_be_followed(
     constraint = compiler.calls(tools, QWEN, required=required, parallel=True)
     prefix = in_bytes(model, '<tool_call>\n{"name": "')
     assert constraint.allowed(prefix) is not None
+
+
+@pytest.mark.parametrize(
+    ("begun", "before", "is_open"),
+    [
+        (False, "<think>\nI could write <tool_call>", False),
+        (False, "\n<think>I could.</think>\n\n<tool_call>", True),
+        (True, "I could write <tool_call>", False),
+        (True, '{"name": "get_weather"', False),
+        (True, 'I could.</think>\n{"name": "get_weather"', True),
+        (False, '{"name": "get_weather"', True),
+        (False, "<thin>\n<tool_call>", True),
+    ],
+)
+def test_nothing_opens_a_call_in_reasoning(
+    before: str, compiler: GrammarCompiler, model: LlamaModel, *, begun: bool, is_open: bool
+) -> None:
+    reasoning = Reasoning("<think>", "</think>", begun)
+    constraint = compiler.calls(TOOLS, QWEN, required=False, parallel=True, reasoning=reasoning)
+    assert states(constraint, in_bytes(model, before))[-1] == (not is_open)

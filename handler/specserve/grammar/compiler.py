@@ -21,7 +21,7 @@ from specserve.errors import RequestError
 from specserve.grammar.constraint import Budget, CompiledGrammar, Constraint, SpecialTokens, in_one_line
 from specserve.grammar.gbnf import UnusableGrammar, gbnf_to_lark
 from specserve.grammar.schema import MAX_SUBSCHEMAS, MAX_TEXT, ReadSchema, UnusableSchema, read_schema
-from specserve.grammar.tool_calls import CallConstraint, CallGrammar, CallSyntax
+from specserve.grammar.tool_calls import CallConstraint, CallGrammar, CallSyntax, Reasoning, control_tokens
 
 # llguidance's own forcing restricts the mask to one tokenisation of forced text, at a cost that grows with its length.
 _HEADER = '%llguidance {"no_forcing": true}\n'
@@ -109,6 +109,7 @@ class GrammarCompiler:
         required: bool,
         parallel: bool,
         otherwise: dict[str, Any] | None = None,
+        reasoning: Reasoning | None = None,
     ) -> Constraint | CallConstraint:
         """Return a constraint to calls of tools, from the first token on or from where the model opens one.
 
@@ -118,12 +119,13 @@ class GrammarCompiler:
             required: whether the answer has to be one or more calls.
             parallel: whether it may have several.
             otherwise: the JSON schema of an answer that is no call; None leaves that free.
+            reasoning: what surrounds reasoning before an answer that is free.
 
         Raises:
             RequestError: a schema is invalid or not supported, or all together are too large.
         """
         texts = self._read_tools(tools)
-        tags = syntax.tags(self._vocabulary)
+        in_calls = syntax.tags(self._vocabulary)
         is_free = not required and otherwise is None
         other = None
         if otherwise is not None and not required:
@@ -132,7 +134,7 @@ class GrammarCompiler:
             other = _with_options(self._read(otherwise, "JSON schema", "response_format").text, _FLEXIBLE)
 
         def compiled(some: Mapping[str, tuple[str, str]], what: str) -> Constraint:
-            grammar = CallGrammar(some, tags)
+            grammar = CallGrammar(some, in_calls)
             opened = grammar.opened if is_free else partial(grammar.whole, otherwise=other)
             return self._constraint(_HEADER + opened(syntax, parallel=parallel), what, "tools", is_json=False)
 
@@ -143,7 +145,11 @@ class GrammarCompiler:
                 for name, text in texts.items():
                     compiled({name: text}, f"tool '{name}'")
             raise
-        return CallConstraint(call, syntax.forms, texts, self._vocabulary, tags, parallel=parallel) if is_free else call
+        if not is_free:
+            return call
+        named = in_calls | (control_tokens(reasoning[:2], self._vocabulary) if reasoning else {})
+        options: Any = {"parallel": parallel, "reasoning": reasoning}
+        return CallConstraint(call, syntax.forms, texts, self._vocabulary, named, **options)
 
     def _read_tools(self, tools: Mapping[str, dict[str, Any]]) -> dict[str, tuple[str, str]]:
         """Read the schemas of arguments, which are objects even where they do not say so, for both layouts."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from specserve.engine.base import Vocabulary
 from specserve.errors import ConstraintError
-from specserve.grammar.call_form import ARGUMENTS, BETWEEN, MAX_SPACE, NAME, SPACE, CallForm, elements, find
+from specserve.grammar.call_form import ARGUMENTS, BETWEEN, MAX_SPACE, NAME, SPACE, WHITESPACE, CallForm, elements, find
 from specserve.grammar.constraint import BoolArray, Constraint
 from specserve.sequence import common_prefix
 
@@ -21,10 +21,15 @@ class CallSyntax(NamedTuple):
     joiner: str = ""
 
     def tags(self, vocabulary: Vocabulary) -> dict[int, str]:
-        """Return the control tokens in them, which have no text, and their names."""
-        tokens = {token for form in self.forms for token in vocabulary.encode(form.text, special=True, begin=False)}
-        names = {token: vocabulary.name(token).decode(errors="replace") for token in sorted(tokens)}
-        return {token: name for token, name in names.items() if name and not vocabulary.piece(token)}
+        """Return the control tokens in the forms, which have no text, and their names."""
+        return control_tokens((form.text for form in self.forms), vocabulary)
+
+
+def control_tokens(texts: Iterable[str], vocabulary: Vocabulary) -> dict[int, str]:
+    """Return the control tokens that texts name, and these names."""
+    tokens = {token for text in texts for token in vocabulary.encode(text, special=True, begin=False)}
+    names = {token: vocabulary.name(token).decode(errors="replace") for token in sorted(tokens)}
+    return {token: name for token, name in names.items() if name and not vocabulary.piece(token)}
 
 
 class CallGrammar:
@@ -82,6 +87,10 @@ class CallGrammar:
         return " ".join(spelled.get(part) or json.dumps(part) for part in parts)
 
 
+# Tokens and their texts; None stands for what is left of one.
+Pieces = tuple[tuple[int | None, str], ...]
+
+
 class _State(NamedTuple):
     """Where an answer is after some of its tokens.
 
@@ -91,12 +100,22 @@ class _State(NamedTuple):
         pending: in free text, the tokens that may have begun a call, and their texts.
         first: whether no text stands between these and the last call or the beginning.
         ended: whether nothing may follow.
+        reasons: whether it is reasoning, in which nothing opens a call; None before that is known.
     """
 
     begun: tuple[list[int], int] | None = None
-    pending: tuple[tuple[int, str], ...] = ()
+    pending: Pieces = ()
     first: bool = True
     ended: bool = False
+    reasons: bool | None = False
+
+
+class Reasoning(NamedTuple):
+    """The texts around the reasoning at the beginning of an answer, and whether the prompt ends with the first one."""
+
+    begin: str
+    end: str
+    begun: bool
 
 
 class CallConstraint:
@@ -111,6 +130,7 @@ class CallConstraint:
         vocabulary: of the target.
         tags: the control tokens in calls, and their names.
         parallel: whether anything may follow a call.
+        reasoning: what surrounds reasoning; None if there is none.
     """
 
     def __init__(
@@ -122,6 +142,7 @@ class CallConstraint:
         tags: Mapping[int, str],
         *,
         parallel: bool,
+        reasoning: Reasoning | None = None,
     ) -> None:
         self._call = call
         self._forms = forms
@@ -129,9 +150,10 @@ class CallConstraint:
         self._vocabulary = vocabulary
         self._tags = tags
         self._parallel = parallel
+        self._reasoning = reasoning
         # The tokens that were asked about last, and the states before the first and after each of them.
         self._tokens: list[int] = []
-        self._states = [_State()]
+        self._states = [_State(reasons=False if reasoning is None else reasoning.begun or None)]
 
     def allowed(self, tokens: Sequence[int]) -> BoolArray | None:
         """Return the mask of the tokens that may follow, None in free text; raises like `Constraint`."""
@@ -149,8 +171,8 @@ class CallConstraint:
 
     def fork(self) -> CallConstraint:
         """Return an independent constraint by the same grammar."""
-        call = self._call.fork()
-        return CallConstraint(call, self._forms, self._names, self._vocabulary, self._tags, parallel=self._parallel)
+        options: Any = {"parallel": self._parallel, "reasoning": self._reasoning}
+        return CallConstraint(self._call.fork(), self._forms, self._names, self._vocabulary, self._tags, **options)
 
     def _open_call(self, tokens: Sequence[int]) -> list[int] | None:
         """Return the tokens of the call that is open after `tokens`, from its first byte on."""
@@ -177,6 +199,11 @@ class CallConstraint:
         piece = self._tags.get(token) or self._vocabulary.piece(token).decode("latin-1")
         pending = (*state.pending, (token, piece)) if piece else state.pending
         text = "".join(piece for _, piece in pending)
+        if self._reasoning is not None and state.reasons is not False:
+            reasons, position = self._reasoning_goes_on(self._reasoning, text, state.reasons)
+            if reasons is not False:
+                return _State(pending=_since(pending, position), reasons=reasons)
+            pending, text = _from(pending, position), text[position:]
         position = -1
         while True:
             found = find(self._forms, text, self._names, start=position + 1, first=state.first, triggers=True)
@@ -188,6 +215,20 @@ class CallConstraint:
             if begun and self._follows(begun):
                 return self._unless_complete(_State((begun, len(tokens))), begun)
 
+    @staticmethod
+    def _reasoning_goes_on(tags: Reasoning, text: str, reasons: bool | None) -> tuple[bool | None, int]:
+        """Tell whether an answer is still in its reasoning, and from which character on its text matters."""
+        begin = 0
+        if reasons is None:
+            stripped = text.lstrip(WHITESPACE)
+            if tags.begin.startswith(stripped) and stripped != tags.begin:
+                return None, 0
+            if not stripped.startswith(tags.begin):
+                return False, 0
+            begin = len(text) - len(stripped) + len(tags.begin)
+        end = text.find(tags.end, begin)
+        return (True, max(begin, len(text) - len(tags.end) + 1)) if end < 0 else (False, end + len(tags.end))
+
     def _unless_complete(self, state: _State, call: list[int]) -> _State:
         return _State(ended=not self._parallel) if self._call.complete(call) else state
 
@@ -198,17 +239,14 @@ class CallConstraint:
         except ConstraintError:
             return True
 
-    def _spelled(self, pending: tuple[tuple[int, str], ...], position: int) -> list[int]:
+    def _spelled(self, pending: Pieces, position: int) -> list[int]:
         """Return the tokens from a character on, single bytes for one that is cut; none where bytes have no tokens."""
-        pieces = _since(pending, position)
-        cut = position + sum(len(piece) for _, piece in pieces) - sum(len(piece) for _, piece in pending)
-        if not cut:
-            return [token for token, _ in pieces]
-        (_, piece), *rest = pieces
-        return [*self._call.spell(piece[cut:].encode("latin-1")), *(token for token, _ in rest)]
+        pieces = _from(pending, position)
+        spelled = (self._call.spell(piece.encode("latin-1")) if token is None else [token] for token, piece in pieces)
+        return [token for tokens in spelled for token in tokens]
 
 
-def _since(pieces: tuple[tuple[int, str], ...], position: int) -> tuple[tuple[int, str], ...]:
+def _since(pieces: Pieces, position: int) -> Pieces:
     """Return the pieces that a text has from a character on, the first of them as a whole."""
     end = 0
     for index, (_, piece) in enumerate(pieces):
@@ -216,3 +254,10 @@ def _since(pieces: tuple[tuple[int, str], ...], position: int) -> tuple[tuple[in
         if end > position:
             return pieces[index:]
     return ()
+
+
+def _from(pieces: Pieces, position: int) -> Pieces:
+    """Return the pieces of a text from a character on, without a token if one is cut there."""
+    whole = _since(pieces, position)
+    cut = position - sum(len(piece) for _, piece in pieces) + sum(len(piece) for _, piece in whole)
+    return ((None, whole[0][1][cut:]), *whole[1:]) if cut and whole else whole

@@ -60,10 +60,10 @@ def messages_of(items: Iterable[Item]) -> list[Json]:
     messages: list[Json] = []
     for message in (item.message() for item in items):
         last = messages[-1] if messages else {}
-        continues = "tool_calls" in message or ("content" in message and last.keys() == {"role", "reasoning_content"})
-        if message["role"] == last.get("role") == "assistant" and continues:
-            calls = [*last.get("tool_calls", []), *message.get("tool_calls", [])]
-            last.update(message, **({"tool_calls": calls} if calls else {}))
+        if message["role"] == last.get("role") == "assistant" and "tool_calls" in message:
+            last.setdefault("tool_calls", []).extend(message["tool_calls"])
+        elif "content" in message and message["role"] == "assistant" and last.keys() == {"role", "reasoning_content"}:
+            last.update(message)
         else:
             messages.append(message)
     # Reasoning without the answer that it led to is no message.

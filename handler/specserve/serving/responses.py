@@ -175,6 +175,8 @@ class ResponsesResponse(BlocksResponse):
         cached = {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0}
         reasoning = {"reasoning_tokens": usage.completion_tokens_details.reasoning_tokens or 0}
         output = [self._item(block, done=True) for block in self._blocks]
+        for index, scores in self._logprobs.items():
+            output[index]["content"][0]["logprobs"] = scores
         if self._store is not None:
             self._store.put(self._id, self._messages + messages_of(map(Item.model_validate, output)))
         response = self._object("incomplete" if self._is_cut else "completed", **totals, output=output)
@@ -226,7 +228,8 @@ class ResponsesResponse(BlocksResponse):
         """Return the one part of reasoning or of a message."""
         if block.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs.get(block.index, [])}
+        # Scores come with their tokens and in the whole response only: to write megabytes of them takes long.
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     def _beginning(self) -> Iterator[Event]:
         for name in ("created", "in_progress"):
@@ -255,7 +258,7 @@ class ResponsesResponse(BlocksResponse):
         text = self._text(block)
         if self._kind(block) == "custom_tool_call":
             yield self._event(block, f"{name}.delta", delta=text)
-        logprobs = {"logprobs": self._logprobs.get(block.index, [])} if block.kind == "text" else {}
+        logprobs: Json = {"logprobs": []} if block.kind == "text" else {}
         yield self._event(block, f"{name}.done", **{field: text}, **logprobs)
         if block.call is None:
             yield self._event(block, "response.content_part.done", part=self._part(block, text))

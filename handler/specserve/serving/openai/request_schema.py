@@ -390,8 +390,8 @@ class ChatRequest(GenerationRequest):
             raise _disagreement("tool_choice", f"'tool_choice' names no tool of 'tools': '{unknown or ''}'")
         if choice == "required" and not names:
             raise _disagreement("tool_choice", "'tool_choice': 'required' needs 'tools'")
-        if self.callable_tools and self.grammar is not None:
-            raise _disagreement("grammar", "'grammar' and 'tools' exclude each other")
+        if self.callable_tools and (self.grammar is not None or isinstance(self.response_format, Regex)):
+            raise _disagreement("grammar", "a grammar or a regular expression and 'tools' exclude each other")
         if self.requires_call and self.ignore_eos:
             raise _disagreement("ignore_eos", "'ignore_eos' would never let an answer that has to be a call end")
         return self

@@ -13,7 +13,7 @@ from specserve.errors import RequestError
 from specserve.grammar.call_form import CallForm
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.grammar.constraint import Constraint
-from specserve.grammar.tool_calls import CallConstraint, CallSyntax
+from specserve.grammar.tool_calls import CallConstraint, CallSyntax, Reasoning
 from specserve.observability.records import family_label
 from specserve.sequence import Group, RequestInfo, SamplingParams, SpeculationParams, Verification
 from specserve.serving.detokenizer import with_control_tokens
@@ -118,9 +118,9 @@ def resolve(
         limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     tools = request.callable_tools if isinstance(request, ChatRequest) else {}
     syntax = calls if calls and tools else CallSyntax(())
+    has_format = isinstance(request.response_format, JsonSchema | JsonObject)
     if not isinstance(request, ChatRequest) or request.forbids_reasoning:
         thinking = None
-    has_format = isinstance(request.response_format, JsonSchema | JsonObject)
     form = ResponseForm(
         prompts,
         choices,
@@ -135,6 +135,7 @@ def resolve(
         thinking=thinking,
         thinks_at_once=thinking is not None and prompts[0].text.rstrip().endswith(thinking.begin),
     )
+    reasoning = Reasoning(*thinking, form.thinks_at_once) if thinking else None
     limit = None if limit == _UNLIMITED else limit
     if limit is not None and config.max_tokens is not None and limit > config.max_tokens:
         raise RequestError.invalid(limit_field, f"An answer has at most {config.max_tokens} tokens here.")
@@ -151,7 +152,7 @@ def resolve(
     family = family_label((request.metadata or {}).get("prompt_family", ""))
     info = RequestInfo(request_id, family, group, randomised)
     speculation = _speculation(options, sampling, config, group)
-    constraint = _constraint(request, grammars, syntax)
+    constraint = _constraint(request, grammars, syntax, reasoning)
     prediction = _prediction(request, vocabulary, config)
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     stops, marks = with_control_tokens(filter(None, stops), vocabulary)
@@ -299,7 +300,10 @@ def _speculation(
 
 
 def _constraint(
-    request: CompletionRequest | ChatRequest, grammars: GrammarCompiler, syntax: CallSyntax
+    request: CompletionRequest | ChatRequest,
+    grammars: GrammarCompiler,
+    syntax: CallSyntax,
+    reasoning: Reasoning | None,
 ) -> Constraint | CallConstraint | None:
     """Compile the grammar that the output follows, if there is one."""
     if request.grammar is not None:
@@ -313,6 +317,7 @@ def _constraint(
             required=request.requires_call,
             parallel=request.parallel_tool_calls is not False,
             otherwise={"type": "object"} if isinstance(form, JsonObject) else schema,
+            reasoning=reasoning,
         )
     if isinstance(form, JsonObject):
         return grammars.json_object()

@@ -179,7 +179,7 @@ class CountRequest(GenerationRequest):
             "tools": [tool.function() for tool in tools] or None,
             "tool_choice": _CHOICES.get(choice.type, named),
             "parallel_tool_calls": not choice.disable_parallel_tool_use,
-            "response_format": described and {"type": "json_schema", "json_schema": described},
+            "response_format": {"type": "json_schema", "json_schema": described} if described else self.response_format,
             "chat_template_kwargs": self.thinking and {"enable_thinking": self.thinking.type != "disabled"},
         }
         return parse_body(chat, ChatRequest)

@@ -134,11 +134,11 @@ class ResponsesRequest(GenerationRequest):
         chat = {name: getattr(self, name) for name in GenerationRequest.model_fields if name in self.model_fields_set}
         chat |= {
             "messages": [*([{"role": "system", "content": "\n\n".join(system)}] if system else []), *rest],
-            "max_tokens": self.max_output_tokens,
+            "max_tokens": self.max_tokens if self.max_output_tokens is None else self.max_output_tokens,
             "tools": [tool.function() for tool in self.tools or [] if tool.type in _OFFERED] or None,
             "tool_choice": choice.choice() if isinstance(choice, ResponsesToolChoice) else choice,
             "parallel_tool_calls": self.parallel_tool_calls,
-            "response_format": written,
+            "response_format": written or self.response_format,
             "reasoning_effort": (self.reasoning or {}).get("effort"),
         }
         if self.top_logprobs or "message.output_text.logprobs" in (self.include or []):

@@ -196,6 +196,14 @@ MESSAGES = {
     "thinking": obj(type=st.sampled_from(["enabled", "disabled", "adaptive"])),
     "output_config": obj(format=obj(type=st.just("json_schema"), schema=schemas)),
 }
+INFILL = {
+    "input_prefix": texts,
+    "input_suffix": texts,
+    "input_extra": st.lists(obj(text=texts, filename=texts), max_size=3) | anything,
+    "n_indent": st.sampled_from([None, -1, 0, 2]),
+    "response_fields": st.lists(texts | st.sampled_from(["content", "timings/prompt_n", "content/a"]), max_size=3),
+    "samplers": anything,
+}
 
 
 @st.composite
@@ -216,3 +224,4 @@ completions = bodies(COMPLETION)
 chats = bodies(CHAT)
 responses = bodies(RESPONSES)
 messages = bodies(MESSAGES)
+infills = bodies(INFILL)

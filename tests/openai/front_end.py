@@ -21,10 +21,10 @@ from specserve.kv_cache import KVCache
 from specserve.observability.metrics import Served
 from specserve.serving import torchserve
 from specserve.serving.answer import AnswerReader, Call, Part
+from specserve.serving.chat_template import ChatTemplate
 from specserve.serving.costs import Costs
 from specserve.serving.engine_loop import engine_thread
 from specserve.serving.loading import Models
-from specserve.serving.openai.chat_template import ChatTemplate
 from specserve.serving.torchserve import Handler
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters

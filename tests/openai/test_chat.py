@@ -11,7 +11,7 @@ import pytest
 from front_end import FrontEnd
 from pairs import Pair, TinyFiles
 from specserve.errors import RequestError
-from specserve.serving.openai.chat_template import ChatTemplate
+from specserve.serving.chat_template import ChatTemplate
 from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.request_schema import ChatRequest
 from specserve.tools import tiny_models

@@ -133,6 +133,8 @@ EFFECTS: list[tuple[dict[str, Any], str, object]] = [
     ({"n_predict": -1}, "max_tokens", 59),
     ({"max_tokens": -1}, "max_tokens", 59),
     ({"n_predict": None}, "max_tokens", 16),
+    ({"n_predict": 5, "max_tokens": None}, "max_tokens", 5),
+    ({"n_predict": 5, "max_tokens": 7}, "max_tokens", 7),
     ({"repeat_penalty": 1.1}, "sampling.repetition_penalty", 1.1),
     ({"min_tokens": 3}, "sampling.min_tokens", 3),
     ({"min_tokens": 3, "stop_token_ids": [7]}, "sampling.end_tokens", (199, 7)),
@@ -228,6 +230,8 @@ AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEM
         ({"json_schema": SCHEMA}, {"response_format": AS_SCHEMA}),
         ({"structured_outputs": {"json": SCHEMA}}, {"response_format": AS_SCHEMA}),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"response_format": AS_SCHEMA}),
+        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, {"response_format": AS_SCHEMA}),
+        ({"response_format": {**AS_SCHEMA, "schema": {}}}, {"response_format": AS_SCHEMA}),
         ({"structured_outputs": {"json_object": True}}, {"response_format": {"type": "json_object"}}),
         ({"guided_json_object": True}, {"response_format": {"type": "json_object"}}),
         ({"guided_grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
@@ -279,6 +283,15 @@ def test_the_operator_may_have_unknown_fields_refused() -> None:
     assert parse_body({**COMPLETION, **WITHOUT_EFFECT}, CompletionRequest, refuses_unknown=True).unknown == []
     with pytest.raises(RequestError):
         parse_body({**COMPLETION, "\ud800": 1}, CompletionRequest, refuses_unknown=True).unknown.clear()
+
+
+def test_with_unknown_fields_refuse_no_route_takes_one() -> None:
+    front_end = FrontEnd(unknown_fields="refuse")
+    bodies = {"v1/completions": COMPLETION, "v1/chat/completions": CHAT, "infill": {"input_prefix": "a"}}
+    requests = [front_end.post({**body, "temprature": 1}, route) for route, body in bodies.items()]
+    front_end.run()
+    errors = [front_end.answer(request)["error"] for request in requests]
+    assert [(error["param"], error["code"]) for error in errors] == [("temprature", "unknown_parameter")] * 3
 
 
 def test_ignored_fields_are_named_in_a_header_and_once_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

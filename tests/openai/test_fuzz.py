@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bodies import anything, chats, completions, messages, nested, responses
+from bodies import anything, chats, completions, infills, messages, nested, responses
 from front_end import FrontEnd
 from specserve.config import HandlerConfig, ModelConfig
 from specserve.engine.llama_model import LlamaModel
@@ -18,6 +18,7 @@ from specserve.errors import RequestError
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.serving.anthropic import MessagesRequest
 from specserve.serving.generation import Generation
+from specserve.serving.infill import InfillRequest, infill_prompt
 from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.prompt import Prompt, Tokenizer
 from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
@@ -107,6 +108,21 @@ def test_a_responses_body_becomes_a_chat_or_is_refused(body: object) -> None:
 
 
 @thousands
+@given(body=infills | anything)
+def test_an_infill_body_becomes_a_completion_or_is_refused(
+    body: object, vocabulary: LlamaModel, grammars: GrammarCompiler
+) -> None:
+    try:
+        request = parse_body(body, InfillRequest)
+        prompt = infill_prompt(request, Tokenizer(vocabulary, CONFIG), vocabulary)
+        _, [[generation]] = resolve(request.completion(prompt), [prompt], vocabulary, grammars, CONFIG)
+    except RequestError as error:
+        check_refusal(error)
+    else:
+        assert generation.prompt_length + generation.max_tokens <= CONFIG.context_length
+
+
+@thousands
 @given(body=messages | anything)
 def test_a_messages_body_becomes_a_chat_or_is_refused(body: object) -> None:
     try:
@@ -170,6 +186,7 @@ def expected() -> str:
                 for strategy, route in (
                     (completions, "v1/completions"),
                     (chats, "v1/chat/completions"),
+                    (infills, "infill"),
                     (responses, "v1/responses"),
                     (messages, "v1/messages"),
                     (messages, "v1/messages/count_tokens"),

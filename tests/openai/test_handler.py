@@ -199,7 +199,7 @@ def test_the_model_url_without_a_route_serves_completions(front_end: FrontEnd, r
 
 def test_every_route_of_the_openapi_document_is_served_and_listed_by_a_404(front_end: FrontEnd) -> None:
     listed = [path.removeprefix("/") for path in openapi()["paths"]]
-    assert len(listed) == 9
+    assert len(listed) == 10
     answered = [front_end.post({}, path.format(id="qwen")) for path in listed]
     unknown = front_end.post({}, "v1/edits")
     front_end.run()

@@ -160,12 +160,31 @@ def test_thinking_text_and_uses_of_tools_are_blocks(front_end: FrontEnd, monkeyp
     assert [delta.get("partial_json") for delta in deltas[4:]] == ['{"path": ', '"a.py"}']
 
 
+def test_the_reasoning_of_a_model_that_thinks_is_a_block() -> None:
+    front_end = FrontEnd(chat_template="{{ messages[0].content.split('</think>')[-1] }}<think>\n")
+    thinking, text = whole(front_end)["content"]
+    assert thinking == {"type": "thinking", "thinking": thinking["thinking"], "signature": ""}
+    assert text == {"type": "text", "text": ""}
+    assert accumulated(streamed(front_end))["content"] == [thinking, text]
+
+
 def test_the_input_of_a_use_that_is_cut_off_is_as_much_of_it_as_came(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ScriptedReader([Call(0, "call_a", "read"), Arguments(0, '{"path": "a.p')]).install(monkeypatch)
     [block] = whole(front_end, tools=[READ])["content"]
     assert block["input"] == {"path": "a.p"}
+
+
+@pytest.mark.parametrize("arguments", ['{"path": "\\ud800"}', '{"path": tru', "[1]", "{" * 1000])
+def test_arguments_that_are_no_json_object_end_no_worker(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, arguments: str
+) -> None:
+    ScriptedReader([Call(0, "call_a", "read"), Arguments(0, arguments)]).install(monkeypatch)
+    [block] = whole(front_end, tools=[READ])["content"]
+    assert block["input"] == {}
+    deltas = [event["delta"] for event in streamed(front_end, tools=[READ]) if event["type"] == "content_block_delta"]
+    assert deltas == [{"type": "input_json_delta", "partial_json": arguments}]
 
 
 def test_a_conversation_with_tools_becomes_messages_of_a_chat() -> None:
@@ -228,6 +247,17 @@ def test_fields_that_are_ignored_are_named_but_for_hints(front_end: FrontEnd) ->
         }
 
 
+def test_the_fields_of_other_routes_keep_their_meaning() -> None:
+    form = {"type": "json_object"}
+    chat = chat_of(response_format=form, max_tokens=5, seed=3, stop="x", grammar=None)
+    assert chat.model_dump(include={"response_format", "max_tokens", "seed", "stop"}) == {
+        "response_format": form,
+        "max_tokens": 5,
+        "seed": 3,
+        "stop": "x",
+    }
+
+
 def test_fields_become_those_of_a_chat() -> None:
     schema = {"type": "object", "properties": {}}
     chat = chat_of(
@@ -259,9 +289,10 @@ def test_anthropics_own_tools_are_ignored_unless_the_request_demands_one(kind: s
     own = {"type": kind, "name": "own", "max_uses": 1}
     assert [tool.function.name for tool in chat_of(tools=[own, READ]).tools or []] == ["read"]
     assert chat_of(tools=[own]).tools is None
-    with pytest.raises(RequestError) as refusal:
-        chat_of(tools=[own, READ], tool_choice={"type": "tool", "name": "own"})
-    assert refusal.value.param == "tool_choice"
+    for tools, choice in (([own, READ], {"type": "tool", "name": "own"}), ([own], {"type": "any"})):
+        with pytest.raises(RequestError) as refusal:
+            chat_of(tools=tools, tool_choice=choice)
+        assert refusal.value.param == "tool_choice"
 
 
 @pytest.mark.parametrize(

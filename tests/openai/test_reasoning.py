@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
 from specserve.serving.answer import AnswerReader, Reasoning, Text
-from specserve.serving.openai.chat_template import ChatTemplate
+from specserve.serving.chat_template import ChatTemplate
 from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.request_schema import ChatRequest
 from specserve.serving.reasoning import ReasoningReader, ThinkingTags, thinking_tags

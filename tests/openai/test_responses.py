@@ -182,6 +182,17 @@ def test_reasoning_text_and_calls_are_items_with_openais_events(
     ]
 
 
+def test_the_reasoning_of_a_model_that_thinks_is_an_item_and_counted() -> None:
+    front_end = FrontEnd(chat_template="{{ messages[0].content.split('</think>')[-1] }}<think>\n")
+    events = streamed(front_end, include=["message.output_text.logprobs"])
+    response = events[-1]["response"]
+    reasoning, message = response["output"]
+    deltas = [event["delta"] for event in events if event["type"] == "response.reasoning_text.delta"]
+    assert "".join(deltas) == reasoning["content"][0]["text"] != ""
+    assert (message["content"][0]["text"], message["content"][0]["logprobs"]) == ("", [])
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == response["usage"]["output_tokens"]
+
+
 def test_openais_client_reads_streams_and_whole_responses(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +285,17 @@ def test_items_become_messages(fields: dict[str, Any], messages: list[tuple[str,
     assert [(message["role"], message.get("content")) for message in messages_of(**fields)] == messages
 
 
+def test_the_fields_of_other_routes_keep_their_meaning() -> None:
+    form = {"type": "json_object"}
+    chat = chat_of(response_format=form, max_tokens=5, seed=3, stop="x", grammar=None)
+    assert chat.model_dump(include={"response_format", "max_tokens", "seed", "stop"}) == {
+        "response_format": form,
+        "max_tokens": 5,
+        "seed": 3,
+        "stop": "x",
+    }
+
+
 def test_fields_become_those_of_a_chat() -> None:
     schema = {"type": "object", "properties": {}}
     chat = chat_of(
@@ -315,9 +337,10 @@ def test_tools_of_openais_servers_are_ignored_unless_the_request_demands_one(kin
     hosted = {"type": kind, "name": "x", "anything": {"else": 1}}
     assert [tool.function.name for tool in chat_of(tools=[hosted, READ]).tools or []] == ["read"]
     assert chat_of(tools=[hosted]).tools is None
-    with pytest.raises(RequestError) as refusal:
-        chat_of(tools=[hosted, READ], tool_choice={"type": kind})
-    assert refusal.value.param == "tool_choice"
+    for tools, choice in (([hosted, READ], {"type": kind}), ([hosted], "required")):
+        with pytest.raises(RequestError) as refusal:
+            chat_of(tools=tools, tool_choice=choice)
+        assert refusal.value.param == "tool_choice"
 
 
 def test_fields_and_tools_that_are_ignored_are_named(front_end: FrontEnd) -> None:

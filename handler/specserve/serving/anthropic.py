@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from pydantic_core import from_json
 
 from specserve.errors import RequestError
-from specserve.serving.blocks import Block, BlocksResponse, Event
+from specserve.serving.blocks import Block, BlocksResponse, Event, arguments_of
 from specserve.serving.openai.body import Body, Text
 from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.request_schema import ChatRequest, GenerationRequest, StopString
@@ -170,8 +169,6 @@ class CountRequest(GenerationRequest):
         described = written and {"name": "answer", "schema": written.json_schema}
         choice = self.tool_choice or MessagesToolChoice(type="auto")
         tools = [tool for tool in self.tools or [] if tool.is_offered]
-        if choice.name is not None and choice.name not in {tool.name for tool in tools}:
-            raise RequestError.invalid("tool_choice", f"The model is offered no tool '{choice.name}'.")
         named = {"type": "function", "function": {"name": choice.name}}
         chat |= {
             "messages": messages,
@@ -180,9 +177,9 @@ class CountRequest(GenerationRequest):
             "metadata": {"prompt_family": family} if family else None,
             "stop": self.stop_sequences or self.stop,
             "tools": [tool.function() for tool in tools] or None,
-            "tool_choice": _CHOICES.get(choice.type, named) if tools else None,
+            "tool_choice": _CHOICES.get(choice.type, named),
             "parallel_tool_calls": not choice.disable_parallel_tool_use,
-            "response_format": described and {"type": "json_schema", "json_schema": described},
+            "response_format": {"type": "json_schema", "json_schema": described} if described else self.response_format,
             "chat_template_kwargs": self.thinking and {"enable_thinking": self.thinking.type != "disabled"},
         }
         return parse_body(chat, ChatRequest)
@@ -207,7 +204,7 @@ class MessagesResponse(BlocksResponse):
         reason = self._finish_reason(0, generation) or "stop"
         stop = generation.stop if reason == "stop" else ""
         return self._message() | {
-            "content": [self._content(block, block.text) for block in self._blocks],
+            "content": [self._content(block) for block in self._blocks],
             "stop_reason": "stop_sequence" if stop else _STOP_REASONS[reason],
             "stop_sequence": stop or None,
             "speculation": self._totals()["speculation"],
@@ -233,19 +230,18 @@ class MessagesResponse(BlocksResponse):
             },
         }
 
-    def _content(self, block: Block, text: str) -> Json:
-        """Return a block with a text; a call's may be the beginning of its JSON."""
+    def _content(self, block: Block) -> Json:
+        """Return a block as it is by now."""
         kind, field, _ = _KINDS[block.kind]
         if block.call is not None:
-            arguments = from_json(text or "{}", allow_partial="trailing-strings")
-            return {"type": kind, "id": block.call.id, "name": block.call.name, "input": arguments}
-        return {"type": kind, field: text} | ({"signature": ""} if block.kind == "reasoning" else {})
+            return {"type": kind, "id": block.call.id, "name": block.call.name, "input": arguments_of(block)}
+        return {"type": kind, field: block.text} | ({"signature": ""} if block.kind == "reasoning" else {})
 
     def _beginning(self) -> Iterator[Event]:
         yield {"type": "message_start", "message": self._message()}
 
     def _block_beginning(self, block: Block) -> Iterator[Event]:
-        yield {"type": "content_block_start", "index": block.index, "content_block": self._content(block, "")}
+        yield {"type": "content_block_start", "index": block.index, "content_block": self._content(block)}
         if block.index == 0:
             yield {"type": "ping"}
 

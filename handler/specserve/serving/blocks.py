@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pydantic_core import from_json
+
 from specserve.errors import RequestError
 from specserve.serving.answer import Arguments, Call, Reasoning, Text
 from specserve.serving.openai.response import GenerationResponse
@@ -36,6 +38,15 @@ class Block:
     def text(self) -> str:
         """Its whole text."""
         return "".join(self.pieces)
+
+
+def arguments_of(call: Block) -> dict[str, Any]:
+    """Return the arguments of a call as far as they came; nothing of what is no JSON."""
+    try:
+        arguments = from_json(call.text or "{}", allow_partial="trailing-strings")
+    except ValueError:  # such as half of a surrogate pair, which JSON can spell
+        return {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 class BlocksResponse(GenerationResponse, ABC):

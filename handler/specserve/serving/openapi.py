@@ -8,14 +8,14 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 import specserve
-from specserve.serving import anthropic, responses
+from specserve.serving import anthropic, infill, responses
 from specserve.serving.openai import request_schema, response_schema
 
 Json = dict[str, Any]
 
 _REQUESTS = (
     *(request_schema.CompletionRequest, request_schema.ChatRequest, responses.ResponsesRequest),
-    *(anthropic.MessagesRequest, anthropic.CountRequest),
+    *(anthropic.MessagesRequest, anthropic.CountRequest, infill.InfillRequest),
 )
 _RESPONSES = (
     *("Completion", "CompletionChunk", "ChatCompletion", "ChatCompletionChunk"),
@@ -49,6 +49,7 @@ def openapi() -> Json:
             "/v1/responses": {"post": _translation("Answer a chat, in OpenAI's later form", "ResponsesRequest")},
             "/v1/messages": {"post": _translation("Answer a chat, in Anthropic's form", "MessagesRequest")},
             "/v1/messages/count_tokens": {"post": _translation("Count the tokens of such a chat", "CountRequest")},
+            "/infill": {"post": _translation("Fill the gap between two texts, in llama.cpp's form", "InfillRequest")},
             "/v1/models": {"get": _operation("The models of this server", _json("ModelList"))},
             "/v1/models/{id}": {
                 "get": {**_operation("One model of this server", _json("Model")), "parameters": [model_id]}
@@ -72,7 +73,7 @@ def _generation(summary: str, request: str, response: str) -> Json:
 
 
 def _translation(summary: str, request: str) -> Json:
-    """Describe a route of another form; OpenAI's and Anthropic's references have its responses, events and errors."""
+    """Describe a route of another form, whose own references have its responses, events and errors."""
     answer = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "object"}}}
     described = _operation(summary, answer)
     described["responses"]["default"]["content"] = {"application/json": {"schema": {"type": "object"}}}

@@ -14,17 +14,17 @@ class ResponseStore:
     The parser's thread reads while TorchServe's writes: each step is one operation of a dictionary.
 
     Args:
-        size: how many responses; those that were not used for longest give way.
+        size: how many responses, maybe none; those that were not used for longest give way.
     """
 
     def __init__(self, size: int) -> None:
-        self._size = size
+        self.size = size
         self._messages: OrderedDict[str, list[dict[str, Any]]] = OrderedDict()
 
     def put(self, response_id: str, messages: list[dict[str, Any]]) -> None:
         """Keep the messages of a response, and those before it."""
         self._messages[response_id] = messages
-        while len(self._messages) > self._size:
+        while len(self._messages) > self.size:
             self._messages.popitem(last=False)
 
     def messages(self, response_id: str | None) -> list[dict[str, Any]]:
@@ -37,7 +37,7 @@ class ResponseStore:
             return []
         messages = self._messages.pop(response_id, None)
         if messages is None:
-            kept = f"the last {self._size} responses, and not '{response_id}'" if self._size else "no responses"
+            kept = f"the last {self.size} responses, and not '{response_id}'" if self.size else "no responses"
             sentence = f"This server keeps {kept}: send the whole conversation as 'input'."
             raise RequestError(sentence, param="previous_response_id", code="previous_response_not_found")
         self.put(response_id, messages)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import dropwhile
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from pydantic_core import from_json
 
 from specserve.errors import RequestError
-from specserve.serving.blocks import Block, BlocksResponse, Event
+from specserve.serving.blocks import Block, BlocksResponse, Event, arguments_of
 from specserve.serving.openai.body import Body, Text
 from specserve.serving.openai.logprobs import chat_logprobs, output_positions
 from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.request_schema import ChatRequest, GenerationRequest
 from specserve.serving.openai.response_schema import TokenLogprob
+from specserve.serving.response_items import Item, messages_of
 from specserve.serving.response_store import ResponseStore
 
 Json = dict[str, Any]
@@ -42,48 +41,6 @@ _DEFAULTS: Json = {
     "top_p": 1.0,
 }
 _ECHOED = {"instructions", "max_output_tokens", "previous_response_id", "reasoning", "store", "tools", *_DEFAULTS}
-
-
-class TextItem(Body):
-    """A part of an item's content; there is only text."""
-
-    also_known = frozenset({"annotations", "logprobs"})
-
-    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
-    text: Text
-
-
-Texts = Text | Annotated[list[TextItem], Field(fail_fast=True)]
-
-
-class Item(Body):
-    """An item of the input: a message, the call of a tool, its output, or the reasoning before these."""
-
-    also_known = frozenset({"id", "status", "phase", "encrypted_content"})
-
-    type: Literal[
-        "message", "reasoning", "function_call", "custom_tool_call", "function_call_output", "custom_tool_call_output"
-    ] = "message"
-    role: Literal["system", "developer", "user", "assistant"] = "user"
-    content: Texts | None = None
-    summary: list[TextItem] | None = None
-    call_id: Text = ""
-    name: Text = ""
-    arguments: Text = "{}"
-    input: Text = ""
-    output: Texts = ""
-
-    def message(self) -> Json:
-        """Return it as a message of a chat."""
-        if self.type == "message":
-            return {"role": self.role, "content": _text(self.content or "")}
-        if self.type == "reasoning":
-            return {"role": "assistant", "reasoning_content": _text(self.content or self.summary or "")}
-        if self.type.endswith("output"):
-            return {"role": "tool", "tool_call_id": self.call_id, "content": _text(self.output)}
-        arguments = json.dumps({"input": self.input}) if self.type == "custom_tool_call" else self.arguments
-        call = {"id": self.call_id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
-        return {"role": "assistant", "tool_calls": [call]}
 
 
 class ResponsesTool(Body):
@@ -157,7 +114,7 @@ class ResponsesRequest(GenerationRequest):
 
     def messages(self) -> list[Json]:
         """Return the input as messages of a chat."""
-        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else _messages(self.input)
+        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else messages_of(self.input)
 
     def chat(self, messages: list[Json]) -> ChatRequest:
         """Translate it to a chat of these messages, its own and those before.
@@ -177,11 +134,11 @@ class ResponsesRequest(GenerationRequest):
         chat = {name: getattr(self, name) for name in GenerationRequest.model_fields if name in self.model_fields_set}
         chat |= {
             "messages": [*([{"role": "system", "content": "\n\n".join(system)}] if system else []), *rest],
-            "max_tokens": self.max_output_tokens,
+            "max_tokens": self.max_tokens if self.max_output_tokens is None else self.max_output_tokens,
             "tools": [tool.function() for tool in self.tools or [] if tool.type in _OFFERED] or None,
             "tool_choice": choice.choice() if isinstance(choice, ResponsesToolChoice) else choice,
             "parallel_tool_calls": self.parallel_tool_calls,
-            "response_format": written,
+            "response_format": written or self.response_format,
             "reasoning_effort": (self.reasoning or {}).get("effort"),
         }
         if self.top_logprobs or "message.output_text.logprobs" in (self.include or []):
@@ -198,7 +155,7 @@ class ResponsesResponse(BlocksResponse):
         super().__init__(*args, **options)
         self._id = f"resp_{self._request_id}"
         self._messages = messages
-        self._store = None if request.store is False else store
+        self._store = store if store.size and request.store is not False else None
         echoed = dict.fromkeys(_ECHOED) | request.model_dump(include=_ECHOED, exclude_none=True)
         tools = [tool for tool in echoed["tools"] or [] if tool["type"] in _OFFERED]
         defaults = {name: value for name, value in _DEFAULTS.items() if echoed[name] is None}
@@ -215,17 +172,20 @@ class ResponsesResponse(BlocksResponse):
     def _whole(self) -> Event:
         totals = self._totals()
         usage = totals["usage"]
-        details = {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0}
+        cached = {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0}
+        reasoning = {"reasoning_tokens": usage.completion_tokens_details.reasoning_tokens or 0}
         output = [self._item(block, done=True) for block in self._blocks]
+        for index, scores in self._logprobs.items():
+            output[index]["content"][0]["logprobs"] = scores
         if self._store is not None:
-            self._store.put(self._id, self._messages + _messages(map(Item.model_validate, output)))
+            self._store.put(self._id, self._messages + messages_of(map(Item.model_validate, output)))
         response = self._object("incomplete" if self._is_cut else "completed", **totals, output=output)
         response["incomplete_details"] = {"reason": "max_output_tokens"} if self._is_cut else None
         response["usage"] = {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": details,
+            "input_tokens_details": cached,
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": reasoning,
             "total_tokens": usage.total_tokens,
         }
         return response
@@ -249,7 +209,7 @@ class ResponsesResponse(BlocksResponse):
         """Return its text; that of a custom tool, which may be cut off, without the JSON around it."""
         if self._kind(block) != "custom_tool_call":
             return block.text
-        return str(from_json(block.text or "{}", allow_partial="trailing-strings").get("input", ""))
+        return str(arguments_of(block).get("input", ""))
 
     def _item(self, block: Block, *, done: bool) -> Json:
         """Return the item of a block, with its text if it is done."""
@@ -268,7 +228,8 @@ class ResponsesResponse(BlocksResponse):
         """Return the one part of reasoning or of a message."""
         if block.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs.get(block.index, [])}
+        # Scores come with their tokens and in the whole response only: to write megabytes of them takes long.
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     def _beginning(self) -> Iterator[Event]:
         for name in ("created", "in_progress"):
@@ -282,13 +243,12 @@ class ResponsesResponse(BlocksResponse):
 
     def _block_news(self, block: Block, text: str) -> Iterator[Event]:
         *_, name = _KINDS[self._kind(block)]
+        # Those since the last event; a call is read later than its first tokens, which are among them.
+        tokens = self.generations[0].take_tokens() if self._form.top_logprobs is not None else []
         fields: Json = {}
         if block.kind == "text":
-            fields["logprobs"] = []
-            if self._form.top_logprobs is not None:
-                positions = output_positions(self.generations[0].take_tokens())
-                fields["logprobs"] = chat_logprobs(positions, self._vocabulary).content
-                self._logprobs.setdefault(block.index, []).extend(fields["logprobs"])
+            fields["logprobs"] = chat_logprobs(output_positions(tokens), self._vocabulary).content
+            self._logprobs.setdefault(block.index, []).extend(fields["logprobs"])
         # The JSON around the text of a custom tool is not shown, so that comes at its end.
         if self._kind(block) != "custom_tool_call":
             yield self._event(block, f"{name}.delta", delta=text, **fields)
@@ -298,7 +258,7 @@ class ResponsesResponse(BlocksResponse):
         text = self._text(block)
         if self._kind(block) == "custom_tool_call":
             yield self._event(block, f"{name}.delta", delta=text)
-        logprobs = {"logprobs": self._logprobs.get(block.index, [])} if block.kind == "text" else {}
+        logprobs: Json = {"logprobs": []} if block.kind == "text" else {}
         yield self._event(block, f"{name}.done", **{field: text}, **logprobs)
         if block.call is None:
             yield self._event(block, "response.content_part.done", part=self._part(block, text))
@@ -319,26 +279,6 @@ class ResponsesResponse(BlocksResponse):
         yield {"type": "response.failed", "response": self._object("failed", error=detail)}
 
 
-def _messages(items: Iterable[Item]) -> list[Json]:
-    """Translate items to messages of a chat, where those of one answer are one."""
-    messages: list[Json] = []
-    for message in (item.message() for item in items):
-        last = messages[-1] if messages else {}
-        continues = "tool_calls" in message or ("content" in message and last.keys() == {"role", "reasoning_content"})
-        if message["role"] == last.get("role") == "assistant" and continues:
-            calls = [*last.get("tool_calls", []), *message.get("tool_calls", [])]
-            last.update(message, **({"tool_calls": calls} if calls else {}))
-        else:
-            messages.append(message)
-    # Reasoning without the answer that it led to is no message.
-    return [message for message in messages if message.keys() != {"role", "reasoning_content"}]
-
-
 def _named(name: str | None) -> Json:
     """Return a tool as a chat names it."""
     return {"type": "function", "function": {"name": name}}
-
-
-def _text(content: Texts) -> str:
-    """Join the parts of a content to its text."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)

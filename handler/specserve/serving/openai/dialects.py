@@ -62,7 +62,10 @@ def translated(body: dict[str, Any], fields: Container[str]) -> dict[str, Any]:
         is_off = value is None or (value == _NEUTRAL[name] if name in _NEUTRAL else not value)
         if name not in fields and not is_off:
             raise RequestError(f"'{name}' is not supported by this server.", param=name, code="unsupported_value")
-    body = {_NAMES.get(name, name): value for name, value in body.items() if value is not None or name not in _NAMES}
+    body = dict(body)
+    for other, name in _NAMES.items():
+        if body.get(name) is None and other in body:
+            body[name] = body.pop(other)
     if (count := body.get("n_probs")) and "messages" in fields:
         body = {"logprobs": True, "top_logprobs": count, **body}
     elif count:
@@ -81,8 +84,9 @@ def _with_structure(body: dict[str, Any]) -> dict[str, Any]:
     named += [(f"structured_outputs.{kind}", kind, outputs.get(kind)) for kind in _STRUCTURES]
     wanted = [(name, kind, value) for name, kind, value in named if value is not None and value is not False]
     if not wanted:
-        if isinstance(form, dict) and form.get("schema") is not None:  # llama.cpp's
-            body["response_format"] = _schema_format(form["schema"])
+        # llama.cpp's form.
+        if isinstance(form, dict) and form.get("type") in {"json_object", "json_schema"} and "schema" in form:
+            body["response_format"] = {"json_schema": {"schema": form["schema"]}, **form, "type": "json_schema"}
         return body
     name, kind, value = wanted[0]
     is_formatted = form is not None and form != {"type": "text"}
@@ -97,12 +101,8 @@ def _with_structure(body: dict[str, Any]) -> dict[str, Any]:
     elif kind == "json_object":
         body["response_format"] = {"type": "json_object"}
     else:
-        body["response_format"] = _schema_format(_parsed(value, name))
+        body["response_format"] = {"type": "json_schema", "json_schema": {"schema": _parsed(value, name)}}
     return body
-
-
-def _schema_format(schema: object) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
 def _parsed(schema: object, name: str) -> object:

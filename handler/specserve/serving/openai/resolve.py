@@ -28,7 +28,6 @@ from specserve.serving.openai.request_schema import (
     GenerationRequest,
     JsonObject,
     JsonSchema,
-    Regex,
     SpeculationOptions,
     text_of,
 )
@@ -153,7 +152,7 @@ def resolve(
     family = family_label((request.metadata or {}).get("prompt_family", ""))
     info = RequestInfo(request_id, family, group, randomised)
     speculation = _speculation(options, sampling, config, group)
-    constraint = _regex(request, grammars) or _constraint(request, grammars, syntax, reasoning)
+    constraint = _constraint(request, grammars, syntax, reasoning)
     prediction = _prediction(request, vocabulary, config)
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     stops, marks = with_control_tokens(filter(None, stops), vocabulary)
@@ -323,11 +322,6 @@ def _constraint(
     if isinstance(form, JsonObject):
         return grammars.json_object()
     return None if schema is None else grammars.json_schema(schema)
-
-
-def _regex(request: GenerationRequest, grammars: GrammarCompiler) -> Constraint | None:
-    """Compile the regular expression that the output follows, if there is one."""
-    return grammars.regex(request.response_format.regex) if isinstance(request.response_format, Regex) else None
 
 
 def _prediction(request: GenerationRequest, vocabulary: Vocabulary, config: HandlerConfig) -> list[int]:

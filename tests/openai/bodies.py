@@ -80,6 +80,10 @@ formats = st.one_of(
     obj(type=st.sampled_from(["text", "json_object", "json_schema", "xml"])),
     obj(type=st.just("json_schema"), json_schema=json_schema),
 )
+tool_names = st.sampled_from(["a", "b", "c"]) | texts
+tool = obj(type=st.just("function"), function=obj(name=tool_names, parameters=schemas, strict=st.booleans()))
+named_tool = obj(type=st.just("function"), function=obj(name=tool_names))
+tool_call = obj(id=texts, type=st.just("function"), function=obj(name=tool_names, arguments=texts))
 contents = texts | st.lists(obj(type=st.just("text"), text=texts), max_size=3)
 tokens = st.lists(st.integers(-1, 205), max_size=30)
 COMMON = {
@@ -141,11 +145,15 @@ COMPLETION = {
 }
 CHAT = {
     "messages": st.lists(
-        obj(role=st.sampled_from(["system", "user", "assistant", "robot"]), content=contents), max_size=4
+        obj(role=st.sampled_from(["system", "user", "assistant", "tool", "robot"]), content=contents)
+        | obj(role=st.just("assistant"), tool_calls=st.lists(tool_call, max_size=2)),
+        max_size=4,
     ),
     "logprobs": st.booleans(),
     "top_logprobs": st.sampled_from([None, 0, 3, 21]),
-    "tools": st.just([]) | anything,
+    "tools": st.just([]) | st.lists(tool, max_size=3) | anything,
+    "tool_choice": st.sampled_from(["none", "auto", "required"]) | named_tool | anything,
+    "parallel_tool_calls": st.sampled_from([None, False, True]),
     "continue_final_message": st.booleans(),
     "add_generation_prompt": st.booleans(),
     "chat_template_kwargs": st.dictionaries(texts | st.sampled_from(["messages", "self"]), anything, max_size=2),

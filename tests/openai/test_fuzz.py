@@ -17,6 +17,7 @@ from specserve.engine.llama_model import LlamaModel
 from specserve.errors import RequestError
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.serving.anthropic import MessagesRequest
+from specserve.serving.call_formats import FORMATS
 from specserve.serving.generation import Generation
 from specserve.serving.infill import InfillRequest, infill_prompt
 from specserve.serving.openai.parse import parse_body
@@ -92,7 +93,7 @@ def test_a_completions_body_is_served_or_refused(
 def test_a_chat_body_is_served_or_refused(body: object, vocabulary: LlamaModel, grammars: GrammarCompiler) -> None:
     try:
         request = parse_body(body, ChatRequest)
-        resolve(request, [Prompt([1, 2], "")], vocabulary, grammars, CONFIG)
+        resolve(request, [Prompt([1, 2], "")], vocabulary, grammars, CONFIG, calls=FORMATS[-1].syntax)
     except RequestError as error:
         check_refusal(error)
 

@@ -204,6 +204,11 @@ class HandlerConfig(_Section):
     max_answers: int = Field(
         default=128, ge=1, le=128, description="Maximum sequences of a request: its prompts times `n` or `best_of`."
     )
+    responses_store: int = Field(
+        default=0,
+        ge=0,
+        description="Responses of v1/responses that are kept in memory for `previous_response_id`; default: none.",
+    )
     grammar_seconds: float = Field(
         default=10.0,
         gt=0,
@@ -212,6 +217,11 @@ class HandlerConfig(_Section):
     )
     time_slice_ms: float = Field(default=40.0, ge=0, description="Time between two looks for new requests, in ms.")
     speculation: SpeculationConfig = SpeculationConfig()
+    unknown_fields: Literal["ignore", "refuse"] = Field(
+        default="ignore",
+        description="Fields of requests that are not known: ignore, named in the header x-specserve-ignored and once "
+        "in the log; refuse: a 400.",
+    )
     trace: TraceConfig | None = None
 
     @model_validator(mode="after")

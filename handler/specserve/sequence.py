@@ -25,7 +25,7 @@ class SamplingParams:
     """How logits become a distribution, and the seed of the noise by which coupled verification samples from it.
 
     `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 filter nothing; `seed` None picks one at random. The
-    defaults of the penalties and biases (sampling/logits.py) change nothing.
+    defaults of the penalties, biases and restrictions (sampling/logits.py) change nothing.
     """
 
     temperature: float = 1.0
@@ -37,12 +37,21 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    allowed_tokens: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    end_tokens: tuple[int, ...] = ()
 
     @property
     def shapes_logits(self) -> bool:
         """Whether any penalty or bias is set."""
         penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
         return bool(self.logit_bias) or penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def forbids_tokens(self) -> bool:
+        """Whether some tokens may not be generated, everywhere or at some positions."""
+        return self.allowed_tokens is not None or bool(self.bad_words) or self.min_tokens > 0
 
 
 @dataclass(frozen=True)
@@ -200,6 +209,7 @@ class Sequence:
         scores_prompt: whether the prompt's tokens after the first are scored too.
         prediction: the tokens of the client's predicted output.
         keeps_sources: whether `sources` says who wrote each token after the prompt.
+        reuses_prefix: whether what the caches hold of the prompt's beginning is used.
         info: the request's labels.
         index: of this sequence in its request.
     """
@@ -217,6 +227,7 @@ class Sequence:
         constraint: Constraint | None = None,
         prediction: abc.Sequence[int] = (),
         keeps_sources: bool = False,
+        reuses_prefix: bool = True,
         info: RequestInfo | None = None,
         index: int = 0,
     ) -> None:
@@ -231,6 +242,7 @@ class Sequence:
         self.choice = choice
         self.top_logprobs = top_logprobs
         self.keeps_sources = keeps_sources
+        self.reuses_prefix = reuses_prefix
         self.scores_prompt = scores_prompt
         self.constraint = constraint
         self.prediction = prediction

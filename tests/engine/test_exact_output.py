@@ -7,9 +7,10 @@ run together or one after the other have one seed, which must not make one's ans
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -47,6 +48,7 @@ class Case(NamedTuple):
         draft_seconds: of the draft model's pass; the target's takes one.
         blend: how much the draft model differs.
         masks: that a round has time for; None without a grammar.
+        forbidden: which tokens may not be generated, as the fields of `SamplingParams` say it.
     """
 
     events: set[str]
@@ -63,10 +65,11 @@ class Case(NamedTuple):
     alternatives: int = 8
     prediction: tuple[int, ...] = ()
     masks: int | None = None
+    forbidden: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def sampling(self) -> SamplingParams:
-        return SamplingParams(seed=7, min_p=self.min_p, presence_penalty=self.presence_penalty)
+        return SamplingParams(seed=7, min_p=self.min_p, presence_penalty=self.presence_penalty, **self.forbidden)
 
 
 CASES = {
@@ -95,6 +98,21 @@ CASES = {
         draft_seconds=0.37,
         vocabulary=NoEndToken(5),
         masks=4,
+    ),
+    "no end before four tokens": Case(
+        {"2 drafts", "adopted beside 2"},
+        ([0, 2],),
+        length=5,
+        draft_seconds=0.38,
+        vocabulary=FakeVocabulary(3),
+        forbidden={"min_tokens": 4, "end_tokens": (2,)},
+    ),
+    "bad words": Case(
+        {"2 drafts", "3 drafts"},
+        length=5,
+        draft_seconds=0.38,
+        vocabulary=NoEndToken(4),
+        forbidden={"bad_words": ((0, 1), (2, 2, 1)), "allowed_tokens": (0, 1, 2)},
     ),
     "two prompts at once": Case(
         {"2 drafts", "adopted beside 1"}, ([0, 2, 1], [0, 1]), length=5, min_p=0.5, draft_seconds=0.416
@@ -219,6 +237,15 @@ def penalise_without_the_adopted_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(logits_module, "penalise", forgetful)
 
 
+def restrict_by_the_output_without_its_last_token(patch: pytest.MonkeyPatch) -> None:
+    restrict = logits_module.restrict
+
+    def late(logits: FloatArray, sampling: SamplingParams, output: abc.Sequence[int]) -> FloatArray:
+        return restrict(logits, sampling, output[:-1])
+
+    patch.setattr(logits_module, "restrict", late)
+
+
 @pytest.mark.parametrize("verification", ["token", "block"])
 @pytest.mark.parametrize(
     ("fault", "case"),
@@ -229,6 +256,8 @@ def penalise_without_the_adopted_token(patch: pytest.MonkeyPatch) -> None:
         (reuse_numbers_after_an_alternative, "alternatives"),
         (draft_the_likeliest_instead_of_unlikely_tokens, "one draft"),
         (penalise_without_the_adopted_token, "penalties"),
+        (restrict_by_the_output_without_its_last_token, "no end before four tokens"),
+        (restrict_by_the_output_without_its_last_token, "bad words"),
     ],
 )
 def test_a_planted_fault_changes_the_probability_of_an_answer(

@@ -62,6 +62,24 @@ def test_a_conversation_comes_back_after_others_have_used_the_cache() -> None:
     assert store.record.hit_tokens > 3 * len(CONVERSATION) - 3 * BLOCK_TOKENS
 
 
+def test_a_request_that_wants_no_cached_prefix_gets_none_of_either_model_and_the_same_answer() -> None:
+    pair, store = pair_with_store(window=32, draft_rows=32)
+    first = pair.submit(CONVERSATION, sampling=ENDLESS)
+    pair.run()
+    others(pair)
+    for _ in range(2):
+        hits = store.record.hit_tokens
+        pair.target.decoded.clear()
+        generation = pair.submit(CONVERSATION, sampling=ENDLESS, reuses_prefix=False)
+        pair.run()
+        assert (generation.cached_tokens, store.record.hit_tokens) == (0, hits)
+        assert computed(pair.target, generation) == len(CONVERSATION)
+        assert generation.answer == first.answer
+    after = pair.submit(CONVERSATION, sampling=ENDLESS)
+    pair.run()
+    assert after.cached_tokens == len(CONVERSATION) - 1
+
+
 def test_without_a_store_it_is_computed_again() -> None:
     pair = FakePair(prefill_rows=64)
     pair.submit(CONVERSATION)

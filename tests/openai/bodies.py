@@ -80,6 +80,10 @@ formats = st.one_of(
     obj(type=st.sampled_from(["text", "json_object", "json_schema", "xml"])),
     obj(type=st.just("json_schema"), json_schema=json_schema),
 )
+tool_names = st.sampled_from(["a", "b", "c"]) | texts
+tool = obj(type=st.just("function"), function=obj(name=tool_names, parameters=schemas, strict=st.booleans()))
+named_tool = obj(type=st.just("function"), function=obj(name=tool_names))
+tool_call = obj(id=texts, type=st.just("function"), function=obj(name=tool_names, arguments=texts))
 contents = texts | st.lists(obj(type=st.just("text"), text=texts), max_size=3)
 tokens = st.lists(st.integers(-1, 205), max_size=30)
 COMMON = {
@@ -89,7 +93,9 @@ COMMON = {
     "top_k": st.sampled_from([None, 0, 1, 5, 10**6, -1]),
     "min_p": st.sampled_from([None, 0, 0.1, 1]),
     "seed": st.none() | st.integers(-(2**64), 2**64),
-    "logit_bias": st.none() | st.dictionaries(st.integers(-1, 210).map(str) | texts, numbers, max_size=4),
+    "logit_bias": st.none()
+    | st.dictionaries(st.integers(-1, 210).map(str) | texts, numbers, max_size=4)
+    | st.lists(st.lists(scalars, min_size=1, max_size=3), max_size=3),
     "presence_penalty": st.sampled_from([None, -2, 0, 2, 3]),
     "frequency_penalty": st.sampled_from([None, -2, 0.5, 2]),
     "repetition_penalty": st.sampled_from([None, 0.1, 1.1, 10, 0]),
@@ -111,6 +117,22 @@ COMMON = {
             "sources": st.booleans(),
         },
     ),
+    "min_tokens": st.sampled_from([None, 0, 1, 3, 10**6]),
+    "stop_token_ids": st.lists(st.integers(-1, 201), max_size=3),
+    "allowed_token_ids": st.lists(st.integers(-1, 201), max_size=5),
+    "bad_words": st.lists(texts, max_size=3),
+    "truncate_prompt_tokens": st.sampled_from([None, -1, 0, 1, 5]),
+    "skip_special_tokens": st.booleans(),
+    "include_stop_str_in_output": st.booleans(),
+    "cache_prompt": st.booleans(),
+    "t_max_predict_ms": numbers,
+    "n_predict": st.sampled_from([None, -1, 0, 3]),
+    "n_probs": st.sampled_from([None, 0, 3, 30]),
+    "guided_regex": texts | st.sampled_from(["(a|aa)*", "((a{0,99}){0,99}){0,99}", "[^a]+$", "("]),
+    "guided_choice": st.lists(texts, max_size=3),
+    "structured_outputs": st.dictionaries(
+        st.sampled_from(["json", "regex", "choice", "grammar", "json_object"]), schemas | texts | anything, max_size=2
+    ),
     "user": texts,
     "metadata": st.dictionaries(texts, texts, max_size=3),
 }
@@ -123,11 +145,72 @@ COMPLETION = {
 }
 CHAT = {
     "messages": st.lists(
-        obj(role=st.sampled_from(["system", "user", "assistant", "robot"]), content=contents), max_size=4
+        obj(role=st.sampled_from(["system", "user", "assistant", "tool", "robot"]), content=contents)
+        | obj(role=st.just("assistant"), tool_calls=st.lists(tool_call, max_size=2)),
+        max_size=4,
     ),
     "logprobs": st.booleans(),
     "top_logprobs": st.sampled_from([None, 0, 3, 21]),
-    "tools": st.just([]) | anything,
+    "tools": st.just([]) | st.lists(tool, max_size=3) | anything,
+    "tool_choice": st.sampled_from(["none", "auto", "required"]) | named_tool | anything,
+    "parallel_tool_calls": st.sampled_from([None, False, True]),
+    "continue_final_message": st.booleans(),
+    "add_generation_prompt": st.booleans(),
+    "chat_template_kwargs": st.dictionaries(texts | st.sampled_from(["messages", "self"]), anything, max_size=2),
+    "reasoning_effort": texts,
+}
+
+block_types = st.sampled_from(["text", "input_text", "output_text", "tool_use", "tool_result", "thinking", "image"])
+block_contents = texts | st.lists(
+    st.fixed_dictionaries(
+        {"type": block_types},
+        optional={"text": texts, "id": texts, "name": texts, "input": anything, "content": texts, "thinking": texts},
+    ),
+    max_size=3,
+)
+RESPONSES = {
+    "input": texts
+    | st.lists(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "type": st.sampled_from(["message", "reasoning", "function_call", "function_call_output", "item"]),
+                "role": st.sampled_from(["system", "developer", "user", "assistant", "robot"]),
+                **dict.fromkeys(("content", "output", "summary"), block_contents),
+                **dict.fromkeys(("call_id", "name", "arguments"), texts),
+            },
+        ),
+        max_size=4,
+    ),
+    "instructions": texts,
+    "tools": st.lists(obj(type=st.sampled_from(["function", "custom", "mcp"]), name=texts, parameters=schemas)),
+    "tool_choice": st.sampled_from(["none", "auto", "required"])
+    | obj(type=texts, name=texts)
+    | obj(type=st.just("allowed_tools"), tools=anything | st.lists(obj(type=st.just("function"), name=anything)))
+    | anything,
+    "text": obj(format=formats) | anything,
+    "reasoning": obj(effort=texts) | anything,
+    "max_output_tokens": st.integers(-1, 6),
+    "previous_response_id": texts,
+}
+MESSAGES = {
+    "messages": st.lists(
+        obj(role=st.sampled_from(["user", "assistant", "system", "robot"]), content=block_contents), max_size=4
+    ),
+    "system": block_contents,
+    "tools": st.lists(obj(name=texts, input_schema=schemas)),
+    "tool_choice": obj(type=st.sampled_from(["auto", "any", "tool", "none"]), name=texts) | anything,
+    "stop_sequences": st.lists(texts, max_size=3),
+    "thinking": obj(type=st.sampled_from(["enabled", "disabled", "adaptive"])),
+    "output_config": obj(format=obj(type=st.just("json_schema"), schema=schemas)),
+}
+INFILL = {
+    "input_prefix": texts,
+    "input_suffix": texts,
+    "input_extra": st.lists(obj(text=texts, filename=texts), max_size=3) | anything,
+    "n_indent": st.sampled_from([None, -1, 0, 2]),
+    "response_fields": st.lists(texts | st.sampled_from(["content", "timings/prompt_n", "content/a"]), max_size=3),
+    "samplers": anything,
 }
 
 
@@ -147,3 +230,6 @@ def bodies(draw: st.DrawFn, route_fields: dict[str, st.SearchStrategy[Any]]) -> 
 
 completions = bodies(COMPLETION)
 chats = bodies(CHAT)
+responses = bodies(RESPONSES)
+messages = bodies(MESSAGES)
+infills = bodies(INFILL)

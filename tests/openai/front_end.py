@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import pytest
 
 from constraints import AlternatingGrammars
 from costs import flat
@@ -18,10 +20,11 @@ from specserve.engine.kernels import Kernels
 from specserve.kv_cache import KVCache
 from specserve.observability.metrics import Served
 from specserve.serving import torchserve
+from specserve.serving.answer import AnswerReader, Call, Part
+from specserve.serving.chat_template import ChatTemplate
 from specserve.serving.costs import Costs
 from specserve.serving.engine_loop import engine_thread
 from specserve.serving.loading import Models
-from specserve.serving.openai.chat_template import ChatTemplate
 from specserve.serving.torchserve import Handler
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
@@ -44,20 +47,28 @@ class Vocabulary(FakeVocabulary):
 class FrontEnd:
     """TorchServe's live requests: each has a row, which contains its body until the first reply."""
 
-    def __init__(self, *, time_slice_ms: int = 0, chat_template: str | None = TEMPLATE, holdback: float = 0) -> None:
+    def __init__(
+        self,
+        *,
+        time_slice_ms: int = 0,
+        chat_template: str | None = TEMPLATE,
+        holdback: float = 0,
+        grammars: Any = None,
+        **options: Any,
+    ) -> None:
         self.target = FakeEngine(vocabulary=200, n_slots=SLOTS)
         self.draft = FakeEngine(vocabulary=200, n_slots=SLOTS, blend=0.3)
         self.handler = Handler()
         vocabulary: Any = Vocabulary(200)
-        grammars: Any = AlternatingGrammars(200)
+        grammars = grammars or AlternatingGrammars(200)
         config = HandlerConfig(
             model_id="tiny",
             target=ModelConfig(path=Path("t")),
             draft=ModelConfig(path=Path("d")),
             sequences=SLOTS,
-            context_length=256,
             time_slice_ms=time_slice_ms,
             speculation=SpeculationConfig(holdback=holdback),
+            **{"context_length": 256, **options},
         )
         model = DraftModel(
             KVCache(self.draft), flat(0.001), window=64, max_rows=32, vocabulary=200, context_length=4096
@@ -89,6 +100,7 @@ class FrontEnd:
         self.chunks: dict[str, list[str]] = {}
         self.status: dict[str, int] = {}
         self.content_type: dict[str, str] = {}
+        self.headers: dict[str, dict[str, str]] = {}
         self.finished: set[str] = set()
         self.waits_for_slice = True
         """Whether `handle_once` waits for the end of the time slice that it has started."""
@@ -127,6 +139,7 @@ class FrontEnd:
             self.status.setdefault(request_id, context.status.get(index, 200))
             assert self.status[request_id] < 400 or more is None, "an error status on a chunk loses its body"
             self.content_type.setdefault(request_id, context.types.get(index, ""))
+            self.headers.setdefault(request_id, context.headers.get(index, {}))
             self.rows[request_id] = {}
         for request_id in self.finished & self.rows.keys():
             del self.rows[request_id]
@@ -168,6 +181,36 @@ class FrontEnd:
         return [json.loads(line) for line in lines[:-1]]
 
 
+def named_events(text: str) -> list[Any]:
+    """The events of a stream whose events have names, which their types repeat."""
+    events = []
+    for event in text.removesuffix("\n\n").split("\n\n"):
+        name, data = event.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+class ScriptedReader:
+    """Reads a fixed answer, one part with each text and the rest at the end, whatever the text is."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._read: dict[AnswerReader, int] = {}
+
+    def read(self, reader: AnswerReader, _text: str, *, done: bool) -> list[Part]:
+        """Stand in for AnswerReader.read."""
+        begin = self._read.get(reader, 0)
+        end = len(self._parts) if done else begin + 1
+        self._read[reader] = end
+        reader.calls = sum(isinstance(part, Call) for part in self._parts[:end])
+        return [*self._parts[begin:end]]
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have it read all answers."""
+        monkeypatch.setattr(AnswerReader, "read", lambda reader, text, *, done: self.read(reader, text, done=done))
+
+
 class FakeContext:
     """The context that TorchServe passes to handle()."""
 
@@ -180,6 +223,7 @@ class FakeContext:
         self.stopping_criteria: list[Callable[[object], bool | None]] = []
         self.status: dict[int, int] = {}
         self.types: dict[int, str] = {}
+        self.headers: dict[int, dict[str, str]] = {}
         self._routes = [front_end.routes[request_id] for request_id in order]
 
     def get_request_header(self, idx: int, key: str) -> str | None:
@@ -191,3 +235,6 @@ class FakeContext:
 
     def set_response_content_type(self, idx: int, value: str) -> None:
         self.types[idx] = value
+
+    def set_response_header(self, idx: int, key: str, value: str) -> None:
+        self.headers.setdefault(idx, {})[key] = value

@@ -11,7 +11,7 @@ import pytest
 from front_end import FrontEnd
 from pairs import Pair, TinyFiles
 from specserve.errors import RequestError
-from specserve.serving.openai.chat_template import ChatTemplate
+from specserve.serving.chat_template import ChatTemplate
 from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.request_schema import ChatRequest
 from specserve.tools import tiny_models
@@ -149,22 +149,48 @@ def test_a_template_that_renders_some_chat_is_usable(source: str) -> None:
     assert template(source).problem is None
 
 
-def test_fields_are_without_effect_where_the_template_does_not_read_them_and_a_400_where_it_does() -> None:
-    fields: dict[str, dict[str, Any]] = {
-        "reasoning_effort": {"reasoning_effort": "low"},
-        "chat_template_kwargs": {"chat_template_kwargs": {"colour": "red", "enable_thinking": False}},
-    }
+def test_chat_template_kwargs_are_the_templates_variables() -> None:
+    source = "{{ messages[0].content }}{{ colour }}{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}"
+    assert prompt_of(source) == "Be brief."
+    kwargs = {"colour": "red", "enable_thinking": False, "messages": [], "bos_token": "x", "self": 1}
+    assert prompt_of(source, chat_template_kwargs=kwargs) == "Be brief.redFalse"
     plain = tiny_models.CHATML
-    for param, values in fields.items():
-        assert prompt_of(plain, **values) == prompt_of(plain)
-        with pytest.raises(RequestError) as caught:
-            prompt_of(SMOLLM3, **values)
-        assert (caught.value.param, caught.value.code) == (param, "unsupported_value")
-        assert "enable_thinking" in caught.value.message
-        assert prompt_of(SMOLLM3, **dict.fromkeys(values)) == prompt_of(SMOLLM3)
-    for reserved in ("add_generation_prompt", "messages"):
-        with pytest.raises(RequestError):
-            prompt_of(plain, chat_template_kwargs={reserved: None})
+    assert prompt_of(plain, chat_template_kwargs={"colour": "red"}) == prompt_of(plain)
+    without = {"add_generation_prompt": False}
+    assert prompt_of(plain, chat_template_kwargs=without) == prompt_of(plain, **without)
+
+
+@pytest.mark.parametrize(("effort", "thinks"), [("none", "False"), ("low", "True"), ("high", "True")])
+def test_reasoning_effort_is_a_variable_and_switches_thinking(effort: str, thinks: str) -> None:
+    source = "{{ messages[0].content }}{{ reasoning_effort }} {{ enable_thinking }} {{ thinking }}"
+    assert prompt_of(source, reasoning_effort=effort) == f"Be brief.{effort} {thinks} {thinks}"
+    kwargs = {"enable_thinking": "maybe"}
+    assert "maybe" in prompt_of(source, reasoning_effort=effort, chat_template_kwargs=kwargs)
+
+
+def test_without_a_generation_prompt_the_text_ends_with_the_last_message() -> None:
+    plain = tiny_models.CHATML
+    assert prompt_of(plain).removesuffix("<|im_start|>assistant\n") == prompt_of(plain, add_generation_prompt=False)
+
+
+@pytest.mark.parametrize("content", ["Hi", "Hi, I ", "Hello <b>", "\n x\n\n"])
+def test_the_final_message_is_continued(content: str) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": content}]
+    chatml = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
+    request = parse_body({"messages": messages, "continue_final_message": True}, ChatRequest)
+    assert template(chatml).prompt(request) == f"[system]Be brief.[end][user]Hello <b>[end][assistant]{content}"
+    trimming = chatml.replace("m.content", "m.content | trim")
+    trimmed = f"[system]Be brief.[end][user]Hello <b>[end][assistant]{content.strip()}"
+    assert template(trimming).prompt(request) == trimmed
+
+
+@pytest.mark.parametrize("content", ["", " \n", "Changed"])
+def test_a_final_message_without_text_or_that_the_template_changes_cannot_be_continued(content: str) -> None:
+    messages = [MESSAGES[1], {"role": "assistant", "content": content}]
+    request = parse_body({"messages": messages, "continue_final_message": True}, ChatRequest)
+    with pytest.raises(RequestError) as caught:
+        template("{{ messages[0].content }}{{ messages[-1].content | upper }}").prompt(request)
+    assert caught.value.param == "continue_final_message"
 
 
 def test_completions_go_on_beside_an_unusable_template() -> None:

@@ -10,18 +10,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bodies import anything, chats, completions, nested
+from bodies import anything, chats, completions, infills, messages, nested, responses
 from front_end import FrontEnd
 from specserve.config import HandlerConfig, ModelConfig
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import RequestError
 from specserve.grammar.compiler import GrammarCompiler
+from specserve.serving.anthropic import MessagesRequest
+from specserve.serving.call_formats import FORMATS
 from specserve.serving.generation import Generation
+from specserve.serving.infill import InfillRequest, infill_prompt
 from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.prompt import Prompt, Tokenizer
 from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
 from specserve.serving.openai.resolve import resolve
 from specserve.serving.openai.response import Response
+from specserve.serving.responses import ResponsesRequest
 from specserve.tools.tiny_models import write_tiny
 
 CONFIG = HandlerConfig(
@@ -89,7 +93,41 @@ def test_a_completions_body_is_served_or_refused(
 def test_a_chat_body_is_served_or_refused(body: object, vocabulary: LlamaModel, grammars: GrammarCompiler) -> None:
     try:
         request = parse_body(body, ChatRequest)
-        resolve(request, [Prompt([1, 2], "")], vocabulary, grammars, CONFIG)
+        resolve(request, [Prompt([1, 2], "")], vocabulary, grammars, CONFIG, calls=FORMATS[-1].syntax)
+    except RequestError as error:
+        check_refusal(error)
+
+
+@thousands
+@given(body=responses | anything)
+def test_a_responses_body_becomes_a_chat_or_is_refused(body: object) -> None:
+    try:
+        request = parse_body(body, ResponsesRequest)
+        request.chat(request.messages())
+    except RequestError as error:
+        check_refusal(error)
+
+
+@thousands
+@given(body=infills | anything)
+def test_an_infill_body_becomes_a_completion_or_is_refused(
+    body: object, vocabulary: LlamaModel, grammars: GrammarCompiler
+) -> None:
+    try:
+        request = parse_body(body, InfillRequest)
+        prompt = infill_prompt(request, Tokenizer(vocabulary, CONFIG), vocabulary)
+        _, [[generation]] = resolve(request.completion(prompt), [prompt], vocabulary, grammars, CONFIG)
+    except RequestError as error:
+        check_refusal(error)
+    else:
+        assert generation.prompt_length + generation.max_tokens <= CONFIG.context_length
+
+
+@thousands
+@given(body=messages | anything)
+def test_a_messages_body_becomes_a_chat_or_is_refused(body: object) -> None:
+    try:
+        parse_body(body, MessagesRequest).chat()
     except RequestError as error:
         check_refusal(error)
 
@@ -143,7 +181,19 @@ def expected() -> str:
 @hundreds
 @given(
     other_bodies=st.lists(
-        st.tuples(completions, st.just("v1/completions")) | st.tuples(chats, st.just("v1/chat/completions"))
+        st.one_of(
+            *(
+                st.tuples(strategy, st.just(route))
+                for strategy, route in (
+                    (completions, "v1/completions"),
+                    (chats, "v1/chat/completions"),
+                    (infills, "infill"),
+                    (responses, "v1/responses"),
+                    (messages, "v1/messages"),
+                    (messages, "v1/messages/count_tokens"),
+                )
+            )
+        )
     )
 )
 def test_a_valid_request_is_not_affected_by_other_bodies(

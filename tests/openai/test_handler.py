@@ -21,8 +21,8 @@ from front_end import SLOTS, FrontEnd
 from specserve.observability.metrics import Metrics
 from specserve.serving import parser, torchserve
 from specserve.serving.generation import Generation
-from specserve.serving.openai.openapi import openapi
 from specserve.serving.openai.response import GenerationResponse
+from specserve.serving.openapi import openapi
 from specserve.serving.routes import Routes
 from specserve.serving.scheduler import Scheduler
 
@@ -199,7 +199,7 @@ def test_the_model_url_without_a_route_serves_completions(front_end: FrontEnd, r
 
 def test_every_route_of_the_openapi_document_is_served_and_listed_by_a_404(front_end: FrontEnd) -> None:
     listed = [path.removeprefix("/") for path in openapi()["paths"]]
-    assert len(listed) == 6
+    assert len(listed) == 10
     answered = [front_end.post({}, path.format(id="qwen")) for path in listed]
     unknown = front_end.post({}, "v1/edits")
     front_end.run()
@@ -223,6 +223,18 @@ def test_an_unknown_model_or_route_is_a_404(front_end: FrontEnd) -> None:
     front_end.run()
     assert (front_end.status[model], front_end.answer(model)["error"]["param"]) == (404, "model")
     assert (front_end.status[route], front_end.answer(route)["error"]["code"]) == (404, "unknown_url")
+
+
+@pytest.mark.parametrize(
+    "route", ["v1/embeddings", "embeddings", "v1/rerank", "v1/audio/speech", "v1/images/generations", "v1/score"]
+)
+def test_a_route_for_another_kind_of_model_is_a_404_that_says_what_to_run(front_end: FrontEnd, route: str) -> None:
+    refused = front_end.post({"input": "hello", "model": "tiny"}, route)
+    front_end.run()
+    error = front_end.answer(refused)["error"]
+    assert (front_end.status[refused], error["code"]) == (404, "unknown_url")
+    assert "generates text only" in error["message"]
+    assert "llama-server --embeddings" in error["message"]
 
 
 def test_a_disconnect_frees_the_requests_slot(front_end: FrontEnd) -> None:

@@ -37,8 +37,8 @@ def tokens_of(pair: Pair, prompt: str | list[int], **fields: Any) -> list[int]:
 def chat_tokens(pair: Pair, **fields: Any) -> list[int]:
     """A chat's prompt."""
     assert pair.models.chat_template is not None
-    text = pair.models.chat_template.prompt(parse_body({**HELLO, **fields}, ChatRequest))
-    return Tokenizer(pair.vocabulary, pair.config).chat(text).tokens
+    request = parse_body({**HELLO, **fields}, ChatRequest)
+    return Tokenizer(pair.vocabulary, pair.config).chat(pair.models.chat_template.prompt(request), request).tokens
 
 
 def named(pair: Pair, name: str) -> int:

@@ -1,4 +1,4 @@
-"""Request fields: their effects and defaults, the errors of invalid ones, and that none is ignored silently."""
+"""Request fields: their effects and defaults, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -136,17 +136,16 @@ INVALID: dict[str, list[Any]] = {
         *(None, 5, ["a", 1], ["a", ""], [[1], [200]], [[1], "a"], ["a"] * 129, [[[1]]], [1, "a"], [1.5], [True], [-1]),
         *([200], [10**30], "", [], "\ud800"),
     ],
-    "max_tokens": [-1, "5", 1.5, True],
+    "max_tokens": [-2, "5", 1.5, True],
     "temperature": [-0.1, 2.1, float("nan"), float("inf"), "hot"],
     "top_p": [1.1],
     "top_k": [-2],
     "min_p": [2],
     "seed": [2**63, 0.5],
-    "stop": [5, "", ["a", ""], ["a"] * 17],
+    "stop": [5, "a" * 1001, ["a", 5], ["a"] * 17],
     "stream": ["yes"],
     "stream_options": [[]],
     "echo": [1],
-    "user": [5],
     "n": [129, 0, True],
     "best_of": [21, 0],
     "suffix": ["end", "", 5],
@@ -185,7 +184,6 @@ def test_an_invalid_or_unsupported_value_is_refused_naming_its_field(field: str,
         ({"speculation": {"drafter": "oracle"}}, "speculation.drafter"),
         ({"speculation": {"drafter": "prediction"}}, "speculation.drafter"),
         ({"speculation": {"drafter": "grammar"}}, "speculation.drafter"),
-        ({"speculation": {"tempo": 1}}, "speculation.tempo"),
         ({"best_of": 3, "stream": True}, "best_of"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": ["a"] * 100, "n": 2}, "prompt"),
@@ -208,11 +206,6 @@ def test_the_default_speculation_mode_is_the_operators(
     generation = generation_of({"prompt": "a"}, config)
     assert (generation.speculation.gamma, generation.speculation.mode == "auto") == (gamma, adaptive)
     assert generation.info.randomised == adaptive
-
-
-def test_an_unknown_field_is_refused_and_named() -> None:
-    error = refusal({"prompt": "a", "temprature": 1})
-    assert (error.status, error.param, error.code) == (400, "temprature", "unknown_parameter")
 
 
 def test_a_missing_prompt_is_named() -> None:
@@ -263,7 +256,6 @@ def test_the_drafter_model_is_refused_without_a_draft_model() -> None:
 
 def test_a_huge_invalid_body_is_refused_at_its_first_error() -> None:
     assert refusal({"prompt": ["a"] * 200_000}).param == "prompt"
-    assert refusal({"prompt": "a", **{f"f{n}": 1 for n in range(50_000)}}).param == "f0"
 
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -274,12 +266,11 @@ MESSAGES = [{"role": "user", "content": "hello"}]
     [
         ({"messages": []}, "messages"),
         ({"messages": "hello"}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user"}]}, "messages[0]"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "a", "colour": 1}]}, "messages[0].colour"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
@@ -290,9 +281,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"prediction": "text"}, "prediction"),
         ({"prediction": {"type": "content"}}, "prediction.content"),
-        ({"suffix": "a"}, "suffix"),
-        ({"max_completion_tokens": -1}, "max_completion_tokens"),
-        ({"prompt": "a"}, "prompt"),
+        ({"max_completion_tokens": -2}, "max_completion_tokens"),
     ],
 )
 def test_an_invalid_chat_field_is_refused_and_named(fields: dict[str, Any], param: str) -> None:
@@ -308,13 +297,7 @@ TEXT = {"type": "text", "text": "a"}
 @pytest.mark.parametrize(
     ("message", "param", "sentence"),
     [
-        ({"role": "user", "content": None}, "content", "must be a string of valid Unicode, or a list of parts"),
-        ({"role": "assistant", "content": None}, "content", "must be a string"),
-        ({"role": "assistant", "content": None, "tool_calls": []}, "content", "must be a string"),
-        ({"role": "assistant"}, "content", "is missing"),
-        ({"role": "assistant", "content": None, "tool_calls": [{}]}, "tool_calls", "is not supported by this server"),
         ({"role": "assistant", "content": "a", "audio": {"id": "b"}}, "audio", "is not supported by this server"),
-        ({"role": "tool", "content": "a", "tool_call_id": "b"}, "tool_call_id", "Unknown field"),
         ({"role": "user", "content": "\ud800"}, "content", "valid Unicode"),
         ({"role": "user", "content": [IMAGE]}, "content[0]", "images, audio and files are not supported"),
         ({"role": "user", "content": [TEXT, IMAGE]}, "content[1]", "images, audio and files are not supported"),
@@ -322,7 +305,6 @@ TEXT = {"type": "text", "text": "a"}
         ({"role": "user", "content": [TEXT, "b"]}, "content[1]", "must be an object"),
         ({"role": "user", "content": [{"type": "text"}]}, "content[0].text", "is missing"),
         ({"role": "user", "content": [{"type": "text", "text": 5}]}, "content[0].text", "valid string"),
-        ({"role": "user", "content": [{**TEXT, "colour": 1}]}, "content[0].colour", "Unknown field"),
     ],
 )
 def test_the_error_of_a_message_names_its_field(message: dict[str, Any], param: str, sentence: str) -> None:
@@ -479,7 +461,7 @@ def test_an_answer_without_a_limit_is_not_refused_for_the_length_that_it_could_h
         {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 5}, ChatRequest
     )
     vast = CONFIG.model_copy(update={"context_length": 32768})
-    [[generation]] = generations_of(request, [Tokenizer(VOCABULARY, vast).chat("a")], vast)
+    [[generation]] = generations_of(request, [Tokenizer(VOCABULARY, vast).chat("a", request)], vast)
     assert generation.max_tokens == 32767
 
 
@@ -524,10 +506,6 @@ MANY = dict.fromkeys(map(str, range(5_000)), "x")
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"messages": [{"role": "user", "content": "a", **MANY}]}, "messages[0].0"),
-        ({"messages": [], **MANY}, "0"),
-        ({"speculation": MANY}, "speculation.0"),
-        ({"response_format": {"type": "json_object", **MANY}}, "response_format.0"),
         ({"logit_bias": MANY}, "logit_bias"),
         ({"metadata": dict.fromkeys(MANY, 1)}, "metadata"),
     ],

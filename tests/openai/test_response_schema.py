@@ -10,7 +10,7 @@ import pytest
 
 from front_end import FrontEnd
 from specserve.serving.openai import response_schema as schema
-from specserve.serving.openai.openapi import openapi
+from specserve.serving.openapi import openapi
 
 QUESTIONS: dict[str, dict[str, Any]] = {
     "v1/completions": {"prompt": "hello"},

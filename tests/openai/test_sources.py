@@ -14,7 +14,7 @@ from front_end import FrontEnd
 from specserve.sequence import SamplingParams, Source, SpeculationParams
 from specserve.serving.generation import Generation
 from specserve.serving.openai.logprobs import ResponseSize
-from specserve.serving.openai.openapi import openapi
+from specserve.serving.openapi import openapi
 from test_detokenizer import split
 
 WITH_SOURCES = {"sources": True}
@@ -74,7 +74,7 @@ def test_the_source_of_a_character_is_that_of_the_token_with_its_last_byte(
         generation.sources += names[new]
         generation.read_new_tokens()
         released = generation.take_text()
-        by_source = generation.by_source(released)
+        by_source = generation.by_source()
         assert "".join(piece for piece, _ in by_source) == released
         assert all(piece for piece, _ in by_source)
         output += released
@@ -90,7 +90,8 @@ def test_an_incomplete_last_character_has_the_source_of_the_last_token() -> None
     generation.tokens += [0, 1]
     generation.sources += ["model", "target"]
     generation.read_new_tokens()
-    assert generation.by_source(generation.take_text()) == [("a", "model"), ("\ufffd", "target")]
+    assert generation.take_text() == "a\ufffd"
+    assert generation.by_source() == [("a", "model"), ("\ufffd", "target")]
 
 
 @pytest.mark.parametrize("echo", [False, True])

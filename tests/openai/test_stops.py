@@ -1,4 +1,4 @@
-"""A stop string that names a control token stops at that token, which has no text, and as text as before."""
+"""What ends an answer: stop strings, also those that name control tokens, stop tokens, and a time limit."""
 
 from __future__ import annotations
 
@@ -43,11 +43,14 @@ def spelled(text: str) -> list[int]:
     return VOCABULARY.encode(text, special=True)
 
 
-def written(stops: list[str], tokens: list[int], *, rounds: int = 1) -> tuple[Generation, list[str]]:
+def written(
+    stops: list[str], tokens: list[int], *, rounds: int = 1, min_tokens: int = 0, **more: Any
+) -> tuple[Generation, list[str]]:
     """A generation that has been given these tokens, some in each round, and the texts it released."""
     strings, marks = with_control_tokens(stops, VOCABULARY)
-    options: Any = {"max_tokens": len(tokens), "marks": marks, "top_logprobs": 0}
-    generation = Generation([0], SamplingParams(), SpeculationParams(), VOCABULARY, strings, **options)
+    options: Any = {"max_tokens": len(tokens), "marks": marks, "top_logprobs": 0, **more}
+    sampling = SamplingParams(min_tokens=min_tokens)
+    generation = Generation([0], sampling, SpeculationParams(), VOCABULARY, strings, **options)
     texts = []
     for begin in range(0, len(tokens), rounds):
         if generation.done:
@@ -99,6 +102,24 @@ def test_a_stop_string_that_names_a_control_token_stops_at_its_name_written_as_t
     assert ("".join(texts), generation.finish_reason) == ("one", "stop")
 
 
+@pytest.mark.parametrize(
+    ("stops", "output", "stop"),
+    [
+        (["two", "never"], "one two three", "two"),
+        (["wo", "two"], "one two three", "two"),
+        (["\n<|a|>user", "<|bb|>"], "one\n<|a|>user", "\n<|a|>user"),
+        (["<|a|>"], "one<|a|>", "<|a|>"),
+        (["tw", "thr"], "one t", ""),
+    ],
+)
+@pytest.mark.parametrize("rounds", [1, 3, 100])
+def test_a_generation_knows_the_stop_string_that_ended_it(
+    stops: list[str], output: str, stop: str, rounds: int
+) -> None:
+    generation, _ = written(stops, spelled(output), rounds=rounds)
+    assert generation.stop == stop
+
+
 def test_text_is_withheld_only_while_it_may_begin_a_stop_string() -> None:
     _, texts = written(["n<|a|>e"], spelled("on<|a|>d"))
     assert texts == ["o", "", "", "nd"]
@@ -124,3 +145,66 @@ def test_stop_strings_of_text_alone_stop_where_they_did_before_others_named_cont
     alone, others = (written([*stops, *more], tokens, rounds=rounds) for more in ([], ["<|a|>zz", "q<s>"]))
     assert "".join(alone[1]) == "".join(others[1])
     assert alone[0].tokens == others[0].tokens
+
+
+@pytest.mark.parametrize("rounds", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("stops", "output", "min_tokens", "text"),
+    [
+        (["b"], "abcab", 0, "a"),
+        (["b"], "abcab", 2, "abca"),
+        (["b"], "abcab", 4, "abca"),
+        (["b"], "abcab", 5, "abcab"),
+        # A stop string that ends after them ends the answer, and what they have said stays.
+        (["bca"], "abcab", 3, "abc"),
+        (["bca"], "abcab", 2, "ab"),
+        (["é"], "aéé", 3, "aé"),
+        (["<|a|>"], "x<|a|>y<|a|>z", 2, "xy"),
+    ],
+)
+def test_no_stop_string_ends_an_answer_before_its_least_number_of_tokens(
+    stops: list[str], output: str, min_tokens: int, text: str, rounds: int
+) -> None:
+    generation, texts = written(stops, spelled(output), rounds=rounds, min_tokens=min_tokens)
+    assert "".join(texts) == text
+    assert generation.generated >= min_tokens
+
+
+@pytest.mark.parametrize("rounds", [1, 3, 100])
+def test_a_stop_string_is_part_of_the_text_if_the_request_wants_it(rounds: int) -> None:
+    for stops, output, text in ((["bc"], "abcd", "abc"), (["b", "bc"], "abcd", "ab"), (["<|a|>"], "ab<|a|>c", "ab")):
+        generation, texts = written(stops, spelled(output), rounds=rounds, includes_stop=True)
+        assert ("".join(texts), generation.finish_reason) == (text, "stop")
+
+
+@pytest.mark.parametrize("rounds", [1, 3, 100])
+def test_a_stop_token_ends_an_answer_as_eos_does(rounds: int) -> None:
+    [token] = spelled("b")
+    for included, text in ((False, "a"), (True, "ab")):
+        generation, texts = written(
+            [], spelled("abc"), rounds=rounds, stop_tokens=frozenset([token]), includes_stop=included
+        )
+        assert ("".join(texts), generation.finish_reason) == (text, "stop")
+        assert generation.ended_by_eos is not included
+
+
+def test_control_tokens_are_spelled_if_the_request_wants_them() -> None:
+    for spells_control, text in ((False, "onetwo"), (True, "one<|bb|>two")):
+        _, texts = written([], spelled("one<|bb|>two"), spells_control=spells_control)
+        assert "".join(texts) == text
+
+
+@pytest.mark.parametrize(
+    ("output", "text"),
+    [
+        ("a\nbcd\ne\nf", "a\nbcd\n"),
+        ("a\n<|a|>\nf", "a\n\n"),
+        ("abcdefgh", "abcdefgh"),
+        ("a\nb", "a\nb"),
+    ],
+)
+def test_after_its_time_an_answer_ends_with_its_line(output: str, text: str) -> None:
+    """The time begins with the first token, and is read at each line break."""
+    times = iter([10.0, 12.9, 13.1])
+    generation, texts = written([], spelled(output), max_seconds=3.0, clock=lambda: next(times))
+    assert ("".join(texts), generation.finish_reason) == (text, "length")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import pytest
 
 from server import Server, running, worker
@@ -89,3 +91,131 @@ def test_worker_memory_is_the_model_files_the_kv_caches_and_little_else(coder: S
     assert prepared.draft is not None
     files = prepared.target.stat().st_size + prepared.draft.stat().st_size
     assert worker(coder.state).memory_info().rss <= files + CACHE_BYTES + OTHER_BYTES
+
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Tells the weather of a city.",
+        "parameters": {
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "unit": {"enum": ["celsius", "fahrenheit"], "default": "celsius"},
+            },
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK: Any = {"type": "function", "function": {"name": "get_time", "description": "Tells the time."}}
+BY_NAME: Any = {"type": "function", "function": {"name": "get_weather"}}
+QUESTION: Any = {"role": "user", "content": "What is the weather in Rome?"}
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("choice", ["required", BY_NAME, "auto"])
+def test_a_tool_is_called_whole_and_streamed(coder: Server, choice: Any, temperature: float) -> None:
+    fields: Any = {
+        "model": "qwen2.5-coder-1.5b-instruct",
+        "messages": [QUESTION],
+        "tools": [WEATHER, CLOCK],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "temperature": temperature,
+        "seed": 7,
+        "max_tokens": 200,
+    }
+    client = coder.client()
+    [whole] = client.chat.completions.create(**fields).choices
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.content is None or choice == "auto"
+    [call] = whole.message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "get_weather"
+    arguments = json.loads(call.function.arguments)
+    assert arguments["city"].startswith("Rome")
+    jsonschema.validate(arguments, WEATHER["function"]["parameters"])
+    with client.chat.completions.stream(**fields) as stream:
+        for _ in stream:
+            pass
+        [streamed] = stream.get_final_completion().choices
+    assert streamed.finish_reason == "tool_calls"
+    [call_of_stream] = streamed.message.tool_calls or []
+    assert call_of_stream.function.arguments == call.function.arguments
+
+
+def test_the_answer_to_a_call_is_read_and_text_follows(coder: Server) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
+    messages: Any = [
+        QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "sunny, 31 degrees"},
+    ]
+    [choice] = (
+        coder.client()
+        .chat.completions.create(
+            model="qwen2.5-coder-1.5b-instruct", messages=messages, tools=[WEATHER], temperature=0, max_tokens=60
+        )
+        .choices
+    )
+    assert choice.message.tool_calls is None
+    assert "31" in (choice.message.content or "")
+
+
+def test_calls_are_the_same_with_and_without_speculation(coder: Server) -> None:
+    def call(mode: str) -> Any:
+        response = coder.client().chat.completions.create(
+            model="qwen2.5-coder-1.5b-instruct",
+            messages=[QUESTION],
+            tools=[WEATHER, CLOCK],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            temperature=0,
+            extra_body={"speculation": {"mode": mode}},
+        )
+        [found] = response.choices[0].message.tool_calls or []
+        assert found.type == "function"
+        return found.function, response
+
+    (plain, before), (drafted, after) = call("off"), call("fixed")
+    assert plain == drafted
+    assert after.model_extra["speculation"]["rounds"] < before.model_extra["speculation"]["rounds"] / 2
+
+
+def test_responses_and_messages_call_the_tool_that_chats_call(coder: Server) -> None:
+    """In one conversation: the call, and the text that follows on its answer."""
+    client, model = coder.client(), "qwen2.5-coder-1.5b-instruct"
+    function = WEATHER["function"]
+    chat = client.chat.completions.create(
+        model=model, messages=[QUESTION], tools=[WEATHER], tool_choice="required", temperature=0
+    )
+    [call] = chat.choices[0].message.tool_calls or []
+    assert call.type == "function"
+
+    options: Any = {"model": model, "tools": [{"type": "function", **function}], "temperature": 0}
+    items: list[Any] = [QUESTION]
+    with client.responses.stream(**options, input=items, tool_choice="required") as stream:
+        for _ in stream:
+            pass
+        [item] = stream.get_final_response().output
+    assert item.type == "function_call"
+    assert (item.name, item.arguments) == (call.function.name, call.function.arguments)
+    answer = {"type": "function_call_output", "call_id": item.call_id, "output": "sunny, 31 degrees"}
+    follows = client.responses.create(**options, input=[*items, item.to_dict(), answer], tool_choice="none")
+
+    tool = {"name": function["name"], "description": function["description"], "input_schema": function["parameters"]}
+    body = {"messages": [QUESTION], "tools": [tool], "max_tokens": 200, "temperature": 0}
+    message = coder.post({**body, "tool_choice": {"type": "any"}}, route="/v1/messages").json()
+    [use] = message["content"]
+    assert message["stop_reason"] == "tool_use"
+    assert (use["name"], use["input"]) == (call.function.name, json.loads(call.function.arguments))
+    result = {"type": "tool_result", "tool_use_id": use["id"], "content": "sunny, 31 degrees"}
+    conversation = [QUESTION, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    [text] = coder.post(
+        {**body, "messages": conversation, "tool_choice": {"type": "none"}}, route="/v1/messages"
+    ).json()["content"]
+    assert "31" in text["text"]
+    assert text["text"] == follows.output_text

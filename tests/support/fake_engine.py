@@ -205,6 +205,10 @@ class FakeVocabulary:
         del prefix, suffix
         return None
 
+    def file_separators(self) -> tuple[int | None, int | None]:
+        """Return None: there are none."""
+        return None, None
+
     def is_end_token(self, token: int) -> bool:
         """Whether this is the last token of the vocabulary."""
         return token == self.size - 1
@@ -216,6 +220,10 @@ class FakeVocabulary:
 
 class NoEndToken(FakeVocabulary):
     """A vocabulary in which no token ends an answer."""
+
+    def file_separators(self) -> tuple[int | None, int | None]:
+        """Return None: there are none."""
+        return None, None
 
     def is_end_token(self, token: int) -> bool:
         """Return False."""

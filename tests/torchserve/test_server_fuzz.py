@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
 
 from bodies import anything, chats, completions
 from server import PATIENCE_SECONDS, Server, running, tiny_config, worker
-from specserve.serving.openai.openapi import openapi
+from specserve.serving.openapi import openapi
 
 pytestmark = pytest.mark.server
 
@@ -121,7 +121,7 @@ def test_the_openapi_document_is_served_and_valid(fuzzed: Server) -> None:
     DOCUMENT.validate()
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"])
 @pytest.mark.parametrize("mode", GenerationMode)
 @dozens
 @given(data=st.data())

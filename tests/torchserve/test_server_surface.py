@@ -170,11 +170,57 @@ def test_an_invalid_field_is_a_400_that_names_it(server: Server, fields: dict[st
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_an_unknown_field_is_ignored_and_named_in_a_header(server: Server, route: str, *, stream: bool) -> None:
+    message = {"role": "user", "content": "Hello", "a\r\nset-cookie: b": 1}
+    prompt = {"messages": [message]} if "chat" in route else {"prompt": PROMPT}
+    answer = server.post({**prompt, "max_tokens": 4, "stream": stream, "temprature": 0}, route=route)
+    assert answer.status_code == 200
+    named = ["messages[0].a%0D%0Aset-cookie%3A%20b", "temprature"] if "chat" in route else ["temprature"]
+    assert answer.headers["x-specserve-ignored"] == ", ".join(named)
+    assert "set-cookie" not in answer.headers
+    known = server.post({"prompt": PROMPT, "max_tokens": 4, "stream": stream, "user": "u", "n_keep": 3})
+    assert "x-specserve-ignored" not in known.headers
+
+
+def test_fields_of_vllm_and_llama_cpp_have_their_effect(server: Server) -> None:
+    def text(**fields: Any) -> Any:
+        return complete(server, extra_body={"temperature": 0, **fields}).choices[0].text
+
+    assert text(guided_regex="^(yes|no)!{2}$") in {"yes!!", "no!!"}
+    assert text(structured_outputs={"choice": ["left", "right"]}) in {"left", "right"}
+    assert json.loads(text(json_schema={"type": "array", "items": {"enum": [1]}, "maxItems": 2}, n_predict=40)) in (
+        [],
+        [1],
+        [1, 1],
+    )
+    first = text(max_tokens=1)
+    assert text(stop=[first]) == ""
+    assert text(stop=[first], include_stop_str_in_output=True).endswith(first)
+    long = complete(server, max_tokens=40, extra_body={"min_tokens": 40, "stop": [first], "temperature": 1.5})
+    assert long.usage.completion_tokens == 40
+    details = complete(server, max_tokens=1, extra_body={"cache_prompt": False}).usage.prompt_tokens_details
+    assert details.cached_tokens == 0
+
+
 def test_a_suffix_is_part_of_the_prompt_and_changes_the_output(server: Server) -> None:
     answer = complete(server, prompt="def add(a, b):\n", suffix="\n    return c", temperature=0)
     plain = complete(server, prompt="def add(a, b):\n", temperature=0)
     assert answer.usage.prompt_tokens > plain.usage.prompt_tokens
     assert answer.choices[0].text != plain.choices[0].text
+
+
+def test_an_editors_plug_in_gets_what_fills_the_gap(server: Server) -> None:
+    body = {"input_prefix": "def add(a, b):\n", "input_suffix": "\n", "prompt": "    ret", "n_predict": 12, "top_k": 40}
+    warm = server.post({**body, "n_predict": 0, "response_fields": [""]}, route="/infill")
+    assert (warm.status_code, warm.json()) == (200, {})
+    answer = server.post(body, route="/infill").json()
+    assert answer["tokens_predicted"] <= 12
+    assert answer["timings"]["cache_n"] == answer["tokens_evaluated"] - 1
+    stream = server.post({**body, "stream": True}, route="/infill")
+    events = [json.loads(line.removeprefix("data: ")) for line in stream.text.strip().split("\n\n")]
+    assert "".join(event["content"] for event in events) == answer["content"]
 
 
 @pytest.mark.parametrize("mode", ["auto", "off"])
@@ -226,3 +272,34 @@ def test_a_disconnect_from_a_whole_response_with_a_grammar_cancels_it(server: Se
     # TorchServe calls an idle worker only with the next request, which `sequences` sends.
     until(lambda: sequences(server) == (0, 0), "an idle server")
     until(lambda: ended_sequences(server, "cancelled") > before, "sequences that were cancelled")
+
+
+def test_responses_are_streamed_and_parsed_by_openais_client(server: Server) -> None:
+    responses = server.client().responses
+    options: dict[str, Any] = {"model": "tiny", "input": "Hello", "max_output_tokens": 400, "text_format": Owner}
+    parsed = responses.parse(**options, temperature=0)
+    assert isinstance(parsed.output_parsed, Owner)
+    with responses.stream(**options, temperature=0) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        final = stream.get_final_response()
+    assert text == final.output_text == parsed.output_text
+    assert final.output_parsed == parsed.output_parsed
+    assert accepted(final) > 0
+    with pytest.raises(openai.BadRequestError) as refusal:
+        responses.create(model="tiny", input="Hello", previous_response_id=parsed.id)
+    assert refusal.value.code == "previous_response_not_found"
+
+
+def test_messages_are_streamed_and_counted_in_anthropics_form(server: Server) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 16, "temperature": 0}
+    message = server.post(body, route="/v1/messages").json()
+    stream = server.post({**body, "stream": True}, route="/v1/messages")
+    assert stream.headers["content-type"] == "text/event-stream"
+    events = [json.loads(event.split("data: ")[1]) for event in stream.text.split("\n\n")[:-1]]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(delta["text"] for delta in deltas) == message["content"][0]["text"]
+    usage = message["usage"]
+    counted = server.post({"messages": MESSAGES}, route="/v1/messages/count_tokens").json()["input_tokens"]
+    assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+    refusal = server.post({**body, "max_tokens": None}, route="/v1/messages")
+    assert (refusal.status_code, refusal.json()["error"]["type"]) == (400, "invalid_request_error")

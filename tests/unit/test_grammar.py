@@ -761,3 +761,34 @@ def test_compiler_works_with_any_vocabulary() -> None:
 def test_grammar_without_recursion_is_one_lexeme() -> None:
     assert "rule_" not in gbnf_to_lark('root ::= a a\na ::= "x"+')
     assert "rule_" in gbnf_to_lark('root ::= a a\na ::= "x" a | "y"')
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matched", "others"),
+    [
+        (r"a+b?", ["a", "aab"], ["", "b", "aabb"]),
+        (r"^\d{2}/[a-z]\/x$", ["12/a/x"], ["1/a/x", "^12/a/x$"]),
+        ("a\nb|c\\.d", ["a\nb", "c.d"], ["a", "cxd"]),
+        (r"cost: \$", ["cost: $"], ["cost: "]),
+        (r"(?:yes|no)\\", ["yes\\", "no\\"], ["yes"]),
+        ("é/é", ["é/é"], ["e/e"]),
+    ],
+)
+def test_a_regular_expression_matches_the_whole_answer(
+    compiler: GrammarCompiler, model: LlamaModel, pattern: str, matched: list[str], others: list[str]
+) -> None:
+    constraint = compiler.regex(pattern)
+    assert [text for text in [*matched, *others] if accepts(constraint, model, text)] == matched
+
+
+@pytest.mark.parametrize("pattern", ["(", "abc" * 50_000, r"(?=a)", "(" * 9999 + ")" * 9999, "[", "*", "\\"])
+def test_a_regular_expression_that_is_invalid_or_too_large_is_a_400(compiler: GrammarCompiler, pattern: str) -> None:
+    with pytest.raises(RequestError, match="The regular expression cannot be used") as caught:
+        compiler.regex(pattern)
+    assert (caught.value.status, caught.value.param) == (400, "regex")
+
+
+def test_a_regular_expression_cannot_end_its_own_rule(compiler: GrammarCompiler, model: LlamaModel) -> None:
+    constraint = compiler.regex('a/\n| "b"\nx: /')
+    assert not accepts(constraint, model, "b")
+    assert accepts(constraint, model, "a/\n")

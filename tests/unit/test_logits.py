@@ -1,11 +1,18 @@
-"""Logit biases and penalties against their definitions."""
+"""Logit biases, penalties and forbidden tokens against their definitions."""
 
 from __future__ import annotations
 
+from collections import abc
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+from constraints import Alternating
+from specserve.errors import ConstraintError
 from specserve.sampling.distribution import FloatArray, to_distribution
 from specserve.sampling.logits import penalise, process_logits
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
@@ -60,3 +67,37 @@ def test_draft_tokens_count_as_generated_for_penalties() -> None:
     row = np.array([0.0, 0, 3, 2.5])
     assert to_distribution(process_logits(row, sequence, []), sampling).tolist() == [0, 0, 1, 0]
     assert to_distribution(process_logits(row, sequence, [2]), sampling).tolist() == [0, 0, 0, 1]
+
+
+def test_tokens_that_a_request_forbids_have_probability_0() -> None:
+    logits = np.arange(VOCABULARY, dtype=np.float32)
+
+    def possible(output: list[int], **forbidden: Any) -> list[int]:
+        sequence = Sequence([1], SamplingParams(**forbidden), SpeculationParams(), max_tokens=9)
+        sequence.tokens += output[:1]
+        return np.flatnonzero(np.isfinite(process_logits(logits, sequence, output[1:]))).tolist()
+
+    everything = list(range(VOCABULARY))
+    assert possible([], allowed_tokens=(2, 5)) == [2, 5]
+    assert possible([3, 4], bad_words=((3, 4, 6), (7,))) == [0, 1, 2, 3, 4, 5]
+    assert possible([4], bad_words=((3, 4, 6), (1, 4, 6))) == everything
+    early = {"min_tokens": 2, "end_tokens": (0, 7)}
+    assert possible([3], **early) == [1, 2, 3, 4, 5, 6]
+    assert possible([3, 4], **early) == everything
+    # Only the end is left, so it may come.
+    assert possible([3], allowed_tokens=(7,), **early) == [7]
+    with pytest.raises(ConstraintError):
+        possible([], allowed_tokens=(7,), bad_words=((7,),))
+
+
+def test_an_answer_that_follows_a_grammar_may_end_before_min_tokens_where_nothing_else_can_follow() -> None:
+    logits = np.arange(VOCABULARY, dtype=np.float32)
+
+    class OnlyTheEnd(Alternating):
+        def allowed(self, written: abc.Sequence[int]) -> NDArray[np.bool_]:
+            return np.arange(VOCABULARY) == 7 if written else np.arange(VOCABULARY) > 3
+
+    sampling = SamplingParams(min_tokens=3, end_tokens=(7,))
+    sequence = Sequence([1], sampling, SpeculationParams(), max_tokens=9, constraint=OnlyTheEnd(VOCABULARY))
+    assert np.flatnonzero(np.isfinite(process_logits(logits, sequence, []))).tolist() == [4, 5, 6]
+    assert np.flatnonzero(np.isfinite(process_logits(logits, sequence, [4]))).tolist() == [7]

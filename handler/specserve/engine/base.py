@@ -58,6 +58,9 @@ class Vocabulary(Protocol):
     def infill(self, prefix: list[int], suffix: list[int]) -> list[int] | None:
         """Return a fill-in-the-middle prompt; None if the model has no tokens for it."""
 
+    def file_separators(self) -> tuple[int | None, int | None]:
+        """Return the tokens before a repository's and a file's name in a fill-in-the-middle prompt, if it has them."""
+
     def bos_token(self) -> int | None:
         """Return the BOS token, which also stands for an empty prompt; None if the vocabulary has none."""
 

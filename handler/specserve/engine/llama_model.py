@@ -115,6 +115,11 @@ class LlamaModel:
         text = prefix if bos is None else prefix[_leading(bos, prefix) :]
         return [*begin, prefix_token, *text, suffix_token, *suffix, middle_token]
 
+    def file_separators(self) -> tuple[int | None, int | None]:
+        """Return the tokens before a repository's and a file's name in a fill-in-the-middle prompt, if it has them."""
+        repository, separator = llama_cpp.llama_vocab_fim_rep(self._vocab), llama_cpp.llama_vocab_fim_sep(self._vocab)
+        return None if repository < 0 else repository, None if separator < 0 else separator
+
     def _added_bos(self) -> int | None:
         """Return the BOS token if prompts begin with it."""
         return self.bos_token() if llama_cpp.llama_vocab_get_add_bos(self._vocab) else None

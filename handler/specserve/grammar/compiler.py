@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import llguidance
@@ -19,7 +20,8 @@ from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.grammar.constraint import Budget, CompiledGrammar, Constraint, SpecialTokens, in_one_line
 from specserve.grammar.gbnf import UnusableGrammar, gbnf_to_lark
-from specserve.grammar.schema import UnusableSchema, read_schema
+from specserve.grammar.schema import MAX_SUBSCHEMAS, MAX_TEXT, ReadSchema, UnusableSchema, read_schema
+from specserve.grammar.tool_calls import CallConstraint, CallGrammar, CallSyntax, Reasoning, control_tokens
 
 # llguidance's own forcing restricts the mask to one tokenisation of forced text, at a cost that grows with its length.
 _HEADER = '%llguidance {"no_forcing": true}\n'
@@ -27,6 +29,18 @@ _HEADER = '%llguidance {"no_forcing": true}\n'
 _WHITESPACE_PATTERN = r"[\x20\x0A\x0D\x09]{1,40}"
 # Without \\u: with it, an additional property could be spelled like a named one and escape its schema.
 _ESCAPES = 'nrbtf\\"'
+_FLEXIBLE = {"whitespace_pattern": _WHITESPACE_PATTERN, "json_allowed_escapes": _ESCAPES}
+# The layout of json.dumps, in which chat templates show calls.
+_EXACT = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "json_allowed_escapes": _ESCAPES,
+}
+# Before a tool's name each is an item of the row (`max_items_in_row`), beside a few others.
+MAX_TOOLS = 400
+# Of at most so many tools the one that cannot be compiled is searched for.
+_TOOLS_TO_SEARCH = 64
 # With 151,936 tokens these keep compilation to 0.5 s, a mask to 0.05 s and memory to 100 MB. Of 500 real schemas two
 # need more than 300 items in a row, and none more than 500 (benchmarks/schemas.py).
 _LIMITS = llguidance.LLParserLimits(
@@ -78,18 +92,90 @@ class GrammarCompiler:
         Raises:
             RequestError: the schema is invalid, too large, or uses a keyword that is not supported.
         """
-        try:
-            text, left = read_schema(schema)
-        except UnusableSchema as error:
-            raise _refusal("JSON schema", error, "response_format") from error
-        options = json.dumps({"whitespace_pattern": _WHITESPACE_PATTERN, "json_allowed_escapes": _ESCAPES})
-        text = f'{{"x-guidance": {options}, {text[1:]}' if text != "{}" else f'{{"x-guidance": {options}}}'
+        text, left, _ = self._read(schema, "JSON schema", "response_format")
+        text = _with_options(text, _FLEXIBLE)
         try:
             return self._constraint(f"{_HEADER}start: %json {text}\n", "JSON schema", "response_format", is_json=True)
         except RequestError as error:
             if left and "oneOf constraints" in error.message:
                 raise _refusal("JSON schema", left, "response_format") from error
             raise
+
+    def calls(
+        self,
+        tools: Mapping[str, dict[str, Any]],
+        syntax: CallSyntax,
+        *,
+        required: bool,
+        parallel: bool,
+        otherwise: dict[str, Any] | None = None,
+        reasoning: Reasoning | None = None,
+    ) -> Constraint | CallConstraint:
+        """Return a constraint to calls of tools, from the first token on or from where the model opens one.
+
+        Args:
+            tools: by name, the JSON schema of the arguments.
+            syntax: how the model writes calls.
+            required: whether the answer has to be one or more calls.
+            parallel: whether it may have several.
+            otherwise: the JSON schema of an answer that is no call; None leaves that free.
+            reasoning: what surrounds reasoning before an answer that is free.
+
+        Raises:
+            RequestError: a schema is invalid or not supported, or all together are too large.
+        """
+        texts = self._read_tools(tools)
+        in_calls = syntax.tags(self._vocabulary)
+        is_free = not required and otherwise is None
+        other = None
+        if otherwise is not None and not required:
+            if not syntax.forms[0].tag:
+                raise _refusal("response format", "this model's calls look like any JSON", "response_format")
+            other = _with_options(self._read(otherwise, "JSON schema", "response_format").text, _FLEXIBLE)
+
+        def compiled(some: Mapping[str, tuple[str, str]], what: str) -> Constraint:
+            grammar = CallGrammar(some, in_calls)
+            opened = grammar.opened if is_free else partial(grammar.whole, otherwise=other)
+            return self._constraint(_HEADER + opened(syntax, parallel=parallel), what, "tools", is_json=False)
+
+        try:
+            call = compiled(texts, "tools")
+        except RequestError:
+            if len(texts) <= _TOOLS_TO_SEARCH:
+                for name, text in texts.items():
+                    compiled({name: text}, f"tool '{name}'")
+            raise
+        if not is_free:
+            return call
+        named = in_calls | (control_tokens(reasoning[:2], self._vocabulary) if reasoning else {})
+        options: Any = {"parallel": parallel, "reasoning": reasoning}
+        return CallConstraint(call, syntax.forms, texts, self._vocabulary, named, **options)
+
+    def _read_tools(self, tools: Mapping[str, dict[str, Any]]) -> dict[str, tuple[str, str]]:
+        """Read the schemas of arguments, which are objects even where they do not say so, for both layouts."""
+        read: dict[str, ReadSchema] = {}
+        size, length = 0, 0
+        if len(tools) > MAX_TOOLS:
+            raise _refusal("tools", f"they are more than {MAX_TOOLS}", "tools")
+        for name, schema in tools.items():
+            if schema.get("type", "object") not in ("object", ["object"], None):
+                raise _refusal(f"tool '{name}'", "its arguments have to be of the type 'object'", "tools")
+            read[name] = self._read({**schema, "type": "object"}, f"tool '{name}'", "tools")
+            size, length = size + read[name].size, length + len(read[name].text)
+            if size > MAX_SUBSCHEMAS:
+                raise _refusal("tools", f"they have more than {MAX_SUBSCHEMAS} subschemas together", "tools")
+            if length > MAX_TEXT:
+                raise _refusal("tools", f"they have more than {MAX_TEXT // 1024} KiB of schemas together", "tools")
+        return {
+            name: (_with_options(schema.text, _EXACT), _with_options(schema.text, _FLEXIBLE))
+            for name, schema in read.items()
+        }
+
+    def _read(self, schema: dict[str, Any], what: str, param: str) -> ReadSchema:
+        try:
+            return read_schema(schema)
+        except UnusableSchema as error:
+            raise _refusal(what, error, param) from error
 
     def gbnf(self, grammar: str) -> Constraint:
         """Return a constraint to a grammar in llama.cpp's format.
@@ -102,6 +188,20 @@ class GrammarCompiler:
         except UnusableGrammar as error:
             raise _refusal("grammar", error, "grammar") from error
         return self._constraint(_HEADER + lark, "grammar", "grammar", is_json=False)
+
+    def regex(self, pattern: str) -> Constraint:
+        """Return a constraint to text that a regular expression (of Rust's crate `regex`) matches as a whole.
+
+        Raises:
+            RequestError: it is invalid, or too large.
+        """
+        if len(pattern) > MAX_TEXT:
+            raise _refusal("regular expression", f"it is longer than {MAX_TEXT // 1024} KiB", "regex")
+        # The whole text has to match, so anchors at its ends say nothing; an escaped `$` is none.
+        whole = re.sub(r"^\^|(?<!\\)\$$", "", pattern)
+        # A slash would end the expression, and Lark takes no line break in it.
+        escaped = re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), whole)
+        return self._constraint(f"{_HEADER}start: /{escaped}/\n", "regular expression", "regex", is_json=False)
 
     def _constraint(self, lark: str, what: str, param: str, *, is_json: bool) -> Constraint:
         """Return a constraint by a grammar, compiled or from the cache, with a budget of its own.
@@ -180,6 +280,12 @@ def _with_large_stack(compile_one: Callable[[], llguidance.LLMatcher]) -> llguid
         # A panic of llguidance is no `Exception`, and would end the thread that waits.
         raise RuntimeError("the compiler of grammars has failed") from cause
     return compiled.result()
+
+
+def _with_options(schema: str, options: Mapping[str, Any]) -> str:
+    """Add the compiler's options to a schema."""
+    text = json.dumps(options)
+    return f'{{"x-guidance": {text}, {schema[1:]}' if schema != "{}" else f'{{"x-guidance": {text}}}'
 
 
 def _refusal(what: str, reason: object, param: str) -> RequestError:

@@ -155,6 +155,14 @@ class Constraint:
         matches = text.startswith(b"".join(map(self._vocabulary.piece, forced)))
         return forced if matches and self._special.end_set.isdisjoint(forced) else []
 
+    def follows(self, tokens: Sequence[int]) -> bool:
+        """Whether the grammar allows these tokens, whatever the round's budget; raises like `allowed`."""
+        return self._follow(tokens, may_defer=False)
+
+    def spell(self, text: bytes) -> list[int]:
+        """Return the tokens of the text's single bytes; of bytes without a token, none."""
+        return [self._special.single_byte[byte] for byte in text if byte in self._special.single_byte]
+
     def fork(self) -> Constraint:
         """Return an independent constraint by the same grammar."""
         return Constraint(self._compiled, self._vocabulary, self._special, self._round_budget, self._request_budget)

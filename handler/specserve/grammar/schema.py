@@ -59,10 +59,14 @@ class UnusableSchema(ValueError):
 
 
 class ReadSchema(NamedTuple):
-    """A schema as JSON without annotations, and why a `oneOf` is left in it: empty if none is (unions.py)."""
+    """A schema as JSON without annotations, why a `oneOf` is left in it (unions.py; empty if none is), and its size.
+
+    The size is a number of subschemas.
+    """
 
     text: str
     left: str
+    size: int
 
 
 def read_schema(schema: dict[str, Any]) -> ReadSchema:
@@ -87,7 +91,7 @@ def read_schema(schema: dict[str, Any]) -> ReadSchema:
         raise UnusableSchema("it holds a number that JSON cannot spell") from None
     if len(text) > MAX_TEXT:
         raise UnusableSchema(f"it is longer than {MAX_TEXT // 1024} KiB, without its annotations")
-    return ReadSchema(text, left)
+    return ReadSchema(text, left, reader.size)
 
 
 class _Reader:
@@ -111,6 +115,11 @@ class _Reader:
         self._root = schema
         # Subschemas that only references lead to, by JSON pointer.
         self.elsewhere: dict[str, Any] = {}
+
+    @property
+    def size(self) -> int:
+        """The number of subschemas."""
+        return len(self._copies)
 
     def read(self, schema: Any, pointer: str, depth: int, *, rebased: bool = False) -> Any:
         """Copy the schema at a JSON pointer; `rebased` if it is below an `$id` other than the root's."""

@@ -10,6 +10,7 @@ from collections import abc
 
 import numpy as np
 
+from specserve.errors import ConstraintError
 from specserve.sampling.distribution import FloatArray, argmax, confidence, to_distribution
 from specserve.sequence import SamplingParams, Sequence, TokenScore
 
@@ -42,10 +43,44 @@ def penalise(
     return shaped
 
 
+def restrict(logits: FloatArray, sampling: SamplingParams, output: abc.Sequence[int]) -> FloatArray:
+    """Return the logits without the tokens that the request forbids after this output.
+
+    Those are all but `allowed_tokens`, the last token of a bad word whose others the output ends with, and, before
+    `min_tokens`, the tokens that end the answer, unless nothing else is left (a grammar may allow only the end).
+
+    Args:
+        logits: shape (vocabulary,); not changed.
+        sampling: the request's settings.
+        output: the tokens generated up to this position, draft tokens included.
+
+    Raises:
+        ConstraintError: no token is left.
+    """
+    restricted = logits.copy()
+    if sampling.allowed_tokens is not None:
+        allowed = list(sampling.allowed_tokens)
+        restricted = np.full_like(logits, -np.inf)
+        restricted[allowed] = logits[allowed]
+    for word in sampling.bad_words:
+        begun = len(word) - 1
+        if tuple(output[len(output) - begun :]) == word[:begun]:
+            restricted[word[-1]] = -np.inf
+    if len(output) < sampling.min_tokens:
+        ends = list(sampling.end_tokens)
+        ending = restricted[ends]
+        restricted[ends] = -np.inf
+        if restricted.max() == -np.inf:
+            restricted[ends] = ending
+    if restricted.max() == -np.inf:
+        raise ConstraintError("The request allows no token that could follow")
+    return restricted
+
+
 def process_logits(logits: FloatArray, sequence: Sequence, drafts: abc.Sequence[int]) -> FloatArray:
     """Return the logits of the token after a sequence and these drafts of it, of which p, or q of a draft, is made.
 
-    The grammar comes last, so that nothing can make a token possible that it forbids.
+    The grammar comes after biases, so that nothing can make a token possible that it forbids.
 
     Args:
         logits: shape (vocabulary,); not changed.
@@ -56,18 +91,19 @@ def process_logits(logits: FloatArray, sequence: Sequence, drafts: abc.Sequence[
         The logits themselves where the request changes nothing.
 
     Raises:
-        ConstraintError: the request's grammar cannot be followed further.
+        ConstraintError: the request's grammar cannot be followed further, or all tokens are forbidden.
         MaskDeferred: the round has no time left for its mask.
     """
     sampling, constraint = sequence.sampling, sequence.constraint
-    output = [*sequence.answer, *drafts] if sampling.shapes_logits or constraint is not None else []
+    needs_output = sampling.shapes_logits or sampling.forbids_tokens or constraint is not None
+    output = [*sequence.answer, *drafts] if needs_output else []
     if sampling.shapes_logits:
         logits = penalise(logits, sampling, sequence.prompt, output)
     if constraint is not None:
         allowed = constraint.allowed(output)
         if allowed is not None:
             logits = np.where(allowed, logits, -np.inf)
-    return logits
+    return restrict(logits, sampling, output) if sampling.forbids_tokens else logits
 
 
 class TargetDistributions:

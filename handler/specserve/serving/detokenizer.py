@@ -51,26 +51,30 @@ class Detokenizer:
 
     Args:
         stops: the stop strings, maybe with marks of control tokens.
+        includes_stop: whether the text ends after the stop string instead.
     """
 
-    def __init__(self, stops: Iterable[str]) -> None:
+    def __init__(self, stops: Iterable[str], *, includes_stop: bool = False) -> None:
+        self._includes_stop = includes_stop
         self._stops = [_Stop(stop) for stop in stops]
         self._marked = [stop for stop in self._stops if stop.shown[-1] < len(stop.text)]
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
         self._ready = ""
         self.stopped = False
+        # The stop string that ended the text.
+        self.stop = ""
         self.length = 0
         self.released = 0
 
-    def push(self, piece: bytes) -> None:
-        """Add a token's bytes."""
-        self._add(self._decoder.decode(piece))
+    def push(self, piece: bytes, *, may_stop: bool = True) -> None:
+        """Add a token's bytes; the text does not end in them unless it may stop."""
+        self._add(self._decoder.decode(piece), may_stop=may_stop)
 
-    def push_mark(self, mark: str) -> None:
+    def push_mark(self, mark: str, *, may_stop: bool = True) -> None:
         """Add a control token by its mark: it has no text, but may end a stop string."""
         if not self.stopped:
-            self._advance(mark, self._marked, len(self._held) - len(mark))
+            self._advance(mark, self._marked, len(self._held) - len(mark), may_stop=may_stop)
 
     def finish(self) -> None:
         """End the text: an incomplete character becomes U+FFFD, and what was held back is released."""
@@ -88,26 +92,28 @@ class Detokenizer:
         ready, self._ready = self._ready, ""
         return ready
 
-    def _add(self, text: str) -> None:
+    def _add(self, text: str, *, may_stop: bool = True) -> None:
         if self.stopped or not text:
             return
         before = len(self._held)
         self._held += text
         self.length += len(text)
-        self._advance(text, self._stops, before)
+        self._advance(text, self._stops, before, may_stop=may_stop)
 
-    def _advance(self, text: str, stops: list[_Stop], before: int) -> None:
+    def _advance(self, text: str, stops: list[_Stop], before: int, *, may_stop: bool) -> None:
         """Match what was added after the first `before` characters held back; release, or stop at a stop string."""
-        found = self._match(text, stops)
-        if found is None:
+        found = self._match(text, stops, may_stop=may_stop)
+        if not may_stop:
+            self._release(len(self._held))
+        elif found is None:
             self._release(len(self._held) - max((stop.shown[stop.matched] for stop in self._stops), default=0))
         else:
             end, length = found
-            self._release(before + end - length)
+            self._release(before + end - (0 if self._includes_stop else length))
             self._held = ""
             self.stopped = True
 
-    def _match(self, text: str, stops: list[_Stop]) -> tuple[int, int] | None:
+    def _match(self, text: str, stops: list[_Stop], *, may_stop: bool) -> tuple[int, int] | None:
         """The first end of a stop string in `text`, and the length of the longest that ends there, without marks."""
         for position, character in enumerate(text if stops else ""):
             found = None
@@ -118,12 +124,15 @@ class Detokenizer:
                 matched += stop.text[matched] == character
                 stop.matched = matched
                 if matched == len(stop.text):
-                    found = max(found or 0, stop.shown[-1])
+                    if may_stop and (found is None or stop.shown[-1] > found):
+                        found, self.stop = stop.shown[-1], stop.text
+                    stop.matched = stop.table[-1]
             if found is not None:
                 return position + 1, found
         return None
 
     def _release(self, count: int) -> None:
+        count = max(0, count)  # a stop string may begin in what was released when it could not stop the text
         self._ready += self._held[:count]
         self._held = self._held[count:]
         self.released += count

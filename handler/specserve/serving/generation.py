@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -48,7 +49,14 @@ class Generation(Sequence):
         vocabulary: the target's.
         stops: the stop strings.
         marks: of the control tokens that stand in stop strings, by token.
+        stop_tokens: end the answer as EOS does.
+        includes_stop: whether a stop string or token that ends the answer is part of its text.
+        spells_control: whether the text has the names of control tokens.
+        max_seconds: since its first token; later it ends with its next line, as by llama.cpp's `t_max_predict_ms`. Not
+            limited if 0 or less.
+        tags: the texts of control tokens that are read as text, by token.
         size: counts the bytes of the response.
+        clock: seconds.
         options: further arguments of `Sequence`.
     """
 
@@ -61,7 +69,13 @@ class Generation(Sequence):
         stops: Iterable[str] = (),
         *,
         marks: Mapping[int, str] | None = None,
+        stop_tokens: frozenset[int] = frozenset(),
+        includes_stop: bool = False,
+        spells_control: bool = False,
+        max_seconds: float = 0.0,
+        tags: Mapping[int, str] | None = None,
         size: SizeLimit | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **options: Any,
     ) -> None:
         super().__init__(prompt, sampling, speculation, **options)
@@ -71,8 +85,16 @@ class Generation(Sequence):
         # Over all tokens, an EOS token included: so an empty completion has one too.
         self.mean_logprob = -math.inf
         self._vocabulary = vocabulary
-        self._text = Detokenizer(stops)
+        self._piece = vocabulary.name if spells_control else vocabulary.piece
+        self._text = Detokenizer(stops, includes_stop=includes_stop)
+        self._last_text = ""
         self._marks = marks or {}
+        self._stop_tokens = stop_tokens
+        self._includes_stop = includes_stop
+        self._max_seconds = max_seconds
+        self._clock = clock
+        self._deadline: float | None = None
+        self._tags = {token: tag.encode() for token, tag in (tags or {}).items()}
         self._size = size
         self._prompt_scores_counted = 0
         # By token, the first and the last character of its text; the tokens that `take_tokens` has returned.
@@ -83,6 +105,10 @@ class Generation(Sequence):
     def done(self) -> bool:
         """Whether it has finished or failed."""
         return self.finish_reason is not None or self.error is not None
+
+    def warm_cache(self) -> None:
+        """Have the prompt prefilled even if no token is wanted."""
+        self.finish_reason = None
 
     def fail(self, reason: Exception) -> None:
         """End with an error: a 400 if the grammar cannot be followed, else a 500."""
@@ -136,24 +162,31 @@ class Generation(Sequence):
         self._end("length")
 
     def _detokenize(self) -> None:
+        if self._deadline is None and self.generated and self._max_seconds > 0:
+            self._deadline = self._clock() + self._max_seconds
         while self.finish_reason is None and len(self._spans) < self.generated:
             token = self.tokens[self.prompt_length + len(self._spans)]
-            if self._vocabulary.is_end_token(token):
+            is_stop = token in self._stop_tokens
+            if self._vocabulary.is_end_token(token) or (is_stop and not self._includes_stop):
                 self._end("stop", eos=True)
                 return
             begin = self._text.length
-            piece = self._vocabulary.piece(token)
-            self._text.push(piece)
+            piece = self._tags.get(token) or self._piece(token)
+            may_stop = len(self._spans) >= self.sampling.min_tokens
+            self._text.push(piece, may_stop=may_stop)
             if token in self._marks:
-                self._text.push_mark(self._marks[token])
+                self._text.push_mark(self._marks[token], may_stop=may_stop)
             if self._size is not None:
                 scored = self.top_logprobs is not None
                 self._size.add_token(piece, self.scores[len(self._spans)] if scored else None)
             self._spans.append((begin, self._text.length))
-            if self._text.stopped or self._grammar_is_complete():
+            if self._text.stopped or is_stop or self._grammar_is_complete():
                 self._end("stop")
-            elif len(self._spans) >= self.max_tokens:
+            elif len(self._spans) >= self.max_tokens or (b"\n" in piece and self._is_late()):
                 self._end("length")
+
+    def _is_late(self) -> bool:
+        return self._deadline is not None and self._clock() > self._deadline
 
     def _grammar_is_complete(self) -> bool:
         return self.constraint is not None and self.constraint.complete(self.answer[: len(self._spans)])
@@ -173,13 +206,27 @@ class Generation(Sequence):
         """Whether there is text to take."""
         return self._text.ready
 
+    @property
+    def stop(self) -> str:
+        """The stop string that ended it, '' where another end came first; of several the longest."""
+        stop = self._text.stop
+        for token, mark in self._marks.items():
+            stop = stop.replace(mark, self._vocabulary.name(token).decode(errors="replace"))
+        return stop
+
     def take_text(self) -> str:
         """The text that was released since the last call."""
-        return self._text.take()
+        self._last_text = self._text.take()
+        return self._last_text
 
-    def by_source(self, text: str) -> list[tuple[str, Source]]:
+    def tokens_within(self, length: int) -> int:
+        """How many tokens end within the first characters of the text."""
+        return bisect_right(self._spans, length, key=itemgetter(1))
+
+    def by_source(self) -> list[tuple[str, Source]]:
         """What `take_text` has just returned, in a piece for each token that ended a character, and who wrote it."""
         pieces: list[tuple[str, Source]] = []
+        text = self._last_text
         begin = self._text.released - len(text)
         first = bisect_right(self._spans, begin, key=itemgetter(1))
         for (_, end), source in zip(self._spans[first:], self.sources[first:], strict=False):

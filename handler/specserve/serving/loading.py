@@ -21,8 +21,8 @@ from specserve.errors import ModelLoadError
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.kv_cache import KVCache
 from specserve.memory import free_memory
+from specserve.serving.chat_template import ChatTemplate
 from specserve.serving.costs import Costs
-from specserve.serving.openai.chat_template import ChatTemplate
 from specserve.serving.pool import DRAFT_LENGTH, fitted
 from specserve.serving.prefix_files import PrefixFiles
 from specserve.serving.prefix_store import PrefixStore

@@ -70,7 +70,7 @@ class Parser:
         if not self._routes.generates(route):
             answered.set_result(self._routes.respond(request_id, route, body))
         elif size > LONG_BODY and self._waiting_bytes() > max(0, _MAX_WAITING_BYTES - size):
-            answered.set_result(Response.refusal(_BUSY))
+            answered.set_result(self._routes.refusal(route, _BUSY))
         else:
             answered = self._thread.submit(self._routes.respond, request_id, route, body)
         self._parsing[request_id] = Parsing(arrival, size, answered)

@@ -98,7 +98,7 @@ class PrefixCache:
         """
         # The last token is always fed: the next one is sampled from its logits. A scored prompt is fed from the first
         # token without a score on.
-        max_length = len(sequence.tokens) - 1
+        max_length = len(sequence.tokens) - 1 if sequence.reuses_prefix else 0
         if sequence.scores_prompt and not sequence.generated:
             max_length = min(max_length, len(sequence.prompt_scores))
         prefixes = self._target.prefixes(sequence.tokens, max_length)
@@ -126,7 +126,10 @@ class PrefixCache:
             sequence.cached_tokens = self._target.end(slot.index)
         if self._drafters.model:
             draft = self._drafters.model.cache
-            draft.truncate(slot.index, draft.prefix(slot.index, sequence.tokens, len(sequence.tokens) - 1))
+            reused = (
+                draft.prefix(slot.index, sequence.tokens, len(sequence.tokens) - 1) if sequence.reuses_prefix else 0
+            )
+            draft.truncate(slot.index, reused)
         # Last: a slot whose engine failed stays free.
         slot.in_use = True
         self._target.pin(slot.index)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+from urllib.parse import quote
 
 import specserve
 from specserve.config import HandlerConfig, ModelConfig, processor
@@ -14,14 +17,20 @@ from specserve.engine.kernels import calls
 from specserve.engine.llama_model import LlamaModel, build_description
 from specserve.errors import RequestError
 from specserve.observability.control_group import Holdback
+from specserve.serving.anthropic import CountRequest, MessagesRequest, MessagesResponse
+from specserve.serving.generation import Generation
+from specserve.serving.infill import InfillRequest, InfillResponse, infill_prompt
 from specserve.serving.loading import Models
-from specserve.serving.openai.openapi import openapi
-from specserve.serving.openai.parse import parse_body
+from specserve.serving.openai.body import Body
+from specserve.serving.openai.parse import AnyRequest, parse_body
 from specserve.serving.openai.prompt import Prompt, Tokenizer
 from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
-from specserve.serving.openai.resolve import resolve
+from specserve.serving.openai.resolve import ResponseForm, resolve
 from specserve.serving.openai.response import ChatResponse, CompletionResponse, GenerationResponse, Response
 from specserve.serving.openai.response_schema import Model, ModelList, ResponseObject, SpeculationStatus
+from specserve.serving.openapi import openapi
+from specserve.serving.response_store import ResponseStore
+from specserve.serving.responses import ResponsesRequest, ResponsesResponse
 from specserve.serving.scheduler import Scheduler
 from specserve.speculation.cost import Cost
 
@@ -30,6 +39,11 @@ logger = logging.getLogger(__name__)
 # Whose versions v1/speculation tells, and decimals of its numbers.
 _PACKAGES = ("llama-cpp-python", "llguidance", "numpy", "pydantic", "torchserve")
 _DIGITS = 4
+# The response header that names the fields that were ignored, and how many names the log warns of.
+_IGNORED_HEADER = "x-specserve-ignored"
+_MAX_WARNINGS = 100
+# Routes of others that need another kind of model, with or without "v1/", by their first part.
+_OTHER_MODELS = ("embedding", "embeddings", "rerank", "reranking", "score", "audio", "images", "moderations")
 
 
 class Routes:
@@ -52,12 +66,18 @@ class Routes:
         self._holdback = holdback
         self._model_ids = list(dict.fromkeys([config.model_id, name]))
         self._created = int(time.time())
+        self._store = ResponseStore(config.responses_store)
+        self._warned_of: set[str] = set()
         self._tokenizer = Tokenizer(models.vocabulary, config)
         # The bare URL of a model takes completions.
         self._generating: dict[str, Callable[[object, str], Response]] = {
             "": self._complete,
             "v1/completions": self._complete,
             "v1/chat/completions": self._chat,
+            "v1/responses": self._create_response,
+            "v1/messages": self._create_message,
+            "v1/messages/count_tokens": self._count_tokens,
+            "infill": self._infill,
         }
         self._describing: dict[str, Callable[[], ResponseObject | Mapping[str, Any]]] = {
             "v1/models": lambda: ModelList(object="list", data=[self._model(name) for name in self._model_ids]),
@@ -66,8 +86,13 @@ class Routes:
         }
 
     def generates(self, route: str) -> bool:
-        """Tell whether a route generates text."""
+        """Tell whether a route generates text, or reads one as those that do."""
         return route in self._generating
+
+    @staticmethod
+    def refusal(route: str, error: RequestError) -> Response:
+        """Make the response to a request that is refused, in the shape of its route's protocol."""
+        return (MessagesResponse if route.startswith("v1/messages") else Response).refusal(error)
 
     def respond(self, request_id: str, route: str, body: object) -> Response:
         """Make the response to a request; whatever is wrong with that is an error response.
@@ -80,11 +105,11 @@ class Routes:
         try:
             return self._respond(request_id, route, body)
         except RequestError as error:
-            return Response.refusal(error)
+            return self.refusal(route, error)
         except Exception:
             logger.exception("specserve: request %s could not be parsed", request_id)
             failure = RequestError("The server failed to read this request.", status=500, kind="server_error")
-            return Response.refusal(failure)
+            return self.refusal(route, failure)
 
     def _respond(self, request_id: str, route: str, body: object) -> Response:
         if route in self._generating:
@@ -98,6 +123,13 @@ class Routes:
             return Response(self._describing[route]())
         if route.startswith("v1/models/"):
             return Response(self._model(self._known_model(route.removeprefix("v1/models/"))))
+        if route.removeprefix("v1/").partition("/")[0] in _OTHER_MODELS:
+            raise RequestError(
+                f"This server generates text only, so it has no route '{route}'; run another server with a model for "
+                "that, for example llama.cpp's llama-server --embeddings for embeddings.",
+                status=404,
+                code="unknown_url",
+            )
         *most, last = filter(None, [*self._generating, *self._describing])
         message = f"There is no route '{route}'; this server has {', '.join(most)} and {last}."
         raise RequestError(message, status=404, code="unknown_url")
@@ -147,38 +179,89 @@ class Routes:
         """Make one entry of v1/models."""
         return Model(id=name, object="model", created=self._created, owned_by="specserve")
 
+    def _parsed(self, body: object, kind: type[AnyRequest]) -> AnyRequest:
+        """Validate a body; unknown fields are refused if the operator wants that."""
+        return parse_body(body, kind, refuses_unknown=self._config.unknown_fields == "refuse")
+
+    def _named(self, request: Body, response: Response) -> Response:
+        """Name the fields of a request that were ignored in its response's headers, and once in the log."""
+        # What is no letter, digit or mark of a path is percent-encoded: a comma, a line break, and all but ASCII.
+        names = [quote(name, safe="[]", errors="replace") for name in request.unknown]
+        if names:
+            response.headers[_IGNORED_HEADER] = ", ".join(names)
+        for name in (re.sub(r"\[\d+\]", "[]", name) for name in names):
+            if name not in self._warned_of and len(self._warned_of) < _MAX_WARNINGS:
+                self._warned_of.add(name)
+                logger.warning("specserve: requests have the field '%s', which is ignored", name)
+        return response
+
     def _complete(self, body: object, request_id: str) -> Response:
-        request = parse_body(body, CompletionRequest)
+        request = self._parsed(body, CompletionRequest)
         prompts = self._tokenizer.completion(request)
-        return self._generate(CompletionResponse, request, prompts, request_id)
+        return self._named(request, self._generate(CompletionResponse, request, prompts, request_id))
 
     def _chat(self, body: object, request_id: str) -> Response:
-        request = parse_body(body, ChatRequest)
+        request = self._parsed(body, ChatRequest)
+        return self._named(request, self._generate(ChatResponse, request, [self._chat_prompt(request)], request_id))
+
+    def _create_response(self, body: object, request_id: str) -> Response:
+        request = self._parsed(body, ResponsesRequest)
+        messages = self._store.messages(request.previous_response_id) + request.messages()
+        chat = request.chat(messages)
+        kind = partial(ResponsesResponse, request, messages, self._store)
+        return self._named(request, self._generate(kind, chat, [self._chat_prompt(chat)], request_id))
+
+    def _create_message(self, body: object, request_id: str) -> Response:
+        request = self._parsed(body, MessagesRequest)
+        chat = request.chat()
+        return self._named(request, self._generate(MessagesResponse, chat, [self._chat_prompt(chat)], request_id))
+
+    def _count_tokens(self, body: object, _request_id: str) -> Response:
+        request = self._parsed(body, CountRequest)
+        chat = request.chat()
+        self._known_model(chat.model)
+        return self._named(request, Response({"input_tokens": len(self._chat_prompt(chat).tokens)}))
+
+    def _chat_prompt(self, request: ChatRequest) -> Prompt:
         if self._models.chat_template is None:
             raise RequestError("This model has no chat template; use v1/completions.", code="unsupported_value")
-        prompt = self._tokenizer.chat(self._models.chat_template.prompt(request))
-        return self._generate(ChatResponse, request, [prompt], request_id)
+        return self._tokenizer.chat(self._models.chat_template.prompt(request), request)
+
+    def _infill(self, body: object, request_id: str) -> Response:
+        request, models = self._parsed(body, InfillRequest), self._models
+        prompt = infill_prompt(request, self._tokenizer, models.vocabulary)
+        _, [[generation]] = self._resolved(request.completion(prompt), [prompt], request_id)
+        generation.warm_cache()
+        return self._named(request, InfillResponse(request, generation, model=self._known_model(request.model)))
 
     def _generate(
         self,
-        kind: type[GenerationResponse],
+        kind: Callable[..., GenerationResponse],
         request: CompletionRequest | ChatRequest,
         prompts: list[Prompt],
         request_id: str,
     ) -> Response:
         """Make the response to a valid request, with its generations before their first round."""
-        models = self._models
         model = self._known_model(request.model)
-        form, candidates = resolve(
+        form, candidates = self._resolved(request, prompts, request_id)
+        return kind(form, candidates, vocabulary=self._models.vocabulary, request_id=request_id, model=model)
+
+    def _resolved(
+        self, request: CompletionRequest | ChatRequest, prompts: list[Prompt], request_id: str
+    ) -> tuple[ResponseForm, list[list[Generation]]]:
+        """Resolve a valid request, which may be drawn for the control group."""
+        models, held_back = self._models, self._holdback.draw()
+        return resolve(
             request,
             prompts,
             models.vocabulary,
             models.grammars,
             self._config,
+            calls=None if models.chat_template is None else models.chat_template.calls,
+            thinking=None if models.chat_template is None else models.chat_template.thinking,
             request_id=request_id,
-            held_back=self._holdback.draw(),
+            held_back=held_back,
         )
-        return kind(form, candidates, vocabulary=models.vocabulary, request_id=request_id, model=model)
 
     def _known_model(self, model: str | None) -> str:
         """Return the id that a request has named, or the first one.

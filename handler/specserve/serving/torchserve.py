@@ -227,10 +227,12 @@ class Handler:
         return events
 
     def _set_status(self, context: Context, index: int, response: Response, content_type: str) -> None:
-        """Set the status and the content type, once; TorchServe sends them with the reply."""
+        """Set the status, the content type and further headers, once; TorchServe sends them with the reply."""
         if not response.status_sent:
             context.set_response_status(response.status, PHRASES[response.status], index)
             context.set_response_content_type(index, content_type)
+            for name, value in response.headers.items():
+                context.set_response_header(index, name, value)
             response.status_sent = True
 
     def _work_while_idle(self, interrupted: Callable[[], bool]) -> None:

@@ -42,6 +42,9 @@ class Context(Protocol):
     def set_response_content_type(self, idx: int, value: str) -> None:
         """Set the content type of the entry's response."""
 
+    def set_response_header(self, idx: int, key: str, value: str) -> None:
+        """Set a header of the entry's response."""
+
 
 def receive_bodies_as_bytes() -> None:
     """Make TorchServe pass bodies on as bytes; it asks the environment before each.

@@ -1,30 +1,51 @@
-"""What the models of request bodies share: how strictly they validate, and the errors that pydantic does not have."""
+"""What the models of request bodies share: how strictly they validate, and which fields they do not know."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Iterator
+from itertools import islice
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, PrivateAttr
 from pydantic_core import PydanticCustomError
 
-UNKNOWN_FIELD = "unknown_field"
+from specserve.errors import RequestError
+
+# Unknown fields of a request that are named, and characters of each; a body may have a million.
+_MAX_UNKNOWN, _MAX_NAME = 16, 100
 
 
 class Body(BaseModel):
-    """A JSON object of a request."""
+    """A JSON object of a request; `unknown` has the paths of fields that no model of it knows, the first few."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+    # Names that are known although they are no fields.
+    also_known: ClassVar[frozenset[str]] = frozenset()
+    _unknown: list[str] = PrivateAttr(default_factory=list)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _has_no_unknown_field(cls, body: Any) -> Any:
-        """Name one unknown field; pydantic would make an error for each of a million."""
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = next((name for name in body if name not in known), None) if isinstance(body, dict) else None
-        if unknown is not None:
-            field = unknown.encode("utf-8", errors="replace").decode()
-            raise PydanticCustomError(UNKNOWN_FIELD, "unknown field", {"field": field})
-        return body
+    @property
+    def unknown(self) -> list[str]:
+        """The paths of the unknown fields of the body that `note_unknown` was given."""
+        return self._unknown
+
+    def note_unknown(self, body: object) -> None:
+        """Find the unknown fields of the body that this was made from."""
+        self._unknown = [path[:_MAX_NAME] for path in islice(_unknown(self, body, ""), _MAX_UNKNOWN)]
+
+
+def _unknown(value: object, body: object, path: str) -> Iterator[str]:
+    """Yield the paths of unknown fields, in the order of the body: `messages[0].weight`."""
+    if isinstance(value, Body) and isinstance(body, dict):
+        fields = {field.alias or name: name for name, field in type(value).model_fields.items()}
+        for name, inner in body.items():
+            inside = f"{path}.{name}" if path else name
+            if name in fields:
+                yield from _unknown(getattr(value, fields[name]), inner, inside)
+            elif name not in value.also_known:
+                yield inside
+    elif isinstance(value, list) and isinstance(body, list) and value and isinstance(value[0], Body):
+        for index, (part, inner) in enumerate(zip(value, body, strict=False)):
+            yield from _unknown(part, inner, f"{path}[{index}]")
 
 
 def at_most(count: int) -> BeforeValidator:
@@ -45,3 +66,8 @@ def _is_unicode(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_is_unicode)]
+
+
+def disagreement(param: str, sentence: str) -> RequestError:
+    """Return the error of fields that exclude or need each other, which pydantic lets pass; `param` has to change."""
+    return RequestError.invalid(param, f"Invalid request: {sentence}.")

@@ -8,30 +8,34 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from specserve.errors import RequestError
-from specserve.serving.openai.body import UNKNOWN_FIELD
-from specserve.serving.openai.request_schema import MAX_CHOICES, MAX_STOPS, GenerationRequest
+from specserve.serving.openai.body import Body
+from specserve.serving.openai.request_schema import MAX_CHOICES, MAX_STOPS
 
 # Lists and objects of a body, counted by their brackets, those in strings included. Python makes them one by one, and
 # no other thread runs meanwhile: 260,000 of them take 0.1 s. A prompt of as many characters fills most contexts.
 _MAX_BRACKETS = 65_536
 
-_NOT_SERVED = frozenset({"tools", "tool_choice", "functions", "function_call", "tool_calls", "modalities", "audio"})
 # What is right, by the field's name or by pydantic's type of error.
 _EXPECTED = {
     "prompt": f"must be a string of valid Unicode, a list of token ids, or a list of up to {MAX_CHOICES} of either",
-    "stop": f"must be a string or a list of at most {MAX_STOPS} strings, none of them empty or over 1000 characters",
-    "messages": "must be a list of {role, content}, role being system, developer, user or assistant and content text",
+    "stop": f"must be a string or a list of at most {MAX_STOPS} strings, none of them over 1000 characters",
+    "messages": "must be a list of {role, content}, role being system, developer, user, assistant or tool",
     "content": "must be a string of valid Unicode, or a list of parts of type 'text'",
     "model_type": "must be an object",
     "model_attributes_type": "must be an object",
 }
 
 
-AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
+AnyRequest = TypeVar("AnyRequest", bound=Body)
 
 
-def parse_body(body: object, kind: type[AnyRequest]) -> AnyRequest:
+def parse_body(body: object, kind: type[AnyRequest], *, refuses_unknown: bool = False) -> AnyRequest:
     """Validate a request's body as TorchServe hands it over: a mapping, or bytes where it was not JSON.
+
+    Args:
+        body: the request's.
+        kind: of the request; the result's `unknown` has the fields of the body that this does not know.
+        refuses_unknown: whether such a field is an error.
 
     Raises:
         RequestError: 400; `param` names the field that is wrong.
@@ -47,32 +51,31 @@ def parse_body(body: object, kind: type[AnyRequest]) -> AnyRequest:
     if not isinstance(body, dict):
         raise RequestError("The request's body must be a JSON object; send it with content-type application/json.")
     try:
-        return kind.model_validate(body)
+        request = kind.model_validate(body)
     except ValidationError as error:
         raise _explain(error.errors(include_url=False, include_input=False)) from error
+    request.note_unknown(body)
+    if refuses_unknown and request.unknown:
+        param = request.unknown[0].encode(errors="replace").decode()
+        raise RequestError(f"Unknown field: '{param}'.", param=param, code="unknown_parameter")
+    return request
 
 
 def _explain(errors: list[Any]) -> RequestError:
     """Turn errors of pydantic's into one sentence that names the field."""
-    # A field that may have several types has an error for each; the type that fits best is wrong furthest inside. A
-    # message with what is not served is mostly without content, too.
-    error = max(
-        (found for found in errors if found["loc"][:1] == errors[0]["loc"][:1]),
-        key=lambda found: (not _NOT_SERVED.isdisjoint(found["loc"]), len(found["loc"])),
-    )
+    # A field that may have several types has an error for each; the type that fits best is wrong furthest inside.
+    same_field = (found for found in errors if found["loc"][:1] == errors[0]["loc"][:1])
+    error = max(same_field, key=lambda found: len(found["loc"]))
     # pydantic adds the types it tried, such as "list[TextPart]".
-    path = [part for part in error["loc"] if isinstance(part, int) or part.isidentifier()]
-    field, *inside = [*path, error["ctx"]["field"]] if error["type"] == UNKNOWN_FIELD else path
+    field, *inside = [part for part in error["loc"] if isinstance(part, int) or part.isidentifier()]
     if field == "response_format":
         inside = inside[1:]  # the first part is the format's type
-    nested = ("speculation", "stream_options", "messages", "response_format", "prediction")
+    nested = ("speculation", "stream_options", "messages", "response_format", "prediction", "tools", "input_extra")
     inside = inside if field in nested else []
     param = field + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inside)
-    if error["type"] == UNKNOWN_FIELD:
-        return RequestError(f"Unknown field: '{param}'.", param=param, code="unknown_parameter")
     if error["type"] == "missing":
         return RequestError(f"The field '{param}' is missing.", param=param, code="missing_required_parameter")
-    if error["type"] == "none_required" or not _NOT_SERVED.isdisjoint([field, *inside]):
+    if error["type"] == "none_required":
         return RequestError(f"'{param}' is not supported by this server.", param=param, code="unsupported_value")
     message = error["msg"][0].lower() + error["msg"][1:]
     expected = _EXPECTED.get(str([field, *inside][-1]), _EXPECTED.get(error["type"], message))

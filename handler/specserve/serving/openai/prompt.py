@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from specserve.config import HandlerConfig
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
-from specserve.serving.openai.request_schema import CompletionRequest
+from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest, GenerationRequest
 
 # The most bytes per token, on average over a whole text; tokenizing takes more than linear time.
 BYTES_PER_TOKEN = 8
@@ -38,19 +39,17 @@ class Tokenizer:
             RequestError: 400; a prompt is too long, a token id is out of range, or the model cannot fill in the middle.
         """
         suffix = None if request.suffix is None else self._tokens(request.suffix, "suffix", begin=False)
-        return [self._prompt(prompt, suffix) for prompt in request.prompts]
+        return [self._prompt(prompt, suffix, request) for prompt in request.prompts]
 
-    def _prompt(self, prompt: str | list[int], suffix: list[int] | None) -> Prompt:
-        vocabulary = self._vocabulary
-        if isinstance(prompt, str):
-            text = prompt
-            tokens = self._tokens(prompt, "prompt", special=True, begin=suffix is None)
-        else:
-            tokens = prompt
+    def _prompt(self, prompt: str | list[int], suffix: list[int] | None, request: CompletionRequest) -> Prompt:
+        vocabulary, text = self._vocabulary, prompt
+        begin = suffix is None and request.add_special_tokens is not False
+        whole = self._tokens(prompt, "prompt", special=True, begin=begin) if isinstance(prompt, str) else prompt
+        tokens = self._cut(whole, request)
+        if not isinstance(text, str) or len(tokens) < len(whole):
             if len(tokens) > self._most:
                 raise too_long("prompt", self._most, str(len(tokens)))
-            if any(not 0 <= token < vocabulary.size for token in tokens):
-                raise RequestError.invalid("prompt", f"Token ids must lie between 0 and {vocabulary.size - 1}.")
+            check_tokens("prompt", tokens, vocabulary)
             text = b"".join(map(vocabulary.piece, tokens)).decode("utf-8", errors="replace")
         if suffix is not None:
             between = vocabulary.infill(tokens, suffix)
@@ -61,13 +60,34 @@ class Tokenizer:
             tokens = between
         return Prompt(self._not_empty(tokens, "prompt"), text)
 
-    def chat(self, text: str) -> Prompt:
+    def _cut(self, tokens: list[int], request: GenerationRequest) -> list[int]:
+        """Return the last tokens of a prompt, as many as the request keeps; with -1 those that leave room to answer."""
+        kept = request.truncate_prompt_tokens
+        if kept is None:
+            return tokens
+        kept = max(1, self._most - max(1, request.max_tokens or 1)) if kept == -1 else kept
+        return tokens[max(0, len(tokens) - kept) :]
+
+    def chat(self, text: str, request: ChatRequest) -> Prompt:
         """Tokenize the prompt that a chat template has rendered.
 
         Raises:
             RequestError: 400; it is too long, or it is empty and the model needs at least one token.
         """
-        return Prompt(self._not_empty(self._tokens(text, "messages", special=True), "messages"), text)
+        tokens = self._cut(self._tokens(text, "messages", special=True), request)
+        return Prompt(self._not_empty(tokens, "messages"), text)
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens of prompt and answer."""
+        return self._most
+
+    def part(self, text: str, most: int, *, keeps_end: bool) -> list[int]:
+        """Tokenize the end or the beginning of a part of a prompt, at most so many tokens; without control tokens."""
+        characters = BYTES_PER_TOKEN * max(0, most)
+        part = text[max(0, len(text) - characters) :] if keeps_end else text[:characters]
+        tokens = self._vocabulary.encode(part, begin=False)
+        return tokens[max(0, len(tokens) - most) :] if keeps_end else tokens[:most]
 
     def _tokens(self, text: str, param: str, *, special: bool = False, begin: bool = True) -> list[int]:
         """Tokenize a text; one with too many bytes is refused, and of a long one the beginning is tried first."""
@@ -89,6 +109,12 @@ class Tokenizer:
         if start is None:
             raise RequestError("The prompt is empty; this model needs at least one token.", param=param)
         return [start]
+
+
+def check_tokens(param: str, tokens: Iterable[int], vocabulary: Vocabulary) -> None:
+    """Refuse ids that are no tokens by a 400 that names their field."""
+    if any(not 0 <= token < vocabulary.size for token in tokens):
+        raise RequestError.invalid(param, f"Token ids must lie between 0 and {vocabulary.size - 1}.")
 
 
 def too_long(param: str, most: int, length: str) -> RequestError:

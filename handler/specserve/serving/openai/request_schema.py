@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from specserve.errors import RequestError
 from specserve.sequence import Verification
-from specserve.serving.openai.body import Body, Text, at_most
-from specserve.serving.openai.neutral_fields import NeutralChatFields, NeutralCompletionFields, NeutralFields, Off
+from specserve.serving.openai.body import Body, Text, at_most, disagreement
+from specserve.serving.openai.dialects import KNOWN, translated
+from specserve.serving.openai.tools import ToolCall, ToolFields
 
-# Entries of `stop` and of `logit_bias`, and answers to one request (SECURITY.md).
+# Entries of `stop`, of lists of tokens, and of `bad_words`, and answers to one request (SECURITY.md).
 MAX_STOPS = 16
-_MAX_BIASES = 1024
+MAX_TOKENS = 1024
+_MAX_WORDS = 64
 MAX_CHOICES = 128
 _INT64 = 2**63
 # OpenAI's default of `max_tokens` on v1/completions.
 COMPLETION_TOKENS = 16
-
-
-def _disagreement(param: str, sentence: str) -> RequestError:
-    """Return the error of fields that exclude or need each other, which pydantic lets pass; `param` has to change."""
-    return RequestError.invalid(param, f"Invalid request: {sentence}.")
 
 
 class StreamOptions(Body):
@@ -31,7 +27,7 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     include_obfuscation: bool = False
-    continuous_usage_stats: Off = False
+    continuous_usage_stats: Literal[False] = False
 
 
 class SpeculationOptions(Body):
@@ -48,7 +44,10 @@ class SpeculationOptions(Body):
 
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
-StopString = Annotated[Text, Field(min_length=1, max_length=1000)]
+# llama.cpp's [token or text, bias]; false is "never".
+BiasPair = Annotated[list[bool | float | Text], Field(min_length=2, max_length=2)]
+StopString = Annotated[Text, Field(max_length=1000)]
+Tokens = Annotated[list[int], Field(max_length=MAX_TOKENS, fail_fast=True)]
 
 
 class TextPart(Body):
@@ -90,13 +89,15 @@ class PlainText(Body):
 class JsonObject(Body):
     """Any JSON object."""
 
+    also_known: ClassVar[frozenset[str]] = frozenset({"schema"})  # llama.cpp's, then it is a JsonSchema
+
     type: Literal["json_object"]
 
 
 class SchemaDescription(Body):
     """A JSON schema with OpenAI's fields around it."""
 
-    name: str = Field(max_length=64)
+    name: str | None = Field(default=None, max_length=64)
     description: str | None = None
     json_schema: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
@@ -105,32 +106,56 @@ class SchemaDescription(Body):
 class JsonSchema(Body):
     """JSON that follows a schema."""
 
+    also_known: ClassVar[frozenset[str]] = frozenset({"schema"})
+
     type: Literal["json_schema"]
     json_schema: SchemaDescription
 
 
-ResponseFormat = Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")]
+class Regex(Body):
+    """Text that matches a regular expression as a whole, as vLLM's `guided_regex` and `structured_outputs` ask for."""
+
+    type: Literal["regex"]
+    regex: Annotated[Text, Field(min_length=1)]
 
 
-class GenerationRequest(NeutralFields):
+ResponseFormat = Annotated[PlainText | JsonObject | JsonSchema | Regex, Field(discriminator="type")]
+
+
+class GenerationRequest(Body):
     """The fields of both routes."""
 
+    also_known: ClassVar[frozenset[str]] = KNOWN
+
     model: str | None = None
-    max_tokens: int | None = Field(default=None, ge=0)
+    max_tokens: int | None = Field(default=None, ge=-1)
+    min_tokens: int | None = Field(default=None, ge=0)
     temperature: float | None = Field(default=1.0, ge=0, le=2)
     top_p: float | None = Field(default=1.0, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=_INT64 - 1)
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-_INT64, le=_INT64 - 1)
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=_MAX_BIASES), at_most(_MAX_BIASES)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Bias], Field(max_length=MAX_TOKENS), at_most(MAX_TOKENS)]
+        | Annotated[list[BiasPair], Field(max_length=MAX_TOKENS, fail_fast=True)]
+        | None
+    ) = None
+    allowed_token_ids: Annotated[Tokens, Field(min_length=1)] | None = None
+    bad_words: Annotated[list[StopString], Field(max_length=_MAX_WORDS, fail_fast=True)] | None = None
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Tokens | None = None
+    include_stop_str_in_output: bool | None = False
+    skip_special_tokens: bool | None = True
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     ignore_eos: bool | None = False
+    t_max_predict_ms: float | None = None
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    cache_prompt: bool | None = True
     response_format: ResponseFormat | None = None
     grammar: Annotated[Text, Field(min_length=1)] | None = None
     prediction: Prediction | None = None
@@ -138,26 +163,36 @@ class GenerationRequest(NeutralFields):
     # Only its `prompt_family` has an effect.
     metadata: Annotated[dict[str, str], Field(max_length=16), at_most(16)] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _translate(cls, body: Any) -> Any:
+        return translated(body, cls.model_fields) if isinstance(body, dict) else body
+
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         options = self.speculation or SpeculationOptions()
-        is_formatted = self.response_format is not None and self.response_format.type != "text"
-        if self.grammar is not None and is_formatted:
-            raise _disagreement("grammar", "'grammar' and 'response_format' exclude each other")
-        if self.ignore_eos and (self.grammar is not None or is_formatted):
-            raise _disagreement("ignore_eos", "'ignore_eos' would never let an answer that follows a grammar end")
+        if self.grammar is not None and self.response_format is not None and self.response_format.type != "text":
+            raise disagreement("grammar", "'grammar' and 'response_format' exclude each other")
+        if self.ignore_eos and self.follows_grammar:
+            raise disagreement("ignore_eos", "'ignore_eos' would never let an answer that follows a grammar end")
         if self.stream_options is not None and not self.stream:
-            raise _disagreement("stream_options", "'stream_options' needs 'stream': true")
+            raise disagreement("stream_options", "'stream_options' needs 'stream': true")
         if options.gamma is not None and options.mode != "fixed":
-            raise _disagreement("speculation.gamma", "'speculation.gamma' needs 'speculation.mode': 'fixed'")
+            raise disagreement("speculation.gamma", "'speculation.gamma' needs 'speculation.mode': 'fixed'")
         if options.drafter == "prediction" and self.prediction is None:
-            raise _disagreement("speculation.drafter", "the drafter 'prediction' needs the field 'prediction'")
-        if options.drafter == "grammar" and self.grammar is None and not is_formatted:
-            raise _disagreement("speculation.drafter", "the drafter 'grammar' needs 'response_format' or 'grammar'")
+            raise disagreement("speculation.drafter", "the drafter 'prediction' needs the field 'prediction'")
+        if options.drafter == "grammar" and not (self.follows_grammar or getattr(self, "tools", None)):
+            sentence = "the drafter 'grammar' needs 'response_format', 'grammar' or 'tools'"
+            raise disagreement("speculation.drafter", sentence)
         return self
 
+    @property
+    def follows_grammar(self) -> bool:
+        """Whether a grammar or a format holds from the first token on."""
+        return self.grammar is not None or (self.response_format is not None and self.response_format.type != "text")
 
-class CompletionRequest(GenerationRequest, NeutralCompletionFields):
+
+class CompletionRequest(GenerationRequest):
     """The body of v1/completions."""
 
     prompt: (
@@ -166,7 +201,8 @@ class CompletionRequest(GenerationRequest, NeutralCompletionFields):
         | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_CHOICES)]
         | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True, max_length=MAX_CHOICES)]
     )
-    max_tokens: int | None = Field(default=COMPLETION_TOKENS, ge=0)
+    max_tokens: int | None = Field(default=COMPLETION_TOKENS, ge=-1)
+    add_special_tokens: bool | None = True
     echo: bool | None = False
     best_of: int | None = Field(default=None, ge=1, le=20)
     suffix: Text | None = None
@@ -177,11 +213,11 @@ class CompletionRequest(GenerationRequest, NeutralCompletionFields):
         choices = self.n or 1
         candidates = self.best_of or choices
         if candidates < choices:
-            raise _disagreement("best_of", "'best_of' may not be smaller than 'n'")
+            raise disagreement("best_of", "'best_of' may not be smaller than 'n'")
         if self.stream and candidates > choices:
-            raise _disagreement("best_of", "'best_of' larger than 'n' cannot be streamed")
+            raise disagreement("best_of", "'best_of' larger than 'n' cannot be streamed")
         if len(self.prompts) * candidates > MAX_CHOICES:
-            raise _disagreement("prompt", f"a request may ask for at most {MAX_CHOICES} answers in all")
+            raise disagreement("prompt", f"a request may ask for at most {MAX_CHOICES} answers in all")
         return self
 
     @property
@@ -191,67 +227,6 @@ class CompletionRequest(GenerationRequest, NeutralCompletionFields):
             return [self.prompt]
         several = [prompt for prompt in self.prompt if not isinstance(prompt, int)]
         return [*several] or [[token for token in self.prompt if isinstance(token, int)]]
-
-
-class Function(Body):
-    """A function that the model may call, by its name and the JSON schema of its arguments."""
-
-    name: Annotated[Text, Field(min_length=1, max_length=128)]
-    description: Text | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Body):
-    """A tool; functions are the only ones."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class FunctionName(Body):
-    """A function, by its name."""
-
-    name: str
-
-
-class NamedTool(Body):
-    """A tool that has to be called."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
-class AllowedToolsList(Body):
-    """Those of the tools that may be called, and whether one has to be."""
-
-    mode: Literal["auto", "required"]
-    tools: list[NamedTool]
-
-
-class AllowedTools(Body):
-    """A choice among some of the tools."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedToolsList
-
-
-ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
-
-
-class CalledFunction(Body):
-    """A function with the JSON text of the arguments that it was called with."""
-
-    name: Text
-    arguments: Text
-
-
-class ToolCall(Body):
-    """A call that the assistant has made in an earlier turn."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
 
 
 class Message(Body):
@@ -270,30 +245,56 @@ class Message(Body):
     audio: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError("no_content", "a message without 'content' is an assistant's with 'tool_calls'")
+        return self
+
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it; OpenAI's newer role `developer` is `system` there."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": text_of(self.content or "")}
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": text_of(self.content or ""),
+        }
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        given = {"name": self.name, "tool_call_id": self.tool_call_id} if self.role == "tool" else {}
+        given |= {"reasoning_content": self.reasoning_content}
+        return message | {key: value for key, value in given.items() if value is not None}
 
 
-class ChatRequest(GenerationRequest, NeutralChatFields):
+class ChatRequest(GenerationRequest, ToolFields):
     """The body of v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: int | None = Field(default=None, ge=0)
-
-    tools: list[Tool] | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
+    max_completion_tokens: int | None = Field(default=None, ge=-1)
 
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
 
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
     # Without effect where the chat template does not read them.
     reasoning_effort: str | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    reasoning_format: Literal["none", "auto", "deepseek", "deepseek-legacy"] | None = None
 
     @model_validator(mode="after")
     def _logprobs_agree(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise _disagreement("top_logprobs", "'top_logprobs' needs 'logprobs': true")
+            raise disagreement("top_logprobs", "'top_logprobs' needs 'logprobs': true")
         return self
+
+    @model_validator(mode="after")
+    def _tools_agree(self) -> Self:
+        if self.callable_tools and (self.grammar is not None or isinstance(self.response_format, Regex)):
+            raise disagreement("grammar", "a grammar or a regular expression and 'tools' exclude each other")
+        if self.requires_call and self.ignore_eos:
+            raise disagreement("ignore_eos", "'ignore_eos' would never let an answer that has to be a call end")
+        return self
+
+    @property
+    def forbids_reasoning(self) -> bool:
+        """Whether no reasoning is told apart: a grammar holds from the first token on, or all is wanted as text."""
+        return self.follows_grammar or self.requires_call or self.reasoning_format == "none"

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from specserve.config import HandlerConfig
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
+from specserve.grammar.call_form import CallForm
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.grammar.constraint import Constraint
+from specserve.grammar.tool_calls import CallConstraint, CallSyntax, Reasoning
 from specserve.observability.records import family_label
 from specserve.sequence import Group, RequestInfo, SamplingParams, SpeculationParams, Verification
 from specserve.serving.detokenizer import with_control_tokens
 from specserve.serving.generation import Generation
 from specserve.serving.openai.logprobs import MAX_RESPONSE_BYTES, ResponseSize
-from specserve.serving.openai.prompt import BYTES_PER_TOKEN, Prompt, too_long
+from specserve.serving.openai.prompt import BYTES_PER_TOKEN, Prompt, check_tokens, too_long
 from specserve.serving.openai.request_schema import (
     COMPLETION_TOKENS,
+    MAX_TOKENS,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
@@ -27,14 +31,15 @@ from specserve.serving.openai.request_schema import (
     SpeculationOptions,
     text_of,
 )
+from specserve.serving.reasoning import ThinkingTags
 
 # Bytes of JSON per log-probability, about; a response that is too large by this estimate is refused at once.
 _SCORE_BYTES = 80
 # Tokens that an answer is expected to have at most where the request does not limit it; if it has more and the response
 # becomes too large, it ends with an error then.
 _UNSTATED = 1024
-# vLLM and llama.cpp take this seed for "choose one".
-_ANY_SEED = -1
+# vLLM and llama.cpp take this seed for "choose one", and llama.cpp this number of tokens for "no limit".
+_ANY_SEED = _UNLIMITED = -1
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,10 @@ class ResponseForm:
         sources: whether to return who wrote each piece of the text.
         stream: whether it is a stream of events.
         include_usage: whether the stream ends with the totals.
+        call_forms: how calls of tools are written, if there are any tools.
+        tools: their names.
+        thinking: the tags around the model's reasoning; None where it is not told apart.
+        thinks_at_once: whether the prompt ends with the first of these.
     """
 
     prompts: list[Prompt]
@@ -58,6 +67,10 @@ class ResponseForm:
     sources: bool
     stream: bool
     include_usage: bool
+    call_forms: tuple[CallForm, ...] = ()
+    tools: frozenset[str] = frozenset()
+    thinking: ThinkingTags | None = None
+    thinks_at_once: bool = False
 
     @property
     def scores_prompts(self) -> bool:
@@ -78,12 +91,15 @@ def resolve(
     grammars: GrammarCompiler,
     config: HandlerConfig,
     *,
+    calls: CallSyntax | None = None,
+    thinking: ThinkingTags | None = None,
     request_id: str = "",
     held_back: bool = False,
 ) -> tuple[ResponseForm, list[list[Generation]]]:
     """Resolve a valid request into the form of its response, and by prompt the candidates to generate for that.
 
-    A request that is `held_back` was drawn for the control group, which it joins unless it sets `speculation`.
+    A request that is `held_back` was drawn for the control group, which it joins unless it sets `speculation`; `calls`
+    is how the model writes calls of tools, `thinking` how it marks its reasoning.
 
     Raises:
         RequestError: 400; a prompt, a grammar or `speculation` does not fit, or the operator's caps are exceeded.
@@ -100,6 +116,11 @@ def resolve(
         top_logprobs = request.logprobs
         limit_field = "max_tokens"
         limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    tools = request.callable_tools if isinstance(request, ChatRequest) else {}
+    syntax = calls if calls and tools else CallSyntax(())
+    has_format = isinstance(request.response_format, JsonSchema | JsonObject)
+    if not isinstance(request, ChatRequest) or request.forbids_reasoning:
+        thinking = None
     form = ResponseForm(
         prompts,
         choices,
@@ -108,7 +129,14 @@ def resolve(
         sources=options.sources,
         stream=bool(request.stream),
         include_usage=request.stream_options is not None and request.stream_options.include_usage,
+        # Where the grammar holds from the first token on, it has the model's own form only.
+        call_forms=syntax.forms[:1] if has_format else syntax.forms,
+        tools=frozenset(tools),
+        thinking=thinking,
+        thinks_at_once=thinking is not None and prompts[0].text.rstrip().endswith(thinking.begin),
     )
+    reasoning = Reasoning(*thinking, form.thinks_at_once) if thinking else None
+    limit = None if limit == _UNLIMITED else limit
     if limit is not None and config.max_tokens is not None and limit > config.max_tokens:
         raise RequestError.invalid(limit_field, f"An answer has at most {config.max_tokens} tokens here.")
     if len(prompts) * candidates > config.max_answers:
@@ -124,10 +152,10 @@ def resolve(
     family = family_label((request.metadata or {}).get("prompt_family", ""))
     info = RequestInfo(request_id, family, group, randomised)
     speculation = _speculation(options, sampling, config, group)
-    constraint = _constraint(request, grammars)
+    constraint = _constraint(request, grammars, syntax, reasoning)
     prediction = _prediction(request, vocabulary, config)
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    stops, marks = with_control_tokens(stops, vocabulary)
+    stops, marks = with_control_tokens(filter(None, stops), vocabulary)
     size = ResponseSize(
         vocabulary,
         chat=isinstance(request, ChatRequest),
@@ -144,6 +172,12 @@ def resolve(
                 vocabulary,
                 stops,
                 marks=marks,
+                stop_tokens=frozenset(request.stop_token_ids or ()),
+                includes_stop=bool(request.include_stop_str_in_output),
+                spells_control=request.skip_special_tokens is False,
+                max_seconds=(request.t_max_predict_ms or 0) / 1000,
+                reuses_prefix=request.cache_prompt is not False,
+                tags=syntax.tags(vocabulary) | (thinking.names(vocabulary) if thinking else {}),
                 info=info,
                 index=number * candidates + choice,
                 size=size,
@@ -197,6 +231,9 @@ def _check_response_size(
 def _sampling(request: GenerationRequest, vocabulary: Vocabulary) -> SamplingParams:
     """Resolve how tokens are sampled; null is the default, and end tokens that are ignored are never sampled."""
     never = vocabulary.end_tokens() if request.ignore_eos else []
+    stop_tokens, allowed = request.stop_token_ids or [], request.allowed_token_ids
+    check_tokens("stop_token_ids", stop_tokens, vocabulary)
+    check_tokens("allowed_token_ids", allowed or [], vocabulary)
     return SamplingParams(
         temperature=1.0 if request.temperature is None else request.temperature,
         top_k=max(0, request.top_k or 0),
@@ -204,21 +241,41 @@ def _sampling(request: GenerationRequest, vocabulary: Vocabulary) -> SamplingPar
         min_p=request.min_p or 0.0,
         seed=None if request.seed == _ANY_SEED else request.seed,
         logit_bias=(*_biases(request.logit_bias or {}, vocabulary), *((token, -math.inf) for token in never)),
+        allowed_tokens=None if allowed is None else tuple(allowed),
+        bad_words=_bad_words(request.bad_words or [], vocabulary),
+        min_tokens=request.min_tokens or 0,
+        end_tokens=(*vocabulary.end_tokens(), *stop_tokens) if request.min_tokens else (),
         repetition_penalty=request.repetition_penalty or 1.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         presence_penalty=request.presence_penalty or 0.0,
     )
 
 
-def _biases(biases: dict[str, float], vocabulary: Vocabulary) -> tuple[tuple[int, float], ...]:
-    """Check that the biases name tokens, and return them by these."""
-    for token in biases:
-        if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary.size):
-            raise RequestError.invalid(
-                "logit_bias",
-                f"'logit_bias' names tokens by their ids, 0 to {vocabulary.size - 1}; '{token}' is none.",
-            )
-    return tuple((int(token), bias) for token, bias in biases.items())
+def _biases(
+    biases: dict[str, float] | list[list[bool | float | str]], vocabulary: Vocabulary
+) -> tuple[tuple[int, float], ...]:
+    """Return the biases by token; in llama.cpp's pairs also of all tokens of a text, and false forbids a token."""
+    result: list[tuple[int, float]] = []
+    for name, bias in biases.items() if isinstance(biases, dict) else biases:
+        if isinstance(name, str) and isinstance(biases, list):
+            tokens = vocabulary.encode(name, begin=False)
+        else:
+            digits = str(name).removesuffix(".0")
+            if not (digits.isascii() and digits.isdigit() and len(digits) < 10 and int(digits) < vocabulary.size):
+                sentence = f"'logit_bias' names tokens by their ids, 0 to {vocabulary.size - 1}; '{digits}' is none."
+                raise RequestError.invalid("logit_bias", sentence)
+            tokens = [int(digits)]
+        if isinstance(bias, str) or bias is True or not -100 <= bias <= 100 or len(result) + len(tokens) > MAX_TOKENS:
+            sentence = f"Pairs of 'logit_bias' need a bias from -100 to 100 or false, and at most {MAX_TOKENS} tokens."
+            raise RequestError.invalid("logit_bias", sentence)
+        result += [(token, -math.inf if bias is False else bias) for token in tokens]
+    return tuple(result)
+
+
+def _bad_words(words: Iterable[str], vocabulary: Vocabulary) -> tuple[tuple[int, ...], ...]:
+    """Return the words as tokens, both at the beginning of a text and after a space, as vLLM forbids them."""
+    forms = (tuple(vocabulary.encode(space + word.lstrip(), begin=False)) for word in words for space in ("", " "))
+    return tuple(dict.fromkeys(form for form in forms if form))
 
 
 def _speculation(
@@ -242,13 +299,29 @@ def _speculation(
     return SpeculationParams(gamma, options.verification or default, drafter, mode)
 
 
-def _constraint(request: GenerationRequest, grammars: GrammarCompiler) -> Constraint | None:
+def _constraint(
+    request: CompletionRequest | ChatRequest,
+    grammars: GrammarCompiler,
+    syntax: CallSyntax,
+    reasoning: Reasoning | None,
+) -> Constraint | CallConstraint | None:
     """Compile the grammar that the output follows, if there is one."""
     if request.grammar is not None:
         return grammars.gbnf(request.grammar)
-    if isinstance(request.response_format, JsonSchema):
-        return grammars.json_schema(request.response_format.json_schema.json_schema)
-    return grammars.json_object() if isinstance(request.response_format, JsonObject) else None
+    form = request.response_format
+    schema = form.json_schema.json_schema if isinstance(form, JsonSchema) else None
+    if isinstance(request, ChatRequest) and syntax.forms:
+        return grammars.calls(
+            request.callable_tools,
+            syntax,
+            required=request.requires_call,
+            parallel=request.parallel_tool_calls is not False,
+            otherwise={"type": "object"} if isinstance(form, JsonObject) else schema,
+            reasoning=reasoning,
+        )
+    if isinstance(form, JsonObject):
+        return grammars.json_object()
+    return None if schema is None else grammars.json_schema(schema)
 
 
 def _prediction(request: GenerationRequest, vocabulary: Vocabulary, config: HandlerConfig) -> list[int]:

@@ -15,7 +15,9 @@ from pydantic.json_schema import SkipJsonSchema
 from typing_extensions import TypedDict
 
 from specserve.sequence import Source, Verification
-from specserve.serving.generation import FinishReason
+
+# Why an answer ended: by itself or a stop string, at its last allowed token, or with calls.
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 def _without_defaults(schema: dict[str, Any]) -> None:
@@ -92,12 +94,30 @@ class CompletionChoice(ResponseObject):
     sources: Sources | _Absent = None
 
 
+class CalledFunction(ResponseObject):
+    """A function, and the JSON text of its arguments; the chunks of a call after its first have only more of these."""
+
+    name: str | _Absent = None
+    arguments: str
+
+
+class ToolCall(ResponseObject):
+    """A call of a tool, whole or a chunk of it, which has an index."""
+
+    index: int | _Absent = None
+    id: str | _Absent = None
+    type: Literal["function"] | _Absent = None
+    function: CalledFunction
+
+
 class ChatMessage(ResponseObject):
     """The message of a choice."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str | _Absent = None
+    tool_calls: list[ToolCall] | _Absent = None
 
 
 class ChatChoice(ResponseObject):
@@ -115,6 +135,8 @@ class ChatDelta(ResponseObject):
 
     role: Literal["assistant"] | _Absent = None
     content: str | _Absent = None
+    reasoning_content: str | _Absent = None
+    tool_calls: list[ToolCall] | _Absent = None
 
 
 class ChatChunkChoice(ResponseObject):
@@ -134,10 +156,11 @@ class PromptDetails(ResponseObject):
 
 
 class CompletionDetails(ResponseObject):
-    """The tokens of the client's prediction that were drafted."""
+    """The tokens of the client's prediction that were drafted, and of a model that reasons those of its reasoning."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
+    reasoning_tokens: int | _Absent = None
 
 
 class Usage(ResponseObject):

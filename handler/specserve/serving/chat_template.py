@@ -14,7 +14,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specserve.errors import RequestError
+from specserve.grammar.call_form import ARGUMENTS, NAME
+from specserve.serving.call_formats import format_of
 from specserve.serving.openai.request_schema import ChatRequest
+from specserve.serving.reasoning import thinking_tags
 
 # What a template's code may raise, and what Python's compiler raises for a template that Jinja can parse.
 _FAILURES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, SyntaxError)
@@ -26,8 +29,8 @@ _BY_NAME = {
 _HELLO = {"role": "user", "content": "Hello"}
 # Conversations of which a usable template can render one.
 _TRIALS = ([_HELLO], [{"role": "system", "content": "Be brief."}, _HELLO])
-# The variables by which templates are told how much to reason.
-_EFFORT_VARIABLES = frozenset({"reasoning_effort", "enable_thinking", "thinking"})
+# The variables by which templates are told whether to reason, for `reasoning_effort`.
+_THINKING_VARIABLES = ("enable_thinking", "thinking")
 
 
 class ChatTemplate:
@@ -45,6 +48,9 @@ class ChatTemplate:
         environment = _environment()
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self.problem: str | None = None
+        # How the model writes calls of tools, and reasoning.
+        self.calls = format_of(source).syntax
+        self.thinking = thinking_tags(source)
         try:
             parsed = environment.parse(_BY_NAME.get(source, source))
             self._variables = meta.find_undeclared_variables(parsed)
@@ -65,25 +71,35 @@ class ChatTemplate:
                 f"Chats are off, since the model's chat template cannot be used ({self.problem}); use v1/completions.",
                 code="unsupported_value",
             )
-        effort = _EFFORT_VARIABLES if request.reasoning_effort is not None else frozenset[str]()
-        read = {"reasoning_effort": effort, "chat_template_kwargs": frozenset(request.chat_template_kwargs or ())}
-        for param, variables in read.items():
-            for name in sorted(variables & self._variables):
-                raise RequestError(
-                    f"'{param}' is not supported with this model, whose chat template reads '{name}'.",
-                    param=param,
-                    code="unsupported_value",
-                )
-        return self.render([message.for_template() for message in request.messages])
+        messages = [message.for_template() for message in request.messages]
+        tools = [tool.for_template() for tool in request.tools or [] if request.tool_choice != "none"]
+        continues = bool(request.continue_final_message)
+        begins = request.add_generation_prompt is not False and not continues
+        variables: dict[str, Any] = {"add_generation_prompt": begins}
+        if (effort := request.reasoning_effort) is not None:
+            variables |= {"reasoning_effort": effort, **dict.fromkeys(_THINKING_VARIABLES, effort != "none")}
+        if request.follows_grammar or request.requires_call:
+            # The grammar holds from the first token on, and would forbid to reason; a template that opens the reasoning
+            # in any case leaves it empty then.
+            variables |= dict.fromkeys(_THINKING_VARIABLES, False)
+        text = self.render(messages, tools, variables | (request.chat_template_kwargs or {}))
+        return _up_to_the_end_of(messages[-1]["content"], text) if continues else text
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Render these messages and the beginning of the assistant's next one.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Render these messages, with the tools, and if no variable says otherwise the beginning of the next one.
 
         Raises:
             RequestError: 400; the template refuses these messages.
         """
         try:
-            return self._rendered(messages)
+            if "tools" not in self._variables:
+                messages, tools = self._told(messages, tools), ()
+            return self._rendered(messages, tools, variables or {})
         except _FAILURES as error:
             raise RequestError(
                 f"The model's chat template refuses these messages: {_reason(error)}.",
@@ -91,18 +107,45 @@ class ChatTemplate:
                 code="invalid_value",
             ) from error
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
         # As transformers calls templates, many of which test `tools is none`.
-        return self._template.render(
-            messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._tokens
-        )
+        fixed = {"messages": messages, "tools": tools or None, "documents": None, **self._tokens}
+        return self._template.render({"add_generation_prompt": True, **variables, **fixed})
+
+    def _told(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> list[Mapping[str, Any]]:
+        """Put the tools, their calls and answers into the texts of messages, for a template that knows no tools."""
+        own = self.calls.forms[0]
+        written = own.begin + own.call + own.end
+        told: list[Mapping[str, Any]] = []
+        for message in messages:
+            content = message["content"]
+            if message["role"] == "tool":
+                told.append({"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"})
+                continue
+            called = [call["function"] for call in message.get("tool_calls", ())]
+            calls = [
+                written.replace(NAME, call["name"]).replace(ARGUMENTS, json.dumps(call["arguments"])) for call in called
+            ]
+            kept = {name: value for name, value in message.items() if name != "tool_calls"}
+            told.append({**kept, "content": "\n".join([content] * bool(content) + calls)})
+        if tools:
+            listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+            example = written.replace(NAME, "the function's name").replace(ARGUMENTS, '{"argument": "value"}')
+            text = f"These functions can be called:\n{listed}\n\nTo call one, write\n{example}"
+            system = told.pop(0)["content"] + "\n\n" if told[0]["role"] == "system" else ""
+            told.insert(0, {"role": "system", "content": system + text})
+        return told
 
     def _trial_problem(self) -> str | None:
         """Say why none of the trial conversations can be rendered; a template's own refusal of one is no problem."""
         problems = []
         for messages in _TRIALS:
             try:
-                text = self._rendered(messages)
+                text = self._rendered(messages, (), {})
             except _RefusedError:
                 return None
             except _FAILURES as error:
@@ -112,6 +155,17 @@ class ChatTemplate:
                     return None
                 problems.append("it leaves out the text of a message")
         return problems[0]
+
+
+def _up_to_the_end_of(content: str, text: str) -> str:
+    """Cut a rendered text after its last message, whose white space at the end many templates take off."""
+    stripped = content.rstrip()
+    before, found, after = text.rpartition(stripped.lstrip() or text)
+    if not stripped or not found:
+        sentence = "The final message is empty, or the chat template changes it, so it cannot be continued."
+        raise RequestError.invalid("continue_final_message", sentence)
+    trailing = content[len(stripped) :]
+    return before + found + trailing * after.startswith(trailing)
 
 
 class _RefusedError(TemplateError):

@@ -8,11 +8,15 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 import specserve
+from specserve.serving import anthropic, infill, responses
 from specserve.serving.openai import request_schema, response_schema
 
 Json = dict[str, Any]
 
-_REQUESTS = ("CompletionRequest", "ChatRequest")
+_REQUESTS = (
+    *(request_schema.CompletionRequest, request_schema.ChatRequest, responses.ResponsesRequest),
+    *(anthropic.MessagesRequest, anthropic.CountRequest, infill.InfillRequest),
+)
 _RESPONSES = (
     *("Completion", "CompletionChunk", "ChatCompletion", "ChatCompletionChunk"),
     *("Model", "ModelList", "SpeculationStatus", "ErrorResponse", "FrontEndError"),
@@ -23,7 +27,7 @@ _RESPONSES = (
 def openapi() -> Json:
     """Make the document, OpenAPI 3.1."""
     shapes: list[tuple[str, Literal["validation", "serialization"], TypeAdapter[Any]]] = [
-        *((name, "validation", TypeAdapter(getattr(request_schema, name))) for name in _REQUESTS),
+        *((request.__name__, "validation", TypeAdapter(request)) for request in _REQUESTS),
         *((name, "serialization", TypeAdapter(getattr(response_schema, name))) for name in _RESPONSES),
     ]
     _, schemas = TypeAdapter.json_schemas(shapes, ref_template="#/components/schemas/{model}")
@@ -34,7 +38,7 @@ def openapi() -> Json:
         "info": {
             "title": "specserve",
             "version": specserve.__version__,
-            "description": "OpenAI's completions and chat routes over a GGUF model, with speculative decoding.",
+            "description": "OpenAI's and Anthropic's routes over a GGUF model, with speculative decoding.",
         },
         # Relative to this document: the host, model name and version that it was fetched from.
         "servers": [{"url": ".."}],
@@ -42,6 +46,10 @@ def openapi() -> Json:
         "paths": {
             "/v1/completions": {"post": _generation("Continue texts", "CompletionRequest", "Completion")},
             "/v1/chat/completions": {"post": _generation("Answer a chat", "ChatRequest", "ChatCompletion")},
+            "/v1/responses": {"post": _translation("Answer a chat, in OpenAI's later form", "ResponsesRequest")},
+            "/v1/messages": {"post": _translation("Answer a chat, in Anthropic's form", "MessagesRequest")},
+            "/v1/messages/count_tokens": {"post": _translation("Count the tokens of such a chat", "CountRequest")},
+            "/infill": {"post": _translation("Fill the gap between two texts, in llama.cpp's form", "InfillRequest")},
             "/v1/models": {"get": _operation("The models of this server", _json("ModelList"))},
             "/v1/models/{id}": {
                 "get": {**_operation("One model of this server", _json("Model")), "parameters": [model_id]}
@@ -62,6 +70,14 @@ def _generation(summary: str, request: str, response: str) -> Json:
     event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
     answer = _json(response) | {"text/event-stream": {"schema": event}}
     return {**_operation(summary, answer), "requestBody": {"required": True, "content": _json(request)}}
+
+
+def _translation(summary: str, request: str) -> Json:
+    """Describe a route of another form, whose own references have its responses, events and errors."""
+    answer = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "object"}}}
+    described = _operation(summary, answer)
+    described["responses"]["default"]["content"] = {"application/json": {"schema": {"type": "object"}}}
+    return {**described, "requestBody": {"required": True, "content": _json(request)}}
 
 
 def _operation(summary: str, content: Json) -> Json:

@@ -1,0 +1,162 @@
+"""How calls of tools are written: one notation, by which text is read and from which grammars are made."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+# What stands in a call's form for a tool's name, its arguments (a JSON object), and optional whitespace.
+NAME, ARGUMENTS, SPACE = "NAME", "ARGUMENTS", "~"
+# Names of tools: OpenAI's characters, and Anthropic's length.
+NAME_PATTERN = "[a-zA-Z0-9_-]{1,128}"
+# Whitespace characters in a row that SPACE takes: small models tend to generate them without end.
+MAX_SPACE = 40
+WHITESPACE = " \t\r\n"
+# What may stand between calls, beside whitespace.
+BETWEEN = WHITESPACE + ";"
+_NAME = re.compile(NAME_PATTERN)
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """A form of calls: a block of them is `begin`, a call, further ones after `separator`, and `end`.
+
+    Args:
+        begin: of a block.
+        call: with NAME and ARGUMENTS once each, and SPACE.
+        end: of a block.
+        separator: between the calls of a block; None if a block has one.
+        tag: how `begin` begins, where that alone opens a call; else the name of a tool does, in its place.
+        only_first: whether no text may stand before it, other than calls.
+    """
+
+    begin: str
+    call: str
+    end: str = ""
+    separator: str | None = None
+    tag: str = ""
+    only_first: bool = False
+
+    @property
+    def text(self) -> str:
+        """All of its fixed text."""
+        return self.begin + self.call + (self.separator or "") + self.end
+
+    @cached_property
+    def trigger(self) -> list[str]:
+        """The elements of a block after which it is a call: the tag, or all to the character after the name."""
+        return [self.tag] if self.tag else self._split[0]
+
+    @cached_property
+    def opening(self) -> list[str]:
+        """The elements of a block after which its call is certain, whatever tokens have overshot the trigger."""
+        return self._split[0] if self.tag else [*self._split[0], *self._split[1], "{"]
+
+    @cached_property
+    def rest(self) -> list[str]:
+        """The elements from the opening to the arguments."""
+        return self._split[1] if self.tag else []
+
+    @cached_property
+    def next_opening(self) -> list[str]:
+        """The elements from the arguments of a call to the name of the next one in its block; empty if it has none."""
+        after = self.call.partition(ARGUMENTS)[2]
+        return [] if self.separator is None else [*elements(after + self.separator), *self._split_call[0]]
+
+    @cached_property
+    def closing(self) -> list[str]:
+        """The elements after the last arguments of a block."""
+        return elements(self.call.partition(ARGUMENTS)[2] + self.end)
+
+    @cached_property
+    def _split(self) -> tuple[list[str], list[str]]:
+        return _split_after_name(self.begin + self.call.partition(ARGUMENTS)[0])
+
+    @cached_property
+    def _split_call(self) -> tuple[list[str], list[str]]:
+        return _split_after_name(self.call.partition(ARGUMENTS)[0])
+
+
+def _split_after_name(form: str) -> tuple[list[str], list[str]]:
+    """Split a form up to the arguments after the character that ends the name."""
+    before, _, after = form.partition(NAME)
+    return [*elements(before), NAME, after[:1]], elements(after[1:])
+
+
+def elements(form: str) -> list[str]:
+    """Split a form at its placeholders."""
+    return [part for part in re.split(f"({NAME}|{ARGUMENTS}|{SPACE})", form) if part]
+
+
+class Match(NamedTuple):
+    """Where a text that elements take begins and ends, and the tool's name in it."""
+
+    begin: int
+    end: int
+    name: str
+
+
+def take(parts: Sequence[str], text: str, begin: int, names: Container[str]) -> Match | bool:
+    """Match elements with a text from `begin` on; else tell whether more text may complete them."""
+    position, name = begin, ""
+    for part in parts:
+        if part == SPACE:
+            last = min(len(text), position + MAX_SPACE)
+            while position < last and text[position] in WHITESPACE:
+                position += 1
+        elif part == NAME:
+            found = _NAME.match(text, position)
+            name = found[0] if found else ""
+            position += len(name)
+            if position < len(text) and name not in names:
+                return False
+        else:
+            there = text[position : position + len(part)]
+            if not part.startswith(there):
+                return False
+            if len(there) < len(part):
+                return True
+            position += len(part)
+    return Match(begin, position, name)
+
+
+class Found(NamedTuple):
+    """The first place in a text where a call begins or may, and its form and match if it does."""
+
+    position: int
+    form: CallForm | None = None
+    match: Match | None = None
+
+
+def find(
+    forms: Sequence[CallForm], text: str, names: Container[str], *, start: int = 0, first: bool, triggers: bool
+) -> Found:
+    """Find the first call in a text from `start` on.
+
+    Args:
+        forms: in which it may be written.
+        text: outside calls.
+        names: of the tools.
+        start: the first place to look at.
+        first: whether the text follows only calls, or nothing.
+        triggers: whether to find triggers, else openings.
+    """
+    begins = {(form.begin or form.call)[0] for form in forms}
+    begin_of_text = len(text) - len(text.lstrip(BETWEEN)) if first else -1
+    for position in range(start, len(text)):
+        if text[position] not in begins:
+            continue
+        may_begin = False
+        for form in forms:
+            if form.only_first and position != begin_of_text:
+                continue
+            found = take(form.trigger if triggers else form.opening, text, position, names)
+            if isinstance(found, Match):
+                return Found(position, form, found)
+            may_begin |= found
+        if may_begin:
+            return Found(position)
+    return Found(len(text))

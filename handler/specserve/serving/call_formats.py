@@ -1,0 +1,53 @@
+"""The table of formats: how the models of a chat template write calls of tools."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from specserve.grammar.call_form import CallForm
+from specserve.grammar.tool_calls import CallSyntax
+
+# JSON without tags, which many models write whatever their template asks for; in braces twice as in an example of the
+# template of Qwen2.5, or in a fence.
+_JSON = '{~"name"~:~"NAME"~,~"arguments"~:~ARGUMENTS~}'
+_UNTAGGED = (
+    CallForm("```json~", _JSON, "~```"),
+    CallForm("", _JSON, only_first=True),
+    CallForm("{", _JSON, "}", only_first=True),
+)
+_CALL = '{"name": "NAME", "arguments": ARGUMENTS}'
+_QWEN = CallForm("<tool_call>\n", _CALL, "\n</tool_call>", tag="<tool_call>")
+_GRANITE = CallForm("<|tool_call|>[", _CALL, "]", ", ", tag="<|tool_call|>")
+_GRANITE_2 = CallForm("<tool_call>[", _CALL, "]", ", ", tag="<tool_call>")
+_MISTRAL = CallForm("[TOOL_CALLS][", _CALL, "]", ", ", tag="[TOOL_CALLS]")
+_MISTRAL_SPACED = CallForm("[TOOL_CALLS] [", _CALL, "]", ", ", tag="[TOOL_CALLS]")
+_MISTRAL_NAMED = CallForm("[TOOL_CALLS]", "NAME[ARGS]ARGUMENTS", tag="[TOOL_CALLS]")
+_LLAMA = CallForm("", '{"name": "NAME", "parameters": ARGUMENTS}', only_first=True)
+_LLAMA_BARE = CallForm("", '{~"name"~:~"NAME"~,~"parameters"~:~ARGUMENTS~}', only_first=True)
+_LLAMA_TAGGED = CallForm("<|python_tag|>", '{"name": "NAME", "parameters": ARGUMENTS}', tag="<|python_tag|>")
+
+
+class CallFormat(NamedTuple):
+    """How models write calls whose chat template has all of `marks`, texts of it."""
+
+    name: str
+    marks: tuple[str, ...]
+    syntax: CallSyntax
+
+
+# The first one whose marks a template has; the last one has none.
+FORMATS = (
+    CallFormat("Mistral, named", ("[TOOL_CALLS]", "[ARGS]"), CallSyntax((_MISTRAL_NAMED,))),
+    CallFormat("Mistral, spaced", ('"[TOOL_CALLS] ["',), CallSyntax((_MISTRAL_SPACED,))),
+    CallFormat("Mistral", ("[TOOL_CALLS]",), CallSyntax((_MISTRAL,))),
+    CallFormat("Granite", ("<|tool_call|>",), CallSyntax((_GRANITE,))),
+    CallFormat("Granite, plain tag", ("<tool_call>[",), CallSyntax((_GRANITE_2,))),
+    CallFormat("Qwen, Hermes", ("<tool_call>",), CallSyntax((_QWEN, *_UNTAGGED), "\n")),
+    CallFormat("Llama", ('"parameters": ',), CallSyntax((_LLAMA, _LLAMA_TAGGED, _LLAMA_BARE), "; ")),
+    CallFormat("any", (), CallSyntax((_QWEN, *_UNTAGGED), "\n")),
+)
+
+
+def format_of(template: str) -> CallFormat:
+    """Return the format of the calls that a chat template shows."""
+    return next(found for found in FORMATS if all(mark in template for mark in found.marks))

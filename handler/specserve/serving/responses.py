@@ -1,0 +1,284 @@
+"""OpenAI's v1/responses, as a translation: a request becomes a chat, and its answer the items of a response."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import dropwhile
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from specserve.errors import RequestError
+from specserve.serving.blocks import Block, BlocksResponse, Event, arguments_of
+from specserve.serving.openai.body import Body, Text
+from specserve.serving.openai.logprobs import chat_logprobs, output_positions
+from specserve.serving.openai.parse import parse_body
+from specserve.serving.openai.request_schema import ChatRequest, GenerationRequest
+from specserve.serving.openai.response_schema import TokenLogprob
+from specserve.serving.response_items import Item, messages_of
+from specserve.serving.response_store import ResponseStore
+
+Json = dict[str, Any]
+
+# The tools that a model is offered; the others run in OpenAI's servers only.
+_OFFERED = ("function", "custom")
+# The arguments of a custom tool, which takes free text, as a function.
+_FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+# By kind of item: how its id begins, the field of its text, and the events of that.
+_KINDS = {
+    "reasoning": ("rs", "text", "response.reasoning_text"),
+    "message": ("msg", "text", "response.output_text"),
+    "function_call": ("fc", "arguments", "response.function_call_arguments"),
+    "custom_tool_call": ("ctc", "input", "response.custom_tool_call_input"),
+}
+# The fields of a request that its response repeats, and those of them that are not null without it.
+_DEFAULTS: Json = {
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "temperature": 1.0,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "top_p": 1.0,
+}
+_ECHOED = {"instructions", "max_output_tokens", "previous_response_id", "reasoning", "store", "tools", *_DEFAULTS}
+
+
+class ResponsesTool(Body):
+    """A tool."""
+
+    type: str
+    name: Text | None = None
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: dict[str, Any] | None = None
+
+    def function(self) -> Json:
+        """Return it as a tool of a chat."""
+        function = self.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
+        if self.type == "custom":
+            grammar = (self.format or {}).get("definition")
+            about = [self.description, grammar and f"The input follows this grammar:\n{grammar}"]
+            function |= {"parameters": _FREE_TEXT, "description": "\n".join(filter(None, about))}
+        return {"type": "function", "function": function}
+
+
+class ResponsesToolChoice(Body):
+    """A tool that has to be called, or those that may be."""
+
+    type: str
+    name: str | None = None
+    mode: str | None = None
+    tools: list[ResponsesTool] | None = None
+
+    def choice(self) -> Json:
+        """Return it as the choice of a chat.
+
+        Raises:
+            RequestError: 400; it demands a tool that is not offered.
+        """
+        if self.type == "allowed_tools":
+            named = [_named(tool.name) for tool in self.tools or [] if tool.type in _OFFERED]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": named}}
+        if self.type not in _OFFERED:
+            raise RequestError.invalid("tool_choice", f"The model is offered functions only, and no '{self.type}'.")
+        return _named(self.name)
+
+
+class ResponsesRequest(GenerationRequest):
+    """The body of v1/responses; what stands in plain dictionaries is validated as the fields of a chat."""
+
+    input: Text | Annotated[list[Item], Field(fail_fast=True)]
+    instructions: Text | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: str | ResponsesToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    max_output_tokens: int | None = Field(default=None, ge=0)
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    include: list[str] | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    n: Literal[1] | None = None
+    background: Literal[False] | None = None
+    conversation: None = None
+    prompt: None = None
+
+    def note_unknown(self, body: object) -> None:
+        """Find the unknown fields, and the tools that are not offered."""
+        super().note_unknown(body)
+        tools = enumerate(self.tools or [])
+        self.unknown.extend(f"tools[{index}].{tool.type}" for index, tool in tools if tool.type not in _OFFERED)
+
+    def messages(self) -> list[Json]:
+        """Return the input as messages of a chat."""
+        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else messages_of(self.input)
+
+    def chat(self, messages: list[Json]) -> ChatRequest:
+        """Translate it to a chat of these messages, its own and those before.
+
+        Raises:
+            RequestError: 400; a field is wrong.
+        """
+        # Most templates take one message of the system, the first.
+        rest = [*dropwhile(lambda message: message["role"] in {"system", "developer"}, messages)]
+        system = [message["content"] for message in messages[: len(messages) - len(rest)]]
+        system = [self.instructions, *system] if self.instructions else system
+        choice = self.tool_choice
+        written: Any = (self.text or {}).get("format")
+        if isinstance(written, dict) and written.get("type") == "json_schema":
+            schema = {name: value for name, value in written.items() if name != "type"}
+            written = {"type": "json_schema", "json_schema": schema}
+        chat = {name: getattr(self, name) for name in GenerationRequest.model_fields if name in self.model_fields_set}
+        chat |= {
+            "messages": [*([{"role": "system", "content": "\n\n".join(system)}] if system else []), *rest],
+            "max_tokens": self.max_tokens if self.max_output_tokens is None else self.max_output_tokens,
+            "tools": [tool.function() for tool in self.tools or [] if tool.type in _OFFERED] or None,
+            "tool_choice": choice.choice() if isinstance(choice, ResponsesToolChoice) else choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": written or self.response_format,
+            "reasoning_effort": (self.reasoning or {}).get("effort"),
+        }
+        if self.top_logprobs or "message.output_text.logprobs" in (self.include or []):
+            chat |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        return parse_body(chat, ChatRequest)
+
+
+class ResponsesResponse(BlocksResponse):
+    """Writes the response of v1/responses to a request, and stores the messages with the answer."""
+
+    def __init__(
+        self, request: ResponsesRequest, messages: list[Json], store: ResponseStore, *args: Any, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        self._id = f"resp_{self._request_id}"
+        self._messages = messages
+        self._store = store if store.size and request.store is not False else None
+        echoed = dict.fromkeys(_ECHOED) | request.model_dump(include=_ECHOED, exclude_none=True)
+        tools = [tool for tool in echoed["tools"] or [] if tool["type"] in _OFFERED]
+        defaults = {name: value for name, value in _DEFAULTS.items() if echoed[name] is None}
+        self._echoed = echoed | defaults | {"tools": tools}
+        self._custom = {tool["name"] for tool in tools if tool["type"] == "custom"}
+        self._logprobs: dict[int, list[TokenLogprob]] = {}
+        self._sent = 0
+
+    def _events(self) -> Iterator[Event]:
+        for event in super()._events():
+            yield event | {"sequence_number": self._sent}
+            self._sent += 1
+
+    def _whole(self) -> Event:
+        totals = self._totals()
+        usage = totals["usage"]
+        cached = {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0}
+        reasoning = {"reasoning_tokens": usage.completion_tokens_details.reasoning_tokens or 0}
+        output = [self._item(block, done=True) for block in self._blocks]
+        for index, scores in self._logprobs.items():
+            output[index]["content"][0]["logprobs"] = scores
+        if self._store is not None:
+            self._store.put(self._id, self._messages + messages_of(map(Item.model_validate, output)))
+        response = self._object("incomplete" if self._is_cut else "completed", **totals, output=output)
+        response["incomplete_details"] = {"reason": "max_output_tokens"} if self._is_cut else None
+        response["usage"] = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": cached,
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": reasoning,
+            "total_tokens": usage.total_tokens,
+        }
+        return response
+
+    @property
+    def _is_cut(self) -> bool:
+        return self.generations[0].finish_reason == "length"
+
+    def _object(self, status: str, **fields: Any) -> Json:
+        """Return the response; what is not known is null."""
+        known = {"id": self._id, "object": "response", "created_at": self._created, "model": self._model}
+        later: Json = {"error": None, "incomplete_details": None, "output": [], "usage": None}
+        return known | {"status": status, "background": False} | self._echoed | later | fields
+
+    def _kind(self, block: Block) -> str:
+        if block.call is None:
+            return "reasoning" if block.kind == "reasoning" else "message"
+        return "custom_tool_call" if block.call.name in self._custom else "function_call"
+
+    def _text(self, block: Block) -> str:
+        """Return its text; that of a custom tool, which may be cut off, without the JSON around it."""
+        if self._kind(block) != "custom_tool_call":
+            return block.text
+        return str(arguments_of(block).get("input", ""))
+
+    def _item(self, block: Block, *, done: bool) -> Json:
+        """Return the item of a block, with its text if it is done."""
+        kind = self._kind(block)
+        prefix, field, _ = _KINDS[kind]
+        cut = self._is_cut and block is self._blocks[-1]
+        status = "in_progress" if not done else "incomplete" if cut else "completed"
+        item: Json = {"id": f"{prefix}_{self._request_id}_{block.index}", "type": kind, "status": status}
+        if block.call is not None:
+            return item | {"call_id": block.call.id, "name": block.call.name, field: self._text(block) if done else ""}
+        content = [self._part(block, block.text)] if done else []
+        more: Json = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+        return item | {"content": content} | more
+
+    def _part(self, block: Block, text: str) -> Json:
+        """Return the one part of reasoning or of a message."""
+        if block.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        # Scores come with their tokens and in the whole response only: to write megabytes of them takes long.
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def _beginning(self) -> Iterator[Event]:
+        for name in ("created", "in_progress"):
+            yield {"type": f"response.{name}", "response": self._object("in_progress")}
+
+    def _block_beginning(self, block: Block) -> Iterator[Event]:
+        item = self._item(block, done=False)
+        yield {"type": "response.output_item.added", "output_index": block.index, "item": item}
+        if block.call is None:
+            yield self._event(block, "response.content_part.added", part=self._part(block, ""))
+
+    def _block_news(self, block: Block, text: str) -> Iterator[Event]:
+        *_, name = _KINDS[self._kind(block)]
+        # Those since the last event; a call is read later than its first tokens, which are among them.
+        tokens = self.generations[0].take_tokens() if self._form.top_logprobs is not None else []
+        fields: Json = {}
+        if block.kind == "text":
+            fields["logprobs"] = chat_logprobs(output_positions(tokens), self._vocabulary).content
+            self._logprobs.setdefault(block.index, []).extend(fields["logprobs"])
+        # The JSON around the text of a custom tool is not shown, so that comes at its end.
+        if self._kind(block) != "custom_tool_call":
+            yield self._event(block, f"{name}.delta", delta=text, **fields)
+
+    def _block_end(self, block: Block) -> Iterator[Event]:
+        _, field, name = _KINDS[self._kind(block)]
+        text = self._text(block)
+        if self._kind(block) == "custom_tool_call":
+            yield self._event(block, f"{name}.delta", delta=text)
+        logprobs: Json = {"logprobs": []} if block.kind == "text" else {}
+        yield self._event(block, f"{name}.done", **{field: text}, **logprobs)
+        if block.call is None:
+            yield self._event(block, "response.content_part.done", part=self._part(block, text))
+        item = self._item(block, done=True)
+        yield {"type": "response.output_item.done", "output_index": block.index, "item": item}
+
+    def _event(self, block: Block, name: str, **fields: Any) -> Event:
+        """Make an event of a block."""
+        place = {"item_id": self._item(block, done=False)["id"], "output_index": block.index}
+        return {"type": name, **place, **({} if block.call else {"content_index": 0}), **fields}
+
+    def _end(self) -> Iterator[Event]:
+        response = self._whole()
+        yield {"type": f"response.{response['status']}", "response": response}
+
+    def _failure(self, error: RequestError) -> Iterator[Event]:
+        detail = {"code": "server_error" if error.status >= 500 else "invalid_prompt", "message": error.message}
+        yield {"type": "response.failed", "response": self._object("failed", error=detail)}
+
+
+def _named(name: str | None) -> Json:
+    """Return a tool as a chat names it."""
+    return {"type": "function", "function": {"name": name}}

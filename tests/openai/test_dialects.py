@@ -1,0 +1,323 @@
+"""Known fields of OpenAI's, vLLM's and llama.cpp's, by their other names and forms; and what unknown ones lead to."""
+
+from __future__ import annotations
+
+import math
+from operator import attrgetter
+from typing import Any
+
+import pytest
+
+from fake_engine import FakeVocabulary
+from front_end import FrontEnd
+from specserve.errors import RequestError
+from specserve.serving.openai.parse import parse_body
+from specserve.serving.openai.prompt import Prompt, Tokenizer
+from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
+from test_requests import CONFIG, generations_of, refusal, sequence_of
+
+COMPLETION: dict[str, Any] = {"prompt": "hello"}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+ROUTES: list[tuple[type[Any], dict[str, Any]]] = [(CompletionRequest, COMPLETION), (ChatRequest, CHAT)]
+# Fields that are about something else than the answer.
+WITHOUT_EFFECT: dict[str, Any] = {
+    "user": "u",
+    "store": True,
+    "service_tier": "flex",
+    "safety_identifier": "s",
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "priority": -3,
+    "request_id": "r",
+    "length_penalty": 0.6,
+    "spaces_between_special_tokens": False,
+    "id_slot": 2,
+    "n_keep": -1,
+    "timings_per_token": True,
+    "response_fields": ["content"],
+    "dry_sequence_breakers": ["\n"],
+    "mirostat_tau": 5.0,
+}
+# By field: values that leave the answer as it is, and values that would not.
+NEUTRAL: dict[str, tuple[list[Any], list[Any]]] = {
+    "functions": ([[]], [[{}]]),
+    "function_call": (["none"], ["auto"]),
+    "modalities": ([["text"]], [["audio"], ["text", "audio"]]),
+    "audio": ([{}], [{"id": "a"}]),
+    "web_search_options": ([{}], [{"a": 1}]),
+    "verbosity": (["medium"], ["low", "high"]),
+    "use_beam_search": ([False], [True]),
+    "prompt_embeds": ([], ["a"]),
+    "prompt_logprobs": ([], [0, 1]),
+    "logprob_token_ids": ([], [[1]]),
+    "truncation_side": (["left"], ["right"]),
+    "return_token_ids": ([False], [True]),
+    "return_tokens_as_token_ids": ([False], [True]),
+    "thinking_token_budget": ([], [5]),
+    "kv_transfer_params": ([{}], [{"a": 1}]),
+    "vllm_xargs": ([{}], [{"a": 1}]),
+    "cache_salt": ([], ["s"]),
+    "logits_processors": ([[]], [["a"]]),
+    "include_reasoning": ([True], [False]),
+    "documents": ([[]], [[{"text": "a"}]]),
+    "chat_template": ([], ["{{ messages }}"]),
+    "mm_processor_kwargs": ([{}], [{"a": 1}]),
+    "n_indent": ([0], [4]),
+    "post_sampling_probs": ([False], [True]),
+    "min_keep": ([0], [2]),
+    "typical_p": ([1, 1.0], [0.9]),
+    "top_n_sigma": ([-1.0], [1.0]),
+    "xtc_probability": ([0, 0.0], [0.5]),
+    "dynatemp_range": ([0], [0.5]),
+    "dry_multiplier": ([0], [0.8]),
+    "mirostat": ([0], [1, 2]),
+    "repeat_last_n": ([-1], [64]),
+    "reasoning_budget": ([-1], [0]),
+    "lora": ([[]], [[{"id": 0}]]),
+}
+CHATS_ONLY = {"echo": ([False], [True]), "add_special_tokens": ([False], [True])}
+
+
+def description(kind: type[Any], body: dict[str, Any]) -> list[Any]:
+    """What a request's generation is made of."""
+    [[generation]] = generations_of(parse_body(body, kind), [Prompt([1, 2], "")])
+    return [generation.sampling, generation.speculation, generation.max_tokens, generation.top_logprobs]
+
+
+def unknown_of(body: dict[str, Any], kind: type[Any] = CompletionRequest) -> list[str]:
+    """The unknown fields of a valid body."""
+    unknown: list[str] = parse_body(body, kind).unknown
+    return unknown
+
+
+@pytest.mark.parametrize(("kind", "body"), ROUTES)
+def test_a_known_field_without_effect_is_taken_with_any_value_and_named_nowhere(
+    kind: type[Any], body: dict[str, Any]
+) -> None:
+    plain = description(kind, {**body, "seed": 1})
+    for name, value in WITHOUT_EFFECT.items():
+        for other in (value, None, 5, {"a": [1]}):
+            assert description(kind, {**body, "seed": 1, name: other}) == plain
+            assert unknown_of({**body, name: other}, kind) == []
+
+
+@pytest.mark.parametrize(("kind", "body"), ROUTES)
+def test_a_value_that_leaves_the_answer_as_it_is_is_taken_and_others_are_a_400_that_names_the_field(
+    kind: type[Any], body: dict[str, Any]
+) -> None:
+    plain = description(kind, {**body, "seed": 1})
+    for name, (neutral, effective) in (NEUTRAL | (CHATS_ONLY if kind is ChatRequest else {})).items():
+        for value in [None, *neutral]:
+            assert description(kind, {**body, "seed": 1, name: value}) == plain
+            assert unknown_of({**body, name: value}, kind) == []
+        for value in effective:
+            with pytest.raises(RequestError) as caught:
+                parse_body({**body, name: value}, kind)
+            error = caught.value
+            assert (error.status, error.param, error.code) == (400, name, "unsupported_value")
+
+
+def test_stream_options_that_change_the_stream_are_refused() -> None:
+    neutral = {"include_obfuscation": False, "continuous_usage_stats": False}
+    assert parse_body({**COMPLETION, "stream": True, "stream_options": neutral}, CompletionRequest).stream
+    body = {**COMPLETION, "stream": True, "stream_options": {"continuous_usage_stats": True}}
+    with pytest.raises(RequestError) as caught:
+        parse_body(body, CompletionRequest)
+    assert caught.value.param == "stream_options.continuous_usage_stats"
+
+
+BAN = -math.inf
+# What a field of vLLM's or llama.cpp's does to the sequence of a completion.
+EFFECTS: list[tuple[dict[str, Any], str, object]] = [
+    ({"n_predict": 5}, "max_tokens", 5),
+    ({"n_predict": -1}, "max_tokens", 59),
+    ({"max_tokens": -1}, "max_tokens", 59),
+    ({"n_predict": None}, "max_tokens", 16),
+    ({"n_predict": 5, "max_tokens": None}, "max_tokens", 5),
+    ({"n_predict": 5, "max_tokens": 7}, "max_tokens", 7),
+    ({"repeat_penalty": 1.1}, "sampling.repetition_penalty", 1.1),
+    ({"min_tokens": 3}, "sampling.min_tokens", 3),
+    ({"min_tokens": 3, "stop_token_ids": [7]}, "sampling.end_tokens", (199, 7)),
+    ({"min_tokens": 0}, "sampling.forbids_tokens", False),
+    ({"allowed_token_ids": [5, 7]}, "sampling.allowed_tokens", (5, 7)),
+    ({"bad_words": ["ab"]}, "sampling.bad_words", ((97, 98), (32, 97, 98))),
+    ({"bad_words": []}, "sampling.forbids_tokens", False),
+    (
+        {"logit_bias": [[5, 1], ["ab", -0.5], [6, False]]},
+        "sampling.logit_bias",
+        ((5, 1), (97, -0.5), (98, -0.5), (6, BAN)),
+    ),
+    ({"logit_bias": [["5", 0]]}, "sampling.logit_bias", ((53, 0),)),
+    ({"cache_prompt": False}, "reuses_prefix", False),
+    ({"cache_prompt": None}, "reuses_prefix", True),
+    ({"n_probs": 3}, "top_logprobs", 3),
+    ({"n_probs": 0}, "top_logprobs", None),
+    ({"n_probs": 3, "logprobs": 1}, "top_logprobs", 1),
+    ({"truncate_prompt_tokens": 2}, "tokens", [108, 111]),
+    ({"truncate_prompt_tokens": 9}, "prompt_length", 5),
+    ({"prompt": [1] * 200, "truncate_prompt_tokens": -1}, "prompt_length", 48),
+    ({"prompt": "a" * 200, "truncate_prompt_tokens": -1, "max_tokens": 4}, "prompt_length", 60),
+]
+
+
+@pytest.mark.parametrize(("fields", "attribute", "value"), EFFECTS)
+def test_a_field_of_vllm_or_llama_cpp_has_its_effect(fields: dict[str, Any], attribute: str, value: object) -> None:
+    assert attrgetter(attribute)(sequence_of(**fields)) == value
+
+
+def test_n_probs_of_a_chat_are_its_top_logprobs() -> None:
+    request = parse_body({**CHAT, "n_probs": 4}, ChatRequest)
+    assert (request.logprobs, request.top_logprobs) == (True, 4)
+
+
+def test_a_text_is_only_begun_with_special_tokens_if_the_request_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = FakeVocabulary(200)
+    monkeypatch.setattr(vocabulary, "encode", lambda text, *, special, begin: [1, special, begin, len(text)])
+    for fields, begins in (({}, True), ({"add_special_tokens": True}, True), ({"add_special_tokens": False}, False)):
+        [prompt] = Tokenizer(vocabulary, CONFIG).completion(parse_body({**COMPLETION, **fields}, CompletionRequest))
+        assert prompt.tokens == [1, True, begins, 5]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"stop_token_ids": [200]}, "stop_token_ids"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"bad_words": ["a"] * 65}, "bad_words"),
+        ({"bad_words": ["\ud800"]}, "bad_words"),
+        ({"logit_bias": [[5]]}, "logit_bias"),
+        ({"logit_bias": [[5, True]]}, "logit_bias"),
+        ({"logit_bias": [[5, 101]]}, "logit_bias"),
+        ({"logit_bias": [[5, "a"]]}, "logit_bias"),
+        ({"logit_bias": [[200, 1]]}, "logit_bias"),
+        ({"logit_bias": [[10**30, 1]]}, "logit_bias"),
+        ({"logit_bias": [[5.5, 1]]}, "logit_bias"),
+        ({"logit_bias": [[True, 1]]}, "logit_bias"),
+        ({"logit_bias": [["a" * 1025, 1]]}, "logit_bias"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_json"),
+        ({"guided_json": {}, "grammar": 'root ::= "a"'}, "guided_json"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": ["a", 5]}, "guided_choice"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"structured_outputs": []}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs.regex",
+        ),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_a_400_that_names_its_field(fields: dict[str, Any], param: str) -> None:
+    error = refusal({**COMPLETION, **fields})
+    assert (error.status, error.param) == (400, param)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "same"),
+    [
+        ({"guided_json": SCHEMA}, {"response_format": AS_SCHEMA}),
+        ({"guided_json": '{"type": "string"}'}, {"guided_json": {"type": "string"}}),
+        ({"json_schema": SCHEMA}, {"response_format": AS_SCHEMA}),
+        ({"structured_outputs": {"json": SCHEMA}}, {"response_format": AS_SCHEMA}),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"response_format": AS_SCHEMA}),
+        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, {"response_format": AS_SCHEMA}),
+        ({"response_format": {**AS_SCHEMA, "schema": {}}}, {"response_format": AS_SCHEMA}),
+        ({"structured_outputs": {"json_object": True}}, {"response_format": {"type": "json_object"}}),
+        ({"guided_json_object": True}, {"response_format": {"type": "json_object"}}),
+        ({"guided_grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+        ({"guided_regex": "a+"}, {"structured_outputs": {"regex": "a+"}}),
+        ({"guided_regex": "a+"}, {"response_format": {"type": "regex", "regex": "a+"}}),
+        ({"guided_choice": ["yes", 'n"\\\n']}, {"grammar": r'root ::= "yes" | "n\x22\x5c\x0a"'}),
+        ({"guided_json": None, "structured_outputs": {"json_object": False}}, {}),
+        ({"guided_regex": "a", "response_format": {"type": "text"}}, {"guided_regex": "a"}),
+    ],
+)
+def test_each_name_of_a_structure_means_the_same(fields: dict[str, Any], same: dict[str, Any]) -> None:
+    def structure(extra: dict[str, Any]) -> tuple[Any, ...]:
+        request = parse_body({**COMPLETION, **extra}, CompletionRequest)
+        form = request.response_format
+        return request.grammar, form and form.model_dump(exclude={"json_schema": {"name"}})
+
+    assert structure(fields) == structure(same)
+    assert unknown_of({**COMPLETION, **fields}) == []
+
+
+def test_unknown_fields_are_found_wherever_they_are() -> None:
+    assert unknown_of({**COMPLETION, "temprature": 1, "speculation": {"mode": "off", "tempo": 1}, "": 2}) == [
+        "temprature",
+        "speculation.tempo",
+        "",
+    ]
+    message = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "weight": 2}]}
+    body = {"messages": [*CHAT["messages"], {**message, "colour": "red"}], "stream": True, "stream_options": {"a": 1}}
+    assert unknown_of(body, ChatRequest) == ["messages[1].content[1].weight", "messages[1].colour", "stream_options.a"]
+    assert unknown_of({**COMPLETION, "response_format": {**AS_SCHEMA, "a": 1}}) == ["response_format.a"]
+    assert unknown_of({**COMPLETION, "metadata": {"a": "b"}, "guided_json": {"a": "b"}, "echo": True}) == []
+    assert unknown_of({**CHAT, "prompt": "a", "suffix": "b"}, ChatRequest) == ["prompt", "suffix"]
+
+
+def test_of_many_unknown_fields_the_first_few_are_named_and_cut() -> None:
+    unknown = unknown_of({**COMPLETION, **{f"f{number}" + "x" * 5000: 1 for number in range(100_000)}})
+    assert [name[:3].rstrip("x") for name in unknown] == [f"f{number}" for number in range(10)] + [
+        f"f{number}" for number in range(10, 16)
+    ]
+    assert max(map(len, unknown)) == 100
+
+
+def test_the_operator_may_have_unknown_fields_refused() -> None:
+    bodies = {"a": {**COMPLETION, "a": 1}, "speculation.tempo": {**COMPLETION, "speculation": {"tempo": 1}}}
+    for name, body in bodies.items():
+        with pytest.raises(RequestError) as caught:
+            parse_body(body, CompletionRequest, refuses_unknown=True)
+        assert (caught.value.status, caught.value.param, caught.value.code) == (400, name, "unknown_parameter")
+    assert parse_body({**COMPLETION, **WITHOUT_EFFECT}, CompletionRequest, refuses_unknown=True).unknown == []
+    with pytest.raises(RequestError):
+        parse_body({**COMPLETION, "\ud800": 1}, CompletionRequest, refuses_unknown=True).unknown.clear()
+
+
+def test_with_unknown_fields_refuse_no_route_takes_one() -> None:
+    front_end = FrontEnd(unknown_fields="refuse")
+    bodies = {"v1/completions": COMPLETION, "v1/chat/completions": CHAT, "infill": {"input_prefix": "a"}}
+    requests = [front_end.post({**body, "temprature": 1}, route) for route, body in bodies.items()]
+    front_end.run()
+    errors = [front_end.answer(request)["error"] for request in requests]
+    assert [(error["param"], error["code"]) for error in errors] == [("temprature", "unknown_parameter")] * 3
+
+
+def test_ignored_fields_are_named_in_a_header_and_once_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    front_end = FrontEnd()
+    odd = "a, b\r\nset-cookie: c\ud800\u00e9"
+    bodies: list[tuple[dict[str, Any], str]] = [
+        ({**COMPLETION, "temprature": 1, "best_off": 2}, "v1/completions"),
+        ({**COMPLETION, "temprature": 1, "stream": True}, ""),
+        ({"messages": [{**CHAT["messages"][0], odd: 1}], "stream": True}, "v1/chat/completions"),
+        ({**COMPLETION, "user": "u"}, "v1/completions"),
+    ]
+    requests = [front_end.post({**body, "max_tokens": 2}, route) for body, route in bodies]
+    front_end.run()
+    named = [front_end.headers[request].get("x-specserve-ignored") for request in requests]
+    quoted = "messages[0].a%2C%20b%0D%0Aset-cookie%3A%20c%3F%C3%A9"
+    assert named == ["temprature, best_off", "temprature", quoted, None]
+    assert [front_end.status[request] for request in requests] == [200] * 4
+    warnings = [record.message for record in caplog.records if "which is ignored" in record.message]
+    assert len(warnings) == 3
+    assert warnings[0] == "specserve: requests have the field 'temprature', which is ignored"
+    assert "messages[].a%2C" in warnings[2]
+
+
+def test_the_log_warns_of_a_limited_number_of_names(caplog: pytest.LogCaptureFixture) -> None:
+    front_end = FrontEnd()
+    for number in range(20):
+        front_end.post({**COMPLETION, "max_tokens": 0, **{f"field{number}x{part}": 1 for part in range(16)}})
+        front_end.run()
+    assert sum("which is ignored" in record.message for record in caplog.records) == 100

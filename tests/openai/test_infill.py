@@ -1,0 +1,217 @@
+"""The route infill, as llama.cpp's plug-ins for editors use it: the prompt, its limits, and llama.cpp's response."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from fake_engine import FakeVocabulary
+from front_end import FrontEnd
+from specserve.errors import RequestError
+from specserve.serving.infill import InfillRequest, infill_prompt
+from specserve.serving.openai.parse import parse_body
+from specserve.serving.openai.prompt import Tokenizer
+from test_requests import CONFIG
+
+PREFIX, SUFFIX, MIDDLE, REPOSITORY, FILE = range(200, 205)
+NAMES = dict(zip(range(200, 205), ("<PRE>", "<SUF>", "<MID>", "<REPO>", "<FILE>"), strict=True))
+# What llama.vim sends (autoload/llama.vim of ggml-org/llama.vim).
+VIM: dict[str, Any] = {
+    "input_prefix": "def f():\n",
+    "input_suffix": "\nf()\n",
+    "input_extra": [{"text": "a = 1\n", "time": [1, 2], "filename": "a.py"}],
+    "prompt": "    ret",
+    "n_predict": 8,
+    "n_indent": 0,
+    "top_k": 40,
+    "top_p": 0.99,
+    "stream": False,
+    "samplers": ["top_k", "top_p", "infill"],
+    "cache_prompt": True,
+    "t_max_prompt_ms": 500,
+    "t_max_predict_ms": 1500,
+    "response_fields": ["content", "timings/prompt_n", "timings/predicted_ms", "truncated", "tokens_cached", "nothing"],
+}
+WARM: dict[str, Any] = {
+    name: type(value)() if isinstance(value, str | list) and name != "input_extra" else value
+    for name, value in VIM.items()
+} | {"n_predict": 0, "temperature": 0.0, "t_max_prompt_ms": 1, "t_max_predict_ms": 1, "response_fields": [""]}
+
+
+class Infilling(FakeVocabulary):
+    """Bytes, with tokens to fill in the middle after the end token."""
+
+    def __init__(self, *, separators: bool = True) -> None:
+        super().__init__(200)
+        self.separators = separators
+
+    def infill(self, prefix: list[int], suffix: list[int]) -> list[int]:
+        return [PREFIX, *prefix, SUFFIX, *suffix, MIDDLE]
+
+    def file_separators(self) -> tuple[int | None, int | None]:
+        return (REPOSITORY, FILE) if self.separators else (None, None)
+
+
+def prompt_of(context_length: int = 4096, *, separators: bool = True, **fields: Any) -> str:
+    """The prompt as text."""
+    vocabulary = Infilling(separators=separators)
+    tokenizer = Tokenizer(vocabulary, CONFIG.model_copy(update={"context_length": context_length}))
+    prompt = infill_prompt(parse_body({**VIM, **fields}, InfillRequest), tokenizer, vocabulary)
+    return "".join(NAMES.get(token) or vocabulary.piece(token).decode() for token in prompt.tokens)
+
+
+@pytest.fixture
+def front_end(monkeypatch: pytest.MonkeyPatch) -> FrontEnd:
+    """A server whose model can fill in the middle; its tokens are bytes."""
+    monkeypatch.setattr(FakeVocabulary, "infill", lambda _self, prefix, suffix: [1, *prefix, 2, *suffix, 3])
+    return FrontEnd()
+
+
+def filled(front_end: FrontEnd, **fields: Any) -> Any:
+    """The whole response."""
+    request = front_end.post({**VIM, "response_fields": None, "ignore_eos": True, **fields}, "infill")
+    front_end.run()
+    assert front_end.status[request] == 200
+    return front_end.answer(request)
+
+
+def test_the_prompt_is_llama_cpps_for_a_repository() -> None:
+    """As in `format_prompt_infill` of llama.cpp's server."""
+    assert prompt_of() == (
+        "<REPO>myproject\n<FILE>a.py\na = 1\n<FILE>filename\n<PRE>def f():\n    ret<SUF>\nf()\n<MID>"
+    )
+    assert prompt_of(input_extra=None) == "<REPO>myproject\n<FILE>filename\n<PRE>def f():\n    ret<SUF>\nf()\n<MID>"
+    assert prompt_of(input_extra=[{"text": "b"}]).startswith("<REPO>myproject\n<FILE>tmp\nb<FILE>filename\n<PRE>")
+
+
+def test_a_model_without_tokens_for_files_gets_them_as_text() -> None:
+    assert prompt_of(separators=False) == "\n\n--- snippet ---\n\na = 1\n<PRE>def f():\n    ret<SUF>\nf()\n<MID>"
+
+
+def test_what_is_too_long_is_cut_at_the_ends_that_are_far_from_the_gap() -> None:
+    lines = "".join(f"{number:06}\n" for number in range(10_000))
+    extra = [{"text": lines, "filename": f"{name}.py"} for name in "abc"]
+    for context_length in (4096, 512, 64):
+        prompt = prompt_of(context_length, input_prefix=lines, input_suffix=lines, input_extra=extra)
+        others, before, after = re.split("<PRE>|<SUF>", prompt)
+        assert lines.endswith(before.removesuffix("    ret"))
+        assert before.endswith("    ret")
+        assert after.endswith("<MID>")
+        assert lines.startswith(after.removesuffix("<MID>"))
+        local = min(2048, context_length * 3 // 4)
+        assert len(before) == 3 * (local // 4)
+        assert len(re.sub("<[A-Z]+>", "-", prompt)) <= context_length - min(16, context_length // 4)
+        assert others.endswith("<FILE>filename\n") or context_length == 64
+    # The last file is the nearest, so of the others the first ones are left out.
+    prompt = prompt_of(input_extra=extra)
+    assert "b.py" not in prompt
+    assert prompt.count("0009999\n".removeprefix("0")) == 1
+
+
+def test_nothing_in_the_texts_is_read_as_a_control_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    encode = FakeVocabulary.encode
+
+    def recording(self: FakeVocabulary, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
+        asked.append(special or begin)
+        return encode(self, text)
+
+    monkeypatch.setattr(FakeVocabulary, "encode", recording)
+    prompt_of()
+    assert asked
+    assert not any(asked)
+
+
+def test_the_response_is_llama_cpps(front_end: FrontEnd) -> None:
+    answer = filled(front_end)
+    assert answer["tokens_predicted"] == 8
+    assert (answer["stop"], answer["stop_type"], answer["truncated"]) == (True, "limit", False)
+    assert len(answer["content"]) == 8
+    timings = answer["timings"]
+    assert timings["prompt_n"] + timings["cache_n"] == answer["tokens_evaluated"]
+    assert timings["predicted_n"] == 8
+    assert timings["predicted_per_token_ms"] == pytest.approx(timings["predicted_ms"] / 8, abs=0.001)
+    again = filled(front_end)
+    assert again["content"] == answer["content"]
+    assert again["timings"]["prompt_n"] == 1
+    assert filled(front_end, stop=answer["content"][3])["stop_type"] == "word"
+
+
+def test_only_the_fields_that_the_request_names_are_returned(front_end: FrontEnd) -> None:
+    answer = filled(front_end, response_fields=VIM["response_fields"])
+    assert list(answer) == ["content", "timings/prompt_n", "timings/predicted_ms", "truncated", "tokens_cached"]
+
+
+def test_a_stream_has_the_text_of_the_whole_response_and_ends_with_its_counts(front_end: FrontEnd) -> None:
+    whole = filled(front_end)
+    request = front_end.post({**VIM, "stream": True, "ignore_eos": True}, "infill")
+    front_end.run()
+    events = [json.loads(line.removeprefix("data: ")) for line in front_end.text(request).strip().split("\n\n")]
+    assert "".join(event["content"] for event in events) == whole["content"]
+    assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+    assert events[-1]["tokens_predicted"] == whole["tokens_predicted"]
+
+
+def test_a_request_for_no_token_prefills_its_prompt_for_the_next(front_end: FrontEnd) -> None:
+    warmed = front_end.post(WARM, "infill")
+    front_end.run()
+    assert (front_end.status[warmed], front_end.answer(warmed)) == (200, {})
+    beginning = len("\n\n--- snippet ---\n\na = 1\n")
+    assert filled(front_end)["timings"]["cache_n"] >= beginning
+
+
+def test_a_request_without_a_temperature_is_greedy_and_may_sample(front_end: FrontEnd) -> None:
+    assert len({filled(front_end)["content"] for _ in range(3)}) == 1
+    assert len({filled(front_end, temperature=2, samplers=None)["content"] for _ in range(5)}) > 1
+
+
+@pytest.mark.parametrize("indent", [1, 2])
+@pytest.mark.parametrize("first", range(6))
+def test_the_text_ends_before_a_line_that_is_indented_too_little(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, indent: int, first: int
+) -> None:
+    """The generation is cancelled then; whatever pieces a stream comes in."""
+    monkeypatch.setattr(FakeVocabulary, "piece", lambda _self, token: b"\n   ab\n  "[token % 9 :][:1])
+    fields = {"prompt": "abcdef"[first], "n_predict": 60}
+    whole = filled(front_end, **fields)["content"]
+    # Its first line goes on where the cursor is.
+    found = re.search(rf"(?<=\n)[ \t]{{0,{indent - 1}}}(?![ \t])(?=.|\n)", whole, re.DOTALL)
+    expected = whole[: found.end()] if found else whole
+    assert filled(front_end, **fields, n_indent=indent)["content"] == expected
+    request = front_end.post({**VIM, **fields, "ignore_eos": True, "n_indent": indent, "stream": True}, "infill")
+    front_end.run()
+    events = [json.loads(line.removeprefix("data: ")) for line in front_end.text(request).strip().split("\n\n")]
+    assert "".join(event["content"] for event in events) == expected
+    assert front_end.sequences() == (0, 0)
+
+
+def test_no_field_of_the_plug_ins_is_named_as_ignored_and_others_are(front_end: FrontEnd) -> None:
+    requests = [front_end.post(body, "infill") for body in (VIM, WARM, {**VIM, "colour": "red"})]
+    front_end.run()
+    assert [front_end.headers[request].get("x-specserve-ignored") for request in requests] == [None, None, "colour"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input_prefix": 5}, "input_prefix"),
+        ({"input_extra": [{"text": 5}]}, "input_extra[0].text"),
+        ({"input_extra": {}}, "input_extra"),
+        ({"prompt": [1]}, "prompt"),
+        ({"n_predict": "a"}, "max_tokens"),
+        ({"mirostat": 1}, "mirostat"),
+    ],
+)
+def test_an_invalid_field_is_a_400_that_names_it(front_end: FrontEnd, fields: dict[str, Any], param: str) -> None:
+    request = front_end.post({**VIM, **fields}, "infill")
+    front_end.run()
+    assert (front_end.status[request], front_end.answer(request)["error"]["param"]) == (400, param)
+
+
+def test_a_model_that_cannot_fill_in_the_middle_says_so() -> None:
+    vocabulary = FakeVocabulary(200)
+    with pytest.raises(RequestError, match="no tokens for filling in the middle"):
+        infill_prompt(parse_body(VIM, InfillRequest), Tokenizer(vocabulary, CONFIG), vocabulary)

@@ -1,0 +1,365 @@
+"""v1/messages and v1/messages/count_tokens: requests become chats, and answers Anthropic's messages and events.
+
+tests/clients/ reads them with Anthropic's client.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from front_end import FrontEnd, ScriptedReader, named_events
+from specserve.errors import RequestError
+from specserve.serving.answer import Arguments, Call, Part, Reasoning, Text
+from specserve.serving.anthropic import CountRequest, MessagesRequest
+from specserve.serving.openai.parse import parse_body
+from specserve.serving.openai.request_schema import ChatRequest
+
+ROUTE = "v1/messages"
+HELLO = {"role": "user", "content": "hello"}
+GREEDY: dict[str, Any] = {"messages": [HELLO], "max_tokens": 30, "temperature": 0}
+# Tokens are bytes, and these are not ASCII; token 199 is the end token.
+ASCII_ONLY = {str(token): -100 for token in range(128, 199)}
+READ = {"name": "read", "description": "Reads.", "input_schema": {"type": "object"}, "cache_control": {"type": "x"}}
+LIST = {"name": "list", "input_schema": {"type": "object"}, "type": "custom"}
+PARTS: list[Part] = [
+    *(Reasoning("I should "), Reasoning("look.")),
+    *(Text("Let me "), Text("see.")),
+    *(Call(0, "call_a", "read"), Arguments(0, '{"path": '), Arguments(0, '"a.py"}')),
+    Call(1, "call_b", "list"),
+]
+CONTENT = [
+    {"type": "thinking", "thinking": "I should look.", "signature": ""},
+    {"type": "text", "text": "Let me see."},
+    {"type": "tool_use", "id": "call_a", "name": "read", "input": {"path": "a.py"}},
+    {"type": "tool_use", "id": "call_b", "name": "list", "input": {}},
+]
+
+
+@pytest.fixture
+def front_end() -> FrontEnd:
+    return FrontEnd(context_length=1024)
+
+
+def whole(front_end: FrontEnd, **fields: Any) -> Any:
+    """The whole message that answers a greedy request."""
+    request_id = front_end.post({**GREEDY, **fields}, ROUTE)
+    front_end.run()
+    message = front_end.answer(request_id)
+    assert front_end.status[request_id] == 200, message
+    assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "tiny")
+    assert message["id"].startswith("msg_")
+    return message
+
+
+def streamed(front_end: FrontEnd, **fields: Any) -> list[Any]:
+    """The events of the stream that answers a greedy request."""
+    request_id = front_end.post({**GREEDY, **fields, "stream": True}, ROUTE)
+    front_end.run()
+    assert (front_end.status[request_id], front_end.content_type[request_id]) == (200, "text/event-stream")
+    return named_events(front_end.text(request_id))
+
+
+def accumulated(events: list[Any]) -> Any:
+    """The message that Anthropic's client makes of events, which are in order."""
+    start, *blocks, last, stop = [event for event in events if event["type"] != "ping"]
+    message: Any = start["message"]
+    assert (start["type"], last["type"], stop) == ("message_start", "message_delta", {"type": "message_stop"})
+    assert (message["content"], message["stop_reason"], message["stop_sequence"]) == ([], None, None)
+    texts: list[str] = []
+    for event in blocks:
+        assert event["index"] == len(texts) - (event["type"] != "content_block_start")
+        if event["type"] == "content_block_start":
+            message["content"].append(event["content_block"])
+            texts.append("")
+        elif event["type"] == "content_block_delta":
+            block, delta = message["content"][-1], event["delta"]
+            kinds = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
+            assert delta["type"] == kinds[block["type"]]
+            texts[-1] += delta["partial_json" if block["type"] == "tool_use" else block["type"]]
+        else:
+            assert event["type"] == "content_block_stop"
+            block = message["content"][-1]
+            if block["type"] == "tool_use":
+                assert block["input"] == {}
+                block["input"] = json.loads(texts[-1] or "{}")
+            else:
+                assert block[block["type"]] == ""
+                block[block["type"]] = texts[-1]
+    return message | last["delta"] | {name: last[name] for name in ("usage", "speculation")}
+
+
+def chat_of(**fields: Any) -> ChatRequest:
+    """The chat that a request becomes."""
+    return parse_body({**GREEDY, **fields}, MessagesRequest).chat()
+
+
+def messages_of(*messages: Any, **fields: Any) -> list[Any]:
+    """The messages of this chat, without what is not set."""
+    chat = chat_of(messages=[*messages], **fields)
+    return [message.model_dump(exclude_none=True) for message in chat.messages]
+
+
+FIELDS: list[dict[str, Any]] = [
+    {},
+    {"max_tokens": 1},
+    {"logit_bias": {"199": 100}},
+    {"logit_bias": ASCII_ONLY, "speculation": {"mode": "fixed", "gamma": 7}},
+    {"system": "Be brief.", "top_k": 5, "top_p": 0.9, "metadata": {"user_id": "x" * 600}},
+    {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}, "effort": "high"}},
+    {"thinking": {"type": "adaptive", "display": "omitted"}, "service_tier": "auto"},
+    {"context_management": {"edits": []}, "mcp_servers": [], "container": None, "inference_geo": "us", "betas": ["x"]},
+]
+
+
+@pytest.mark.parametrize("fields", FIELDS)
+def test_what_is_streamed_is_what_is_whole(front_end: FrontEnd, fields: dict[str, Any]) -> None:
+    message = whole(front_end, **fields)
+    same = accumulated(streamed(front_end, **fields))
+    varying = {"id", "usage", "speculation"}
+    assert same.keys() == message.keys()
+    assert {name: same[name] for name in same.keys() - varying} == {
+        name: message[name] for name in message.keys() - varying
+    }
+    assert same["usage"]["output_tokens"] == message["usage"]["output_tokens"]
+    assert same["speculation"].keys() == message["speculation"].keys()
+
+
+def test_input_tokens_are_those_that_were_not_cached(front_end: FrontEnd) -> None:
+    first, second = (whole(front_end)["usage"] for _ in range(2))
+    assert first["cache_read_input_tokens"] == first["cache_creation_input_tokens"] == 0
+    assert (second["input_tokens"], second["cache_read_input_tokens"]) == (1, first["input_tokens"] - 1)
+    start, *_ = streamed(front_end)
+    assert start["message"]["usage"]["cache_read_input_tokens"] == first["input_tokens"] - 1
+
+
+def test_stop_reasons(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    ascii_only: dict[str, Any] = {"logit_bias": ASCII_ONLY, "max_tokens": 14}
+    text = whole(front_end, **ascii_only)["content"][0]["text"]
+    ended = whole(front_end, logit_bias={"199": 100})
+    assert (ended["stop_reason"], ended["content"]) == ("end_turn", [{"type": "text", "text": ""}])
+    cut = whole(front_end, **ascii_only, stop_sequences=["never"])
+    assert (cut["stop_reason"], cut["stop_sequence"], cut["content"][0]["text"]) == ("max_tokens", None, text)
+    stops = {**ascii_only, "stop_sequences": ["never", text[9:12]]}
+    for stopped in (whole(front_end, **stops), accumulated(streamed(front_end, **stops))):
+        assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", text[9:12])
+        assert stopped["content"] == [{"type": "text", "text": text[: text.index(text[9:12])]}]
+    ScriptedReader(PARTS).install(monkeypatch)
+    assert whole(front_end, tools=[READ, LIST], logit_bias={"199": 100})["stop_reason"] == "tool_use"
+
+
+def test_thinking_text_and_uses_of_tools_are_blocks(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    ScriptedReader(PARTS).install(monkeypatch)
+    assert whole(front_end, tools=[READ, LIST])["content"] == CONTENT
+    events = streamed(front_end, tools=[READ, LIST])
+    assert accumulated(events)["content"] == CONTENT
+    assert [event["type"] for event in events[:3]] == ["message_start", "content_block_start", "ping"]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert [delta.get("partial_json") for delta in deltas[4:]] == ['{"path": ', '"a.py"}']
+
+
+def test_the_reasoning_of_a_model_that_thinks_is_a_block() -> None:
+    front_end = FrontEnd(chat_template="{{ messages[0].content.split('</think>')[-1] }}<think>\n")
+    thinking, text = whole(front_end)["content"]
+    assert thinking == {"type": "thinking", "thinking": thinking["thinking"], "signature": ""}
+    assert text == {"type": "text", "text": ""}
+    assert accumulated(streamed(front_end))["content"] == [thinking, text]
+
+
+def test_the_input_of_a_use_that_is_cut_off_is_as_much_of_it_as_came(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ScriptedReader([Call(0, "call_a", "read"), Arguments(0, '{"path": "a.p')]).install(monkeypatch)
+    [block] = whole(front_end, tools=[READ])["content"]
+    assert block["input"] == {"path": "a.p"}
+
+
+@pytest.mark.parametrize("arguments", ['{"path": "\\ud800"}', '{"path": tru', "[1]", "{" * 1000])
+def test_arguments_that_are_no_json_object_end_no_worker(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, arguments: str
+) -> None:
+    ScriptedReader([Call(0, "call_a", "read"), Arguments(0, arguments)]).install(monkeypatch)
+    [block] = whole(front_end, tools=[READ])["content"]
+    assert block["input"] == {}
+    deltas = [event["delta"] for event in streamed(front_end, tools=[READ]) if event["type"] == "content_block_delta"]
+    assert deltas == [{"type": "input_json_delta", "partial_json": arguments}]
+
+
+def test_a_conversation_with_tools_becomes_messages_of_a_chat() -> None:
+    results = [
+        {"type": "tool_result", "tool_use_id": "call_a", "content": [{"type": "text", "text": "1"}]},
+        {"type": "tool_result", "tool_use_id": "call_b", "content": "No such directory.", "is_error": True},
+        {"type": "tool_result", "tool_use_id": "call_c"},
+        {"type": "text", "text": "Go on.", "cache_control": {"type": "ephemeral"}},
+    ]
+    secret = {"type": "redacted_thinking", "data": "xyz"}
+    messages = messages_of(
+        HELLO,
+        {"role": "assistant", "content": [secret, *CONTENT]},
+        {"role": "user", "content": results},
+        {"role": "system", "content": "Be quick."},
+        {"role": "assistant", "content": [secret]},  # nothing that the model could read
+        system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+    )
+    system, user, assistant, *results, more, reminder = messages
+    assert (system, user) == ({"role": "system", "content": "Be brief."}, HELLO)
+    assert (assistant["content"], assistant["reasoning_content"]) == ("Let me see.", "I should look.")
+    assert [(call["id"], call["function"]["name"]) for call in assistant["tool_calls"]] == [
+        ("call_a", "read"),
+        ("call_b", "list"),
+    ]
+    assert [json.loads(call["function"]["arguments"]) for call in assistant["tool_calls"]] == [{"path": "a.py"}, {}]
+    assert results == [
+        {"role": "tool", "tool_call_id": "call_a", "content": "1"},
+        {"role": "tool", "tool_call_id": "call_b", "content": "Error: No such directory."},
+        {"role": "tool", "tool_call_id": "call_c", "content": ""},
+    ]
+    assert more == {"role": "user", "content": "Go on."}
+    assert reminder == {"role": "system", "content": "Be quick."}
+
+
+def test_a_text_of_the_assistant_at_the_end_begins_the_answer(front_end: FrontEnd) -> None:
+    begun = {"role": "assistant", "content": [{"type": "text", "text": "Well,"}]}
+    called = {"role": "assistant", "content": [CONTENT[2]]}
+    assert chat_of(messages=[HELLO, begun]).continue_final_message
+    assert not chat_of(messages=[HELLO]).continue_final_message
+    assert not chat_of(messages=[HELLO, called]).continue_final_message
+    counts = []
+    for messages in ([HELLO], [HELLO, begun]):
+        request_id = front_end.post({"messages": messages}, "v1/messages/count_tokens")
+        front_end.run()
+        counts.append(front_end.answer(request_id)["input_tokens"])
+    # The template begins the assistant's message with "assistant: ".
+    assert counts[1] - counts[0] == len("Well,")
+
+
+def test_fields_that_are_ignored_are_named_but_for_hints(front_end: FrontEnd) -> None:
+    fields = {"context_management": {}, "tools": [{"type": "web_search_20250305", "name": "web_search"}, READ]}
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    system = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]
+    for route in (ROUTE, "v1/messages/count_tokens"):
+        request_id = front_end.post({**GREEDY, **fields, "thinking": thinking, "system": system}, route)
+        front_end.run()
+        assert front_end.headers[request_id] == {
+            "x-specserve-ignored": "context_management, tools[0].web_search_20250305"
+        }
+
+
+def test_the_fields_of_other_routes_keep_their_meaning() -> None:
+    form = {"type": "json_object"}
+    chat = chat_of(response_format=form, max_tokens=5, seed=3, stop="x", grammar=None)
+    assert chat.model_dump(include={"response_format", "max_tokens", "seed", "stop"}) == {
+        "response_format": form,
+        "max_tokens": 5,
+        "seed": 3,
+        "stop": "x",
+    }
+
+
+def test_fields_become_those_of_a_chat() -> None:
+    schema = {"type": "object", "properties": {}}
+    chat = chat_of(
+        tools=[READ, LIST],
+        tool_choice={"type": "tool", "name": "read", "disable_parallel_tool_use": True},
+        stop_sequences=["a", "b"],
+        top_k=3,
+        output_config={"format": {"type": "json_schema", "schema": schema}},
+        thinking={"type": "enabled", "budget_tokens": 1024},
+        metadata={"user_id": None, "prompt_family": "code"},
+    )
+    assert [tool.model_dump(exclude_none=True)["function"] for tool in chat.tools or []] == [
+        {"name": "read", "description": "Reads.", "parameters": {"type": "object"}},
+        {"name": "list", "parameters": {"type": "object"}},
+    ]
+    assert chat.model_dump()["tool_choice"] == {"type": "function", "function": {"name": "read"}}
+    assert (chat.parallel_tool_calls, chat.stop, chat.top_k, chat.max_tokens) == (False, ["a", "b"], 3, 30)
+    assert chat.model_dump(by_alias=True)["response_format"]["json_schema"]["schema"] == schema
+    assert (chat.chat_template_kwargs, chat.metadata) == ({"enable_thinking": True}, {"prompt_family": "code"})
+    assert chat_of(output_format={"type": "json_schema", "schema": schema}).response_format == chat.response_format
+    assert chat_of(thinking={"type": "disabled"}).chat_template_kwargs == {"enable_thinking": False}
+    assert chat_of().chat_template_kwargs is None
+    for choice, of_chat in {"auto": "auto", "any": "required", "none": "none"}.items():
+        assert chat_of(tools=[READ], tool_choice={"type": choice}).tool_choice == of_chat
+
+
+@pytest.mark.parametrize("kind", ["web_search_20250305", "bash_20250124", "text_editor_20250728", "memory_20250818"])
+def test_anthropics_own_tools_are_ignored_unless_the_request_demands_one(kind: str) -> None:
+    own = {"type": kind, "name": "own", "max_uses": 1}
+    assert [tool.function.name for tool in chat_of(tools=[own, READ]).tools or []] == ["read"]
+    assert chat_of(tools=[own]).tools is None
+    for tools, choice in (([own, READ], {"type": "tool", "name": "own"}), ([own], {"type": "any"})):
+        with pytest.raises(RequestError) as refusal:
+            chat_of(tools=tools, tool_choice=choice)
+        assert refusal.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "words"),
+    [
+        ({"max_tokens": None}, "invalid_request_error", "max_tokens"),
+        ({"messages": []}, "invalid_request_error", "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "invalid_request_error",
+            "'te",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "invalid_request_error", "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "invalid_request_error", "messages"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "invalid_request_error", "messages"),
+        ({"temperature": 1.5}, "invalid_request_error", "temperature"),
+        ({"tool_choice": {"type": "maybe"}}, "invalid_request_error", "tool_choice"),
+        ({"stop_sequences": ["a"] * 17}, "invalid_request_error", "stop"),
+        ({"tools": [{"name": "", "input_schema": {}}]}, "invalid_request_error", "tools"),
+        ({"model": "claude-opus-9"}, "not_found_error", "this server has tiny"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_done_is_anthropics_error_before_the_stream(
+    front_end: FrontEnd, fields: dict[str, Any], kind: str, words: str, *, stream: bool
+) -> None:
+    request_id = front_end.post({**GREEDY, **fields, "stream": stream}, ROUTE)
+    front_end.run()
+    assert front_end.status[request_id] == (404 if kind == "not_found_error" else 400)
+    assert front_end.content_type[request_id] == "application/json"
+    answer = front_end.answer(request_id)
+    assert answer.keys() == {"type", "error"}
+    assert (answer["type"], answer["error"]["type"]) == ("error", kind)
+    assert words in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("route", [ROUTE, "v1/messages/count_tokens"])
+def test_a_body_that_cannot_be_read_is_anthropics_error(front_end: FrontEnd, route: str) -> None:
+    bodies = (b"{", b"[]", None)
+    ids = [front_end.post(body, route) for body in bodies]
+    front_end.run()
+    for request_id in ids:
+        assert front_end.status[request_id] == 400
+        assert front_end.answer(request_id)["error"]["type"] == "invalid_request_error"
+
+
+def test_a_stream_that_fails_ends_with_an_error_event(front_end: FrontEnd) -> None:
+    stream = front_end.post({**GREEDY, "stream": True, "ignore_eos": True, "max_tokens": 100}, ROUTE)
+    while not any(front_end.chunks[stream]):
+        front_end.handle_once()
+    front_end.target.fail_after = 0
+    front_end.run()
+    *events, error = named_events(front_end.text(stream))
+    assert (error["type"], error["error"]["type"]) == ("error", "api_error")
+    assert {event["type"] for event in events} <= {
+        *("message_start", "content_block_start", "ping", "content_block_delta"),
+    }
+
+
+def test_tokens_are_counted_without_generating(front_end: FrontEnd) -> None:
+    question = {"messages": [HELLO], "system": "Be brief.", "tools": [READ]}
+    counted = front_end.post(question, "v1/messages/count_tokens")
+    front_end.run()
+    assert front_end.status[counted] == 200
+    usage = whole(front_end, **question)["usage"]
+    assert front_end.answer(counted) == {"input_tokens": usage["input_tokens"]}
+    unknown = front_end.post({**question, "model": "claude"}, "v1/messages/count_tokens")
+    front_end.run()
+    assert front_end.answer(unknown)["error"]["type"] == "not_found_error"
+    assert parse_body(question, CountRequest).max_tokens is None

@@ -1,0 +1,440 @@
+"""v1/responses: requests become chats, and answers OpenAI's items, which OpenAI's own types and client read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from front_end import FrontEnd, ScriptedReader, named_events
+from specserve.errors import RequestError
+from specserve.serving.answer import Arguments, Call, Part, Reasoning, Text
+from specserve.serving.openai.parse import parse_body
+from specserve.serving.openai.request_schema import ChatRequest
+from specserve.serving.responses import ResponsesRequest
+
+ROUTE = "v1/responses"
+GREEDY: dict[str, Any] = {"input": "hello", "max_output_tokens": 30, "temperature": 0}
+EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+# Tokens are bytes, and these are not ASCII; token 199 is the end token.
+ASCII_ONLY = {str(token): -100 for token in range(128, 199)}
+READ = {"type": "function", "name": "read", "parameters": {"type": "object"}, "strict": False}
+PATCH = {"type": "custom", "name": "patch", "description": "Edits files."}
+PARTS: list[Part] = [
+    *(Reasoning("I should "), Reasoning("look.")),
+    *(Text("Let me "), Text("see.")),
+    *(Call(0, "call_a", "read"), Arguments(0, '{"path": '), Arguments(0, '"a.py"}')),
+    *(Call(1, "call_b", "patch"), Arguments(1, '{"input": "+ a\\n'), Arguments(1, '+ b"}')),
+]
+
+
+@pytest.fixture
+def front_end() -> FrontEnd:
+    return FrontEnd(responses_store=2, context_length=1024)
+
+
+@pytest.fixture
+def client(front_end: FrontEnd) -> openai.OpenAI:
+    """OpenAI's client, whose requests the handler answers."""
+
+    def send(request: httpx2.Request) -> httpx2.Response:
+        request_id = front_end.post(request.content, request.url.path.strip("/"))
+        front_end.run()
+        headers = {"content-type": front_end.content_type[request_id]}
+        return httpx2.Response(front_end.status[request_id], text=front_end.text(request_id), headers=headers)
+
+    transport = httpx2.MockTransport(send)
+    return openai.OpenAI(
+        base_url="http://host/v1", api_key="key", max_retries=0, http_client=httpx2.Client(transport=transport)
+    )
+
+
+def whole(front_end: FrontEnd, **fields: Any) -> Any:
+    """The whole response to a greedy request, which has OpenAI's form."""
+    request_id = front_end.post({**GREEDY, **fields}, ROUTE)
+    front_end.run()
+    answer = front_end.answer(request_id)
+    Response.model_validate(answer)
+    return answer
+
+
+def streamed(front_end: FrontEnd, **fields: Any) -> list[Any]:
+    """The events of the stream of a greedy request, which have OpenAI's forms and numbers."""
+    request_id = front_end.post({**GREEDY, **fields, "stream": True}, ROUTE)
+    front_end.run()
+    assert (front_end.status[request_id], front_end.content_type[request_id]) == (200, "text/event-stream")
+    events = named_events(front_end.text(request_id))
+    for number, event in enumerate(events):
+        assert event["sequence_number"] == number
+        assert EVENTS.validate_python(event).type == event["type"]
+    return events
+
+
+def timeless(response: Any) -> Any:
+    """A response without what differs between two runs."""
+    text = json.dumps({**response, "created_at": 0, "speculation": {}, "usage": response["usage"] and 0})
+    return json.loads(text.replace(response["id"].removeprefix("resp_"), "ID"))
+
+
+def chat_of(**fields: Any) -> ChatRequest:
+    """The chat that a request becomes."""
+    request = parse_body({"input": "hello", **fields}, ResponsesRequest)
+    return request.chat(request.messages())
+
+
+def messages_of(**fields: Any) -> list[Any]:
+    """Its messages, without what is not set."""
+    return [message.model_dump(exclude_none=True) for message in chat_of(**fields).messages]
+
+
+FIELDS: list[dict[str, Any]] = [
+    {},
+    {"max_output_tokens": 1},
+    {"logit_bias": {"199": 100}},
+    {"logit_bias": ASCII_ONLY, "speculation": {"mode": "fixed", "gamma": 7}},
+    {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}, "strict": True}}},
+    {"text": {"format": {"type": "json_object"}, "verbosity": "low"}, "instructions": "Be brief."},
+    {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
+    {"metadata": {"a": "b"}, "user": "u", "store": False, "parallel_tool_calls": False, "truncation": "auto"},
+    {"prompt_cache_key": "k", "safety_identifier": "s", "service_tier": "auto", "top_p": 0.5, "seed": 1},
+    {"reasoning": {"effort": "low", "summary": "auto"}, "include": ["reasoning.encrypted_content"]},
+]
+
+
+@pytest.mark.parametrize("fields", FIELDS)
+def test_what_is_streamed_is_what_is_whole(front_end: FrontEnd, fields: dict[str, Any]) -> None:
+    answer = whole(front_end, **fields)
+    events = streamed(front_end, **fields)
+    assert timeless(events[-1]["response"]) == timeless(answer)
+    assert events[-1]["type"] == f"response.{answer['status']}"
+    [item] = answer["output"]
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert "".join(event["delta"] for event in deltas) == item["content"][0]["text"]
+    assert [score for event in deltas for score in event["logprobs"]] == item["content"][0]["logprobs"]
+    assert bool(item["content"][0]["logprobs"]) == ("top_logprobs" in fields)
+
+
+def test_a_response_repeats_its_request_and_counts_tokens(front_end: FrontEnd) -> None:
+    fields = {"instructions": "Be brief.", "metadata": {"a": "b"}, "tools": [READ], "top_p": 0.5}
+    answer = whole(front_end, **fields, tool_choice="none")
+    assert {name: answer[name] for name in ("instructions", "metadata", "top_p")} == {
+        name: fields[name] for name in ("instructions", "metadata", "top_p")
+    }
+    assert [tool["name"] for tool in answer["tools"]] == ["read"]
+    assert (answer["tool_choice"], answer["model"], answer["object"]) == ("none", "tiny", "response")
+    usage = answer["usage"]
+    assert usage["output_tokens"] == 30
+    assert usage["total_tokens"] == usage["input_tokens"] + 30
+    assert answer["speculation"]["rounds"] > 0
+    again = whole(front_end, **fields, tool_choice="none")
+    assert again["usage"]["input_tokens_details"]["cached_tokens"] == usage["input_tokens"] - 1
+
+
+def test_an_answer_that_is_cut_is_incomplete_and_one_that_ends_is_complete(front_end: FrontEnd) -> None:
+    cut = whole(front_end)
+    assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert [item["status"] for item in cut["output"]] == ["incomplete"]
+    ended = whole(front_end, logit_bias={"199": 100})
+    assert (ended["status"], ended["incomplete_details"]) == ("completed", None)
+    assert [(item["status"], item["content"][0]["text"]) for item in ended["output"]] == [("completed", "")]
+
+
+def test_a_stop_string_ends_the_text(front_end: FrontEnd) -> None:
+    text = whole(front_end, logit_bias=ASCII_ONLY)["output"][0]["content"][0]["text"]
+    events = streamed(front_end, logit_bias=ASCII_ONLY, stop=text[9:12])
+    [done] = [event for event in events if event["type"] == "response.output_text.done"]
+    assert done["text"] == text[: text.index(text[9:12])]
+    assert events[-1]["type"] == "response.completed"
+
+
+def test_reasoning_text_and_calls_are_items_with_openais_events(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ScriptedReader(PARTS).install(monkeypatch)
+    fields = {"tools": [READ, PATCH], "logit_bias": {"199": 1}}
+    answer = whole(front_end, **fields)
+    reasoning, message, call, custom = answer["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "I should look."}]
+    assert message["content"][0]["text"] == "Let me see."
+    assert (call["call_id"], call["name"], call["arguments"]) == ("call_a", "read", '{"path": "a.py"}')
+    assert (custom["type"], custom["call_id"], custom["input"]) == ("custom_tool_call", "call_b", "+ a\n+ b")
+    assert len({item["id"] for item in answer["output"]}) == 4
+
+    events = streamed(front_end, **fields)
+    assert timeless(events[-1]["response"])["output"] == timeless(answer)["output"]
+    assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == events[-1][
+        "response"
+    ]["output"]
+    part = ["output_item.added", "content_part.added"]
+    ends = ["content_part.done", "output_item.done"]
+    assert [event["type"].removeprefix("response.") for event in events[:-1]] == [
+        *("created", "in_progress"),
+        *(*part, "reasoning_text.delta", "reasoning_text.delta", "reasoning_text.done", *ends),
+        *(*part, "output_text.delta", "output_text.delta", "output_text.done", *ends),
+        *("output_item.added", "function_call_arguments.delta", "function_call_arguments.delta"),
+        *("function_call_arguments.done", "output_item.done"),
+        *("output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done", "output_item.done"),
+    ]
+
+
+def test_the_reasoning_of_a_model_that_thinks_is_an_item_and_counted() -> None:
+    front_end = FrontEnd(chat_template="{{ messages[0].content.split('</think>')[-1] }}<think>\n")
+    events = streamed(front_end, include=["message.output_text.logprobs"])
+    response = events[-1]["response"]
+    reasoning, message = response["output"]
+    deltas = [event["delta"] for event in events if event["type"] == "response.reasoning_text.delta"]
+    assert "".join(deltas) == reasoning["content"][0]["text"] != ""
+    assert (message["content"][0]["text"], message["content"][0]["logprobs"]) == ("", [])
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == response["usage"]["output_tokens"]
+
+
+def test_openais_client_reads_streams_and_whole_responses(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ScriptedReader(PARTS).install(monkeypatch)
+    # The client wants an answer that ends.
+    ends = {"logit_bias": {"199": 100}}
+    options: dict[str, Any] = {"model": "tiny", "input": "hello", "tools": [READ, PATCH], "extra_body": ends}
+    response = client.responses.create(**options)
+    with client.responses.stream(**options) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert kinds.count("response.output_text.delta") == 2
+    assert response.output_text == final.output_text == "Let me see."
+    calls = [item for item in final.output if item.type == "function_call"]
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("read", {"path": "a.py"})]
+
+
+def test_openais_client_sends_a_conversation_with_calls_back(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ScriptedReader(PARTS).install(monkeypatch)
+    options: dict[str, Any] = {"model": "tiny", "max_output_tokens": 30, "tools": [READ, PATCH]}
+    items: list[Any] = [{"role": "user", "content": "hello"}]
+    for _ in range(2):
+        output = client.responses.create(input=items, **options).output
+        items += [item.model_dump() for item in output]
+        for item in output:
+            if item.type in {"function_call", "custom_tool_call"}:
+                items.append({"type": f"{item.type}_output", "call_id": item.call_id, "output": "done"})
+    user, first, *results, second, _, _ = messages_of(input=items)
+    assert user == {"role": "user", "content": "hello"}
+    assert first == second
+    assert (first["content"], first["reasoning_content"]) == ("Let me see.", "I should look.")
+    assert [call["function"]["name"] for call in first["tool_calls"]] == ["read", "patch"]
+    assert [json.loads(call["function"]["arguments"]) for call in first["tool_calls"]] == [
+        {"path": "a.py"},
+        {"input": "+ a\n+ b"},
+    ]
+    assert [(result["role"], result["tool_call_id"]) for result in results] == [("tool", "call_a"), ("tool", "call_b")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "messages"),
+    [
+        ({"input": "hello"}, [("user", "hello")]),
+        ({"input": [{"role": "user", "content": "hello"}]}, [("user", "hello")]),
+        (
+            {"input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]}]},
+            [("user", "hello")],
+        ),
+        # Chat templates take one message of the system, the first; later ones stay where they are.
+        (
+            {
+                "instructions": "One.",
+                "input": [
+                    {"role": "developer", "content": "Two."},
+                    {"role": "user", "content": "hello"},
+                    {"role": "system", "content": "Three."},
+                ],
+            },
+            [("system", "One.\n\nTwo."), ("user", "hello"), ("system", "Three.")],
+        ),
+        (
+            {
+                "input": [
+                    {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "abc"},
+                    {"role": "assistant", "content": [{"type": "output_text", "text": "Hi.", "annotations": []}]},
+                    {"role": "assistant", "content": "There."},
+                    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Well."}]},
+                ]
+            },
+            [("assistant", "Hi."), ("assistant", "There.")],
+        ),
+        (
+            {
+                "input": [
+                    {"type": "function_call", "call_id": "c", "name": "read", "arguments": "{}"},
+                    {
+                        "type": "function_call_output",
+                        "call_id": "c",
+                        "output": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}],
+                    },
+                ]
+            },
+            [("assistant", None), ("tool", "ab")],
+        ),
+    ],
+)
+def test_items_become_messages(fields: dict[str, Any], messages: list[tuple[str, str | None]]) -> None:
+    assert [(message["role"], message.get("content")) for message in messages_of(**fields)] == messages
+
+
+def test_the_fields_of_other_routes_keep_their_meaning() -> None:
+    form = {"type": "json_object"}
+    chat = chat_of(response_format=form, max_tokens=5, seed=3, stop="x", grammar=None)
+    assert chat.model_dump(include={"response_format", "max_tokens", "seed", "stop"}) == {
+        "response_format": form,
+        "max_tokens": 5,
+        "seed": 3,
+        "stop": "x",
+    }
+
+
+def test_fields_become_those_of_a_chat() -> None:
+    schema = {"type": "object", "properties": {}}
+    chat = chat_of(
+        tools=[READ, PATCH],
+        tool_choice={"type": "function", "name": "read"},
+        parallel_tool_calls=False,
+        text={"format": {"type": "json_schema", "name": "a", "schema": schema, "strict": True}},
+        max_output_tokens=7,
+        top_p=0.5,
+        seed=3,
+        reasoning={"effort": "low"},
+        top_logprobs=2,
+    )
+    assert [tool.function.name for tool in chat.tools or []] == ["read", "patch"]
+    assert chat.model_dump(include={"tool_choice", "max_tokens", "top_p", "seed", "reasoning_effort"}) == {
+        "tool_choice": {"type": "function", "function": {"name": "read"}},
+        "max_tokens": 7,
+        "top_p": 0.5,
+        "seed": 3,
+        "reasoning_effort": "low",
+    }
+    assert (chat.parallel_tool_calls, chat.logprobs, chat.top_logprobs) == (False, True, 2)
+    assert chat.model_dump(by_alias=True)["response_format"]["json_schema"]["schema"] == schema
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "read"}]}
+    chosen = chat_of(tools=[READ], tool_choice=allowed).model_dump()["tool_choice"]["allowed_tools"]
+    assert chosen == {"mode": "required", "tools": [{"type": "function", "function": {"name": "read"}}]}
+
+
+def test_a_custom_tool_is_a_function_of_its_input_that_knows_its_grammar() -> None:
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}
+    [tool] = chat_of(tools=[{**PATCH, "format": grammar}]).tools or []
+    assert tool.function.parameters is not None
+    assert tool.function.parameters["required"] == ["input"]
+    assert tool.function.description == "Edits files.\nThe input follows this grammar:\nstart: /a+/"
+
+
+@pytest.mark.parametrize("kind", ["web_search", "file_search", "code_interpreter", "local_shell", "mcp", "namespace"])
+def test_tools_of_openais_servers_are_ignored_unless_the_request_demands_one(kind: str) -> None:
+    hosted = {"type": kind, "name": "x", "anything": {"else": 1}}
+    assert [tool.function.name for tool in chat_of(tools=[hosted, READ]).tools or []] == ["read"]
+    assert chat_of(tools=[hosted]).tools is None
+    for tools, choice in (([hosted, READ], {"type": kind}), ([hosted], "required")):
+        with pytest.raises(RequestError) as refusal:
+            chat_of(tools=tools, tool_choice=choice)
+        assert refusal.value.param == "tool_choice"
+
+
+def test_fields_and_tools_that_are_ignored_are_named(front_end: FrontEnd) -> None:
+    tools = [READ, {"type": "web_search", "external_web_access": False}]
+    back = {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": "Hi."}
+    request_id = front_end.post({**GREEDY, "input": [back], "tools": tools, "moderation": None, "store": False}, ROUTE)
+    front_end.run()
+    assert front_end.headers[request_id] == {
+        "x-specserve-ignored": "tools[1].external_web_access, moderation, tools[1].web_search"
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input"),
+        ({"input": "\ud800"}, "input"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+        ({"n": 2}, "n"),
+        ({"temperature": 3}, "temperature"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"text": {"format": {"type": "xml"}}}, "response_format"),
+        ({"max_output_tokens": -1}, "max_output_tokens"),
+        ({"model": "gpt-9"}, "model"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_done_is_openais_error_before_the_stream(
+    front_end: FrontEnd, fields: dict[str, Any], param: str, *, stream: bool
+) -> None:
+    request_id = front_end.post({**GREEDY, **fields, "stream": stream}, ROUTE)
+    front_end.run()
+    assert front_end.status[request_id] == (404 if param == "model" else 400)
+    assert front_end.content_type[request_id] == "application/json"
+    error = front_end.answer(request_id)["error"]
+    assert error["param"].split("[")[0].split(".")[0] == param
+
+
+def test_a_stream_that_fails_ends_with_response_failed(front_end: FrontEnd) -> None:
+    stream = front_end.post({**GREEDY, "stream": True, "ignore_eos": True, "max_output_tokens": 100}, ROUTE)
+    while not any(front_end.chunks[stream]):
+        front_end.handle_once()
+    front_end.target.fail_after = 0
+    front_end.run()
+    events = named_events(front_end.text(stream))
+    for event in events:
+        EVENTS.validate_python(event)
+    assert events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["status"] == "failed"
+    assert events[-1]["response"]["error"]["code"] == "server_error"
+    assert {event["type"] for event in events}.isdisjoint({"response.completed", "response.incomplete"})
+
+
+def test_a_response_continues_one_that_the_server_has_kept(front_end: FrontEnd) -> None:
+    first = whole(front_end, input="one", logit_bias=ASCII_ONLY)
+    text = first["output"][0]["content"][0]["text"]
+    asked = {"input": "two", "instructions": "Be brief."}
+    second = streamed(front_end, **asked, previous_response_id=first["id"])[-1]["response"]
+    items = [("user", "one"), ("assistant", text), ("user", "two")]
+    spelled = [{"role": role, "content": content} for role, content in items]
+    same = whole(front_end, **{**asked, "input": spelled}, store=False)
+    assert second["usage"]["input_tokens"] == same["usage"]["input_tokens"]
+    assert second["output"][0]["content"] == same["output"][0]["content"]
+    assert second["previous_response_id"] == first["id"]
+    third = whole(front_end, input="three", previous_response_id=second["id"])
+    assert third["usage"]["input_tokens"] > second["usage"]["input_tokens"]
+
+
+def test_the_responses_that_were_used_last_are_kept(front_end: FrontEnd) -> None:
+    short = {"max_output_tokens": 2}
+    first, second = (whole(front_end, **short)["id"] for _ in range(2))
+    unstored = whole(front_end, **short, store=False)["id"]
+    used = whole(front_end, **short, previous_response_id=first)["id"]
+    for gone in (second, unstored, "resp_never"):
+        request_id = front_end.post({**GREEDY, "previous_response_id": gone}, ROUTE)
+        front_end.run()
+        assert front_end.answer(request_id)["error"]["code"] == "previous_response_not_found"
+    for kept in (first, used):
+        whole(front_end, **short, previous_response_id=kept, store=False)
+
+
+def test_a_server_without_a_store_says_so() -> None:
+    front_end = FrontEnd()
+    first = whole(front_end)
+    request_id = front_end.post({**GREEDY, "previous_response_id": first["id"]}, ROUTE)
+    front_end.run()
+    assert front_end.status[request_id] == 400
+    error = front_end.answer(request_id)["error"]
+    assert error["message"] == "This server keeps no responses: send the whole conversation as 'input'."
+    assert error["param"] == "previous_response_id"

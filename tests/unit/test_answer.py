@@ -1,0 +1,144 @@
+"""Answers are read into text and calls alike, in whatever pieces their text comes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specserve.grammar.call_form import CallForm
+from specserve.serving.answer import AnswerReader, Arguments, Call, Part, Text
+from specserve.serving.call_formats import FORMATS
+
+NAMES = frozenset({"get", "get_time", "run-2"})
+DEEP = '{"a": [1, {"b": "}] \\" {"}], "c": ""}'
+QWEN = f'<tool_call>\n{{"name": "get", "arguments": {DEEP}}}\n</tool_call>'
+EMPTY = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+PRETTY = f'{{\n  "name": "get",\n  "arguments": {DEEP}\n}}'
+LLAMA = f'{{"name": "get", "parameters": {DEEP}}}'
+BOTH = ["get", DEEP, "get_time", "{}"]
+
+# By format, texts and what they consist of: text, and the name and arguments of each call.
+ANSWERS: list[tuple[str, str, str, list[str]]] = [
+    ("Qwen, Hermes", QWEN, "", ["get", DEEP]),
+    ("Qwen, Hermes", f"{QWEN}\n{EMPTY}", "", BOTH),
+    ("Qwen, Hermes", f"Let me see. \n\n{QWEN}\n{EMPTY}\n", "Let me see.", BOTH),
+    ("Qwen, Hermes", f"a\n{QWEN}\n\nb ", "a\n\nb ", ["get", DEEP]),
+    ("Qwen, Hermes", f"\n{PRETTY}\n", "", ["get", DEEP]),
+    ("Qwen, Hermes", f"{{{PRETTY}}}", "", ["get", DEEP]),
+    ("Qwen, Hermes", f"{PRETTY}\n{PRETTY}", "", ["get", DEEP] * 2),
+    ("Qwen, Hermes", f"Like this:\n```json\n{PRETTY}\n```", "Like this:", ["get", DEEP]),
+    ("Llama", LLAMA, "", ["get", DEEP]),
+    ("Llama", f"<|python_tag|>{LLAMA}; {LLAMA}", "", ["get", DEEP] * 2),
+    ("Mistral", f'[TOOL_CALLS][{{"name": "get", "arguments": {DEEP}}}]', "", ["get", DEEP]),
+    (
+        "Mistral",
+        f'[TOOL_CALLS][{{"name": "get", "arguments": {DEEP}}}, {{"name": "get_time", "arguments": {{}}}}]',
+        "",
+        BOTH,
+    ),
+    ("Mistral, spaced", f'[TOOL_CALLS] [{{"name": "get", "arguments": {DEEP}}}]', "", ["get", DEEP]),
+    ("Mistral, named", f"a[TOOL_CALLS]get[ARGS]{DEEP}[TOOL_CALLS]get_time[ARGS]{{}}", "a", BOTH),
+    ("Granite", f'<|tool_call|>[{{"name": "get", "arguments": {DEEP}}}]', "", ["get", DEEP]),
+    ("Granite, plain tag", f'<tool_call>[{{"name": "get", "arguments": {DEEP}}}]', "", ["get", DEEP]),
+    # What only looks like a call is text, to the last character.
+    ("Qwen, Hermes", "", "", []),
+    ("Qwen, Hermes", " plain text \n", " plain text \n", []),
+    ("Qwen, Hermes", 'Write {"name": "get", "arguments": {}}.', 'Write {"name": "get", "arguments": {}}.', []),
+    ("Qwen, Hermes", '{"name": "got", "arguments": {}}', '{"name": "got", "arguments": {}}', []),
+    ("Qwen, Hermes", '{"name": "get"}\n', '{"name": "get"}\n', []),
+    ("Qwen, Hermes", "<tool_cal", "<tool_cal", []),
+    ("Qwen, Hermes", "1 < 2 <tool <tool_cell>", "1 < 2 <tool <tool_cell>", []),
+    ("Qwen, Hermes", '```json\n{"name": "Bob"}\n```', '```json\n{"name": "Bob"}\n```', []),
+    # A call that the last allowed token cuts is as long as it came.
+    ("Qwen, Hermes", 'a\n<tool_call>\n{"na', "a", []),
+    ("Qwen, Hermes", '<tool_call>\n{"name": "get", "argu', "", ["get", ""]),
+    ("Qwen, Hermes", '<tool_call>\n{"name": "get", "arguments": {"a": "b', "", ["get", '{"a": "b']),
+    ("Qwen, Hermes", '<tool_call>\n{"name": "get", "arguments": {}}\n</tool', "", ["get", "{}"]),
+]
+
+
+def forms_of(name: str) -> tuple[CallForm, ...]:
+    """The forms of a format of the table."""
+    return next(found.syntax.forms for found in FORMATS if found.name == name)
+
+
+def read(reader: AnswerReader, pieces: Sequence[str]) -> tuple[str, list[str]]:
+    """The text that a reader finds, and the names and arguments of the calls."""
+    parts: list[Part] = []
+    for index, piece in enumerate(pieces):
+        parts += reader.read(piece, done=index == len(pieces) - 1)
+    text, calls = "", list[str]()
+    for part in parts:
+        if isinstance(part, Call):
+            assert part.index == len(calls) // 2
+            assert part.id.startswith("call_")
+            calls += [part.name, ""]
+        elif isinstance(part, Arguments):
+            assert part.index == len(calls) // 2 - 1
+            calls[-1] += part.text
+        else:
+            assert part.text
+            text += part.text
+    assert reader.calls == len(calls) // 2
+    return text, calls
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), ANSWERS)
+def test_text_and_calls_are_read_in_any_two_pieces_and_character_by_character(
+    name: str, text: str, content: str, calls: list[str]
+) -> None:
+    for cut in range(len(text) + 1):
+        assert read(AnswerReader(forms_of(name), NAMES), [text[:cut], text[cut:]]) == (content, calls)
+    assert read(AnswerReader(forms_of(name), NAMES), [*text, ""]) == (content, calls)
+
+
+FRAGMENTS = ("<tool_call>", '\n{"name": "', "get", '", "arguments": ', "{}", "}\n</tool_call>", "```json\n", "{", " ")
+
+
+@given(
+    st.lists(st.sampled_from(FRAGMENTS) | st.sampled_from([QWEN, EMPTY, PRETTY]), max_size=8).map("".join),
+    st.lists(st.integers(0, 400)),
+)
+def test_an_answer_is_read_alike_in_all_pieces(text: str, cuts: list[int]) -> None:
+    at = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
+    pieces = [text[begin:end] for begin, end in itertools.pairwise(at)] or [""]
+    forms = forms_of("Qwen, Hermes")
+    assert read(AnswerReader(forms, NAMES), pieces) == read(AnswerReader(forms, NAMES), [text])
+
+
+def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
+    reader = AnswerReader(forms_of("Qwen, Hermes"), NAMES)
+    assert reader.read("a <tool", done=False) == [Text("a")]
+    assert reader.read("box", done=False) == [Text(" <toolbox")]
+
+
+def test_a_call_is_told_with_its_name_and_its_arguments_as_they_come() -> None:
+    reader = AnswerReader(forms_of("Qwen, Hermes"), NAMES)
+    assert reader.read('<tool_call>\n{"name": "get', done=False) == []
+    [call] = reader.read('"', done=False)
+    assert isinstance(call, Call)
+    assert reader.read(', "arguments": {"a', done=False) == [Arguments(0, '{"a')]
+    assert reader.read('": 1}', done=False) == [Arguments(0, '": 1}')]
+
+
+def test_a_form_that_is_not_held_back_is_found_by_the_pieces() -> None:
+    """The test above rejects a reader that looks at each piece alone."""
+
+    class Impatient(AnswerReader):
+        def read(self, text: str, *, done: bool) -> list[Part]:
+            del done
+            return super().read(text, done=True)
+
+    text = f"a\n{QWEN}"
+    assert any(
+        read(Impatient(forms_of("Qwen, Hermes"), NAMES), [text[:cut], text[cut:]]) != ("a", ["get", DEEP])
+        for cut in range(len(text))
+    )
+
+
+def test_without_forms_everything_is_text() -> None:
+    assert read(AnswerReader(), [QWEN[:9], QWEN[9:]]) == (QWEN, [])

@@ -1,0 +1,379 @@
+"""Calls of tools are always valid; beside them the model is as free as without tools."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fake_engine import FakeVocabulary
+from specserve.engine.llama_model import LlamaModel
+from specserve.errors import ConstraintError, RequestError
+from specserve.grammar.compiler import MAX_TOOLS, GrammarCompiler
+from specserve.grammar.constraint import Constraint
+from specserve.grammar.tool_calls import CallConstraint, CallSyntax, Reasoning
+from specserve.serving.answer import AnswerReader, Arguments, Call, Text
+from specserve.serving.call_formats import FORMATS
+from specserve.tools.tiny_models import write_tiny
+
+TOOLS: dict[str, dict[str, Any]] = {
+    "get_weather": {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Weather",
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 5, "examples": ["Rome"]},
+            "unit": {"enum": ["celsius", "fahrenheit"], "default": "celsius"},
+            "day": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 7}, {"type": "null"}], "nullable": True},
+        },
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "get_weather_now": {"properties": {}, "additionalProperties": False},
+    "plan": {
+        "type": "object",
+        "properties": {"steps": {"type": "array", "items": {"$ref": "#/$defs/step"}, "maxItems": 2}},
+        "required": ["steps"],
+        "additionalProperties": False,
+        "$defs": {
+            "step": {
+                "type": "object",
+                "properties": {"do": {"const": "wait"}, "date": {"type": "string", "format": "date"}},
+                "required": ["do", "date"],
+                "additionalProperties": False,
+            }
+        },
+    },
+}
+SYNTAX = {found.name: found.syntax for found in FORMATS}
+QWEN = SYNTAX["Qwen, Hermes"]
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+PRETTY = '{\n "name": "get_weather",\n "arguments": {\n  "city": "Rome"\n }\n}'
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaModel:
+    path = tmp_path_factory.mktemp("tiny") / "qwen2.gguf"
+    write_tiny(path, "qwen2", "target")
+    return LlamaModel(path)
+
+
+@pytest.fixture(scope="module")
+def compiler(model: LlamaModel) -> GrammarCompiler:
+    return GrammarCompiler(model)
+
+
+def calls(
+    compiler: GrammarCompiler, syntax: CallSyntax = QWEN, *, required: bool = False, parallel: bool = True
+) -> Constraint | CallConstraint:
+    return compiler.calls(TOOLS, syntax, required=required, parallel=parallel)
+
+
+def check(text: str, syntax: CallSyntax, count: int | None = None) -> None:
+    """A text consists of calls that are valid."""
+    parts = AnswerReader(syntax.forms[:1], frozenset(TOOLS)).read(text, done=True)
+    assert not any(isinstance(part, Text) for part in parts)
+    names = {part.index: part.name for part in parts if isinstance(part, Call)}
+    arguments = {part.index: part.text for part in parts if isinstance(part, Arguments)}
+    assert names
+    assert count in (None, len(names))
+    assert names.keys() == arguments.keys()
+    for index, name in names.items():
+        jsonschema.validate(json.loads(arguments[index]), TOOLS[name])
+
+
+class Tagged(FakeVocabulary):
+    """Bytes, and the tags of the formats as control tokens."""
+
+    tags = ("<tool_call>", "</tool_call>", "<|tool_call|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
+
+    def __init__(self) -> None:
+        super().__init__(257 + len(self.tags))
+        self._token = {tag: 256 + index for index, tag in enumerate(self.tags)}
+
+    def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
+        for tag, token in self._token.items() if special else ():
+            before, found, after = text.partition(tag)
+            if found:
+                return [*self.encode(before, special=True), token, *self.encode(after, special=True)]
+        del begin
+        return list(text.encode())
+
+    def piece(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else b""
+
+    def name(self, token: int) -> bytes:
+        return self.tags[token - 256].encode() if 256 <= token < self.size - 1 else self.piece(token) or b"<end>"
+
+
+def sample(constraint: Constraint | CallConstraint, vocabulary: Any, seed: int, tags: dict[int, str]) -> str:
+    """Sample an answer that the grammar holds from its first token on; it ends as soon as it may."""
+    generator = random.Random(seed)
+    tokens: list[int] = []
+    while not constraint.complete(tokens):
+        mask = constraint.allowed(tokens)
+        assert mask is not None
+        options = np.flatnonzero(mask).tolist()
+        if any(vocabulary.is_end_token(token) for token in options) and generator.random() < 0.5:
+            break
+        options = [token for token in options if not vocabulary.is_end_token(token)]
+        closing = [token for token in options if vocabulary.piece(token) in {b'"', b"}", b"]"}]
+        tokens.append(generator.choice(closing if closing and generator.random() < 0.3 else options))
+    return b"".join(tags[token].encode() if token in tags else vocabulary.piece(token) for token in tokens).decode()
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("name", SYNTAX)
+@pytest.mark.parametrize("tagged", [False, True])
+def test_a_required_answer_is_valid_calls(name: str, model: LlamaModel, *, parallel: bool, tagged: bool) -> None:
+    vocabulary: Any = Tagged() if tagged else model
+    syntax = SYNTAX[name]
+    constraint = calls(GrammarCompiler(vocabulary), syntax, required=True, parallel=parallel)
+    tags = syntax.tags(vocabulary)
+    assert bool(tags) == (tagged and name != "Llama") or name == "Llama"
+    for seed in range(20):
+        text = sample(constraint.fork(), vocabulary, seed, tags)
+        check(text, syntax, None if parallel else 1)
+
+
+def states(constraint: Constraint | CallConstraint, tokens: list[int]) -> list[bool]:
+    """After each number of tokens, whether any token may follow; every next one has to be allowed."""
+    free = []
+    for count in range(len(tokens) + 1):
+        mask = constraint.allowed(tokens[:count])
+        free.append(mask is None)
+        assert mask is None or count == len(tokens) or mask[tokens[count]], tokens[:count]
+    return free
+
+
+def in_bytes(model: LlamaModel, text: str) -> list[int]:
+    token_of = {model.piece(token): token for token in reversed(range(model.size))}
+    return [token_of[bytes([byte])] for byte in text.encode()]
+
+
+@pytest.mark.parametrize(
+    ("before", "opens", "call"),
+    [
+        ("Let me see.\n", "<tool_call>", CALL),
+        ("", "<tool_call>", CALL),
+        ("\n", PRETTY[: PRETTY.index(",")], PRETTY),
+        ("", f"{{{PRETTY[: PRETTY.index(',')]}", f"{{{PRETTY}}}"),
+        ("So:\n", f"```json\n{PRETTY[: PRETTY.index(',')]}", f"```json\n{PRETTY}\n```"),
+    ],
+)
+def test_the_grammar_holds_from_the_trigger_to_the_end_of_a_call(
+    before: str, opens: str, call: str, compiler: GrammarCompiler, model: LlamaModel
+) -> None:
+    free = states(calls(compiler), in_bytes(model, f"{before}{call}\nDone <tool_cal"))
+    begin, end = len((before + opens).encode()), len((before + call).encode())
+    assert free == [not begin <= count < end for count in range(len(free))]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Hello.",
+        'A person: {"name": "get_weather", "arguments": {}}',
+        '{"name": "get_weather_then"}',
+        '```json\n{"name": "Bob"}\n```',
+        "<tool_calls> <tool_cal",
+        " " * 300,
+        "世界 \N{GRINNING FACE}",
+    ],
+)
+def test_free_text_has_no_masks_and_takes_none_of_the_budget(text: str, model: LlamaModel) -> None:
+    """So its distribution is the model's; the planted fault is a constraint that computes masks there."""
+    constraint = calls(GrammarCompiler(model, max_seconds=0.0))
+    tokens = in_bytes(model, text)
+    assert all(states(constraint, tokens))
+    assert constraint.forced(tokens, 8) == []
+    assert not constraint.complete(tokens)
+    with pytest.raises(ConstraintError):
+        calls(GrammarCompiler(model, max_seconds=0.0), required=True).allowed([])
+    with pytest.raises(ConstraintError):
+        constraint.allowed(in_bytes(model, "<tool_call>"))
+
+
+class Words(FakeVocabulary):
+    """Bytes, and tokens that reach beyond triggers."""
+
+    words = (b" <tool", b"_call>", b"_call>\n", b"_call>\n{", b"_call>x", b'weather"', b'weather",', b'weather"}')
+
+    def __init__(self) -> None:
+        super().__init__(257 + len(self.words))
+
+    def piece(self, token: int) -> bytes:
+        return self.words[token - 256] if 256 <= token < self.size - 1 else super().piece(token) if token < 256 else b""
+
+    def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
+        del special, begin
+        return list(text.encode())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "is_open"),
+    [
+        ([256, 257], True),
+        ([256, 258], True),
+        ([256, 259], True),
+        ([256, 260], False),
+        ([*b'{"name": "get_', 261], True),
+        ([*b'{"name": "get_', 262], True),
+        ([*b'{"name": "get_', 263], False),
+    ],
+)
+def test_a_token_beyond_a_trigger_opens_a_call_if_the_grammar_allows_it(tokens: list[int], *, is_open: bool) -> None:
+    vocabulary: Any = Words()
+    constraint = calls(GrammarCompiler(vocabulary))
+    assert (constraint.allowed(tokens) is not None) == is_open
+    text = b"".join(map(vocabulary.piece, tokens)).decode()
+    if not is_open:
+        # A later call is one.
+        assert constraint.allowed([*tokens, *b"\n<tool_call>"]) is not None
+        assert AnswerReader(QWEN.forms, frozenset(TOOLS)).read(text, done=True) == [Text(text)]
+
+
+FRAGMENTS = (
+    "<tool_call>",
+    "\n",
+    '{"name": "',
+    "get_weather",
+    '", "arguments": ',
+    "{}",
+    "}",
+    "```json\n",
+    "a",
+    CALL,
+    PRETTY,
+)
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join), st.integers(0, 2**32))
+def test_what_the_grammar_takes_for_a_call_is_read_as_one_and_nothing_else(text: str, seed: int) -> None:
+    vocabulary: Any = Words()
+    constraint = calls(GrammarCompiler(vocabulary))
+    generator = random.Random(seed)
+    # The text as far as the grammar allows it, in random tokens, and then what that allows.
+    tokens: list[int] = []
+    rest, opened, before = text.encode(), 0, False
+    for _ in range(600):
+        mask = constraint.allowed(tokens)
+        is_open = mask is not None
+        opened += is_open and not before
+        before = is_open
+        fitting = [token for token in range(vocabulary.size - 1) if rest.startswith(vocabulary.piece(token))]
+        fitting = [token for token in fitting if rest and (mask is None or mask[token])]
+        if not fitting:
+            if mask is None:
+                break
+            options = np.flatnonzero(mask).tolist()
+            closing = [token for token in options if vocabulary.piece(token) in {b'"', b"}", b"]"}]
+            fitting, rest = closing or options, b""
+        token = generator.choice(fitting)
+        rest = rest[len(vocabulary.piece(token)) :]
+        tokens.append(token)
+    reader = AnswerReader(QWEN.forms, frozenset(TOOLS))
+    reader.read(b"".join(map(vocabulary.piece, tokens)).decode(), done=True)
+    assert reader.calls == opened
+
+
+def test_the_state_depends_on_the_tokens_alone(compiler: GrammarCompiler, model: LlamaModel) -> None:
+    """In whatever order it is asked: rejected drafts leave nothing behind."""
+    tokens = in_bytes(model, f"Hi.\n{CALL}\n{CALL}")
+    lengths = list(range(len(tokens) + 1))
+    fresh = calls(compiler)
+    masks = [fresh.allowed(tokens[:length]) for length in lengths]
+    asked = calls(compiler)
+    random.Random(3).shuffle(lengths)
+    for length in lengths:
+        wrong = [*tokens[:length], *in_bytes(model, "<tool_call>\n{")]
+        asked.allowed(wrong)
+        mask, expected = asked.allowed(tokens[:length]), masks[length]
+        assert (mask is None) == (expected is None)
+        assert mask is None or expected is None or bool((mask == expected).all())
+
+
+def test_an_answer_with_one_call_ends_after_it(compiler: GrammarCompiler, model: LlamaModel) -> None:
+    tokens = in_bytes(model, f"Hi.\n{CALL}")
+    for parallel in (False, True):
+        constraint = calls(compiler, parallel=parallel)
+        assert constraint.complete(tokens) == (not parallel)
+        assert not constraint.complete(tokens[:-1])
+
+
+def test_the_fixed_text_of_a_call_is_forced(compiler: GrammarCompiler, model: LlamaModel) -> None:
+    for required, before in ((True, ""), (False, "Hi.\n")):
+        constraint = calls(compiler, required=required)
+        for begin, text in (("<tool_call>", '\n{"name": "'), (CALL[: CALL.index("Rome")] + 'R"}', "}\n</tool_")):
+            tokens = in_bytes(model, before + begin)
+            forced = constraint.forced(tokens, 100)
+            assert b"".join(map(model.piece, forced)).decode().startswith(text[:-4])
+
+
+def test_beside_a_format_the_answer_is_a_call_or_formatted(compiler: GrammarCompiler, model: LlamaModel) -> None:
+    other = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
+    constraint = compiler.calls(TOOLS, QWEN, required=False, parallel=True, otherwise=other)
+    for text in (CALL, '{"answer": 4}'):
+        states(constraint.fork(), in_bytes(model, text))
+    with pytest.raises(AssertionError):
+        states(constraint.fork(), in_bytes(model, "Hello"))
+    with pytest.raises(RequestError, match="look like any JSON"):
+        compiler.calls(TOOLS, SYNTAX["Llama"], required=False, parallel=True, otherwise=other)
+
+
+@pytest.mark.parametrize(
+    ("tools", "reason"),
+    [
+        ({"a": {}, "b": {"properties": {"c": {"type": "array", "uniqueItems": True}}}}, "The tool 'b' .*uniqueItems"),
+        ({"a": {"type": "string"}}, "The tool 'a' .*type 'object'"),
+        ({"a": {}, "b": {"properties": {"c": {"type": "strong"}}}}, "The tool 'b' "),
+        ({"a": {"properties": {"c": {"pattern": "("}}}}, "The tool 'a' "),
+        ({f"t{index}": {} for index in range(MAX_TOOLS + 1)}, f"more than {MAX_TOOLS}"),
+        ({f"t{i}": {"properties": {f"p{j}": {} for j in range(40)}} for i in range(100)}, "subschemas together"),
+        ({f"t{i}": {"enum": ["x" * 9000 + str(i)]} for i in range(40)}, "KiB of schemas together"),
+    ],
+)
+@pytest.mark.parametrize("required", [False, True])
+def test_tools_that_cannot_be_followed_are_refused_by_name(
+    tools: dict[str, Any], reason: str, compiler: GrammarCompiler, *, required: bool
+) -> None:
+    with pytest.raises(RequestError, match=reason) as caught:
+        compiler.calls(tools, QWEN, required=required, parallel=True)
+    assert (caught.value.status, caught.value.param) == (400, "tools")
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_as_many_tools_as_are_allowed_can_be_followed(
+    compiler: GrammarCompiler, model: LlamaModel, *, required: bool
+) -> None:
+    tools = {f"t{index}": {"additionalProperties": False} for index in range(MAX_TOOLS)}
+    constraint = compiler.calls(tools, QWEN, required=required, parallel=True)
+    prefix = in_bytes(model, '<tool_call>\n{"name": "')
+    assert constraint.allowed(prefix) is not None
+
+
+@pytest.mark.parametrize(
+    ("begun", "before", "is_open"),
+    [
+        (False, "<think>\nI could write <tool_call>", False),
+        (False, "\n<think>I could.</think>\n\n<tool_call>", True),
+        (True, "I could write <tool_call>", False),
+        (True, '{"name": "get_weather"', False),
+        (True, 'I could.</think>\n{"name": "get_weather"', True),
+        (False, '{"name": "get_weather"', True),
+        (False, "<thin>\n<tool_call>", True),
+    ],
+)
+def test_nothing_opens_a_call_in_reasoning(
+    before: str, compiler: GrammarCompiler, model: LlamaModel, *, begun: bool, is_open: bool
+) -> None:
+    reasoning = Reasoning("<think>", "</think>", begun)
+    constraint = compiler.calls(TOOLS, QWEN, required=False, parallel=True, reasoning=reasoning)
+    assert states(constraint, in_bytes(model, before))[-1] == (not is_open)

@@ -310,7 +310,7 @@ def test_anthropics_own_tools_are_ignored_unless_the_request_demands_one(kind: s
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "invalid_request_error", "messages"),
         ({"temperature": 1.5}, "invalid_request_error", "temperature"),
         ({"tool_choice": {"type": "maybe"}}, "invalid_request_error", "tool_choice"),
-        ({"stop_sequences": ["a"] * 17}, "invalid_request_error", "stop"),
+        ({"stop_sequences": ["a"] * 17}, "invalid_request_error", "stop_sequences"),
         ({"tools": [{"name": "", "input_schema": {}}]}, "invalid_request_error", "tools"),
         ({"model": "claude-opus-9"}, "not_found_error", "this server has tiny"),
     ],

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specserve.errors import RequestError
-from specserve.serving.blocks import Block, BlocksResponse, Event, arguments_of
+from specserve.serving.blocks import Block, BlocksResponse, Event, arguments_of, renamed
 from specserve.serving.openai.body import Body, Text
 from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.request_schema import ChatRequest, GenerationRequest, StopString
@@ -197,7 +197,8 @@ class MessagesResponse(BlocksResponse):
     @staticmethod
     def error_body(error: RequestError) -> Json:
         """Return the body of the response to a request that is refused or fails, in Anthropic's shape."""
-        return {"type": "error", "error": {"type": _ERRORS.get(error.status, "api_error"), "message": error.message}}
+        message = renamed(error, {"stop": "stop_sequences", "response_format": "output_config.format"}).message
+        return {"type": "error", "error": {"type": _ERRORS.get(error.status, "api_error"), "message": message}}
 
     def _whole(self) -> Event:
         [generation] = self.generations

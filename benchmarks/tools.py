@@ -31,6 +31,7 @@ from specserve.config import load_yaml
 PORT = 9080
 MODES = ("off", "auto")
 MAX_TOKENS = 256
+_FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 BANK: dict[str, Any] = yaml.safe_load((PROMPTS / "tools.yaml").read_text(encoding="utf-8"))
 
 
@@ -127,7 +128,7 @@ def faults(ask: Ask, answer: Answer) -> list[str]:
     calls = [answer.calls[index] for index in sorted(answer.calls)]
     for name, arguments in calls[: -1 if answer.reason == "length" else None]:
         try:
-            jsonschema.validate(json.loads(arguments), schemas[name], format_checker=jsonschema.FormatChecker())
+            jsonschema.validate(json.loads(arguments), schemas[name], format_checker=_FORMATS)
         except (KeyError, ValueError, jsonschema.ValidationError) as error:
             found.append(f"{ask.task}: {name} {arguments}: {error!r:.200}")
     if not calls and ask.choice != "auto" and answer.reason != "length":

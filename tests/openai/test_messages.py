@@ -329,6 +329,13 @@ def test_what_cannot_be_done_is_anthropics_error_before_the_stream(
     assert words in answer["error"]["message"]
 
 
+def test_a_thread_is_refused_so_that_anthropics_client_sends_whole_conversations(front_end: FrontEnd) -> None:
+    request_id = front_end.post({**GREEDY, "thread": {"type": "new"}}, ROUTE)
+    front_end.run()
+    assert front_end.status[request_id] == 400
+    assert front_end.answer(request_id)["error"]["details"] == {"error_code": "thread_unsupported_request"}
+
+
 @pytest.mark.parametrize("route", [ROUTE, "v1/messages/count_tokens"])
 def test_a_body_that_cannot_be_read_is_anthropics_error(front_end: FrontEnd, route: str) -> None:
     bodies = (b"{", b"[]", None)

@@ -204,6 +204,8 @@ class MessagesResponse(BlocksResponse):
     def error_body(error: RequestError) -> Json:
         """Return the body of the response to a request that is refused or fails, in Anthropic's shape."""
         message = renamed(error, {"stop": "stop_sequences", "response_format": "output_config.format"}).message
+        # Clients know by these words that they have to shorten the conversation.
+        message = f"prompt is too long: {message}" if error.code == "context_length_exceeded" else message
         body = {"type": _ERRORS.get(error.status, "api_error"), "message": message}
         details = {"details": {"error_code": _NO_THREADS}} if error.code == _NO_THREADS else {}
         return {"type": "error", "error": body | details}

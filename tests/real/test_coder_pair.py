@@ -177,6 +177,7 @@ def test_calls_are_the_same_with_and_without_speculation(coder: Server) -> None:
             extra_body={"speculation": {"mode": mode}},
         )
         [found] = response.choices[0].message.tool_calls or []
+        assert found.type == "function"
         return found.function, response
 
     (plain, before), (drafted, after) = call("off"), call("fixed")

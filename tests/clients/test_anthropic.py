@@ -23,7 +23,8 @@ TOOLS: Any = [
     }
 ]
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
-SETTINGS: Any = {"model": MODEL, "temperature": 0, "max_tokens": 200, "system": RULES}
+# Its methods have no temperature any more.
+SETTINGS: Any = {"model": MODEL, "extra_body": {"temperature": 0}, "max_tokens": 200, "system": RULES}
 
 
 def client(wire: Wire) -> anthropic.Anthropic:
@@ -31,7 +32,7 @@ def client(wire: Wire) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=wire.url, auth_token=wire.key, api_key=None, max_retries=0)
 
 
-def result_of(call: Any, *, content: Any = COUNT) -> dict[str, Any]:
+def result_of(call: Any, content: Any) -> dict[str, Any]:
     """A message with the result of a call."""
     return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": content}]}
 
@@ -43,7 +44,7 @@ def test_a_message_calls_a_tool_and_uses_its_result(wire: Wire) -> None:
     [call] = [block for block in first.content if block.type == "tool_use"]
     assert set(call.input) == {"item"}
     turns = [*MESSAGES, {"role": "assistant", "content": first.content}]
-    turns.append(result_of(call, content=[{"type": "text", "text": count_items(**call.input)}]))
+    turns.append(result_of(call, [{"type": "text", "text": count_items(**call.input)}]))
     last = messages.create(messages=turns, tools=TOOLS, **SETTINGS)
     assert last.stop_reason == "end_turn"
     assert COUNT in last.content[0].text
@@ -57,7 +58,7 @@ def test_a_streamed_message_calls_a_tool_and_uses_its_result(wire: Wire) -> None
         first = stream.get_final_message()
     assert "input_json" in kinds
     [call] = [block for block in first.content if block.type == "tool_use"]
-    turns = [*MESSAGES, {"role": "assistant", "content": first.content}, result_of(call)]
+    turns = [*MESSAGES, {"role": "assistant", "content": first.content}, result_of(call, count_items("pears"))]
     with messages.stream(messages=turns, tools=TOOLS, **SETTINGS) as stream:
         text = "".join(stream.text_stream)
         last = stream.get_final_message()

@@ -53,7 +53,7 @@ def test_a_streamed_chat_calls_a_tool_and_uses_its_result(wire: Wire) -> None:
     [call] = first.choices[0].message.tool_calls
     assert isinstance(call.function.parsed_arguments, CountItems)
     assert first.usage.completion_tokens > 0
-    result = {"role": "tool", "tool_call_id": call.id, "content": COUNT}
+    result = {"role": "tool", "tool_call_id": call.id, "content": count_items("pears")}
     with chat.stream(messages=[*MESSAGES, first.choices[0].message, result], **options) as stream:
         text = stream.get_final_completion().choices[0].message.content
     assert COUNT in text
@@ -83,7 +83,7 @@ def test_a_response_calls_a_tool_and_uses_its_result(wire: Wire) -> None:
     [call] = [item for item in first.output if item.type == "function_call"]
     assert CountItems.model_validate_json(call.arguments)
     turns = [{"role": "user", "content": QUESTION}, *first.output]
-    turns.append({"type": "function_call_output", "call_id": call.call_id, "output": COUNT})
+    turns.append({"type": "function_call_output", "call_id": call.call_id, "output": count_items("pears")})
     last = responses.create(input=turns, **options)
     assert last.status == "completed"
     assert COUNT in last.output_text
@@ -98,7 +98,7 @@ def test_a_streamed_response_calls_a_tool_and_uses_its_result(wire: Wire) -> Non
     assert kinds[0] == "response.created"
     assert "response.function_call_arguments.done" in kinds
     [call] = [item for item in first.output if item.type == "function_call"]
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": COUNT}
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": count_items("pears")}
     with responses.stream(input=[{"role": "user", "content": QUESTION}, *first.output, result], **options) as stream:
         text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
         last = stream.get_final_response()

@@ -9,7 +9,8 @@ from pydantic import BaseModel, Field
 
 CONFIG = Path(__file__).parents[3] / "config" / "qwen2.5-coder-0.5b-1.5b.yaml"
 MODEL = "qwen2.5-coder-1.5b-instruct"
-RULES = "You answer questions about a store. Its counts are known to the tool count_items only."
+# So clear that a model of 1.5 billion parameters calls the tool once, and then answers.
+RULES = "Call count_items if you do not know a count. When you have its result, answer in a sentence and call nothing."
 QUESTION = "How many pears are in the store?"
 # A number that a model does not guess.
 COUNT = "4711"
@@ -17,7 +18,7 @@ COUNT = "4711"
 
 def count_items(item: Literal["pears", "plums"]) -> str:
     """Count the items of a kind in the store."""
-    return f"There are {COUNT} {item} in the store."
+    return f"{COUNT} {item}. Now tell the user."
 
 
 class Stock(BaseModel):

@@ -1,7 +1,5 @@
 """What every client is asked: how many pears there are, which only a tool knows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

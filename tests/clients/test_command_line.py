@@ -239,6 +239,13 @@ def run(command: list[object], wire: Wire, repository: Path, variables: dict[str
                 process.wait()
 
 
+def report(name: str, wire: Wire) -> None:
+    """Print what README.md says of an agent, if the test runs with -rP."""
+    first, last = (choose(exchange.prompt_tokens for exchange in wire.exchanges) for choose in (min, max))
+    called = " ".join(wire.called) or "nothing"
+    sys.stdout.write(f"{name}: {len(wire.exchanges)} requests of {first} to {last} tokens; called: {called}\n")
+
+
 @pytest.mark.parametrize("name", AGENTS)
 def test_an_agent_runs_the_tools_that_the_model_calls(name: str, wire: Wire, repository: Path) -> None:
     agent = AGENTS[name]
@@ -249,7 +256,7 @@ def test_an_agent_runs_the_tools_that_the_model_calls(name: str, wire: Wire, rep
         if wire.results:
             break
     wire.exchanges = [exchange for exchange in wire.exchanges if exchange.method != "HEAD"]
-    sys.stdout.write(f"{name}: {len(wire.exchanges)} requests, tools called: {' '.join(wire.called)}\n")
+    report(name, wire)
     assert wire.exchanges
     assert wire.called
     assert wire.results > 0
@@ -268,6 +275,6 @@ def test_aider_changes_a_file_by_the_text_of_an_answer(edit_format: str, wire: W
     task = ["--edit-format", edit_format, "--message", "Make double return two times its number.", "calc/ops.py"]
     write(repository.parent / "home", {"log": ""})
     run([AIDER, *options, *server, *task], wire, repository, {"LITELLM_LOCAL_MODEL_COST_MAP": "True"})
-    assert wire.exchanges
+    report(f"aider, {edit_format}", wire)
     if edit_format == "whole":
         assert (repository / "calc" / "ops.py").read_text() != OPERATIONS

@@ -41,10 +41,13 @@ class Exchange:
 
     @property
     def events(self) -> list[Json]:
-        """The events of a stream, or the one body; OpenAI's `[DONE]` is {"type": "[DONE]"}."""
-        lines = self.reply.decode().splitlines()
+        """The events of a stream as far as they came, or the one body; OpenAI's `[DONE]` is {"type": "[DONE]"}."""
+        text = self.reply.decode(errors="replace")
+        lines = text.splitlines() if self.is_whole else text.splitlines()[:-1]
         data = [line.removeprefix("data:").strip() for line in lines if line.startswith("data:")]
-        return [{"type": text} if text == "[DONE]" else json.loads(text) for text in data or [self.reply.decode()]]
+        if not data and self.is_whole and text:
+            data = [text]
+        return [{"type": "[DONE]"} if piece == "[DONE]" else json.loads(piece) for piece in data]
 
     @property
     def tools(self) -> dict[str, Json]:
@@ -71,6 +74,15 @@ class Exchange:
         for event in self.events:
             self._read_call(event, calls)
         return [(name, "".join(arguments)) for name, *arguments in calls.values()]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The tokens of the prompt, as the answer counts them; 0 if it does not."""
+        parts = [part for event in self.events for part in (event, event.get("response"), event.get("message"))]
+        usages = [part["usage"] for part in parts if isinstance(part, dict) and part.get("usage")]
+        # Anthropic's are without those that were cached.
+        counts = [usage.get("input_tokens", 0) + usage.get("cache_read_input_tokens", 0) for usage in usages]
+        return max([*counts, *(usage.get("prompt_tokens", 0) for usage in usages)], default=0)
 
     @property
     def is_cut(self) -> bool:
@@ -138,7 +150,7 @@ class Wire:
             if exchange.is_whole and exchange.request.get("stream"):
                 route = exchange.path.partition("?")[0]
                 [expected] = [names for end, names in _LAST_EVENTS.items() if route.endswith(end)]
-                assert exchange.events[-1]["type"] in expected
+                assert exchange.events[-1].get("type") in expected
             if exchange.is_whole and not exchange.is_cut:
                 for name, arguments in exchange.calls:
                     jsonschema.validate(json.loads(arguments or "{}"), exchange.tools[name])

@@ -1,10 +1,13 @@
-# Sourced by the scripts with `serve`, `dev` or `clients`: installs the packages of the lock file into .venv, or
-# .venv-clients, and sets PROJECT, VENV and PYTHON. If they are installed already, it takes milliseconds.
+# Sourced by the scripts with `serve`, `dev`, or the name of other people's clients: installs the packages of the lock
+# file into .venv, or .venv-NAME, and sets PROJECT, VENV and PYTHON. If they are installed already, it takes milliseconds.
 
 PROJECT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 VENV="$PROJECT/.venv"
 # Third-party clients depend on hundreds of other packages, and not on specserve.
-[[ "$1" == clients ]] && VENV="$PROJECT/.venv-clients"
+_is_ours() {
+    [[ "$1" == serve || "$1" == dev ]]
+}
+_is_ours "$1" || VENV="$PROJECT/.venv-$1"
 PYTHON="$VENV/bin/python"
 unset PYTHONPATH PYTHONHOME
 
@@ -60,8 +63,8 @@ _check_compiler() {
 
 _check_machine() {
     local gigabytes=3 length="building llama.cpp takes three minutes on two cores" free_kilobytes
-    if [[ "$1" == clients ]]; then
-        gigabytes=2 length="230 MB to download"
+    if ! _is_ours "$1"; then
+        gigabytes=2 length="up to 230 MB to download"
     else
         "$PYTHON" -c 'import llama_cpp' 2>/dev/null && return
         _check_compiler
@@ -110,14 +113,14 @@ _install() {
     export CMAKE_ARGS="${CMAKE_ARGS:-} $_BUILD"
     # The lock names every package; older versions of pip fail when they resolve the dependencies again.
     local pip=("$PYTHON" -m pip --disable-pip-version-check --no-input install --no-deps)
-    if [[ "$kind" != clients ]]; then
+    if _is_ours "$kind"; then
         # An isolated build would download unlocked versions of the build tools.
         _logged "${pip[@]}" --require-hashes -r "$_BUILD_TOOLS"
         export PATH="$VENV/bin:$PATH"
         pip+=(--no-build-isolation)
     fi
     _logged "${pip[@]}" --require-hashes -r "$(_lock_file "$kind")"
-    if [[ "$kind" != clients ]]; then
+    if _is_ours "$kind"; then
         _is_built_as_asked || _logged "${pip[@]}" --require-hashes --force-reinstall --no-cache-dir \
             -r <(awk '/^llama-cpp-python==/ { ours = 1 } ours { print } ours && !/\\$/ { exit }' "$(_lock_file "$kind")")
         # Always rebuilt: its sources are part of the fingerprint.

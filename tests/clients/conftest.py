@@ -1,15 +1,17 @@
-"""Servers with the tiny pair for all clients, and a tokenizer built from its model file."""
+"""Servers for all clients: of the tiny pair, and of the default pair for those that call tools."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from gguf_tokenizer import save_tokenizer
 from ours import Ours
 from server import TINY, Server, running, tiny_config
+from store import CONFIG
+from wire import Wire, recording
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -53,5 +55,22 @@ def model(ours: Ours) -> Path:
 def tokenizer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a tokenizer for that target."""
     directory = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(model, directory)
+    # Its packages are in the environment of the tests that use it.
+    importlib.import_module("gguf_tokenizer").save_tokenizer(model, directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def default_server() -> Iterator[Server]:
+    """A server with the default pair."""
+    with running(config=CONFIG) as server:
+        yield server
+
+
+@pytest.fixture
+def wire(default_server: Server) -> Iterator[Wire]:
+    """The default pair behind a proxy, which checks in the end that the server refused nothing and made valid calls."""
+    origin, _, path = default_server.url.partition("/predictions")
+    with recording(origin, "/predictions" + path, default_server.key) as wire:
+        yield wire
+        wire.check()

@@ -1,0 +1,48 @@
+"""LlamaIndex's agents and structured outputs with `OpenAILike`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from llama_index.core.agent.workflow import FunctionAgent
+from llama_index.llms.openai_like import OpenAILike
+
+from store import COUNT, MODEL, QUESTION, RULES, Stock, count_items
+from wire import Wire
+
+
+def model(wire: Wire) -> OpenAILike:
+    """LlamaIndex's class for chats with tools."""
+    return OpenAILike(
+        model=MODEL,
+        api_base=f"{wire.url}/v1",
+        api_key=wire.key,
+        is_chat_model=True,
+        is_function_calling_model=True,
+        max_retries=0,
+        max_tokens=200,
+        temperature=0,
+    )
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+def test_an_agent_runs_its_tool(wire: Wire, streaming: bool) -> None:
+    async def run() -> Any:
+        agent = FunctionAgent(
+            tools=[count_items],
+            llm=model(wire),
+            system_prompt=RULES,
+            streaming=streaming,
+            initial_tool_choice="count_items",
+        )
+        return await agent.run(QUESTION)
+
+    outcome = asyncio.run(run())
+    assert [call.tool_name for call in outcome.tool_calls] == ["count_items"]
+    assert COUNT in str(outcome)
+
+
+def test_an_output_has_its_structure(wire: Wire) -> None:
+    assert isinstance(model(wire).as_structured_llm(Stock).complete(QUESTION).raw, Stock)

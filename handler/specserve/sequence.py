@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter, abc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
 from weakref import WeakKeyDictionary
@@ -54,12 +54,14 @@ class SpeculationParams:
         verification: the rule of rejection.py.
         drafter: the only drafter to use; None tries each in turn.
         mode: no drafts, `gamma` of them, or as many as the controller decides.
+        pool: of finished answers that lookups search and that this one's joins; None is none.
     """
 
     gamma: int = 0
     verification: Verification = "block"
     drafter: DrafterName | None = None
     mode: SpeculationMode = "fixed"
+    pool: Hashable = None
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(SpeculationMode):

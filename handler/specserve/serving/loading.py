@@ -29,6 +29,7 @@ from specserve.serving.prefix_store import PrefixStore
 from specserve.speculation.cost import Cost
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
+from specserve.speculation.history import History, Pools
 from specserve.speculation.measure import fingerprint
 from specserve.speculation.policy import Controller
 from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
@@ -165,12 +166,32 @@ def open_engines(
         Controller(target_cost, draft_cost),
         PredictionProposer(),
         GrammarProposer(),
-        LookupProposer(),
+        LookupProposer(_pools(config, target_model)),
         model=draft,
         vocabulary=target_model.size,
         end_tokens=target_model.end_tokens(),
     )
     return target, drafters
+
+
+def _pools(config: HandlerConfig, model: LlamaModel) -> Pools:
+    """What lookups search beside a sequence's own text: finished answers, and the operator's files.
+
+    Raises:
+        ModelLoadError: a file cannot be read.
+    """
+    pools = Pools(config.speculation.history_tokens)
+    texts = []
+    for path in config.speculation.corpus:
+        try:
+            texts.append(model.encode(path.read_text(encoding="utf-8", errors="replace"), begin=False))
+        except OSError as error:
+            raise ModelLoadError(f"handler.speculation.corpus: {path} cannot be read: {error.strerror}.") from error
+    if texts:
+        pools.corpus = History(sum(map(len, texts)) + 2 * len(texts))
+        for text in texts:
+            pools.corpus.add(text)
+    return pools
 
 
 def _open_draft(

@@ -1,8 +1,8 @@
 """What finished answers wrote: a sequence may go on as one of them did after the same tokens.
 
-As SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) drafts from a suffix tree of recent outputs; here a hash table of
-the runs of three tokens leads to the newest occurrences, which are then compared as far as they agree. Adding an answer
-and finding one take microseconds, whatever the size.
+As SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) drafts from a suffix tree of recent outputs; here a hash table
+of the runs of three tokens leads to the newest occurrences, which are then compared as far as they agree. Adding an
+answer and finding one take microseconds, whatever the size.
 """
 
 from __future__ import annotations

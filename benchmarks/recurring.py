@@ -32,7 +32,7 @@ from decode import ADAPTIVE, PLAIN, Mode, Run, load_for_one, open_lanes, run_sid
 from specserve.sequence import SpeculationParams
 from specserve.tools.archive import prepared_handler
 
-POOLED = Mode("with a pool", SpeculationParams(15, mode="auto", pool="bank"))
+POOLED = Mode("with a pool", SpeculationParams(15, mode="auto", pool=("", "bank")))
 QUICK_TASKS = 2
 PASSES = ("first", "second")
 

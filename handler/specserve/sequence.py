@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter, abc
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
 from weakref import WeakKeyDictionary
@@ -17,6 +17,8 @@ DrafterName = Literal["model", "lookup", "prediction", "grammar"]
 # Who wrote a token: the drafter of an accepted one; the target also where it replaced a draft.
 Source = Literal[DrafterName, "target"]
 SpeculationMode = Literal["off", "fixed", "auto"]
+# Of finished answers: whose it is, and its name.
+Pool = tuple[str, str]
 Group = Literal[SpeculationMode, "holdback"]
 
 
@@ -61,7 +63,7 @@ class SpeculationParams:
     verification: Verification = "block"
     drafter: DrafterName | None = None
     mode: SpeculationMode = "fixed"
-    pool: Hashable = None
+    pool: Pool | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(SpeculationMode):

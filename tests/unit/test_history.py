@@ -119,28 +119,28 @@ def test_what_is_proposed_agrees_with_a_search_of_all_answers(seed: int) -> None
 
 def test_pools_do_not_see_each_other_and_all_see_the_corpus() -> None:
     pools = Pools(1000)
-    pools.add("a", [1, 2], [3, 4, 5, 6])
-    assert proposed(pools.of("a"), [3, 4, 5]) == [6]
-    assert pools.of("b") == []
+    pools.add(("", "a"), [1, 2], [3, 4, 5, 6])
+    assert proposed(pools.of(("", "a")), [3, 4, 5]) == [6]
+    assert pools.of(("", "b")) == []
     assert pools.of(None) == []
     pools.corpus = History(1000)
     pools.corpus.add([3, 4, 5, 7])
-    assert proposed(pools.of("b"), [3, 4, 5]) == [7]
+    assert proposed(pools.of(("", "b")), [3, 4, 5]) == [7]
     assert proposed(pools.of(None), [3, 4, 5]) == [7]
-    assert proposed(pools.of("a"), [2, 3, 4, 5]) == [6]
+    assert proposed(pools.of(("", "a")), [2, 3, 4, 5]) == [6]
 
 
 def test_the_beginning_of_an_answer_is_found_by_its_prompt() -> None:
     pools = Pools(1000)
-    pools.add("a", list(range(200)), [500, 501, 502])
-    assert proposed(pools.of("a"), list(range(200))) == [500, 501, 502]
+    pools.add(("", "a"), list(range(200)), [500, 501, 502])
+    assert proposed(pools.of(("", "a")), list(range(200))) == [500, 501, 502]
 
 
 def test_the_pool_that_was_used_longest_ago_is_dropped() -> None:
     pools = Pools(1000, count=2)
     for name in ("a", "b", "a", "c"):
-        pools.add(name, [], [1, 2, 3, 4])
-    assert [bool(pools.of(name)) for name in ("a", "b", "c")] == [True, False, True]
+        pools.add(("", name), [], [1, 2, 3, 4])
+    assert [bool(pools.of(("", name))) for name in ("a", "b", "c")] == [True, False, True]
 
 
 def test_an_answer_of_no_pool_is_kept_nowhere() -> None:
@@ -151,5 +151,5 @@ def test_an_answer_of_no_pool_is_kept_nowhere() -> None:
 
 def test_without_room_nothing_is_kept() -> None:
     pools = Pools(0)
-    pools.add("a", [1], [2, 3, 4])
-    assert pools.of("a") == []
+    pools.add(("", "a"), [1], [2, 3, 4])
+    assert pools.of(("", "a")) == []

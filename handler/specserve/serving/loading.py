@@ -67,6 +67,7 @@ class Models:
     costs: Costs
     kernels: Kernels
     config: HandlerConfig
+    pools: Pools
     draft: LlamaModel | None = None
     chat_template: ChatTemplate | None = None
     invariance: Invariance | None = None
@@ -93,7 +94,8 @@ def load_models(config: HandlerConfig) -> Models:
     # this one, which is bound to one core from the first pass on.
     grammars.prepare()
     costs = Costs(placement)
-    target, drafters = open_engines(target_model, draft_model, config, costs)
+    pools = _pools(config, target_model)
+    target, drafters = open_engines(target_model, draft_model, config, costs, pools)
     return Models(
         vocabulary=target_model,
         grammars=grammars,
@@ -102,6 +104,7 @@ def load_models(config: HandlerConfig) -> Models:
         costs=costs,
         kernels=in_use,
         config=config,
+        pools=pools,
         draft=draft_model,
         chat_template=_chat_template(target_model),
         invariance=_measured_invariance(target),
@@ -131,7 +134,7 @@ def _placement(config: HandlerConfig) -> Placement:
 
 
 def open_engines(
-    target_model: LlamaModel, draft_model: LlamaModel | None, config: HandlerConfig, costs: Costs
+    target_model: LlamaModel, draft_model: LlamaModel | None, config: HandlerConfig, costs: Costs, pools: Pools
 ) -> tuple[LlamaEngine, Drafters]:
     """Open engines for loaded models, with their drafters; a model may have several engines.
 
@@ -140,6 +143,7 @@ def open_engines(
         draft_model: the draft model's.
         config: with the numbers of tokens that are served (`Models.config`).
         costs: of their passes.
+        pools: of finished answers.
 
     Raises:
         ModelLoadError: there is no memory for the target's cache, or a forward pass of it failed.
@@ -166,7 +170,7 @@ def open_engines(
         Controller(target_cost, draft_cost),
         PredictionProposer(),
         GrammarProposer(),
-        LookupProposer(_pools(config, target_model)),
+        LookupProposer(pools),
         model=draft,
         vocabulary=target_model.size,
         end_tokens=target_model.end_tokens(),

@@ -8,12 +8,12 @@ answer and finding one take microseconds, whatever the size.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, abc
-from collections.abc import Hashable
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specserve.sequence import Pool
 from specserve.speculation.offers import HitRates, Kind, Offer
 
 # Tokens that lead to earlier occurrences, in hashed runs: fewer would find what means nothing.
@@ -99,9 +99,14 @@ class History:
         """Number of tokens that it has."""
         return min(self._end, self._size)
 
-    def add(self, tokens: abc.Sequence[int]) -> None:
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """All that it has, the oldest first; `add` takes them."""
+        return self._tokens[np.arange(self._end - len(self), self._end) % self._size]
+
+    def add(self, tokens: abc.Sequence[int] | NDArray[np.int32]) -> None:
         """Add a text; of one that is too long, the end."""
-        text = np.array([*tokens[1 - self._size :], _BETWEEN], np.int32)
+        text = np.append(np.asarray(tokens, np.int32)[1 - self._size :], np.int32(_BETWEEN))
         begin = self._end
         places = np.arange(begin, begin + text.size)
         self._tokens[places % self._size] = text
@@ -234,21 +239,35 @@ class Pools:
 
     def __init__(self, max_tokens: int, count: int = 8) -> None:
         self._max_tokens, self._count = max_tokens, count
-        self._pools: OrderedDict[Hashable, History] = OrderedDict()
+        self._pools: OrderedDict[Pool, History] = OrderedDict()
         self.corpus: History | None = None
+        # Number of answers that were added.
+        self.added = 0
 
-    def of(self, pool: Hashable) -> list[History]:
+    def of(self, pool: Pool | None) -> list[History]:
         """What a sequence of this pool searches; None is no pool."""
         own = [] if pool is None or pool not in self._pools else [self._pools[pool]]
         return own + ([self.corpus] if self.corpus else [])
 
-    def add(self, pool: Hashable, prompt: abc.Sequence[int], answer: abc.Sequence[int]) -> None:
+    def add(self, pool: Pool | None, prompt: abc.Sequence[int], answer: abc.Sequence[int]) -> None:
         """Add an answer to its pool."""
-        if pool is None or not answer or not self._max_tokens:
-            return
+        if pool is not None and answer and self._max_tokens:
+            self._open(pool).add([*prompt[-_OF_PROMPT:], *answer])
+            self.added += 1
+
+    def contents(self) -> tuple[list[Pool], list[NDArray[np.int32]]]:
+        """All pools, the least recently used first, and the tokens of each."""
+        return [*self._pools], [history.tokens for history in self._pools.values()]
+
+    def restore(self, pool: Pool, tokens: NDArray[np.int32]) -> None:
+        """Give a pool the tokens of an earlier one."""
+        if self._max_tokens:
+            self._open(pool).add(tokens)
+
+    def _open(self, pool: Pool) -> History:
         if pool not in self._pools:
             self._pools[pool] = History(self._max_tokens)
             if len(self._pools) > self._count:
                 self._pools.popitem(last=False)
         self._pools.move_to_end(pool)
-        self._pools[pool].add([*prompt[-_OF_PROMPT:], *answer])
+        return self._pools[pool]

@@ -17,7 +17,7 @@ from specserve.kv_cache import KVCache
 from specserve.observability.records import EndRecord, Observer
 from specserve.sampling.distribution import to_distribution
 from specserve.sampling.logits import penalise
-from specserve.sequence import (
+from specserve.sequence import Pool, (
     DrafterName,
     RequestInfo,
     SamplingParams,
@@ -112,10 +112,11 @@ class FakePair:
         max_tokens: int = 20,
         stops: abc.Sequence[str] = (),
         request: str = "",
+        pool: Pool | None = None,
         **options: Any,
     ) -> Generation:
         """Queue a sequence; `options` are further arguments of `Sequence`."""
-        speculation = SpeculationParams(gamma, verification, drafter, mode)
+        speculation = SpeculationParams(gamma, verification, drafter, mode, pool)
         info = RequestInfo(request)
         generation = Generation(
             prompt, sampling, speculation, self.vocabulary, stops, info=info, max_tokens=max_tokens, **options

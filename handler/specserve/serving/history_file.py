@@ -10,6 +10,7 @@ import logging
 import os
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -63,7 +64,7 @@ class HistoryFile:
         partial = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
             with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                arrays = {f"pool_{number}": tokens for number, tokens in enumerate(texts)}
+                arrays: dict[str, Any] = {f"pool_{number}": tokens for number, tokens in enumerate(texts)}
                 np.savez(file, header=np.array(header), **arrays)
             partial.replace(self._path)
         except OSError as error:

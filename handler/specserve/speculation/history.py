@@ -92,7 +92,7 @@ class History:
         self._bits = max(8, (self._size - 1).bit_length())
         self._last = np.zeros(2**self._bits, np.int64)
         # Of single numbers, a memory view is read several times as fast.
-        self._before_of, self._last_of = memoryview(self._before), memoryview(self._last)
+        self._before_of, self._last_of = self._before.data, self._last.data
         self._end = 0
 
     def __len__(self) -> int:

@@ -17,8 +17,9 @@ from specserve.kv_cache import KVCache
 from specserve.observability.records import EndRecord, Observer
 from specserve.sampling.distribution import to_distribution
 from specserve.sampling.logits import penalise
-from specserve.sequence import Pool, (
+from specserve.sequence import (
     DrafterName,
+    Pool,
     RequestInfo,
     SamplingParams,
     SpeculationMode,

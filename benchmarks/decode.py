@@ -38,12 +38,15 @@ from specserve.serving.generation import Generation
 from specserve.serving.loading import Models, load_models, open_engines
 from specserve.serving.scheduler import Scheduler
 from specserve.speculation.drafters import Drafters
+from specserve.speculation.history import Pools
 from specserve.tools.archive import prepared_handler
 
 # Of an answer: family, prompt, temperature, seed and mode.
 Key = tuple[str, str, float, int, str]
 # Tokens of prompt and answer: none of ours are longer, and each mode has a cache of its own.
 _CONTEXT_LENGTH = 4096
+# Tokens of finished answers that a mode with a pool keeps.
+_HISTORY = 100_000
 QUICK_FAMILIES = ("code", "json", "schema", "prose", "edit", "edit, predicted")
 TEMPERATURES = (0.0, 0.8)
 
@@ -121,7 +124,7 @@ def open_lanes(models: Models, modes: list[Mode]) -> list[Lane]:
     """A lane for each mode, of one sequence each."""
     lanes = []
     for mode in modes:
-        target, drafters = open_engines(models.vocabulary, models.draft, models.config, models.costs)
+        target, drafters = open_engines(models.vocabulary, models.draft, models.config, models.costs, Pools(_HISTORY))
         lanes.append(Lane(mode, models, models.config, KVCache(target), drafters))
     return lanes
 

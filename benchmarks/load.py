@@ -117,8 +117,9 @@ def measure(loads: dict[str, Load], endpoints: list[Endpoint], results: ResultsF
 
 
 def specserve_modes(ours: Endpoint) -> list[Endpoint]:
-    """Our server, with speculation and without."""
-    return [replace(ours, name=f"specserve {mode}", extra={"speculation": {"mode": mode}}) for mode in ("auto", "off")]
+    """Our server, with speculation and without; no answer is drafted from another's to the same prompt."""
+    options = {mode: {"speculation": {"mode": mode, "pool": ""}} for mode in ("auto", "off")}
+    return [replace(ours, name=f"specserve {mode}", extra=extra) for mode, extra in options.items()]
 
 
 def checked(endpoint: Endpoint, answer: Answer) -> Answer:

@@ -127,7 +127,7 @@ def start_specserve(stack: ExitStack, config: Path, port: int) -> Endpoint:
 def specserve_endpoint(port: int) -> Endpoint:
     """This project's server on a port where it already runs without tokens."""
     url = f"http://127.0.0.1:{State.of(port).ports.inference}/predictions/qwen/1.0"
-    return Endpoint("specserve", url, resident_mib=partial(_worker_mib, port))
+    return Endpoint("specserve", url, {"speculation": {"pool": ""}}, partial(_worker_mib, port))
 
 
 def specserve_processes(port: int, program: str = "") -> list[psutil.Process]:

@@ -115,6 +115,18 @@ class SpeculationConfig(_Section):
         "default: no control group.",
     )
 
+    history_tokens: int = Field(
+        default=1_000_000,
+        ge=0,
+        le=2**31,
+        description="Tokens of finished answers that lookups of later requests with the same pool search, for each of "
+        "at most eight pools; 20 bytes a token; 0: none.",
+    )
+    history_file: Path | None = Field(
+        default=None, description="File that keeps these tokens for the next start; written when the server is idle."
+    )
+    corpus: list[Path] = Field(default=[], description="Text files that lookups of all requests search.")
+
     @model_validator(mode="after")
     def _default_within_cap(self) -> SpeculationConfig:
         if self.gamma > self.max_gamma:

@@ -17,6 +17,8 @@ DrafterName = Literal["model", "lookup", "prediction", "grammar"]
 # Who wrote a token: the drafter of an accepted one; the target also where it replaced a draft.
 Source = Literal[DrafterName, "target"]
 SpeculationMode = Literal["off", "fixed", "auto"]
+# Of finished answers: whose it is, and its name.
+Pool = tuple[str, str]
 Group = Literal[SpeculationMode, "holdback"]
 
 
@@ -63,12 +65,14 @@ class SpeculationParams:
         verification: the rule of rejection.py.
         drafter: the only drafter to use; None tries each in turn.
         mode: no drafts, `gamma` of them, or as many as the controller decides.
+        pool: of finished answers that lookups search and that this one's joins; None is none.
     """
 
     gamma: int = 0
     verification: Verification = "block"
     drafter: DrafterName | None = None
     mode: SpeculationMode = "fixed"
+    pool: Pool | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(SpeculationMode):

@@ -19,6 +19,7 @@ from specserve.sampling.distribution import to_distribution
 from specserve.sampling.logits import penalise
 from specserve.sequence import (
     DrafterName,
+    Pool,
     RequestInfo,
     SamplingParams,
     SpeculationMode,
@@ -112,10 +113,11 @@ class FakePair:
         max_tokens: int = 20,
         stops: abc.Sequence[str] = (),
         request: str = "",
+        pool: Pool | None = None,
         **options: Any,
     ) -> Generation:
         """Queue a sequence; `options` are further arguments of `Sequence`."""
-        speculation = SpeculationParams(gamma, verification, drafter, mode)
+        speculation = SpeculationParams(gamma, verification, drafter, mode, pool)
         info = RequestInfo(request)
         generation = Generation(
             prompt, sampling, speculation, self.vocabulary, stops, info=info, max_tokens=max_tokens, **options

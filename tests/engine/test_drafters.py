@@ -12,8 +12,9 @@ import pytest
 
 from costs import FixedCost, flat, table
 from fake_pair import ENDLESS, GREEDY, SLOTS, VOCABULARY, FakePair, plain_greedy
-from specserve.sequence import DrafterName, Sequence, SpeculationMode, SpeculationParams
+from specserve.sequence import DrafterName, Pool, Sequence, SpeculationMode, SpeculationParams
 from specserve.speculation import proposers
+from specserve.speculation.history import Pools
 from specserve.speculation.lookup import Lookup
 from specserve.speculation.offers import Offer
 from specserve.speculation.proposers import LookupProposer, PredictionProposer, Proposer
@@ -159,6 +160,35 @@ def test_a_prompt_is_indexed_once_for_all_answers_to_it(indexed: list[int]) -> N
     pair.run()
     assert sum(indexed) <= len(prompt) + sum(answer.generated for answer in answers)
     assert all(answer.stats.accepted > 0 for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_drafted"),
+    [(("", "a"), ("", "a"), True), (("", "a"), ("", "b"), False), (("", "a"), None, False), (None, None, False)],
+)
+def test_what_an_answer_of_the_same_pool_wrote_is_drafted(
+    first: Pool | None, second: Pool | None, *, is_drafted: bool
+) -> None:
+    pair = FakePair(proposers=[LookupProposer(Pools(1000))])
+    answers = []
+    for pool in (first, second):
+        answers.append(pair.submit([5, 6, 7, 8], drafter="lookup", pool=pool, gamma=8, max_tokens=40))
+        pair.run()
+    truth = plain_greedy([5, 6, 7, 8], 40)
+    assert [answer.answer for answer in answers] == [truth, truth]
+    alone, after = (answer.stats.accepted for answer in answers)
+    assert (after > alone) == is_drafted
+    assert not is_drafted or after > 30
+
+
+def test_an_answer_joins_its_pool_though_it_was_cancelled_or_not_drafted_for() -> None:
+    pools = Pools(1000)
+    pair = FakePair(proposers=[LookupProposer(pools)])
+    cancelled = pair.submit([5, 6, 7, 8], pool=("", "a"), mode="off", gamma=0, max_tokens=40)
+    pair.run_until(lambda: cancelled.generated == 10)
+    pair.scheduler.cancel(cancelled)
+    [history] = pools.of(("", "a"))
+    assert history.tokens.tolist() == [5, 6, 7, 8, *plain_greedy([5, 6, 7, 8], 10), -1]
 
 
 def test_of_the_prompts_of_finished_sequences_one_at_most_stays_indexed() -> None:

@@ -28,6 +28,7 @@ from specserve.serving.loading import Models
 from specserve.serving.torchserve import Handler
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
+from specserve.speculation.history import Pools
 from specserve.speculation.policy import Controller
 from specserve.speculation.proposers import LookupProposer, PredictionProposer
 
@@ -74,6 +75,7 @@ class FrontEnd:
             KVCache(self.draft), flat(0.001), window=64, max_rows=32, vocabulary=200, context_length=4096
         )
         controller = Controller(flat(0.01), flat(0.001))
+        pools = Pools(1000)
         models = Models(
             vocabulary,
             grammars,
@@ -81,7 +83,7 @@ class FrontEnd:
             Drafters(
                 controller,
                 PredictionProposer(),
-                LookupProposer(),
+                LookupProposer(pools),
                 model=model,
                 vocabulary=200,
                 end_tokens=vocabulary.end_tokens(),
@@ -89,6 +91,7 @@ class FrontEnd:
             Costs(placement_on(FakeMachine())),
             Kernels(None, (), None, "a fake engine computes"),
             config,
+            pools,
         )
         if chat_template is not None:
             models = replace(models, chat_template=ChatTemplate(chat_template, bos="", eos=""))

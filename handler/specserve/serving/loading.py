@@ -30,6 +30,7 @@ from specserve.speculation.cost import Cost
 from specserve.speculation.cost_files import fingerprint
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
+from specserve.speculation.history import History, Pools
 from specserve.speculation.policy import Controller
 from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
 
@@ -66,6 +67,7 @@ class Models:
     costs: Costs
     kernels: Kernels
     config: HandlerConfig
+    pools: Pools
     draft: LlamaModel | None = None
     chat_template: ChatTemplate | None = None
     invariance: Invariance | None = None
@@ -92,7 +94,8 @@ def load_models(config: HandlerConfig) -> Models:
     # this one, which is bound to one core from the first pass on.
     grammars.prepare()
     costs = Costs(placement)
-    target, drafters = open_engines(target_model, draft_model, config, costs)
+    pools = _pools(config, target_model)
+    target, drafters = open_engines(target_model, draft_model, config, costs, pools)
     return Models(
         vocabulary=target_model,
         grammars=grammars,
@@ -101,6 +104,7 @@ def load_models(config: HandlerConfig) -> Models:
         costs=costs,
         kernels=in_use,
         config=config,
+        pools=pools,
         draft=draft_model,
         chat_template=_chat_template(target_model),
         invariance=_measured_invariance(target),
@@ -130,7 +134,7 @@ def _placement(config: HandlerConfig) -> Placement:
 
 
 def open_engines(
-    target_model: LlamaModel, draft_model: LlamaModel | None, config: HandlerConfig, costs: Costs
+    target_model: LlamaModel, draft_model: LlamaModel | None, config: HandlerConfig, costs: Costs, pools: Pools
 ) -> tuple[LlamaEngine, Drafters]:
     """Open engines for loaded models, with their drafters; a model may have several engines.
 
@@ -139,6 +143,7 @@ def open_engines(
         draft_model: the draft model's.
         config: with the numbers of tokens that are served (`Models.config`).
         costs: of their passes.
+        pools: of finished answers.
 
     Raises:
         ModelLoadError: there is no memory for the target's cache, or a forward pass of it failed.
@@ -165,12 +170,32 @@ def open_engines(
         Controller(target_cost, draft_cost),
         PredictionProposer(),
         GrammarProposer(),
-        LookupProposer(),
+        LookupProposer(pools),
         model=draft,
         vocabulary=target_model.size,
         end_tokens=target_model.end_tokens(),
     )
     return target, drafters
+
+
+def _pools(config: HandlerConfig, model: LlamaModel) -> Pools:
+    """What lookups search beside a sequence's own text: finished answers, and the operator's files.
+
+    Raises:
+        ModelLoadError: a file cannot be read.
+    """
+    pools = Pools(config.speculation.history_tokens)
+    texts = []
+    for path in config.speculation.corpus:
+        try:
+            texts.append(model.encode(path.read_text(encoding="utf-8", errors="replace"), begin=False))
+        except OSError as error:
+            raise ModelLoadError(f"handler.speculation.corpus: {path} cannot be read: {error.strerror}.") from error
+    if texts:
+        pools.corpus = History(sum(map(len, texts)) + 2 * len(texts))
+        for text in texts:
+            pools.corpus.add(text)
+    return pools
 
 
 def _open_draft(

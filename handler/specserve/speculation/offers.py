@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Container, Mapping
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 Kind = tuple[str, int]
@@ -19,6 +21,11 @@ class Offer(NamedTuple):
 
     tokens: list[int]
     confidence: list[float]
+
+    @property
+    def expected(self) -> float:
+        """How many of the tokens are right, by these probabilities."""
+        return sum(accumulate(self.confidence, mul))
 
     def until(self, end_tokens: Container[int]) -> Offer:
         """The same without what follows the first of these tokens."""

@@ -1,6 +1,6 @@
 """Drafters that cost no forward pass: what followed before, what the client predicted, what the grammar forces.
 
-Lookup: an index over prompt and output (lookup.py).
+Lookup: an index over prompt and output (lookup.py), and finished answers of others (history.py).
 
 Prediction: the output is aligned with the client's prediction across insertions, deletions and replacements.
 """
@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 from specserve.errors import ConstraintError, MaskDeferred
 from specserve.sequence import BySequence, DrafterName, Sequence
+from specserve.speculation.history import Follower, Pools
 from specserve.speculation.lookup import Lookup
 from specserve.speculation.offers import HitRates, Kind, Offer
 from specserve.speculation.token_index import TokenIndex
@@ -252,25 +253,38 @@ class _Followers(Generic[IndexT, FollowerT]):
 
 
 class LookupProposer(Proposer):
-    """Proposes what followed the last time the sequence ended as it does now."""
+    """Proposes what followed before: the last time the sequence ended as it does now, or answers of its pool.
+
+    Args:
+        pools: of finished answers, which those that end join.
+    """
 
     name: ClassVar[DrafterName] = "lookup"
 
-    def __init__(self) -> None:
+    def __init__(self, pools: Pools | None = None) -> None:
         self._lookups = _Followers(lambda sequence: sequence.prompt, Lookup, Lookup.copy, has_prompt=True)
+        self._pools = pools or Pools(0)
+        self._followers = BySequence(lambda _: Follower())
 
     def begin_round(self) -> None:
         """Allow further indexing; see `Proposer.begin_round`."""
         self._lookups.begin_round()
 
     def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Offer:
-        """The continuation of the longest and newest match, once all is indexed; see `Proposer.propose`."""
+        """The continuation of the sequence's own match or of its pool's, whichever is expected to go further."""
         lookup = self._lookups.of(sequence)
-        return Offer([], []) if lookup is None else lookup.propose(drafts, max_tokens)
+        offer = Offer([], []) if lookup is None else lookup.propose(drafts, max_tokens)
+        histories = self._pools.of(sequence.speculation.pool)
+        if not histories:
+            return offer
+        other = self._followers.of(sequence).propose(histories, sequence.tokens, drafts, max_tokens)
+        return other if other.expected > offer.expected else offer
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop the sequence's index."""
+        """Drop the sequence's index, and keep what it has written."""
         self._lookups.forget(sequence)
+        self._followers.forget(sequence)
+        self._pools.add(sequence.speculation.pool, sequence.prompt, sequence.answer)
 
 
 class PredictionProposer(Proposer):

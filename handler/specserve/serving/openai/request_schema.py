@@ -33,7 +33,8 @@ class StreamOptions(Body):
 class SpeculationOptions(Body):
     """Speculation for this request: the server's default, off, or a fixed number of draft tokens per round.
 
-    With `sources` the response says who wrote each piece of its text.
+    With `sources` the response says who wrote each piece of its text. Lookups also search what answers of the same
+    `pool` wrote; an empty name is no pool.
     """
 
     mode: Literal["auto", "off", "fixed"] = "auto"
@@ -41,6 +42,7 @@ class SpeculationOptions(Body):
     drafter: Literal["auto", "model", "lookup", "prediction", "grammar"] = "auto"
     verification: Verification | None = None
     sources: bool = False
+    pool: Annotated[Text, Field(max_length=200)] | None = None
 
 
 Bias = Annotated[float, Field(ge=-100, le=100)]

@@ -296,7 +296,8 @@ def _speculation(
     # With a seed the text has to repeat; the default is else the rule that accepts most. Greedy, all rules are the
     # same, and `token` is the name that describes `accept_equal` best.
     default: Verification = "token" if sampling.temperature == 0 else "block" if sampling.seed is None else "coupled"
-    return SpeculationParams(gamma, options.verification or default, drafter, mode)
+    pool = None if options.pool == "" else ("", options.pool or "default")
+    return SpeculationParams(gamma, options.verification or default, drafter, mode, pool)
 
 
 def _constraint(

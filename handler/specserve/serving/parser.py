@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from specserve.errors import RequestError
 from specserve.serving.openai.response import Response
-from specserve.serving.routes import Routes
+from specserve.serving.routes import Origin, Routes
 
 # A body longer than this is long, in bytes: a megabyte takes up to 30 ms to read.
 LONG_BODY = 64 * 1024
@@ -56,11 +56,11 @@ class Parser:
         """Tell whether a request is being parsed."""
         return request_id in self._parsing
 
-    def begin(self, request_id: str, route: str, body: object, size: int, arrival: float) -> None:
+    def begin(self, origin: Origin, route: str, body: object, size: int, arrival: float) -> None:
         """Parse in the parser's thread what is to be generated; other routes ask the scheduler and are answered here.
 
         Args:
-            request_id: TorchServe's.
+            origin: of the request.
             route: the path of its URL.
             body: as TorchServe has decoded it.
             size: of the body, in bytes.
@@ -68,12 +68,12 @@ class Parser:
         """
         answered: Future[Response] = Future()
         if not self._routes.generates(route):
-            answered.set_result(self._routes.respond(request_id, route, body))
+            answered.set_result(self._routes.respond(origin, route, body))
         elif size > LONG_BODY and self._waiting_bytes() > max(0, _MAX_WAITING_BYTES - size):
             answered.set_result(self._routes.refusal(route, _BUSY))
         else:
-            answered = self._thread.submit(self._routes.respond, request_id, route, body)
-        self._parsing[request_id] = Parsing(arrival, size, answered)
+            answered = self._thread.submit(self._routes.respond, origin, route, body)
+        self._parsing[origin.request_id] = Parsing(arrival, size, answered)
 
     def _waiting_bytes(self) -> int:
         """Count the bytes of the long bodies that wait to be parsed."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import specserve
@@ -46,6 +46,13 @@ _MAX_WARNINGS = 100
 _OTHER_MODELS = ("embedding", "embeddings", "rerank", "reranking", "score", "audio", "images", "moderations")
 
 
+class Origin(NamedTuple):
+    """Where a request comes from: TorchServe's id of it, and its client's, whose requests share what others do not."""
+
+    request_id: str
+    client: str = ""
+
+
 class Routes:
     """Makes the response to a request: one to be generated, or one that is complete.
 
@@ -70,7 +77,7 @@ class Routes:
         self._warned_of: set[str] = set()
         self._tokenizer = Tokenizer(models.vocabulary, config)
         # The bare URL of a model takes completions.
-        self._generating: dict[str, Callable[[object, str], Response]] = {
+        self._generating: dict[str, Callable[[object, Origin], Response]] = {
             "": self._complete,
             "v1/completions": self._complete,
             "v1/chat/completions": self._chat,
@@ -95,31 +102,31 @@ class Routes:
         others: dict[str, type[Response]] = {"v1/messages": MessagesResponse, "v1/responses": ResponsesResponse}
         return others.get(route.removesuffix("/count_tokens"), Response).refusal(error)
 
-    def respond(self, request_id: str, route: str, body: object) -> Response:
+    def respond(self, origin: Origin, route: str, body: object) -> Response:
         """Make the response to a request; whatever is wrong with that is an error response.
 
         Args:
-            request_id: TorchServe's.
+            origin: of the request.
             route: the path after the model's version.
             body: bytes or a decoded JSON value; None without one.
         """
         try:
-            return self._respond(request_id, route, body)
+            return self._respond(origin, route, body)
         except RequestError as error:
             return self.refusal(route, error)
         except Exception:
-            logger.exception("specserve: request %s could not be parsed", request_id)
+            logger.exception("specserve: request %s could not be parsed", origin.request_id)
             failure = RequestError("The server failed to read this request.", status=500, kind="server_error")
             return self.refusal(route, failure)
 
-    def _respond(self, request_id: str, route: str, body: object) -> Response:
+    def _respond(self, origin: Origin, route: str, body: object) -> Response:
         if route in self._generating:
             if body is None:
                 raise RequestError(
                     "The request has no JSON body. Send it with the header 'Content-Type: application/json' (curl: "
                     "--json instead of -d): TorchServe reads what is announced as a form itself, and passes on fields."
                 )
-            return self._generating[route](body, request_id)
+            return self._generating[route](body, origin)
         if route in self._describing:
             return Response(self._describing[route]())
         if route.startswith("v1/models/"):
@@ -196,28 +203,28 @@ class Routes:
                 logger.warning("specserve: requests have the field '%s', which is ignored", name)
         return response
 
-    def _complete(self, body: object, request_id: str) -> Response:
+    def _complete(self, body: object, origin: Origin) -> Response:
         request = self._parsed(body, CompletionRequest)
         prompts = self._tokenizer.completion(request)
-        return self._named(request, self._generate(CompletionResponse, request, prompts, request_id))
+        return self._named(request, self._generate(CompletionResponse, request, prompts, origin))
 
-    def _chat(self, body: object, request_id: str) -> Response:
+    def _chat(self, body: object, origin: Origin) -> Response:
         request = self._parsed(body, ChatRequest)
-        return self._named(request, self._generate(ChatResponse, request, [self._chat_prompt(request)], request_id))
+        return self._named(request, self._generate(ChatResponse, request, [self._chat_prompt(request)], origin))
 
-    def _create_response(self, body: object, request_id: str) -> Response:
+    def _create_response(self, body: object, origin: Origin) -> Response:
         request = self._parsed(body, ResponsesRequest)
         messages = self._store.messages(request.previous_response_id) + request.messages()
         chat = request.chat(messages)
         kind = partial(ResponsesResponse, request, messages, self._store)
-        return self._named(request, self._generate(kind, chat, [self._chat_prompt(chat)], request_id))
+        return self._named(request, self._generate(kind, chat, [self._chat_prompt(chat)], origin))
 
-    def _create_message(self, body: object, request_id: str) -> Response:
+    def _create_message(self, body: object, origin: Origin) -> Response:
         request = self._parsed(body, MessagesRequest)
         chat = request.chat()
-        return self._named(request, self._generate(MessagesResponse, chat, [self._chat_prompt(chat)], request_id))
+        return self._named(request, self._generate(MessagesResponse, chat, [self._chat_prompt(chat)], origin))
 
-    def _count_tokens(self, body: object, _request_id: str) -> Response:
+    def _count_tokens(self, body: object, _origin: Origin) -> Response:
         request = self._parsed(body, CountRequest)
         chat = request.chat()
         self._known_model(chat.model)
@@ -228,10 +235,10 @@ class Routes:
             raise RequestError("This model has no chat template; use v1/completions.", code="unsupported_value")
         return self._tokenizer.chat(self._models.chat_template.prompt(request), request)
 
-    def _infill(self, body: object, request_id: str) -> Response:
+    def _infill(self, body: object, origin: Origin) -> Response:
         request, models = self._parsed(body, InfillRequest), self._models
         prompt = infill_prompt(request, self._tokenizer, models.vocabulary)
-        _, [[generation]] = self._resolved(request.completion(prompt), [prompt], request_id)
+        _, [[generation]] = self._resolved(request.completion(prompt), [prompt], origin)
         generation.warm_cache()
         return self._named(request, InfillResponse(request, generation, model=self._known_model(request.model)))
 
@@ -240,15 +247,15 @@ class Routes:
         kind: Callable[..., GenerationResponse],
         request: CompletionRequest | ChatRequest,
         prompts: list[Prompt],
-        request_id: str,
+        origin: Origin,
     ) -> Response:
         """Make the response to a valid request, with its generations before their first round."""
         model = self._known_model(request.model)
-        form, candidates = self._resolved(request, prompts, request_id)
-        return kind(form, candidates, vocabulary=self._models.vocabulary, request_id=request_id, model=model)
+        form, candidates = self._resolved(request, prompts, origin)
+        return kind(form, candidates, vocabulary=self._models.vocabulary, request_id=origin.request_id, model=model)
 
     def _resolved(
-        self, request: CompletionRequest | ChatRequest, prompts: list[Prompt], request_id: str
+        self, request: CompletionRequest | ChatRequest, prompts: list[Prompt], origin: Origin
     ) -> tuple[ResponseForm, list[list[Generation]]]:
         """Resolve a valid request, which may be drawn for the control group."""
         models, held_back = self._models, self._holdback.draw()
@@ -260,7 +267,8 @@ class Routes:
             self._config,
             calls=None if models.chat_template is None else models.chat_template.calls,
             thinking=None if models.chat_template is None else models.chat_template.thinking,
-            request_id=request_id,
+            request_id=origin.request_id,
+            client=origin.client,
             held_back=held_back,
         )
 
@@ -301,7 +309,7 @@ def _model_facts(file: ModelConfig, model: LlamaModel) -> dict[str, str | int | 
 
 
 def _table(cost: Cost) -> dict[str, list[int] | list[float]]:
-    near, far = cost.table.seconds
+    near, *_, far = cost.table.seconds
     return {
         "rows": list(cost.table.rows),
         "kv_len": list(cost.table.kv_len),

@@ -25,7 +25,7 @@ class Offer(NamedTuple):
     @property
     def expected(self) -> float:
         """How many of the tokens are right, by these probabilities."""
-        return sum(accumulate(self.confidence, mul))
+        return float(sum(accumulate(self.confidence, mul)))
 
     def until(self, end_tokens: Container[int]) -> Offer:
         """The same without what follows the first of these tokens."""

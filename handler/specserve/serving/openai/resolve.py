@@ -94,12 +94,14 @@ def resolve(
     calls: CallSyntax | None = None,
     thinking: ThinkingTags | None = None,
     request_id: str = "",
+    client: str = "",
     held_back: bool = False,
 ) -> tuple[ResponseForm, list[list[Generation]]]:
     """Resolve a valid request into the form of its response, and by prompt the candidates to generate for that.
 
-    A request that is `held_back` was drawn for the control group, which it joins unless it sets `speculation`; `calls`
-    is how the model writes calls of tools, `thinking` how it marks its reasoning.
+    The answers of a `client` share what they wrote with no other's. A request that is `held_back` was drawn for the
+    control group, which it joins unless it sets `speculation`; `calls` is how the model writes calls of tools,
+    `thinking` how it marks its reasoning.
 
     Raises:
         RequestError: 400; a prompt, a grammar or `speculation` does not fit, or the operator's caps are exceeded.
@@ -151,7 +153,7 @@ def resolve(
     group: Group = "holdback" if randomised and held_back else mode
     family = family_label((request.metadata or {}).get("prompt_family", ""))
     info = RequestInfo(request_id, family, group, randomised)
-    speculation = _speculation(options, sampling, config, group)
+    speculation = _speculation(options, sampling, config, group, client)
     constraint = _constraint(request, grammars, syntax, reasoning)
     prediction = _prediction(request, vocabulary, config)
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
@@ -279,7 +281,7 @@ def _bad_words(words: Iterable[str], vocabulary: Vocabulary) -> tuple[tuple[int,
 
 
 def _speculation(
-    options: SpeculationOptions, sampling: SamplingParams, config: HandlerConfig, group: Group
+    options: SpeculationOptions, sampling: SamplingParams, config: HandlerConfig, group: Group, client: str
 ) -> SpeculationParams:
     """Resolve how drafts are made and verified, within the operator's limits."""
     limits = config.speculation
@@ -296,7 +298,7 @@ def _speculation(
     # With a seed the text has to repeat; the default is else the rule that accepts most. Greedy, all rules are the
     # same, and `token` is the name that describes `accept_equal` best.
     default: Verification = "token" if sampling.temperature == 0 else "block" if sampling.seed is None else "coupled"
-    pool = None if options.pool == "" else ("", options.pool or "default")
+    pool = None if options.pool == "" else (client, options.pool or "default")
     return SpeculationParams(gamma, options.verification or default, drafter, mode, pool)
 
 

@@ -100,6 +100,7 @@ class FrontEnd:
             self.handler.start(config, lambda _config: models, Served("qwen", "1.0"))
         self.rows: dict[str, dict[str, Any]] = {}
         self.routes: dict[str, str | None] = {}
+        self.keys: dict[str, str | None] = {}
         self.chunks: dict[str, list[str]] = {}
         self.status: dict[str, int] = {}
         self.content_type: dict[str, str] = {}
@@ -109,13 +110,14 @@ class FrontEnd:
         """Whether `handle_once` waits for the end of the time slice that it has started."""
         self._count = 0
 
-    def post(self, body: object, route: str | None = "v1/completions") -> str:
-        """Send a request, its body as JSON unless it is bytes; returns its id."""
+    def post(self, body: object, route: str | None = "v1/completions", *, key: str = "") -> str:
+        """Send a request, its body as JSON unless it is bytes, with an API key; returns its id."""
         self._count += 1
         request_id = f"r{self._count}"
         sent = body if isinstance(body, bytes | bytearray) else json.dumps(body).encode()
         self.rows[request_id] = {"body": sent} if body is not None else {}
         self.routes[request_id] = route
+        self.keys[request_id] = f"Bearer {key}" if key else None
         self.chunks[request_id] = []
         return request_id
 
@@ -228,9 +230,10 @@ class FakeContext:
         self.types: dict[int, str] = {}
         self.headers: dict[int, dict[str, str]] = {}
         self._routes = [front_end.routes[request_id] for request_id in order]
+        self._keys = [front_end.keys[request_id] for request_id in order]
 
     def get_request_header(self, idx: int, key: str) -> str | None:
-        return {"url_path": self._routes[idx]}.get(key)
+        return {"url_path": self._routes[idx], "authorization": self._keys[idx]}.get(key)
 
     def set_response_status(self, code: int, phrase: str, idx: int) -> None:
         assert phrase

@@ -574,3 +574,29 @@ def test_the_holdback_speedup_is_reset_when_the_draft_model_fails() -> None:
     front_end.post({**BODY, "speculation": {"mode": "fixed", "gamma": 3, "drafter": "model"}})
     front_end.run()
     assert front_end.speculation_status()["holdback"] is None
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_shared"),
+    [
+        (("key", None), ("key", None), True),
+        (("key", None), ("other", None), False),
+        (("key", "a"), ("key", "a"), True),
+        (("key", "a"), ("key", "b"), False),
+        (("key", "a"), ("other", "a"), False),
+        (("key", ""), ("key", ""), False),
+        (("", None), ("", None), True),
+    ],
+)
+def test_lookups_find_what_answers_to_the_same_key_and_pool_wrote(
+    front_end: FrontEnd, first: tuple[str, str | None], second: tuple[str, str | None], *, is_shared: bool
+) -> None:
+    accepted = []
+    for key, pool in (first, second):
+        speculation = {"mode": "fixed", "gamma": 8, "drafter": "lookup"} | ({} if pool is None else {"pool": pool})
+        body = {**BODY, "prompt": "abcd", "max_tokens": 60, "ignore_eos": True, "speculation": speculation}
+        request = front_end.post(body, key=key)
+        front_end.run()
+        accepted.append(front_end.answer(request)["speculation"]["accepted_tokens"])
+    alone, after = accepted
+    assert (after > alone) == is_shared

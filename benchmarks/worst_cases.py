@@ -139,6 +139,22 @@ def wide_schema() -> Body:
     return {"properties": {f"p{number}": {"type": "string", "maxLength": 1000 + number} for number in range(3000)}}
 
 
+def calls(tools: dict[str, Body], **fields: Any) -> Body:
+    """A chat that has to call one of these tools, by name and the schema of its arguments."""
+    sent = [{"type": "function", "function": {"name": name, "parameters": text}} for name, text in tools.items()]
+    return chat(tools=sent, **{"tool_choice": "required", "max_tokens": 200, **fields})
+
+
+def tree(number: int) -> Body:
+    """A schema that contains itself, in objects and lists."""
+    return {"properties": {f"p{number}": {"$ref": "#"}, "more": {"type": "array", "items": {"$ref": "#"}}}}
+
+
+def wide_arguments() -> Body:
+    """Two hundred kilobytes of properties."""
+    return {"properties": {f"property{n}": {"enum": [f"value{n}-{m}" for m in range(10)]} for n in range(1300)}}
+
+
 def words(count: int) -> list[str]:
     """So many, each its own."""
     return [f"w{number:06}" for number in range(count)]
@@ -216,6 +232,21 @@ CASES = [
     Case("64 counted properties", "64 counted properties", COMPLETION, lambda: schema(counted_schema())),
     Case("a chain of 1,300 references", "4,000 subschemas", COMPLETION, lambda: schema(deep_schema())),
     Case("arrays that only open, 8 answers", "64 layouts", COMPLETION, lambda: schema({"type": "array"}, n=8)),
+    Case("4,000 tools", "400 tools", CHAT, lambda: calls({f"t{n}": {} for n in range(4000)})),
+    Case("400 tools, 8 answers", "500 items in a row", CHAT, lambda: calls({f"t{n}": {} for n in range(400)}, n=8)),
+    Case("a tool of 200 kB", "256 KiB of schemas", CHAT, lambda: calls({"t": wide_arguments()})),
+    Case(
+        "40 recursive tools, 8 answers",
+        "llguidance's limits",
+        CHAT,
+        lambda: calls({f"t{n}": tree(n) for n in range(40)}, n=8),
+    ),
+    Case(
+        "40 recursive tools that may be called, 8 answers",
+        "no masks in free text",
+        CHAT,
+        lambda: calls({f"t{n}": tree(n) for n in range(40)}, n=8, tool_choice="auto"),
+    ),
     Case("a prompt of a megabyte of spaces", "its length", COMPLETION, lambda: {"prompt": " " * 1_000_000}),
     Case("a prompt of 500 kB of spaces", "tokenised beside rounds", COMPLETION, lambda: {"prompt": " " * 500_000}),
     Case(

@@ -48,13 +48,19 @@ class FrontEnd:
     """TorchServe's live requests: each has a row, which contains its body until the first reply."""
 
     def __init__(
-        self, *, time_slice_ms: int = 0, chat_template: str | None = TEMPLATE, holdback: float = 0, **options: Any
+        self,
+        *,
+        time_slice_ms: int = 0,
+        chat_template: str | None = TEMPLATE,
+        holdback: float = 0,
+        grammars: Any = None,
+        **options: Any,
     ) -> None:
         self.target = FakeEngine(vocabulary=200, n_slots=SLOTS)
         self.draft = FakeEngine(vocabulary=200, n_slots=SLOTS, blend=0.3)
         self.handler = Handler()
         vocabulary: Any = Vocabulary(200)
-        grammars: Any = AlternatingGrammars(200)
+        grammars = grammars or AlternatingGrammars(200)
         config = HandlerConfig(
             model_id="tiny",
             target=ModelConfig(path=Path("t")),

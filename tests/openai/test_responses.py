@@ -285,6 +285,17 @@ def test_items_become_messages(fields: dict[str, Any], messages: list[tuple[str,
     assert [(message["role"], message.get("content")) for message in messages_of(**fields)] == messages
 
 
+def test_the_fields_of_other_routes_keep_their_meaning() -> None:
+    form = {"type": "json_object"}
+    chat = chat_of(response_format=form, max_tokens=5, seed=3, stop="x", grammar=None)
+    assert chat.model_dump(include={"response_format", "max_tokens", "seed", "stop"}) == {
+        "response_format": form,
+        "max_tokens": 5,
+        "seed": 3,
+        "stop": "x",
+    }
+
+
 def test_fields_become_those_of_a_chat() -> None:
     schema = {"type": "object", "properties": {}}
     chat = chat_of(
@@ -358,7 +369,8 @@ def test_fields_and_tools_that_are_ignored_are_named(front_end: FrontEnd) -> Non
         ({"temperature": 3}, "temperature"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
-        ({"text": {"format": {"type": "xml"}}}, "response_format"),
+        ({"text": {"format": {"type": "xml"}}}, "text"),
+        ({"input": "x" * 2000}, "input"),
         ({"max_output_tokens": -1}, "max_output_tokens"),
         ({"model": "gpt-9"}, "model"),
     ],

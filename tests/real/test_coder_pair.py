@@ -177,8 +177,46 @@ def test_calls_are_the_same_with_and_without_speculation(coder: Server) -> None:
             extra_body={"speculation": {"mode": mode}},
         )
         [found] = response.choices[0].message.tool_calls or []
+        assert found.type == "function"
         return found.function, response
 
     (plain, before), (drafted, after) = call("off"), call("fixed")
     assert plain == drafted
     assert after.model_extra["speculation"]["rounds"] < before.model_extra["speculation"]["rounds"] / 2
+
+
+def test_responses_and_messages_call_the_tool_that_chats_call(coder: Server) -> None:
+    """In one conversation: the call, and the text that follows on its answer."""
+    client: Any = coder.client()
+    model = "qwen2.5-coder-1.5b-instruct"
+    function = WEATHER["function"]
+    chat = client.chat.completions.create(
+        model=model, messages=[QUESTION], tools=[WEATHER], tool_choice="required", temperature=0
+    )
+    [call] = chat.choices[0].message.tool_calls or []
+    assert call.type == "function"
+
+    options: Any = {"model": model, "tools": [{"type": "function", **function}], "temperature": 0}
+    items: list[Any] = [QUESTION]
+    with client.responses.stream(**options, input=items, tool_choice="required") as stream:
+        for _ in stream:
+            pass
+        [item] = stream.get_final_response().output
+    assert item.type == "function_call"
+    assert (item.name, item.arguments) == (call.function.name, call.function.arguments)
+    answer = {"type": "function_call_output", "call_id": item.call_id, "output": "sunny, 31 degrees"}
+    follows = client.responses.create(**options, input=[*items, item.to_dict(), answer], tool_choice="none")
+
+    tool = {"name": function["name"], "description": function["description"], "input_schema": function["parameters"]}
+    body = {"messages": [QUESTION], "tools": [tool], "max_tokens": 200, "temperature": 0}
+    message = coder.post({**body, "tool_choice": {"type": "any"}}, route="/v1/messages").json()
+    [use] = message["content"]
+    assert message["stop_reason"] == "tool_use"
+    assert (use["name"], use["input"]) == (call.function.name, json.loads(call.function.arguments))
+    result = {"type": "tool_result", "tool_use_id": use["id"], "content": "sunny, 31 degrees"}
+    conversation = [QUESTION, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    [text] = coder.post(
+        {**body, "messages": conversation, "tool_choice": {"type": "none"}}, route="/v1/messages"
+    ).json()["content"]
+    assert "31" in text["text"]
+    assert text["text"] == follows.output_text

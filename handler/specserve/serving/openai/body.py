@@ -9,6 +9,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, PrivateAttr
 from pydantic_core import PydanticCustomError
 
+from specserve.errors import RequestError
+
 # Unknown fields of a request that are named, and characters of each; a body may have a million.
 _MAX_UNKNOWN, _MAX_NAME = 16, 100
 
@@ -64,3 +66,8 @@ def _is_unicode(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_is_unicode)]
+
+
+def disagreement(param: str, sentence: str) -> RequestError:
+    """Return the error of fields that exclude or need each other, which pydantic lets pass; `param` has to change."""
+    return RequestError.invalid(param, f"Invalid request: {sentence}.")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from specserve.errors import RequestError
-from specserve.grammar.call_form import NAME_PATTERN
 from specserve.sequence import Verification
-from specserve.serving.openai.body import Body, Text, at_most
+from specserve.serving.openai.body import Body, Text, at_most, disagreement
 from specserve.serving.openai.dialects import KNOWN, translated
+from specserve.serving.openai.tools import ToolCall, ToolFields
 
 # Entries of `stop`, of lists of tokens, and of `bad_words`, and answers to one request (SECURITY.md).
 MAX_STOPS = 16
@@ -22,11 +20,6 @@ MAX_CHOICES = 128
 _INT64 = 2**63
 # OpenAI's default of `max_tokens` on v1/completions.
 COMPLETION_TOKENS = 16
-
-
-def _disagreement(param: str, sentence: str) -> RequestError:
-    """Return the error of fields that exclude or need each other, which pydantic lets pass; `param` has to change."""
-    return RequestError.invalid(param, f"Invalid request: {sentence}.")
 
 
 class StreamOptions(Body):
@@ -179,17 +172,18 @@ class GenerationRequest(Body):
     def _fields_agree(self) -> Self:
         options = self.speculation or SpeculationOptions()
         if self.grammar is not None and self.response_format is not None and self.response_format.type != "text":
-            raise _disagreement("grammar", "'grammar' and 'response_format' exclude each other")
+            raise disagreement("grammar", "'grammar' and 'response_format' exclude each other")
         if self.ignore_eos and self.follows_grammar:
-            raise _disagreement("ignore_eos", "'ignore_eos' would never let an answer that follows a grammar end")
+            raise disagreement("ignore_eos", "'ignore_eos' would never let an answer that follows a grammar end")
         if self.stream_options is not None and not self.stream:
-            raise _disagreement("stream_options", "'stream_options' needs 'stream': true")
+            raise disagreement("stream_options", "'stream_options' needs 'stream': true")
         if options.gamma is not None and options.mode != "fixed":
-            raise _disagreement("speculation.gamma", "'speculation.gamma' needs 'speculation.mode': 'fixed'")
+            raise disagreement("speculation.gamma", "'speculation.gamma' needs 'speculation.mode': 'fixed'")
         if options.drafter == "prediction" and self.prediction is None:
-            raise _disagreement("speculation.drafter", "the drafter 'prediction' needs the field 'prediction'")
-        if options.drafter == "grammar" and not self.follows_grammar:
-            raise _disagreement("speculation.drafter", "the drafter 'grammar' needs 'response_format' or 'grammar'")
+            raise disagreement("speculation.drafter", "the drafter 'prediction' needs the field 'prediction'")
+        if options.drafter == "grammar" and not (self.follows_grammar or getattr(self, "tools", None)):
+            sentence = "the drafter 'grammar' needs 'response_format', 'grammar' or 'tools'"
+            raise disagreement("speculation.drafter", sentence)
         return self
 
     @property
@@ -219,11 +213,11 @@ class CompletionRequest(GenerationRequest):
         choices = self.n or 1
         candidates = self.best_of or choices
         if candidates < choices:
-            raise _disagreement("best_of", "'best_of' may not be smaller than 'n'")
+            raise disagreement("best_of", "'best_of' may not be smaller than 'n'")
         if self.stream and candidates > choices:
-            raise _disagreement("best_of", "'best_of' larger than 'n' cannot be streamed")
+            raise disagreement("best_of", "'best_of' larger than 'n' cannot be streamed")
         if len(self.prompts) * candidates > MAX_CHOICES:
-            raise _disagreement("prompt", f"a request may ask for at most {MAX_CHOICES} answers in all")
+            raise disagreement("prompt", f"a request may ask for at most {MAX_CHOICES} answers in all")
         return self
 
     @property
@@ -233,86 +227,6 @@ class CompletionRequest(GenerationRequest):
             return [self.prompt]
         several = [prompt for prompt in self.prompt if not isinstance(prompt, int)]
         return [*several] or [[token for token in self.prompt if isinstance(token, int)]]
-
-
-_NO_ARGUMENTS = {"type": "object", "properties": {}}
-
-
-class Function(Body):
-    """A function that the model may call, by its name and the JSON schema of its arguments."""
-
-    name: str = Field(pattern=f"^{NAME_PATTERN}$")
-    description: Text | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Body):
-    """A tool; functions are the only ones."""
-
-    type: Literal["function"]
-    function: Function
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the tool as chat templates expect it, where many read fields that may be missing in a request."""
-        function = self.function
-        described = {"description": function.description or "", "parameters": function.parameters or _NO_ARGUMENTS}
-        return {"type": "function", "function": {"name": function.name, **described}}
-
-
-class FunctionName(Body):
-    """A function, by its name."""
-
-    name: str
-
-
-class NamedTool(Body):
-    """A tool that has to be called."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
-class AllowedToolsList(Body):
-    """Those of the tools that may be called, and whether one has to be."""
-
-    mode: Literal["auto", "required"]
-    tools: list[NamedTool]
-
-
-class AllowedTools(Body):
-    """A choice among some of the tools."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedToolsList
-
-
-ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
-
-
-class CalledFunction(Body):
-    """A function with the JSON text of the arguments that it was called with."""
-
-    name: Text
-    arguments: Text
-
-
-class ToolCall(Body):
-    """A call that the assistant has made in an earlier turn."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-    index: int | None = None  # of a stream's delta, which some clients send back
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the call as chat templates expect it: with its arguments as an object, if they parse."""
-        try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = self.function.arguments
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id or "", "type": self.type, "function": function}
 
 
 class Message(Body):
@@ -350,15 +264,11 @@ class Message(Body):
         return message | {key: value for key, value in given.items() if value is not None}
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, ToolFields):
     """The body of v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(default=None, ge=-1)
-
-    tools: list[Tool] | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
 
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -373,48 +283,18 @@ class ChatRequest(GenerationRequest):
     @model_validator(mode="after")
     def _logprobs_agree(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise _disagreement("top_logprobs", "'top_logprobs' needs 'logprobs': true")
+            raise disagreement("top_logprobs", "'top_logprobs' needs 'logprobs': true")
         return self
 
     @model_validator(mode="after")
     def _tools_agree(self) -> Self:
-        names = [tool.function.name for tool in self.tools or []]
-        known = frozenset(names)
-        if len(known) < len(names):
-            raise _disagreement("tools", "each tool needs a name of its own")
-        choice = self.tool_choice
-        named = [choice] if isinstance(choice, NamedTool) else []
-        named = choice.allowed_tools.tools if isinstance(choice, AllowedTools) else named
-        unknown = next((tool.function.name for tool in named if tool.function.name not in known), None)
-        if unknown is not None or (isinstance(choice, AllowedTools) and not named):
-            raise _disagreement("tool_choice", f"'tool_choice' names no tool of 'tools': '{unknown or ''}'")
-        if choice == "required" and not names:
-            raise _disagreement("tool_choice", "'tool_choice': 'required' needs 'tools'")
         if self.callable_tools and (self.grammar is not None or isinstance(self.response_format, Regex)):
-            raise _disagreement("grammar", "a grammar or a regular expression and 'tools' exclude each other")
+            raise disagreement("grammar", "a grammar or a regular expression and 'tools' exclude each other")
         if self.requires_call and self.ignore_eos:
-            raise _disagreement("ignore_eos", "'ignore_eos' would never let an answer that has to be a call end")
+            raise disagreement("ignore_eos", "'ignore_eos' would never let an answer that has to be a call end")
         return self
 
     @property
     def forbids_reasoning(self) -> bool:
         """Whether no reasoning is told apart: a grammar holds from the first token on, or all is wanted as text."""
         return self.follows_grammar or self.requires_call or self.reasoning_format == "none"
-
-    @property
-    def requires_call(self) -> bool:
-        """Whether the answer has to be a call."""
-        choice = self.tool_choice
-        mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
-        return mode == "required" or isinstance(choice, NamedTool)
-
-    @property
-    def callable_tools(self) -> dict[str, dict[str, Any]]:
-        """The tools that may be called, by name, and the JSON schemas of their arguments."""
-        choice, names = self.tool_choice, None
-        if isinstance(choice, NamedTool):
-            names = {choice.function.name}
-        elif isinstance(choice, AllowedTools):
-            names = {tool.function.name for tool in choice.allowed_tools.tools}
-        tools = [tool.function for tool in self.tools or [] if choice != "none"]
-        return {tool.name: tool.parameters or {} for tool in tools if names is None or tool.name in names}

@@ -1,0 +1,211 @@
+"""Chats with tools: which requests are taken, what the template is told, and what clients get of calls."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from fake_engine import FakeVocabulary
+from front_end import FrontEnd
+from specserve.errors import RequestError
+from specserve.grammar.compiler import GrammarCompiler
+from specserve.serving.chat_template import ChatTemplate
+from specserve.serving.openai import response_schema as schema
+from specserve.serving.openai.parse import parse_body
+from specserve.serving.openai.request_schema import ChatRequest
+from test_response_schema import check
+
+ROUTE = "v1/chat/completions"
+TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ messages[-1].content }}"
+HELLO = {"role": "user", "content": "hello"}
+SCHEMA = {
+    "type": "object",
+    "properties": {"unit": {"enum": ["celsius", "fahrenheit"]}, "day": {"type": "integer", "minimum": 0, "maximum": 7}},
+    "required": ["unit"],
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, Any] = {"weather": SCHEMA, "time": {"type": "object", "additionalProperties": False}}
+TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": text}} for name, text in SCHEMAS.items()]
+WEATHER = {"type": "function", "function": {"name": "weather"}}
+BODY: dict[str, Any] = {"messages": [HELLO], "tools": TOOLS, "tool_choice": "required", "seed": 3, "max_tokens": 200}
+ONE = {"parallel_tool_calls": False}
+
+
+def front_end() -> FrontEnd:
+    """One with the real compiler of grammars."""
+    vocabulary: Any = FakeVocabulary(200)
+    return FrontEnd(chat_template=TEMPLATE, grammars=GrammarCompiler(vocabulary))
+
+
+def answer(**fields: Any) -> Any:
+    """The whole response to a request."""
+    server = front_end()
+    request_id = server.post({**BODY, **fields}, ROUTE)
+    server.run()
+    check(schema.ChatCompletion, server.text(request_id))
+    return server.answer(request_id)
+
+
+def events(**fields: Any) -> list[Any]:
+    """The events of a stream."""
+    server = front_end()
+    request_id = server.post({**BODY, **fields, "stream": True}, ROUTE)
+    server.run()
+    found = server.events(request_id)
+    for event in found:
+        check(schema.ChatCompletionChunk, json.dumps(event))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("choice", ["required", WEATHER])
+def test_a_call_is_a_field_of_the_message_with_valid_arguments(choice: Any, seed: int) -> None:
+    [found] = answer(tool_choice=choice, seed=seed, **ONE)["choices"]
+    message = found["message"]
+    assert (found["finish_reason"], message["content"]) == ("tool_calls", None)
+    [call] = message["tool_calls"]
+    assert list(call) == ["id", "type", "function"]
+    assert call["id"].startswith("call_")
+    assert call["function"]["name"] in ({"weather"} if choice == WEATHER else SCHEMAS)
+    jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMAS[call["function"]["name"]])
+
+
+@pytest.mark.parametrize("mode", ["off", "fixed"])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_stream_has_the_same_calls_as_the_whole_response(mode: str, *, parallel: bool) -> None:
+    """As OpenAI's client reads them."""
+    fields: Any = {"parallel_tool_calls": parallel, "speculation": {"mode": mode}, "temperature": 0}
+    whole = ChatCompletion.model_validate(answer(**fields)).choices[0]
+    state = ChatCompletionStreamState()
+    for event in events(**fields):
+        state.handle_chunk(ChatCompletionChunk.model_validate(event))
+    streamed = state.current_completion_snapshot.choices[0]
+    assert streamed.finish_reason == whole.finish_reason
+
+    def calls(found: Any) -> list[tuple[str, str]]:
+        return [(call.function.name, call.function.arguments) for call in found.message.tool_calls]
+
+    assert calls(streamed) == calls(whole)
+    ids = [call.id for call in streamed.message.tool_calls or []]
+    assert len(set(ids)) == len(ids) > 0
+
+
+def test_a_stream_begins_with_the_role_and_names_each_call_once() -> None:
+    deltas = [event["choices"][0]["delta"] for event in events(**ONE)]
+    assert [delta.get("role") for delta in deltas] == ["assistant", *[None] * (len(deltas) - 1)]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert {call["index"] for call in calls} == {0}
+    assert ["id" in call for call in calls] == [True, *[False] * (len(calls) - 1)]
+    assert ["name" in call["function"] for call in calls] == [True, *[False] * (len(calls) - 1)]
+    assert deltas[-1] == {}
+
+
+def test_a_cut_call_has_its_arguments_as_far_as_they_came() -> None:
+    whole = answer(tool_choice=WEATHER, temperature=0, **ONE)["choices"][0]
+    arguments = whole["message"]["tool_calls"][0]["function"]["arguments"]
+    cut = answer(tool_choice=WEATHER, temperature=0, **ONE, max_tokens=60)["choices"][0]
+    [call] = cut["message"]["tool_calls"]
+    assert cut["finish_reason"] == "length"
+    assert arguments.startswith(call["function"]["arguments"])
+    assert 0 < len(call["function"]["arguments"]) < len(arguments)
+
+
+def test_with_auto_plain_text_stays_as_it_is() -> None:
+    """The fake model never opens a call, so nothing of its answer changes with tools but the prompt."""
+    server = front_end()
+    fields = {**BODY, "max_tokens": 30, "temperature": 0}
+    told = {**fields, "tool_choice": "auto"}
+    plain = {**fields, "tools": None, "tool_choice": None, "messages": [{**HELLO, "content": "weather time hello"}]}
+    ids = [server.post(body, ROUTE) for body in (told, plain)]
+    server.run()
+    first, second = (server.answer(request_id)["choices"][0] for request_id in ids)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "sentence"),
+    [
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "a name of its own"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
+        ({"tools": [{"type": "function", "function": {"name": "a" * 129}}]}, "tools[0].function.name", "pattern"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs 'tools'"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice", "'other'"),
+        ({"grammar": 'root ::= "a"'}, "grammar", "exclude each other"),
+        ({"ignore_eos": True}, "ignore_eos", "never let an answer"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "bad", "parameters": {"not": {}}}}]},
+            "tools",
+            "The tool 'bad' cannot be used: the keyword 'not'",
+        ),
+    ],
+)
+def test_tools_that_make_no_sense_are_refused_by_field(fields: dict[str, Any], param: str, sentence: str) -> None:
+    server = front_end()
+    request_id = server.post({**BODY, **fields}, ROUTE)
+    server.run()
+    error = server.answer(request_id)["error"]
+    assert (server.status[request_id], error["param"]) == (400, param)
+    assert sentence in error["message"]
+
+
+def test_allowed_tools_are_those_that_may_be_called() -> None:
+    allowed: dict[str, Any] = {"mode": "required", "tools": [WEATHER]}
+    request = parse_body({**BODY, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}, ChatRequest)
+    assert request.requires_call
+    assert list(request.callable_tools) == ["weather"]
+    # The template is told all, so that prompts stay the same.
+    assert prompt_of(TEMPLATE, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}) == "weather time hello"
+    allowed["tools"] = [{"type": "function", "function": {"name": "other"}}]
+    with pytest.raises(RequestError, match="'other'"):
+        parse_body({**BODY, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}, ChatRequest)
+
+
+def prompt_of(source: str, **fields: Any) -> str:
+    """The prompt of a chat with tools."""
+    return ChatTemplate(source, bos="", eos="").prompt(parse_body({**BODY, **fields}, ChatRequest))
+
+
+def test_the_template_gets_the_tools_unless_none_may_be_called() -> None:
+    assert prompt_of(TEMPLATE) == "weather time hello"
+    assert prompt_of(TEMPLATE, tool_choice="none") == "hello"
+    assert prompt_of("{% if tools %}{{ tools[1] | tojson }}{% endif %}{{ messages[-1].content }}").startswith(
+        '{"type": "function", "function": {"name": "time", "description": "", "parameters": {"type": "object"'
+    )
+
+
+CONVERSATION: Any = [
+    {"role": "system", "content": "Be brief."},
+    HELLO,
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"unit": "celsius"}'}},
+            {"id": "b", "type": "function", "function": {"name": "time", "arguments": "{broken"}},
+        ],
+    },
+    {"role": "tool", "tool_call_id": "a", "content": "sunny"},
+]
+
+
+def test_the_template_gets_the_arguments_of_calls_as_objects_and_answers_to_them() -> None:
+    source = "{{ tools is none }}{% for m in messages %}[{{ m | tojson }}]{% endfor %}"
+    rendered = prompt_of(source, messages=CONVERSATION, tools=None, tool_choice=None)
+    assert '"function": {"name": "weather", "arguments": {"unit": "celsius"}}' in rendered
+    assert '"function": {"name": "time", "arguments": "{broken"}' in rendered
+    assert '{"role": "tool", "content": "sunny", "tool_call_id": "a"}' in rendered
+
+
+def test_a_template_without_tools_has_them_in_its_texts() -> None:
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    rendered = prompt_of(source, messages=CONVERSATION)
+    assert rendered.startswith("<system>Be brief.\n\nThese functions can be called:\n")
+    assert '"name": "weather"' in rendered
+    assert '<tool_call>\n{"name": "the function\'s name", "arguments": {"argument": "value"}}\n</tool_call>' in rendered
+    assert '<assistant><tool_call>\n{"name": "weather", "arguments": {"unit": "celsius"}}\n</tool_call>' in rendered
+    assert rendered.endswith("<user><tool_response>\nsunny\n</tool_response>")

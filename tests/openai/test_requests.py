@@ -369,6 +369,9 @@ def test_a_prediction_is_tokenized_even_without_a_draft_model() -> None:
     "fields",
     [
         {"grammar": "root ::= x"},
+        {"guided_regex": "a+"},
+        {"guided_choice": ["a"]},
+        {"structured_outputs": {"json": {}}},
         {"response_format": {"type": "json_object"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {}, "strict": True}}},
     ],

@@ -28,6 +28,7 @@ from specserve.serving.openai.request_schema import (
     GenerationRequest,
     JsonObject,
     JsonSchema,
+    Regex,
     SpeculationOptions,
     text_of,
 )
@@ -312,6 +313,8 @@ def _constraint(
     if request.grammar is not None:
         return grammars.gbnf(request.grammar)
     form = request.response_format
+    if isinstance(form, Regex):
+        return grammars.regex(form.regex)
     schema = form.json_schema.json_schema if isinstance(form, JsonSchema) else None
     if isinstance(request, ChatRequest) and syntax.forms:
         return grammars.calls(

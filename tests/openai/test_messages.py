@@ -308,9 +308,10 @@ def test_anthropics_own_tools_are_ignored_unless_the_request_demands_one(kind: s
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "invalid_request_error", "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "invalid_request_error", "messages"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "invalid_request_error", "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 2000}]}, "invalid_request_error", "prompt is too long: "),
         ({"temperature": 1.5}, "invalid_request_error", "temperature"),
         ({"tool_choice": {"type": "maybe"}}, "invalid_request_error", "tool_choice"),
-        ({"stop_sequences": ["a"] * 17}, "invalid_request_error", "stop"),
+        ({"stop_sequences": ["a"] * 17}, "invalid_request_error", "stop_sequences"),
         ({"tools": [{"name": "", "input_schema": {}}]}, "invalid_request_error", "tools"),
         ({"model": "claude-opus-9"}, "not_found_error", "this server has tiny"),
     ],
@@ -327,6 +328,13 @@ def test_what_cannot_be_done_is_anthropics_error_before_the_stream(
     assert answer.keys() == {"type", "error"}
     assert (answer["type"], answer["error"]["type"]) == ("error", kind)
     assert words in answer["error"]["message"]
+
+
+def test_a_thread_is_refused_so_that_anthropics_client_sends_whole_conversations(front_end: FrontEnd) -> None:
+    request_id = front_end.post({**GREEDY, "thread": {"type": "new"}}, ROUTE)
+    front_end.run()
+    assert front_end.status[request_id] == 400
+    assert front_end.answer(request_id)["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
 
 @pytest.mark.parametrize("route", [ROUTE, "v1/messages/count_tokens"])

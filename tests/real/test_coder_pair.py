@@ -183,7 +183,8 @@ def test_calls_are_the_same_with_and_without_speculation(coder: Server) -> None:
 
 def test_responses_and_messages_call_the_tool_that_chats_call(coder: Server) -> None:
     """In one conversation: the call, and the text that follows on its answer."""
-    client, model = coder.client(), "qwen2.5-coder-1.5b-instruct"
+    client: Any = coder.client()
+    model = "qwen2.5-coder-1.5b-instruct"
     function = WEATHER["function"]
     chat = client.chat.completions.create(
         model=model, messages=[QUESTION], tools=[WEATHER], tool_choice="required", temperature=0

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.grammar.constraint import Budget, CompiledGrammar, Constraint, SpecialTokens, in_one_line
+from specserve.grammar.gbnf import MAX_TEXT as MAX_GRAMMAR_TEXT
 from specserve.grammar.gbnf import UnusableGrammar, gbnf_to_lark
 from specserve.grammar.schema import MAX_SUBSCHEMAS, MAX_TEXT, ReadSchema, UnusableSchema, read_schema
 from specserve.grammar.tool_calls import CallConstraint, CallGrammar, CallSyntax, Reasoning, control_tokens
@@ -195,8 +196,8 @@ class GrammarCompiler:
         Raises:
             RequestError: it is invalid, or too large.
         """
-        if len(pattern) > MAX_TEXT:
-            raise _refusal("regular expression", f"it is longer than {MAX_TEXT // 1024} KiB", "regex")
+        if len(pattern) > MAX_GRAMMAR_TEXT:
+            raise _refusal("regular expression", f"it is longer than {MAX_GRAMMAR_TEXT // 1024} KiB", "regex")
         # The whole text has to match, so anchors at its ends say nothing; an escaped `$` is none.
         whole = re.sub(r"^\^|(?<!\\)\$$", "", pattern)
         # A slash would end the expression, and Lark takes no line break in it.

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specserve.errors import RequestError
-from specserve.serving.blocks import Block, BlocksResponse, Event, arguments_of
+from specserve.serving.blocks import Block, BlocksResponse, Event, arguments_of, renamed
 from specserve.serving.openai.body import Body, Text
 from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.request_schema import ChatRequest, GenerationRequest, StopString
@@ -17,6 +17,8 @@ from specserve.serving.openai.request_schema import ChatRequest, GenerationReque
 Json = dict[str, Any]
 
 _ERRORS = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
+# By which Anthropic's client knows that it has to send whole conversations.
+_NO_THREADS = "thread_unsupported_request"
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # By kind of block: its type, the field of its text, and the type of more of it.
@@ -145,6 +147,7 @@ class CountRequest(GenerationRequest):
     stop_sequences: list[StopString] | None = None
     temperature: float | None = Field(default=1.0, ge=0, le=1)
     metadata: dict[str, Any] | None = None
+    thread: Any = None
     n: Literal[1] | None = None
 
     def note_unknown(self, body: object) -> None:
@@ -159,6 +162,9 @@ class CountRequest(GenerationRequest):
         Raises:
             RequestError: 400; a field is wrong.
         """
+        if self.thread is not None:
+            sentence = "This server keeps no threads: send the whole conversation without 'thread'."
+            raise RequestError(sentence, param="thread", code=_NO_THREADS)
         chat = {name: getattr(self, name) for name in GenerationRequest.model_fields if name in self.model_fields_set}
         messages: list[Json] = [{"role": "system", "content": _text(self.system)}] if self.system else []
         for message in self.messages:
@@ -197,7 +203,12 @@ class MessagesResponse(BlocksResponse):
     @staticmethod
     def error_body(error: RequestError) -> Json:
         """Return the body of the response to a request that is refused or fails, in Anthropic's shape."""
-        return {"type": "error", "error": {"type": _ERRORS.get(error.status, "api_error"), "message": error.message}}
+        message = renamed(error, {"stop": "stop_sequences", "response_format": "output_config.format"}).message
+        # Clients know by these words that they have to shorten the conversation.
+        message = f"prompt is too long: {message}" if error.code == "context_length_exceeded" else message
+        body = {"type": _ERRORS.get(error.status, "api_error"), "message": message}
+        details = {"details": {"error_code": _NO_THREADS}} if error.code == _NO_THREADS else {}
+        return {"type": "error", "error": body | details}
 
     def _whole(self) -> Event:
         [generation] = self.generations

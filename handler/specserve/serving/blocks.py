@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -47,6 +48,20 @@ def arguments_of(call: Block) -> dict[str, Any]:
     except ValueError:  # such as half of a surrogate pair, which JSON can spell
         return {}
     return arguments if isinstance(arguments, dict) else {}
+
+
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """Return the error of a chat, with the name that its field has in the request that became this chat.
+
+    Args:
+        error: what is wrong with the chat.
+        names: by the names of a chat's fields.
+    """
+    param = names.get(re.split(r"[.\[]", error.param or "", maxsplit=1)[0])
+    if param is None:
+        return error
+    message = error.message.replace(f"'{error.param}'", f"'{param}'")
+    return RequestError(message, param=param, code=error.code, status=error.status, kind=error.kind)
 
 
 class BlocksResponse(GenerationResponse, ABC):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import dropwhile
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from specserve.errors import RequestError
-from specserve.serving.blocks import Block, BlocksResponse, Event, arguments_of
+from specserve.serving.blocks import Block, BlocksResponse, Event, arguments_of, renamed
 from specserve.serving.openai.body import Body, Text
 from specserve.serving.openai.logprobs import chat_logprobs, output_positions
 from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.request_schema import ChatRequest, GenerationRequest
-from specserve.serving.openai.response_schema import TokenLogprob
+from specserve.serving.openai.response_schema import ResponseObject, TokenLogprob
 from specserve.serving.response_items import Item, messages_of
 from specserve.serving.response_store import ResponseStore
 
@@ -163,6 +163,12 @@ class ResponsesResponse(BlocksResponse):
         self._custom = {tool["name"] for tool in tools if tool["type"] == "custom"}
         self._logprobs: dict[int, list[TokenLogprob]] = {}
         self._sent = 0
+
+    @staticmethod
+    def error_body(error: RequestError) -> ResponseObject | Mapping[str, Any]:
+        """Return the body of the response to a request that is refused or fails."""
+        names = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+        return BlocksResponse.error_body(renamed(error, names))
 
     def _events(self) -> Iterator[Event]:
         for event in super()._events():

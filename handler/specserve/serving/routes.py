@@ -92,7 +92,8 @@ class Routes:
     @staticmethod
     def refusal(route: str, error: RequestError) -> Response:
         """Make the response to a request that is refused, in the shape of its route's protocol."""
-        return (MessagesResponse if route.startswith("v1/messages") else Response).refusal(error)
+        others: dict[str, type[Response]] = {"v1/messages": MessagesResponse, "v1/responses": ResponsesResponse}
+        return others.get(route.removesuffix("/count_tokens"), Response).refusal(error)
 
     def respond(self, request_id: str, route: str, body: object) -> Response:
         """Make the response to a request; whatever is wrong with that is an error response.

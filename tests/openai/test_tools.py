@@ -21,9 +21,9 @@ from specserve.serving.openai.request_schema import ChatRequest
 from test_response_schema import check
 
 ROUTE = "v1/chat/completions"
-TEMPLATE = (
-    "{# <tool_call> #}{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ messages[-1].content }}"
-)
+# A template of a known format, in short.
+KNOWN = "{# <tool_call> #}"
+TEMPLATE = KNOWN + "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ messages[-1].content }}"
 HELLO = {"role": "user", "content": "hello"}
 SCHEMA = {
     "type": "object",

@@ -21,7 +21,9 @@ from specserve.serving.openai.request_schema import ChatRequest
 from test_response_schema import check
 
 ROUTE = "v1/chat/completions"
-TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ messages[-1].content }}"
+# A template of a known format, in short.
+KNOWN = "{# <tool_call> #}"
+TEMPLATE = KNOWN + "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ messages[-1].content }}"
 HELLO = {"role": "user", "content": "hello"}
 SCHEMA = {
     "type": "object",
@@ -173,9 +175,9 @@ def prompt_of(source: str, **fields: Any) -> str:
 def test_the_template_gets_the_tools_unless_none_may_be_called() -> None:
     assert prompt_of(TEMPLATE) == "weather time hello"
     assert prompt_of(TEMPLATE, tool_choice="none") == "hello"
-    assert prompt_of("{% if tools %}{{ tools[1] | tojson }}{% endif %}{{ messages[-1].content }}").startswith(
-        '{"type": "function", "function": {"name": "time", "description": "", "parameters": {"type": "object"'
-    )
+    assert prompt_of(
+        "{# <tool_call> #}{% if tools %}{{ tools[1] | tojson }}{% endif %}{{ messages[-1].content }}"
+    ).startswith('{"type": "function", "function": {"name": "time", "description": "", "parameters": {"type": "object"')
 
 
 CONVERSATION: Any = [
@@ -194,7 +196,7 @@ CONVERSATION: Any = [
 
 
 def test_the_template_gets_the_arguments_of_calls_as_objects_and_answers_to_them() -> None:
-    source = "{{ tools is none }}{% for m in messages %}[{{ m | tojson }}]{% endfor %}"
+    source = KNOWN + "{{ tools is none }}{% for m in messages %}[{{ m | tojson }}]{% endfor %}"
     rendered = prompt_of(source, messages=CONVERSATION, tools=None, tool_choice=None)
     assert '"function": {"name": "weather", "arguments": {"unit": "celsius"}}' in rendered
     assert '"function": {"name": "time", "arguments": "{broken"}' in rendered
@@ -209,3 +211,10 @@ def test_a_template_without_tools_has_them_in_its_texts() -> None:
     assert '<tool_call>\n{"name": "the function\'s name", "arguments": {"argument": "value"}}\n</tool_call>' in rendered
     assert '<assistant><tool_call>\n{"name": "weather", "arguments": {"unit": "celsius"}}\n</tool_call>' in rendered
     assert rendered.endswith("<user><tool_response>\nsunny\n</tool_response>")
+
+
+def test_a_template_whose_format_is_unknown_is_told_ours() -> None:
+    source = "{% if tools %}Write CALL:name(arguments).{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    rendered = prompt_of(source)
+    assert "CALL:" not in rendered
+    assert "<tool_call>" in rendered

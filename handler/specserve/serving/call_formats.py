@@ -38,7 +38,7 @@ class CallFormat(NamedTuple):
 # The first one whose marks a template has; the last one has none.
 FORMATS = (
     CallFormat("Mistral, named", ("[TOOL_CALLS]", "[ARGS]"), CallSyntax((_MISTRAL_NAMED,))),
-    CallFormat("Mistral, spaced", ('"[TOOL_CALLS] ["',), CallSyntax((_MISTRAL_SPACED,))),
+    CallFormat("Mistral, spaced", ("[TOOL_CALLS] [",), CallSyntax((_MISTRAL_SPACED,))),
     CallFormat("Mistral", ("[TOOL_CALLS]",), CallSyntax((_MISTRAL,))),
     CallFormat("Granite", ("<|tool_call|>",), CallSyntax((_GRANITE,))),
     CallFormat("Granite, plain tag", ("<tool_call>[",), CallSyntax((_GRANITE_2,))),

@@ -49,11 +49,13 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self.problem: str | None = None
         # How the model writes calls of tools, and reasoning.
-        self.calls = format_of(source).syntax
+        found = format_of(source)
+        self.calls = found.syntax
         self.thinking = thinking_tags(source)
         try:
             parsed = environment.parse(_BY_NAME.get(source, source))
-            self._variables = meta.find_undeclared_variables(parsed)
+            # Where the table does not have a template's own format, what it says about tools is of no use.
+            self._knows_tools = bool(found.marks) and "tools" in meta.find_undeclared_variables(parsed)
             self._template = environment.from_string(parsed)
         except _FAILURES as error:
             self.problem = f"it does not compile: {_reason(error)}"
@@ -97,7 +99,7 @@ class ChatTemplate:
             RequestError: 400; the template refuses these messages.
         """
         try:
-            if "tools" not in self._variables:
+            if not self._knows_tools:
                 messages, tools = self._told(messages, tools), ()
             return self._rendered(messages, tools, variables or {})
         except _FAILURES as error:

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from server import PATIENCE_SECONDS, PROJECT
+from server import PROJECT
 from store import MODEL
-from wire import Wire
+from wire import SILENCE_SECONDS, Wire
 
 NPM = PROJECT / ".npm-clients" / "node_modules" / ".bin"
 AIDER = PROJECT / ".venv-aider" / "bin" / "aider"
@@ -107,7 +107,8 @@ include_instructions = false
         provider = (
             f'[model_providers.specserve]\nname = "specserve"\nbase_url = "{wire.url}/v1"\nenv_key = "SPECSERVE_KEY"\n'
         )
-        written = head + small * is_small + provider + 'wire_api = "responses"\n[analytics]\nenabled = false\n'
+        patience = f"stream_idle_timeout_ms = {1000 * SILENCE_SECONDS}\n"
+        written = head + small * is_small + provider + 'wire_api = "responses"\n' + patience
         return {".codex/config.toml": written, "instructions.md": RULES}
 
     return Agent(
@@ -145,6 +146,7 @@ def claude(*, is_small: bool) -> Agent:
             "ANTHROPIC_API_KEY": wire.key if is_small else "",
             "ANTHROPIC_MODEL": MODEL,
             "ANTHROPIC_DEFAULT_HAIKU_MODEL": MODEL,
+            "API_TIMEOUT_MS": str(1000 * SILENCE_SECONDS),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "1024" if is_small else "32000",
         },
@@ -229,7 +231,7 @@ def run(command: list[object], wire: Wire, repository: Path, variables: dict[str
             while process.poll() is None and len(wire.exchanges) <= last_request:
                 state = len(wire.exchanges), sum(len(exchange.reply) for exchange in wire.exchanges)
                 if state != seen:
-                    seen, end = state, time.monotonic() + PATIENCE_SECONDS
+                    seen, end = state, time.monotonic() + SILENCE_SECONDS
                 assert time.monotonic() < end, f"It stands still.\n{log.read_text()}"
                 time.sleep(0.1)
             assert process.returncode in {0, None}, log.read_text()

@@ -13,8 +13,6 @@ from typing import Any
 import jsonschema
 import requests
 
-from server import PATIENCE_SECONDS
-
 Json = dict[str, Any]
 
 # The last event of a stream, by the end of its route.
@@ -23,6 +21,8 @@ _LAST_EVENTS = {
     "/responses": ("response.completed", "response.incomplete"),
     "/messages": ("message_stop",),
 }
+# How long an answer may say nothing: 20,000 tokens of a prompt are read meanwhile, beside what else the machine does.
+SILENCE_SECONDS = 1200
 # Of the connection itself, and not of what is sent over it.
 _HOP_BY_HOP = {"connection", "content-length", "host", "keep-alive", "transfer-encoding"}
 
@@ -174,7 +174,7 @@ def recording(upstream: str, path: str, key: str) -> Iterator[Wire]:
             # The server's answers are not compressed, so that their bytes are readable here.
             headers["Accept-Encoding"] = "identity"
             with requests.request(
-                self.command, upstream + self.path, data=body, headers=headers, stream=True, timeout=PATIENCE_SECONDS
+                self.command, upstream + self.path, data=body, headers=headers, stream=True, timeout=SILENCE_SECONDS
             ) as answer:
                 exchange.status = answer.status_code
                 self.send_response(answer.status_code)

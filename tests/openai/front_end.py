@@ -29,7 +29,7 @@ from specserve.serving.torchserve import Handler
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.policy import Controller
-from specserve.speculation.proposers import LookupProposer, PredictionProposer
+from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
 
 SLOTS = 4
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
@@ -82,6 +82,7 @@ class FrontEnd:
                 controller,
                 PredictionProposer(),
                 LookupProposer(),
+                GrammarProposer(),
                 model=model,
                 vocabulary=200,
                 end_tokens=vocabulary.end_tokens(),

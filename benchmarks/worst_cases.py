@@ -232,9 +232,9 @@ CASES = [
     Case("64 counted properties", "64 counted properties", COMPLETION, lambda: schema(counted_schema())),
     Case("a chain of 1,300 references", "4,000 subschemas", COMPLETION, lambda: schema(deep_schema())),
     Case("arrays that only open, 8 answers", "64 layouts", COMPLETION, lambda: schema({"type": "array"}, n=8)),
-    Case("4,000 tools", "400 tools", CHAT, lambda: calls({f"t{n}": {} for n in range(4000)})),
+    Case("4,000 tools", "the context, 400 tools", CHAT, lambda: calls({f"t{n}": {} for n in range(4000)})),
     Case("400 tools, 8 answers", "500 items in a row", CHAT, lambda: calls({f"t{n}": {} for n in range(400)}, n=8)),
-    Case("a tool of 200 kB", "256 KiB of schemas", CHAT, lambda: calls({"t": wide_arguments()})),
+    Case("a tool of 200 kB", "the context, 256 KiB of schemas", CHAT, lambda: calls({"t": wide_arguments()})),
     Case(
         "40 recursive tools, 8 answers",
         "llguidance's limits",

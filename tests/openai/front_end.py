@@ -30,7 +30,7 @@ from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.history import Pools
 from specserve.speculation.policy import Controller
-from specserve.speculation.proposers import LookupProposer, PredictionProposer
+from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
 
 SLOTS = 4
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
@@ -84,6 +84,7 @@ class FrontEnd:
                 controller,
                 PredictionProposer(),
                 LookupProposer(pools),
+                GrammarProposer(),
                 model=model,
                 vocabulary=200,
                 end_tokens=vocabulary.end_tokens(),

@@ -97,6 +97,15 @@ def test_a_stream_has_the_same_calls_as_the_whole_response(mode: str, *, paralle
     assert len(set(ids)) == len(ids) > 0
 
 
+def test_the_fixed_text_of_calls_is_drafted_by_the_grammar() -> None:
+    response = answer(speculation={"mode": "fixed", "drafter": "grammar"}, temperature=0, **ONE)
+    drafted = response["speculation"]["drafters"]["grammar"]
+    assert drafted["accepted"] == drafted["drafted"] > 20
+    plain = answer(speculation={"mode": "off"}, temperature=0, **ONE)
+    calls = [found["choices"][0]["message"]["tool_calls"][0]["function"] for found in (response, plain)]
+    assert calls[0] == calls[1]
+
+
 def test_a_stream_begins_with_the_role_and_names_each_call_once() -> None:
     deltas = [event["choices"][0]["delta"] for event in events(**ONE)]
     assert [delta.get("role") for delta in deltas] == ["assistant", *[None] * (len(deltas) - 1)]

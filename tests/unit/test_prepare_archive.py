@@ -133,7 +133,7 @@ def test_archive_holds_the_handler_the_package_and_the_model_yaml(weights: Path,
         manifest = json.loads(content.read("MAR-INF/MANIFEST.json"))["model"]
     assert {"speculative_handler.py", "torch.py", "model.yaml", "specserve/config.py"} < set(names)
     assert "specserve/engine/llama.py" in names
-    assert not [name for name in names if "tools" in name or "__pycache__" in name or "gguf" in name]
+    assert not [name for name in names if "/tools/" in name or "__pycache__" in name or "gguf" in name]
     assert document == {
         "batchSize": 12,
         "continuousBatching": True,

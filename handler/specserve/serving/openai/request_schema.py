@@ -33,8 +33,7 @@ class StreamOptions(Body):
 class SpeculationOptions(Body):
     """Speculation for this request: the server's default, off, or a fixed number of draft tokens per round.
 
-    With `sources` the response says who wrote each piece of its text. Lookups also search what answers of the same
-    `pool` wrote; an empty name is no pool.
+    With `sources` the response says who wrote what. Lookups search answers of the same `pool`; an empty one has none.
     """
 
     mode: Literal["auto", "off", "fixed"] = "auto"

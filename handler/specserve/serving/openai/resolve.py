@@ -100,9 +100,8 @@ def resolve(
 ) -> tuple[ResponseForm, list[list[Generation]]]:
     """Resolve a valid request into the form of its response, and by prompt the candidates to generate for that.
 
-    The answers of a `client` share what they wrote with no other's. A request that is `held_back` was drawn for the
-    control group, which it joins unless it sets `speculation`; `calls` is how the model writes calls of tools,
-    `thinking` how it marks its reasoning.
+    A request that is `held_back` was drawn for the control group, which it joins unless it sets `speculation`; `calls`
+    is how the model writes calls of tools, `thinking` how it marks its reasoning.
 
     Raises:
         RequestError: 400; a prompt, a grammar or `speculation` does not fit, or the operator's caps are exceeded.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import abc
 from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from constraints import Alternating
 from costs import FixedCost, flat, proportional, stairs, table
 from specserve.sampling.distribution import one_hot
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams
@@ -269,6 +271,27 @@ def test_long_catch_up_is_spread_over_tokens_and_a_short_one_is_not() -> None:
         expensive = candidate_of(controller, few_to_come, 100, costs)
         assert expensive
         assert expensive.catch_up_seconds > 2 * long.catch_up_seconds
+
+
+def test_a_long_catch_up_is_spread_over_fewer_tokens_only_where_a_grammar_restricts_them() -> None:
+    """Text beside calls of tools is no label."""
+
+    class Free(Alternating):
+        def allowed(self, written: abc.Sequence[int]) -> None:  # type: ignore[override]
+            del written
+
+    controller = Controller(stairs(), proportional(0.01))
+    costs = controller.costs([sequence()], 0, 0)
+    seconds = []
+    for constraint in (None, Free(200), Alternating(200)):
+        one = sequence(generated=2)
+        one.constraint = constraint
+        step = Step(one, len(one.tokens) - 1, 1, 4, running=1)
+        assert step.compute_mask()
+        candidate = controller.policy(one).candidate(step, 100, costs)
+        assert candidate
+        seconds.append(candidate.catch_up_seconds)
+    assert seconds[0] == seconds[1] < seconds[2]
 
 
 def test_long_catch_up_is_judged_by_the_long_run_acceptance() -> None:

@@ -207,7 +207,7 @@ class Auto(_Drafting):
             return Candidate(step.p_all_accepted, shown.next_acceptance, pending, step.rows_left)
         if costs.awaiting_first_token:
             return None
-        growth = _GROWTH if sequence.constraint is None else _GRAMMAR_GROWTH
+        growth = _GRAMMAR_GROWTH if step.is_constrained else _GROWTH
         following = min(sequence.remaining, growth * sequence.generated, _HORIZON + sequence.generated)
         catch_up = (costs.draft_pass(pending) - costs.draft_pass(1)) / max(1, following)
         # It has to pay over all these tokens, so the long run's acceptance counts.

@@ -347,6 +347,21 @@ def test_a_body_that_cannot_be_read_is_anthropics_error(front_end: FrontEnd, rou
         assert front_end.answer(request_id)["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(("route", "first"), [("v1/messages", "message_start"), ("v1/responses", "response.created")])
+def test_a_stream_begins_while_its_prompt_is_read(front_end: FrontEnd, route: str, first: str) -> None:
+    """Agents' prompts are long, and their clients wait some minutes for a first event."""
+    front_end.post({"prompt": "ab", "max_tokens": 100, "ignore_eos": True}, "v1/completions")
+    front_end.handle_once()
+    long = "abcdefgh" * 15
+    body = {"input": long} if route == "v1/responses" else {"messages": [{"role": "user", "content": long}]}
+    request = front_end.post({**body, "max_tokens": 5, "ignore_eos": True, "stream": True}, route)
+    while not front_end.text(request):
+        front_end.handle_once()
+    assert {event["type"] for event in named_events(front_end.text(request))} <= {first, "response.in_progress"}
+    front_end.run()
+    assert front_end.status[request] == 200
+
+
 def test_a_stream_that_fails_ends_with_an_error_event(front_end: FrontEnd) -> None:
     stream = front_end.post({**GREEDY, "stream": True, "ignore_eos": True, "max_tokens": 100}, ROUTE)
     while not any(front_end.chunks[stream]):

@@ -227,3 +227,13 @@ def test_a_template_whose_format_is_unknown_is_told_ours() -> None:
     rendered = prompt_of(source)
     assert "CALL:" not in rendered
     assert "<tool_call>" in rendered
+
+
+def test_a_template_that_shows_calls_in_doubled_braces_shows_them_in_single_ones() -> None:
+    """That of Qwen2.5-Coder's larger models, whose models else write calls so."""
+    source = (
+        '{{- messages[0].content + "\\n<tool_call>\\n'
+        '{{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}}\\n</tool_call>" }}'
+    )
+    text = ChatTemplate(source, bos="", eos="").render([HELLO])
+    assert text == 'hello\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'

@@ -82,7 +82,7 @@ class BlocksResponse(GenerationResponse, ABC):
 
     @abstractmethod
     def _beginning(self) -> Iterator[Event]:
-        """Yield the first events of a stream, which come with the first text."""
+        """Yield the first events of a stream, which come when its prompt is being read."""
 
     @abstractmethod
     def _end(self) -> Iterator[Event]:
@@ -114,7 +114,8 @@ class BlocksResponse(GenerationResponse, ABC):
 
     def _events(self) -> Iterator[Event]:
         [generation] = self.generations
-        if not (self.error or generation.has_text or generation.done):
+        # Agents' prompts are long, and their clients wait for a first event no longer than some minutes.
+        if not (self.error or generation.timestamps.start is not None or generation.done):
             return
         if not self._begun:
             self._begun = True

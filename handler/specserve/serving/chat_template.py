@@ -27,6 +27,12 @@ _BY_NAME = {
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 }
 _HELLO = {"role": "user", "content": "Hello"}
+# Qwen2.5-Coder's template shows the form of a call with doubled braces in a string, where they are no Jinja; its models
+# then write calls that have them. The template of Qwen2.5 has single ones.
+_DOUBLED, _SINGLE = (
+    f'{begin}\\"name\\": <function-name>, \\"arguments\\": <args-json-object>{end}'
+    for begin, end in (("{{", "}}"), ("{", "}"))
+)
 # Conversations of which a usable template can render one.
 _TRIALS = ([_HELLO], [{"role": "system", "content": "Be brief."}, _HELLO])
 # The variables by which templates are told whether to reason, for `reasoning_effort`.
@@ -48,6 +54,7 @@ class ChatTemplate:
         environment = _environment()
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self.problem: str | None = None
+        source = source.replace(_DOUBLED, _SINGLE)
         # How the model writes calls of tools, and reasoning.
         found = format_of(source)
         self.calls = found.syntax

@@ -24,14 +24,15 @@ from specserve.serving.prefix_store import PrefixStore
 from specserve.serving.scheduler import Scheduler
 from specserve.tools.tiny_models import write_tiny
 
-PLAIN = {"mode": "off"}
+# No pool: what an answer wrote would be drafted for the next one.
+PLAIN = {"mode": "off", "pool": ""}
 # llama.cpp's own kernels have to pass the same tests: SPECSERVE_TEST_KERNELS=off scripts/test tests/engine
 KERNELS: Mode = "off" if os.environ.get("SPECSERVE_TEST_KERNELS") == "off" else "auto"
 
 
 def fixed_gamma(gamma: int) -> dict[str, Any]:
     """The `speculation` object of a request for `gamma` drafts a round."""
-    return {"mode": "fixed", "gamma": gamma}
+    return {"mode": "fixed", "gamma": gamma, "pool": ""}
 
 
 class TinyFiles:

@@ -59,6 +59,12 @@ def test_greedy_output_is_the_same_with_and_without_speculation(pair: Pair, prom
         speculative = pair.complete(prompt, max_tokens=60, temperature=0, speculation=fixed_gamma(gamma)).sequence
         assert speculative.answer == plain.answer
         assert 0 < speculative.stats.accepted < speculative.stats.drafted
+    first, second = (
+        pair.complete(prompt, max_tokens=60, temperature=0, speculation={"mode": "fixed", "pool": prompt}).sequence
+        for _ in range(2)
+    )
+    assert first.answer == second.answer == plain.answer
+    assert second.stats.accepted > max(40, first.stats.accepted - 1)
 
 
 @pytest.mark.parametrize("seed", range(4))

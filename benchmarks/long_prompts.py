@@ -69,11 +69,12 @@ NUMBER, REQUESTS_EACH, SHARED, OWN, CLIENT_ANSWER = 8, 2, 3500, 500, 96
 # Of each client on the other servers; their caches in host memory, in MiB.
 CLIENT_ROOM, CACHE_OPTIONS = 8192, ("--cache-ram", "8192")
 STARTED = perf_counter()
+IGNORE_END = {"ignore_eos": True}
 NEXT = "{before}{answer}<|im_end|>\n" + CHAT.format(prompt="{number} short tests of this function, please.")
 NOTES = (
     "prefill: seconds to the first token of a new prompt, by its tokens",
     "speed: tokens of an answer by the seconds from the request to its last chunk, the prompt being cached",
-    "greedy, without ends and control tokens; in conversations one sequence at a time, on llama-servers of one slot",
+    "greedy, without ends, in `clients` without control tokens; in conversations one sequence, on servers of one slot",
     "a third turn comes after prompts that fill our pool",
 )
 
@@ -249,8 +250,8 @@ class Run:
     settings: Sequence[str]
     results: ResultsFile
     notes: list[str]
-    # Fields against ends and against tokens without text, which a client would see as a long gap.
-    endless: dict[str, Any]
+    # Control tokens, which have no text: a client would see a long gap.
+    mute: Sequence[int] = ()
     ours: list[Endpoint] = field(default_factory=list)
     processes: Sequence[psutil.Process] = ()
 
@@ -267,7 +268,7 @@ class Run:
         """The other servers, with prompts cached."""
         processes, failures = start(stack, job, self.settings, options)
         self.notes += [f"{name} did not run: {reason}" for name, reason in failures.items()]
-        return [warmed(replace(process.endpoint(name), extra=self.endless)) for name, process in processes.items()]
+        return [warmed(replace(process.endpoint(name), extra=IGNORE_END)) for name, process in processes.items()]
 
     def conversations(self, prompts: dict[int, list[Prompt]], others: list[Prompt]) -> list[Row]:
         """Measure all lengths, one after the other."""
@@ -292,8 +293,10 @@ class Run:
             peers = self.peers(stack, replace(self.job, slots=NUMBER, context_length=CLIENT_ROOM), CACHE_OPTIONS)
             load = f"{NUMBER} clients"
             turn = partial(prompts_that_begin_alike, prompts=prompts)
+            biased = {"logit_bias": {str(token): -100 for token in self.mute}}
             names = [peer.name for peer in peers]
-            rows: list[Row] = self.measured([load, names], partial(take_turns, load, [auto, *peers], turn, 1))
+            servers = [replace(server, extra=server.extra | biased) for server in (auto, *peers)]
+            rows: list[Row] = self.measured([load, names], partial(take_turns, load, servers, turn, 1))
         speeds = {row["server"]: row.get("tokens_per_second") for row in rows}
         return [row | {"ratio": ratio(speeds[row["server"]], speeds.get(PLAIN))} for row in rows]
 
@@ -327,16 +330,15 @@ def main() -> None:
         others = [library.edit(OTHER) for _ in range(-(-ROOM // OTHER))]
         alike = library.alike(NUMBER * REQUESTS_EACH, SHARED, OWN)
         mute = [token for token in range(model.size) if model.name(token) and not model.piece(token)]
-        endless = {"ignore_eos": True, "logit_bias": {str(token): -100 for token in mute}}
         model.close()
-        run = Run(job, () if options.ours else options.settings, ResultsFile(options.results), list(NOTES), endless)
+        run = Run(job, () if options.ours else options.settings, ResultsFile(options.results), list(NOTES), mute)
         passes, rows, clients = [], [], []
         if PASSES in parts:
             passes = run.measured([PASSES, lengths], partial(measure_passes, job, tokens, lengths))
             print_table("passes of our engine", passes)
         if {CONVERSATIONS, CLIENTS} & {*parts}:
             modes = specserve_modes(start_specserve(stack, config, options.port))
-            run.ours = [warmed(replace(mode, extra=mode.extra | run.endless)) for mode in modes]
+            run.ours = [warmed(replace(mode, extra=mode.extra | IGNORE_END)) for mode in modes]
             run.processes = specserve_processes(options.port)
         if CONVERSATIONS in parts:
             rows = run.conversations(conversations, others)

@@ -194,7 +194,7 @@ class HandlerConfig(_Section):
         default=None,
         ge=1,
         description="Maximum extra latency that prefill, grammar masks and drafts may each add to a round of others, "
-        "in ms; default: 200, or the time of seven "
+        "in ms; default: 250, or the time of seven "
         "forward passes of one token if that is more, since smaller chunks cost more per token.",
     )
     prefix_cache_mib: int | None = Field(

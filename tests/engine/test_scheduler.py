@@ -238,9 +238,9 @@ def test_a_prompt_that_delays_no_sequence_is_prefilled_in_full_chunks() -> None:
 
 @pytest.mark.parametrize(
     ("milliseconds", "pass_seconds", "seconds"),
-    [(100.0, 1.0, 0.1), (2000.0, 1.0, 2.0), (None, 1.0, 7.0), (None, 0.01, 0.2)],
+    [(100.0, 1.0, 0.1), (2000.0, 1.0, 2.0), (None, 1.0, 7.0), (None, 0.01, 0.25)],
 )
-def test_max_wait_is_as_configured_or_else_200_ms_or_seven_passes(
+def test_max_wait_is_as_configured_or_else_250_ms_or_seven_passes(
     milliseconds: float | None, pass_seconds: float, seconds: float
 ) -> None:
     assert max_wait(milliseconds, proportional(pass_seconds)) == seconds

@@ -70,4 +70,4 @@ def source(results: Results, name: str) -> str:
 def section(question: str, answer: str, lines: list[str], results: Results, names: Iterable[str]) -> list[str]:
     """A question, what its figures are, where they come from, and its table."""
     sources = "; ".join(source(results, name) for name in names)
-    return ["", f"## {question}", f"{answer} ({sources})", "", *lines]
+    return ["", f"## {question}", f"{answer} ({sources})", *(["", *lines] if lines else [])]

@@ -37,7 +37,7 @@ SIMULATED = {
     "2 cores, fast memory, our kernels, 3B by 0.5B": "3B, Zen 4",
 }
 # Of the longest gaps, those that have a row.
-WORST = 5
+WORST = 3
 INTRODUCTION = """# Results
 
 Two cores of shared machines, an AMD EPYC of Zen 5 and one of Zen 4. The pair is Qwen2.5-Coder 1.5B as published \
@@ -220,6 +220,41 @@ def schemas(results: Results) -> list[str]:
     return section("Which schemas are accepted?", answer, lines, results, ("schemas", "schema_suite"))
 
 
+def tools(results: Results) -> list[str]:
+    """Calls of tools: whether they are valid, and how fast they are written (tools.py)."""
+    names = on_machines(results, "tools")
+    answers, ratios = [], []
+    for name, machine in names.items():
+        rows = results[name]["rows"]
+        asked, calls, faults, same, compared = (
+            sum(row[key] for row in rows) for key in ("requests", "calls", "faults", "same as plain", "answers")
+        )
+        answers.append(
+            f"{calls} calls of {asked} requests had {faults} faults, {same} of {compared} answers are the same"
+        )
+        ratios += [f"{row['choice']} {row['ratio']:.2f} at {row['temperature']} ({machine})" for row in rows]
+    answer = (
+        f"{'; '.join(answers)} without speculation, whole and streamed, greedy and at 0.8. Times plain decoding, "
+        f"medians: {', '.join(ratios)}."
+    )
+    return section("Are calls of tools valid, and how fast?", answer, [], results, names)
+
+
+def recurring(results: Results) -> list[str]:
+    """What finished answers bring to later ones (recurring.py)."""
+    names = on_machines(results, "recurring")
+    texts = [
+        f"{row['kind']} {row['auto, first']:.0f}, {row['pool, first']:.0f}, {row['pool, second']:.0f}"
+        for name in names
+        for row in results[name]["rows"]
+    ]
+    answer = (
+        "Tokens a second by `auto` without a pool, and with one in a first and a second pass over a bank of requests: "
+        f"{'; '.join(texts)}."
+    )
+    return section("What does recurring work gain?", answer, [], results, names)
+
+
 def torchserve(results: Results) -> list[str]:
     """What TorchServe adds, and what a cached prefix saves (load.py)."""
     columns: dict[str, Column] = {}
@@ -305,7 +340,7 @@ def sensitivity(results: Results) -> list[str]:
         "The most that half and twice of one (of odds and fading shares, see there) change the mean and the slowest "
         "recorded text, in times plain decoding, on three machines; [why they stay](decisions/constants.md)."
     )
-    lines = side_by_side(["constant", "mean, slowest"], rows, 6)
+    lines = side_by_side(["constant", "mean, slowest"], rows, 7)
     return section("How much do the controller's constants matter?", answer, lines, results, [name])
 
 
@@ -318,6 +353,8 @@ QUESTIONS = (
     long_prompts,
     perplexity,
     schemas,
+    tools,
+    recurring,
     torchserve,
     neighbours,
     worst_cases,

@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from statistics import median
 from typing import Any
@@ -100,7 +100,7 @@ def asks() -> Iterator[Ask]:
 
 def send(endpoint: Endpoint, ask: Ask, mode: str) -> Answer:
     """Send a request and read the answer."""
-    body = {**ask.body, "speculation": {"mode": mode}}
+    body = {**ask.body, "speculation": {"mode": mode, "pool": ""}}
     answer, begun = Answer(), time.perf_counter()
     with requests.post(f"{endpoint.url}/v1/chat/completions", json=body, stream=ask.stream, timeout=600) as response:
         if response.status_code != requests.codes.ok:
@@ -179,6 +179,8 @@ def main() -> None:
         port = options.port
         endpoint = specserve_endpoint(port) if options.running else start_specserve(stack, options.config, port)
         for ask in track(chosen, "requests", console=Console(stderr=True)):
+            # Neither mode reads the prompt for the other.
+            send(endpoint, replace(ask, body={**ask.body, "max_tokens": 1}), "off")
             both = {mode: send(endpoint, ask, mode) for mode in MODES}
             results.setdefault((ask.choice, ask.temperature), []).append((ask, both))
     rows = [summarise(*key, pairs) for key, pairs in sorted(results.items())]

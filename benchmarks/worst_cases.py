@@ -270,7 +270,7 @@ CASES = [
     ),
     Case(
         "a lookup in a prompt of one word, 15 drafts, 8 answers",
-        "an index a prompt, 2,048 tokens of it a round",
+        "an index a prompt, 32,768 tokens a round",
         COMPLETION,
         lambda: repeated("a " * 3900),
         cached=True,

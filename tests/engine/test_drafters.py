@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import pytest
 
+from constraints import Alternating
 from costs import FixedCost, flat, table
 from fake_pair import ENDLESS, GREEDY, SLOTS, VOCABULARY, FakePair, plain_greedy
 from specserve.sequence import DrafterName, Pool, Sequence, SpeculationMode, SpeculationParams
@@ -17,7 +18,7 @@ from specserve.speculation import proposers
 from specserve.speculation.history import Pools
 from specserve.speculation.lookup import Lookup
 from specserve.speculation.offers import Offer
-from specserve.speculation.proposers import LookupProposer, PredictionProposer, Proposer
+from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer, Proposer
 from work import lines_run
 
 PROMPT = [1, 2, 3]
@@ -179,6 +180,21 @@ def test_what_an_answer_of_the_same_pool_wrote_is_drafted(
     alone, after = (answer.stats.accepted for answer in answers)
     assert (after > alone) == is_drafted
     assert not is_drafted or after > 30
+
+
+def test_the_last_token_of_forced_text_is_less_certain_than_those_before() -> None:
+    """The model may choose a longer one; of a text that goes on beyond the drafts all are alike."""
+
+    class Forcing(Alternating):
+        def forced(self, written: abc.Sequence[int], max_tokens: int) -> list[int]:
+            del written
+            return [5, 6, 7][:max_tokens]
+
+    sequence = Sequence([1, 2, 3], GREEDY, SpeculationParams(8), max_tokens=20, constraint=Forcing(VOCABULARY))
+    whole, part = (GrammarProposer().propose(sequence, [], most) for most in (8, 2))
+    assert (whole.tokens, part.tokens) == ([5, 6, 7], [5, 6])
+    assert part.confidence == whole.confidence[:2]
+    assert whole.confidence[0] == whole.confidence[1] > whole.confidence[2]
 
 
 def test_an_answer_joins_its_pool_though_it_was_cancelled_or_not_drafted_for() -> None:

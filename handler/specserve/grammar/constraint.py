@@ -135,7 +135,7 @@ class Constraint:
         return at_end and self._matcher.is_stopped() and not self._matcher.is_error()
 
     def forced(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
-        """Return draft tokens for the text that the grammar forces.
+        """Return draft tokens for the text that the grammar forces; the model may choose a longer one than the last.
 
         In JSON, where only whitespace is free, it is predicted from the answer's layout so far. With it, greedy JSON
         by a schema decodes 3.5 % faster beside other drafters and 31 % faster with this one alone: the mean over
@@ -150,8 +150,7 @@ class Constraint:
         with self._timed():
             text = self._forced_text(max_tokens * _MAX_TOKEN_BYTES)
         forced = self._vocabulary.encode(text.decode("utf-8", errors="ignore"), begin=False)
-        # The last token is left out: the model may choose a longer one that goes on beyond the forced text.
-        forced = forced[:-1][:max_tokens]
+        forced = forced[:max_tokens]
         matches = text.startswith(b"".join(map(self._vocabulary.piece, forced)))
         return forced if matches and self._special.end_set.isdisjoint(forced) else []
 

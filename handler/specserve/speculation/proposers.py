@@ -20,9 +20,10 @@ from specserve.speculation.lookup import Lookup
 from specserve.speculation.offers import HitRates, Kind, Offer
 from specserve.speculation.token_index import TokenIndex
 
-# Assumed probability that a forced token is right: the same characters could be split into other tokens. The controller
-# learns from then on what verification shows.
-_FORCED_CONFIDENCE = 0.9
+# Assumed probability that a forced token is right: the same characters could be split into other tokens; and that the
+# last one is, where the model may choose a longer one that goes on beyond the forced text. The controller learns from
+# then on what verification shows.
+_FORCED_CONFIDENCE, _LAST_FORCED_CONFIDENCE = 0.9, 0.6
 
 # Tokens of prompts, and of predictions, that are indexed in a round, but at least one text: 32,768 take 7 ms of a core
 # of an EPYC where a word is repeated, and 11 in the worst text found. To begin a sequence's own from an index counts as
@@ -321,8 +322,9 @@ class GrammarProposer(Proposer):
         if sequence.constraint is None:
             return Offer([], [])
         try:
-            tokens = sequence.constraint.forced([*sequence.answer, *drafts], max_tokens)
+            tokens = sequence.constraint.forced([*sequence.answer, *drafts], max_tokens + 1)
         except (ConstraintError, MaskDeferred):
             # Verification asks the grammar about the same position.
             return Offer([], [])
-        return Offer(tokens, [_FORCED_CONFIDENCE] * len(tokens))
+        confidence = [*[_FORCED_CONFIDENCE] * (len(tokens) - 1), _LAST_FORCED_CONFIDENCE]
+        return Offer(tokens[:max_tokens], confidence[: min(len(tokens), max_tokens)])

@@ -33,7 +33,7 @@ from specserve.sequence import SpeculationParams
 from specserve.tools.archive import prepared_handler
 
 POOLED = Mode("with a pool", SpeculationParams(15, mode="auto", pool=("", "bank")))
-QUICK_TASKS = 2
+QUICK_TASKS = 4
 PASSES = ("first", "second")
 
 

@@ -37,7 +37,7 @@ SIMULATED = {
     "2 cores, fast memory, our kernels, 3B by 0.5B": "3B, Zen 4",
 }
 # Of the longest gaps, those that have a row.
-WORST = 3
+WORST = 2
 INTRODUCTION = """# Results
 
 Two cores of shared machines, an AMD EPYC of Zen 5 and one of Zen 4. The pair is Qwen2.5-Coder 1.5B as published \
@@ -216,7 +216,7 @@ def schemas(results: Results) -> list[str]:
         f"{generated} could be generated."
     )
     rows = [[row["set"], f"{row['accepted']:,} of {row['schemas']:,}"] for row in sets]
-    lines = side_by_side(["set", "accepted"], rows, 5)
+    lines = side_by_side(["set", "accepted"], rows, 12)
     return section("Which schemas are accepted?", answer, lines, results, ("schemas", "schema_suite"))
 
 
@@ -340,7 +340,7 @@ def sensitivity(results: Results) -> list[str]:
         "The most that half and twice of one (of odds and fading shares, see there) change the mean and the slowest "
         "recorded text, in times plain decoding, on three machines; [why they stay](decisions/constants.md)."
     )
-    lines = side_by_side(["constant", "mean, slowest"], rows, 7)
+    lines = side_by_side(["constant", "mean, slowest"], rows, 10)
     return section("How much do the controller's constants matter?", answer, lines, results, [name])
 
 

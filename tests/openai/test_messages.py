@@ -247,17 +247,6 @@ def test_fields_that_are_ignored_are_named_but_for_hints(front_end: FrontEnd) ->
         }
 
 
-def test_the_fields_of_other_routes_keep_their_meaning() -> None:
-    form = {"type": "json_object"}
-    chat = chat_of(response_format=form, max_tokens=5, seed=3, stop="x", grammar=None)
-    assert chat.model_dump(include={"response_format", "max_tokens", "seed", "stop"}) == {
-        "response_format": form,
-        "max_tokens": 5,
-        "seed": 3,
-        "stop": "x",
-    }
-
-
 def test_fields_become_those_of_a_chat() -> None:
     schema = {"type": "object", "properties": {}}
     chat = chat_of(

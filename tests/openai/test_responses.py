@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import httpx2
@@ -11,6 +12,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+import test_messages
 from front_end import FrontEnd, ScriptedReader, named_events
 from specserve.errors import RequestError
 from specserve.serving.answer import Arguments, Call, Part, Reasoning, Text
@@ -285,9 +287,10 @@ def test_items_become_messages(fields: dict[str, Any], messages: list[tuple[str,
     assert [(message["role"], message.get("content")) for message in messages_of(**fields)] == messages
 
 
-def test_the_fields_of_other_routes_keep_their_meaning() -> None:
+@pytest.mark.parametrize("translated", [chat_of, test_messages.chat_of])
+def test_the_fields_of_other_routes_keep_their_meaning(translated: Callable[..., ChatRequest]) -> None:
     form = {"type": "json_object"}
-    chat = chat_of(response_format=form, max_tokens=5, seed=3, stop="x", grammar=None)
+    chat = translated(response_format=form, max_tokens=5, seed=3, stop="x", grammar=None)
     assert chat.model_dump(include={"response_format", "max_tokens", "seed", "stop"}) == {
         "response_format": form,
         "max_tokens": 5,

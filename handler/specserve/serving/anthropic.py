@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specserve.errors import RequestError
-from specserve.serving.blocks import Block, BlocksResponse, Event, arguments_of, renamed
+from specserve.serving.blocks import Block, BlocksResponse, Event, arguments_of, generation_fields, renamed
 from specserve.serving.openai.body import Body, Text
 from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.request_schema import ChatRequest, GenerationRequest, StopString
@@ -165,7 +165,7 @@ class CountRequest(GenerationRequest):
         if self.thread is not None:
             sentence = "This server keeps no threads: send the whole conversation without 'thread'."
             raise RequestError(sentence, param="thread", code=_NO_THREADS)
-        chat = {name: getattr(self, name) for name in GenerationRequest.model_fields if name in self.model_fields_set}
+        chat = generation_fields(self)
         messages: list[Json] = [{"role": "system", "content": _text(self.system)}] if self.system else []
         for message in self.messages:
             messages.extend(message.messages())

@@ -12,6 +12,7 @@ from pydantic_core import from_json
 
 from specserve.errors import RequestError
 from specserve.serving.answer import Arguments, Call, Reasoning, Text
+from specserve.serving.openai.request_schema import GenerationRequest
 from specserve.serving.openai.response import GenerationResponse
 from specserve.serving.openai.response_schema import as_json
 
@@ -48,6 +49,11 @@ def arguments_of(call: Block) -> dict[str, Any]:
     except ValueError:  # such as half of a surrogate pair, which JSON can spell
         return {}
     return arguments if isinstance(arguments, dict) else {}
+
+
+def generation_fields(request: GenerationRequest) -> dict[str, Any]:
+    """Return the fields of any generation that a request sets, which its chat takes over."""
+    return {name: getattr(request, name) for name in GenerationRequest.model_fields if name in request.model_fields_set}
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specserve.errors import RequestError
-from specserve.serving.blocks import Block, BlocksResponse, Event, arguments_of, renamed
+from specserve.serving.blocks import Block, BlocksResponse, Event, arguments_of, generation_fields, renamed
 from specserve.serving.openai.body import Body, Text
 from specserve.serving.openai.logprobs import chat_logprobs, output_positions
 from specserve.serving.openai.parse import parse_body
@@ -131,7 +131,7 @@ class ResponsesRequest(GenerationRequest):
         if isinstance(written, dict) and written.get("type") == "json_schema":
             schema = {name: value for name, value in written.items() if name != "type"}
             written = {"type": "json_schema", "json_schema": schema}
-        chat = {name: getattr(self, name) for name in GenerationRequest.model_fields if name in self.model_fields_set}
+        chat = generation_fields(self)
         chat |= {
             "messages": [*([{"role": "system", "content": "\n\n".join(system)}] if system else []), *rest],
             "max_tokens": self.max_tokens if self.max_output_tokens is None else self.max_output_tokens,

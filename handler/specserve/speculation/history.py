@@ -212,16 +212,15 @@ class Follower:
         """Let the tokens that were decided since the last call confirm or refute what would have been proposed."""
         if self._known == len(tokens):
             return
-        first = max(self._known, len(tokens) - _CAUGHT_UP) if self._known else len(tokens)
+        # Of a sequence that is new, nothing was proposed before its last token.
+        known = self._known or len(tokens) - 1
+        first = max(known, len(tokens) - _CAUGHT_UP)
         match = self._match if first == self._known else _NONE
-        for position in range(first, len(tokens)):
+        for end in range(first + 1, len(tokens) + 1):
             if found := match.next():
                 proposed, kind = found
-                self._record.add(kind, right=proposed == tokens[position])
-            last = position == len(tokens) - 1
-            match = _longest(histories, tokens[max(0, position + 1 - _LONGEST) : position + 1], _LONGEST if last else 1)
-        if first == len(tokens):
-            match = _longest(histories, tokens[-_LONGEST:], _LONGEST)
+                self._record.add(kind, right=proposed == tokens[end - 1])
+            match = _longest(histories, tokens[max(0, end - _LONGEST) : end], _LONGEST if end == len(tokens) else 1)
         self._match, self._known = match, len(tokens)
 
 

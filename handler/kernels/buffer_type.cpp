@@ -171,7 +171,7 @@ const Kernels & kernels_of(const ggml_tensor * weights) {
 
 Weights described(const ggml_tensor * tensor) {
     return {static_cast<Format>(format_of(tensor->type)), tensor->ne[0], tensor->ne[1],
-            static_cast<const uint8_t *>(tensor->data), library().non_temporal};
+            static_cast<const uint8_t *>(tensor->data), library().prefetch};
 }
 
 ggml_backend_buffer_type_t buffer_type() {

@@ -65,10 +65,12 @@ ggml_backend_buffer_type_t stock_buffer_type(Format format, int64_t k, int64_t c
     return ggml_backend_cpu_buffer_type();
 }
 
-// Computes a graph by the CPU backend, once and some repetitions: `set` writes its inputs, `out` receives its result.
-// Returns the seconds of the fastest repetition, infinite if the backend failed.
-double compute(ggml_context * tensors, ggml_tensor * result, int threads, int repeats,
-               const std::function<void()> & set, float * out) {
+// Computes a graph by the CPU backend, once and some repetitions: `set` writes its inputs, `before` is told the number of
+// each repetition, `out` receives the result. Returns their seconds, those of the first run if there are none, and
+// infinite ones if the backend failed.
+std::vector<double> compute(ggml_context * tensors, ggml_tensor * result, int threads, int repeats,
+                            const std::function<void()> & set, float * out,
+                            const std::function<void(int)> & before = [](int) {}) {
     ggml_cgraph * graph = ggml_new_graph(tensors);
     ggml_build_forward_expand(graph, result);
     const Buffer buffer(ggml_backend_alloc_ctx_tensors_from_buft(tensors, ggml_backend_cpu_buffer_type()));
@@ -77,17 +79,33 @@ double compute(ggml_context * tensors, ggml_tensor * result, int threads, int re
     ggml_backend_cpu_set_n_threads(backend.get(), threads);
     std::vector<double> seconds;
     for (int i = 0; i <= repeats; i++) {
+        before(i - 1);
         const auto begin = std::chrono::steady_clock::now();
         if (ggml_backend_graph_compute(backend.get(), graph) != GGML_STATUS_SUCCESS) {
-            return INFINITY;
+            return std::vector<double>(static_cast<size_t>(std::max(1, repeats)), INFINITY);
         }
         seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
     }
     if (out != nullptr) {
         ggml_backend_tensor_get(result, out, 0, ggml_nbytes(result));
     }
-    // The first one warms up; the fastest is what neighbours on the machine disturbed least.
-    return repeats > 0 ? *std::min_element(seconds.begin() + 1, seconds.end()) : seconds[0];
+    if (repeats > 0) {
+        seconds.erase(seconds.begin());  // it warms up
+    }
+    return seconds;
+}
+
+// What neighbours on the machine disturbed least.
+double fastest(const std::vector<double> & seconds) { return *std::min_element(seconds.begin(), seconds.end()); }
+
+// A matrix of random weights: quantising well takes longer than all else here, so some columns stand for all.
+std::vector<uint8_t> repeated_columns(Format format, int64_t k, int64_t columns) {
+    const std::vector<uint8_t> some = quantised(format, normal_numbers(static_cast<size_t>(k * 16), 1), k);
+    std::vector<uint8_t> blocks;
+    for (int64_t column = 0; column < columns; column += 16) {
+        blocks.insert(blocks.end(), some.begin(), some.end());
+    }
+    return blocks;
 }
 
 // The largest difference from exact results, in parts of their root mean square.
@@ -220,8 +238,11 @@ bool run_attention(const AttentionCase & given, int threads, float * out) {
     return library().attentions.load() > before;
 }
 
-double run_product(bool ours, Format format, int64_t k, int64_t columns, const uint8_t * source, int pieces, int rows,
-                   const float * x, int threads, int repeats, float * out) {
+namespace {
+
+std::vector<double> product_seconds(bool ours, Format format, int64_t k, int64_t columns, const uint8_t * source,
+                                    int pieces, int rows, const float * x, int threads, int repeats, float * out,
+                                    const std::function<void(int)> & before = [](int) {}) {
     const Context weight_context = context();
     const Context context_of_rows = context();
     ggml_tensor * weights = ggml_new_tensor_2d(weight_context.get(), type_of(format), k, columns);
@@ -234,18 +255,33 @@ double run_product(bool ours, Format format, int64_t k, int64_t columns, const u
     ggml_tensor * activations = ggml_new_tensor_2d(context_of_rows.get(), GGML_TYPE_F32, k, rows);
     ggml_tensor * product = ggml_mul_mat(context_of_rows.get(), weights, activations);
     const auto set = [&] { ggml_backend_tensor_set(activations, x, 0, ggml_nbytes(activations)); };
-    return compute(context_of_rows.get(), product, threads, repeats, set, out);
+    return compute(context_of_rows.get(), product, threads, repeats, set, out, before);
+}
+
+}  // namespace
+
+double run_product(bool ours, Format format, int64_t k, int64_t columns, const uint8_t * source, int pieces, int rows,
+                   const float * x, int threads, int repeats, float * out) {
+    return fastest(product_seconds(ours, format, k, columns, source, pieces, rows, x, threads, repeats, out));
 }
 
 double time_product(bool ours, Format format, int64_t k, int64_t columns, int rows, int threads, int repeats) {
-    // Quantising well takes longer than all else here, so some columns stand for all.
-    const std::vector<uint8_t> some = quantised(format, normal_numbers(static_cast<size_t>(k * 16), 1), k);
-    std::vector<uint8_t> blocks;
-    for (int64_t column = 0; column < columns; column += 16) {
-        blocks.insert(blocks.end(), some.begin(), some.end());
-    }
+    const std::vector<uint8_t> blocks = repeated_columns(format, k, columns);
     const std::vector<float> x = normal_numbers(static_cast<size_t>(k * rows), 2);
     return run_product(ours, format, k, columns, blocks.data(), 1, rows, x.data(), threads, repeats, nullptr);
+}
+
+void time_prefetch(Format format, int64_t k, int64_t columns, int rows, int threads, int turns, const Prefetch * ways,
+                   int count, double * seconds) {
+    const std::vector<uint8_t> blocks = repeated_columns(format, k, columns);
+    const std::vector<float> x = normal_numbers(static_cast<size_t>(k * rows), 2);
+    Prefetch & used = library().prefetch[rows > kFewRows];
+    const Prefetch kept = used;
+    const std::vector<double> all =
+        product_seconds(true, format, k, columns, blocks.data(), 1, rows, x.data(), threads, turns * count, nullptr,
+                        [&](int i) { used = i < 0 ? kept : ways[i % count]; });
+    used = kept;
+    std::copy(all.begin(), all.end(), seconds);
 }
 
 }  // namespace specserve

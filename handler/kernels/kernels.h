@@ -12,6 +12,13 @@ namespace specserve {
 enum class Format : int { q4_0, q8_0, q4_k, q6_k };
 constexpr int kFormats = 4;
 
+// How weights are prefetched: with prefetchnta or prefetcht1, and so many bytes before they are needed.
+struct Prefetch {
+    bool non_temporal;
+    int64_t ahead;
+};
+constexpr int kFewRows = 4;  // of a tile: few are limited by memory, more by arithmetic
+
 // A weight matrix, packed for the kernels: `columns` output features of `k` weights each.
 //
 // Columns are packed in panels of as many columns as a vector register has 32-bit lanes, so that lane c of every
@@ -22,7 +29,9 @@ struct Weights {
     int64_t k;
     int64_t columns;
     const uint8_t * data;
-    bool non_temporal;  // how they are prefetched: see Library
+    const Prefetch * prefetch;  // for tiles of few rows, and for others: see Library
+
+    const Prefetch & prefetch_for(int rows) const { return prefetch[rows > kFewRows]; }
 };
 
 // Rows of activations, quantised to 8 bits: a tile of up to `max_tile` rows that are multiplied together.

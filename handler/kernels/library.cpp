@@ -81,8 +81,11 @@ EXPORT const char * specserve_use(const char * variant) {
 // Which formats of weights that are loaded from now on are taken, bit n for Format n.
 EXPORT void specserve_take(unsigned formats) { library().formats = formats; }
 
-// How products prefetch weights from now on: see library.h. Their results are the same.
-EXPORT void specserve_prefetch(int non_temporal) { library().non_temporal = non_temporal != 0; }
+// How products prefetch weights from now on, of tiles of few rows (0) or of others (1): see library.h. Their results are
+// the same.
+EXPORT void specserve_prefetch(int many_rows, int non_temporal, int64_t ahead) {
+    library().prefetch[many_rows != 0] = {non_temporal != 0, ahead};
+}
 
 // From now on passes compute these ascending groups of 16 columns of the head, the product that llama.cpp names
 // result_output; other columns are minus infinity. Null for the whole head. The array must outlive the passes.
@@ -113,6 +116,14 @@ EXPORT double specserve_time_product(int ours, int format, int64_t k, int64_t co
 EXPORT double specserve_run_product(int ours, int format, int64_t k, int64_t columns, const uint8_t * source,
                                     int pieces, int rows, const float * x, int threads, float * out) {
     return run_product(ours != 0, static_cast<Format>(format), k, columns, source, pieces, rows, x, threads, 0, out);
+}
+EXPORT void specserve_time_prefetch(int format, int64_t k, int64_t columns, int rows, int threads, int turns,
+                                    const int64_t * ways, int count, double * seconds) {
+    std::vector<Prefetch> each;
+    for (int i = 0; i < count; i++) {
+        each.push_back({ways[2 * i] != 0, ways[2 * i + 1]});
+    }
+    time_prefetch(static_cast<Format>(format), k, columns, rows, threads, turns, each.data(), count, seconds);
 }
 EXPORT int specserve_max_tile() { return library().kernels->max_tile; }
 

@@ -14,10 +14,10 @@ class Cache;
 struct Library {
     const Kernels * kernels = nullptr;  // the variant in use
     unsigned formats = 0;               // bit n: weights of format n that are loaded from now on are taken
-    // Whether weights are prefetched by prefetchnta instead of prefetcht1. A pass streams a gigabyte, which seems to
-    // evict the kernels' code from the second-level cache, and so from the first: on Zen 5, passes of some numbers of
-    // rows took up to 1.4 times as long, by where the library's pages lay in memory. With prefetchnta none did.
-    bool non_temporal = false;
+    // Of tiles of few rows, and of others; timed at load. A pass streams a gigabyte, which seems to evict the kernels'
+    // code from the second-level cache, and so from the first: on Zen 5, passes of some numbers of rows took up to 1.4
+    // times as long with prefetcht1, by where the library's pages lay in memory. With prefetchnta none did.
+    Prefetch prefetch[2] = {{false, 24 << 10}, {false, 24 << 10}};
     std::atomic<int64_t> products{0};   // calls of compute_forward, counted by thread 0
     std::atomic<int64_t> attentions{0};
     std::atomic<int> left{0};  // kinds of operations that were left to ggml
@@ -68,5 +68,9 @@ double run_product(bool ours, Format, int64_t k, int64_t columns, const uint8_t 
 
 // The same for pseudorandom numbers; `columns` is a multiple of 16.
 double time_product(bool ours, Format, int64_t k, int64_t columns, int rows, int threads, int repeats);
+
+// The seconds of such a product by these kernels with each of some ways to prefetch, in turns: seconds[turn][way].
+void time_prefetch(Format, int64_t k, int64_t columns, int rows, int threads, int turns, const Prefetch * ways, int count,
+                   double * seconds);
 
 }  // namespace specserve

@@ -29,11 +29,6 @@ namespace {
 using namespace specserve;
 
 constexpr int kVector = 4 * kLanes;  // bytes of a register
-// Few rows are limited by memory: weights and scales are asked for so many bytes before they are needed. A pass of one
-// row of the published 1.5B takes 31 ms so on two cores of an EPYC (Zen 4), 34 where scales are not asked for, and 43
-// with 8 KiB; 16 to 96 KiB are alike there. On Zen 5, non-temporally: 20.7 ms, 22.3 with 32 KiB, as much with 12.
-constexpr int kAhead = 24 << 10;
-
 // ---- layout ----
 
 constexpr int64_t weight_bytes(Format format) {  // of a panel's block, without its scales
@@ -191,9 +186,10 @@ void quantise(Format format, const float * source, int64_t first, int64_t last, 
 
 // ---- products ----
 
-template <bool non_temporal, int64_t bytes> inline void prefetch(const uint8_t * weights) {
+// Weights and scales are asked for `ahead` bytes before they are needed (Library::prefetch).
+template <bool non_temporal, int64_t bytes> inline void prefetch(const uint8_t * weights, int64_t ahead) {
     for (int64_t i = 0; i < bytes; i += 64) {
-        _mm_prefetch(reinterpret_cast<const char *>(weights + kAhead + i), non_temporal ? _MM_HINT_NTA : _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char *>(weights + ahead + i), non_temporal ? _MM_HINT_NTA : _MM_HINT_T1);
     }
 }
 
@@ -221,14 +217,15 @@ inline void for_rows(const Ints * weights, const int8_t * activations, Start sta
 
 // q4_0 and q8_0: one scale a block of 32, for weights and for activations.
 template <Format format, int rows, bool non_temporal>
-inline void multiply_32(const uint8_t * weights, const uint8_t * side, int64_t k, const Tile & tile, Sums<rows> & out) {
+inline void multiply_32(const uint8_t * weights, const uint8_t * side, int64_t k, int64_t ahead, const Tile & tile,
+                        Sums<rows> & out) {
     constexpr bool nibbles = format == Format::q4_0;
     const int8_t * values = tile.values;
     const float * scales = tile.scales;
     const int32_t * sums = tile.sums;
     for (int64_t block = 0; block < k / 32; block++) {
-        prefetch<non_temporal, weight_bytes(format)>(weights);
-        prefetch<non_temporal, side_bytes(format)>(side);
+        prefetch<non_temporal, weight_bytes(format)>(weights, ahead);
+        prefetch<non_temporal, side_bytes(format)>(side, ahead);
         Ints w[8];
         UNROLL
         for (int v = 0; v < 8; v++) {
@@ -253,13 +250,13 @@ inline void multiply_32(const uint8_t * weights, const uint8_t * side, int64_t k
 
 // q4_k: weight = d x scale x nibble - dmin x minimum, with a scale and a minimum a sub-block of 32.
 template <int rows, bool non_temporal>
-inline void multiply_q4_k(const uint8_t * weights, const uint8_t * side, int64_t k, const Tile & tile,
+inline void multiply_q4_k(const uint8_t * weights, const uint8_t * side, int64_t k, int64_t ahead, const Tile & tile,
                           Sums<rows> & out) {
     const int8_t * values = tile.values;
     const float * scales = tile.scales;
     const int32_t * sums = tile.sums;
     for (int64_t block = 0; block < k / 256; block++) {
-        prefetch<non_temporal, side_bytes(Format::q4_k)>(side);
+        prefetch<non_temporal, side_bytes(Format::q4_k)>(side, ahead);
         const Floats d = halves(side);
         const Ints a = load(side + kVector);
         const Ints b = load(side + 2 * kVector);
@@ -282,7 +279,7 @@ inline void multiply_q4_k(const uint8_t * weights, const uint8_t * side, int64_t
         for (int j = 0; j < 8; j++) {
             const uint8_t * pair = weights + (j / 2) * 8 * kVector;
             if (j % 2 == 0) {
-                prefetch<non_temporal, 8 * kVector>(pair);
+                prefetch<non_temporal, 8 * kVector>(pair, ahead);
             }
             Ints w[8];
             UNROLL
@@ -318,13 +315,13 @@ inline void multiply_q4_k(const uint8_t * weights, const uint8_t * side, int64_t
 
 // q6_k: weight = d x scale x (6 bits - 32), with a signed scale a sub-block of 16.
 template <int rows, bool non_temporal>
-inline void multiply_q6_k(const uint8_t * weights, const uint8_t * side, int64_t k, const Tile & tile,
+inline void multiply_q6_k(const uint8_t * weights, const uint8_t * side, int64_t k, int64_t ahead, const Tile & tile,
                           Sums<rows> & out) {
     const int8_t * values = tile.values;
     const float * scales = tile.scales;
     const int32_t * sums = tile.sums;
     for (int64_t block = 0; block < k / 256; block++) {
-        prefetch<non_temporal, side_bytes(Format::q6_k)>(side);
+        prefetch<non_temporal, side_bytes(Format::q6_k)>(side, ahead);
         const Floats d = halves(side + 16 * kLanes);
         Floats sub[rows];
         UNROLL
@@ -335,9 +332,9 @@ inline void multiply_q6_k(const uint8_t * weights, const uint8_t * side, int64_t
             const uint8_t * low = weights + (j / 4) * 24 * kVector + (j % 2) * 8 * kVector;
             const uint8_t * high = weights + (j / 4) * 24 * kVector + 16 * kVector;
             if (j % 4 < 2) {
-                prefetch<non_temporal, 8 * kVector>(low);
+                prefetch<non_temporal, 8 * kVector>(low, ahead);
             } else if (j % 4 == 2) {
-                prefetch<non_temporal, 8 * kVector>(high);
+                prefetch<non_temporal, 8 * kVector>(high, ahead);
             }
             Ints w[8];
             UNROLL
@@ -376,6 +373,7 @@ void multiply_tile(const Weights & w, int64_t panel, const Tile & tile, float * 
     const uint8_t * weights = w.data + panel * panel_bytes(format, w.k);
     const uint8_t * side = weights + w.k / block_length(format) * weight_bytes(format);
     const int64_t column = panel * kLanes;
+    const int64_t ahead = w.prefetch_for(rows).ahead;
     Sums<rows> sums;
     UNROLL
     for (int r = 0; r < rows; r++) {
@@ -385,11 +383,11 @@ void multiply_tile(const Weights & w, int64_t panel, const Tile & tile, float * 
         _m_prefetchw(out + r * stride + column);
     }
     if constexpr (format == Format::q4_k) {
-        multiply_q4_k<rows, non_temporal>(weights, side, w.k, tile, sums);
+        multiply_q4_k<rows, non_temporal>(weights, side, w.k, ahead, tile, sums);
     } else if constexpr (format == Format::q6_k) {
-        multiply_q6_k<rows, non_temporal>(weights, side, w.k, tile, sums);
+        multiply_q6_k<rows, non_temporal>(weights, side, w.k, ahead, tile, sums);
     } else {
-        multiply_32<format, rows, non_temporal>(weights, side, w.k, tile, sums);
+        multiply_32<format, rows, non_temporal>(weights, side, w.k, ahead, tile, sums);
     }
     UNROLL
     for (int r = 0; r < rows; r++) {
@@ -412,7 +410,7 @@ constexpr TileFunction tile_function(int wanted) {
 
 template <Format format>
 TileFunction tile_function(const Weights & w, const Tile & tile) {
-    return w.non_temporal ? tile_function<format, true>(tile.rows) : tile_function<format, false>(tile.rows);
+    return w.prefetch_for(tile.rows).non_temporal ? tile_function<format, true>(tile.rows) : tile_function<format, false>(tile.rows);
 }
 
 void multiply(const Weights & w, int64_t panel, const Tile & tile, float * out, int64_t stride) {

@@ -24,8 +24,8 @@ INSTALLED = importlib.metadata.version("llama-cpp-python")
 MARKER = f"specserve kernels for llama-cpp-python {INSTALLED}"
 FUNCTIONS = (
     *("take", "products", "attentions", "check_attention", "read_bandwidth", "dot_peak", "prefetch", "time_product"),
-    *("run_product", "assist", "compute_head", "attend", "left", "max_tile", "new_cache", "free_cache", "begin_pass"),
-    *("cells", "cell_count", "cell_bytes", "save"),
+    *("time_prefetch", "run_product", "assist", "compute_head", "attend", "left", "max_tile", "new_cache"),
+    *("free_cache", "begin_pass", "cells", "cell_count", "cell_bytes", "save"),
 )
 
 

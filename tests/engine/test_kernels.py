@@ -116,10 +116,13 @@ def test_product_rows_have_the_same_bits_for_any_rows_tiles_and_threads(name: st
 @pytest.mark.parametrize("name", kernels.FORMATS)
 def test_products_have_the_same_bits_with_either_prefetch(name: str) -> None:
     blocks, x = quantised(name, numbers(7, 300, 768)), numbers(8, 33, 768)
-    kernels.library().specserve_prefetch(0)
-    temporal = product(name, blocks, x, threads=2)
-    kernels.library().specserve_prefetch(1)
-    assert np.array_equal(product(name, blocks, x, threads=2), temporal)
+    products = []
+    for non_temporal, ahead in ((0, 24 << 10), (0, 96 << 10), (1, 12 << 10)):
+        for are_many in (0, 1):
+            kernels.library().specserve_prefetch(are_many, non_temporal, ahead)
+        products += [product(name, blocks, x[:rows], threads=2) for rows in (3, 33)]
+    for other in products[2:]:
+        assert np.array_equal(other, products[0 if len(other) == 3 else 1])
 
 
 @pytest.mark.usefixtures("variant")
@@ -477,27 +480,42 @@ def test_a_format_that_is_slow_once_is_measured_again(monkeypatch: pytest.Monkey
     kernels.use("off")
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_weights_are_prefetched_non_temporally_unless_that_is_slower(
-    monkeypatch: pytest.MonkeyPatch, *, fast: bool
+FEW = {"prefetcht1 24": 10.0, "prefetcht1 12": 12.0, "prefetcht1 48": 10.0, "prefetcht1 96": 9.8}
+
+
+@pytest.mark.parametrize(
+    ("non_temporal", "expected"),
+    [
+        ({"24": 10.9, "12": 14.0, "48": 14.0}, "prefetchnta 24"),
+        ({"24": 11.1, "12": 14.0, "48": 14.0}, "prefetcht1 24"),
+        ({"24": 10.9, "12": 10.4, "48": 14.0}, "prefetchnta 12"),
+    ],
+)
+def test_weights_are_prefetched_non_temporally_unless_that_is_slower_by_a_tenth(
+    monkeypatch: pytest.MonkeyPatch, non_temporal: dict[str, float], expected: str
 ) -> None:
-    """By more than a tenth, for one row and six together; the fastest run of each counts."""
-    # By the prefetch (non-temporal first), the rows, and the turn.
-    seconds = {True: {1: [4.0, 3.0], 6: [5.0, 9.0]}, False: {1: [2.0, 2.0], 6: [7.0, 5.3 if fast else 5.2]}}
-    asked: list[bool] = []
+    """And at the usual distance unless another is faster by 3 %, for few rows and for more by themselves."""
+    few = FEW | {f"prefetchnta {kib}": seconds for kib, seconds in non_temporal.items()}
+    many = FEW | {"prefetcht1 96": 9.6} | dict.fromkeys(["prefetchnta 24", "prefetchnta 12", "prefetchnta 48"], 20.0)
 
-    def time_product(_ours: object, _format: int, _k: int, _columns: int, rows: int, *_: int) -> float:
-        return seconds[asked[-1]][rows].pop(0)
+    def time_prefetch(*arguments: int) -> None:
+        _, _, _, rows, _, turns, given, count, out = arguments
+        ways = np.ctypeslib.as_array(ctypes.cast(given, ctypes.POINTER(ctypes.c_int64)), (count, 2))
+        seconds = np.ctypeslib.as_array(ctypes.cast(out, ctypes.POINTER(ctypes.c_double)), (turns, count))
+        names = [f"{'prefetchnta' if kind else 'prefetcht1'} {ahead >> 10}" for kind, ahead in ways.tolist()]
+        seconds[:] = [(few if rows == 1 else many)[name] for name in names]
+        # Half of the turns are held up by the machine.
+        seconds[::2] *= np.linspace(1, 3, count)
 
-    timed = SimpleNamespace(specserve_prefetch=asked.append, specserve_time_product=time_product)
-    monkeypatch.setattr(kernels, "library", lambda: timed)
-    assert kernels.non_temporal_is_fast.__wrapped__("avx2", 2) == fast
+    monkeypatch.setattr(kernels, "library", lambda: SimpleNamespace(specserve_time_prefetch=time_prefetch))
+    chosen = kernels.chosen_prefetch.__wrapped__("avx2", 2)
+    assert list(map(str, chosen)) == [f"{expected} KiB ahead", "prefetcht1 96 KiB ahead"]
     monkeypatch.undo()
-    monkeypatch.setattr(kernels, "non_temporal_is_fast", lambda *_: fast)
-    chosen = kernels.use("auto", variant=SUPPORTED_VARIANTS[0])
-    assert chosen.prefetch == ("prefetchnta" if fast else "prefetcht1")
-    assert f"{chosen.variant}, {chosen.prefetch}: " in chosen.sentence
-    assert f" {chosen.prefetch} " in kernels.identity()
+    monkeypatch.setattr(kernels, "chosen_prefetch", lambda *_: chosen)
+    in_use = kernels.use("auto", variant=SUPPORTED_VARIANTS[0])
+    assert in_use.prefetch == chosen
+    assert f"{in_use.variant}, {chosen[0]}, for more than 4 rows {chosen[1]}: " in in_use.sentence
+    assert f" {'nta' if 'nta' in expected else 't1'} t1 " in kernels.identity()
     kernels.use("off")
 
 

@@ -90,7 +90,7 @@ class FrontEnd:
                 end_tokens=vocabulary.end_tokens(),
             ),
             Costs(placement_on(FakeMachine())),
-            Kernels(None, (), None, "a fake engine computes"),
+            Kernels(None, (), (), "a fake engine computes"),
             config,
             pools,
         )

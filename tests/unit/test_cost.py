@@ -115,6 +115,25 @@ def test_passes_of_one_size_adjust_the_cost_of_all_sizes() -> None:
     assert cost.seconds(8, 0) == pytest.approx(2 * 3.0, rel=0.05)
 
 
+def test_cost_follows_memory_and_arithmetic_that_change_by_themselves() -> None:
+    """As between two states of one machine (Zen 4): one factor for all would be off by .12 or more somewhere."""
+    cost = Cost(TABLE)
+    for _ in range(100):
+        for rows, measured in ((1, 1.25), (4, 1.02 * 1.7)):
+            cost.observe(rows, 0, measured)
+    assert cost.seconds(1, 0) == pytest.approx(1.25, rel=0.05)
+    assert cost.seconds(4, 0) == pytest.approx(1.02 * 1.7, rel=0.05)
+    # Never seen.
+    assert cost.seconds(8, 0) == pytest.approx(0.9 * 3.0, rel=0.05)
+
+
+def test_a_neighbour_does_not_tilt_the_cost() -> None:
+    cost = Cost(TABLE)
+    for _ in range(8):
+        cost.observe(1, 0, 4.0)
+    assert cost.seconds(8, 0) == pytest.approx(4 * 3.0, rel=1e-6)
+
+
 def test_one_delayed_pass_hardly_changes_the_cost() -> None:
     cost = Cost(TABLE)
     cost.observe(1, 0, 1000.0)

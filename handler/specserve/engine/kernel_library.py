@@ -121,12 +121,14 @@ def declare(found: ctypes.CDLL) -> ctypes.CDLL:
     found.specserve_check_product.restype = found.specserve_check_attention.restype = ctypes.c_double
     found.specserve_check_product.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int]
     found.specserve_check_attention.argtypes = [ctypes.c_int, ctypes.c_int]
-    found.specserve_prefetch.argtypes = [ctypes.c_int]
+    found.specserve_prefetch.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64]
     two, sizes = [ctypes.c_int, ctypes.c_int], [ctypes.c_int64, ctypes.c_int64]
     found.specserve_time_product.restype = found.specserve_run_product.restype = ctypes.c_double
     found.specserve_time_product.argtypes = [*two, *sizes, ctypes.c_int, *two]
     pointer = ctypes.c_void_p
     found.specserve_run_product.argtypes = [*two, *sizes, pointer, *two, pointer, ctypes.c_int, pointer]
+    found.specserve_time_prefetch.restype = None
+    found.specserve_time_prefetch.argtypes = [ctypes.c_int, *sizes, *two, ctypes.c_int, pointer, ctypes.c_int, pointer]
     found.specserve_assist.restype = None
     found.specserve_assist.argtypes = [pointer, ctypes.c_int64]
     found.specserve_compute_head.restype = found.specserve_begin_pass.restype = None

@@ -27,12 +27,12 @@ __all__ = [
     "assist",
     "attention_error",
     "calls",
+    "chosen_prefetch",
     "head_limited_to",
     "identity",
     "in_use",
     "largest_error",
     "library",
-    "non_temporal_is_fast",
     "share_of",
     "speed",
     "use",
@@ -49,12 +49,32 @@ _TIMED_K, _TIMED_COLUMNS, _TIMED_ROWS, _TIMES = 2048, 1536, (1, 4, 8), 5
 # a moment causes more, so a kernel that seems slower is measured up to `_MAX_TRIALS` times.
 _NOISE = 0.1
 _MAX_TRIALS = 6
+# Ways to prefetch weights that are timed, the usual ones first; further ahead is slower on Zen 4 and Zen 5
+# (benchmarks/decisions/prefetch.md).
+_TEMPORAL_KIB, _NON_TEMPORAL_KIB = (24, 12, 48, 96), (24, 12, 48)
 # `prefetcht1` has to be so many times as fast to be used: it loses for some numbers of rows only, by where the code
-# lies in memory, and those that are timed may be lucky (benchmarks/decisions/prefetch.md).
-_STREAMED_MARGIN = 1.1
-# Products for that comparison, in the most frequent format: 47 MB of weights, more than the third-level cache of most
-# machines has for two cores. It takes .8 s, once a process.
-_STREAMED_FORMAT, _STREAMED_K, _STREAMED_COLUMNS, _STREAMED_ROWS, _STREAMED_TIMES = "Q4_K", 2048, 40960, (1, 6), 9
+# lies in memory, and those that are timed may be lucky. Another distance has to be so many times as fast as the usual.
+_TEMPORAL_MARGIN, _DISTANCE_MARGIN = 1.1, 1.03
+# Products for that comparison, in the most frequent format, of few rows and of more: 94 MB of weights, since of half as
+# many a third-level cache of 32 MB still kept enough to hide what a pass shows (one start in eight chose what takes 1.3
+# times as long). Each way is timed in every turn. It takes .8 s, once a process.
+_STREAMED_FORMAT, _STREAMED_K, _STREAMED_COLUMNS, _STREAMED_ROWS, _STREAMED_TURNS = "Q4_K", 2048, 81_920, (1, 6), 9
+
+
+class Prefetch(NamedTuple):
+    """A way to prefetch weights; results are the same.
+
+    Args:
+        non_temporal: whether by `prefetchnta` instead of `prefetcht1`.
+        kib: how far before they are needed, in KiB.
+    """
+
+    non_temporal: bool
+    kib: int
+
+    def __str__(self) -> str:
+        """The instruction and the distance."""
+        return f"{'prefetchnta' if self.non_temporal else 'prefetcht1'} {self.kib} KiB ahead"
 
 
 class Kernels(NamedTuple):
@@ -63,17 +83,17 @@ class Kernels(NamedTuple):
     Args:
         variant: instruction set of specserve's kernels; None if llama.cpp's are used.
         formats: weight formats that specserve's kernels compute.
-        prefetch: how they prefetch weights, `prefetcht1` or `prefetchnta`; results are the same.
+        prefetch: how they prefetch weights in products of few rows, and of more; none without kernels.
         sentence: the same for people, with the reason.
     """
 
     variant: str | None
     formats: tuple[str, ...]
-    prefetch: str | None
+    prefetch: tuple[Prefetch, ...]
     sentence: str
 
 
-_STOCK = Kernels(None, (), None, "llama.cpp's own kernels compute: specserve's were not selected")
+_STOCK = Kernels(None, (), (), "llama.cpp's own kernels compute: specserve's were not selected")
 _state = {"in_use": _STOCK}
 
 
@@ -112,8 +132,9 @@ def _choose(mode: Mode, threads: int, variant: str | None) -> Kernels:
         return _stock(f"this processor has not {variant}" if variant else "this processor has not even AVX2")
     used = named.decode()
     # First, since each way to prefetch has code of its own: what is checked and timed below is what will compute.
-    non_temporal = non_temporal_is_fast(used, threads)
-    found.specserve_prefetch(non_temporal)
+    prefetch = chosen_prefetch(used, threads)
+    for are_many, way in enumerate(prefetch):
+        found.specserve_prefetch(are_many, way.non_temporal, way.kib << 10)
     if (error := attention_error()) > _MAX_ATTENTION_ERROR:
         return _stock(f"attention failed its check (an error of {error:.2g})")
     wrong = {name: error for name in FORMATS if (error := largest_error(name)) > _MAX_ERROR}
@@ -124,15 +145,15 @@ def _choose(mode: Mode, threads: int, variant: str | None) -> Kernels:
     rejected += [f"{name} is slower than llama.cpp's ({ratio:.2f} times its speed)" for name, ratio in slow.items()]
     if not selected:
         return _stock("; ".join(rejected))
-    prefetch = "prefetchnta" if non_temporal else "prefetcht1"
-    sentence = f"specserve's own kernels compute ({used}, {prefetch}: {', '.join(selected)}, attention)"
+    ways = ", for more than 4 rows ".join(dict.fromkeys(map(str, prefetch)))
+    sentence = f"specserve's own kernels compute ({used}, {ways}: {', '.join(selected)}, attention)"
     if rejected:
         sentence += f", but not all: {'; '.join(rejected)}"
     return Kernels(used, tuple(selected), prefetch, sentence)
 
 
 def _stock(reason: str) -> Kernels:
-    return Kernels(None, (), None, f"llama.cpp's own kernels compute: {reason}")
+    return Kernels(None, (), (), f"llama.cpp's own kernels compute: {reason}")
 
 
 def largest_error(name: str) -> float:
@@ -168,21 +189,38 @@ def speed(name: str, threads: int) -> float:
 
 
 @lru_cache
-def non_temporal_is_fast(variant: str, threads: int) -> bool:
-    """Return whether `prefetchnta` is at least about as fast where weights come from memory; `variant` is in use."""
+def chosen_prefetch(variant: str, threads: int) -> tuple[Prefetch, ...]:
+    """Return how to prefetch weights that come from memory, for few rows and for more; `variant` is in use."""
     del variant
-    found = library()
-    sizes = FORMATS.index(_STREAMED_FORMAT), _STREAMED_K, _STREAMED_COLUMNS
-
-    def seconds(*, non_temporal: bool) -> list[float]:
-        found.specserve_prefetch(non_temporal)
-        time_product = found.specserve_time_product
-        return [float(time_product(True, *sizes, rows, threads, _STREAMED_TIMES)) for rows in _STREAMED_ROWS]
-
-    turns = [(seconds(non_temporal=True), seconds(non_temporal=False)) for _ in range(2)]
-    # Of each number of rows the faster turn counts.
-    non_temporal, temporal = np.min(turns, axis=0).sum(axis=1)
-    return bool(non_temporal < _STREAMED_MARGIN * temporal)
+    ways = [Prefetch(non_temporal=False, kib=kib) for kib in _TEMPORAL_KIB]
+    ways += [Prefetch(non_temporal=True, kib=kib) for kib in _NON_TEMPORAL_KIB]
+    given = np.array([(way.non_temporal, way.kib << 10) for way in ways], np.int64)
+    seconds = np.empty((_STREAMED_TURNS, len(ways)))
+    chosen = []
+    for rows in _STREAMED_ROWS:
+        library().specserve_time_prefetch(
+            FORMATS.index(_STREAMED_FORMAT),
+            _STREAMED_K,
+            _STREAMED_COLUMNS,
+            rows,
+            threads,
+            _STREAMED_TURNS,
+            given.ctypes.data,
+            len(ways),
+            seconds.ctypes.data,
+        )
+        # What the machine held up counts little.
+        typical = dict(zip(ways, np.quantile(seconds, 0.25, axis=0).tolist(), strict=True))
+        temporal, non_temporal = (
+            min(
+                (way for way in ways if way.non_temporal is kind),
+                key=lambda way: typical[way] * (1 if way.kib == _TEMPORAL_KIB[0] else _DISTANCE_MARGIN),
+            )
+            for kind in (False, True)
+        )
+        is_fast = typical[non_temporal] < _TEMPORAL_MARGIN * typical[temporal]
+        chosen.append(non_temporal if is_fast else temporal)
+    return tuple(chosen)
 
 
 @contextmanager
@@ -219,7 +257,9 @@ def identity() -> str:
     chosen = in_use()
     if chosen.variant is None:
         return "stock"
-    return f"{checksum()} {chosen.variant} {chosen.prefetch} {' '.join(chosen.formats)}"
+    # Distances differ by some per cent, and from start to start.
+    non_temporal = " ".join("nta" if way.non_temporal else "t1" for way in chosen.prefetch)
+    return f"{checksum()} {chosen.variant} {non_temporal} {' '.join(chosen.formats)}"
 
 
 class Calls(NamedTuple):

@@ -19,6 +19,10 @@ FloatArray = NDArray[np.float64]
 # the machine held up says little. Half and twice as much change the means of benchmarks/simulate.py, whose machine
 # never slows down, by .007 at most.
 _STEP, _FULL_STEP_AT = 0.02, 0.25
+# The share by which a live pass moves the tilt at most, and the most that it gets, both as logarithms for a pass of one
+# row: of two states of the memory of a Zen 4 the differences are .22 for one row and -.12 for eight. Twice the share
+# changes the mean of recorded texts in the state that a table was not measured in by .004 at most.
+_TILT_STEP, _MOST_TILT = 0.02, 0.25
 # Passes that are remembered, and the log-ratio from which they move the factor at once: more than passes of a quiet
 # machine vary, less than a neighbour changes (benchmarks/neighbours.py).
 _RECENT, _JUMP = 8, 0.25
@@ -79,6 +83,8 @@ class _State:
         self.table = table
         # Log of the factor, and what each of the last passes has shown of it.
         self.log_factor = 0.0
+        # How much that differs between passes that memory limits and those that arithmetic limits: see `_width`.
+        self.tilt = 0.0
         self.shown: deque[float] = deque(maxlen=_RECENT)
         # When the last pass was observed, in passes of the target, and the log of its factor then.
         self.observed_at, self.target_then = 0, 0.0
@@ -109,10 +115,16 @@ class _State:
         return self._curves[entry]
 
 
+def _width(rows: int) -> float:
+    """How far a pass is from one that memory limits (-1, one row) to one that arithmetic limits (1, eight or more)."""
+    return min(1.0, 2 / 3 * math.log2(rows) - 1)
+
+
 class Cost:
     """Seconds of one model's forward passes now: the table times a factor that live passes set.
 
-    The factor follows them slowly, and jumps where the last passes agree that the machine has changed.
+    The factor follows them slowly, and jumps where the last passes agree that the machine has changed. It is tilted,
+    since machines change in speed of memory and of arithmetic by themselves: exp(log_factor + tilt * _width(rows)).
 
     Args:
         table: the measurement; or several, by number of compute threads.
@@ -179,11 +191,16 @@ class Cost:
 
     def seconds(self, rows: int, kv_len: int) -> float:
         """What a pass of `rows` rows takes with `kv_len` tokens in the KV cache; nothing for no rows."""
-        return self.factor * self._state.seconds(rows, kv_len)
+        return self._tilted(rows) * self._state.seconds(rows, kv_len)
 
     def curve(self, max_rows: int, kv_len: int) -> FloatArray:
         """What passes of 0 to `max_rows` rows take, shape (`max_rows` + 1,); see `seconds`."""
-        return self.factor * self._state.curve(max_rows, kv_len)
+        factors = [self._tilted(rows) for rows in range(max_rows + 1)]
+        return np.array(factors) * self._state.curve(max_rows, kv_len)
+
+    def _tilted(self, rows: int) -> float:
+        """The factor of a pass of so many rows."""
+        return math.exp(self.log_factor + self._state.tilt * _width(max(1, rows)))
 
     def observe(self, rows: int, kv_len: int, seconds: float) -> None:
         """Let the factor follow what a live pass took; one wider than any measured is ignored."""
@@ -200,9 +217,13 @@ class Cost:
                 state.shown.clear()
             state.observed_at, state.target_then = target.passes, others
         shown = state.shown
-        shown.append(math.log(seconds / state.seconds(rows, kv_len)) - others)
-        surprise = shown[-1] - state.log_factor
-        state.log_factor += _STEP * min(1.0, max(-1.0, surprise / _FULL_STEP_AT))
+        width = _width(rows)
+        shown.append(math.log(seconds / state.seconds(rows, kv_len)) - others - state.tilt * width)
+        surprise = min(1.0, max(-1.0, (shown[-1] - state.log_factor) / _FULL_STEP_AT))
+        state.log_factor += _STEP * surprise
+        if abs(surprise) < 1:
+            # More is of a neighbour, who slows down all passes.
+            state.tilt = min(_MOST_TILT, max(-_MOST_TILT, state.tilt + _TILT_STEP * surprise * width))
         if len(shown) == _RECENT:
             agreed = statistics.median(shown)
         elif len(shown) > 1:

@@ -35,6 +35,7 @@ FAMILIES = {
     "edit": ("edit", None),
     "edit, predicted": ("edit", "prediction"),
     "long": ("long", None),
+    "short": ("short", None),
 }
 CHAT = "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
 # Cores that other processes may use during a measurement. Threads of a forward pass wait for each other at barriers,

@@ -79,8 +79,8 @@ class Run:
 
     @property
     def speed(self) -> float:
-        """Tokens per second after the first token."""
-        return (len(self.tokens) - 1) / self.stats.decode_seconds
+        """Tokens per second after the first token; an answer of one token is followed by an end token."""
+        return max(1, len(self.tokens) - 1) / self.stats.decode_seconds
 
     def seconds_for(self, tokens: int) -> float:
         """What an answer of so many tokens takes at this pace, prefill included."""

@@ -19,8 +19,8 @@ SLOW, MIDDLE, LINEAR = "2 cores, 3B by 0.5B", "2 cores, 1.5B by 0.5B", "every ro
 OWN_KERNELS = "2 cores, fast memory, our kernels, 1.5B by 0.5B"
 
 
-def speedup(machine: str, kind: str, policy: SpeculationParams = ADAPTIVE) -> float:
-    recording = synthetic(kind)
+def speedup(machine: str, kind: str, policy: SpeculationParams = ADAPTIVE, seed: int = 1) -> float:
+    recording = synthetic(kind, seed=seed)
     plain, _ = Simulation(*MACHINES[machine], PLAIN).run(recording)
     seconds, sequence = Simulation(*MACHINES[machine], policy).run(recording)
     assert sequence.generated == len(recording.answer)
@@ -31,7 +31,8 @@ def speedup(machine: str, kind: str, policy: SpeculationParams = ADAPTIVE) -> fl
 @pytest.mark.parametrize("machine", [SLOW, LINEAR])
 def test_adaptive_loses_at_most_2_percent_or_5_with_an_adversarial_pair(machine: str, kind: str) -> None:
     """In an adversarial pair both models are confident and never agree; the draft's prefill is wasted."""
-    assert speedup(machine, kind) >= (0.95 if kind == "adversarial" else 0.98)
+    speedups = mean(speedup(machine, kind, seed=seed) for seed in (1, 2, 3))
+    assert speedups >= (0.95 if kind == "adversarial" else 0.98)
 
 
 @pytest.mark.parametrize("kind", ["hard", "adversarial"])

@@ -270,17 +270,21 @@ def test_long_catch_up_is_spread_over_tokens_and_a_short_one_is_not() -> None:
     for few_to_come in (sequence(max_tokens=26, generated=20), sequence(generated=1)):
         expensive = candidate_of(controller, few_to_come, 100, costs)
         assert expensive
-        assert expensive.catch_up_seconds > 2 * long.catch_up_seconds
+        assert expensive.catch_up_seconds >= 2 * long.catch_up_seconds
 
 
-def test_a_long_catch_up_is_spread_over_fewer_tokens_only_where_a_grammar_restricts_them() -> None:
-    """Text beside calls of tools is no label."""
+def test_lengths_of_answers_with_a_grammar_count_only_where_it_restricts_them() -> None:
+    """Labels say nothing of text, not even of text beside calls of tools."""
 
     class Free(Alternating):
         def allowed(self, written: abc.Sequence[int]) -> None:  # type: ignore[override]
             del written
 
     controller = Controller(stairs(), proportional(0.01))
+    for _ in range(200):
+        label = sequence(generated=3, max_tokens=100)
+        label.constraint = Alternating(200)
+        controller.forget(label)
     costs = controller.costs([sequence()], 0, 0)
     seconds = []
     for constraint in (None, Free(200), Alternating(200)):
@@ -292,6 +296,21 @@ def test_a_long_catch_up_is_spread_over_fewer_tokens_only_where_a_grammar_restri
         assert candidate
         seconds.append(candidate.catch_up_seconds)
     assert seconds[0] == seconds[1] < seconds[2]
+
+
+def test_long_catch_up_waits_for_the_length_that_nine_of_ten_answers_reach() -> None:
+    controller = Controller(stairs(), proportional(0.01))
+    for number in range(200):
+        # Of five answers one is a label, and of 25 one is a sentence; the others go on.
+        length = 5 if number % 5 == 0 else 30 if number % 25 == 1 else 400
+        controller.forget(sequence(generated=length, max_tokens=1000))
+    costs = controller.costs([sequence()], 0, 0)
+    spread = {}
+    for generated in (1, 4, 5, 20):
+        candidate = candidate_of(controller, sequence(generated=generated, max_tokens=1000), 100, costs)
+        assert candidate
+        spread[generated] = round((costs.draft_pass(100) - costs.draft_pass(1)) / candidate.catch_up_seconds)
+    assert spread == {1: 4, 4: 1, 5: 53, 20: 68}
 
 
 def test_long_catch_up_is_judged_by_the_long_run_acceptance() -> None:

@@ -137,8 +137,8 @@ class PrefixCache:
 
     def release(self, sequence: Sequence) -> None:
         """Free the slot of a sequence that has ended; the caches keep its tokens, unless it has failed."""
-        sequence.release()
         self._drafters.forget(sequence)
+        sequence.release()
         self._free(sequence)
 
     def preempt(self, sequence: Sequence) -> None:

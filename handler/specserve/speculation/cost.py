@@ -83,7 +83,7 @@ class _State:
         self.table = table
         # Log of the factor, and what each of the last passes has shown of it.
         self.log_factor = 0.0
-        # How much that differs between passes that memory limits and those that arithmetic limits: see `_width`.
+        # How much that differs between passes that memory limits and those that arithmetic limits: see `_WIDTHS`.
         self.tilt = 0.0
         self.shown: deque[float] = deque(maxlen=_RECENT)
         # When the last pass was observed, in passes of the target, and the log of its factor then.
@@ -115,16 +115,16 @@ class _State:
         return self._curves[entry]
 
 
-def _width(rows: int) -> float:
-    """How far a pass is from one that memory limits (-1, one row) to one that arithmetic limits (1, eight or more)."""
-    return min(1.0, 2 / 3 * math.log2(rows) - 1)
+# By number of rows, how far a pass is from one that memory limits (-1, one row) to one that arithmetic limits (1, eight
+# or more).
+_WIDTHS = (-1.0, *(2 / 3 * math.log2(rows) - 1 for rows in range(1, 9)))
 
 
 class Cost:
     """Seconds of one model's forward passes now: the table times a factor that live passes set.
 
     The factor follows them slowly, and jumps where the last passes agree that the machine has changed. It is tilted,
-    since machines change in speed of memory and of arithmetic by themselves: exp(log_factor + tilt * _width(rows)).
+    since machines change in speed of memory and of arithmetic by themselves: exp(log_factor + tilt * _WIDTHS[rows]).
 
     Args:
         table: the measurement; or several, by number of compute threads.
@@ -200,7 +200,7 @@ class Cost:
 
     def _tilted(self, rows: int) -> float:
         """The factor of a pass of so many rows."""
-        return math.exp(self.log_factor + self._state.tilt * _width(max(1, rows)))
+        return math.exp(self.log_factor + self._state.tilt * _WIDTHS[min(rows, len(_WIDTHS) - 1)])
 
     def observe(self, rows: int, kv_len: int, seconds: float) -> None:
         """Let the factor follow what a live pass took; one wider than any measured is ignored."""
@@ -217,7 +217,7 @@ class Cost:
                 state.shown.clear()
             state.observed_at, state.target_then = target.passes, others
         shown = state.shown
-        width = _width(rows)
+        width = _WIDTHS[min(rows, len(_WIDTHS) - 1)]
         shown.append(math.log(seconds / state.seconds(rows, kv_len)) - others - state.tilt * width)
         surprise = min(1.0, max(-1.0, (shown[-1] - state.log_factor) / _FULL_STEP_AT))
         state.log_factor += _STEP * surprise

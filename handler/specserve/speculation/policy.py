@@ -24,6 +24,7 @@ from specserve.sampling.logits import TargetDistributions
 from specserve.sequence import BySequence, Sequence
 from specserve.speculation.acceptance import Acceptance
 from specserve.speculation.alternatives import choose_alternatives, note_possible
+from specserve.speculation.answer_length import AnswerLengths
 from specserve.speculation.charges import Balance
 from specserve.speculation.cost import Cost
 from specserve.speculation.gain import Candidate, RoundCosts, choose_for_model, offer_length, rows_worth_adding
@@ -34,10 +35,8 @@ from specserve.speculation.step import Draft, Step
 # With more tokens to read before it drafts, the draft model has a long catch-up: its prefill of the prompt, or what
 # other drafters have drafted.
 SHORT_CATCH_UP = 4
-# The seconds of a long catch-up are spread over the tokens that are expected to follow: after n tokens n + 48 more, but
-# at most 16 n, since a short answer may end soon, and at most `remaining`. A grammar's answer is often a label of a few
-# tokens: 2 n (benchmarks/decisions/answer-length.md).
-_GROWTH, _GRAMMAR_GROWTH, _HORIZON = 16, 2, 48
+# The seconds of a long catch-up are spread over at most n + 48 of the tokens that are expected to follow n.
+_HORIZON = 48
 # Time counts so much more for every other sequence that shares it: what one drafts in vain, all wait for
 # (benchmarks/decisions/shared-margin.md).
 _SHARED_MARGIN = 0.12
@@ -207,8 +206,8 @@ class Auto(_Drafting):
             return Candidate(step.p_all_accepted, shown.next_acceptance, pending, step.rows_left)
         if costs.awaiting_first_token:
             return None
-        growth = _GRAMMAR_GROWTH if step.is_constrained else _GROWTH
-        following = min(sequence.remaining, growth * sequence.generated, _HORIZON + sequence.generated)
+        likely = self._controller.lengths[step.is_constrained].following(sequence.generated)
+        following = min(sequence.remaining, likely, _HORIZON + sequence.generated)
         catch_up = (costs.draft_pass(pending) - costs.draft_pass(1)) / max(1, following)
         # It has to pay over all these tokens, so the long run's acceptance counts.
         return Candidate(step.p_all_accepted, shown.long_run_acceptance, 1, step.rows_left, catch_up)
@@ -232,6 +231,8 @@ class Controller:
         self.target_cost = target_cost
         self.draft_cost = draft_cost
         self.acceptance = Acceptance()
+        # Of answers without a grammar, and of those with one.
+        self.lengths = AnswerLengths(), AnswerLengths()
         self._balances = BySequence(lambda _: Balance())
         self.policies: dict[str, Policy] = {"off": Off(), "fixed": Fixed(self.acceptance), "auto": Auto(self)}
 
@@ -244,7 +245,11 @@ class Controller:
         return self._balances.of(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what a sequence has shown that has ended."""
+        """Drop what a sequence has shown that has ended, but for its length."""
+        if sequence.generated:
+            self.lengths[sequence.constraint is not None].learn(
+                sequence.generated, is_cut_off=sequence.remaining <= 0
+            )
         self._balances.forget(sequence)
         self.acceptance.forget(sequence)
 

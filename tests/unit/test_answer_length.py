@@ -28,9 +28,10 @@ def test_nine_of_ten_answers_that_came_so_far_had_as_many_more(lengths: list[int
     if so_far:
         assert sum(length >= generated + following for length in so_far) >= 0.9 * len(so_far)
         # And no more: the next one would be beyond a tenth.
-        assert sum(length > generated + following for length in so_far) <= 0.9 * len(so_far) + 1 or len(
-            {length for length in so_far if length <= generated + following}
-        ) == 1
+        assert (
+            sum(length > generated + following for length in so_far) <= 0.9 * len(so_far) + 1
+            or len({length for length in so_far if length <= generated + following}) == 1
+        )
     else:
         assert following == generated
 

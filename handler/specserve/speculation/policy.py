@@ -247,9 +247,7 @@ class Controller:
     def forget(self, sequence: Sequence) -> None:
         """Drop what a sequence has shown that has ended, but for its length."""
         if sequence.generated:
-            self.lengths[sequence.constraint is not None].learn(
-                sequence.generated, is_cut_off=sequence.remaining <= 0
-            )
+            self.lengths[sequence.constraint is not None].learn(sequence.generated, is_cut_off=sequence.remaining <= 0)
         self._balances.forget(sequence)
         self.acceptance.forget(sequence)
 

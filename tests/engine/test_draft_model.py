@@ -14,11 +14,13 @@ from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.step import Draft, Step
 
 
-def model_and_steps(*lengths: int, window: int = 64, context_length: int = 8192) -> tuple[DraftModel, list[Step]]:
+def model_and_steps(
+    *lengths: int, window: int = 64, context_length: int = 8192, max_rows: int = 8
+) -> tuple[DraftModel, list[Step]]:
     """A draft model with empty caches, and prompts of these lengths, each in a slot of its own."""
     cache = KVCache(FakeEngine(vocabulary=VOCABULARY, n_slots=SLOTS))
     model = DraftModel(
-        cache, proportional(), window=window, max_rows=8, vocabulary=VOCABULARY, context_length=context_length
+        cache, proportional(), window=window, max_rows=max_rows, vocabulary=VOCABULARY, context_length=context_length
     )
     steps = [Step(Sequence([1] * n, GREEDY, SpeculationParams(3), max_tokens=9), 0, n, 5) for n in lengths]
     for slot, step in enumerate(steps):
@@ -38,6 +40,13 @@ def test_read_gives_the_rows_of_each_sequence_shortest_catch_up_first() -> None:
     model, steps = model_and_steps(3, 20)
     assert model.read(steps).n_read == [3, 5]
     assert [model.read(steps[1:]).n_read for _ in range(3)] == [[8], [7], [0]]
+
+
+def test_a_pass_that_others_wait_for_reads_at_most_32_tokens() -> None:
+    model, [step] = model_and_steps(64, max_rows=64)
+    assert [model.read([step], is_shared=True).n_read for _ in range(3)] == [[32], [32], [0]]
+    model, [step] = model_and_steps(64, max_rows=64)
+    assert model.read([step]).n_read == [64]
 
 
 def test_the_catch_up_that_is_told_is_the_one_that_is_read_also_where_a_slot_is_full() -> None:

@@ -48,7 +48,8 @@ PURE = tuple(
     for name in (
         *("errors", "sequence", "sampling/distribution", "sampling/noise", "sampling/logits", "speculation/rejection"),
         *("speculation/cost", "speculation/charges", "speculation/acceptance", "speculation/gain"),
-        *("speculation/alternatives", "speculation/policy", "speculation/step", "engine/base"),
+        *("speculation/alternatives", "speculation/answer_length", "speculation/policy", "speculation/step"),
+        "engine/base",
     )
 )
 # The modules that may import a library.

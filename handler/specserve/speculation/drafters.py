@@ -95,7 +95,7 @@ class Drafters:
         while self.model and (chosen := self._choose(drafting, rows, costs)):
             began = self._clock()
             try:
-                logits, n_read = self.model.read(chosen)
+                logits, n_read = self.model.read(chosen, is_shared=len(decoding) > 1)
             except DraftError as error:
                 logger.error("specserve: %s Decoding goes on without it.", error)
                 self.model = None

@@ -118,7 +118,8 @@ def several_clients(results: Results) -> list[str]:
     titles = {load: load.removesuffix(" clients") for load in own_titles(columns)}
     answer = (
         "Tokens a second of all clients, and the median time to first token: streams of up to 96 tokens after prompts "
-        "of about 250 ([chart](results/clients-zen5.svg)). The last columns are runs of their own, of 2 turns, on Zen 4 with up to 256 tokens."
+        "of about 250 ([chart](results/clients-zen5.svg)). The last columns are runs of their own, of 2 or "
+        "3 turns, on Zen 4 with up to 256 tokens."
     )
     names = on_machines(results, "clients", "load")
     return section("What do several clients get?", answer, table("clients", titles, columns), results, names)

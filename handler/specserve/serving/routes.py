@@ -162,7 +162,11 @@ class Routes:
             batch_invariance={"sentence": "not measured"}
             if models.invariance is None
             else {**models.invariance._asdict(), "sentence": models.invariance.sentence},
-            kernels={**models.kernels._asdict(), **calls()._asdict()},
+            kernels={
+                **models.kernels._asdict(),
+                "prefetch": tuple(map(str, models.kernels.prefetch)),
+                **calls()._asdict(),
+            },
             costs={role: _table(cost) for role, cost in costs.items() if cost is not None},
             # By drafter and kind of sampling: how often drafts are accepted, those of least confidence first.
             controller={

@@ -195,8 +195,10 @@ class Cost:
 
     def curve(self, max_rows: int, kv_len: int) -> FloatArray:
         """What passes of 0 to `max_rows` rows take, shape (`max_rows` + 1,); see `seconds`."""
-        factors = [self._tilted(rows) for rows in range(max_rows + 1)]
-        return np.array(factors) * self._state.curve(max_rows, kv_len)
+        seconds = self._tilted(max_rows) * self._state.curve(max_rows, kv_len)
+        for rows in range(min(max_rows, len(_WIDTHS) - 1)):
+            seconds[rows] = self.seconds(rows, kv_len)
+        return seconds
 
     def _tilted(self, rows: int) -> float:
         """The factor of a pass of so many rows."""

@@ -75,6 +75,8 @@ def test_cost_never_falls_with_the_length_whatever_was_measured(
 def test_costs_of_all_numbers_of_rows_are_those_of_each(rows: int, max_rows: int, kv_len: int) -> None:
     cost = Cost(LONG)
     cost.observe(1, kv_len, 7.0)
+    for _ in range(9):
+        cost.observe(1, kv_len, 1.1 * cost.seconds(1, kv_len))
     curve = cost.curve(max_rows, kv_len)
     assert curve.shape == (max_rows + 1,)
     assert rows > max_rows or curve[rows] == pytest.approx(cost.seconds(rows, kv_len), rel=1e-12)

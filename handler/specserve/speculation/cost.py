@@ -196,8 +196,9 @@ class Cost:
     def curve(self, max_rows: int, kv_len: int) -> FloatArray:
         """What passes of 0 to `max_rows` rows take, shape (`max_rows` + 1,); see `seconds`."""
         seconds = self._tilted(max_rows) * self._state.curve(max_rows, kv_len)
-        for rows in range(min(max_rows, len(_WIDTHS) - 1)):
-            seconds[rows] = self.seconds(rows, kv_len)
+        # All but the widest of few rows are tilted otherwise.
+        narrower = np.array(_WIDTHS[: min(max_rows, len(_WIDTHS) - 1)])
+        seconds[: narrower.size] *= np.exp(self._state.tilt * (narrower - _WIDTHS[min(max_rows, len(_WIDTHS) - 1)]))
         return seconds
 
     def _tilted(self, rows: int) -> float:

@@ -33,6 +33,7 @@ from specserve.engine.base import FloatArray, Row
 from specserve.kv_cache import KVCache
 from specserve.sampling.logits import TargetDistributions
 from specserve.sequence import BySequence, SamplingParams, Sequence, SpeculationParams
+from specserve.serving.budget import max_wait
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler
 from specserve.speculation.cost import Cost, CostTable
@@ -52,8 +53,6 @@ FIXED = (1, 2, 3, 4, 7, 15)
 CONTEXT = 4096
 # Tokens that stand for the rest of the vocabulary, so that logits can have the recorded entropy.
 _OTHERS = 200
-# Seconds that prefill may add to a round of several sequences: the server's default.
-_MAX_WAIT = 0.25
 
 
 @dataclass(frozen=True)
@@ -609,12 +608,13 @@ def together(
 ) -> dict[str, Any]:
     """How much faster `auto` answers all recordings than `off`, if so many are decoded at a time; prefill included."""
     ratios = []
+    wait = max_wait(None, Cost(target))
     for seed in range(1, orders + 1):
         order = list(recordings)
         Random(seed).shuffle(order)
         seconds = {}
         for speculation in (SpeculationParams(mode="off"), SpeculationParams(15, mode="auto")):
-            simulation = Simulation(target, draft, speculation, slots=clients, max_wait_seconds=_MAX_WAIT)
+            simulation = Simulation(target, draft, speculation, slots=clients, max_wait_seconds=wait)
             seconds[speculation.mode] = max(simulation.together(order)[0])
         ratios.append(seconds["off"] / seconds["auto"])
     return {

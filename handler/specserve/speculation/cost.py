@@ -120,6 +120,10 @@ class _State:
 _WIDTHS = (-1.0, *(2 / 3 * math.log2(rows) - 1 for rows in range(1, 9)))
 
 
+def _width(rows: int) -> float:
+    return _WIDTHS[min(rows, len(_WIDTHS) - 1)]
+
+
 class Cost:
     """Seconds of one model's forward passes now: the table times a factor that live passes set.
 
@@ -198,12 +202,12 @@ class Cost:
         seconds = self._tilted(max_rows) * self._state.curve(max_rows, kv_len)
         # All but the widest of few rows are tilted otherwise.
         narrower = np.array(_WIDTHS[: min(max_rows, len(_WIDTHS) - 1)])
-        seconds[: narrower.size] *= np.exp(self._state.tilt * (narrower - _WIDTHS[min(max_rows, len(_WIDTHS) - 1)]))
+        seconds[: narrower.size] *= np.exp(self._state.tilt * (narrower - _width(max_rows)))
         return seconds
 
     def _tilted(self, rows: int) -> float:
         """The factor of a pass of so many rows."""
-        return math.exp(self.log_factor + self._state.tilt * _WIDTHS[min(rows, len(_WIDTHS) - 1)])
+        return math.exp(self.log_factor + self._state.tilt * _width(rows))
 
     def observe(self, rows: int, kv_len: int, seconds: float) -> None:
         """Let the factor follow what a live pass took; one wider than any measured is ignored."""
@@ -220,7 +224,7 @@ class Cost:
                 state.shown.clear()
             state.observed_at, state.target_then = target.passes, others
         shown = state.shown
-        width = _WIDTHS[min(rows, len(_WIDTHS) - 1)]
+        width = _width(rows)
         shown.append(math.log(seconds / state.seconds(rows, kv_len)) - others - state.tilt * width)
         surprise = min(1.0, max(-1.0, (shown[-1] - state.log_factor) / _FULL_STEP_AT))
         state.log_factor += _STEP * surprise

@@ -50,14 +50,33 @@ def test_a_pass_that_others_wait_for_reads_at_most_32_tokens() -> None:
 
 
 def test_the_catch_up_that_is_told_is_the_one_that_is_read_also_where_a_slot_is_full() -> None:
-    """The last 6 of 12 tokens are read, then one a draft; 12 tokens fit into the slot, and instead of 13 it has 6."""
+    """The last 3 of 12 tokens are read, then one a draft; 12 tokens fit into the slot, and instead of 13 it has 3."""
     model, [step] = model_and_steps(12, window=6, context_length=12)
     told, read = [], []
-    for token in range(9):
+    for token in range(12):
         told.append(model.catch_up(step))
         read += model.read([step]).n_read
         step.add(Draft(token, None, "lookup", 0.9), 0.9)
-    assert told == read == [6, 1, 1, 1, 1, 1, 1, 6, 1]
+    assert told == read == [3, *[1] * 9, 3, 1]
+
+
+@pytest.mark.parametrize(("length", "read"), [(40, 40), (64, 64), (80, 51), (128, 32), (500, 32)])
+def test_the_longer_a_sequence_the_nearer_to_its_end_the_model_begins(length: int, read: int) -> None:
+    """The window is 64 tokens."""
+    model, [step] = model_and_steps(length, max_rows=64)
+    assert model.catch_up(step) == read
+    assert model.read([step]).n_read == [read]
+    assert model.cache.start(0) == length - read
+
+
+def test_a_lag_within_the_window_is_read_also_in_a_long_sequence() -> None:
+    """What the model has read before stays of use to it."""
+    model, [step] = model_and_steps(500, max_rows=64)
+    model.read([step])
+    for token in range(60):
+        step.add(Draft(token, None, "lookup", 0.9), 0.9)
+    assert model.read([step]).n_read == [60]
+    assert model.cache.length(0) == 32 + 60
 
 
 def test_read_gives_logits_after_draft_tokens_of_other_drafters() -> None:
@@ -69,8 +88,8 @@ def test_read_gives_logits_after_draft_tokens_of_other_drafters() -> None:
         assert model.read([step]).logits
 
 
-def test_a_full_slot_counts_as_a_catch_up_of_the_window_and_begins_anew_there() -> None:
-    pair = FakePair(blend=0.0, window=8, draft_rows=16, draft_context=24, vocabulary=NoEndToken(VOCABULARY))
+def test_a_full_slot_counts_as_a_catch_up_and_begins_anew() -> None:
+    pair = FakePair(blend=0.0, window=8, draft_rows=16, draft_context=25, vocabulary=NoEndToken(VOCABULARY))
     long = pair.submit([1, 2, 3], max_tokens=60)
     pending = []
 
@@ -78,12 +97,12 @@ def test_a_full_slot_counts_as_a_catch_up_of_the_window_and_begins_anew_there() 
         if long.generated and not long.done:
             assert pair.drafters.model
             pending.append(pair.drafters.model.catch_up(Step(long, len(long.tokens) - 1, 1)))
-            assert pair.draft_cache.length(long.slot) <= 24
+            assert pair.draft_cache.length(long.slot) <= 25
         return long.done
 
     pair.run_until(is_done)
     assert long.stats.drafted > 30
-    assert 8 in pending[1:]
+    assert 4 in pending[1:], "half of the window"
 
 
 def test_fixed_mode_drafts_for_a_short_answer_to_a_long_prompt() -> None:

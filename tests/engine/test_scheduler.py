@@ -209,10 +209,10 @@ def test_a_request_in_mode_off_leaves_the_time_for_drafts_to_the_others() -> Non
 
 
 def test_the_time_of_drafts_is_estimated_at_the_draft_models_kv_length() -> None:
-    """A draft row takes 1 s at the KV length of its window, 16 tokens, and 43 s at that of the whole prompt."""
+    """A draft row takes 1 s at the KV length of half its window, 16 tokens, and 43 s at that of the whole prompt."""
     rows = tuple(range(1, 33))
     draft_cost = FixedCost(CostTable(rows, (64, 512), (tuple(map(float, rows)), tuple(100.0 * n for n in rows))))
-    pair = FakePair(max_wait_seconds=9.0, prefill_rows=64, window=16, costs=(proportional(), draft_cost))
+    pair = FakePair(max_wait_seconds=9.0, prefill_rows=64, window=32, costs=(proportional(), draft_cost))
     generations = [pair.submit([*LONG, n], gamma=6, sampling=ENDLESS, max_tokens=40, request=str(n)) for n in range(2)]
     pair.step(15)
     assert [max(generation.stats.gammas) for generation in generations] == [2, 2]

@@ -17,6 +17,10 @@ from specserve.speculation.step import Step
 # The most rows of a pass that other sequences wait for: 54 ms of the 0.5B on Zen 4, where 64 rows take 96.
 _SHARED_ROWS = 32
 
+# Where a sequence is twice as long as the window or longer, half of the window is read
+# (benchmarks/decisions/draft-window.md).
+_LEAST_SHARE = 0.5
+
 
 class PassResult(NamedTuple):
     """The result of a pass, by index of the steps that were asked for.
@@ -35,13 +39,13 @@ class DraftModel:
     """A small model that drafts tokens.
 
     It need not read a whole sequence, since its drafts are verified: where it lags by more than `window` tokens, or its
-    slot has no room for more, it begins anew that far before the end. At most `max_rows` tokens are read in a pass (32
-    where other sequences wait for it), the shortest catch-up first; a prefix that another slot holds is copied.
+    slot has no room for more, it begins anew near the end. At most `max_rows` tokens are read in a pass (32 where other
+    sequences wait for it), the shortest catch-up first; a prefix that another slot holds is copied.
 
     Args:
         cache: the model's KV cache; its slots are those of the target.
         cost: of its passes.
-        window: the longest catch-up, in tokens.
+        window: the longest catch-up, in tokens; it begins as far before the end of a sequence that is no longer.
         max_rows: the most tokens of a pass; at least two for every slot, so that a sequence that has caught up is
             never delayed.
         vocabulary: the width of the target's rows.
@@ -62,9 +66,8 @@ class DraftModel:
 
     def catch_up(self, step: Step) -> int:
         """How many tokens it reads before it can draft the next one."""
-        if self._is_full(step):
-            return self._window
-        return min(step.length - self.cache.end(step.sequence.slot), self._window)
+        lag = step.length - self.cache.end(step.sequence.slot)
+        return self._first(step) if lag > self._window or self._is_full(step) else lag
 
     def can_read(self, step: Step) -> bool:
         """Whether its vocabulary has every token that it would have to read."""
@@ -130,7 +133,7 @@ class DraftModel:
             reading: the steps that are read in this pass, and to which position.
         """
         cache, sequence, slot = self.cache, step.sequence, step.sequence.slot
-        earliest = step.length - self._window
+        earliest = step.length - self._first(step)
         if step.length - cache.end(slot) > 2:
             # The last token is always read: its logits are those that are drafted from.
             prefixes = cache.prefixes(sequence.tokens, len(sequence.tokens) - 1)
@@ -139,11 +142,16 @@ class DraftModel:
             soon = max((self._shared(step, other, end) for other, end in reading), default=0)
             if worth_waiting(sequence, max(prefixes[source], earliest), soon):
                 return False
-            if source != slot and prefixes[source] >= earliest:
+            if source != slot and prefixes[source] >= step.length - self._window:
                 cache.copy(source, slot, prefixes[source])
-        if cache.end(slot) < earliest or self._is_full(step):
-            cache.restart(slot, max(0, earliest))
+        if cache.end(slot) < step.length - self._window or self._is_full(step):
+            cache.restart(slot, earliest)
         return True
+
+    def _first(self, step: Step) -> int:
+        """How far before the end it begins: nearer in a longer sequence, of which its last tokens tell less."""
+        share = max(_LEAST_SHARE, min(1.0, self._window / step.length))
+        return min(step.length, int(share * self._window))
 
     def _is_full(self, step: Step) -> bool:
         """Whether a slot has no room for what its sequence has become."""

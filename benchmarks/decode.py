@@ -202,6 +202,7 @@ def main() -> None:
     parser = argument_parser(__doc__, quick="three prompts a family, three modes, greedy only")
     parser.add_argument("--prompts", type=int, help="number of prompts of each family")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, help="only these families")
+    parser.add_argument("--max-tokens", type=int, help="the most tokens of an answer, in place of each prompt's own")
     names = [mode.name for mode in MODES]
     parser.add_argument("--modes", nargs="+", choices=names, metavar="MODE", help=f"only these of {', '.join(names)}")
     parser.add_argument("--temperatures", nargs="+", type=float, help="default: 0 and 0.8, with --quick 0")
@@ -224,6 +225,8 @@ def main() -> None:
         modes = modes_for(family, chosen)
         family_lanes = [lane for lane in lanes if lane.mode in modes]
         tasks = list(read_tasks(family, options.prompts or (3 if options.quick else None)))
+        if options.max_tokens:
+            tasks = [replace(task, max_tokens=options.max_tokens) for task in tasks]
         for temperature in temperatures:
             answers = [(task, seed) for seed in options.seeds[: None if temperature else 1] for task in tasks]
             for task, seed in track(answers, f"{family}, temperature {temperature}", console=Console(stderr=True)):

@@ -105,7 +105,7 @@ class SpeculationConfig(_Section):
     window: int = Field(
         default=128,
         ge=16,
-        description="Tokens before the end of a sequence that the draft model prefills when it joins; fewer if it is long.",
+        description="Tokens before the end of a sequence that the draft model prefills when it joins; fewer if long.",
     )
     holdback: float = Field(
         default=0.0,

@@ -23,10 +23,10 @@ _NEWEST, _LONGEST = 16, 32
 # Tokens of the prompt that are kept before an answer: by them its beginning is found again.
 _OF_PROMPT = 64
 # Positions around the end of a run.
-_AROUND = np.arange(-_LONGEST, 2 * _LONGEST)
+_AROUND = np.arange(-_LONGEST - 1, 2 * _LONGEST)
 _GOLDEN, _WORD = 0x9E3779B97F4A7C15, 2**64 - 1
-# Stands between two answers, and equals no token.
-_BETWEEN = -1
+# Stands after every answer, and one that stands before every suffix; both equal no token.
+_BETWEEN, _NOTHING = -1, -2
 # Decided tokens by which a sequence's own record catches up, at most, when it is asked again after a pause.
 _CAUGHT_UP = 16
 
@@ -49,28 +49,34 @@ class Match(NamedTuple):
 
     Args:
         length: in tokens, at most 32.
-        following: what followed each of its newest occurrences, the newest first.
+        following: what followed each of its newest occurrences, the newest first; after _BETWEEN anything.
+        at: how many tokens of these belong to the match by now.
     """
 
     length: int
     following: list[list[int]]
+    at: int = 0
 
     def next(self) -> tuple[int, Kind] | None:
-        """The likeliest next token, and what is known of it; None at the end of an answer."""
-        counts = Counter(tokens[0] for tokens in self.following if tokens)
+        """The likeliest next token, and what is known of it; None at the end of an answer, or of what was returned."""
+        if not self.following or self.at == len(self.following[0]):
+            return None
+        tokens = [row[self.at] for row in self.following]
+        counts = Counter(tokens)
+        counts.pop(_BETWEEN, None)
         if not counts:
             return None
         token, count = counts.most_common(1)[0]
         if len(counts) > 1:
-            evidence = "most" if count >= _MOST * len(self.following) else "split"
+            evidence = "most" if count >= _MOST * len(tokens) else "split"
         else:
             evidence = "once" if count == 1 else "repeated"
         return token, (evidence, self.length.bit_length())
 
     def after(self, token: int) -> Match:
         """The same match one token further, if that is this one."""
-        following = [tokens[1:] for tokens in self.following if tokens and tokens[0] == token]
-        return Match(min(self.length + 1, _LONGEST), following)
+        following = [row for row in self.following if row[self.at] == token]
+        return Match(min(self.length + 1, _LONGEST), following, self.at + 1)
 
 
 _NONE = Match(0, [])
@@ -133,18 +139,17 @@ class History:
         ends = self._occurrences(suffix) if len(suffix) >= _HASHED else []
         if not ends:
             return _NONE
-        found = self._tokens.take(np.array(ends)[:, None] + _AROUND[: _LONGEST + max_tokens], mode="wrap")
-        agrees = found[:, _LONGEST - 1 :: -1][:, : len(suffix)] == np.array(suffix[: -_LONGEST - 1 : -1], np.int32)
-        # The first difference, or the whole width.
-        lengths = np.where(agrees.all(axis=1), agrees.shape[1], agrees.argmin(axis=1)).tolist()
-        length = max(lengths)
+        found = self._tokens.take(np.array(ends)[:, None] + _AROUND[: _LONGEST + 1 + max_tokens], mode="wrap")
+        backwards = suffix[: -_LONGEST - 1 : -1]
+        sought = np.array([*backwards, *[_NOTHING] * (_LONGEST + 1 - len(backwards))], np.int32)
+        # The first difference, from the end on.
+        lengths = (found[:, _LONGEST::-1] != sought).argmax(axis=1)
+        length = int(lengths.max())
         if length < _HASHED:
             return _NONE
         # Those that agree nearly as far say as much.
         enough = max(_HASHED, 1 << (length.bit_length() - 1))
-        rows = zip(ends, lengths, found[:, _LONGEST:].tolist(), strict=True)
-        following = [tokens[: self._end - end] for end, agreeing, tokens in rows if agreeing >= enough]
-        return Match(length, [_until_the_end(tokens) for tokens in following])
+        return Match(length, found[lengths >= enough, _LONGEST + 1 :].tolist())
 
     def _occurrences(self, suffix: abc.Sequence[int]) -> list[int]:
         """Positions after the newest runs whose hash is that of the last tokens of a text, the newest first."""
@@ -173,10 +178,6 @@ def _hashes(text: NDArray[np.int32], bits: int) -> NDArray[np.int64]:
         following = value[index : index + mixed.size]
         mixed = (mixed ^ (mixed >> np.uint64(29)) ^ following) * np.uint64(_GOLDEN)
     return (mixed >> np.uint64(64 - bits)).astype(np.int64)
-
-
-def _until_the_end(tokens: list[int]) -> list[int]:
-    return tokens[: tokens.index(_BETWEEN)] if _BETWEEN in tokens else tokens
 
 
 class Follower:

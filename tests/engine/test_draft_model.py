@@ -42,9 +42,9 @@ def test_read_gives_the_rows_of_each_sequence_shortest_catch_up_first() -> None:
     assert [model.read(steps[1:]).n_read for _ in range(3)] == [[8], [7], [0]]
 
 
-def test_a_pass_that_others_wait_for_reads_at_most_32_tokens() -> None:
-    model, [step] = model_and_steps(64, max_rows=64)
-    assert [model.read([step], is_shared=True).n_read for _ in range(3)] == [[32], [32], [0]]
+def test_a_pass_that_others_wait_for_reads_at_most_16_tokens() -> None:
+    model, [step] = model_and_steps(32, max_rows=64)
+    assert [model.read([step], is_shared=True).n_read for _ in range(3)] == [[16], [16], [0]]
     model, [step] = model_and_steps(64, max_rows=64)
     assert model.read([step]).n_read == [64]
 

@@ -14,8 +14,10 @@ from specserve.sequence import common_prefix
 from specserve.speculation.cost import Cost
 from specserve.speculation.step import Step
 
-# The most rows of a pass that other sequences wait for: 54 ms of the 0.5B on Zen 4, where 64 rows take 96.
-_SHARED_ROWS = 32
+# The most rows of a pass that other sequences wait for. With 16 instead of 32 the 99th percentile of two clients' gaps is
+# 1.30 and 1.34 times that of mode off instead of 1.40 and 1.68, their speed the same (Zen 4; benchmarks/load.py --ours
+# --clients 2 --requests 2 --turns 2 --max-tokens 256).
+_SHARED_ROWS = 16
 
 # Where a sequence is twice as long as the window or longer, half of the window is read
 # (benchmarks/decisions/draft-window.md).
@@ -39,7 +41,7 @@ class DraftModel:
     """A small model that drafts tokens.
 
     It need not read a whole sequence, since its drafts are verified: where it lags by more than `window` tokens, or its
-    slot has no room for more, it begins anew near the end. At most `max_rows` tokens are read in a pass (32 where other
+    slot has no room for more, it begins anew near the end. At most `max_rows` tokens are read in a pass (16 where other
     sequences wait for it), the shortest catch-up first; a prefix that another slot holds is copied.
 
     Args:

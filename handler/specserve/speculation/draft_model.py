@@ -14,7 +14,7 @@ from specserve.sequence import common_prefix
 from specserve.speculation.cost import Cost
 from specserve.speculation.step import Step
 
-# The most rows of a pass that other sequences wait for. With 16 instead of 32 the 99th percentile of two clients' gaps is
+# The most rows of a pass that other sequences wait for. With 16 instead of 32 two clients' 99th percentile of gaps is
 # 1.30 and 1.34 times that of mode off instead of 1.40 and 1.68, their speed the same (Zen 4; benchmarks/load.py --ours
 # --clients 2 --requests 2 --turns 2 --max-tokens 256).
 _SHARED_ROWS = 16

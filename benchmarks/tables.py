@@ -143,7 +143,11 @@ def cost_of_a_pass(results: Results) -> list[str]:
                 growth.append(f"{ours:.1f} times ({machine}; llama.cpp's kernels {theirs:.1f})")
     engines = ("ours", "ik_llama.cpp", "OpenVINO")
     for name, machine in on_machines(results, "passes").items():
-        times = {(row["engine"], row["rows"]): row["ms"] for row in results[name]["rows"] if row["file"] == TARGET}
+        times = {
+            (row["engine"], row["rows"]): row["ms_per_row" if row["prefill"] else "ms"]
+            for row in results[name]["rows"]
+            if row["file"] == TARGET
+        }
         columns[f"1.5B, {machine}: {' / '.join(engines)}"] = {
             count: " / ".join(f"{time:.1f}" if (time := times.get((engine, count))) else "-" for engine in engines)
             for _, count in times

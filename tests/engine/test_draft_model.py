@@ -75,6 +75,7 @@ def test_a_lag_within_the_window_is_read_also_in_a_long_sequence() -> None:
     model.read([step])
     for token in range(60):
         step.add(Draft(token, None, "lookup", 0.9), 0.9)
+    assert model.catch_up(step) == 60
     assert model.read([step]).n_read == [60]
     assert model.cache.length(0) == 32 + 60
 

@@ -287,7 +287,8 @@ class Simulation:
         target: the target's costs on the simulated machine.
         draft: the draft's.
         speculation: the policy.
-        window: tokens that the draft reads back where it joins a sequence.
+        window: tokens that the draft reads back where it joins a sequence; of a long one fewer, which here costs less
+            and changes no draft, since all were recorded after the whole window.
         draft_context: the most tokens of a sequence that the draft holds.
         slots: sequences decoded at the same time.
         max_wait_seconds: extra latency that prefill may add to a decoding round.
@@ -656,17 +657,17 @@ def main() -> None:
         name, value = constant.split("=")
         module, name = name.split(".")
         setattr(import_module(f"specserve.speculation.{module}"), name, float(value))
+    recorded = read_recordings(options.recordings)
     if options.sensitivity:
         rows = []
-        for row in sensitivity(options.machines, read_recordings(options.recordings), options.orders):
+        for row in sensitivity(options.machines, recorded, options.orders):
             print(row)
             rows.append(row)
         print_result("simulate", {}, rows, [f"machines: {', '.join(options.machines)}; {options.orders} orders"])
         return
     if options.clients:
-        recordings = read_recordings(options.recordings)
         rows = [
-            {"machine": machine, **together(*MACHINES[machine], recordings, clients, options.orders)}
+            {"machine": machine, **together(*MACHINES[machine], recorded, clients, options.orders)}
             for machine in options.machines
             for clients in options.clients
         ]
@@ -674,7 +675,7 @@ def main() -> None:
             print(f"{row['machine']}, {row['clients']} clients: {row['ratio']} {row['spread']}")
         print_result("simulate", {}, rows, ["`auto` / `off`, all answers; simulated"])
         return
-    recordings = read_recordings(options.recordings) + [synthetic(kind) for kind in PROCESSES]
+    recordings = recorded + [synthetic(kind) for kind in PROCESSES]
     rows = []
     for machine in options.machines:
         mine = list(compare(*MACHINES[machine], recordings, options.orders))

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean
 
 from charts import best_settings
-from common import FAMILIES
+from common import FAMILIES, Row
 from long_prompts_table import long_prompts
 from result_tables import Column, Results, on_machines, own_titles, read_results, section, side_by_side, table
 
@@ -132,7 +132,7 @@ def cost_of_a_pass(results: Results) -> list[str]:
     for file, model in {TARGET: "1.5B", DRAFT: "draft"}.items():
         for name, machine in on_machines(results, "cost_curve").items():
             rows = {(row["engine"], row["rows"]): row for row in results[name]["rows"] if row["file"] == file}
-            times = {key: row["ms_per_row" if row["prefill"] else "ms"] for key, row in rows.items()}
+            times = {key: _milliseconds(row) for key, row in rows.items()}
             columns[f"{model}, {machine}: llama.cpp / ours"] = {
                 count: f"{times['llama.cpp', count]:.1f} / {time:.1f} ({rows[engine, count]['times_roof']:.2f})"
                 for (engine, count), time in times.items()
@@ -143,11 +143,8 @@ def cost_of_a_pass(results: Results) -> list[str]:
                 growth.append(f"{ours:.1f} times ({machine}; llama.cpp's kernels {theirs:.1f})")
     engines = ("ours", "ik_llama.cpp", "OpenVINO")
     for name, machine in on_machines(results, "passes").items():
-        times = {
-            (row["engine"], row["rows"]): row["ms_per_row" if row["prefill"] else "ms"]
-            for row in results[name]["rows"]
-            if row["file"] == TARGET
-        }
+        passes = [row for row in results[name]["rows"] if row["file"] == TARGET]
+        times = {(row["engine"], row["rows"]): _milliseconds(row) for row in passes}
         columns[f"1.5B, {machine}: {' / '.join(engines)}"] = {
             count: " / ".join(f"{time:.1f}" if (time := times.get((engine, count))) else "-" for engine in engines)
             for _, count in times
@@ -159,6 +156,11 @@ def cost_of_a_pass(results: Results) -> list[str]:
     )
     names = on_machines(results, "cost_curve", "passes")
     return section("What does a forward pass cost?", answer, table("tokens", titles, columns), results, names)
+
+
+def _milliseconds(row: Row) -> float:
+    """Of a pass, or of each token of a prompt."""
+    return float(row["ms_per_row" if row["prefill"] else "ms"])
 
 
 def other_engines(results: Results) -> list[str]:

@@ -43,7 +43,9 @@ def test_a_fixed_gamma_loses_more(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["easy", "bursty", "drifting", "story then code"])
 def test_adaptive_is_faster_if_parts_of_the_output_are_easy(kind: str) -> None:
     """The mean of three: where the first draft of a chain is rejected early, 15 that followed have cost three steps."""
-    assert mean(speedup(SLOW, kind, seed=seed) for seed in (1, 2, 3)) > 1.02
+    speedups = [speedup(SLOW, kind, seed=seed) for seed in (1, 2, 3)]
+    assert mean(speedups) > 1.02
+    assert min(speedups) > 0.95
 
 
 def test_drafting_resumes_when_the_output_becomes_easy() -> None:

@@ -32,7 +32,8 @@ def test_the_next_worker_has_the_same_pools(tmp_path: Path) -> None:
     pools = Pools(1000)
     HistoryFile(path, VOCABULARY).read_into(pools)
     assert texts(pools) == texts(filled())
-    assert [row[0] for row in pools.of(("key", "b"))[0].match([3, 4, 5], 4).following] == [7]
+    match = pools.of(("key", "b"))[0].match([3, 4, 5], 4)
+    assert [row[:2] for row in match.following] == [[7, -1]], "where the answer ends is known, too"
     assert path.stat().st_mode & 0o777 == 0o600
     assert [entry.name for entry in tmp_path.iterdir()] == ["history"]
 

@@ -11,8 +11,8 @@ from specserve.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 
-# The most tokens of a sequence in the draft model's cache: it needs the last `speculation.window` of them, and reads as
-# many again each time that these are used up. No command prints it.
+# The most tokens of a sequence in the draft model's cache: it needs the last `speculation.window` of them at most, and
+# reads half as many again each time that these are used up. No command prints it.
 DRAFT_LENGTH = 2048
 # Bytes of a number in a KV cache. Beside it specserve's attention keeps 4 bytes for each head, and of q8_0 one more for
 # each 32 numbers: 1/16 of a byte a number with heads of 64.

@@ -19,10 +19,6 @@ from specserve.speculation.step import Step
 # --clients 2 --requests 2 --turns 2 --max-tokens 256).
 _SHARED_ROWS = 16
 
-# Where a sequence is twice as long as the window or longer, half of the window is read
-# (benchmarks/decisions/draft-window.md).
-_LEAST_SHARE = 0.5
-
 
 class PassResult(NamedTuple):
     """The result of a pass, by index of the steps that were asked for.
@@ -60,7 +56,9 @@ class DraftModel:
         self.cache = cache
         self._cost = cost
         self._window = min(window, context_length // 2)
-        self._max_rows = min(max(max_rows, 2 * cache.n_slots), cache.engine.max_rows)
+        least_rows = 2 * cache.n_slots
+        self._max_rows = min(max(max_rows, least_rows), cache.engine.max_rows)
+        self._shared_rows = min(max(_SHARED_ROWS, least_rows), self._max_rows)
         self._vocabulary = vocabulary
         self._context_length = context_length
         # Rows of the last pass, and the KV length that the average one attended to.
@@ -68,8 +66,7 @@ class DraftModel:
 
     def catch_up(self, step: Step) -> int:
         """How many tokens it reads before it can draft the next one."""
-        lag = step.length - self.cache.end(step.sequence.slot)
-        return self._first(step) if lag > self._window or self._is_full(step) else lag
+        return self._first(step) if self._begins_anew(step) else step.length - self.cache.end(step.sequence.slot)
 
     def can_read(self, step: Step) -> bool:
         """Whether its vocabulary has every token that it would have to read."""
@@ -110,7 +107,7 @@ class DraftModel:
 
     def _unread(self, steps: list[Step], *, is_shared: bool) -> tuple[list[Row], list[int]]:
         """The rows to read, and the indices of the steps that have caught up with them."""
-        max_rows = min(self._max_rows, max(_SHARED_ROWS, 2 * self.cache.n_slots)) if is_shared else self._max_rows
+        max_rows = self._shared_rows if is_shared else self._max_rows
         rows: list[Row] = []
         complete: list[int] = []
         reading: list[tuple[Step, int]] = []
@@ -135,25 +132,31 @@ class DraftModel:
             reading: the steps that are read in this pass, and to which position.
         """
         cache, sequence, slot = self.cache, step.sequence, step.sequence.slot
-        earliest = step.length - self._first(step)
         if step.length - cache.end(slot) > 2:
             # The last token is always read: its logits are those that are drafted from.
             prefixes = cache.prefixes(sequence.tokens, len(sequence.tokens) - 1)
             prefixes[slot] = cache.end(slot)
             source = max(range(cache.n_slots), key=lambda other: (prefixes[other], other == slot))
             soon = max((self._shared(step, other, end) for other, end in reading), default=0)
-            if worth_waiting(sequence, max(prefixes[source], earliest), soon):
+            is_near = prefixes[source] >= step.length - self._window
+            if worth_waiting(sequence, prefixes[source] if is_near else step.length - self._first(step), soon):
                 return False
-            if source != slot and prefixes[source] >= step.length - self._window:
+            if source != slot and is_near:
                 cache.copy(source, slot, prefixes[source])
-        if cache.end(slot) < step.length - self._window or self._is_full(step):
-            cache.restart(slot, earliest)
+        if self._begins_anew(step):
+            cache.restart(slot, step.length - self._first(step))
         return True
 
+    def _begins_anew(self, step: Step) -> bool:
+        """Whether its slot has too little of a sequence, or no room for it."""
+        return step.length - self.cache.end(step.sequence.slot) > self._window or self._is_full(step)
+
     def _first(self, step: Step) -> int:
-        """How far before the end it begins: nearer in a longer sequence, of which its last tokens tell less."""
-        share = max(_LEAST_SHARE, min(1.0, self._window / step.length))
-        return min(step.length, int(share * self._window))
+        """How far before the end it begins: nearer in a longer sequence, of which its last tokens tell less.
+
+        Half of the window is the least (benchmarks/decisions/draft-window.md).
+        """
+        return min(step.length, max(self._window // 2, self._window**2 // step.length))
 
     def _is_full(self, step: Step) -> bool:
         """Whether a slot has no room for what its sequence has become."""

@@ -12,18 +12,20 @@ namespace specserve {
 enum class Format : int { q4_0, q8_0, q4_k, q6_k };
 constexpr int kFormats = 4;
 
-// How weights are prefetched: with prefetchnta or prefetcht1, and so many bytes before they are needed.
+// How weights are prefetched: by the processor alone, with prefetcht1 or prefetchnta, and so many bytes before they are
+// needed.
+enum class Hint : int { none, t1, nta };
 struct Prefetch {
-    bool non_temporal;
+    Hint hint;
     int64_t ahead;
 };
-constexpr int kFewRows = 4;  // of a tile: few are limited by memory, more by arithmetic
+constexpr int kFewRows = 2;  // of a tile: few are limited by memory, more by arithmetic
 
 // A weight matrix, packed for the kernels: `columns` output features of `k` weights each.
 //
 // Columns are packed in panels of as many columns as a vector register has 32-bit lanes, so that lane c of every
-// register belongs to column c and no sum across lanes is ever needed. A panel is its quantised weights, block after
-// block along k, and then the scales of all its blocks. The last panel is filled up with zeros.
+// register belongs to column c and no sum across lanes is ever needed. A panel is its blocks along k in the order in which
+// a product reads them, each the scales and then the quantised weights. The last panel is filled up with zeros.
 struct Weights {
     Format format;
     int64_t k;

@@ -83,8 +83,8 @@ EXPORT void specserve_take(unsigned formats) { library().formats = formats; }
 
 // How products prefetch weights from now on, of tiles of few rows (0) or of others (1): see library.h. Their results are
 // the same.
-EXPORT void specserve_prefetch(int many_rows, int non_temporal, int64_t ahead) {
-    library().prefetch[many_rows != 0] = {non_temporal != 0, ahead};
+EXPORT void specserve_prefetch(int many_rows, int hint, int64_t ahead) {
+    library().prefetch[many_rows != 0] = {static_cast<Hint>(hint), ahead};
 }
 
 // From now on passes compute these ascending groups of 16 columns of the head, the product that llama.cpp names
@@ -121,7 +121,7 @@ EXPORT void specserve_time_prefetch(int format, int64_t k, int64_t columns, int 
                                     const int64_t * ways, int count, double * seconds) {
     std::vector<Prefetch> each;
     for (int i = 0; i < count; i++) {
-        each.push_back({ways[2 * i] != 0, ways[2 * i + 1]});
+        each.push_back({static_cast<Hint>(ways[2 * i]), ways[2 * i + 1]});
     }
     time_prefetch(static_cast<Format>(format), k, columns, rows, threads, turns, each.data(), count, seconds);
 }

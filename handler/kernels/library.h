@@ -17,7 +17,7 @@ struct Library {
     // Of tiles of few rows, and of others; timed at load. A pass streams a gigabyte, which seems to evict the kernels'
     // code from the second-level cache, and so from the first: on Zen 5, passes of some numbers of rows took up to 1.4
     // times as long with prefetcht1, by where the library's pages lay in memory. With prefetchnta none did.
-    Prefetch prefetch[2] = {{false, 24 << 10}, {false, 24 << 10}};
+    Prefetch prefetch[2] = {{Hint::none, 0}, {Hint::t1, 24 << 10}};
     std::atomic<int64_t> products{0};   // calls of compute_forward, counted by thread 0
     std::atomic<int64_t> attentions{0};
     std::atomic<int> left{0};  // kinds of operations that were left to ggml

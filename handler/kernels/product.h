@@ -46,7 +46,7 @@ constexpr int64_t side_bytes(Format format) {  // scales of a panel's block
         case Format::q4_0:
         case Format::q8_0: return 2 * kLanes;
         case Format::q4_k: return 4 * kVector;      // d, dmin; scales and minima of 6 bits in 3 registers
-        case Format::q6_k: return 4 * kVector + 2 * kLanes;  // 16 scales of 8 bits, d
+        case Format::q6_k: return 5 * kVector;  // 16 scales of 8 bits, d
     }
     return 0;
 }
@@ -65,10 +65,40 @@ int64_t panel_bytes(Format format, int64_t k) {
     return k / block_length(format) * (weight_bytes(format) + side_bytes(format));
 }
 
-// Bytes to 4-byte groups: group g of a column goes to lane `lane` of register g.
-inline void spread(const uint8_t * from, int groups, uint8_t * to, int lane) {
+// Blocks whose scales lie together, before their weights: as many as make whole vectors.
+constexpr int64_t group_of_blocks(Format format) {
+    switch (format) {
+        case Format::q4_0:
+        case Format::q8_0: return 8;
+        case Format::q4_k:
+        case Format::q6_k: return 1;
+    }
+    return 0;
+}
+
+// use(weights, side) for every block of a panel along k. A product of a row reads as fast as memory only if it comes to
+// every line of 64 bytes in order, so that processors fetch ahead by themselves: scales that are used later are touched.
+template <typename Byte, typename Use>
+inline void for_blocks(Format format, int64_t blocks, Byte * panel, Use use) {
+    for (int64_t first = 0; first < blocks; first += group_of_blocks(format)) {
+        const int64_t count = std::min(group_of_blocks(format), blocks - first);
+        Byte * side = panel;
+        for (int64_t i = 0; i < count * side_bytes(format); i += 64) {
+            _mm_prefetch(reinterpret_cast<const char *>(side + i), _MM_HINT_T0);
+        }
+        panel += count * side_bytes(format);
+        for (int64_t i = 0; i < count; i++) {
+            use(panel, side);
+            panel += weight_bytes(format);
+            side += side_bytes(format);
+        }
+    }
+}
+
+// Bytes to 4-byte groups: group g of a column goes to lane `lane` of one of every `apart` registers.
+inline void spread(const uint8_t * from, int groups, uint8_t * to, int lane, int apart = 1) {
     for (int g = 0; g < groups; g++) {
-        std::memcpy(to + g * kVector + 4 * lane, from + 4 * g, 4);
+        std::memcpy(to + g * apart * kVector + 4 * lane, from + 4 * g, 4);
     }
 }
 
@@ -109,13 +139,33 @@ inline void pack_q4_k(const uint8_t * block, uint8_t * weights, uint8_t * side, 
     spread(block + 16, 32, weights, lane);
 }
 
-// q6_k: 128 bytes of low nibbles, 64 bytes of upper 2 bits, 16 signed scales, d (half); each half of the block has 128
-// weights: 64 bytes of nibbles and 32 of upper bits.
+// q6_k: 128 bytes of low nibbles, 64 bytes of upper 2 bits, 16 signed scales, d (half); of each half of the block 64 bytes
+// of nibbles and 32 of upper bits: four times 32 weights. Here every 64 weights have 8 registers of nibbles, as those of
+// q4_k, and 4 of upper bits, in the order in which a kernel comes to them.
 inline void pack_q6_k(const uint8_t * block, uint8_t * weights, uint8_t * side, int lane) {
-    for (int half = 0; half < 2; half++) {
-        uint8_t * to = weights + half * 24 * kVector;
-        spread(block + 64 * half, 16, to, lane);
-        spread(block + 128 + 32 * half, 8, to + 16 * kVector, lane);
+    uint8_t values[256];
+    for (int i = 0; i < 256; i++) {
+        const int byte = i % 32 + 32 * (i / 128);
+        const int nibble = block[i % 64 + 64 * (i / 128)] >> (i % 128 < 64 ? 0 : 4) & 0x0f;
+        const int upper = block[128 + byte] >> (2 * (i % 128 / 32)) & 0x03;
+        values[i] = static_cast<uint8_t>(nibble | upper << 4);
+    }
+    for (int pair = 0; pair < 4; pair++) {
+        const uint8_t * first = values + 64 * pair;
+        const uint8_t * second = first + 32;
+        uint8_t nibbles[32];
+        uint8_t upper[16];
+        for (int i = 0; i < 32; i++) {
+            nibbles[i] = static_cast<uint8_t>((first[i] & 0x0f) | second[i] << 4);
+        }
+        for (int i = 0; i < 16; i++) {
+            upper[i] = static_cast<uint8_t>(first[i] >> 4 | first[16 + i] >> 4 << 2 | second[i] >> 4 << 4 |
+                                            second[16 + i] >> 4 << 6);
+        }
+        uint8_t * to = weights + 12 * pair * kVector;
+        spread(nibbles, 4, to, lane, 2);
+        spread(upper, 4, to + kVector, lane, 2);
+        spread(nibbles + 16, 4, to + 8 * kVector, lane);
     }
     for (int j = 0; j < 16; j++) {
         side[j * kLanes + lane] = block[192 + j];
@@ -128,21 +178,19 @@ void pack(const Weights & w, const uint8_t * source, int64_t first, int64_t last
     const int64_t column_bytes = blocks * source_bytes(w.format);
     const int64_t bytes = panel_bytes(w.format, w.k);
     for (int64_t panel = first; panel < last; panel++) {
-        uint8_t * weights = destination + panel * bytes;
-        uint8_t * side = weights + blocks * weight_bytes(w.format);
-        std::memset(weights, 0, static_cast<size_t>(bytes));
+        uint8_t * to = destination + panel * bytes;
+        std::memset(to, 0, static_cast<size_t>(bytes));
         for (int lane = 0; lane < kLanes && panel * kLanes + lane < w.columns; lane++) {
             const uint8_t * block = source + (panel * kLanes + lane) * column_bytes;
-            for (int64_t b = 0; b < blocks; b++, block += source_bytes(w.format)) {
-                uint8_t * to = weights + b * weight_bytes(w.format);
-                uint8_t * scales = side + b * side_bytes(w.format);
+            for_blocks(w.format, blocks, to, [&](uint8_t * weights, uint8_t * side) {
                 switch (w.format) {
-                    case Format::q4_0: pack_32(block, 4, to, scales, lane); break;
-                    case Format::q8_0: pack_32(block, 8, to, scales, lane); break;
-                    case Format::q4_k: pack_q4_k(block, to, scales, lane); break;
-                    case Format::q6_k: pack_q6_k(block, to, scales, lane); break;
+                    case Format::q4_0: pack_32(block, 4, weights, side, lane); break;
+                    case Format::q8_0: pack_32(block, 8, weights, side, lane); break;
+                    case Format::q4_k: pack_q4_k(block, weights, side, lane); break;
+                    case Format::q6_k: pack_q6_k(block, weights, side, lane); break;
                 }
-            }
+                block += source_bytes(w.format);
+            });
         }
     }
 }
@@ -187,9 +235,9 @@ void quantise(Format format, const float * source, int64_t first, int64_t last, 
 // ---- products ----
 
 // Weights and scales are asked for `ahead` bytes before they are needed (Library::prefetch).
-template <bool non_temporal, int64_t bytes> inline void prefetch(const uint8_t * weights, int64_t ahead) {
-    for (int64_t i = 0; i < bytes; i += 64) {
-        _mm_prefetch(reinterpret_cast<const char *>(weights + ahead + i), non_temporal ? _MM_HINT_NTA : _MM_HINT_T1);
+template <Hint hint, int64_t bytes> inline void prefetch(const uint8_t * weights, int64_t ahead) {
+    for (int64_t i = 0; hint != Hint::none && i < bytes; i += 64) {
+        _mm_prefetch(reinterpret_cast<const char *>(weights + ahead + i), hint == Hint::nta ? _MM_HINT_NTA : _MM_HINT_T1);
     }
 }
 
@@ -216,16 +264,15 @@ inline void for_rows(const Ints * weights, const int8_t * activations, Start sta
 }
 
 // q4_0 and q8_0: one scale a block of 32, for weights and for activations.
-template <Format format, int rows, bool non_temporal>
-inline void multiply_32(const uint8_t * weights, const uint8_t * side, int64_t k, int64_t ahead, const Tile & tile,
-                        Sums<rows> & out) {
+template <Format format, int rows, Hint hint>
+inline void multiply_32(const uint8_t * panel, int64_t k, int64_t ahead, const Tile & tile, Sums<rows> & out) {
     constexpr bool nibbles = format == Format::q4_0;
     const int8_t * values = tile.values;
     const float * scales = tile.scales;
     const int32_t * sums = tile.sums;
-    for (int64_t block = 0; block < k / 32; block++) {
-        prefetch<non_temporal, weight_bytes(format)>(weights, ahead);
-        prefetch<non_temporal, side_bytes(format)>(side, ahead);
+    for_blocks(format, k / 32, panel, [&](const uint8_t * weights, const uint8_t * side) {
+        prefetch<hint, weight_bytes(format)>(weights, ahead);
+        prefetch<hint, side_bytes(format)>(side, ahead);
         Ints w[8];
         UNROLL
         for (int v = 0; v < 8; v++) {
@@ -240,23 +287,20 @@ inline void multiply_32(const uint8_t * weights, const uint8_t * side, int64_t k
         for_rows<rows, 8, nibbles ? 15 : 128>(
             w, values, [=](int r) { return all(sums[r]); },
             [=, &out](int r, Floats sum) { out[r] = fma(sum, mul(d, all(scales[r])), out[r]); });
-        weights += weight_bytes(format);
-        side += side_bytes(format);
         values += 32 * rows;
         scales += rows;
         sums += rows;
-    }
+    });
 }
 
 // q4_k: weight = d x scale x nibble - dmin x minimum, with a scale and a minimum a sub-block of 32.
-template <int rows, bool non_temporal>
-inline void multiply_q4_k(const uint8_t * weights, const uint8_t * side, int64_t k, int64_t ahead, const Tile & tile,
-                          Sums<rows> & out) {
+template <int rows, Hint hint>
+inline void multiply_q4_k(const uint8_t * panel, int64_t k, int64_t ahead, const Tile & tile, Sums<rows> & out) {
     const int8_t * values = tile.values;
     const float * scales = tile.scales;
     const int32_t * sums = tile.sums;
-    for (int64_t block = 0; block < k / 256; block++) {
-        prefetch<non_temporal, side_bytes(Format::q4_k)>(side, ahead);
+    for_blocks(Format::q4_k, k / 256, panel, [&](const uint8_t * weights, const uint8_t * side) {
+        prefetch<hint, side_bytes(Format::q4_k)>(side, ahead);
         const Floats d = halves(side);
         const Ints a = load(side + kVector);
         const Ints b = load(side + 2 * kVector);
@@ -279,7 +323,7 @@ inline void multiply_q4_k(const uint8_t * weights, const uint8_t * side, int64_t
         for (int j = 0; j < 8; j++) {
             const uint8_t * pair = weights + (j / 2) * 8 * kVector;
             if (j % 2 == 0) {
-                prefetch<non_temporal, 8 * kVector>(pair, ahead);
+                prefetch<hint, 8 * kVector>(pair, ahead);
             }
             Ints w[8];
             UNROLL
@@ -306,22 +350,19 @@ inline void multiply_q4_k(const uint8_t * weights, const uint8_t * side, int64_t
             }
             out[r] = fma(fnma(dmin, to_float(sum), sub[r]), all(scales[r]), out[r]);
         }
-        weights += weight_bytes(Format::q4_k);
-        side += side_bytes(Format::q4_k);
         scales += rows;
         sums += 4 * rows;
-    }
+    });
 }
 
 // q6_k: weight = d x scale x (6 bits - 32), with a signed scale a sub-block of 16.
-template <int rows, bool non_temporal>
-inline void multiply_q6_k(const uint8_t * weights, const uint8_t * side, int64_t k, int64_t ahead, const Tile & tile,
-                          Sums<rows> & out) {
+template <int rows, Hint hint>
+inline void multiply_q6_k(const uint8_t * panel, int64_t k, int64_t ahead, const Tile & tile, Sums<rows> & out) {
     const int8_t * values = tile.values;
     const float * scales = tile.scales;
     const int32_t * sums = tile.sums;
-    for (int64_t block = 0; block < k / 256; block++) {
-        prefetch<non_temporal, side_bytes(Format::q6_k)>(side, ahead);
+    for_blocks(Format::q6_k, k / 256, panel, [&](const uint8_t * weights, const uint8_t * side) {
+        prefetch<hint, side_bytes(Format::q6_k)>(side, ahead);
         const Floats d = halves(side + 16 * kLanes);
         Floats sub[rows];
         UNROLL
@@ -329,24 +370,22 @@ inline void multiply_q6_k(const uint8_t * weights, const uint8_t * side, int64_t
             sub[r] = zero();
         }
         for (int j = 0; j < 8; j++) {  // 32 weights: two sub-blocks
-            const uint8_t * low = weights + (j / 4) * 24 * kVector + (j % 2) * 8 * kVector;
-            const uint8_t * high = weights + (j / 4) * 24 * kVector + 16 * kVector;
-            if (j % 4 < 2) {
-                prefetch<non_temporal, 8 * kVector>(low, ahead);
-            } else if (j % 4 == 2) {
-                prefetch<non_temporal, 8 * kVector>(high, ahead);
+            const uint8_t * pair = weights + (j / 2) * 12 * kVector;
+            if (j % 2 == 0) {
+                prefetch<hint, 12 * kVector>(pair, ahead);
             }
             Ints w[8];
             UNROLL
             for (int v = 0; v < 8; v++) {
-                const Ints both = load(low + v * kVector);
-                const Ints nibble = j % 4 < 2 ? low_nibbles(both) : high_nibbles(both);
-                const Ints bits = load(high + v * kVector);
-                const Ints upper = j % 4 == 0   ? shift_left<4>(bits)
-                                   : j % 4 == 1 ? shift_left<2>(bits)
-                                   : j % 4 == 2 ? bits
-                                                : shift_right<2>(bits);
-                w[v] = bits_or(nibble, bits_and(upper, all_bytes(0x30)));
+                const Ints both = load(pair + (v < 4 ? 2 * v : 4 + v) * kVector);
+                const Ints bits = load(pair + (2 * (v % 4) + 1) * kVector);
+                if (j % 2 == 0) {
+                    const Ints upper = v < 4 ? shift_left<4>(bits) : shift_left<2>(bits);
+                    w[v] = bits_or(low_nibbles(both), bits_and(upper, all_bytes(0x30)));
+                } else {
+                    const Ints upper = v < 4 ? bits : shift_right<2>(bits);
+                    w[v] = bits_or(high_nibbles(both), bits_and(upper, all_bytes(0x30)));
+                }
             }
             for (int half = 0; half < 2; half++) {
                 const Floats s = mul(d, to_float(widen_signed(side + (2 * j + half) * kLanes)));
@@ -362,16 +401,13 @@ inline void multiply_q6_k(const uint8_t * weights, const uint8_t * side, int64_t
         for (int r = 0; r < rows; r++) {
             out[r] = fma(sub[r], all(scales[r]), out[r]);
         }
-        weights += weight_bytes(Format::q6_k);
-        side += side_bytes(Format::q6_k);
         scales += rows;
-    }
+    });
 }
 
-template <Format format, int rows, bool non_temporal>
+template <Format format, int rows, Hint hint>
 void multiply_tile(const Weights & w, int64_t panel, const Tile & tile, float * out, int64_t stride) {
     const uint8_t * weights = w.data + panel * panel_bytes(format, w.k);
-    const uint8_t * side = weights + w.k / block_length(format) * weight_bytes(format);
     const int64_t column = panel * kLanes;
     const int64_t ahead = w.prefetch_for(rows).ahead;
     Sums<rows> sums;
@@ -383,11 +419,11 @@ void multiply_tile(const Weights & w, int64_t panel, const Tile & tile, float * 
         _m_prefetchw(out + r * stride + column);
     }
     if constexpr (format == Format::q4_k) {
-        multiply_q4_k<rows, non_temporal>(weights, side, w.k, ahead, tile, sums);
+        multiply_q4_k<rows, hint>(weights, w.k, ahead, tile, sums);
     } else if constexpr (format == Format::q6_k) {
-        multiply_q6_k<rows, non_temporal>(weights, side, w.k, ahead, tile, sums);
+        multiply_q6_k<rows, hint>(weights, w.k, ahead, tile, sums);
     } else {
-        multiply_32<format, rows, non_temporal>(weights, side, w.k, ahead, tile, sums);
+        multiply_32<format, rows, hint>(weights, w.k, ahead, tile, sums);
     }
     UNROLL
     for (int r = 0; r < rows; r++) {
@@ -398,19 +434,23 @@ void multiply_tile(const Weights & w, int64_t panel, const Tile & tile, float * 
 using TileFunction = void (*)(const Weights &, int64_t, const Tile &, float *, int64_t);
 
 // A function for every number of rows, so that loops over rows are unrolled and sums stay in registers.
-template <Format format, bool non_temporal, int rows = 1>
+template <Format format, Hint hint, int rows = 1>
 constexpr TileFunction tile_function(int wanted) {
     if constexpr (rows == kMaxTile) {
-        return multiply_tile<format, rows, non_temporal>;
+        return multiply_tile<format, rows, hint>;
     } else {
-        return wanted == rows ? multiply_tile<format, rows, non_temporal>
-                              : tile_function<format, non_temporal, rows + 1>(wanted);
+        return wanted == rows ? multiply_tile<format, rows, hint> : tile_function<format, hint, rows + 1>(wanted);
     }
 }
 
 template <Format format>
 TileFunction tile_function(const Weights & w, const Tile & tile) {
-    return w.prefetch_for(tile.rows).non_temporal ? tile_function<format, true>(tile.rows) : tile_function<format, false>(tile.rows);
+    switch (w.prefetch_for(tile.rows).hint) {
+        case Hint::none: return tile_function<format, Hint::none>(tile.rows);
+        case Hint::t1: return tile_function<format, Hint::t1>(tile.rows);
+        case Hint::nta: return tile_function<format, Hint::nta>(tile.rows);
+    }
+    return nullptr;
 }
 
 void multiply(const Weights & w, int64_t panel, const Tile & tile, float * out, int64_t stride) {

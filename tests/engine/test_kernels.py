@@ -114,15 +114,15 @@ def test_product_rows_have_the_same_bits_for_any_rows_tiles_and_threads(name: st
 
 @pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("name", kernels.FORMATS)
-def test_products_have_the_same_bits_with_either_prefetch(name: str) -> None:
+def test_products_have_the_same_bits_with_any_prefetch(name: str) -> None:
     blocks, x = quantised(name, numbers(7, 300, 768)), numbers(8, 33, 768)
     products = []
-    for non_temporal, ahead in ((0, 24 << 10), (0, 96 << 10), (1, 12 << 10)):
+    for hint, ahead in ((kernels.Hint.NONE, 0), (kernels.Hint.T1, 96 << 10), (kernels.Hint.NTA, 12 << 10)):
         for are_many in (0, 1):
-            kernels.library().specserve_prefetch(are_many, non_temporal, ahead)
-        products += [product(name, blocks, x[:rows], threads=2) for rows in (3, 33)]
+            kernels.library().specserve_prefetch(are_many, hint, ahead)
+        products += [product(name, blocks, x[:rows], threads=2) for rows in (2, 33)]
     for other in products[2:]:
-        assert np.array_equal(other, products[0 if len(other) == 3 else 1])
+        assert np.array_equal(other, products[0 if len(other) == 2 else 1])
 
 
 @pytest.mark.usefixtures("variant")
@@ -180,7 +180,7 @@ PLANTED = {
     "a tile's edge": ("r < rows; r++) {\n        store(", "r < rows - 1; r++) {\n        store("),
     "the scale of the neighbour's row": ("mul(d, all(scales[r]))", "mul(d, all(scales[(r + 1) % rows]))"),
     "a forgotten minimum": ("out[r] = fma(fnma(dmin, to_float(sum), sub[r])", "out[r] = fma(fma(dmin, zero(), sub[r])"),
-    "upper bits of another weight": ("j % 4 == 1 ? shift_left<2>(bits)", "j % 4 == 1 ? shift_left<4>(bits)"),
+    "upper bits of another weight": ("<4>(bits) : shift_left<2>(bits)", "<4>(bits) : shift_left<4>(bits)"),
 }  # fmt: skip
 WRONG_FORMAT = {"a forgotten minimum": "Q4_K", "upper bits of another weight": "Q6_K"}
 
@@ -480,42 +480,48 @@ def test_a_format_that_is_slow_once_is_measured_again(monkeypatch: pytest.Monkey
     kernels.use("off")
 
 
-FEW = {"prefetcht1 24": 10.0, "prefetcht1 12": 12.0, "prefetcht1 48": 10.0, "prefetcht1 96": 9.8}
+FEW = {"no prefetch": 20.0, "prefetcht1 24": 10.0, "prefetcht1 12": 12.0, "prefetcht1 48": 10.0, "prefetcht1 96": 9.8}
+SLOW = dict.fromkeys(["prefetchnta 24", "prefetchnta 12", "prefetchnta 48"], 20.0)
 
 
 @pytest.mark.parametrize(
-    ("non_temporal", "expected"),
+    ("seconds_of_few", "expected"),
     [
-        ({"24": 10.9, "12": 14.0, "48": 14.0}, "prefetchnta 24"),
-        ({"24": 11.1, "12": 14.0, "48": 14.0}, "prefetcht1 24"),
-        ({"24": 10.9, "12": 10.4, "48": 14.0}, "prefetchnta 12"),
+        ({"prefetchnta 24": 10.9}, "prefetchnta 24 KiB ahead"),
+        ({"prefetchnta 24": 11.1}, "prefetcht1 24 KiB ahead"),
+        ({"prefetchnta 24": 10.9, "prefetchnta 12": 10.4}, "prefetchnta 12 KiB ahead"),
+        ({"no prefetch": 10.9}, "no prefetch"),
+        ({"no prefetch": 11.1}, "prefetcht1 24 KiB ahead"),
+        ({"no prefetch": 10.6, "prefetchnta 12": 10.4}, "no prefetch"),
     ],
 )
-def test_weights_are_prefetched_non_temporally_unless_that_is_slower_by_a_tenth(
-    monkeypatch: pytest.MonkeyPatch, non_temporal: dict[str, float], expected: str
+def test_weights_are_prefetched_by_prefetcht1_only_if_that_is_faster_by_a_tenth(
+    monkeypatch: pytest.MonkeyPatch, seconds_of_few: dict[str, float], expected: str
 ) -> None:
     """And at the usual distance unless another is faster by 3 %, for few rows and for more by themselves."""
-    few = FEW | {f"prefetchnta {kib}": seconds for kib, seconds in non_temporal.items()}
-    many = FEW | {"prefetcht1 96": 9.6} | dict.fromkeys(["prefetchnta 24", "prefetchnta 12", "prefetchnta 48"], 20.0)
+    few, many = FEW | SLOW | seconds_of_few, FEW | SLOW | {"prefetcht1 96": 9.6}
 
     def time_prefetch(*arguments: int) -> None:
         _, _, _, rows, _, turns, given, count, out = arguments
         ways = np.ctypeslib.as_array(ctypes.cast(given, ctypes.POINTER(ctypes.c_int64)), (count, 2))
         seconds = np.ctypeslib.as_array(ctypes.cast(out, ctypes.POINTER(ctypes.c_double)), (turns, count))
-        names = [f"{'prefetchnta' if kind else 'prefetcht1'} {ahead >> 10}" for kind, ahead in ways.tolist()]
+        names = [
+            ("no prefetch", f"prefetcht1 {ahead >> 10}", f"prefetchnta {ahead >> 10}")[hint]
+            for hint, ahead in ways.tolist()
+        ]
         seconds[:] = [(few if rows == 1 else many)[name] for name in names]
         # Half of the turns are held up by the machine.
         seconds[::2] *= np.linspace(1, 3, count)
 
     monkeypatch.setattr(kernels, "library", lambda: SimpleNamespace(specserve_time_prefetch=time_prefetch))
     chosen = kernels.chosen_prefetch.__wrapped__("avx2", 2)
-    assert list(map(str, chosen)) == [f"{expected} KiB ahead", "prefetcht1 96 KiB ahead"]
+    assert list(map(str, chosen)) == [expected, "prefetcht1 96 KiB ahead"]
     monkeypatch.undo()
     monkeypatch.setattr(kernels, "chosen_prefetch", lambda *_: chosen)
     in_use = kernels.use("auto", variant=SUPPORTED_VARIANTS[0])
     assert in_use.prefetch == chosen
-    assert f"{in_use.variant}, {chosen[0]}, for more than 4 rows {chosen[1]}: " in in_use.sentence
-    assert f" {'nta' if 'nta' in expected else 't1'} t1 " in kernels.identity()
+    assert f"{in_use.variant}, {chosen[0]}, for more than 2 rows {chosen[1]}: " in in_use.sentence
+    assert f" {chosen[0].hint.name.lower()} t1 " in kernels.identity()
     kernels.use("off")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -20,6 +21,7 @@ __all__ = [
     "FORMATS",
     "VARIANTS",
     "Calls",
+    "Hint",
     "Kernels",
     "Mode",
     "Share",
@@ -40,6 +42,16 @@ __all__ = [
 
 Mode = Literal["auto", "off"]
 VARIANTS = ("avx512_vnni", "avx_vnni", "avx2")
+
+
+class Hint(IntEnum):
+    """Who prefetches weights: the processor by itself, or an instruction."""
+
+    NONE = 0
+    T1 = 1
+    NTA = 2
+
+
 # Error of a product relative to its root mean square. Activations of 8 bits cause 0.023 (768 terms, any variant), a
 # wrong bias or scale 0.2 and more; 16-bit keys and values cause 0.0009 in attention (half precision 0.0015).
 _MAX_ERROR, _MAX_ATTENTION_ERROR = 0.05, 2e-3
@@ -49,12 +61,11 @@ _TIMED_K, _TIMED_COLUMNS, _TIMED_ROWS, _TIMES = 2048, 1536, (1, 4, 8), 5
 # a moment causes more, so a kernel that seems slower is measured up to `_MAX_TRIALS` times.
 _NOISE = 0.1
 _MAX_TRIALS = 6
-# Ways to prefetch weights that are timed, the usual ones first (benchmarks/decisions/prefetch.md); with 160 KiB five
-# rows take 34 ms instead of 32 on Zen 4.
-_TEMPORAL_KIB, _NON_TEMPORAL_KIB = (24, 12, 48, 96), (24, 12, 48)
+# Ways to prefetch weights that are timed, the usual distance first (benchmarks/decisions/prefetch.md).
+_KIB = {Hint.NONE: (0,), Hint.T1: (24, 12, 48, 96), Hint.NTA: (24, 12, 48)}
 # `prefetcht1` has to be so many times as fast to be used: it loses for some numbers of rows only, by where the code
 # lies in memory, and those that are timed may be lucky. Another distance has to be so many times as fast as the usual.
-_TEMPORAL_MARGIN, _DISTANCE_MARGIN = 1.1, 1.03
+_MARGINS, _DISTANCE_MARGIN = {Hint.NONE: 1.0, Hint.T1: 1.1, Hint.NTA: 1.0}, 1.03
 # Products for that comparison, in the most frequent format, of few rows and of more: 94 MB of weights, since of half as
 # many a third-level cache of 32 MB still kept enough to hide what a pass shows (one start in eight chose what takes 1.3
 # times as long). Each way is timed in every turn. It takes .8 s, once a process.
@@ -65,16 +76,16 @@ class Prefetch(NamedTuple):
     """A way to prefetch weights; results are the same.
 
     Args:
-        non_temporal: whether by `prefetchnta` instead of `prefetcht1`.
+        hint: the instruction.
         kib: how far before they are needed, in KiB.
     """
 
-    non_temporal: bool
+    hint: Hint
     kib: int
 
     def __str__(self) -> str:
         """The instruction and the distance."""
-        return f"{'prefetchnta' if self.non_temporal else 'prefetcht1'} {self.kib} KiB ahead"
+        return f"prefetch{self.hint.name.lower()} {self.kib} KiB ahead" if self.hint else "no prefetch"
 
 
 class Kernels(NamedTuple):
@@ -134,7 +145,7 @@ def _choose(mode: Mode, threads: int, variant: str | None) -> Kernels:
     # First, since each way to prefetch has code of its own: what is checked and timed below is what will compute.
     prefetch = chosen_prefetch(used, threads)
     for are_many, way in enumerate(prefetch):
-        found.specserve_prefetch(are_many, way.non_temporal, way.kib << 10)
+        found.specserve_prefetch(are_many, way.hint, way.kib << 10)
     if (error := attention_error()) > _MAX_ATTENTION_ERROR:
         return _stock(f"attention failed its check (an error of {error:.2g})")
     wrong = {name: error for name in FORMATS if (error := largest_error(name)) > _MAX_ERROR}
@@ -145,7 +156,7 @@ def _choose(mode: Mode, threads: int, variant: str | None) -> Kernels:
     rejected += [f"{name} is slower than llama.cpp's ({ratio:.2f} times its speed)" for name, ratio in slow.items()]
     if not selected:
         return _stock("; ".join(rejected))
-    ways = ", for more than 4 rows ".join(dict.fromkeys(map(str, prefetch)))
+    ways = ", for more than 2 rows ".join(dict.fromkeys(map(str, prefetch)))
     sentence = f"specserve's own kernels compute ({used}, {ways}: {', '.join(selected)}, attention)"
     if rejected:
         sentence += f", but not all: {'; '.join(rejected)}"
@@ -192,9 +203,12 @@ def speed(name: str, threads: int) -> float:
 def chosen_prefetch(variant: str, threads: int) -> tuple[Prefetch, ...]:
     """Return how to prefetch weights that come from memory, for few rows and for more; `variant` is in use."""
     del variant
-    ways = [Prefetch(non_temporal=False, kib=kib) for kib in _TEMPORAL_KIB]
-    ways += [Prefetch(non_temporal=True, kib=kib) for kib in _NON_TEMPORAL_KIB]
-    given = np.array([(way.non_temporal, way.kib << 10) for way in ways], np.int64)
+    ways = [Prefetch(hint, kib) for hint, kibs in _KIB.items() for kib in kibs]
+    given = np.array([(way.hint, way.kib << 10) for way in ways], np.int64)
+
+    def margin(way: Prefetch) -> float:
+        return _MARGINS[way.hint] * (1 if way.kib == _KIB[way.hint][0] else _DISTANCE_MARGIN)
+
     seconds = np.empty((_STREAMED_TURNS, len(ways)))
     chosen = []
     for rows in _STREAMED_ROWS:
@@ -211,15 +225,7 @@ def chosen_prefetch(variant: str, threads: int) -> tuple[Prefetch, ...]:
         )
         # What the machine held up counts little.
         typical = dict(zip(ways, np.quantile(seconds, 0.25, axis=0).tolist(), strict=True))
-        temporal, non_temporal = (
-            min(
-                (way for way in ways if way.non_temporal is kind),
-                key=lambda way: typical[way] * (1 if way.kib == _TEMPORAL_KIB[0] else _DISTANCE_MARGIN),
-            )
-            for kind in (False, True)
-        )
-        is_fast = typical[non_temporal] < _TEMPORAL_MARGIN * typical[temporal]
-        chosen.append(non_temporal if is_fast else temporal)
+        chosen.append(min(ways, key=lambda way: typical[way] * margin(way)))
     return tuple(chosen)
 
 
@@ -258,8 +264,8 @@ def identity() -> str:
     if chosen.variant is None:
         return "stock"
     # Distances differ by some per cent, and from start to start.
-    non_temporal = " ".join("nta" if way.non_temporal else "t1" for way in chosen.prefetch)
-    return f"{checksum()} {chosen.variant} {non_temporal} {' '.join(chosen.formats)}"
+    hints = " ".join(way.hint.name.lower() for way in chosen.prefetch)
+    return f"{checksum()} {chosen.variant} {hints} {' '.join(chosen.formats)}"
 
 
 class Calls(NamedTuple):

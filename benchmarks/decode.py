@@ -41,8 +41,8 @@ from specserve.speculation.drafters import Drafters
 from specserve.speculation.history import Pools
 from specserve.tools.archive import prepared_handler
 
-# Of an answer: family, prompt, temperature, seed and mode.
-Key = tuple[str, str, float, int, str]
+# Of an answer: family, prompt, its most tokens, temperature, seed and mode.
+Key = tuple[str, str, int, float, int, str]
 # Tokens of prompt and answer: none of ours are longer, and each mode has a cache of its own.
 _CONTEXT_LENGTH = 4096
 # Tokens of finished answers that a mode with a pool keeps.
@@ -230,7 +230,8 @@ def main() -> None:
         for temperature in temperatures:
             answers = [(task, seed) for seed in options.seeds[: None if temperature else 1] for task in tasks]
             for task, seed in track(answers, f"{family}, temperature {temperature}", console=Console(stderr=True)):
-                keys = [(family, task.name, temperature, seed, lane.mode.name) for lane in family_lanes]
+                answer = (family, task.name, task.max_tokens, temperature, seed)
+                keys = [(*answer, lane.mode.name) for lane in family_lanes]
                 if all(key in results for key in keys):
                     continue
                 runs, others = with_interference(partial(run_side_by_side, family_lanes, task, temperature, seed))
@@ -240,8 +241,8 @@ def main() -> None:
             for mode in modes:
                 pairs = [
                     (
-                        kept(results, (family, task.name, temperature, seed, PLAIN.name)),
-                        kept(results, (family, task.name, temperature, seed, mode.name)),
+                        kept(results, (family, task.name, task.max_tokens, temperature, seed, PLAIN.name)),
+                        kept(results, (family, task.name, task.max_tokens, temperature, seed, mode.name)),
                     )
                     for task, seed in answers
                 ]

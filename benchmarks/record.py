@@ -53,7 +53,10 @@ def choose(logits: FloatArray, index: int, sampling: SamplingParams, choices: in
 def record(
     engines: tuple[LlamaEngine, LlamaEngine], window: int, model: LlamaModel, task: Task, sampling: SamplingParams
 ) -> dict[str, Any]:
-    """One line of the file, see `simulate.Recording`; the draft sees the last `window` tokens of the prompt."""
+    """One line of the file, see `simulate.Recording`.
+
+    The draft sees the last `window` tokens of the prompt; in a server it begins nearer to the end of long ones.
+    """
     target, draft = engines
     prompt = model.encode(task.text, special=True)
     answer: list[int] = []

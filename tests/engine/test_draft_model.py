@@ -134,6 +134,15 @@ def test_a_common_prefix_outside_the_draft_window_is_not_waited_for() -> None:
     assert second.stats.drafted_by["model"] > 0
 
 
+def test_a_longer_prefix_that_another_reads_now_is_waited_for() -> None:
+    """Sequences 1 and 2 can copy 140 tokens of sequence 0; after sequence 1 has been read, sequence 2 can copy 165."""
+    model, steps = model_and_steps(140, 168, 200, max_rows=64)
+    steps[1].sequence.tokens[165:] = [2] * 3
+    model.read(steps[:1])
+    assert model.read(steps[1:]).n_read == [28, 0]
+    assert model.read(steps[2:]).n_read == [35]
+
+
 def test_the_draft_cache_restarts_before_it_exceeds_the_draft_context() -> None:
     pair = FakePair(blend=0.0, draft_context=32)
     generation = pair.submit([1, 2, 3], max_tokens=100, sampling=ENDLESS)

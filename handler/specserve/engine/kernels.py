@@ -223,9 +223,9 @@ def chosen_prefetch(variant: str, threads: int) -> tuple[Prefetch, ...]:
             len(ways),
             seconds.ctypes.data,
         )
-        # What the machine held up counts little.
-        typical = dict(zip(ways, np.quantile(seconds, 0.25, axis=0).tolist(), strict=True))
-        chosen.append(min(ways, key=lambda way: typical[way] * margin(way)))
+        # Beside two busy processes the least chose as on a quiet machine 13 of 14 times, the lower quartile 6 times.
+        least = dict(zip(ways, seconds.min(axis=0).tolist(), strict=True))
+        chosen.append(min(ways, key=lambda way: least[way] * margin(way)))
     return tuple(chosen)
 
 

@@ -145,6 +145,11 @@ def run_side_by_side(lanes: list[Lane], task: Task, temperature: float, seed: in
     return [Run(generation.answer, generation.stats) for _, generation, _ in started]
 
 
+def key_of(family: str, task: Task, temperature: float, seed: int, mode: Mode) -> Key:
+    """Under which a run is kept."""
+    return family, task.name, task.max_tokens, temperature, seed, mode.name
+
+
 def keep(results: ResultsFile, key: Key, run: Run) -> None:
     """Write a run to the file of results."""
     results.add(key, [run.tokens, vars(run.stats)])
@@ -230,8 +235,7 @@ def main() -> None:
         for temperature in temperatures:
             answers = [(task, seed) for seed in options.seeds[: None if temperature else 1] for task in tasks]
             for task, seed in track(answers, f"{family}, temperature {temperature}", console=Console(stderr=True)):
-                answer = (family, task.name, task.max_tokens, temperature, seed)
-                keys = [(*answer, lane.mode.name) for lane in family_lanes]
+                keys = [key_of(family, task, temperature, seed, lane.mode) for lane in family_lanes]
                 if all(key in results for key in keys):
                     continue
                 runs, others = with_interference(partial(run_side_by_side, family_lanes, task, temperature, seed))
@@ -241,8 +245,8 @@ def main() -> None:
             for mode in modes:
                 pairs = [
                     (
-                        kept(results, (family, task.name, task.max_tokens, temperature, seed, PLAIN.name)),
-                        kept(results, (family, task.name, task.max_tokens, temperature, seed, mode.name)),
+                        kept(results, key_of(family, task, temperature, seed, PLAIN)),
+                        kept(results, key_of(family, task, temperature, seed, mode)),
                     )
                     for task, seed in answers
                 ]

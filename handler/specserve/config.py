@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,6 +35,9 @@ def _cores(value: object) -> object:
 
 Cores = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_cores), Field(min_length=1)]
 
+
+# YAML reads a bare `off` as false.
+_OFF = BeforeValidator(lambda value: "off" if value is False else value)
 
 # How keys and values are kept: 16 or 8 bits a number.
 CacheType = Literal["f16", "q8_0"]
@@ -91,7 +95,7 @@ class ModelConfig(_Section):
 class SpeculationConfig(_Section):
     """The mode of speculation that requests have by default, and the maxima of what they may set."""
 
-    mode: Literal["auto", "fixed", "off"] = Field(
+    mode: Annotated[Literal["auto", "fixed", "off"], _OFF] = Field(
         default="auto",
         description="auto: the controller decides how many tokens are drafted; fixed: `gamma`; off: none.",
     )
@@ -123,7 +127,8 @@ class SpeculationConfig(_Section):
         "at most eight pools; 20 bytes a token; 0: none.",
     )
     history_file: Path | None = Field(
-        default=None, description="File that keeps these tokens for the next start; written when the server is idle."
+        default=None,
+        description="File, of this worker alone, that keeps these tokens for the next start; written when it is idle.",
     )
     corpus: list[Path] = Field(default=[], description="Text files that lookups of all requests search.")
 
@@ -172,9 +177,10 @@ class HandlerConfig(_Section):
     )
     keep_prefixes: bool = Field(
         default=True,
-        description="Whether the tokens of finished sequences stay in the KV cache until their room is needed.",
+        description="Whether the tokens of finished sequences stay in the KV cache until their room is needed; without "
+        "that, none are kept in host memory or on disk either.",
     )
-    kernels: Literal["auto", "off"] = Field(
+    kernels: Annotated[Literal["auto", "off"], _OFF] = Field(
         default="auto",
         description="auto: specserve's own matrix products and attention, if they work and are faster here; off: "
         "llama.cpp's.",
@@ -242,6 +248,13 @@ class HandlerConfig(_Section):
             raise ValueError("`cache_tokens` may not be less than `context_length`")
         return self
 
+    @model_validator(mode="after")
+    def _keeps_prefixes_or_not(self) -> HandlerConfig:
+        for key in ("prefix_cache_mib", "prefix_cache_directory"):
+            if getattr(self, key) and not self.keep_prefixes:
+                raise ValueError(f"without `keep_prefixes` there is nothing that `{key}` could keep")
+        return self
+
 
 def cache_directory() -> Path:
     """Return the directory that holds models and measurements: $SPECSERVE_CACHE, or a directory below ~/.cache."""
@@ -285,9 +298,15 @@ def parse_handler(section: object, where: str) -> HandlerConfig:
 def _explained(error: ValidationError, where: str, *above: str) -> ConfigError:
     """Return pydantic's first error as a sentence that names the file and the key."""
     first = error.errors()[0]
-    key = ".".join(str(part) for part in (*above, *first["loc"]))
-    message = _REMOVED.get(str(first["loc"][-1])) if first["type"] == "extra_forbidden" else None
-    return ConfigError(f"{where}: `{key}`: {message or first['msg']}.")
+    sections = {section.__name__: section for section in _Section.__subclasses__()}
+    key = ".".join(str(part) for part in (*above, *first["loc"]) if part not in sections)
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        wrong = str(first["loc"][-1])
+        names = {name for section in sections.values() for name in section.model_fields} - {wrong}
+        near = "".join(f": did you mean `{name}`?" for name in get_close_matches(wrong, names, 1))
+        message = _REMOVED.get(wrong) or f"there is no such key{near}"
+    return ConfigError(f"{where}: `{key}`: {message.rstrip('?')}{'?' if message.endswith('?') else '.'}")
 
 
 def load_yaml(path: Path) -> tuple[dict[str, Any], HandlerConfig]:

@@ -178,6 +178,19 @@ def test_a_smaller_or_larger_draft_vocabulary_drafts_common_tokens(draft_width: 
     assert max(row.token for row in pair.draft.decoded) < draft_width
 
 
+def test_a_token_outside_the_draft_vocabulary_is_not_read_behind_a_prefix_of_another_slot() -> None:
+    shared, rest = [*range(20), *range(20)], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    # Half of the window before the end it is out of sight; behind the shared prefix it would be read.
+    pair = FakePair(draft_width=VOCABULARY - 2, window=16)
+    first = pair.submit(shared, max_tokens=40, sampling=ENDLESS)
+    pair.run_until(lambda: first.stats.drafted_by["model"] > 0)
+    second = pair.submit([*shared, VOCABULARY - 2, *rest], max_tokens=40, sampling=ENDLESS)
+    pair.run()
+    assert pair.drafters.model
+    assert second.stats.drafted_by["model"] > 0
+    assert max(row.token for row in pair.draft.decoded) < VOCABULARY - 2
+
+
 def test_a_draft_vocabulary_without_allowed_tokens_is_no_failure() -> None:
     pair = FakePair(draft_width=4)
     pair.submit([1, 2], max_tokens=2, constraint=Alternating(VOCABULARY, least=5), gamma=1)

@@ -76,6 +76,7 @@ class FrontEnd:
         )
         controller = Controller(flat(0.01), flat(0.001))
         pools = Pools(1000)
+        self.costs = Costs(placement_on(FakeMachine()))
         models = Models(
             vocabulary,
             grammars,
@@ -89,7 +90,7 @@ class FrontEnd:
                 vocabulary=200,
                 end_tokens=vocabulary.end_tokens(),
             ),
-            Costs(placement_on(FakeMachine())),
+            self.costs,
             Kernels(None, (), (), "a fake engine computes"),
             config,
             pools,

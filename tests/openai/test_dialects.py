@@ -71,7 +71,6 @@ NEUTRAL: dict[str, tuple[list[Any], list[Any]]] = {
     "dynatemp_range": ([0], [0.5]),
     "dry_multiplier": ([0], [0.8]),
     "mirostat": ([0], [1, 2]),
-    "repeat_last_n": ([-1], [64]),
     "reasoning_budget": ([-1], [0]),
     "lora": ([[]], [[{"id": 0}]]),
 }
@@ -115,6 +114,23 @@ def test_a_value_that_leaves_the_answer_as_it_is_is_taken_and_others_are_a_400_t
                 parse_body({**body, name: value}, kind)
             error = caught.value
             assert (error.status, error.param, error.code) == (400, name, "unsupported_value")
+
+
+def test_the_window_of_penalties_changes_nothing_without_one() -> None:
+    for fields in ({}, {"repeat_penalty": 1.0}, {"presence_penalty": 0, "frequency_penalty": None}):
+        assert parse_body({**COMPLETION, **fields, "repeat_last_n": 64}, CompletionRequest).unknown == []
+    for name in ("repeat_penalty", "repetition_penalty", "frequency_penalty", "presence_penalty"):
+        parse_body({**COMPLETION, name: 1.1, "repeat_last_n": -1}, CompletionRequest)
+        error = refusal({**COMPLETION, name: 1.1, "repeat_last_n": 64})
+        assert (error.param, error.message) == (
+            "repeat_last_n",
+            "'repeat_last_n' is not supported by this server: it can only be -1.",
+        )
+
+
+def test_what_can_be_sent_instead_is_said() -> None:
+    assert refusal({**COMPLETION, "functions": [{}]}).message.endswith("by this server: use 'tools'.")
+    assert refusal({**COMPLETION, "modalities": ["audio"]}).message.endswith('it can only be ["text"].')
 
 
 def test_stream_options_that_change_the_stream_are_refused() -> None:
@@ -168,6 +184,15 @@ def test_a_field_of_vllm_or_llama_cpp_has_its_effect(fields: dict[str, Any], att
 def test_n_probs_of_a_chat_are_its_top_logprobs() -> None:
     request = parse_body({**CHAT, "n_probs": 4}, ChatRequest)
     assert (request.logprobs, request.top_logprobs) == (True, 4)
+
+
+def test_a_truncated_chat_leaves_room_for_its_answer() -> None:
+    tokens = [1] * 200
+    for field in ("max_tokens", "max_completion_tokens"):
+        request = parse_body({**CHAT, "truncate_prompt_tokens": -1, field: 20}, ChatRequest)
+        vocabulary = FakeVocabulary(200)
+        prompt = Tokenizer(vocabulary, CONFIG).chat("a" * len(tokens), request)
+        assert len(prompt.tokens) == CONFIG.context_length - 20
 
 
 def test_a_text_is_only_begun_with_special_tokens_if_the_request_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:

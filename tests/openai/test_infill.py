@@ -203,6 +203,9 @@ def test_no_field_of_the_plug_ins_is_named_as_ignored_and_others_are(front_end: 
         ({"prompt": [1]}, "prompt"),
         ({"n_predict": "a"}, "max_tokens"),
         ({"mirostat": 1}, "mirostat"),
+        ({"n_probs": 3}, "n_probs"),
+        ({"n": 2}, "n"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
     ],
 )
 def test_an_invalid_field_is_a_400_that_names_it(front_end: FrontEnd, fields: dict[str, Any], param: str) -> None:

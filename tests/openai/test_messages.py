@@ -292,7 +292,7 @@ def test_anthropics_own_tools_are_ignored_unless_the_request_demands_one(kind: s
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             "invalid_request_error",
-            "'te",
+            "'messages[0].content[0]': must be a part of type 'text' or ",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "invalid_request_error", "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "invalid_request_error", "messages"),

@@ -356,6 +356,37 @@ def test_fields_and_tools_that_are_ignored_are_named(front_end: FrontEnd) -> Non
     }
 
 
+def test_fields_inside_text_and_reasoning_are_read_or_named(front_end: FrontEnd) -> None:
+    fields = {
+        "text": {"fromat": {"type": "text"}, "verbosity": "low"},
+        "reasoning": {"effort": "low", "sumary": "auto"},
+    }
+    request_id = front_end.post({**GREEDY, **fields}, ROUTE)
+    front_end.run()
+    assert front_end.headers[request_id] == {"x-specserve-ignored": "text.fromat, text.verbosity, reasoning.sumary"}
+
+
+def test_who_refuses_unknown_fields_still_ignores_tools_that_only_openais_servers_run() -> None:
+    front_end = FrontEnd(unknown_fields="refuse", context_length=1024)
+    tools = [READ, {"type": "web_search"}]
+    taken = front_end.post({**GREEDY, "tools": tools}, ROUTE)
+    refused = front_end.post({**GREEDY, "text": {"fromat": {}}}, ROUTE)
+    front_end.run()
+    assert front_end.status[taken] == 200
+    assert front_end.headers[taken] == {"x-specserve-ignored": "tools[1].web_search"}
+    assert front_end.answer(refused)["error"]["message"] == "Unknown field: 'text.fromat'."
+
+
+def test_the_sentence_about_a_part_that_is_no_text_names_it(front_end: FrontEnd) -> None:
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "x"}]
+    request_id = front_end.post({**GREEDY, "input": [{"role": "user", "content": parts}]}, ROUTE)
+    front_end.run()
+    error = front_end.answer(request_id)["error"]
+    assert error["param"] == "input[0].content[1]"
+    assert "must be a part of type 'input_text' or " in error["message"]
+    assert error["message"].endswith("; images, audio and files are not supported.")
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -418,6 +449,17 @@ def test_a_response_continues_one_that_the_server_has_kept(front_end: FrontEnd) 
     assert second["previous_response_id"] == first["id"]
     third = whole(front_end, input="three", previous_response_id=second["id"])
     assert third["usage"]["input_tokens"] > second["usage"]["input_tokens"]
+
+
+def test_a_response_is_kept_for_the_clients_with_its_api_key_alone(front_end: FrontEnd) -> None:
+    request_id = front_end.post({**GREEDY, "max_output_tokens": 2}, ROUTE, key="mine")
+    front_end.run()
+    kept = front_end.answer(request_id)["id"]
+    asked = {**GREEDY, "max_output_tokens": 2, "previous_response_id": kept}
+    other, same = front_end.post(asked, ROUTE, key="other"), front_end.post(asked, ROUTE, key="mine")
+    front_end.run()
+    assert front_end.answer(other)["error"]["code"] == "previous_response_not_found"
+    assert front_end.status[same] == 200
 
 
 def test_the_responses_that_were_used_last_are_kept(front_end: FrontEnd) -> None:

@@ -142,19 +142,50 @@ class IdleTask:
             time.sleep(0.01)
 
 
-def test_idle_work_begins_when_no_sequence_is_left_and_ends_when_one_comes() -> None:
+@pytest.fixture
+def idle() -> tuple[FakeScheduler, IdleTask, EngineLoop]:
+    """A server whose last sequence has ended, and that is soon idle."""
     scheduler, task = FakeScheduler(1), IdleTask()
     scheduler.may_finish.set()
     loop = loop_of(scheduler, idle_work=task, idle_seconds=0.2)
     loop.run()
+    loop.start(more_may_come=False)
+    return scheduler, task, loop
+
+
+def test_idle_work_begins_when_no_sequence_is_left_and_ends_when_one_comes(
+    idle: tuple[FakeScheduler, IdleTask, EngineLoop],
+) -> None:
+    scheduler, task, loop = idle
     assert task.started.wait(10)
     assert not task.ended.is_set()
     scheduler.left = 1
     loop.run()
     assert task.ended.is_set()
     assert scheduler.left == 0
-    scheduler.left = 1
+
+
+def test_calls_without_a_sequence_neither_delay_idle_work_nor_end_it(
+    idle: tuple[FakeScheduler, IdleTask, EngineLoop],
+) -> None:
+    _, task, loop = idle
+    deadline = time.monotonic() + 10
+    while not task.started.is_set():
+        assert time.monotonic() < deadline
+        loop.start(more_may_come=False)
+        time.sleep(0.05)
+    loop.start(more_may_come=False)
+    assert not task.ended.wait(0.1)
+
+
+def test_a_sequence_that_is_cancelled_between_slices_leaves_an_idle_server() -> None:
+    scheduler, task = FakeScheduler(2), IdleTask()
+    scheduler.may_finish.set()
+    loop = loop_of(scheduler, 0, idle_work=task, idle_seconds=0.0)
     loop.run()
+    scheduler.left = 0
+    loop.start(more_may_come=False)
+    assert task.started.wait(10)
 
 
 def test_idle_work_does_not_begin_between_slices() -> None:
@@ -162,5 +193,6 @@ def test_idle_work_does_not_begin_between_slices() -> None:
     scheduler.may_finish.set()
     loop = loop_of(scheduler, 0, idle_work=task, idle_seconds=0.0)
     loop.run()
-    loop.run()
+    loop.start(more_may_come=False)
+    loop.join()
     assert not task.started.wait(0.1)

@@ -9,7 +9,8 @@ import os
 import subprocess
 import sys
 import zipfile
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -21,10 +22,6 @@ from specserve.tools import archive as archiving
 from specserve.tools import cli, files, models, paths
 from specserve.tools.archive import archive
 from specserve.tools.tiny_models import write_tiny
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 NUMBERS = ["minWorkers", "maxWorkers", "startupTimeout"]
 
@@ -152,12 +149,22 @@ def test_relative_paths_are_resolved(weights: Path, directory: Path) -> None:
     target = {"path": str(weights), "requantise": "q4_0"}
     file = config(weights.parent, target)
     document = yaml.safe_load(file.read_text())
-    document["handler"] |= {"trace": {"directory": "traces"}, "prefix_cache_directory": "prefixes"}
+    document["handler"] |= {
+        "trace": {"directory": "traces"},
+        "prefix_cache_directory": "prefixes",
+        "speculation": {"history_file": "history", "corpus": ["docs.txt", "/srv/docs.txt", "~/docs.txt"]},
+    }
     file.write_text(yaml.safe_dump(document))
     handler = archiving.prepared_handler(file)
     assert handler.trace
     assert handler.trace.directory == weights.parent / "traces"
     assert handler.prefix_cache_directory == weights.parent / "prefixes"
+    assert handler.speculation.history_file == weights.parent / "history"
+    assert handler.speculation.corpus == [
+        weights.parent / "docs.txt",
+        Path("/srv/docs.txt"),
+        Path("~/docs.txt").expanduser(),
+    ]
     assert handler.target.path
     assert handler.target.path.parent == directory
 

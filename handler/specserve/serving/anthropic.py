@@ -10,7 +10,7 @@ from pydantic import Field
 
 from specserve.errors import RequestError
 from specserve.serving.blocks import Block, BlocksResponse, Event, arguments_of, generation_fields, renamed
-from specserve.serving.openai.body import Body, Text
+from specserve.serving.openai.body import Body, Part, Text
 from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.request_schema import ChatRequest, GenerationRequest, StopString
 
@@ -45,7 +45,7 @@ class TextBlock(AnthropicBody):
 Texts = Text | Annotated[list[TextBlock], Field(fail_fast=True)]
 
 
-class ContentBlock(AnthropicBody):
+class ContentBlock(AnthropicBody, Part):
     """A block of a message: text, thinking, the use of a tool, or its result."""
 
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
@@ -150,11 +150,10 @@ class CountRequest(GenerationRequest):
     thread: Any = None
     n: Literal[1] | None = None
 
-    def note_unknown(self, body: object) -> None:
-        """Find the unknown fields, and the tools that are not offered."""
-        super().note_unknown(body)
-        tools = enumerate(self.tools or [])
-        self.unknown.extend(f"tools[{index}].{tool.type}" for index, tool in tools if not tool.is_offered)
+    def _not_offered(self) -> Iterator[str]:
+        for index, tool in enumerate(self.tools or []):
+            if not tool.is_offered:
+                yield f"tools[{index}].{tool.type}"
 
     def chat(self) -> ChatRequest:
         """Translate it to a chat.

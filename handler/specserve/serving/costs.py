@@ -67,6 +67,11 @@ class Costs:
         self.placement.follow(lambda cores: cost.use_threads(len(cores)))
         return cost
 
+    @property
+    def doubtful(self) -> bool:
+        """Whether passes have become faster than a table says."""
+        return any(measured.cost.doubtful for measured in self._measured)
+
     def measure_doubtful(self, interrupted: Callable[[], bool]) -> None:
         """Measure the passes again that have become faster than their table says; belongs to the engine thread.
 

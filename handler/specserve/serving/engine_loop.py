@@ -36,7 +36,8 @@ class EngineLoop:
     A slice is the rounds that begin within a time, at least one. Each call of TorchServe's thread waits with `join` for
     the slice that the call before started, cut to its current round by `interrupt` where requests are new or gone; if
     there was none, `run` runs one while the call waits; `start` begins the next, which runs on after the call has
-    returned. Between `join` and that no slice runs, and the scheduler may be used from outside.
+    returned. Between `join` and that no slice runs, and the scheduler may be used from outside; where it has no
+    sequence, idle work may run meanwhile, and it may only be given sequences and be asked for counts.
 
     Args:
         scheduler: has the sequences.
@@ -77,8 +78,11 @@ class EngineLoop:
         """Start a slice and return, so that rounds go on during TorchServe's turn of some milliseconds.
 
         A round that prefills is long, and more requests mostly come with the first: while they may, none is started.
+        Without a sequence the idle time begins, or goes on.
         """
-        if self._scheduler.busy and not (more_may_come and self._scheduler.awaiting_first_token):
+        if not self._scheduler.busy:
+            self._await_idle_work()
+        elif not (more_may_come and self._scheduler.awaiting_first_token):
             self._slice = self._submit()
             # A compute thread that waits for the next pass has the other core: the engine thread would begin 0.8 ms
             # later, with a call's reply sent first, than now, when this one waits for it (load.py --overhead, 2 cores).
@@ -99,6 +103,7 @@ class EngineLoop:
         self._wanted.set()
         if self._timer:
             self._timer.cancel()
+            self._timer = None
         self._interrupted.clear()
         self._begun.clear()
         return self._thread.submit(self._run_rounds)
@@ -117,7 +122,10 @@ class EngineLoop:
                 self._scheduler.fail_all(error)
             if time.monotonic() >= until or self._interrupted.is_set():
                 break
-        if not self._scheduler.busy:
+
+    def _await_idle_work(self) -> None:
+        """Begin the idle work after a while, once in an idle time."""
+        if self._timer is None:
             self._wanted = wanted = Event()
             self._timer = Timer(self._idle_seconds, self._begin_idle_work, (wanted.is_set,))
             self._timer.daemon = True

@@ -8,7 +8,7 @@ request without a temperature is greedy here; which samplers run, and in which o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -45,6 +45,8 @@ class InfillRequest(GenerationRequest):
     input_suffix: Text = ""
     input_extra: Annotated[list[File], Field(fail_fast=True)] | None = None
     prompt: Text = ""
+    n: Literal[1] | None = None
+    truncate_prompt_tokens: None = None
     n_indent: int | None = None
     response_fields: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
 

@@ -160,6 +160,12 @@ class PrefixCache:
                     return
                 self._evict(slot, max(0, self._target.end(slot.index) - max(missing, _LEAST_LOSS)))
 
+    def empty_slot(self, n_cells: int) -> None:
+        """Empty the slot that was not used for longest unless one is empty, and free so many cells; none is in use."""
+        if all(self._target.length(slot.index) for slot in self._slots):
+            self._evict(min(self._slots, key=lambda slot: slot.last_used))
+        self.make_room(min(n_cells, self.room))
+
     def store(self) -> bool:
         """Copy some of what free slots hold to the store, what would leave first; returns whether there is more."""
         unstored = [slot for slot in self._slots if slot.unstored and not slot.in_use]

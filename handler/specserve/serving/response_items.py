@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specserve.serving.openai.body import Body, Text
+from specserve.serving.openai.body import Body, Part, Text
 
 Json = dict[str, Any]
 
 
-class TextItem(Body):
+class TextItem(Part):
     """A part of an item's content; there is only text."""
 
     also_known = frozenset({"annotations", "logprobs"})

@@ -19,26 +19,27 @@ class ResponseStore:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._messages: OrderedDict[str, list[dict[str, Any]]] = OrderedDict()
+        # By client, as its API key names it, and id.
+        self._messages: OrderedDict[tuple[str, str], list[dict[str, Any]]] = OrderedDict()
 
-    def put(self, response_id: str, messages: list[dict[str, Any]]) -> None:
-        """Keep the messages of a response, and those before it."""
-        self._messages[response_id] = messages
+    def put(self, client: str, response_id: str, messages: list[dict[str, Any]]) -> None:
+        """Keep the messages of a response to a client, and those before it."""
+        self._messages[client, response_id] = messages
         while len(self._messages) > self.size:
             self._messages.popitem(last=False)
 
-    def messages(self, response_id: str | None) -> list[dict[str, Any]]:
-        """Return the messages of a response, none without an id.
+    def messages(self, client: str, response_id: str | None) -> list[dict[str, Any]]:
+        """Return the messages of a response to this client, none without an id.
 
         Raises:
             RequestError: 400; it is not kept.
         """
         if response_id is None:
             return []
-        messages = self._messages.pop(response_id, None)
+        messages = self._messages.pop((client, response_id), None)
         if messages is None:
             kept = f"the last {self.size} responses, and not '{response_id}'" if self.size else "no responses"
             sentence = f"This server keeps {kept}: send the whole conversation as 'input'."
             raise RequestError(sentence, param="previous_response_id", code="previous_response_not_found")
-        self.put(response_id, messages)
+        self.put(client, response_id, messages)
         return messages

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import dropwhile
 from typing import Annotated, Any, Literal
 
@@ -16,9 +16,10 @@ from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.request_schema import ChatRequest, GenerationRequest
 from specserve.serving.openai.response_schema import ResponseObject, TokenLogprob
 from specserve.serving.response_items import Item, messages_of
-from specserve.serving.response_store import ResponseStore
 
 Json = dict[str, Any]
+# Keeps the messages of a response, by its id, for requests that continue it.
+Keep = Callable[[str, list[Json]], None]
 
 # The tools that a model is offered; the others run in OpenAI's servers only.
 _OFFERED = ("function", "custom")
@@ -85,16 +86,30 @@ class ResponsesToolChoice(Body):
         return _named(self.name)
 
 
+class ResponsesText(Body):
+    """How the text is to be; `format` is validated as the `response_format` of a chat."""
+
+    format: dict[str, Any] | None = None
+
+
+class ResponsesReasoning(Body):
+    """How the model is to think; there are no summaries of it."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
 class ResponsesRequest(GenerationRequest):
-    """The body of v1/responses; what stands in plain dictionaries is validated as the fields of a chat."""
+    """The body of v1/responses."""
 
     input: Text | Annotated[list[Item], Field(fail_fast=True)]
     instructions: Text | None = None
     tools: list[ResponsesTool] | None = None
     tool_choice: str | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    text: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
+    text: ResponsesText | None = None
+    reasoning: ResponsesReasoning | None = None
     max_output_tokens: int | None = Field(default=None, ge=0)
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     include: list[str] | None = None
@@ -106,11 +121,10 @@ class ResponsesRequest(GenerationRequest):
     conversation: None = None
     prompt: None = None
 
-    def note_unknown(self, body: object) -> None:
-        """Find the unknown fields, and the tools that are not offered."""
-        super().note_unknown(body)
-        tools = enumerate(self.tools or [])
-        self.unknown.extend(f"tools[{index}].{tool.type}" for index, tool in tools if tool.type not in _OFFERED)
+    def _not_offered(self) -> Iterator[str]:
+        for index, tool in enumerate(self.tools or []):
+            if tool.type not in _OFFERED:
+                yield f"tools[{index}].{tool.type}"
 
     def messages(self) -> list[Json]:
         """Return the input as messages of a chat."""
@@ -127,8 +141,8 @@ class ResponsesRequest(GenerationRequest):
         system = [message["content"] for message in messages[: len(messages) - len(rest)]]
         system = [self.instructions, *system] if self.instructions else system
         choice = self.tool_choice
-        written: Any = (self.text or {}).get("format")
-        if isinstance(written, dict) and written.get("type") == "json_schema":
+        written = self.text.format if self.text else None
+        if written and written.get("type") == "json_schema":
             schema = {name: value for name, value in written.items() if name != "type"}
             written = {"type": "json_schema", "json_schema": schema}
         chat = generation_fields(self)
@@ -139,7 +153,7 @@ class ResponsesRequest(GenerationRequest):
             "tool_choice": choice.choice() if isinstance(choice, ResponsesToolChoice) else choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": written or self.response_format,
-            "reasoning_effort": (self.reasoning or {}).get("effort"),
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
         }
         if self.top_logprobs or "message.output_text.logprobs" in (self.include or []):
             chat |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
@@ -147,15 +161,15 @@ class ResponsesRequest(GenerationRequest):
 
 
 class ResponsesResponse(BlocksResponse):
-    """Writes the response of v1/responses to a request, and stores the messages with the answer."""
+    """Writes the response of v1/responses to a request, and keeps the messages with the answer."""
 
     def __init__(
-        self, request: ResponsesRequest, messages: list[Json], store: ResponseStore, *args: Any, **options: Any
+        self, request: ResponsesRequest, messages: list[Json], keep: Keep | None, *args: Any, **options: Any
     ) -> None:
         super().__init__(*args, **options)
         self._id = f"resp_{self._request_id}"
         self._messages = messages
-        self._store = store if store.size and request.store is not False else None
+        self._keep = keep
         echoed = dict.fromkeys(_ECHOED) | request.model_dump(include=_ECHOED, exclude_none=True)
         tools = [tool for tool in echoed["tools"] or [] if tool["type"] in _OFFERED]
         defaults = {name: value for name, value in _DEFAULTS.items() if echoed[name] is None}
@@ -183,8 +197,8 @@ class ResponsesResponse(BlocksResponse):
         output = [self._item(block, done=True) for block in self._blocks]
         for index, scores in self._logprobs.items():
             output[index]["content"][0]["logprobs"] = scores
-        if self._store is not None:
-            self._store.put(self._id, self._messages + messages_of(map(Item.model_validate, output)))
+        if self._keep is not None:
+            self._keep(self._id, self._messages + messages_of(map(Item.model_validate, output)))
         response = self._object("incomplete" if self._is_cut else "completed", **totals, output=output)
         response["incomplete_details"] = {"reason": "max_output_tokens"} if self._is_cut else None
         response["usage"] = {

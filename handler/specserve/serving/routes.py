@@ -198,7 +198,7 @@ class Routes:
     def _named(self, request: Body, response: Response) -> Response:
         """Name the fields of a request that were ignored in its response's headers, and once in the log."""
         # What is no letter, digit or mark of a path is percent-encoded: a comma, a line break, and all but ASCII.
-        names = [quote(name, safe="[]", errors="replace") for name in request.unknown]
+        names = [quote(name, safe="[]", errors="replace") for name in request.ignored]
         if names:
             response.headers[_IGNORED_HEADER] = ", ".join(names)
         for name in (re.sub(r"\[\d+\]", "[]", name) for name in names):
@@ -218,9 +218,11 @@ class Routes:
 
     def _create_response(self, body: object, origin: Origin) -> Response:
         request = self._parsed(body, ResponsesRequest)
-        messages = self._store.messages(request.previous_response_id) + request.messages()
+        messages = self._store.messages(origin.client, request.previous_response_id) + request.messages()
         chat = request.chat(messages)
-        kind = partial(ResponsesResponse, request, messages, self._store)
+        keeps = self._config.responses_store > 0 and request.store is not False
+        keep = partial(self._store.put, origin.client) if keeps else None
+        kind = partial(ResponsesResponse, request, messages, keep)
         return self._named(request, self._generate(kind, chat, [self._chat_prompt(chat)], origin))
 
     def _create_message(self, body: object, origin: Origin) -> Response:

@@ -152,6 +152,10 @@ class Scheduler:
         while not interrupted() and self._cache.store():
             continue
 
+    def empty_slot(self, n_cells: int) -> None:
+        """Empty a slot of both KV caches unless one is empty, and free so many cells; for idle times."""
+        self._cache.empty_slot(n_cells)
+
     def _schedule(self) -> list[Step]:
         """Admit what fits, and plan the round: all sequences that decode, and prefill chunks of the oldest others.
 

@@ -53,6 +53,7 @@ from specserve.serving.torchserve_types import (
     sender,
     whole_response,
 )
+from specserve.speculation.measure import MEASURED_CELLS
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ class Handler:
         self._forget_absent(set(entries.values()))
         self._parse_new(data, context, called)
         self._submit_parsed()
-        if not ran_meanwhile:
+        if not ran_meanwhile and self._scheduler.busy:
             self._loop.run()
         replies = [""] * len(data)
         context.stopping_criteria = [whole_response] * len(data)
@@ -249,7 +250,9 @@ class Handler:
         self._scheduler.store_prefixes(interrupted)
         if self._history_file:
             self._history_file.save(self._models.pools)
-        self._models.costs.measure_doubtful(interrupted)
+        if self._models.costs.doubtful and not interrupted():
+            self._scheduler.empty_slot(MEASURED_CELLS)
+            self._models.costs.measure_doubtful(interrupted)
 
     def _emit_metrics(self) -> None:
         self._metrics.emit(

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -153,7 +154,8 @@ def _store(path: Path, table: CostTable, model: Path) -> None:
     """Write a table; a server that may not write here measures at every start, and logs that."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
+        # Two workers of a model may write at the same time.
+        part = path.with_suffix(f".{os.getpid()}.part")
         part.write_text(
             json.dumps({"model": model.name, "method": METHOD, **asdict(table)}, indent=1), encoding="utf-8"
         )

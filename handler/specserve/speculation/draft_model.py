@@ -70,7 +70,9 @@ class DraftModel:
 
     def can_read(self, step: Step) -> bool:
         """Whether its vocabulary has every token that it would have to read."""
-        return max(step.tokens_from(step.length - self.catch_up(step)), default=0) < self.cache.engine.width
+        # Where it begins anew, another slot's prefix may be copied, which ends as far before the end as the window.
+        most = min(step.length, self._window) if self._begins_anew(step) else self.catch_up(step)
+        return max(step.tokens_from(step.length - most), default=0) < self.cache.engine.width
 
     def read(self, steps: list[Step], *, is_shared: bool = False) -> PassResult:
         """Catch up with the sequences of these steps, drafts included, in one pass.

@@ -19,6 +19,8 @@ _NEAR, _FAR, _LOADED = 64, (4096, 16_384), 320
 # The most rows of a timed pass all of which have logits, as of one that verifies drafts; and the rows of wider ones,
 # which have them for the last only, as of one that prefills.
 _MOST_ROWS, _WIDE_ROWS = 32, (64, 128, 256)
+# Free cells that are needed to time passes after the first length.
+MEASURED_CELLS = _NEAR + _WIDE_ROWS[-1]
 # Rows that are timed after the other lengths.
 _FAR_ROWS = (1, 4, 8, 16, 64)
 # Up to this length, in tokens, what the context adds is less than timings vary: it is taken to be proportional to the

@@ -115,14 +115,21 @@ def resolve(document: dict[str, Any], prepared: Prepared, config_file: Path) -> 
             handler[role] = {"path": str(path), "sha256": files.hashed(path).sha256}
     # A worker's current directory is one of TorchServe's.
     beside = config_file.absolute().parent
-    if handler.get("trace"):
-        directory = (beside / Path(handler["trace"]["directory"]).expanduser()).resolve()
-        handler["trace"] = {**handler["trace"], "directory": str(directory)}
-    if handler.get("prefix_cache_directory"):
-        handler["prefix_cache_directory"] = str(
-            (beside / Path(handler["prefix_cache_directory"]).expanduser()).resolve()
-        )
+    handler |= _absolute(handler, beside, "prefix_cache_directory")
+    for section, keys in (("trace", ("directory",)), ("speculation", ("history_file", "corpus"))):
+        if handler.get(section):
+            handler[section] = handler[section] | _absolute(handler[section], beside, *keys)
     return {**document, "handler": handler}
+
+
+def _absolute(section: dict[str, Any], beside: Path, *keys: str) -> dict[str, Any]:
+    """Return those of these keys that a section has, with their path or paths below `beside` unless absolute."""
+
+    def absolute(path: str) -> str:
+        return str((beside / Path(path).expanduser()).resolve())
+
+    found = {key: section[key] for key in keys if section.get(key)}
+    return {key: [*map(absolute, path)] if isinstance(path, list) else absolute(path) for key, path in found.items()}
 
 
 def stage(building: Path, document: dict[str, Any]) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, PrivateAttr
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
 from specserve.errors import RequestError
@@ -28,9 +28,31 @@ class Body(BaseModel):
         """The paths of the unknown fields of the body that `note_unknown` was given."""
         return self._unknown
 
+    @property
+    def ignored(self) -> list[str]:
+        """The paths of all that is ignored: the unknown fields, and the tools that the model is not offered."""
+        return self._unknown + [path[:_MAX_NAME] for path in islice(self._not_offered(), _MAX_UNKNOWN)]
+
+    def _not_offered(self) -> Iterator[str]:
+        return iter(())
+
     def note_unknown(self, body: object) -> None:
         """Find the unknown fields of the body that this was made from."""
         self._unknown = [path[:_MAX_NAME] for path in islice(_unknown(self, body, ""), _MAX_UNKNOWN)]
+
+
+class Part(Body):
+    """A part of a content, of one of the types that its field `type` names."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_a_known_type(cls, part: Any) -> Any:
+        known = get_args(cls.model_fields["type"].annotation)
+        if isinstance(part, dict) and part.get("type", known[0]) not in known:
+            types = " or ".join(f"'{kind}'" for kind in known)
+            sentence = f"must be a part of type {types}; images, audio and files are not supported"
+            raise PydanticCustomError("other_part", "{sentence}", {"sentence": sentence})
+        return part
 
 
 def _unknown(value: object, body: object, path: str) -> Iterator[str]:

@@ -38,6 +38,8 @@ _NEUTRAL: dict[str, object] = {
     "repeat_last_n": -1,
     "reasoning_budget": -1,
 }
+_PENALTIES = {"repeat_penalty": 1, "repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0}
+_INSTEAD = {"functions": ": use 'tools'"}
 _NAMES = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 # How the forms of structured output are named by vLLM, old and new, and by llama.cpp.
 _STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
@@ -57,11 +59,15 @@ def translated(body: dict[str, Any], fields: Container[str]) -> dict[str, Any]:
     Raises:
         RequestError: 400; a field would change the answer and cannot be done, or several ask for a structure.
     """
-    for name in [*_OFF.split(), *_NEUTRAL]:
+    # Without a penalty, llama.cpp's window of it has no effect either.
+    penalised = any(body.get(name) not in (None, neutral) for name, neutral in _PENALTIES.items())
+    for name in [*_OFF.split(), *_NEUTRAL, *([] if "logprobs" in fields else ["n_probs"])]:
         value = body.get(name)
         is_off = value is None or (value == _NEUTRAL[name] if name in _NEUTRAL else not value)
-        if name not in fields and not is_off:
-            raise RequestError(f"'{name}' is not supported by this server.", param=name, code="unsupported_value")
+        if name not in fields and not is_off and (name != "repeat_last_n" or penalised):
+            only = f": it can only be {json.dumps(_NEUTRAL[name])}" if name in _NEUTRAL else _INSTEAD.get(name, "")
+            sentence = f"'{name}' is not supported by this server{only}."
+            raise RequestError(sentence, param=name, code="unsupported_value")
     body = dict(body)
     for other, name in _NAMES.items():
         if body.get(name) is None and other in body:

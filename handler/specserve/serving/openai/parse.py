@@ -24,6 +24,11 @@ _EXPECTED = {
     "model_type": "must be an object",
     "model_attributes_type": "must be an object",
 }
+# Fields whose inner fields are named.
+_NESTED = {
+    *("speculation", "stream_options", "messages", "response_format", "prediction", "tools", "input_extra"),
+    *("input", "text", "reasoning", "system"),
+}
 
 
 AnyRequest = TypeVar("AnyRequest", bound=Body)
@@ -70,8 +75,7 @@ def _explain(errors: list[Any]) -> RequestError:
     field, *inside = [part for part in error["loc"] if isinstance(part, int) or part.isidentifier()]
     if field == "response_format":
         inside = inside[1:]  # the first part is the format's type
-    nested = ("speculation", "stream_options", "messages", "response_format", "prediction", "tools", "input_extra")
-    inside = inside if field in nested else []
+    inside = inside if field in _NESTED else []
     param = field + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inside)
     if error["type"] == "missing":
         return RequestError(f"The field '{param}' is missing.", param=param, code="missing_required_parameter")

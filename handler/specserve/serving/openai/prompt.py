@@ -65,7 +65,7 @@ class Tokenizer:
         kept = request.truncate_prompt_tokens
         if kept is None:
             return tokens
-        kept = max(1, self._most - max(1, request.max_tokens or 1)) if kept == -1 else kept
+        kept = max(1, self._most - max(1, request.output_limit[1] or 1)) if kept == -1 else kept
         return tokens[max(0, len(tokens) - kept) :]
 
     def chat(self, text: str, request: ChatRequest) -> Prompt:

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from specserve.sequence import Verification
-from specserve.serving.openai.body import Body, Text, at_most, disagreement
+from specserve.serving.openai.body import Body, Part, Text, at_most, disagreement
 from specserve.serving.openai.dialects import KNOWN, translated
 from specserve.serving.openai.tools import ToolCall, ToolFields
 
@@ -19,7 +19,7 @@ _MAX_WORDS = 64
 MAX_CHOICES = 128
 _INT64 = 2**63
 # OpenAI's default of `max_tokens` on v1/completions.
-COMPLETION_TOKENS = 16
+_COMPLETION_TOKENS = 16
 
 
 class StreamOptions(Body):
@@ -51,19 +51,11 @@ StopString = Annotated[Text, Field(max_length=1000)]
 Tokens = Annotated[list[int], Field(max_length=MAX_TOKENS, fail_fast=True)]
 
 
-class TextPart(Body):
+class TextPart(Part):
     """A text part of a message's content."""
 
     type: Literal["text"]
     text: Text
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_text(cls, part: Any) -> Any:
-        if isinstance(part, dict) and part.get("type", "text") != "text":
-            sentence = "must be a part of type 'text'; images, audio and files are not supported"
-            raise PydanticCustomError("other_part", "{sentence}", {"sentence": sentence})
-        return part
 
 
 Content = Text | Annotated[list[TextPart], Field(fail_fast=True)]
@@ -188,6 +180,12 @@ class GenerationRequest(Body):
         return self
 
     @property
+    def output_limit(self) -> tuple[str, int | None]:
+        """The field that limits the tokens of an answer, and its value; null is the same as leaving it out."""
+        default = type(self).model_fields["max_tokens"].default
+        return "max_tokens", default if self.max_tokens is None else self.max_tokens
+
+    @property
     def follows_grammar(self) -> bool:
         """Whether a grammar or a format holds from the first token on."""
         return self.grammar is not None or (self.response_format is not None and self.response_format.type != "text")
@@ -202,7 +200,7 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_CHOICES)]
         | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True, max_length=MAX_CHOICES)]
     )
-    max_tokens: int | None = Field(default=COMPLETION_TOKENS, ge=-1)
+    max_tokens: int | None = Field(default=_COMPLETION_TOKENS, ge=-1)
     add_special_tokens: bool | None = True
     echo: bool | None = False
     best_of: int | None = Field(default=None, ge=1, le=20)
@@ -294,6 +292,12 @@ class ChatRequest(GenerationRequest, ToolFields):
         if self.requires_call and self.ignore_eos:
             raise disagreement("ignore_eos", "'ignore_eos' would never let an answer that has to be a call end")
         return self
+
+    @property
+    def output_limit(self) -> tuple[str, int | None]:
+        """The field that limits the tokens of an answer, and its value."""
+        newer = self.max_completion_tokens
+        return super().output_limit if newer is None else ("max_completion_tokens", newer)
 
     @property
     def forbids_reasoning(self) -> bool:

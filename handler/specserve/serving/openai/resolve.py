@@ -21,7 +21,6 @@ from specserve.serving.generation import Generation
 from specserve.serving.openai.logprobs import MAX_RESPONSE_BYTES, ResponseSize
 from specserve.serving.openai.prompt import BYTES_PER_TOKEN, Prompt, check_tokens, too_long
 from specserve.serving.openai.request_schema import (
-    COMPLETION_TOKENS,
     MAX_TOKENS,
     ChatRequest,
     CompletionRequest,
@@ -111,13 +110,10 @@ def resolve(
     if isinstance(request, ChatRequest):
         prompt_field, candidates, echo = "messages", choices, False
         top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        limit_field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-        limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     else:
         prompt_field, candidates, echo = "prompt", request.best_of or choices, bool(request.echo)
         top_logprobs = request.logprobs
-        limit_field = "max_tokens"
-        limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    limit_field, limit = request.output_limit
     tools = request.callable_tools if isinstance(request, ChatRequest) else {}
     syntax = calls if calls and tools else CallSyntax(())
     has_format = isinstance(request.response_format, JsonSchema | JsonObject)

@@ -38,6 +38,14 @@ class DraftError(EngineError):
 class ConstraintError(SpecserveError):
     """No token can follow by a grammar, or it is too costly to follow; its sequence cannot continue."""
 
+    code: ClassVar[str] = "grammar_too_costly"
+
+
+class NoTokenError(ConstraintError):
+    """A request's biases, restrictions and grammar together forbid every token; its sequence cannot continue."""
+
+    code = "invalid_value"
+
 
 class MaskDeferred(SpecserveError):
     """The round has no time left for a grammar mask; the sequence continues in the next round."""

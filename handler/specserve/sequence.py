@@ -6,6 +6,7 @@ import secrets
 from collections import Counter, abc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
 from weakref import WeakKeyDictionary
 
@@ -97,7 +98,11 @@ class RequestInfo:
 
 
 class Constraint(Protocol):
-    """A grammar that the completion must follow."""
+    """A grammar that the completion must follow, or only the calls of tools in it."""
+
+    @property
+    def allows_text(self) -> bool:
+        """Whether the completion is free text until a call begins."""
 
     def allowed(self, written: abc.Sequence[int]) -> NDArray[np.bool_] | None:
         """The tokens that may follow this beginning of the completion, shape (vocabulary,); None allows all.
@@ -195,7 +200,15 @@ def common_prefix(left: list[int], right: list[int], max_length: int | None = No
     length = min(len(left), len(right)) if max_length is None else max(0, min(len(left), len(right), max_length))
     if left[:length] == right[:length]:
         return length
-    return next(i for i in range(length) if left[i] != right[i])
+    # They are equal before `same` and differ before `length`; comparing slices takes a twentieth of the time of a loop.
+    same = 0
+    while length - same > 1:
+        middle = (same + length) // 2
+        if left[same:middle] == right[same:middle]:
+            same = middle
+        else:
+            length = middle
+    return same
 
 
 class Sequence:
@@ -274,6 +287,11 @@ class Sequence:
     def prompt(self) -> list[int]:
         """The prompt's tokens."""
         return self.tokens[: self.prompt_length]
+
+    @cached_property
+    def prompt_set(self) -> NDArray[np.intp]:
+        """The prompt's tokens, each once, ascending."""
+        return np.unique(np.array(self.prompt, np.intp))
 
     @property
     def answer(self) -> list[int]:

@@ -201,7 +201,7 @@ def exact_answers(
         if len(answer) == length:
             exact[answer] = probability
             return
-        logits = penalise(target.logits([*prompt, *answer]), sampling, prompt, answer)
+        logits = penalise(target.logits([*prompt, *answer]), sampling, np.array(prompt, np.intp), answer)
         if grammar is not None:
             logits = np.where(grammar.allowed(answer), logits, -np.inf)
         for token in range(vocabulary.size):

@@ -227,9 +227,7 @@ def penalise_without_the_adopted_token(patch: pytest.MonkeyPatch) -> None:
         adopted = False
         return forward(self, rows)
 
-    def forgetful(
-        logits: FloatArray, sampling: SamplingParams, prompt: abc.Sequence[int], output: abc.Sequence[int]
-    ) -> FloatArray:
+    def forgetful(logits: FloatArray, sampling: SamplingParams, prompt: Any, output: abc.Sequence[int]) -> FloatArray:
         return penalise(logits, sampling, prompt, output[:-1] if adopted else output)
 
     patch.setattr(FakeEngine, "adopt", adopting)

@@ -475,6 +475,19 @@ def test_a_grammar_that_becomes_too_costly_after_the_status_is_an_error_object(
     assert (front_end.status[late], front_end.answer(late)["error"]["code"]) == (200, "grammar_too_costly")
 
 
+@pytest.mark.parametrize("mode", ["off", "auto"])
+def test_a_request_that_forbids_every_token_is_told_so_and_no_other_suffers(front_end: FrontEnd, mode: str) -> None:
+    odd = [[token, False] for token in range(1, 200, 2)]
+    nothing = {"grammar": "r" * 9, "logit_bias": odd}
+    refused = front_end.post({**BODY, **nothing, "speculation": {"mode": mode}})
+    other = front_end.post(BODY)
+    front_end.run()
+    error = front_end.answer(refused)["error"]
+    assert (front_end.status[refused], error["code"]) == (400, "invalid_value")
+    assert error["message"] == "The request allows no token that could follow."
+    assert front_end.status[other] == 200
+
+
 def test_a_short_whole_response_is_sent_in_one_reply(front_end: FrontEnd) -> None:
     request_id = front_end.post({**BODY, "max_tokens": 50})
     front_end.run()

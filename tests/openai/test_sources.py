@@ -121,6 +121,24 @@ def test_the_pieces_of_a_chunk_join_to_its_text(route: str, stops: list[str] | N
     assert (first == ["hello", "prompt"]) is (echo and "chat" not in route)
 
 
+def test_no_piece_is_lost_where_text_is_held_back_since_a_call_may_follow() -> None:
+    front_end = FrontEnd(context_length=1024)
+    tools = [{"type": "function", "function": {"name": "read"}}]
+    # Whitespace and the beginning of a tag are held back, in most rounds all that is new.
+    held = list(map(ord, " \n<a"))
+    body = {**CHAT, "tools": tools, "allowed_token_ids": held, "speculation": WITH_SOURCES}
+    stream = front_end.post({**body, "stream": True}, "v1/chat/completions")
+    whole = front_end.post(body, "v1/chat/completions")
+    front_end.run()
+    events = front_end.events(stream)
+    text = "".join(map(text_of, events))
+    assert len(text) == 40
+    assert any(joined(event["choices"][0]["sources"]) != text_of(event) for event in events), "nothing was held back"
+    assert "".join(joined(event["choices"][0]["sources"]) for event in events) == text
+    choice = front_end.answer(whole)["choices"][0]
+    assert joined(choice["sources"]) == text == choice["message"]["content"]
+
+
 def test_accepted_prediction_tokens_and_the_targets_have_different_sources() -> None:
     front_end = FrontEnd()
     body = {**BODY, "logit_bias": ASCII_ONLY, "max_tokens": 13}

@@ -17,6 +17,8 @@ class Alternating:
     The output is complete after `length` tokens; from `fails_at` tokens on there is no mask but a `ConstraintError`.
     """
 
+    allows_text = False
+
     def __init__(self, size: int, *, length: int = 10**6, fails_at: int | None = None, least: int = 0) -> None:
         tokens = np.arange(size)
         self._by_parity: list[NDArray[np.bool_]] = [(tokens % 2 == parity) & (tokens >= least) for parity in (0, 1)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from constraints import Alternating
-from specserve.errors import ConstraintError
+from specserve.errors import NoTokenError
 from specserve.sampling.distribution import FloatArray, to_distribution
 from specserve.sampling.logits import penalise, process_logits
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
@@ -55,7 +55,7 @@ def test_penalise_equals_its_definition(
     logits: list[float], sampling: SamplingParams, prompt: list[int], generated: list[int]
 ) -> None:
     row = np.array(logits)
-    processed = penalise(row, sampling, prompt, generated)
+    processed = penalise(row, sampling, np.array(prompt, np.intp), generated)
     np.testing.assert_allclose(processed, reference_logits(row, sampling, prompt, generated), atol=1e-9)
     assert row.tolist() == logits
 
@@ -86,8 +86,21 @@ def test_tokens_that_a_request_forbids_have_probability_0() -> None:
     assert possible([3, 4], **early) == everything
     # Only the end is left, so it may come.
     assert possible([3], allowed_tokens=(7,), **early) == [7]
-    with pytest.raises(ConstraintError):
+    with pytest.raises(NoTokenError):
         possible([], allowed_tokens=(7,), bad_words=((7,),))
+
+
+@pytest.mark.parametrize("speculation", [SpeculationParams(), SpeculationParams(mode="off")])
+def test_a_grammar_and_biases_that_leave_no_token_say_so(speculation: SpeculationParams) -> None:
+    odd = tuple((token, -np.inf) for token in (1, 3, 5, 7))
+    grammar = Alternating(VOCABULARY)
+    sequence = Sequence([1], SamplingParams(logit_bias=odd), speculation, max_tokens=9, constraint=grammar)
+    logits = np.arange(VOCABULARY, dtype=np.float32)
+    assert np.flatnonzero(np.isfinite(process_logits(logits, sequence, []))).tolist() == [0, 2, 4, 6]
+    with pytest.raises(NoTokenError):
+        process_logits(logits, sequence, [2])
+    # Logits that are no numbers are the model's failure.
+    assert np.isnan(process_logits(np.full(VOCABULARY, np.nan), sequence, [2])).any()
 
 
 def test_an_answer_that_follows_a_grammar_may_end_before_min_tokens_where_nothing_else_can_follow() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import abc
 from itertools import combinations
 
 import pytest
@@ -273,29 +272,30 @@ def test_long_catch_up_is_spread_over_tokens_and_a_short_one_is_not() -> None:
         assert expensive.catch_up_seconds >= 2 * long.catch_up_seconds
 
 
-def test_lengths_of_answers_with_a_grammar_count_only_where_it_restricts_them() -> None:
-    """Labels say nothing of text, not even of text beside calls of tools."""
+@pytest.mark.parametrize("learned", [None, "text beside calls", "grammar"])
+def test_answers_that_follow_a_grammar_have_lengths_of_their_own(learned: str | None) -> None:
+    """Labels say nothing of text, which answers beside calls of tools are."""
 
-    class Free(Alternating):
-        def allowed(self, written: abc.Sequence[int]) -> None:  # type: ignore[override]
-            del written
+    class BesideCalls(Alternating):
+        allows_text = True
 
+    constraints = {None: None, "text beside calls": BesideCalls(200), "grammar": Alternating(200)}
     controller = Controller(stairs(), proportional(0.01))
     for _ in range(200):
-        label = sequence(generated=3, max_tokens=100)
-        label.constraint = Alternating(200)
-        controller.forget(label)
+        short = sequence(generated=3, max_tokens=100)
+        short.constraint = constraints[learned]
+        controller.forget(short)
     costs = controller.costs([sequence()], 0, 0)
     seconds = []
-    for constraint in (None, Free(200), Alternating(200)):
+    for constraint in constraints.values():
         one = sequence(generated=2)
         one.constraint = constraint
-        step = Step(one, len(one.tokens) - 1, 1, 4, running=1)
-        assert step.compute_mask()
-        candidate = controller.policy(one).candidate(step, 100, costs)
+        candidate = candidate_of(controller, one, 100, costs)
         assert candidate
         seconds.append(candidate.catch_up_seconds)
-    assert seconds[0] == seconds[1] < seconds[2]
+    text, beside_calls, grammar = seconds
+    assert text == beside_calls
+    assert grammar > text if learned == "grammar" else text > grammar
 
 
 def test_long_catch_up_waits_for_the_length_that_nine_of_ten_answers_reach() -> None:

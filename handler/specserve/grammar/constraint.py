@@ -79,6 +79,8 @@ class Constraint:
         request_budget: shared by all answers of the request.
     """
 
+    allows_text = False
+
     def __init__(
         self,
         compiled: CompiledGrammar,

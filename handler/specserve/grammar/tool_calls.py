@@ -155,6 +155,8 @@ class CallConstraint:
         self._tokens: list[int] = []
         self._states = [_State(reasons=False if reasoning is None else reasoning.begun or None)]
 
+    allows_text = True
+
     def allowed(self, tokens: Sequence[int]) -> BoolArray | None:
         """Return the mask of the tokens that may follow, None in free text; raises like `Constraint`."""
         call = self._open_call(tokens)

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections import abc
 
 import numpy as np
+from numpy.typing import NDArray
 
-from specserve.errors import ConstraintError
+from specserve.errors import NoTokenError
 from specserve.sampling.distribution import FloatArray, argmax, confidence, to_distribution
 from specserve.sequence import SamplingParams, Sequence, TokenScore
 
 
 def penalise(
-    logits: FloatArray, sampling: SamplingParams, prompt: abc.Sequence[int], output: abc.Sequence[int]
+    logits: FloatArray, sampling: SamplingParams, prompt: NDArray[np.intp], output: abc.Sequence[int]
 ) -> FloatArray:
     """Return the logits after biases and penalties.
 
@@ -27,14 +28,14 @@ def penalise(
     Args:
         logits: shape (vocabulary,); not changed.
         sampling: the request's settings.
-        prompt: counted by the repetition penalty only.
+        prompt: its tokens, in any order, which only the repetition penalty counts.
         output: the tokens generated up to this position, draft tokens included.
     """
     shaped = logits.copy()
     for token, bias in sampling.logit_bias:
         shaped[token] += bias
     if sampling.repetition_penalty != 1:
-        seen = np.unique(np.array([*prompt, *output], np.intp))
+        seen = np.concatenate([prompt, np.array(output, np.intp)])
         among = shaped[seen]
         shaped[seen] = np.where(among > 0, among / sampling.repetition_penalty, among * sampling.repetition_penalty)
     if output:
@@ -53,9 +54,6 @@ def restrict(logits: FloatArray, sampling: SamplingParams, output: abc.Sequence[
         logits: shape (vocabulary,); not changed.
         sampling: the request's settings.
         output: the tokens generated up to this position, draft tokens included.
-
-    Raises:
-        ConstraintError: no token is left.
     """
     restricted = logits.copy()
     if sampling.allowed_tokens is not None:
@@ -72,8 +70,6 @@ def restrict(logits: FloatArray, sampling: SamplingParams, output: abc.Sequence[
         restricted[ends] = -np.inf
         if restricted.max() == -np.inf:
             restricted[ends] = ending
-    if restricted.max() == -np.inf:
-        raise ConstraintError("The request allows no token that could follow")
     return restricted
 
 
@@ -91,19 +87,25 @@ def process_logits(logits: FloatArray, sequence: Sequence, drafts: abc.Sequence[
         The logits themselves where the request changes nothing.
 
     Raises:
-        ConstraintError: the request's grammar cannot be followed further, or all tokens are forbidden.
+        ConstraintError: the request's grammar cannot be followed further.
+        NoTokenError: the request forbids every token.
         MaskDeferred: the round has no time left for its mask.
     """
     sampling, constraint = sequence.sampling, sequence.constraint
     needs_output = sampling.shapes_logits or sampling.forbids_tokens or constraint is not None
     output = [*sequence.answer, *drafts] if needs_output else []
     if sampling.shapes_logits:
-        logits = penalise(logits, sampling, sequence.prompt, output)
+        logits = penalise(logits, sampling, sequence.prompt_set, output)
     if constraint is not None:
         allowed = constraint.allowed(output)
         if allowed is not None:
             logits = np.where(allowed, logits, -np.inf)
-    return restrict(logits, sampling, output) if sampling.forbids_tokens else logits
+    if sampling.forbids_tokens:
+        logits = restrict(logits, sampling, output)
+    # A bias may be minus infinity.
+    if (sampling.forbids_tokens or sampling.shapes_logits) and logits.max() == -np.inf:
+        raise NoTokenError("The request allows no token that could follow")
+    return logits
 
 
 class TargetDistributions:

@@ -115,7 +115,7 @@ class Generation(Sequence):
         if isinstance(reason, RequestError):
             self.error = reason
         elif isinstance(reason, ConstraintError):
-            self.error = RequestError(str(reason), code="grammar_too_costly")
+            self.error = RequestError(f"{str(reason).rstrip('.')}.", code=reason.code)
         else:
             self.error = RequestError(
                 "The model failed while it wrote this answer; please send the request again.",

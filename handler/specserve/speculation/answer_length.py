@@ -35,7 +35,7 @@ class AnswerLengths:
         return self._ascending[first + int(_SHORTER * longer)] - generated
 
     def learn(self, generated: int, *, is_cut_off: bool) -> None:
-        """Count an answer that has ended; one that was cut off at its limit would have gone on."""
+        """Count an answer that has ended, or that its client gave up; one that was cut off at its limit would go on."""
         length = math.inf if is_cut_off else float(generated)
         if len(self._recent) == _MEMORY:
             self._ascending.remove(self._recent[0])

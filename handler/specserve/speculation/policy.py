@@ -206,7 +206,7 @@ class Auto(_Drafting):
             return Candidate(step.p_all_accepted, shown.next_acceptance, pending, step.rows_left)
         if costs.awaiting_first_token:
             return None
-        likely = self._controller.lengths[step.is_constrained].following(sequence.generated)
+        likely = self._controller.lengths(sequence).following(sequence.generated)
         following = min(sequence.remaining, likely, _HORIZON + sequence.generated)
         catch_up = (costs.draft_pass(pending) - costs.draft_pass(1)) / max(1, following)
         # It has to pay over all these tokens, so the long run's acceptance counts.
@@ -231,8 +231,8 @@ class Controller:
         self.target_cost = target_cost
         self.draft_cost = draft_cost
         self.acceptance = Acceptance()
-        # Of answers without a grammar, and of those with one.
-        self.lengths = AnswerLengths(), AnswerLengths()
+        # Of answers that follow a grammar, which are labels more often, and of others.
+        self._lengths = {True: AnswerLengths(), False: AnswerLengths()}
         self._balances = BySequence(lambda _: Balance())
         self.policies: dict[str, Policy] = {"off": Off(), "fixed": Fixed(self.acceptance), "auto": Auto(self)}
 
@@ -244,10 +244,15 @@ class Controller:
         """What drafts have brought and cost a sequence."""
         return self._balances.of(sequence)
 
+    def lengths(self, sequence: Sequence) -> AnswerLengths:
+        """The lengths of answers that follow a grammar, or do not, as a sequence's; calls of tools do not count."""
+        constraint = sequence.constraint
+        return self._lengths[constraint is not None and not constraint.allows_text]
+
     def forget(self, sequence: Sequence) -> None:
         """Drop what a sequence has shown that has ended, but for its length."""
         if sequence.generated:
-            self.lengths[sequence.constraint is not None].learn(sequence.generated, is_cut_off=sequence.remaining <= 0)
+            self.lengths(sequence).learn(sequence.generated, is_cut_off=sequence.remaining <= 0)
         self._balances.forget(sequence)
         self.acceptance.forget(sequence)
 

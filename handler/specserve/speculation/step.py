@@ -209,12 +209,6 @@ class Step:
             self._mask_after = len(self.drafts)
         return True
 
-    @property
-    def is_constrained(self) -> bool:
-        """Whether a grammar may restrict the token after the drafts; in text beside calls of tools it does not."""
-        is_free = self._mask_after == len(self.drafts) and self._mask is None
-        return self.sequence.constraint is not None and not is_free
-
     def allows(self, token: int) -> bool:
         """Whether the request's grammar is known to allow a token after the drafts."""
         return self.compute_mask() and (self._mask is None or bool(self._mask[token]))

@@ -198,6 +198,8 @@ class ChoicesResponse(GenerationResponse, ABC):
         self._object = partial(kind, id=response_id, object=name, created=self._created, model=self._model)
         self._begun: set[int] = set()
         self._ended: set[int] = set()
+        # By choice, who wrote what, of text that is held back since it may belong to a call or to the reasoning.
+        self._sources: dict[int, list[tuple[str, Source | Literal["prompt"]]]] = {}
 
     @abstractmethod
     def _choice(self, parts: list[Part] | None, *, first: bool, fields: Mapping[str, Any]) -> ResponseObject:
@@ -246,7 +248,8 @@ class ChoicesResponse(GenerationResponse, ABC):
             self._ended.add(index)
             reason = self._finish_reason(index, generation)
             end: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": reason}
-            yield self._choice(None, first=False, fields=end | ({"sources": []} if self._form.sources else {}))
+            sources = {"sources": self._sources.pop(index, [])} if self._form.sources else {}
+            yield self._choice(None, first=False, fields=end | sources)
 
     def _new(self, index: int, generation: Generation) -> ResponseObject | None:
         """Make what is new of a choice, at first with a prompt that is echoed; None if a stream has nothing to say."""
@@ -266,10 +269,12 @@ class ChoicesResponse(GenerationResponse, ABC):
                 positions = prompt_positions(echo, scores, self._vocabulary) + positions
             fields["logprobs"] = self._logprobs(positions)
         if form.sources:
-            sources: list[tuple[str, Source | Literal["prompt"]]] = [(repeated, "prompt")] if repeated else []
-            fields["sources"] = [*sources, *generation.by_source()]
+            pieces = self._sources.setdefault(index, [(repeated, "prompt")] if repeated else [])
+            pieces += generation.by_source()
         if self.streams and not (repeated or parts or positions or (first and self.begins_with_role)):
             return None
+        if form.sources:
+            fields["sources"] = self._sources.pop(index)
         return self._choice([Text(repeated), *parts] if repeated else parts, first=first, fields=fields)
 
     def _best(self, group: list[Generation]) -> list[Generation]:

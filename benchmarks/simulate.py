@@ -32,10 +32,11 @@ from common import print_result
 from specserve.engine.base import FloatArray, Row
 from specserve.kv_cache import KVCache
 from specserve.sampling.logits import TargetDistributions
-from specserve.sequence import BySequence, SamplingParams, Sequence, SpeculationParams
+from specserve.sequence import BySequence, SamplingParams, SpeculationParams
 from specserve.serving.budget import max_wait
 from specserve.serving.generation import Generation
 from specserve.serving.scheduler import Scheduler
+from specserve.speculation.acceptance import Acceptance
 from specserve.speculation.cost import Cost, CostTable
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
@@ -245,11 +246,8 @@ class Average(Policy):
     FADE, LEAST = 0.95, 0.3
 
     def __init__(self) -> None:
+        super().__init__(Acceptance())
         self._accepted = BySequence(lambda _: [0.75])
-
-    def max_drafts(self, sequence: Sequence) -> int:
-        """The request's gamma."""
-        return sequence.speculation.gamma
 
     def worth_asking(self, steps: list[Step], certain: abc.Sequence[Candidate], rows: int, costs: RoundCosts) -> bool:
         """It is."""

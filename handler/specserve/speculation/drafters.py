@@ -18,6 +18,7 @@ from specserve.errors import ConstraintError, DraftError, MaskDeferred
 from specserve.sampling.distribution import FloatArray, argmax, confidence, is_greedy, one_hot, to_distribution
 from specserve.sampling.logits import process_logits
 from specserve.sequence import Sequence
+from specserve.speculation.alternatives import choose_alternatives
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.gain import Candidate, RoundCosts, choose_for_model
 from specserve.speculation.policy import SHORT_CATCH_UP, Controller
@@ -115,7 +116,7 @@ class Drafters:
             # Drawing belongs to the cost of a pass, grammar masks do not.
             has_masks = any(step.sequence.constraint is not None for step in chosen)
             self.model.observe_cost((read if has_masks else self._clock()) - began)
-        self.controller.choose_alternatives(drafting, max_alternatives, rows, costs, self._end_tokens)
+        choose_alternatives(drafting, max_alternatives, rows, costs, self._end_tokens)
 
     def _draft_offer(self, step: Step, rows: int, costs: RoundCosts) -> int:
         """Draft what the first proposer offers that is worth verifying; returns how many tokens that is."""

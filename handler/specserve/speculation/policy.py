@@ -1,4 +1,4 @@
-"""Who decides what is drafted: one policy for each mode of a request, `off`, `fixed` and `auto`.
+"""Who decides what is drafted: a policy for each mode of a request, `off` being `fixed` without drafts, and `auto`.
 
 The drafters (drafters.py) execute. In every round they ask, for all sequences that may have drafts:
 
@@ -7,7 +7,8 @@ The drafters (drafters.py) execute. In every round they ask, for all sequences t
     offer_length        how many of the tokens to draft that a lookup, the client's prediction or the grammar offers
     candidate           what is to be known before the draft model drafts one token more; `choose_for_model` (gain.py)
                         then decides for which sequences it does, and the question is asked again
-    choose_alternatives which tokens the target also reads, in case they are recovered in place of a draft
+
+Which tokens the target also reads, in case they are recovered in place of a draft, alternatives.py then chooses.
 
 `Auto` compares what drafts gain with what their time is worth (gain.py), by measured costs (cost.py), by acceptance
 probabilities (acceptance.py), and by what drafts have brought and cost each sequence (charges.py).
@@ -16,6 +17,7 @@ probabilities (acceptance.py), and by what drafts have brought and cost each seq
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import abc
 from typing import ClassVar
 
@@ -23,7 +25,7 @@ from specserve.sampling.distribution import FloatArray
 from specserve.sampling.logits import TargetDistributions
 from specserve.sequence import BySequence, Sequence
 from specserve.speculation.acceptance import Acceptance
-from specserve.speculation.alternatives import choose_alternatives, note_possible
+from specserve.speculation.alternatives import note_possible
 from specserve.speculation.answer_length import AnswerLengths
 from specserve.speculation.charges import Balance
 from specserve.speculation.cost import Cost
@@ -45,19 +47,25 @@ _SHARED_MARGIN = 0.12
 _LIKELY, _FEW = 0.95, 4
 
 
-class Policy:
-    """Decides what is drafted for the sequences of one mode: nothing, unless a method says otherwise.
+class Policy(ABC):
+    """Decides what is drafted for the sequences of a mode.
 
     `is_certain` says whether as many tokens as possible are drafted, whatever they gain.
+
+    Args:
+        acceptance: estimates how likely each drafter is right.
     """
 
     is_certain: ClassVar[bool] = False
 
-    def max_drafts(self, sequence: Sequence) -> int:
-        """The most draft tokens of a round that the request asks for."""
-        del sequence
-        return 0
+    def __init__(self, acceptance: Acceptance) -> None:
+        self._acceptance = acceptance
 
+    def max_drafts(self, sequence: Sequence) -> int:
+        """The most draft tokens of a round that the request asks for: its gamma, none in mode off."""
+        return 0 if sequence.speculation.mode == "off" else sequence.speculation.gamma
+
+    @abstractmethod
     def worth_asking(self, steps: list[Step], certain: abc.Sequence[Candidate], rows: int, costs: RoundCosts) -> bool:
         """Whether any of these steps could get drafts; takes note in them of what they cannot get.
 
@@ -67,9 +75,8 @@ class Policy:
             rows: number of rows of the target's pass without drafts.
             costs: what passes cost in this round.
         """
-        del steps, certain, rows, costs
-        return False
 
+    @abstractmethod
     def offer_length(
         self, step: Step, probabilities: list[float], by_model: Candidate | None, rows: int, costs: RoundCosts
     ) -> int:
@@ -82,9 +89,8 @@ class Policy:
             rows: of the target's pass by now.
             costs: of this round.
         """
-        del step, probabilities, by_model, rows, costs
-        return 0
 
+    @abstractmethod
     def candidate(self, step: Step, pending: int, costs: RoundCosts) -> Candidate | None:
         """What is to be known before the draft model drafts one more token; None where it may not.
 
@@ -93,11 +99,9 @@ class Policy:
             pending: tokens that the draft model has to read before that.
             costs: what passes cost in this round.
         """
-        del step, pending, costs
-        return None
 
     def note_alternatives(self, step: Step, logits: FloatArray, draft: Draft, probability: float) -> None:
-        """Take note of what could be recovered in place of a draft of the draft model.
+        """Take note of what could be recovered in place of a draft of the draft model; by default of nothing.
 
         Args:
             step: without the draft.
@@ -108,34 +112,12 @@ class Policy:
         del step, logits, draft, probability
 
     def learn(self, step: Step, p: TargetDistributions, decided: list[int]) -> None:
-        """Learn from a verification; see `Acceptance.learn_from`."""
-        del step, p, decided
+        """Learn from a verification how likely each drafter is right, unless the request has no drafts."""
+        if self.max_drafts(step.sequence):
+            self._acceptance.learn_from(step, p, decided)
 
 
-class Off(Policy):
-    """Drafts nothing."""
-
-
-class _Drafting(Policy):
-    """What `Fixed` and `Auto` have in common.
-
-    Args:
-        acceptance: estimates how likely each drafter is right.
-    """
-
-    def __init__(self, acceptance: Acceptance) -> None:
-        self._acceptance = acceptance
-
-    def max_drafts(self, sequence: Sequence) -> int:
-        """The request's gamma."""
-        return sequence.speculation.gamma
-
-    def learn(self, step: Step, p: TargetDistributions, decided: list[int]) -> None:
-        """Learn how likely each drafter is right."""
-        self._acceptance.learn_from(step, p, decided)
-
-
-class Fixed(_Drafting):
+class Fixed(Policy):
     """Drafts up to `gamma` tokens a round, whatever they gain; the model those that it is likelier to get right."""
 
     is_certain = True
@@ -162,7 +144,7 @@ class Fixed(_Drafting):
         return Candidate(step.p_all_accepted, acceptance, pending, step.rows_left, is_certain=True)
 
 
-class Auto(_Drafting):
+class Auto(Policy):
     """Drafts what gains more than its time is worth, at most `gamma` tokens.
 
     Args:
@@ -234,7 +216,8 @@ class Controller:
         # Of answers that follow a grammar, which are labels more often, and of others.
         self._lengths = {True: AnswerLengths(), False: AnswerLengths()}
         self._balances = BySequence(lambda _: Balance())
-        self.policies: dict[str, Policy] = {"off": Off(), "fixed": Fixed(self.acceptance), "auto": Auto(self)}
+        fixed = Fixed(self.acceptance)
+        self.policies: dict[str, Policy] = {"off": fixed, "fixed": fixed, "auto": Auto(self)}
 
     def policy(self, sequence: Sequence) -> Policy:
         """The policy of a sequence."""
@@ -330,10 +313,3 @@ class Controller:
             for policy in dict.fromkeys(own for _, own in drafting)
         }
         return [step for step, own in drafting if worth_asking[own]]
-
-    def choose_alternatives(
-        self, steps: abc.Sequence[Step], max_alternatives: int, rows: int, costs: RoundCosts, end_tokens: frozenset[int]
-    ) -> None:
-        """Let the target read alternatives that pay; see alternatives.py."""
-        if max_alternatives:
-            choose_alternatives(steps, max_alternatives, rows, costs, end_tokens)

@@ -225,4 +225,4 @@ def test_the_worker_logged_no_handler_error_and_was_not_restarted(server: Server
     log = server.log()
     assert "could not be parsed" not in log
     assert "Invoking custom service failed" not in log
-    assert log.count("specserve: a decode step takes") == 1
+    assert log.count("specserve: a pass of one token takes") == 1

@@ -276,7 +276,7 @@ def _engine(
 def _report_cost(draft: float, target: float) -> None:
     ratio = draft / target
     logger.info(
-        "specserve: a decode step takes %.1f ms on the target and %.1f ms on the draft model, a cost ratio of %.2f",
+        "specserve: a pass of one token takes %.1f ms on the target and %.1f ms on the draft model, a ratio of %.2f",
         1000 * target,
         1000 * draft,
         ratio,

@@ -13,9 +13,9 @@ from specserve.speculation.step import Step
 # (benchmarks/decisions/catch-up-loss.md).
 _CATCH_UP_SHARE = 1 / 16
 # What drafts may cost a sequence, net of what they brought, before the draft model pauses: a share of its plain
-# decoding time plus 4 plain steps. It bounds what an adversary can cost, but for the first catch-up and for drafts of
-# other drafters, which cost only their rows (tests/engine/test_simulation.py).
-_LOSS_SHARE, _LOSS_STEPS = 0.01, 4.0
+# decoding time plus 4 passes of that. It bounds what an adversary can cost, but for the first catch-up and for drafts
+# of other drafters, which cost only their rows (tests/engine/test_simulation.py).
+_LOSS_SHARE, _LOSS_PASSES = 0.01, 4.0
 # Share of a sequence's recent tokens and time that is left after another round.
 _SPEEDUP_FADE = 0.85
 # The most that it counts for: where a long copy ends the old speed is no longer to be had, and would keep the draft
@@ -75,20 +75,20 @@ class Balance:
         # Of long catch-ups, not counted yet.
         self._outstanding_seconds = 0.0
         self._recent_tokens = 0.0
-        # The time that these took, in units of a plain step.
-        self._recent_steps = 0.0
+        # The time that these took, in passes of plain decoding.
+        self._recent_passes = 0.0
 
     @property
     def speedup(self) -> float:
         """The recent speed-up over plain decoding, at least 1 and at most 2."""
-        recent = self._recent_tokens / self._recent_steps if self._recent_steps else 1.0
+        recent = self._recent_tokens / self._recent_passes if self._recent_passes else 1.0
         return min(_MOST_SPEEDUP, max(1.0, recent))
 
     @property
     def is_over_budget(self) -> bool:
         """Whether its drafts have cost more, net of what they brought, than they may; that grows with the text."""
-        step_seconds = self._total_plain_seconds / max(1, self._tokens)
-        return self._total_loss_seconds > _LOSS_SHARE * self._total_plain_seconds + _LOSS_STEPS * step_seconds
+        pass_seconds = self._total_plain_seconds / max(1, self._tokens)
+        return self._total_loss_seconds > _LOSS_SHARE * self._total_plain_seconds + _LOSS_PASSES * pass_seconds
 
     def count_round(self, step: Step) -> None:
         """Account for a decode round; plain decoding would have given one token."""
@@ -104,4 +104,4 @@ class Balance:
         self._total_plain_seconds += tokens * plain_seconds
         self._total_loss_seconds += extra_seconds + counted - (tokens - 1) * plain_seconds
         self._recent_tokens = _SPEEDUP_FADE * self._recent_tokens + tokens
-        self._recent_steps = _SPEEDUP_FADE * self._recent_steps + 1 + extra_seconds / plain_seconds
+        self._recent_passes = _SPEEDUP_FADE * self._recent_passes + 1 + extra_seconds / plain_seconds

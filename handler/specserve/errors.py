@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import ClassVar
 
 
@@ -69,6 +71,18 @@ class RequestError(SpecserveError):
         self.code = code
         self.status = status
         self.kind = kind
+
+    def renamed(self, names: Mapping[str, str]) -> RequestError:
+        """Return this error with the name that the client has for its field.
+
+        Args:
+            names: the client's, by ours.
+        """
+        param = names.get(re.split(r"[.\[]", self.param or "", maxsplit=1)[0])
+        if param is None:
+            return self
+        message = self.message.replace(f"'{self.param}'", f"'{param}'")
+        return RequestError(message, param=param, code=self.code, status=self.status, kind=self.kind)
 
     @classmethod
     def invalid(cls, param: str, message: str) -> RequestError:

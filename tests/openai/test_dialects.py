@@ -128,6 +128,23 @@ def test_the_window_of_penalties_changes_nothing_without_one() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "param"),
+    [
+        (CompletionRequest, {"n_predict": "a"}, "n_predict"),
+        (CompletionRequest, {"n_predict": 5, "max_tokens": "a"}, "max_tokens"),
+        (CompletionRequest, {"repeat_penalty": 0}, "repeat_penalty"),
+        (CompletionRequest, {"n_probs": 6}, "n_probs"),
+        (ChatRequest, {"n_probs": 21}, "n_probs"),
+    ],
+)
+def test_an_error_names_the_field_that_was_sent(kind: type[Any], fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_body({**(CHAT if kind is ChatRequest else COMPLETION), **fields}, kind)
+    assert caught.value.param == param
+    assert f"'{param}'" in caught.value.message
+
+
 def test_what_can_be_sent_instead_is_said() -> None:
     assert refusal({**COMPLETION, "functions": [{}]}).message.endswith("by this server: use 'tools'.")
     assert refusal({**COMPLETION, "modalities": ["audio"]}).message.endswith('it can only be ["text"].')

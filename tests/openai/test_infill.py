@@ -201,7 +201,7 @@ def test_no_field_of_the_plug_ins_is_named_as_ignored_and_others_are(front_end: 
         ({"input_extra": [{"text": 5}]}, "input_extra[0].text"),
         ({"input_extra": {}}, "input_extra"),
         ({"prompt": [1]}, "prompt"),
-        ({"n_predict": "a"}, "max_tokens"),
+        ({"n_predict": "a"}, "n_predict"),
         ({"mirostat": 1}, "mirostat"),
         ({"n_probs": 3}, "n_probs"),
         ({"n": 2}, "n"),

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specserve.errors import RequestError
-from specserve.serving.blocks import Block, BlocksResponse, Event, arguments_of, generation_fields, renamed
+from specserve.serving.blocks import Block, BlocksResponse, Event, arguments_of, generation_fields
 from specserve.serving.openai.body import Body, Part, Text
 from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.request_schema import ChatRequest, GenerationRequest, StopString
@@ -202,7 +202,7 @@ class MessagesResponse(BlocksResponse):
     @staticmethod
     def error_body(error: RequestError) -> Json:
         """Return the body of the response to a request that is refused or fails, in Anthropic's shape."""
-        message = renamed(error, {"stop": "stop_sequences", "response_format": "output_config.format"}).message
+        message = error.renamed({"stop": "stop_sequences", "response_format": "output_config.format"}).message
         # Clients know by these words that they have to shorten the conversation.
         message = f"prompt is too long: {message}" if error.code == "context_length_exceeded" else message
         body = {"type": _ERRORS.get(error.status, "api_error"), "message": message}

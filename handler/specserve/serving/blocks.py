@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -54,20 +53,6 @@ def arguments_of(call: Block) -> dict[str, Any]:
 def generation_fields(request: GenerationRequest) -> dict[str, Any]:
     """Return the fields of any generation that a request sets, which its chat takes over."""
     return {name: getattr(request, name) for name in GenerationRequest.model_fields if name in request.model_fields_set}
-
-
-def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """Return the error of a chat, with the name that its field has in the request that became this chat.
-
-    Args:
-        error: what is wrong with the chat.
-        names: by the names of a chat's fields.
-    """
-    param = names.get(re.split(r"[.\[]", error.param or "", maxsplit=1)[0])
-    if param is None:
-        return error
-    message = error.message.replace(f"'{error.param}'", f"'{param}'")
-    return RequestError(message, param=param, code=error.code, status=error.status, kind=error.kind)
 
 
 class BlocksResponse(GenerationResponse, ABC):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specserve.errors import RequestError
-from specserve.serving.blocks import Block, BlocksResponse, Event, arguments_of, generation_fields, renamed
+from specserve.serving.blocks import Block, BlocksResponse, Event, arguments_of, generation_fields
 from specserve.serving.openai.body import Body, Text
 from specserve.serving.openai.logprobs import chat_logprobs, output_positions
 from specserve.serving.openai.parse import parse_body
@@ -182,7 +182,7 @@ class ResponsesResponse(BlocksResponse):
     def error_body(error: RequestError) -> ResponseObject | Mapping[str, Any]:
         """Return the body of the response to a request that is refused or fails."""
         names = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
-        return BlocksResponse.error_body(renamed(error, names))
+        return BlocksResponse.error_body(error.renamed(names))
 
     def _events(self) -> Iterator[Event]:
         for event in super()._events():

@@ -69,14 +69,19 @@ def translated(body: dict[str, Any], fields: Container[str]) -> dict[str, Any]:
             sentence = f"'{name}' is not supported by this server{only}."
             raise RequestError(sentence, param=name, code="unsupported_value")
     body = dict(body)
-    for other, name in _NAMES.items():
-        if body.get(name) is None and other in body:
-            body[name] = body.pop(other)
-    if (count := body.get("n_probs")) and "messages" in fields:
-        body = {"logprobs": True, "top_logprobs": count, **body}
-    elif count:
-        body = {"logprobs": count, **body}
+    for name, other in names_sent(body, fields).items():
+        body[name] = body[other]
+        if name == "top_logprobs":
+            body.setdefault("logprobs", True)
     return _with_structure(body)
+
+
+def names_sent(body: dict[str, Any], fields: Container[str]) -> dict[str, str]:
+    """Return the other names under which a body has fields of its route, by the names that are used here."""
+    names = {name: other for other, name in _NAMES.items()}
+    if body.get("n_probs"):
+        names["top_logprobs" if "messages" in fields else "logprobs"] = "n_probs"
+    return {name: other for name, other in names.items() if other in body and body.get(name) is None}
 
 
 def _with_structure(body: dict[str, Any]) -> dict[str, Any]:

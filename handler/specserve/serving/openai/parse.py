@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from specserve.errors import RequestError
 from specserve.serving.openai.body import Body
+from specserve.serving.openai.dialects import names_sent
 from specserve.serving.openai.request_schema import MAX_CHOICES, MAX_STOPS
 
 # Lists and objects of a body, counted by their brackets, those in strings included. Python makes them one by one, and
@@ -58,7 +59,8 @@ def parse_body(body: object, kind: type[AnyRequest], *, refuses_unknown: bool = 
     try:
         request = kind.model_validate(body)
     except ValidationError as error:
-        raise _explain(error.errors(include_url=False, include_input=False)) from error
+        explained = _explain(error.errors(include_url=False, include_input=False))
+        raise explained.renamed(names_sent(body, kind.model_fields)) from error
     request.note_unknown(body)
     if refuses_unknown and request.unknown:
         param = request.unknown[0].encode(errors="replace").decode()

@@ -23,7 +23,7 @@ _lock_file() {
 _BUILD_TOOLS="$PROJECT/requirements-build.lock"
 # Without tinyBLAS, llama.cpp's matrix products of a row do not depend on the other rows. Image models and llama.cpp's
 # tools are not built.
-_BUILD="-DGGML_LLAMAFILE=OFF -DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama_cpp_INCLUDE=$PROJECT/scripts/llama_cpp.cmake"
+_BUILD="-DGGML_LLAMAFILE=OFF -DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama_cpp_INCLUDE=$(printf %q "$PROJECT/scripts/llama_cpp.cmake")"
 
 # The inputs of an installation; it is repeated when they change.
 _fingerprint() {
@@ -109,7 +109,11 @@ _install() {
     _check_machine "$kind"
     : >"$PROJECT/.specserve/install.log"
     rm -f "$VENV"/.specserve-*
-    "$PYTHON" -c 'import pip' 2>/dev/null || _logged "$python" -m venv --clear "$VENV"
+    # An environment that is not whole, or that lay elsewhere when its programs were written, is made anew.
+    if [[ "$(cat "$VENV/.specserve.made" 2>/dev/null)" != "$VENV" ]] || ! "$PYTHON" -c 'import pip' 2>/dev/null; then
+        _logged "$python" -m venv --clear "$VENV"
+        echo "$VENV" >"$VENV/.specserve.made"
+    fi
     export CMAKE_ARGS="${CMAKE_ARGS:-} $_BUILD"
     # The lock names every package; older versions of pip fail when they resolve the dependencies again.
     local pip=("$PYTHON" -m pip --disable-pip-version-check --no-input install --no-deps)

@@ -114,7 +114,9 @@ def operator(archived: None, foreign_python: Path, tmp_path_factory: pytest.Temp
         settings = re.sub(rf"\b{default}\b", str(port_in_use), settings)
     (directory / "config.properties").write_text(settings)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment |= {"TEMP": str(directory), "TMPDIR": str(directory)}
+    # As the operator's guide says, so that another TorchServe may run.
+    (directory / "tmp").mkdir(mode=0o700)
+    environment |= {"TEMP": str(directory / "tmp"), "TMPDIR": str(directory / "tmp")}
     if home := java_home():
         environment["JAVA_HOME"] = home
     store = ["--model-store", str(PROJECT / "model_store"), "--models", "qwen=qwen.mar"]

@@ -76,6 +76,12 @@ def test_every_request_holds_the_conversation_until_new_clears_it(monkeypatch: p
     assert requests == [("auto", ["one"]), ("off", ["one", "answer", "two"]), ("auto", ["three"])]
 
 
+def test_a_question_may_begin_with_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, requests = run_chat(monkeypatch, "/etc/fstab has what?\n/help\n", chunk(["answer", "model"]), LAST_CHUNK)
+    assert requests == [("auto", ["/etc/fstab has what?"])]
+    assert "/quit" in shown
+
+
 def test_compare_sends_the_last_question_without_and_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     shown, requests = run_chat(monkeypatch, "/compare\none\n/compare\ntwo\n", chunk(["answer", "model"]), LAST_CHUNK)
     assert shown.strip().startswith("There is no question yet")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -59,6 +60,20 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str
     shown = " ".join(capsys.readouterr().out.split())
     assert f"usage: scripts/{verb} " in shown
     assert cli.VERBS[verb].sentence in shown
+
+
+def test_text_that_the_locale_cannot_spell_is_no_traceback() -> None:
+    program = "from specserve.tools import cli; cli.run(lambda _arguments: cli.say(input() + ' \u4e16') or 0)"
+    latin = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    outcome = subprocess.run(
+        [sys.executable, "-c", program], input=b"gr\xfcn\n", capture_output=True, env=latin, check=False
+    )
+    assert (outcome.returncode, outcome.stdout, outcome.stderr) == (0, b"gr\xfcn ?\n", b"")
+    utf8 = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+    outcome = subprocess.run(
+        [sys.executable, "-c", program], input=b"gr\xfcn\n", capture_output=True, env=utf8, check=False
+    )
+    assert (outcome.returncode, outcome.stdout.decode()) == (0, "gr\ufffdn \u4e16\n")
 
 
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -155,6 +155,48 @@ def test_hubs_sha256_is_checked_when_the_configuration_has_none(hub: Hub, config
         fetch(model(HUB, sha256=None), config)
 
 
+def test_a_file_that_is_another_at_the_hub_is_not_downloaded(hub: Hub, config: Path) -> None:
+    with pytest.raises(EnvironmentFailure, match=f"the file's sha256 is {SHA256} instead of {'1' * 64}"):
+        fetch(model(HUB, sha256="1" * 64), config)
+    assert not any(request.startswith("GET") for request in hub.requests)
+
+
+def test_a_wrong_file_that_the_user_has_put_there_is_named(
+    config: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_hub(monkeypatch, "http://127.0.0.1:9")
+    models.mkdir(parents=True, exist_ok=True)
+    (models / "weights.gguf").write_bytes(b"another")
+    with pytest.raises(EnvironmentFailure, match="the file that is there has the sha256"):
+        fetch(model(HUB), config)
+    assert (models / "weights.gguf").read_bytes() == b"another"
+
+
+def test_what_a_killed_download_left_is_removed(hub: Hub, config: Path, models: Path) -> None:
+    orphan = models / "weights.gguf.partial.hub" / ".cache" / "huggingface" / "download" / "x.incomplete"
+    orphan.parent.mkdir(parents=True)
+    orphan.write_bytes(b"half")
+    hub.stated_sha256 = "0" * 64
+    with pytest.raises(EnvironmentFailure):
+        fetch(model(HUB), config)
+    assert not list(models.glob("[!.]*"))
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_file_that_is_there_needs_no_lock_so_that_the_directory_may_be_another_users(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = fetch(model(HUB), config)
+    monkeypatch.setattr(files, "locked", lambda *_: pytest.fail("locked"))
+    assert fetch(model(HUB), config) == found
+
+
+def test_a_lock_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentFailure, match=r"cannot be written .* point SPECSERVE_CACHE"):
+        files.locked(tmp_path / "file" / ".lock", "nothing").__enter__()
+
+
 def test_unchanged_file_is_neither_fetched_nor_hashed_again(hub: Hub, config: Path) -> None:
     """The content changes without the size and the modification time, so a second hash would be detected."""
     found = fetch(model(HUB), config)

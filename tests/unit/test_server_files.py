@@ -175,6 +175,22 @@ def test_stop_ends_what_a_process_starts_while_it_is_stopped(state: State) -> No
     assert not any(str(state.properties) in command for command in commands)
 
 
+def test_a_server_of_another_user_is_named_and_can_be_stopped_later(
+    state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(process: psutil.Process) -> None:
+        raise psutil.AccessDenied(process.pid)
+
+    with sleeper(str(state.properties)) as started:
+        state.pid_file.write_text(f"{started.pid}\n", encoding="ascii")
+        with monkeypatch.context() as patch:
+            patch.setattr(psutil.Process, "terminate", refuse)
+            with pytest.raises(EnvironmentFailure, match="belongs to another user"):
+                torchserve_process.stop(state)
+        assert torchserve_process.stop(state)
+        assert started.poll() is not None
+
+
 def test_stop_does_not_end_an_unrelated_process_with_the_recorded_id(
     state: State, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,7 +198,7 @@ def test_stop_does_not_end_an_unrelated_process_with_the_recorded_id(
         state.pid_file.write_text(f"{started.pid}\n", encoding="ascii")
         assert torchserve_process.main(["--port", "18080"]) == 0
         assert started.poll() is None
-    assert capsys.readouterr().out == "nothing runs on port 18080.\n"
+    assert capsys.readouterr().out == "no server of this directory runs on port 18080.\n"
 
 
 def test_second_server_on_the_same_port_is_an_error(state: State) -> None:

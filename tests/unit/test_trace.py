@@ -155,6 +155,19 @@ def test_report_says_how_to_get_a_control_group_where_there_is_none(
     assert ("There is no control group" in html) == ("speculation.holdback: 0.02" in html) == says_so
 
 
+def test_files_are_read_in_the_order_in_which_they_were_written(tmp_path: Path) -> None:
+    trace(tmp_path).round(a_round("r1", [], 0, [1, 2]))
+    newer = tmp_path / "qwen-1.0.jsonl"
+    record = json.loads(newer.read_text())
+    older = tmp_path / "qwen-1.0.jsonl.1"
+    older.write_text(json.dumps({**record, "time": record["time"] - 1, "text": record["text"][::-1]}) + "\n")
+    texts = [
+        [piece.text for pieces in summarise(files).answers.values() for piece in pieces]
+        for files in ([newer, older], [older, newer])
+    ]
+    assert texts[0] == texts[1] == [*record["text"][::-1], *record["text"]]
+
+
 def test_truncated_line_is_skipped_and_reported(tmp_path: Path) -> None:
     writer = trace(tmp_path)
     writer.round(a_round("r1", [], 0, [1]))

@@ -98,7 +98,7 @@ class Chat:
             self._compare()
         elif line == "/new":
             self._messages.clear()
-        elif line.startswith("/"):
+        elif line.startswith("/") and len(line.split()) == 1:
             self._console.print(_HELP)
         elif line:
             self._ask(line)
@@ -191,7 +191,10 @@ def main(arguments: Sequence[str]) -> int:
     greeting = chat.greeting()
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401, PLC0415 - editing and history for input()
+            import readline  # noqa: PLC0415 - editing and history for input()
+
+            # What is pasted is one question, however many lines it has.
+            readline.parse_and_bind("set enable-bracketed-paste on")
         console.print(greeting)
     chat.run()
     return 0

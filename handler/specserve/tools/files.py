@@ -88,9 +88,20 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, waiting_for: str) -> Iterator[None]:
-    """Hold a lock between processes; print `waiting_for` if another process holds it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    """Hold a lock between processes; print `waiting_for` if another process holds it.
+
+    Raises:
+        EnvironmentFailure: its file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened = path.open("w")
+    except OSError as error:
+        raise EnvironmentFailure(
+            f"{path.parent}: cannot be written ({error.strerror}); mend that, or point SPECSERVE_CACHE at another "
+            "directory."
+        ) from error
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

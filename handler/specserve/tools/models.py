@@ -70,8 +70,15 @@ def requantise(source: ModelFile) -> Path:
     suffix = "" if source.path.parent == models else f".{source.sha256[:8]}"
     target = models / f"{source.path.stem}{suffix}.pure-q4_0.gguf"
     record = target.with_name(f".{target.name}.json")
+
+    def is_written() -> bool:
+        return target.is_file() and files.read_json(record).get("source_sha256") == source.sha256
+
+    # Before the lock: the models directory may be another user's.
+    if is_written():
+        return target
     with files.locked(models / f".{target.name}.lock", f"{target.name} is being written"):
-        if target.is_file() and files.read_json(record).get("source_sha256") == source.sha256:
+        if is_written():
             return target
         files.require_space(models, source.path.stat().st_size, target.name)
         _run_requantise(source.path, target)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from codecs import getincrementaldecoder
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -113,19 +115,23 @@ class Report:
         return (self.ended - self.begun) / 60
 
 
-def read(paths: Sequence[Path]) -> Iterator[dict[str, Any] | None]:
-    """Yield the records of all files; None for a line that is no record, such as one truncated by a full disk.
+def read(path: Path) -> Iterator[dict[str, Any] | None]:
+    """Yield the records of a file; None for a line that is no record, such as one truncated by a full disk.
 
     Raises:
-        ConfigError: a file cannot be read.
+        ConfigError: the file cannot be read.
     """
-    for path in paths:
-        try:
-            with path.open(encoding="utf-8", errors="replace") as file:
-                for line in file:
-                    yield _record(line)
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                yield _record(line)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
+
+
+def _begun(path: Path) -> float:
+    """When a file's first record was written, in seconds."""
+    return next((float(entry["time"]) for entry in read(path) if entry), math.inf)
 
 
 def _record(line: str) -> dict[str, Any] | None:
@@ -148,7 +154,8 @@ def summarise(paths: Sequence[Path]) -> Report:
     rounds: list[tuple[float, int]] = []
     times: list[float] = []
     skipped = 0
-    for entry in read(paths):
+    # A shell names rotated files in another order than they were written in.
+    for entry in chain.from_iterable(map(read, sorted(paths, key=_begun))):
         if entry is None:
             skipped += 1
             continue

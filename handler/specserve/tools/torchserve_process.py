@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import hashlib
 import os
 import re
@@ -77,7 +76,7 @@ class State:
         self.temporary = directory / "tmp"
         if len(bytes(self.temporary)) > _MAX_SOCKET_DIRECTORY_BYTES:
             digest = hashlib.sha256(bytes(self.temporary)).hexdigest()[:12]
-            self.temporary = Path(tempfile.gettempdir()) / f"specserve-{getpass.getuser()}-{digest}"
+            self.temporary = Path(tempfile.gettempdir()) / f"specserve-{os.getuid()}-{digest}"
 
     @classmethod
     def of(cls, port: int) -> State:
@@ -246,12 +245,34 @@ def _uses_files_of(state: State, process: psutil.Process) -> bool:
 
 
 def stop(state: State) -> bool:
-    """Stop the server and its workers, and remove its keys and temporary files; False if it did not run."""
+    """Stop the server and its workers, and remove its keys and temporary files; False if it did not run.
+
+    Raises:
+        EnvironmentFailure: it is another user's.
+    """
     session, stopped = _recorded_session(state), False
     # Removed first: a waiting scripts/serve then knows that the server was stopped on purpose.
     state.pid_file.unlink(missing_ok=True)
+    try:
+        stopped = session is not None and _end_processes(state, session)
+    except BaseException as error:
+        # Not all have ended, so that it can be stopped again.
+        state.pid_file.write_text(f"{session}\n", encoding="utf-8")
+        if isinstance(error, psutil.AccessDenied):
+            raise EnvironmentFailure(
+                f"process {error.pid} on port {state.ports.inference} belongs to another user, who has to stop it."
+            ) from error
+        raise
+    state.key_file.unlink(missing_ok=True)
+    shutil.rmtree(state.temporary, ignore_errors=True)
+    return stopped
+
+
+def _end_processes(state: State, session: int) -> bool:
+    """End the processes of a session, and those that they start meanwhile; False if there were none."""
+    stopped = False
     for _ in range(_MAX_GENERATIONS):
-        members = [] if session is None else _processes(state, session)
+        members = _processes(state, session)
         if not members:
             break
         stopped = True
@@ -263,8 +284,6 @@ def stop(state: State) -> bool:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(alive, timeout=_STOP_TIMEOUT_SECONDS)
-    state.key_file.unlink(missing_ok=True)
-    shutil.rmtree(state.temporary, ignore_errors=True)
     return stopped
 
 
@@ -274,5 +293,5 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--port", type=int, default=8080, help="the first of its five ports (default: 8080)")
     port = parser.parse_args(arguments).port
     stopped = stop(State.of(port))
-    cli.say(f"{'stopped' if stopped else 'nothing runs on'} port {port}.")
+    cli.say(f"{'stopped' if stopped else 'no server of this directory runs on'} port {port}.")
     return 0

@@ -201,8 +201,10 @@ def named_events(text: str) -> list[Any]:
 class ScriptedReader:
     """Reads a fixed answer, one part with each text and the rest at the end, whatever the text is."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Part], *, cut: bool = False) -> None:
         self._parts = parts
+        # Whether the answer ends within a call.
+        self._cut = cut
         self._read: dict[AnswerReader, int] = {}
 
     def read(self, reader: AnswerReader, _text: str, *, done: bool) -> list[Part]:
@@ -216,6 +218,7 @@ class ScriptedReader:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have it read all answers."""
         monkeypatch.setattr(AnswerReader, "read", lambda reader, text, *, done: self.read(reader, text, done=done))
+        monkeypatch.setattr(AnswerReader, "is_within_call", self._cut)
 
 
 class FakeContext:

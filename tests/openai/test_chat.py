@@ -184,6 +184,74 @@ def test_the_final_message_is_continued(content: str) -> None:
     assert template(trimming).prompt(request) == trimmed
 
 
+@pytest.mark.parametrize("content", ["<", "i", ">", "<|im_end|>", "assistant", "a "])
+def test_a_short_beginning_is_not_looked_for_in_what_the_template_writes(content: str) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": content}]
+    request = parse_body({"messages": messages, "continue_final_message": True}, ChatRequest)
+    before = prompt_of(tiny_models.CHATML)
+    assert template(tiny_models.CHATML).prompt(request) == before + content
+
+
+CALLS = [{"id": f"call_{letter}", "function": {"name": letter, "arguments": "{}"}} for letter in "ab"]
+CALLED: list[dict[str, Any]] = [
+    {"role": "user", "content": "Go"},
+    {"role": "assistant", "content": None, "tool_calls": CALLS},
+    *({"role": "tool", "tool_call_id": call["id"], "content": f"answer {call['id']}"} for call in CALLS),
+    {"role": "user", "content": "Well?"},
+]
+TOOL = {"type": "function", "function": {"name": "a"}}
+
+
+def called(source: str, **fields: Any) -> str:
+    """The prompt of a chat in which two tools were called at once."""
+    return template(source).prompt(parse_body({"messages": CALLED, "tools": [TOOL], **fields}, ChatRequest))
+
+
+def test_calls_have_short_ids_where_a_template_demands_them() -> None:
+    """As Mistral's do."""
+    source = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{% if c.id | length != 9 %}{{ raise_exception('nine!') }}{% endif %}({{ c.id }}){% endfor %}"
+        "{% if m.tool_call_id %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('nine!') }}{% endif %}"
+        "[{{ m.tool_call_id }}]{% endif %}{% endfor %}{{ tools }}[TOOL_CALLS]"
+    )
+    text = called(source)
+    ids = [text.partition(f"answer call_{letter}[")[2][:9] for letter in "ab"]
+    assert all(len(short) == 9 and short.isalnum() for short in ids)
+    assert text.startswith(f"Go({ids[0]})({ids[1]})")
+
+
+def test_calls_at_once_are_rendered_one_by_one_where_a_template_takes_one() -> None:
+    """As Llama 3's does."""
+    source = (
+        "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length != 1 %}"
+        "{{ raise_exception('one!') }}{% endif %}<{{ m.role }}>{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
+        "{% if tools %}<tool_call>{% endif %}"
+    )
+    answers = ["<assistant>a<tool>answer call_a", "<assistant>b<tool>answer call_b"]
+    assert called(source) == "<user>Go" + "".join(answers) + "<user>Well?<tool_call>"
+
+
+def test_a_template_without_tools_has_roles_that_alternate_and_may_take_no_system_message() -> None:
+    """As Gemma's do."""
+    alternating = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('alternate!') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    text = called(alternating)
+    assert text.index("<user>") < text.index("These functions") < text.index("Go") < text.index("<assistant>")
+    assert text.index("answer call_a") < text.index("answer call_b") < text.index("Well?")
+    assert text.count("<user>") == 2
+    with_system = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    assert called(with_system).startswith("<system>These functions")
+
+
+def test_why_a_template_refuses_messages_is_what_it_said_first() -> None:
+    with pytest.raises(RequestError, match="first!"):
+        called("{{ raise_exception('first!' if messages[0].role == 'system' else 'second!') }}")
+
+
 @pytest.mark.parametrize("content", ["", " \n", "Changed"])
 def test_a_final_message_without_text_or_that_the_template_changes_cannot_be_continued(content: str) -> None:
     messages = [MESSAGES[1], {"role": "assistant", "content": content}]

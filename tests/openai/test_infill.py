@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
 from specserve.errors import RequestError
-from specserve.serving.infill import InfillRequest, infill_prompt
+from specserve.serving.infill import InfillRequest, indented, infill_prompt
 from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.prompt import Tokenizer
 from test_requests import CONFIG
@@ -186,6 +189,20 @@ def test_the_text_ends_before_a_line_that_is_indented_too_little(
     events = [json.loads(line.removeprefix("data: ")) for line in front_end.text(request).strip().split("\n\n")]
     assert "".join(event["content"] for event in events) == expected
     assert front_end.sequences() == (0, 0)
+
+
+@given(st.text(" \t\nab", max_size=30), st.lists(st.integers(0, 30), max_size=6), st.integers(1, 4))
+def test_where_a_text_is_cut_does_not_depend_on_its_pieces(text: str, cuts: list[int], indent: int) -> None:
+    found = re.search(rf"(?<=\n)[ \t]{{0,{indent - 1}}}(?![ \t])(?=.|\n)", text, re.DOTALL)
+    expected = text[: found.end()] if found else text
+    content = ""
+    for begin, end in pairwise([0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]):
+        checked = len(content)
+        content = indented(content + text[begin:end], indent, checked)
+        if len(content) < end:
+            break
+    assert content == expected
+    assert indented("a\n" + "\t" * 2000 + "b", 10**9, 0) == "a\n" + "\t" * 2000 + "b"
 
 
 def test_no_field_of_the_plug_ins_is_named_as_ignored_and_others_are(front_end: FrontEnd) -> None:

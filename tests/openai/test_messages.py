@@ -176,6 +176,12 @@ def test_the_input_of_a_use_that_is_cut_off_is_as_much_of_it_as_came(
     assert block["input"] == {"path": "a.p"}
 
 
+def test_a_use_that_a_stop_sequence_cuts_is_none_to_run(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    ScriptedReader([Call(0, "call_a", "read"), Arguments(0, '{"path": "a.p')], cut=True).install(monkeypatch)
+    stopped = whole(front_end, tools=[READ], logit_bias={"199": 100})
+    assert stopped["stop_reason"] == "end_turn"
+
+
 @pytest.mark.parametrize("arguments", ['{"path": "\\ud800"}', '{"path": tru', "[1]", "{" * 1000])
 def test_arguments_that_are_no_json_object_end_no_worker(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, arguments: str

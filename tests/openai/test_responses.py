@@ -146,6 +146,13 @@ def test_an_answer_that_is_cut_is_incomplete_and_one_that_ends_is_complete(front
     assert [(item["status"], item["content"][0]["text"]) for item in ended["output"]] == [("completed", "")]
 
 
+def test_a_call_that_a_stop_string_cuts_is_incomplete(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    ScriptedReader([Call(0, "call_a", "read"), Arguments(0, '{"path": "a.p')], cut=True).install(monkeypatch)
+    response = whole(front_end, tools=[READ], logit_bias={"199": 100})
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": None})
+    assert response["output"][0]["status"] == "incomplete"
+
+
 def test_a_stop_string_ends_the_text(front_end: FrontEnd) -> None:
     text = whole(front_end, logit_bias=ASCII_ONLY)["output"][0]["content"][0]["text"]
     events = streamed(front_end, logit_bias=ASCII_ONLY, stop=text[9:12])
@@ -182,6 +189,15 @@ def test_reasoning_text_and_calls_are_items_with_openais_events(
         *("function_call_arguments.done", "output_item.done"),
         *("output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done", "output_item.done"),
     ]
+
+
+def test_a_whole_response_has_the_log_probabilities_of_its_text_after_reasoning(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ScriptedReader([Reasoning("I should look."), Text("Hi.")]).install(monkeypatch)
+    reasoning, message = whole(front_end, include=["message.output_text.logprobs"])["output"]
+    assert reasoning["type"] == "reasoning"
+    assert message["content"][0]["logprobs"]
 
 
 def test_the_reasoning_of_a_model_that_thinks_is_an_item_and_counted() -> None:

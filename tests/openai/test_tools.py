@@ -126,6 +126,26 @@ def test_a_cut_call_has_its_arguments_as_far_as_they_came() -> None:
     assert 0 < len(call["function"]["arguments"]) < len(arguments)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_a_stop_string_cuts_is_none_to_run(*, stream: bool) -> None:
+    fields: dict[str, Any] = {"tool_choice": WEATHER, "temperature": 0, **ONE}
+    arguments = answer(**fields)["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]
+    fields["stop"] = [arguments[len(arguments) // 2 :][:6]]
+    choices = [event["choices"][0] for event in events(**fields)] if stream else answer(**fields)["choices"]
+    assert choices[-1]["finish_reason"] == "stop"
+
+
+def test_half_a_character_in_arguments_that_come_back_is_a_400() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"a": "\\ud83d"}'}}
+    arguments = "{% for m in messages if m.tool_calls %}{{ m.tool_calls[0].function.arguments.a }}{% endfor %}"
+    server = FrontEnd(chat_template=TEMPLATE + arguments)
+    messages = [HELLO, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "x"}]
+    request_id = server.post({**BODY, "messages": messages, "tool_choice": "auto"}, ROUTE)
+    server.run()
+    assert server.status[request_id] == 400
+    assert server.answer(request_id)["error"]["message"].endswith("it is not valid Unicode.")
+
+
 def test_with_auto_plain_text_stays_as_it_is() -> None:
     """The fake model never opens a call, so nothing of its answer changes with tools but the prompt."""
     server = front_end()

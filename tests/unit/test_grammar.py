@@ -452,7 +452,7 @@ def chain(length: int) -> dict[str, Any]:
         ({"$defs": {"unused": {"contains": {}}}}, "'contains' is not supported"),
         ({"x-guidance": {"lenient": True}, "not": {}}, "'not' is not supported"),
         ({"oneOf": [{"minimum": 3}, {"maximum": 4}]}, "branches 0 and 1 of 'oneOf' at '#'"),
-        ({"allOf": 5}, "allOf must be an array"),
+        ({"allOf": 5}, "'allOf' must be a list"),
         ({"type": 5, "uniqueItems": True}, "type must be a string or array"),
         ({"prefixItems": [{"const": 1}], "items": [{"const": 2}]}, "exclude each other"),
         ({"const": 2**53 + 1}, "beyond 2 to the 53rd"),
@@ -491,6 +491,20 @@ def chain(length: int) -> dict[str, Any]:
         (nested(5_000), "too deeply nested|too deep"),
         (nested(61), "too deeply nested"),
         (chain(4_500), "more than 4000 subschemas"),
+        # Each subschema would keep the name, in four bytes a character.
+        (
+            {"properties": {"x" * 100_000 + "\U0001f600": {"properties": {f"a{i}": {} for i in range(3_900)}}}},
+            "names of its nested properties are too long",
+        ),
+        (
+            {"$anchor": "a", "properties": {"x" * 5_000: {"$anchor": "b"}}},
+            "names of its nested properties are too long",
+        ),
+        ({"allOf": None, "oneOf": [{"const": 1}, {"const": 2}], "anyOf": [{"const": 1}]}, "'allOf' must be a list"),
+        ({"allOf": 5, "dependentRequired": {"a": ["b"]}}, "'allOf' must be a list"),
+        ({"not": {}}, "the keyword 'not' is not supported"),
+        # Quadratic time would be minutes.
+        ({"type": "string", "pattern": "[" * 200_000}, "pattern|regex|class"),
         ({"enum": [f"s{i:06}" for i in range(100_000)]}, "longer than 256 KiB"),
         ({"allOf": [{"multipleOf": p} for p in (65521, 65519)]}, "multipleOf"),
         ({"allOf": [{"type": "string", "pattern": f"a{i}"} for i in range(100)]}, "patterns"),
@@ -792,3 +806,13 @@ def test_a_regular_expression_cannot_end_its_own_rule(compiler: GrammarCompiler,
     constraint = compiler.regex('a/\n| "b"\nx: /')
     assert not accepts(constraint, model, "b")
     assert accepts(constraint, model, "a/\n")
+
+
+@pytest.mark.parametrize("nothing", [False, {"not": {}}, {"not": True}])
+def test_nothing_may_be_spelled_as_the_opposite_of_anything(nothing: Any, compiler: GrammarCompiler) -> None:
+    """As zod-to-json-schema spells optional members of unions."""
+    schema = {"anyOf": [nothing, {"const": "a"}]}
+    spelled = {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": nothing}
+    same = {"type": "object", "properties": {"a": {"const": "a"}}, "required": ["a"], "additionalProperties": False}
+    first, second = (compiler.json_schema(written) for written in (spelled, same))
+    assert (first.allowed([]) == second.allowed([])).all()

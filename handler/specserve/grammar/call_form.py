@@ -144,11 +144,9 @@ def find(
         first: whether the text follows only calls, or nothing.
         triggers: whether to find triggers, else openings.
     """
-    begins = {(form.begin or form.call)[0] for form in forms}
+    begins = re.compile("[" + re.escape("".join({(form.begin or form.call)[0] for form in forms})) + "]")
     begin_of_text = len(text) - len(text.lstrip(BETWEEN)) if first else -1
-    for position in range(start, len(text)):
-        if text[position] not in begins:
-            continue
+    for position in (found.start() for found in begins.finditer(text, start)):
         may_begin = False
         for form in forms:
             if form.only_first and position != begin_of_text:

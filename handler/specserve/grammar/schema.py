@@ -17,6 +17,8 @@ MAX_SUBSCHEMAS = 4000
 MAX_DEPTH = 60
 # Bytes of the schema as ASCII, without annotations.
 MAX_TEXT = 256 * 1024
+# Characters of a JSON pointer; each subschema keeps its own until the schema is compiled.
+_MAX_POINTER = 4096
 # Compilation time grows at least quadratically with each of these, and no limit of the compiler bounds it: 64
 # `patternProperties` take 0.03 s, 64 properties with `minProperties` 0.07 s; 12 patterns that one string has to match
 # take 0.01 s, 16 take 0.1 s and 32 take minutes.
@@ -123,11 +125,11 @@ class _Reader:
 
     def read(self, schema: Any, pointer: str, depth: int, *, rebased: bool = False) -> Any:
         """Copy the schema at a JSON pointer; `rebased` if it is below an `$id` other than the root's."""
+        # Generators of schemas spell "nothing" so.
+        is_nothing = pointer and isinstance(schema, dict) and schema.get("not", False) in (True, {})
+        schema = False if is_nothing else schema
         self._copies[pointer] = schema
-        if len(self._copies) > MAX_SUBSCHEMAS:
-            raise UnusableSchema(f"it has more than {MAX_SUBSCHEMAS} subschemas")
-        if depth > MAX_DEPTH:
-            raise UnusableSchema("it is too deeply nested")
+        self._check_size(pointer, depth)
         if not isinstance(schema, dict):
             return schema
         rebased |= bool(pointer) and self._identify(schema, pointer)
@@ -151,8 +153,18 @@ class _Reader:
         self._count(copy)
         return copy
 
+    def _check_size(self, pointer: str, depth: int) -> None:
+        if len(self._copies) > MAX_SUBSCHEMAS:
+            raise UnusableSchema(f"it has more than {MAX_SUBSCHEMAS} subschemas")
+        if depth > MAX_DEPTH:
+            raise UnusableSchema("it is too deeply nested")
+        if len(pointer) > _MAX_POINTER:
+            raise UnusableSchema("the names of its nested properties are too long")
+
     def _keyword(self, key: str, value: Any, pointer: str, depth: int, *, rebased: bool) -> Any:
         """Copy the value of a keyword."""
+        if key in IN_LISTS and not isinstance(value, list):
+            raise UnusableSchema(f"{key!r} must be a list")
         if key in IN_MAPS and isinstance(value, dict):
             return {k: self.read(v, f"{pointer}/{_escaped(k)}", depth, rebased=rebased) for k, v in value.items()}
         if key in (IN_LISTS | {"items"}) and isinstance(value, list):
@@ -312,7 +324,8 @@ def _escaped(key: str) -> str:
 
 def _stands_alone(pattern: str) -> bool:
     """Whether a pattern holds a character that would be left out, other than in a class beside others."""
-    outside = re.sub(r"(\\.)|\[\^?(?:[^\]\\]|\\.)*\]", r"\1", pattern, flags=re.DOTALL)
+    # Possessive, and a class without an end goes to that of the pattern: else each of its beginnings would be tried.
+    outside = re.sub(r"(\\.)|\[\^?(?:[^\]\\]|\\.)*+(?:\]|\\?\Z)", r"\1", pattern, flags=re.DOTALL)
     alone = re.search(rf"\[{_UNSPELLED_IN_PATTERN}\]", pattern)
     return bool(alone or re.search(_UNSPELLED_IN_PATTERN, outside))
 

@@ -224,7 +224,7 @@ class CallConstraint:
         if reasons is None:
             stripped = text.lstrip(WHITESPACE)
             if tags.begin.startswith(stripped) and stripped != tags.begin:
-                return None, 0
+                return None, len(text) - len(stripped)
             if not stripped.startswith(tags.begin):
                 return False, 0
             begin = len(text) - len(stripped) + len(tags.begin)

@@ -67,6 +67,11 @@ class AnswerReader:
         self._form = CallForm("", "")
         self._depth, self._in_string, self._escaped = 0, False, False
 
+    @property
+    def is_within_call(self) -> bool:
+        """Whether the arguments of the last call are not complete by now."""
+        return self._read in (self._read_before, self._read_arguments)
+
     def read(self, text: str, *, done: bool) -> list[Part]:
         """Return what is new.
 

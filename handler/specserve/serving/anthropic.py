@@ -139,12 +139,12 @@ class CountRequest(GenerationRequest):
 
     messages: Annotated[list[MessagesMessage], Field(min_length=1, fail_fast=True)]
     system: Texts | None = None
-    tools: list[MessagesTool] | None = None
+    tools: Annotated[list[MessagesTool], Field(fail_fast=True)] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    stop_sequences: list[StopString] | None = None
+    stop_sequences: Annotated[list[StopString], Field(fail_fast=True)] | None = None
     temperature: float | None = Field(default=1.0, ge=0, le=1)
     metadata: dict[str, Any] | None = None
     thread: Any = None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
+from hashlib import sha256
 from typing import Any, NoReturn
 
 from jinja2 import Environment, TemplateError, meta, nodes
@@ -26,6 +28,10 @@ _BY_NAME = {
     "chatml": "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 }
+# Characters of the ids of calls in Mistral's templates, which refuse others.
+_SHORT = 9
+# The content of a message that no template contains.
+_MARKER = "\ue000last message\ue000"
 _HELLO = {"role": "user", "content": "Hello"}
 # Qwen2.5-Coder's template shows the form of a call with doubled braces in a string, where they are no Jinja; its models
 # then write calls that have them. The template of Qwen2.5 has single ones.
@@ -59,6 +65,7 @@ class ChatTemplate:
         found = format_of(source)
         self.calls = found.syntax
         self.thinking = thinking_tags(source)
+        self._wants_short_ids = f"length != {_SHORT}" in source
         try:
             parsed = environment.parse(_BY_NAME.get(source, source))
             # Where the table does not have a template's own format, what it says about tools is of no use.
@@ -91,8 +98,14 @@ class ChatTemplate:
             # The grammar holds from the first token on, and would forbid to reason; a template that opens the reasoning
             # in any case leaves it empty then.
             variables |= dict.fromkeys(_THINKING_VARIABLES, False)
-        text = self.render(messages, tools, variables | (request.chat_template_kwargs or {}))
-        return _up_to_the_end_of(messages[-1]["content"], text) if continues else text
+        variables |= request.chat_template_kwargs or {}
+        text = self.render(messages, tools, variables)
+        if not continues:
+            return text
+        # What the template writes after the last message, which may have the same characters.
+        marked = self.render([*messages[:-1], {**messages[-1], "content": _MARKER}], tools, variables)
+        after = marked.rpartition(_MARKER)[2]
+        return _up_to_the_end_of(messages[-1]["content"], text[: len(text) - len(after) * text.endswith(after)])
 
     def render(
         self,
@@ -105,10 +118,15 @@ class ChatTemplate:
         Raises:
             RequestError: 400; the template refuses these messages.
         """
+        if self._wants_short_ids:
+            messages = [*map(_with_short_ids, messages)]
         try:
-            if not self._knows_tools:
-                messages, tools = self._told(messages, tools), ()
-            return self._rendered(messages, tools, variables or {})
+            try:
+                return self._rendered(self._form(messages, tools), tools, variables or {})
+            except _RefusedError as refusal:
+                with suppress(*_FAILURES):
+                    return self._rendered(self._form(messages, tools, is_refused=True), tools, variables or {})
+                raise refusal from None
         except _FAILURES as error:
             raise RequestError(
                 f"The model's chat template refuses these messages: {_reason(error)}.",
@@ -120,33 +138,58 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> str:
         # As transformers calls templates, many of which test `tools is none`.
-        fixed = {"messages": messages, "tools": tools or None, "documents": None, **self._tokens}
+        fixed = {
+            "messages": messages,
+            "tools": (self._knows_tools and tools) or None,
+            "documents": None,
+            **self._tokens,
+        }
         return self._template.render({"add_generation_prompt": True, **variables, **fixed})
 
+    def _form(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, is_refused: bool = False
+    ) -> Sequence[Mapping[str, Any]]:
+        """Return messages as the template takes them; if it refuses those, with one call each, or no system message."""
+        if self._knows_tools:
+            return _one_call_each(messages) if is_refused else messages
+        return self._told(messages, tools, role="user" if is_refused else "system")
+
     def _told(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, role: str
     ) -> list[Mapping[str, Any]]:
-        """Put the tools, their calls and answers into the texts of messages, for a template that knows no tools."""
+        """Put the tools, their calls and answers into the texts of messages, for a template that knows no tools.
+
+        Args:
+            messages: as for a template that does.
+            tools: of the request.
+            role: of the message that tells of them, which is the first one if that has this role.
+        """
         own = self.calls.forms[0]
         written = own.begin + own.call + own.end
         told: list[Mapping[str, Any]] = []
+        after_answer = False
         for message in messages:
-            content = message["content"]
-            if message["role"] == "tool":
-                told.append({"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"})
+            content, is_answer = message["content"], message["role"] == "tool"
+            if is_answer:
+                content = f"<tool_response>\n{content}\n</tool_response>"
+            if (is_answer or (after_answer and message["role"] == "user")) and told and told[-1]["role"] == "user":
+                # Many templates want the roles to alternate.
+                told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n{content}"}
                 continue
+            after_answer = is_answer
             called = [call["function"] for call in message.get("tool_calls", ())]
             calls = [
                 written.replace(NAME, call["name"]).replace(ARGUMENTS, json.dumps(call["arguments"])) for call in called
             ]
-            kept = {name: value for name, value in message.items() if name != "tool_calls"}
+            kept = {"role": "user"} if is_answer else {k: v for k, v in message.items() if k != "tool_calls"}
             told.append({**kept, "content": "\n".join([content] * bool(content) + calls)})
         if tools:
             listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
             example = written.replace(NAME, "the function's name").replace(ARGUMENTS, '{"argument": "value"}')
             text = f"These functions can be called:\n{listed}\n\nTo call one, write\n{example}"
-            system = told.pop(0)["content"] + "\n\n" if told[0]["role"] == "system" else ""
-            told.insert(0, {"role": "system", "content": system + text})
+            first = told.pop(0)["content"] if told[0]["role"] == role else ""
+            both = [first, text] if role == "system" else [text, first]
+            told.insert(0, {"role": role, "content": "\n\n".join(filter(None, both))})
         return told
 
     def _trial_problem(self) -> str | None:
@@ -164,6 +207,35 @@ class ChatTemplate:
                     return None
                 problems.append("it leaves out the text of a message")
         return problems[0]
+
+
+def _one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Split messages with several calls into one for each, followed by its answer."""
+    split: list[Mapping[str, Any]] = []
+    answers = {message.get("tool_call_id"): message for message in messages if message["role"] == "tool"}
+    moved: set[int] = set()
+    for message in messages:
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            split += [] if id(message) in moved else [message]
+            continue
+        for index, call in enumerate(calls):
+            split.append({**message, "content": "" if index else message["content"], "tool_calls": [call]})
+            if (answer := answers.get(call["id"])) is not None:
+                moved.add(id(answer))
+                split.append(answer)
+    return split
+
+
+def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Replace the ids of calls by nine characters each, as Mistral's templates demand."""
+
+    def short(name: str) -> str:
+        return name if len(name) == _SHORT and name.isalnum() else sha256(name.encode()).hexdigest()[:_SHORT]
+
+    given = {"tool_call_id": short(message["tool_call_id"])} if "tool_call_id" in message else {}
+    calls = [{**call, "id": short(call["id"])} for call in message.get("tool_calls") or ()]
+    return {**message, **given, **({"tool_calls": calls} if calls else {})}
 
 
 def _up_to_the_end_of(content: str, text: str) -> str:

@@ -226,16 +226,15 @@ class Generation(Sequence):
     def by_source(self) -> list[tuple[str, Source]]:
         """What `take_text` has just returned, in a piece for each token that ended a character, and who wrote it."""
         pieces: list[tuple[str, Source]] = []
-        text = self._last_text
-        begin = self._text.released - len(text)
-        first = bisect_right(self._spans, begin, key=itemgetter(1))
+        text, offset = self._last_text, self._text.released - len(self._last_text)
+        begin = 0
+        first = bisect_right(self._spans, offset, key=itemgetter(1))
         for (_, end), source in zip(self._spans[first:], self.sources[first:], strict=False):
-            if not text:
+            if begin >= len(text):
                 break
-            piece, text = text[: end - begin], text[end - begin :]
-            begin = end
-            if piece:
+            if piece := text[begin : end - offset]:
                 pieces.append((piece, source))
+            begin = end - offset
         return pieces
 
     def take_tokens(self) -> list[OutputToken]:

@@ -7,6 +7,7 @@ request without a temperature is greedy here; which samplers run, and in which o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -25,6 +26,8 @@ from specserve.serving.openai.response_schema import as_json
 # Tokens of prefix, prompt and suffix together, as many as llama.cpp's `n_batch` by default; three quarters are the
 # prefix's. A smaller context leaves a quarter of itself to the answer and other files.
 _LOCAL_TOKENS = 2048
+# Indentation beyond it is not told apart, in characters.
+_MAX_INDENT = 1024
 
 
 class File(Body):
@@ -125,7 +128,7 @@ class InfillResponse(Response):
         """Whether it is complete, also by a line that is indented too little; then the generation is cancelled."""
         if not self._is_cut and (new := self._generation.take_text()):
             content = self._content + new
-            self._content = _indented(content, self._request.n_indent or 0)
+            self._content = indented(content, self._request.n_indent or 0, len(self._content))
             self._is_cut = len(self._content) < len(content)
         return self._is_cut or super().done
 
@@ -177,16 +180,19 @@ class InfillResponse(Response):
         }
 
 
-def _indented(text: str, indent: int) -> str:
-    """Cut a text in its first line after the first that is indented by less, before its first other character."""
-    begin = text.find("\n") + 1
-    while indent > 0 and begin > 0:
-        line = text[begin:]
-        width = len(line) - len(line.lstrip(" \t"))
-        if width < min(indent, len(line)):
-            return text[: begin + width]
-        begin = text.find("\n", begin) + 1
-    return text
+def indented(text: str, indent: int, checked: int) -> str:
+    """Return a text up to its first line after the first that is indented by less, with that indentation.
+
+    Args:
+        text: none of whose first `checked` characters is cut off.
+        indent: in spaces and tabs.
+        checked: number of characters.
+    """
+    indent = min(indent, _MAX_INDENT)
+    if indent <= 0:
+        return text
+    less = re.compile(f"\n[ \t]{{0,{indent - 1}}}(?=[^ \t])").search(text, max(0, checked - indent))
+    return text[: less.end()] if less else text
 
 
 def _rates(name: str, tokens: int, seconds: float) -> dict[str, float]:

@@ -64,6 +64,11 @@ class ReasoningReader:
         """The number of calls that have begun."""
         return self._answer.calls
 
+    @property
+    def is_within_call(self) -> bool:
+        """Whether the arguments of the last call are not complete by now."""
+        return self._answer.is_within_call
+
     def read(self, text: str, *, done: bool) -> list[Part]:
         """Return what is new.
 

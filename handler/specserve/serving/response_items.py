@@ -35,7 +35,7 @@ class Item(Body):
     ] = "message"
     role: Literal["system", "developer", "user", "assistant"] = "user"
     content: Texts | None = None
-    summary: list[TextItem] | None = None
+    summary: Annotated[list[TextItem], Field(fail_fast=True)] | None = None
     call_id: Text = ""
     name: Text = ""
     arguments: Text = "{}"

@@ -70,7 +70,7 @@ class ResponsesToolChoice(Body):
     type: str
     name: str | None = None
     mode: str | None = None
-    tools: list[ResponsesTool] | None = None
+    tools: Annotated[list[ResponsesTool], Field(fail_fast=True)] | None = None
 
     def choice(self) -> Json:
         """Return it as the choice of a chat.
@@ -105,14 +105,14 @@ class ResponsesRequest(GenerationRequest):
 
     input: Text | Annotated[list[Item], Field(fail_fast=True)]
     instructions: Text | None = None
-    tools: list[ResponsesTool] | None = None
+    tools: Annotated[list[ResponsesTool], Field(fail_fast=True)] | None = None
     tool_choice: str | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: ResponsesText | None = None
     reasoning: ResponsesReasoning | None = None
     max_output_tokens: int | None = Field(default=None, ge=0)
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    include: list[str] | None = None
+    include: Annotated[list[str], Field(fail_fast=True)] | None = None
     store: bool | None = None
     previous_response_id: str | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -200,7 +200,8 @@ class ResponsesResponse(BlocksResponse):
         if self._keep is not None:
             self._keep(self._id, self._messages + messages_of(map(Item.model_validate, output)))
         response = self._object("incomplete" if self._is_cut else "completed", **totals, output=output)
-        response["incomplete_details"] = {"reason": "max_output_tokens"} if self._is_cut else None
+        reason = "max_output_tokens" if self.generations[0].finish_reason == "length" else None
+        response["incomplete_details"] = {"reason": reason} if self._is_cut else None
         response["usage"] = {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": cached,
@@ -212,7 +213,11 @@ class ResponsesResponse(BlocksResponse):
 
     @property
     def _is_cut(self) -> bool:
-        return self.generations[0].finish_reason == "length"
+        """Whether the tokens ran out, or a stop string ended a call within its arguments."""
+        [generation] = self.generations
+        reader = self._readers.get(generation)
+        is_within_call = reader is not None and reader.is_within_call
+        return generation.finish_reason == "length" or (generation.done and is_within_call)
 
     def _object(self, status: str, **fields: Any) -> Json:
         """Return the response; what is not known is null."""
@@ -264,10 +269,13 @@ class ResponsesResponse(BlocksResponse):
     def _block_news(self, block: Block, text: str) -> Iterator[Event]:
         *_, name = _KINDS[self._kind(block)]
         # Those since the last event; a call is read later than its first tokens, which are among them.
-        tokens = self.generations[0].take_tokens() if self._form.top_logprobs is not None else []
         fields: Json = {}
         if block.kind == "text":
-            fields["logprobs"] = chat_logprobs(output_positions(tokens), self._vocabulary).content
+            [generation] = self.generations
+            tokens = generation.take_tokens() if self._form.top_logprobs is not None else []
+            # Those of the reasoning before it were released with it.
+            positions = output_positions(token for token in tokens if token.offset >= self._readers[generation].length)
+            fields["logprobs"] = chat_logprobs(positions, self._vocabulary).content
             self._logprobs.setdefault(block.index, []).extend(fields["logprobs"])
         # The JSON around the text of a custom tool is not shown, so that comes at its end.
         if self._kind(block) != "custom_tool_call":

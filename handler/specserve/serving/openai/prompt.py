@@ -91,7 +91,12 @@ class Tokenizer:
 
     def _tokens(self, text: str, param: str, *, special: bool = False, begin: bool = True) -> list[int]:
         """Tokenize a text; one with too many bytes is refused, and of a long one the beginning is tried first."""
-        if len(text.encode()) > self._most_bytes:
+        try:
+            n_bytes = len(text.encode())
+        except UnicodeEncodeError as error:
+            # A chat template may print what is no field of text, such as the id of a call.
+            raise RequestError.invalid(param, f"Invalid value for '{param}': it is not valid Unicode.") from error
+        if n_bytes > self._most_bytes:
             raise too_long(param, self._most, f"more than {self._most}")
         beginning = text[: BYTES_PER_TOKEN * self._most]
         if len(beginning) < len(text):

@@ -131,9 +131,10 @@ class GenerationResponse(Response):
         return reader.read(generation.take_text(), done=generation.done)
 
     def _finish_reason(self, index: int, generation: Generation) -> FinishReason | None:
-        """Tell why a choice has ended, as far as it is read: `tool_calls` if it has any and is not cut."""
+        """Tell why a choice has ended, as far as it is read: `tool_calls` if it has any and the last is not cut."""
         del index
-        has_calls = generation in self._readers and self._readers[generation].calls > 0
+        reader = self._readers.get(generation)
+        has_calls = reader is not None and reader.calls > 0 and not reader.is_within_call
         return "tool_calls" if generation.finish_reason == "stop" and has_calls else generation.finish_reason
 
     def _totals(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -52,7 +52,7 @@ class AllowedToolsList(Body):
     """Those of the tools that may be called, and whether one has to be."""
 
     mode: Literal["auto", "required"]
-    tools: list[NamedTool]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True)]
 
 
 class AllowedTools(Body):
@@ -93,7 +93,7 @@ class ToolCall(Body):
 class ToolFields(Body):
     """The fields of a request for an answer that may call tools."""
 
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 

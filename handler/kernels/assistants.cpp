@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <climits>
 #include <cstring>
+#include <system_error>
 #include <thread>
 
 namespace specserve {
@@ -83,7 +84,13 @@ void Assistants::run_on(const int32_t * cores, int64_t count) {
         if (found == nullptr) {
             found = assistants_.emplace_back(std::make_unique<Assistant>()).get();
             found->core = cores[i];
-            std::thread([this, found] { live(*found); }).detach();
+            try {
+                std::thread([this, found] { live(*found); }).detach();
+            } catch (const std::system_error &) {
+                // The process may start no more threads; passes go on without this one.
+                assistants_.pop_back();
+                continue;
+            }
         }
         found->enabled.store(1);
         wake_all(found->enabled);

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -106,10 +107,18 @@ void pack(ggml_tensor * tensor, const uint8_t * source) {
                      static_cast<uint8_t *>(tensor->data));
     };
     std::vector<std::thread> others;
-    for (int64_t t = 1; t < threads; t++) {
-        others.emplace_back(share, t);
+    int64_t started = 1;
+    try {
+        for (; started < threads; started++) {
+            others.emplace_back(share, started);
+        }
+    } catch (const std::system_error &) {
+        // The process may start no more threads: this one does the rest.
     }
     share(0);
+    for (int64_t t = started; t < threads; t++) {
+        share(t);
+    }
     for (std::thread & other : others) {
         other.join();
     }

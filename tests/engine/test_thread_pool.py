@@ -70,6 +70,30 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     engine.run(engine.engine.close)
 
 
+def test_the_engine_thread_is_bound_at_its_first_pass_and_not_before() -> None:
+    """What it starts until then, such as threads of the grammar's compiler, may run on all cores."""
+
+    def bound() -> list[set[int]]:
+        pool = ThreadPool()
+        pool.run_on(CORES[:1])
+        found = [os.sched_getaffinity(0)]
+        with pool.computing():
+            found.append(os.sched_getaffinity(0))
+        return found
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(bound).result() == [os.sched_getaffinity(0), set(CORES[:1])]
+
+
+def test_a_core_that_does_not_exist_costs_no_pass(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    expected = engine.logits(CORES[:1])
+    assert np.array_equal(engine.logits((511,)), expected)
+    assert "no thread can run on core 511 any more" in caplog.text
+    # Beyond the mask that llama.cpp has for them.
+    assert np.array_equal(engine.logits((600, 601)), expected)
+    assert np.array_equal(engine.logits(CORES[:1]), expected)
+
+
 @pytest.mark.parametrize("cores", [CORES, CORES[:1], CORES[-1:]])
 def test_each_thread_computes_on_a_core_of_its_own(engine: Engine, cores: tuple[int, ...]) -> None:
     engine.logits(cores)

@@ -32,12 +32,13 @@ class FakeMachine:
         self.now = 0.0
         # The share of each core that others take, if they are given all they want.
         self.taken = dict.fromkeys(range(cores), 0.0)
+        self.allowed = set(range(cores))
         self._threads = dict.fromkeys(range(cores), (0, 0))
         self._ticks = dict.fromkeys(range(cores), (0, 0))
 
     def read(self) -> Usage:
         """The counters."""
-        return Usage(dict(self._threads), dict(self._ticks))
+        return Usage(dict(self._threads), dict(self._ticks), self.allowed)
 
     def run(self, placement: Placement, seconds: float = 1.0) -> None:
         """Let passes run for so many seconds; a busy core is shared fairly."""

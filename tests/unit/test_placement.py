@@ -61,6 +61,20 @@ def test_core_that_a_neighbour_takes_is_left_within_a_second_and_taken_back_with
     assert placement.cores == tuple(range(cores))
 
 
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_core_that_a_cgroup_takes_away_is_left_at_the_next_look_and_taken_when_it_comes_back(taken: int) -> None:
+    machine = FakeMachine(2)
+    placement = placement_on(machine)
+    machine.run(placement, 0.25)
+    machine.allowed = {1 - taken}
+    machine.run(placement, 0.25)
+    assert (placement.cores, placement.assistants) == ((1 - taken,), ())
+    machine.allowed = {0, 1}
+    for _ in range(2):
+        machine.run(placement, 0.25)
+    assert placement.cores == (0, 1)
+
+
 def test_single_thread_is_assisted_on_the_cores_that_are_taken() -> None:
     machine = FakeMachine(2)
     placement = placement_on(machine)

@@ -17,6 +17,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -153,8 +154,9 @@ def _try_out(path: Path, conditions: str) -> None:
         Unusable: that process crashed, failed or did not end.
     """
     note = cache_directory() / "kernels" / _checksum(conditions.encode())[:32]
-    if note.exists():
-        return
+    with suppress(OSError):
+        if note.exists():
+            return
     command = [sys.executable, "-m", __name__, str(path)]
     # An archive's worker has put its own directory on sys.path.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -164,8 +166,11 @@ def _try_out(path: Path, conditions: str) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise Unusable(f"a trial run of them did not end within {_MAX_TRIAL_SECONDS} s") from error
+    except OSError as error:
+        raise Unusable(f"a trial run of them cannot be started ({error.strerror})") from error
     if trial.returncode < 0:
-        raise Unusable(f"they crashed in a trial run ({signal.Signals(-trial.returncode).name})")
+        name = next((known.name for known in signal.Signals if known == -trial.returncode), str(-trial.returncode))
+        raise Unusable(f"they crashed in a trial run ({name})")
     if trial.returncode:
         *_, reason = trial.stderr.decode(errors="replace").splitlines() or ["no reason given"]
         raise Unusable(f"a trial run of them failed ({reason})")

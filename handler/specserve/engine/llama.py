@@ -103,7 +103,14 @@ class LlamaEngine:
         if pool:
             pool.add(context)
         # What specserve's kernels compute of a pass.
-        self.computed = kernels.share_of(lambda: self._check_first_pass(model))
+        try:
+            self.computed = kernels.share_of(lambda: self._check_first_pass(model))
+        except EngineError as error:
+            self.close()
+            raise ModelLoadError(f"{model.path}: its first forward pass failed: {error}") from error
+        except ModelLoadError:
+            self.close()
+            raise
 
     def _make_batch(self, rows: int) -> None:
         """Build a llama_batch over NumPy arrays, which are faster to fill than ctypes arrays."""
@@ -193,7 +200,8 @@ class LlamaEngine:
     @property
     def token_bytes(self) -> int | None:
         """Bytes of a cached token's keys and values in all layers; None if they cannot be saved."""
-        return (self._attention.cell_bytes or None) if self._attention else None
+        # Where llama.cpp attends in some layers, it keeps keys and values of its own.
+        return (self._attention.cell_bytes or None) if self._attention and self.computed.attention else None
 
     def save(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
         """Copy the keys and values of a slot's tokens; see `Engine.save`."""

@@ -17,7 +17,7 @@ import logging
 import math
 import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
@@ -55,10 +55,12 @@ class Usage(NamedTuple):
     Args:
         threads: by core with a thread of ours bound to it, the nanoseconds that it ran, and that it waited to run.
         cores: by core, the ticks in which it was busy, with anything, and all ticks.
+        allowed: the cores that the process may run on by now, as its main thread, which is bound to none of them.
     """
 
     threads: Mapping[int, tuple[int, int]]
     cores: Mapping[int, tuple[int, int]]
+    allowed: Collection[int]
 
 
 def read_usage() -> Usage:
@@ -87,7 +89,7 @@ def read_usage() -> Usage:
             ticks = [int(number) for number in numbers[:8]]
             total = sum(ticks)
             cores[int(name[3:])] = total - ticks[3] - ticks[4], total
-    return Usage(threads, cores)
+    return Usage(threads, cores, os.sched_getaffinity(os.getpid()))
 
 
 def fastest(available: Mapping[int, float], max_threads: int) -> tuple[tuple[int, ...], float]:
@@ -142,7 +144,8 @@ class Workers:
             os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
             0o600,
         )
-        os.ftruncate(file, 8 * _MAX_WORKERS)
+        # Allocated, which fails where there is no memory: to write into a hole would end the process then.
+        os.posix_fallocate(file, 0, 8 * _MAX_WORKERS)
         self._computed = np.frombuffer(mmap.mmap(file, 8 * _MAX_WORKERS), np.float64)
         self._number = next(number for number in range(_MAX_WORKERS) if _lock(file, number))
         self._clock = clock
@@ -193,7 +196,8 @@ class Placement:
         self._read = read
         self._clock = clock
         self._followers: list[Callable[[tuple[int, ...]], None]] = []
-        self._mine = usable.cores
+        # Of the usable ones, those that this worker shares with no other, and those that a cgroup has not taken away.
+        self._mine = self._left = usable.cores
         self._available = dict.fromkeys(usable.cores, 1.0)
         self._last: Usage | None = None
         self._next_look = -math.inf
@@ -217,15 +221,14 @@ class Placement:
 
     def begin_round(self) -> None:
         """Choose the cores of the next passes; to be called before each round."""
-        mine = self.usable.cores
-        if self._workers:
-            mine = self._workers.part(mine)
         now = self._clock()
-        if now < self._next_look and mine == self._mine:
-            return
-        if now >= self._next_look:
+        looks = now >= self._next_look
+        if looks:
             self._look(self._read())
             self._next_look = now + _LOOK_SECONDS
+        mine = self._workers.part(self._left) if self._workers else self._left
+        if not looks and mine == self._mine:
+            return
         threads = min(self.usable.threads, len(mine))
         best, promised = fastest({core: self._available[core] for core in mine}, threads)
         present = speed([self._available[core] for core in self.cores])
@@ -239,7 +242,8 @@ class Placement:
             self.run_on(best, tuple(sorted(others[: threads - 1])))
 
     def _look(self, now: Usage) -> None:
-        """Update the share of each core that a thread would get, from what has happened since the last look."""
+        """Update which cores there are, and the share of each that a thread would get, since the last look."""
+        self._left = tuple(core for core in self.usable.cores if core in now.allowed) or self.usable.cores
         last, self._last = self._last, now
         if last is None:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import llama_cpp
 
 from specserve.engine import kernels
 from specserve.engine.llama_model import start_backend
+
+logger = logging.getLogger(__name__)
 
 _MAX_THREADS = 512  # GGML_MAX_N_THREADS of ggml.h
 _LOADED = os.RTLD_NOLOAD | os.RTLD_NOW
@@ -53,6 +56,7 @@ class ThreadPool:
         self._contexts: list[llama_cpp.llama_context_p] = []
         self._cores: tuple[int, ...] = ()
         self._pool: int | None = None
+        self._is_bound = False
         is_main = threading.current_thread() is threading.main_thread()
         self._given_back = os.sched_getaffinity(0) if is_main else None
 
@@ -76,9 +80,11 @@ class ThreadPool:
         base, cpu, _ = _libraries()
         params = _Params()
         base.ggml_threadpool_params_init(ctypes.byref(params), ctypes.c_int(len(cores)))
-        for core in cores:
-            params.cpumask[core] = True
-        params.strict_cpu = True
+        # llama.cpp's mask ends there; on cores beyond it threads stay where the system puts them.
+        if max(cores) < _MAX_THREADS:
+            for core in cores:
+                params.cpumask[core] = True
+            params.strict_cpu = True
         before, self._pool = self._pool, cpu.ggml_threadpool_new(ctypes.byref(params))
         self._cores = cores
         for context in self._contexts:
@@ -86,13 +92,15 @@ class ThreadPool:
         if before is not None:
             cpu.ggml_threadpool_free(before)
         kernels.assist(assistants)
-        if self._given_back is None:
-            self._bind()
+        self._is_bound = False
 
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Let a pass run within this context."""
         if self._given_back is None:
+            # Not before the first pass: threads that are started until then may run on all cores.
+            if not self._is_bound:
+                self._bind()
             yield
             return
         self._bind()
@@ -102,9 +110,13 @@ class ThreadPool:
             os.sched_setaffinity(0, self._given_back)
 
     def _bind(self) -> None:
+        self._is_bound = True
         if len(self._cores) == 1:
             # llama.cpp binds the thread that runs passes only where there are others.
-            os.sched_setaffinity(0, self._cores)
+            try:
+                os.sched_setaffinity(0, self._cores)
+            except OSError as error:
+                logger.warning("specserve: no thread can run on core %d any more (%s)", *self._cores, error.strerror)
 
     def _attach(self, context: llama_cpp.llama_context_p) -> None:
         _, _, llama = _libraries()

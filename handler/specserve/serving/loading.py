@@ -209,7 +209,11 @@ def _open_draft(
     head = DraftHead(draft_model.size, [token for token in target_model.end_tokens() if token < draft_model.size])
     short = config.model_copy(update={"context_length": min(config.context_length, DRAFT_LENGTH)})
     engine = _engine(draft_model, short, costs.placement, max(_MAX_LOGITS // 2, config.sequences), head=head)
-    cost = costs.measure(engine, draft_model.path, target_cost)
+    try:
+        cost = costs.measure(engine, draft_model.path, target_cost)
+    except ModelLoadError:
+        engine.close()
+        raise
     draft = DraftModel(
         KVCache(engine),
         cost,

@@ -14,6 +14,7 @@ from fake_engine import FakeEngine
 from fake_pair import VOCABULARY, FakePair, RecordingObserver, detokenize, plain_greedy, prompt_reaching_end_token
 from specserve.sampling.distribution import FloatArray
 from specserve.sequence import SamplingParams, Verification
+from specserve.speculation import round as round_module
 from specserve.speculation.cost import Cost
 from specserve.speculation.rejection import RULES
 from specserve.speculation.step import Step
@@ -88,6 +89,24 @@ def test_a_failed_target_pass_or_nan_logits_end_only_that_rounds_answers(fault: 
     after = pair.submit(PROMPT, max_tokens=10)
     pair.run()
     assert after.answer == plain_greedy(PROMPT, 10)
+
+
+def test_a_fault_in_one_requests_verification_ends_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def verify(p: Any, step: Step) -> Any:
+        if step.sequence.generated and step.sequence.prompt == [9]:
+            raise RuntimeError("of ours")
+        return verify_truly(p, step)
+
+    verify_truly = round_module._verify
+    monkeypatch.setattr(round_module, "_verify", verify)
+    pair = FakePair()
+    faulty, other = pair.submit([9]), pair.submit(PROMPT)
+    pair.run()
+    assert faulty.error is not None
+    assert (faulty.error.status, other.answer) == (500, plain_greedy(PROMPT, 20))
+    assert "of ours" in caplog.text
 
 
 def test_round_time_is_charged_to_the_sequences_that_lengthen_it() -> None:

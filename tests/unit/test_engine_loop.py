@@ -188,6 +188,37 @@ def test_a_sequence_that_is_cancelled_between_slices_leaves_an_idle_server() -> 
     assert task.started.wait(10)
 
 
+def test_a_sequence_that_torchserve_has_abandoned_keeps_no_server_from_being_idle() -> None:
+    scheduler, task = FakeScheduler(2), IdleTask()
+    scheduler.may_finish.set()
+    loop = loop_of(scheduler, 0, idle_work=task, idle_seconds=0.2)
+    loop.join()
+    loop.run()
+    # No further call comes.
+    loop.start(more_may_come=True)
+    assert task.started.wait(10)
+    assert scheduler.left == 0 or not task.ended.is_set()
+    scheduler.left = 1
+    loop.join()
+    assert task.ended.wait(10)
+
+
+def test_a_failure_of_idle_work_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    failed = threading.Event()
+
+    def fail(_interrupted: Callable[[], bool]) -> None:
+        failed.set()
+        raise OSError("the disk is gone")
+
+    loop = loop_of(FakeScheduler(0), idle_work=fail, idle_seconds=0.0)
+    loop.start(more_may_come=False)
+    assert failed.wait(10)
+    deadline = time.monotonic() + 10
+    while "the disk is gone" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_idle_work_does_not_begin_between_slices() -> None:
     scheduler, task = FakeScheduler(3), IdleTask()
     scheduler.may_finish.set()

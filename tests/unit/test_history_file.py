@@ -100,3 +100,22 @@ def test_no_file_is_no_history(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     HistoryFile(tmp_path / "history", VOCABULARY).read_into(pools)
     assert texts(pools) == {}
     assert not caplog.text
+
+
+def test_any_damage_costs_the_history_and_not_the_worker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "history"
+    HistoryFile(path, VOCABULARY).save(filled())
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 3):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 8]) + whole[place + 1 :])
+        HistoryFile(path, VOCABULARY).read_into(Pools(1000))
+    # The zip's field of the compression method: a kind of error that no other damage has.
+    path.write_bytes(whole[:8] + b"\x63" + whole[9:])
+    HistoryFile(path, VOCABULARY).read_into(Pools(1000))
+    assert "is not used" in caplog.text
+
+
+def test_a_directory_that_is_none_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    HistoryFile(tmp_path / "file" / "history", VOCABULARY).save(filled())
+    assert "cannot be saved" in caplog.text

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fake_engine import FakeVocabulary
 from specserve.engine.llama_model import LlamaModel
-from specserve.errors import ConstraintError, RequestError
+from specserve.errors import ConstraintError, MaskDeferred, RequestError
 from specserve.grammar.compiler import MAX_TOOLS, GrammarCompiler
 from specserve.grammar.constraint import Constraint
 from specserve.grammar.tool_calls import CallConstraint, CallSyntax, Reasoning
@@ -173,6 +173,21 @@ def test_the_grammar_holds_from_the_trigger_to_the_end_of_a_call(
     free = states(calls(compiler), in_bytes(model, f"{before}{call}\nDone <tool_cal"))
     begin, end = len((before + opens).encode()), len((before + call).encode())
     assert free == [not begin <= count < end for count in range(len(free))]
+
+
+def test_what_was_asked_about_once_needs_no_time_when_it_is_asked_about_again(model: LlamaModel) -> None:
+    """As verification asks about drafts, from the first one on, in a round that has no more time for masks."""
+    compiler = GrammarCompiler(model, max_seconds=10.0)
+    constraint, tokens = calls(compiler), in_bytes(model, f"So: {CALL}")[:30]
+    masks = [constraint.allowed(tokens[:count]) for count in range(len(tokens))]
+    compiler.begin_round(0.0)
+    for count, mask in enumerate(masks):
+        again = constraint.allowed(tokens[:count])
+        assert np.array_equal([] if mask is None else mask, [] if again is None else again)
+        assert not constraint.complete(tokens[:count])
+    # Another text after the trigger is followed anew.
+    with pytest.raises(MaskDeferred):
+        constraint.allowed([*tokens[: tokens.index(in_bytes(model, ">")[0]) + 1], *in_bytes(model, "{")])
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,9 @@ class Constraint:
 
     def follows(self, tokens: Sequence[int]) -> bool:
         """Whether the grammar allows these tokens, whatever the round's budget; raises like `allowed`."""
-        return self._follow(tokens, may_defer=False)
+        tokens = list(tokens)
+        # What is consumed stays so, and with it the masks of what follows.
+        return self._consumed[: len(tokens)] == tokens or self._follow(tokens, may_defer=False)
 
     def spell(self, text: bytes) -> list[int]:
         """Return the tokens of the text's single bytes; of bytes without a token, none."""

@@ -183,7 +183,11 @@ class CallConstraint:
 
     def _after(self, tokens: Sequence[int]) -> _State:
         tokens = list(tokens)
-        del self._states[common_prefix(self._tokens, tokens) + 1 :]
+        shared = common_prefix(self._tokens, tokens)
+        if shared == len(tokens):
+            # What follows is kept: verification asks about drafts again, whose masks may not be computed twice.
+            return self._states[shared]
+        del self._states[shared + 1 :]
         for count in range(len(self._states), len(tokens) + 1):
             self._states.append(self._next(self._states[-1], tokens[:count]))
         self._tokens = tokens

@@ -38,7 +38,7 @@ def penalise(
         seen = np.concatenate([prompt, np.array(output, np.intp)])
         among = shaped[seen]
         shaped[seen] = np.where(among > 0, among / sampling.repetition_penalty, among * sampling.repetition_penalty)
-    if output:
+    if output and (sampling.frequency_penalty or sampling.presence_penalty):
         tokens, counts = np.unique(output, return_counts=True)
         shaped[tokens] -= (counts * sampling.frequency_penalty + sampling.presence_penalty).astype(shaped.dtype)
     return shaped

@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from threading import Event, Timer
+from threading import Event, Lock, Timer
 
 from specserve.engine.placement import Placement
 from specserve.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-# Seconds without a sequence after which the server counts as idle.
-_IDLE_SECONDS = 10.0
+# Seconds without a round after which the server counts as idle; and until it is looked again during a call.
+_IDLE_SECONDS, _LOOK_AGAIN_SECONDS = 10.0, 1.0
 
 # Does something as long as its argument, which it asks often, returns false.
 IdleWork = Callable[[Callable[[], bool]], None]
@@ -37,7 +37,8 @@ class EngineLoop:
     the slice that the call before started, cut to its current round by `interrupt` where requests are new or gone; if
     there was none, `run` runs one while the call waits; `start` begins the next, which runs on after the call has
     returned. Between `join` and that no slice runs, and the scheduler may be used from outside; where it has no
-    sequence, idle work may run meanwhile, and it may only be given sequences and be asked for counts.
+    sequence, idle work may run meanwhile, and it may only be given sequences and be asked for counts. A sequence whose
+    client has left, after which TorchServe may make no call for hours, keeps no server from being idle.
 
     Args:
         scheduler: has the sequences.
@@ -45,7 +46,7 @@ class EngineLoop:
         seconds: length of a slice; it has at least one round, and begins no further one after this time.
         placement: chooses the cores of each round.
         idle_work: what the engine thread does while the server is idle.
-        idle_seconds: without a sequence, after which it is.
+        idle_seconds: without a round, after which it is.
     """
 
     def __init__(
@@ -61,8 +62,11 @@ class EngineLoop:
         self._scheduler = scheduler
         self._placement = placement
         self._idle_work, self._idle_seconds = idle_work, idle_seconds
-        # Set once the server is not idle any more; each idle time has an event of its own.
-        self._wanted = Event()
+        # How many slices there were, the last one's time, and after how many idle work was begun.
+        self._slices, self._last_slice, self._idle_after = 0, time.monotonic(), -1
+        # Whether TorchServe's thread may use the scheduler, which has sequences.
+        self._in_call = False
+        self._lock = Lock()
         self._timer: Timer | None = None
         self._seconds = seconds
         self._thread = thread
@@ -78,15 +82,14 @@ class EngineLoop:
         """Start a slice and return, so that rounds go on during TorchServe's turn of some milliseconds.
 
         A round that prefills is long, and more requests mostly come with the first: while they may, none is started.
-        Without a sequence the idle time begins, or goes on.
         """
-        if not self._scheduler.busy:
-            self._await_idle_work()
-        elif not (more_may_come and self._scheduler.awaiting_first_token):
+        if self._scheduler.busy and not (more_may_come and self._scheduler.awaiting_first_token):
             self._slice = self._submit()
             # A compute thread that waits for the next pass has the other core: the engine thread would begin 0.8 ms
             # later, with a call's reply sent first, than now, when this one waits for it (load.py --overhead, 2 cores).
             self._begun.wait()
+        self._in_call = False
+        self._watch(self._idle_seconds)
 
     def interrupt(self) -> None:
         """End the started slice after its current round."""
@@ -94,16 +97,14 @@ class EngineLoop:
 
     def join(self) -> bool:
         """Wait for the started slice; returns whether there was one."""
+        self._in_call = self._scheduler.busy
         started, self._slice = self._slice, None
         if started is not None:
             started.result()
         return started is not None
 
     def _submit(self) -> Future[None]:
-        self._wanted.set()
-        if self._timer:
-            self._timer.cancel()
-            self._timer = None
+        self._slices += 1
         self._interrupted.clear()
         self._begun.clear()
         return self._thread.submit(self._run_rounds)
@@ -111,7 +112,8 @@ class EngineLoop:
     def _run_rounds(self) -> None:
         """Run at least one round, until the slice is over or interrupted."""
         self._begun.set()
-        until = time.monotonic() + self._seconds
+        self._last_slice = time.monotonic()
+        until = self._last_slice + self._seconds
         while self._scheduler.busy:
             try:
                 self._placement.begin_round()
@@ -123,15 +125,30 @@ class EngineLoop:
             if time.monotonic() >= until or self._interrupted.is_set():
                 break
 
-    def _await_idle_work(self) -> None:
-        """Begin the idle work after a while, once in an idle time."""
-        if self._timer is None:
-            self._wanted = wanted = Event()
-            self._timer = Timer(self._idle_seconds, self._begin_idle_work, (wanted.is_set,))
-            self._timer.daemon = True
-            self._timer.start()
+    def _watch(self, seconds: float) -> None:
+        """Look in so many seconds whether the server is idle, once in an idle time."""
+        with self._lock:
+            if self._timer is None and self._idle_after != self._slices:
+                self._timer = Timer(seconds, self._look)
+                self._timer.daemon = True
+                self._timer.start()
 
-    def _begin_idle_work(self, interrupted: Callable[[], bool]) -> None:
-        # The process ends, and its engine thread has.
-        with suppress(RuntimeError):
-            self._thread.submit(self._idle_work, interrupted)
+    def _look(self) -> None:
+        """Begin the idle work if there was no slice for long enough, also where TorchServe abandoned a sequence."""
+        count = self._slices
+        left = self._last_slice + self._idle_seconds - time.monotonic()
+        with self._lock:
+            self._timer = None
+            if left <= 0 and not self._in_call:
+                self._idle_after = count
+                # The process ends, and its engine thread has.
+                with suppress(RuntimeError):
+                    self._thread.submit(self._work_while_idle, lambda: self._slices != count or self._in_call)
+                return
+        self._watch(max(left, _LOOK_AGAIN_SECONDS))
+
+    def _work_while_idle(self, interrupted: Callable[[], bool]) -> None:
+        try:
+            self._idle_work(interrupted)
+        except Exception:
+            logger.exception("specserve: the work of an idle time failed")

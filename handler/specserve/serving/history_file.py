@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class HistoryFile:
             self._read_into(pools)
         except FileNotFoundError:
             return
-        except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        except Exception as error:  # noqa: BLE001 - a damaged archive raises whatever it likes, and is not needed
             logger.warning("specserve: the history in %s is not used: %s", self._path, error)
         self._saved = pools.added
 
@@ -68,5 +68,6 @@ class HistoryFile:
                 np.savez(file, header=np.array(header), **arrays)
             partial.replace(self._path)
         except OSError as error:
-            partial.unlink(missing_ok=True)
             logger.warning("specserve: the history cannot be saved in %s: %s", self._path, error.strerror)
+            with suppress(OSError):
+                partial.unlink()

@@ -22,6 +22,8 @@ _VALUE: dict[CacheType, float] = {"f16": 2 + 1 / 16, "q8_0": 34 / 32 + 1 / 16 + 
 _REST = 400 * 2**20
 # The least tokens that are worth serving where the operator asks for no number.
 _LEAST = 4096
+# Where memory is short, the KV cache has a whole number of such parts of the tokens that are asked for.
+_STEPS = 16
 _MIB = 2**20
 
 
@@ -55,6 +57,9 @@ def fitted(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None, 
         0 if draft is None else draft.cell_values * _VALUE["f16"] * config.sequences * min(context_length, DRAFT_LENGTH)
     )
     n_cells = min(wanted, max(0, free - drafts - _REST) // max(1, cell))
+    if least <= n_cells < wanted:
+        # A little more or less free memory is the same at the next start, which then finds costs and prefixes.
+        n_cells = max(least, wanted * (_STEPS * n_cells // wanted) // _STEPS)
     if n_cells < least:
         raise ModelLoadError(
             f"{target.path}: no memory for a KV cache of {least} tokens: it takes {_mib(least * cell + drafts)} and "

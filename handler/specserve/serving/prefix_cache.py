@@ -161,9 +161,10 @@ class PrefixCache:
                 self._evict(slot, max(0, self._target.end(slot.index) - max(missing, _LEAST_LOSS)))
 
     def empty_slot(self, n_cells: int) -> None:
-        """Empty the slot that was not used for longest unless one is empty, and free so many cells; none is in use."""
-        if all(self._target.length(slot.index) for slot in self._slots):
-            self._evict(min(self._slots, key=lambda slot: slot.last_used))
+        """Empty the free slot that was not used for longest unless one is empty, and free so many cells."""
+        free = [slot for slot in self._slots if not slot.in_use]
+        if free and all(self._target.length(slot.index) for slot in self._slots):
+            self._evict(min(free, key=lambda slot: slot.last_used))
         self.make_room(min(n_cells, self.room))
 
     def store(self) -> bool:

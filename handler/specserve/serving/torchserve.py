@@ -202,8 +202,8 @@ class Handler:
         | whole, done               | the body, as a whole response; as the last chunk if the status was sent   |
         | with nothing to send yet  | an empty chunk if the status was sent or is due, else nothing             |
         """
-        if response.error:
-            # The other choices of the request are of no use now.
+        if response.done:
+            # After an error the other choices are of no use, nor is what follows a text that is complete.
             self._cancel(response)
         if response.streams and (response.status_sent or not response.error):
             return self._next_chunk(context, index, response)
@@ -246,9 +246,10 @@ class Handler:
             response.status_sent = True
 
     def _work_while_idle(self, interrupted: Callable[[], bool]) -> None:
-        self._scheduler.check_caches()
+        if not interrupted():
+            self._scheduler.check_caches()
         self._scheduler.store_prefixes(interrupted)
-        if self._history_file:
+        if self._history_file and not interrupted():
             self._history_file.save(self._models.pools)
         if self._models.costs.doubtful and not interrupted():
             self._scheduler.empty_slot(MEASURED_CELLS)

@@ -139,7 +139,9 @@ class History:
         ends = self._occurrences(suffix) if len(suffix) >= _HASHED else []
         if not ends:
             return _NONE
-        found = self._tokens.take(np.array(ends)[:, None] + _AROUND[: _LONGEST + 1 + max_tokens], mode="wrap")
+        # Positions grow for ever, and `take` subtracts the size until they fit.
+        around = np.array(ends)[:, None] % self._size + _AROUND[: _LONGEST + 1 + max_tokens]
+        found = self._tokens.take(around, mode="wrap")
         backwards = suffix[: -_LONGEST - 1 : -1]
         sought = np.array([*backwards, *[_NOTHING] * (_LONGEST + 1 - len(backwards))], np.int32)
         # The first difference, from the end on.

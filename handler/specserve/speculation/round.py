@@ -29,6 +29,7 @@ its `alternatives`; and `noise`, the random numbers of the round.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from operator import mul
@@ -43,6 +44,8 @@ from specserve.speculation.drafters import Drafters
 from specserve.speculation.policy import Controller
 from specserve.speculation.rejection import RULES, accept_equal
 from specserve.speculation.step import Step, StepLogits
+
+logger = logging.getLogger(__name__)
 
 
 def run_round(
@@ -128,7 +131,10 @@ def _apply(target: KVCache, drafters: Drafters, step: Step, logits: StepLogits) 
                 # Without the mask after it an alternative gives no further token.
                 step.adopted = _decide(controller, after, logits.alternatives[adopted : adopted + 1]) > 0
                 step.n_decided += step.adopted
-    except (FloatingPointError, ConstraintError) as error:
+    except (FloatingPointError, ConstraintError, RuntimeError) as error:
+        # A fault of ours, a RuntimeError, costs no other request either.
+        if isinstance(error, RuntimeError):
+            logger.exception("specserve: a request failed")
         step.error = error
         return
     target.truncate(sequence.slot, len(sequence.tokens) - 1)

@@ -102,6 +102,7 @@ double fastest(const std::vector<double> & seconds) { return *std::min_element(s
 std::vector<uint8_t> repeated_columns(Format format, int64_t k, int64_t columns) {
     const std::vector<uint8_t> some = quantised(format, normal_numbers(static_cast<size_t>(k * 16), 1), k);
     std::vector<uint8_t> blocks;
+    blocks.reserve(some.size() * static_cast<size_t>(columns / 16));
     for (int64_t column = 0; column < columns; column += 16) {
         blocks.insert(blocks.end(), some.begin(), some.end());
     }
@@ -273,13 +274,17 @@ double time_product(bool ours, Format format, int64_t k, int64_t columns, int ro
 
 void time_prefetch(Format format, int64_t k, int64_t columns, int rows, int threads, int turns, const Prefetch * ways,
                    int count, double * seconds) {
-    const std::vector<uint8_t> blocks = repeated_columns(format, k, columns);
+    std::vector<uint8_t> blocks = repeated_columns(format, k, columns);
     const std::vector<float> x = normal_numbers(static_cast<size_t>(k * rows), 2);
     Prefetch & used = library().prefetch[rows > kFewRows];
     const Prefetch kept = used;
     const std::vector<double> all =
         product_seconds(true, format, k, columns, blocks.data(), 1, rows, x.data(), threads, turns * count, nullptr,
-                        [&](int i) { used = i < 0 ? kept : ways[i % count]; });
+                        [&](int i) {
+                            // They are packed by now.
+                            std::vector<uint8_t>().swap(blocks);
+                            used = i < 0 ? kept : ways[i % count];
+                        });
     used = kept;
     std::copy(all.begin(), all.end(), seconds);
 }

@@ -66,9 +66,9 @@ _KIB = {Hint.NONE: (0,), Hint.T1: (24, 12, 48, 96), Hint.NTA: (24, 12, 48)}
 # `prefetcht1` has to be so many times as fast to be used: it loses for some numbers of rows only, by where the code
 # lies in memory, and those that are timed may be lucky. Another distance has to be so many times as fast as the usual.
 _MARGINS, _DISTANCE_MARGIN = {Hint.NONE: 1.0, Hint.T1: 1.1, Hint.NTA: 1.0}, 1.03
-# Products for that comparison, in the most frequent format, of few rows and of more: 188 MB of weights, since of half as
-# many two third-level caches of 32 MB kept so much that what takes a pass 1.2 times as long seemed faster. Each way is
-# timed in every turn. It takes 1.4 s, once a process.
+# Products for that comparison, in the most frequent format, of few rows and of more: 188 MB of weights, since of half
+# as many two third-level caches of 32 MB kept so much that what takes a pass 1.2 times as long seemed faster. Each way
+# is timed in every turn. It takes 1.4 s, once a process.
 _STREAMED_FORMAT, _STREAMED_K, _STREAMED_COLUMNS, _STREAMED_ROWS, _STREAMED_TURNS = "Q4_K", 2048, 163_840, (1, 6), 9
 
 

@@ -203,6 +203,27 @@ def test_a_sequence_that_torchserve_has_abandoned_keeps_no_server_from_being_idl
     assert task.ended.wait(10)
 
 
+def test_a_call_that_may_cancel_sequences_begins_after_idle_work_has_ended() -> None:
+    def work(interrupted: Callable[[], bool]) -> None:
+        started.set()
+        while not interrupted():
+            time.sleep(0.001)
+        # The block that is being copied, or the pass that is being timed.
+        time.sleep(0.2)
+        ended.set()
+
+    started, ended = threading.Event(), threading.Event()
+    scheduler = FakeScheduler(2)
+    scheduler.may_finish.set()
+    loop = loop_of(scheduler, 0, idle_work=work, idle_seconds=0.1)
+    loop.run()
+    loop.start(more_may_come=True)
+    assert started.wait(10)
+    scheduler.left = 1
+    loop.join()
+    assert ended.is_set()
+
+
 def test_a_failure_of_idle_work_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     failed = threading.Event()
 

@@ -68,6 +68,7 @@ class EngineLoop:
         self._in_call = False
         self._lock = Lock()
         self._timer: Timer | None = None
+        self._idle: Future[None] | None = None
         self._seconds = seconds
         self._thread = thread
         self._slice: Future[None] | None = None
@@ -97,22 +98,28 @@ class EngineLoop:
 
     def join(self) -> bool:
         """Wait for the started slice; returns whether there was one."""
-        self._in_call = self._scheduler.busy
+        with self._lock:
+            self._in_call = self._scheduler.busy
+        if self._in_call and self._idle is not None:
+            # It ends soon, and must not see sequences being cancelled.
+            self._idle.result()
         started, self._slice = self._slice, None
         if started is not None:
             started.result()
         return started is not None
 
     def _submit(self) -> Future[None]:
-        self._slices += 1
+        with self._lock:
+            self._slices += 1
+            self._in_call = True
         self._interrupted.clear()
         self._begun.clear()
         return self._thread.submit(self._run_rounds)
 
     def _run_rounds(self) -> None:
         """Run at least one round, until the slice is over or interrupted."""
-        self._begun.set()
         self._last_slice = time.monotonic()
+        self._begun.set()
         until = self._last_slice + self._seconds
         while self._scheduler.busy:
             try:
@@ -135,15 +142,17 @@ class EngineLoop:
 
     def _look(self) -> None:
         """Begin the idle work if there was no slice for long enough, also where TorchServe abandoned a sequence."""
-        count = self._slices
-        left = self._last_slice + self._idle_seconds - time.monotonic()
         with self._lock:
             self._timer = None
+            count = self._slices
+            left = self._last_slice + self._idle_seconds - time.monotonic()
             if left <= 0 and not self._in_call:
                 self._idle_after = count
                 # The process ends, and its engine thread has.
                 with suppress(RuntimeError):
-                    self._thread.submit(self._work_while_idle, lambda: self._slices != count or self._in_call)
+                    self._idle = self._thread.submit(
+                        self._work_while_idle, lambda: self._slices != count or self._in_call
+                    )
                 return
         self._watch(max(left, _LOOK_AGAIN_SECONDS))
 

@@ -47,10 +47,14 @@ def hashed(path: Path) -> ModelFile:
     try:
         write_json(cache, {**key, "sha256": digest})
     except OSError as error:
-        raise EnvironmentFailure(
-            f"{cache}: cannot be written ({error.strerror}); mend that, or point SPECSERVE_CACHE at another directory."
-        ) from error
+        raise _not_written(cache, error) from error
     return ModelFile(path, digest)
+
+
+def _not_written(path: Path, error: OSError) -> EnvironmentFailure:
+    return EnvironmentFailure(
+        f"{path}: cannot be written ({error.strerror}); mend that, or point SPECSERVE_CACHE at another directory."
+    )
 
 
 def delete(path: Path) -> None:
@@ -97,10 +101,7 @@ def locked(path: Path, waiting_for: str) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         opened = path.open("w")
     except OSError as error:
-        raise EnvironmentFailure(
-            f"{path.parent}: cannot be written ({error.strerror}); mend that, or point SPECSERVE_CACHE at another "
-            "directory."
-        ) from error
+        raise _not_written(path.parent, error) from error
     with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -243,8 +243,8 @@ def test_a_failure_of_idle_work_is_logged(caplog: pytest.LogCaptureFixture) -> N
 def test_idle_work_does_not_begin_between_slices() -> None:
     scheduler, task = FakeScheduler(3), IdleTask()
     scheduler.may_finish.set()
-    loop = loop_of(scheduler, 0, idle_work=task, idle_seconds=0.0)
+    loop = loop_of(scheduler, 0, idle_work=task, idle_seconds=0.2)
     loop.run()
     loop.start(more_may_come=False)
     loop.join()
-    assert not task.started.wait(0.1)
+    assert not task.started.wait(0.5)

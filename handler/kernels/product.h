@@ -8,12 +8,13 @@
 //     unpack the block of all columns once: 8 registers, each with 4 weights of every column
 //     for every row of the tile:
 //       8 dot products of 4 bytes: the row's activations are the same for all columns, so they are broadcast
-//       convert the integer sum to float, multiply by the scales, add to the row's sums
+//       multiply the integer sum by the scales, add to the row's sums
 //
+// multiply_vnni.h and multiply_avx2.h do this, each in the order and with the integers that its instructions want.
 // So weights are read and unpacked once for all rows of a tile, and a row's sums are added in the same order, that of
 // k, whatever the number of rows, the panel, and the thread: its result is the same bit for bit in any company.
 //
-// dpbusd multiplies unsigned by signed bytes. 4-bit weights are stored as w + 8 (q4_0), w + 32 (q6_k) or are unsigned
+// Both multiply unsigned by signed bytes. 4-bit weights are stored as w + 8 (q4_0), w + 32 (q6_k) or are unsigned
 // anyway (q4_k); what the shift adds is 8 (or 32) times the sum of the activations, and every integer sum begins with
 // minus that, from Tile::sums.
 
@@ -197,6 +198,10 @@ void pack(const Weights & w, const uint8_t * source, int64_t first, int64_t last
 
 // ---- activations ----
 
+inline int32_t start_of_32(const int8_t * activations, int bias) {
+    return add_starts(start_of_16(activations, bias), start_of_16(activations + 16, bias));
+}
+
 // A block's largest magnitude becomes 127. `sums` are what the format's kernel wants to begin or end with:
 // q4_0: -8 x the sum of 32; q8_0: -128 x that where bytes were made unsigned; q6_k: -32 x the sum of 16;
 // q4_k: the sums of 32 as they are, two in a word, to be multiplied by the minima.
@@ -211,21 +216,20 @@ void quantise(Format format, const float * source, int64_t first, int64_t last, 
             const int64_t group = block * (length / 32) + part;  // of 32, along the whole row
             int8_t * bytes = tile.values + (group * tile.rows + row) * 32;
             round_32(x + 32 * part, factor, bytes);
-            int32_t sums[2];
-            sums_of_16(bytes, sums);
-            const int32_t sum = sums[0] + sums[1];
+            int32_t * sums = tile.sums + group * tile.rows + row;
             switch (format) {
-                case Format::q4_0: tile.sums[group * tile.rows + row] = -8 * sum; break;
-                case Format::q8_0: tile.sums[group * tile.rows + row] = -kByteBias * sum; break;
+                case Format::q4_0: *sums = start_of_32(bytes, 8); break;
+                case Format::q8_0: *sums = start_of_32(bytes, kByteBias); break;
                 case Format::q4_k: {
-                    const auto half = static_cast<int16_t>(sum);
+                    const auto half = static_cast<int16_t>(sum_of_16(bytes) + sum_of_16(bytes + 16));
                     auto * word = tile.sums + (block * tile.rows + row) * 4 + part / 2;
                     std::memcpy(reinterpret_cast<char *>(word) + 2 * (part % 2), &half, 2);
                     break;
                 }
                 case Format::q6_k:
-                    tile.sums[(2 * group) * tile.rows + row] = -32 * sums[0];
-                    tile.sums[(2 * group + 1) * tile.rows + row] = -32 * sums[1];
+                    sums = tile.sums + 2 * group * tile.rows + row;
+                    sums[0] = start_of_16(bytes, 32);
+                    sums[tile.rows] = start_of_16(bytes + 16, 32);
                     break;
             }
         }
@@ -243,167 +247,31 @@ template <Hint hint, int64_t bytes> inline void prefetch(const uint8_t * weights
 
 template <int rows> using Sums = Floats[rows];
 
-// For every row: dot products of `vectors` x 4 weights with its activations, added to start(row) and given to
-// add(row, sum). The dot products of a row wait for each other, so those of kChains rows are interleaved.
-template <int rows, int vectors, int largest_weight, typename Start, typename Add>
-inline void for_rows(const Ints * weights, const int8_t * activations, Start start, Add add) {
-    UNROLL
-    for (int first = 0; first < rows; first += kChains) {
-        const int count = rows - first < kChains ? rows - first : kChains;
-        Ints sums[kChains];
-        UNROLL
-        for (int c = 0; c < count; c++) {
-            sums[c] = start(first + c);
-        }
-        dot<vectors, largest_weight>(sums, count, weights, activations + 32 * first);
-        UNROLL
-        for (int c = 0; c < count; c++) {
-            add(first + c, to_float(sums[c]));
-        }
-    }
+// A block's 6-bit scales [8 sub-blocks][lane] and minima [4 pairs of sub-blocks][lane][2] of q4_k, as bytes.
+inline void unpack_q4_k(const uint8_t * side, uint8_t * scale, uint8_t * minimum) {
+    const Ints a = load(side + kVector);
+    const Ints b = load(side + 2 * kVector);
+    const Ints c = load(side + 3 * kVector);
+    const Ints six_bits = all_bytes(0x3f);
+    const auto keep = [](uint8_t * to, Ints x) { std::memcpy(to, &x, sizeof x); };
+    keep(scale, bits_and(a, six_bits));
+    keep(scale + kVector, bits_and(b, six_bits));
+    keep(minimum, bits_and(c, six_bits));
+    keep(minimum + kVector, bits_or(bits_and(shift_right<6>(a), all_bytes(0x03)),
+                                    bits_or(bits_and(shift_right<4>(b), all_bytes(0x0c)),
+                                            bits_and(shift_right<2>(c), all_bytes(0x30)))));
 }
 
-// q4_0 and q8_0: one scale a block of 32, for weights and for activations.
-template <Format format, int rows, Hint hint>
-inline void multiply_32(const uint8_t * panel, int64_t k, int64_t ahead, const Tile & tile, Sums<rows> & out) {
-    constexpr bool nibbles = format == Format::q4_0;
-    const int8_t * values = tile.values;
-    const float * scales = tile.scales;
-    const int32_t * sums = tile.sums;
-    for_blocks(format, k / 32, panel, [&](const uint8_t * weights, const uint8_t * side) {
-        prefetch<hint, weight_bytes(format)>(weights, ahead);
-        prefetch<hint, side_bytes(format)>(side, ahead);
-        Ints w[8];
-        UNROLL
-        for (int v = 0; v < 8; v++) {
-            if (nibbles) {
-                const Ints both = load(weights + (v % 4) * kVector);
-                w[v] = v < 4 ? low_nibbles(both) : high_nibbles(both);
-            } else {
-                w[v] = unsigned_bytes(load(weights + v * kVector));
-            }
-        }
-        const Floats d = halves(side);
-        for_rows<rows, 8, nibbles ? 15 : 128>(
-            w, values, [=](int r) { return all(sums[r]); },
-            [=, &out](int r, Floats sum) { out[r] = fma(sum, mul(d, all(scales[r])), out[r]); });
-        values += 32 * rows;
-        scales += rows;
-        sums += rows;
-    });
-}
+}  // namespace
 
-// q4_k: weight = d x scale x nibble - dmin x minimum, with a scale and a minimum a sub-block of 32.
-template <int rows, Hint hint>
-inline void multiply_q4_k(const uint8_t * panel, int64_t k, int64_t ahead, const Tile & tile, Sums<rows> & out) {
-    const int8_t * values = tile.values;
-    const float * scales = tile.scales;
-    const int32_t * sums = tile.sums;
-    for_blocks(Format::q4_k, k / 256, panel, [&](const uint8_t * weights, const uint8_t * side) {
-        prefetch<hint, side_bytes(Format::q4_k)>(side, ahead);
-        const Floats d = halves(side);
-        const Ints a = load(side + kVector);
-        const Ints b = load(side + 2 * kVector);
-        const Ints c = load(side + 3 * kVector);
-        const Ints six_bits = all_bytes(0x3f);
-        alignas(kVector) uint8_t scale[2 * kVector];    // [8 sub-blocks][lane]
-        alignas(kVector) uint8_t minimum[2 * kVector];  // [4 pairs of sub-blocks][lane][2]
-        const auto keep = [](uint8_t * to, Ints x) { std::memcpy(to, &x, sizeof x); };
-        keep(scale, bits_and(a, six_bits));
-        keep(scale + kVector, bits_and(b, six_bits));
-        keep(minimum, bits_and(c, six_bits));
-        keep(minimum + kVector, bits_or(bits_and(shift_right<6>(a), all_bytes(0x03)),
-                                        bits_or(bits_and(shift_right<4>(b), all_bytes(0x0c)),
-                                                bits_and(shift_right<2>(c), all_bytes(0x30)))));
-        Floats sub[rows];
-        UNROLL
-        for (int r = 0; r < rows; r++) {
-            sub[r] = zero();
-        }
-        for (int j = 0; j < 8; j++) {
-            const uint8_t * pair = weights + (j / 2) * 8 * kVector;
-            if (j % 2 == 0) {
-                prefetch<hint, 8 * kVector>(pair, ahead);
-            }
-            Ints w[8];
-            UNROLL
-            for (int v = 0; v < 8; v++) {
-                const Ints both = load(pair + v * kVector);
-                w[v] = j % 2 == 0 ? low_nibbles(both) : high_nibbles(both);
-            }
-            const Floats s = mul(d, to_float(widen_unsigned(scale + j * kLanes)));
-            for_rows<rows, 8, 15>(
-                w, values, [](int) { return zero_ints(); },
-                [&sub, s](int r, Floats sum) { sub[r] = fma(sum, s, sub[r]); });
-            values += 32 * rows;
-        }
-        const Floats dmin = halves(side + 2 * kLanes);
-        Ints m[4];
-        for (int p = 0; p < 4; p++) {
-            m[p] = widen_pairs(minimum + p * 2 * kLanes);
-        }
-        UNROLL
-        for (int r = 0; r < rows; r++) {
-            Ints sum = zero_ints();
-            for (int p = 0; p < 4; p++) {
-                sum = dot_pairs(sum, m[p], sums[4 * r + p]);
-            }
-            out[r] = fma(fnma(dmin, to_float(sum), sub[r]), all(scales[r]), out[r]);
-        }
-        scales += rows;
-        sums += 4 * rows;
-    });
-}
+// multiply_32, multiply_q4_k and multiply_q6_k.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#include "multiply_vnni.h"
+#else
+#include "multiply_avx2.h"
+#endif
 
-// q6_k: weight = d x scale x (6 bits - 32), with a signed scale a sub-block of 16.
-template <int rows, Hint hint>
-inline void multiply_q6_k(const uint8_t * panel, int64_t k, int64_t ahead, const Tile & tile, Sums<rows> & out) {
-    const int8_t * values = tile.values;
-    const float * scales = tile.scales;
-    const int32_t * sums = tile.sums;
-    for_blocks(Format::q6_k, k / 256, panel, [&](const uint8_t * weights, const uint8_t * side) {
-        prefetch<hint, side_bytes(Format::q6_k)>(side, ahead);
-        const Floats d = halves(side + 16 * kLanes);
-        Floats sub[rows];
-        UNROLL
-        for (int r = 0; r < rows; r++) {
-            sub[r] = zero();
-        }
-        for (int j = 0; j < 8; j++) {  // 32 weights: two sub-blocks
-            const uint8_t * pair = weights + (j / 2) * 12 * kVector;
-            if (j % 2 == 0) {
-                prefetch<hint, 12 * kVector>(pair, ahead);
-            }
-            Ints w[8];
-            UNROLL
-            for (int v = 0; v < 8; v++) {
-                const Ints both = load(pair + (v < 4 ? 2 * v : 4 + v) * kVector);
-                const Ints bits = load(pair + (2 * (v % 4) + 1) * kVector);
-                if (j % 2 == 0) {
-                    const Ints upper = v < 4 ? shift_left<4>(bits) : shift_left<2>(bits);
-                    w[v] = bits_or(low_nibbles(both), bits_and(upper, all_bytes(0x30)));
-                } else {
-                    const Ints upper = v < 4 ? bits : shift_right<2>(bits);
-                    w[v] = bits_or(high_nibbles(both), bits_and(upper, all_bytes(0x30)));
-                }
-            }
-            for (int half = 0; half < 2; half++) {
-                const Floats s = mul(d, to_float(widen_signed(side + (2 * j + half) * kLanes)));
-                const int32_t * starts = sums + half * rows;
-                for_rows<rows, 4, 63>(
-                    w + 4 * half, values + 16 * half, [=](int r) { return all(starts[r]); },
-                    [&sub, s](int r, Floats sum) { sub[r] = fma(sum, s, sub[r]); });
-            }
-            values += 32 * rows;
-            sums += 2 * rows;
-        }
-        UNROLL
-        for (int r = 0; r < rows; r++) {
-            out[r] = fma(sub[r], all(scales[r]), out[r]);
-        }
-        scales += rows;
-    });
-}
+namespace {
 
 template <Format format, int rows, Hint hint>
 void multiply_tile(const Weights & w, int64_t panel, const Tile & tile, float * out, int64_t stride) {

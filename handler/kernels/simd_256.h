@@ -11,7 +11,6 @@
 namespace {
 
 constexpr int kLanes = 8;
-constexpr int kMaxTile = 4;
 
 using Ints = __m256i;
 using Floats = __m256;
@@ -59,16 +58,14 @@ inline Ints four_for_all(const int8_t * activations) {
     return _mm256_set1_epi32(four);
 }
 
-// One row at a time: 16 registers have no room for more sums.
-constexpr int kChains = 1;
-
 #ifdef __AVXVNNI__
 
+constexpr int kMaxTile = 4;
+constexpr int kChains = 1;  // one row at a time: 16 registers have no room for more sums
 constexpr int kByteBias = 128;
 inline Ints unsigned_bytes(Ints x) { return _mm256_xor_si256(x, _mm256_set1_epi8(-128)); }
 
-template <int vectors, int largest_weight>
-inline void dot(Ints * sum, int, const Ints * weights, const int8_t * activations) {
+template <int vectors> inline void dot(Ints * sum, int, const Ints * weights, const int8_t * activations) {
     _Pragma("GCC unroll 16") for (int v = 0; v < vectors; v++) {
         *sum = _mm256_dpbusd_avx_epi32(*sum, weights[v], four_for_all(activations + 4 * v));
     }
@@ -80,32 +77,9 @@ inline Ints dot_pairs(Ints start, Ints x, int32_t pair) {
 
 #else
 
-// vpmaddubsw adds two products into 16 signed bits: weights of up to 63 fit, bytes only by their magnitude, with the
-// sign moved to the activation.
+constexpr int kMaxTile = 8;  // 16 registers: the sums of 8 rows, one of weights, and what is under way
 constexpr int kByteBias = 0;
-inline Ints unsigned_bytes(Ints x) { return x; }
-
-// How many sums of two products, of weights up to `largest_weight` and activations up to 127, fit into 16 bits.
-constexpr int sums_that_fit(int largest_weight) { return 32767 / (2 * 127 * largest_weight); }
-
-template <int vectors, int largest_weight>
-inline void dot(Ints * sum, int, const Ints * weights, const int8_t * activations) {
-    constexpr bool is_signed = largest_weight == 128;
-    constexpr int fit = sums_that_fit(largest_weight);
-    constexpr int group = is_signed ? 1 : fit < vectors ? fit : vectors;
-    static_assert(group >= 1 && vectors % group == 0, "sums of 16 bits would overflow");
-    _Pragma("GCC unroll 16") for (int v = 0; v < vectors; v += group) {
-        Ints pairs = _mm256_setzero_si256();
-        _Pragma("GCC unroll 16") for (int i = v; i < v + group; i++) {
-            const Ints four = four_for_all(activations + 4 * i);
-            const Ints product = is_signed ? _mm256_maddubs_epi16(_mm256_abs_epi8(weights[i]),
-                                                                  _mm256_sign_epi8(four, weights[i]))
-                                           : _mm256_maddubs_epi16(weights[i], four);
-            pairs = i == v ? product : _mm256_add_epi16(pairs, product);
-        }
-        *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-    }
-}
+inline Ints all_shorts(int16_t x) { return _mm256_set1_epi16(x); }
 
 inline Ints dot_pairs(Ints start, Ints x, int32_t pair) {
     return _mm256_add_epi32(start, _mm256_madd_epi16(x, _mm256_set1_epi32(pair)));
@@ -137,13 +111,32 @@ inline void round_32(const float * x, float factor, int8_t * bytes) {
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(bytes), _mm256_permutevar8x32_epi32(packed, order));
 }
 
-inline void sums_of_16(const int8_t * bytes, int32_t sums[2]) {
-    for (int i = 0; i < 2; i++) {
-        const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i *>(bytes + 16 * i));
-        const __m128i four = _mm_madd_epi16(_mm_maddubs_epi16(_mm_set1_epi8(1), b), _mm_set1_epi16(1));
-        const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
-        sums[i] = _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
-    }
+inline int32_t sum_of_16(const int8_t * bytes) {
+    const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i *>(bytes));
+    const __m128i four = _mm_madd_epi16(_mm_maddubs_epi16(_mm_set1_epi8(1), b), _mm_set1_epi16(1));
+    const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
+
+// What the dot products of 16 activations begin with, where weights are stored too large by `bias`; without VNNI two
+// sums of 16 bits, of the first and of the second pairs of every four.
+inline int32_t start_of_16(const int8_t * activations, int bias) {
+#ifdef __AVXVNNI__
+    return -bias * sum_of_16(activations);
+#else
+    const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i *>(activations));
+    const __m128i eight = _mm_maddubs_epi16(_mm_set1_epi8(1), b);
+    const __m128i four = _mm_add_epi16(eight, _mm_shuffle_epi32(eight, 0x4e));
+    const __m128i two = _mm_add_epi16(four, _mm_shuffle_epi32(four, 0xb1));
+    return _mm_cvtsi128_si32(_mm_mullo_epi16(two, _mm_set1_epi16(static_cast<int16_t>(-bias))));
+#endif
+}
+inline int32_t add_starts(int32_t x, int32_t y) {
+#ifdef __AVXVNNI__
+    return x + y;
+#else
+    return _mm_cvtsi128_si32(_mm_add_epi16(_mm_cvtsi32_si128(x), _mm_cvtsi32_si128(y)));
+#endif
 }
 
 // ---- for attention ----

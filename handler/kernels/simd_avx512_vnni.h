@@ -69,7 +69,7 @@ constexpr int kChains = 4;
 // dpbusd broadcasts its operand from memory by itself ({1to16}). GCC 12 makes a vpbroadcastd of its own of the
 // intrinsics: 10.8 cycles for the 8 products, conversion and scaling of a block and row, where 10.0 are possible;
 // 11 to 13 % of the products of 8 to 16 rows (two cores of an EPYC, Zen 4).
-template <int vectors, int largest_weight>
+template <int vectors>
 inline void dot(Ints * sums, int rows, const Ints * weights, const int8_t * activations) {
     struct __attribute__((may_alias, packed)) Four { int32_t bytes; };
     _Pragma("GCC unroll 16") for (int v = 0; v < vectors; v++) {
@@ -99,15 +99,16 @@ inline void round_32(const float * x, float factor, int8_t * bytes) {
     }
 }
 
-// The sums of the lower and of the upper 16 of 32 bytes.
-inline void sums_of_16(const int8_t * bytes, int32_t sums[2]) {
-    for (int i = 0; i < 2; i++) {
-        const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i *>(bytes + 16 * i));
-        const __m128i four = _mm_dpbusd_epi32(_mm_setzero_si128(), _mm_set1_epi8(1), b);
-        const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
-        sums[i] = _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
-    }
+inline int32_t sum_of_16(const int8_t * bytes) {
+    const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i *>(bytes));
+    const __m128i four = _mm_dpbusd_epi32(_mm_setzero_si128(), _mm_set1_epi8(1), b);
+    const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 }
+
+// What the dot products of 16 activations begin with, where weights are stored too large by `bias`.
+inline int32_t start_of_16(const int8_t * activations, int bias) { return -bias * sum_of_16(activations); }
+inline int32_t add_starts(int32_t x, int32_t y) { return x + y; }
 
 // ---- for attention ----
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -41,8 +42,9 @@ def build_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., cty
         assert text.count(right) == 1
         build_directory = directory / f"{abs(hash(right))}"
         build_directory.mkdir()
+        for source in (*SOURCES.glob("*.h"), SOURCES / "avx2.cpp"):
+            shutil.copy(source, build_directory)
         (build_directory / header).write_text(text.replace(right, wrong))
-        (build_directory / "avx2.cpp").write_text((SOURCES / "avx2.cpp").read_text())
         vector = ["-mavx2", "-mfma", "-mf16c", "-shared", str(build_directory / "avx2.cpp"), *objects]
         subprocess.run(
             [*common, *options, f"-I{build_directory}", *vector, "-o", str(build_directory / "wrong.so")], check=True

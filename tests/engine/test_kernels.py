@@ -158,32 +158,62 @@ def test_infinities_and_nan_affect_only_their_row(name: str, value: float) -> No
     assert np.array_equal(got[others], expected[others])
 
 
+def with_halves_of(blocks: NDArray[np.uint8], noise: NDArray[np.uint8], name: str) -> None:
+    """Give noise the numbers of half precision that blocks have, since random ones may be infinite."""
+    size = blocks.shape[1] * BLOCK[name] // 512
+    for start in range(0, blocks.shape[1], size):
+        for half in {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}[name]:
+            noise[:, start + half : start + half + 2] = blocks[:, start + half : start + half + 2]
+
+
+@pytest.mark.usefixtures("variant")
+@pytest.mark.parametrize("name", kernels.FORMATS)
+@pytest.mark.parametrize("byte", [0x00, 0x0F, 0x30, 0x7F, 0x80, 0xF0, 0xFF])
+def test_sums_of_the_largest_weights_and_activations_do_not_overflow(name: str, byte: int) -> None:
+    blocks = quantised(name, numbers(13, 32, 512))
+    largest = np.full_like(blocks, byte)
+    with_halves_of(blocks, largest, name)
+    x = np.ones((4, 512), np.float32)
+    x[1] = -1
+    x[2, ::2] = -1
+    x[3, ::4] = x[3, 1::4] = -1
+    expected = exact(name, largest, x)
+    assert np.abs(product(name, largest, x) - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
 @pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("name", kernels.FORMATS)
 def test_blocks_of_random_bytes_are_dequantised_as_gguf_defines(name: str) -> None:
     """Uses every bit of a block, also those that quantised normal numbers seldom set."""
     blocks = quantised(name, numbers(13, 32, 512))
-    size = blocks.shape[1] * BLOCK[name] // 512
-    halves = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}[name]
     noise = np.random.default_rng(14).integers(256, size=blocks.shape, dtype=np.uint8)
-    for start in range(0, blocks.shape[1], size):
-        for half in halves:
-            noise[:, start + half : start + half + 2] = blocks[:, start + half : start + half + 2]
+    with_halves_of(blocks, noise, name)
     x = numbers(15, 7, 512)
     assert max(errors(product(name, noise, x), exact(name, noise, x))) < 0.05
 
 
 # ---- planted wrong kernels ----
 
+TILES, AVX2 = "product.h", "multiply_avx2.h"
 PLANTED = {
-    "a forgotten bias": ("tile.sums[group * tile.rows + row] = -8 * sum", "tile.sums[group * tile.rows + row] = 0"),
-    "swapped nibbles": ("w[v] = v < 4 ? low_nibbles(both)", "w[v] = v >= 4 ? low_nibbles(both)"),
-    "a tile's edge": ("r < rows; r++) {\n        store(", "r < rows - 1; r++) {\n        store("),
-    "the scale of the neighbour's row": ("mul(d, all(scales[r]))", "mul(d, all(scales[(r + 1) % rows]))"),
-    "a forgotten minimum": ("out[r] = fma(fnma(dmin, to_float(sum), sub[r])", "out[r] = fma(fma(dmin, zero(), sub[r])"),
-    "upper bits of another weight": ("<4>(bits) : shift_left<2>(bits)", "<4>(bits) : shift_left<4>(bits)"),
+    "a forgotten bias": (TILES, "*sums = start_of_32(bytes, 8)", "*sums = start_of_32(bytes, 0)"),
+    "a bias of the other pairs": (TILES, "sums[0] = start_of_16(bytes, 32)", "sums[0] = start_of_16(bytes + 2, 32)"),
+    "a tile's edge": (TILES, "r < rows; r++) {\n        store(", "r < rows - 1; r++) {\n        store("),
+    "swapped nibbles": (AVX2, "v < 4 ? low_nibbles(both)", "v >= 4 ? low_nibbles(both)"),
+    "the scale of the neighbour's row": (AVX2, "mul(d, all(scales[r]))", "mul(d, all(scales[(r + 1) % rows]))"),
+    "a scale for one pair of two": (AVX2, "_mm256_slli_epi32(scales, 16), 0xaa", "_mm256_slli_epi32(scales, 16), 0x00"),
+    "a forgotten minimum": (AVX2, "fnma(dmin, to_float(sum), mul(", "fnma(dmin, zero(), mul("),
+    "upper bits of another weight": (AVX2, "shift_left<2>(bits) :", "shift_left<4>(bits) :"),
+    "a byte without its sign": (AVX2, "_mm256_sign_epi8(four_for_all(activations + 32 * r), weights)",
+                                "four_for_all(activations + 32 * r)"),
 }  # fmt: skip
-WRONG_FORMAT = {"a forgotten minimum": "Q4_K", "upper bits of another weight": "Q6_K"}
+WRONG_FORMAT = {
+    "a bias of the other pairs": "Q6_K",
+    "a scale for one pair of two": "Q4_K",
+    "a forgotten minimum": "Q4_K",
+    "upper bits of another weight": "Q6_K",
+    "a byte without its sign": "Q8_0",
+}
 
 
 @pytest.mark.skipif(
@@ -208,7 +238,8 @@ def test_a_planted_fault_fails_the_check_at_load_and_these_tests(
 ) -> None:
     name = WRONG_FORMAT.get(fault, "Q4_0")
     kernels.library()
-    wrong = build_library(*PLANTED[fault])
+    header, *change = PLANTED[fault]
+    wrong = build_library(*change, header=header)
     blocks, x = quantised(name, numbers(3, 40, 512)), numbers(4, 3, 512)
     assert max(errors(product(name, blocks, x, library=wrong), exact(name, blocks, x))) > 0.05
     monkeypatch.setattr(kernels, "library", lambda: wrong)

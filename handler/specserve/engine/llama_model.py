@@ -57,6 +57,8 @@ class LlamaModel:
         self._vocab = llama_cpp.llama_model_get_vocab(model)
         self.size = llama_cpp.llama_vocab_n_tokens(self._vocab)
         self.trained_context = llama_cpp.llama_model_n_ctx_train(model)
+        # The last tokens that some layers see; 0 where all see all.
+        self.window = llama_cpp.llama_model_n_swa(model)
         self._pieces: dict[int, bytes] = {}
         self._end_tokens: list[int] | None = None
 

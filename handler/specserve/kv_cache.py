@@ -29,7 +29,12 @@ def worth_waiting(sequence: Sequence, cached: int, soon: int) -> bool:
         cached: how many of its tokens need no pass now.
         soon: how many will need none when the other prefill is over.
     """
-    return soon > cached and 4 * (soon - cached) > len(sequence.tokens) - cached
+    return cached < worth_waiting_for(sequence, soon)
+
+
+def worth_waiting_for(sequence: Sequence, soon: int) -> int:
+    """How many of a sequence's tokens have to be cached before it no longer waits for `soon` of them."""
+    return max(0, -((len(sequence.tokens) - 4 * soon) // 3))
 
 
 class _Cells:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import abc
+from unittest import mock
 
 import pytest
 
@@ -112,6 +113,28 @@ def test_sequence_waits_while_another_prefills_the_same_prompt() -> None:
     assert bench.cache.free_slots == 1
     other = sequence_of([*SYSTEM[:2], *[5] * 20])
     assert bench.assign(other, [prefilling]) is Admission.ADMITTED, "a short common prefix"
+
+
+def test_a_sequence_that_waits_is_compared_again_once_its_prefix_is_cached() -> None:
+    bench = Bench()
+    prefilling = bench.start([*SYSTEM, *[2] * 20], prefill=False)
+    other = sequence_of([*SYSTEM, 4])
+    with mock.patch.object(bench.held, "prefixes", wraps=bench.held.prefixes) as compared:
+        for length in range(len(SYSTEM)):
+            assert bench.assign(other, [prefilling]) is Admission.AWAITS_PREFIX, length
+            bench.held.forward([Row(prefilling.tokens[length], prefilling.slot, length, wants_logits=False)])
+        assert compared.call_count == 1
+        assert bench.assign(other, [prefilling]) is Admission.ADMITTED
+        assert compared.call_count == 2
+
+
+def test_a_sequence_that_waits_starts_when_the_other_is_gone() -> None:
+    bench = Bench()
+    prefilling = bench.start([*SYSTEM, 2], prefill=False)
+    other = sequence_of([*SYSTEM, 4])
+    assert bench.assign(other, [prefilling]) is Admission.AWAITS_PREFIX
+    bench.cache.release(prefilling)
+    assert bench.assign(other, []) is Admission.ADMITTED
 
 
 @pytest.mark.parametrize(

@@ -75,9 +75,9 @@ class LlamaEngine:
         self.width = model.size
         if 0 < model.window < self.slot_length:
             raise ModelLoadError(
-                f"{model.path}: some of its layers see only the last {model.window} tokens, and llama.cpp forgets those "
-                "before, which are needed again after rejected drafts and by prompts that begin alike; lower "
-                f"`context_length` from {self.slot_length} to {model.window}."
+                f"{model.path}: some of its layers see only the last {model.window} tokens, and llama.cpp forgets those"
+                " before, which are needed again after rejected drafts and by prompts that begin alike; lower"
+                f" `context_length` from {self.slot_length} to {model.window}."
             )
         params = llama_cpp.llama_context_default_params()
         self._head = head if kernels.in_use().variant else None

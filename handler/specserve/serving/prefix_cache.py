@@ -6,12 +6,14 @@ What leaves a slot goes to host memory (prefix_store.py), and comes back from th
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
+from operator import itemgetter
+from weakref import WeakKeyDictionary
 
 from specserve.errors import EngineError
-from specserve.kv_cache import KVCache, worth_waiting
+from specserve.kv_cache import KVCache, worth_waiting, worth_waiting_for
 from specserve.sequence import Sequence, common_prefix
 from specserve.serving.prefix_store import PrefixStore
 from specserve.speculation.drafters import Drafters
@@ -71,6 +73,8 @@ class PrefixCache:
         self._keeps_prefixes = keeps_prefixes
         self._store = store
         self._uses = 0
+        # By waiting sequence, which one prefills what it needs, and up to where: compared once, not in each round.
+        self._awaited: WeakKeyDictionary[Sequence, tuple[Sequence, int]] = WeakKeyDictionary()
         self._slots = [Slot(index) for index in range(target.n_slots)]
 
     @property
@@ -87,7 +91,7 @@ class PrefixCache:
         """Number of tokens the target has not been fed: 1 while decoding; in prefill 1 or more, 0 once all is fed."""
         return len(sequence.tokens) - self._target.end(sequence.slot)
 
-    def assign(self, sequence: Sequence, prefilling: Iterable[Sequence], *, cells: int, room: int) -> Admission:
+    def assign(self, sequence: Sequence, prefilling: Collection[Sequence], *, cells: int, room: int) -> Admission:
         """Give a sequence a free slot, and the longest prefix of its tokens that any slot or the store has.
 
         Args:
@@ -96,6 +100,8 @@ class PrefixCache:
             cells: that it needs, those of the prefix included.
             room: number of cells that it may have besides those of running sequences.
         """
+        if self._still_awaits_prefix(sequence, prefilling):
+            return Admission.AWAITS_PREFIX
         # The last token is always fed: the next one is sampled from its logits. A scored prompt is fed from the first
         # token without a score on.
         max_length = len(sequence.tokens) - 1 if sequence.reuses_prefix else 0
@@ -105,8 +111,7 @@ class PrefixCache:
         source = max(self._slots, key=lambda slot: (prefixes[slot.index], not slot.in_use))
         shared = prefixes[source.index]
         stored = self._store.length(sequence.tokens, max_length) if self._store else 0
-        soon = max((common_prefix(other.tokens, sequence.tokens, max_length) for other in prefilling), default=0)
-        if worth_waiting(sequence, max(shared, stored), soon):
+        if self._awaits_prefix(sequence, prefilling, max(shared, stored), max_length):
             return Admission.AWAITS_PREFIX
         if cells - self._target.pinned_before(source.index, shared) > room:
             return Admission.AWAITS_ROOM
@@ -125,11 +130,7 @@ class PrefixCache:
         if sequence.timestamps.start is None:
             sequence.cached_tokens = self._target.end(slot.index)
         if self._drafters.model:
-            draft = self._drafters.model.cache
-            reused = (
-                draft.prefix(slot.index, sequence.tokens, len(sequence.tokens) - 1) if sequence.reuses_prefix else 0
-            )
-            draft.truncate(slot.index, reused)
+            self._keep_shared(self._drafters.model.cache, sequence)
         # Last: a slot whose engine failed stays free.
         slot.in_use = True
         self._target.pin(slot.index)
@@ -183,6 +184,31 @@ class PrefixCache:
         self._target.check()
         if self._drafters.model:
             self._drafters.model.cache.check()
+
+    def _awaits_prefix(
+        self, sequence: Sequence, prefilling: Collection[Sequence], cached: int, max_length: int
+    ) -> bool:
+        """Whether it is worth waiting until another sequence has prefilled more of what this one needs."""
+        soon = [(common_prefix(other.tokens, sequence.tokens, max_length), other) for other in prefilling]
+        length, other = max(soon, key=itemgetter(0), default=(0, sequence))
+        if not worth_waiting(sequence, cached, length):
+            return False
+        self._awaited[sequence] = other, worth_waiting_for(sequence, length)
+        return True
+
+    def _still_awaits_prefix(self, sequence: Sequence, prefilling: Collection[Sequence]) -> bool:
+        """Whether what it waited for last time is still being prefilled."""
+        other, length = self._awaited.pop(sequence, (sequence, 0))
+        if other not in prefilling or self._target.end(other.slot) >= length:
+            return False
+        self._awaited[sequence] = other, length
+        return True
+
+    @staticmethod
+    def _keep_shared(draft: KVCache, sequence: Sequence) -> None:
+        """Truncate the draft model's slot of a sequence to what it may reuse."""
+        reused = draft.prefix(sequence.slot, sequence.tokens, len(sequence.tokens) - 1) if sequence.reuses_prefix else 0
+        draft.truncate(sequence.slot, reused)
 
     def _choose(self, sequence: Sequence, source: Slot, shared: int) -> Slot:
         """The free slot to write in: the source where most of it or of the prompt is shared, else an empty slot.

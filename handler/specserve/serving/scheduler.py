@@ -190,7 +190,7 @@ class Scheduler:
                 admission = self._cache.assign(
                     generation,
                     # One that was preempted waits for nothing but its room, lest others come before it.
-                    (g for g in self._running if not generation.preemptions and not self._decodes(g)),
+                    [g for g in self._running if not generation.preemptions and not self._decodes(g)],
                     cells=promised_cells(generation),
                     room=self._room_without_promises(),
                 )

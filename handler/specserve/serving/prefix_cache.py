@@ -102,11 +102,7 @@ class PrefixCache:
         """
         if self._still_awaits_prefix(sequence, prefilling):
             return Admission.AWAITS_PREFIX
-        # The last token is always fed: the next one is sampled from its logits. A scored prompt is fed from the first
-        # token without a score on.
-        max_length = len(sequence.tokens) - 1 if sequence.reuses_prefix else 0
-        if sequence.scores_prompt and not sequence.generated:
-            max_length = min(max_length, len(sequence.prompt_scores))
+        max_length = self._most_reused(sequence)
         prefixes = self._target.prefixes(sequence.tokens, max_length)
         source = max(self._slots, key=lambda slot: (prefixes[slot.index], not slot.in_use))
         shared = prefixes[source.index]
@@ -203,6 +199,16 @@ class PrefixCache:
             return False
         self._awaited[sequence] = other, length
         return True
+
+    @staticmethod
+    def _most_reused(sequence: Sequence) -> int:
+        """How many of a sequence's tokens need no pass if they are cached."""
+        if not sequence.reuses_prefix:
+            return 0
+        # The last token is always fed: the next one is sampled from its logits. A scored prompt is fed from the first
+        # token without a score on.
+        most = len(sequence.tokens) - 1
+        return most if not sequence.scores_prompt or sequence.generated else min(most, len(sequence.prompt_scores))
 
     @staticmethod
     def _keep_shared(draft: KVCache, sequence: Sequence) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from specserve.config import HandlerConfig, ModelConfig
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import RequestError
 from specserve.grammar.compiler import GrammarCompiler
-from specserve.serving.anthropic import MessagesRequest
+from specserve.serving.anthropic import CountRequest, MessagesRequest
 from specserve.serving.call_formats import FORMATS
 from specserve.serving.generation import Generation
 from specserve.serving.infill import InfillRequest, infill_prompt
+from specserve.serving.openai import dialects
 from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.prompt import Prompt, Tokenizer
 from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
@@ -209,3 +211,42 @@ def test_a_valid_request_is_not_affected_by_other_bodies(
         assert front_end.status[request_id] in {200, 400, 404}
         if front_end.status[request_id] != 200:
             assert front_end.answer(request_id)["error"]["message"]
+
+
+LETTER = {"role": "user", "content": "a"}
+BODIES = {
+    CompletionRequest: {"prompt": "a"},
+    ChatRequest: {"messages": [LETTER]},
+    ResponsesRequest: {"input": "a"},
+    CountRequest: {"messages": [LETTER]},
+    MessagesRequest: {"messages": [LETTER], "max_tokens": 1},
+    InfillRequest: {"input_prefix": "a", "input_suffix": "b"},
+}
+ODD: list[Any] = [
+    {},
+    [],
+    [[]],
+    "",
+    -1,
+    1e400,
+    True,
+    {"": ""},
+    {"type": {}},
+    {"type": []},
+    {"type": "a"},
+    [{"type": {}}],
+]
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_no_value_of_a_known_field_is_a_fault_of_the_server(kind: type[Any]) -> None:
+    """Unhashable values where names are looked up, for example; random bodies meet few of them."""
+    names = {field.alias or name for name, field in kind.model_fields.items()} | dialects.KNOWN
+    for name in sorted(names):
+        for value in ODD:
+            with suppress(RequestError):
+                request = parse_body({**BODIES[kind], name: value}, kind)
+                if isinstance(request, CountRequest):
+                    request.chat()
+                elif isinstance(request, ResponsesRequest):
+                    request.chat(request.messages())

@@ -96,7 +96,7 @@ def _with_structure(body: dict[str, Any]) -> dict[str, Any]:
     wanted = [(name, kind, value) for name, kind, value in named if value is not None and value is not False]
     if not wanted:
         # llama.cpp's form.
-        if isinstance(form, dict) and form.get("type") in {"json_object", "json_schema"} and "schema" in form:
+        if isinstance(form, dict) and form.get("type") in ("json_object", "json_schema") and "schema" in form:
             body["response_format"] = {"json_schema": {"schema": form["schema"]}, **form, "type": "json_schema"}
         return body
     name, kind, value = wanted[0]

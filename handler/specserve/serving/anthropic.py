@@ -10,7 +10,7 @@ from pydantic import Field
 
 from specserve.errors import RequestError
 from specserve.serving.blocks import Block, BlocksResponse, Event, arguments_of, generation_fields
-from specserve.serving.openai.body import Body, Part, Text
+from specserve.serving.openai.body import Body, Items, Part, Text
 from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.request_schema import ChatRequest, GenerationRequest, StopString
 
@@ -42,7 +42,7 @@ class TextBlock(AnthropicBody):
     text: Text
 
 
-Texts = Text | Annotated[list[TextBlock], Field(fail_fast=True)]
+Texts = Text | Items[TextBlock]
 
 
 class ContentBlock(AnthropicBody, Part):
@@ -63,7 +63,7 @@ class MessagesMessage(AnthropicBody):
     """A message."""
 
     role: Literal["user", "assistant", "system"]
-    content: Text | Annotated[list[ContentBlock], Field(fail_fast=True)]
+    content: Text | Items[ContentBlock]
 
     def messages(self) -> Iterator[Json]:
         """Yield it as messages of a chat, where each result of a tool is one."""
@@ -137,14 +137,14 @@ class CountRequest(GenerationRequest):
 
     also_known = GenerationRequest.also_known | AnthropicBody.also_known
 
-    messages: Annotated[list[MessagesMessage], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[Items[MessagesMessage], Field(min_length=1)]
     system: Texts | None = None
-    tools: Annotated[list[MessagesTool], Field(fail_fast=True)] | None = None
+    tools: Items[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    stop_sequences: Annotated[list[StopString], Field(fail_fast=True)] | None = None
+    stop_sequences: Items[StopString] | None = None
     temperature: float | None = Field(default=1.0, ge=0, le=1)
     metadata: dict[str, Any] | None = None
     thread: Any = None

@@ -16,7 +16,7 @@ from pydantic import Field
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.serving.generation import Generation
-from specserve.serving.openai.body import Body, Text
+from specserve.serving.openai.body import Body, Items, Text
 from specserve.serving.openai.dialects import KNOWN
 from specserve.serving.openai.prompt import Prompt, Tokenizer
 from specserve.serving.openai.request_schema import CompletionRequest, GenerationRequest
@@ -46,12 +46,12 @@ class InfillRequest(GenerationRequest):
 
     input_prefix: Text = ""
     input_suffix: Text = ""
-    input_extra: Annotated[list[File], Field(fail_fast=True)] | None = None
+    input_extra: Items[File] | None = None
     prompt: Text = ""
     n: Literal[1] | None = None
     truncate_prompt_tokens: None = None
     n_indent: int | None = None
-    response_fields: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
+    response_fields: Annotated[Items[str], Field(max_length=64)] | None = None
 
     def completion(self, prompt: Prompt) -> CompletionRequest:
         """Return the same request for a completion of this prompt."""

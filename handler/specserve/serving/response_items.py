@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
-
-from specserve.serving.openai.body import Body, Part, Text
+from specserve.serving.openai.body import Body, Items, Part, Text
 
 Json = dict[str, Any]
 
@@ -22,7 +20,7 @@ class TextItem(Part):
     text: Text
 
 
-Texts = Text | Annotated[list[TextItem], Field(fail_fast=True)]
+Texts = Text | Items[TextItem]
 
 
 class Item(Body):
@@ -35,7 +33,7 @@ class Item(Body):
     ] = "message"
     role: Literal["system", "developer", "user", "assistant"] = "user"
     content: Texts | None = None
-    summary: Annotated[list[TextItem], Field(fail_fast=True)] | None = None
+    summary: Items[TextItem] | None = None
     call_id: Text = ""
     name: Text = ""
     arguments: Text = "{}"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import dropwhile
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from specserve.errors import RequestError
 from specserve.serving.blocks import Block, BlocksResponse, Event, arguments_of, generation_fields
-from specserve.serving.openai.body import Body, Text
+from specserve.serving.openai.body import Body, Items, Text
 from specserve.serving.openai.logprobs import chat_logprobs, output_positions
 from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.request_schema import ChatRequest, GenerationRequest
@@ -70,7 +70,7 @@ class ResponsesToolChoice(Body):
     type: str
     name: str | None = None
     mode: str | None = None
-    tools: Annotated[list[ResponsesTool], Field(fail_fast=True)] | None = None
+    tools: Items[ResponsesTool] | None = None
 
     def choice(self) -> Json:
         """Return it as the choice of a chat.
@@ -103,16 +103,16 @@ class ResponsesReasoning(Body):
 class ResponsesRequest(GenerationRequest):
     """The body of v1/responses."""
 
-    input: Text | Annotated[list[Item], Field(fail_fast=True)]
+    input: Text | Items[Item]
     instructions: Text | None = None
-    tools: Annotated[list[ResponsesTool], Field(fail_fast=True)] | None = None
+    tools: Items[ResponsesTool] | None = None
     tool_choice: str | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: ResponsesText | None = None
     reasoning: ResponsesReasoning | None = None
     max_output_tokens: int | None = Field(default=None, ge=0)
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    include: Annotated[list[str], Field(fail_fast=True)] | None = None
+    include: Items[str] | None = None
     store: bool | None = None
     previous_response_id: str | None = None
     truncation: Literal["auto", "disabled"] | None = None

@@ -44,6 +44,9 @@ def measured_cost(
     if (known := _stored(path)) is None:
         with _exclusive(cache_directory() / "costs.lock"):
             if (known := _stored(path)) is None:
+                logger.info(
+                    "specserve: measuring passes of %s (threads: %d), once on this machine", model.name, threads
+                )
                 return _measured(engine, model, path, clock)
     logger.info("specserve: the cost table of %s was measured before (%s)", model.name, path)
     return known
@@ -82,7 +85,6 @@ def _path(engine: Engine, model: Path, threads: int, kernels: str) -> Path:
 
 
 def _measured(engine: Engine, model: Path, path: Path, clock: Callable[[], float]) -> CostTable:
-    logger.info("specserve: measuring the forward passes of %s, once on this machine", model.name)
     started = perf_counter()
     table = measure(engine, clock)
     costs = ", ".join(f"{rows}: {1000 * cost:.1f}" for rows, cost in zip(table.rows, table.seconds[0], strict=True))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, PrivateAttr, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
 from specserve.errors import RequestError
@@ -88,6 +88,9 @@ def _is_unicode(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_is_unicode)]
+AnyItem = TypeVar("AnyItem")
+# Of a list with a million wrong items the first one is the error.
+Items = Annotated[list[AnyItem], Field(fail_fast=True)]
 
 
 def disagreement(param: str, sentence: str) -> RequestError:

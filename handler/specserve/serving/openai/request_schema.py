@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from specserve.sequence import Verification
-from specserve.serving.openai.body import Body, Part, Text, at_most, disagreement
+from specserve.serving.openai.body import Body, Items, Part, Text, at_most, disagreement
 from specserve.serving.openai.dialects import KNOWN, translated
 from specserve.serving.openai.tools import ToolCall, ToolFields
 
@@ -48,7 +48,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 # llama.cpp's [token or text, bias]; false is "never".
 BiasPair = Annotated[list[bool | float | Text], Field(min_length=2, max_length=2)]
 StopString = Annotated[Text, Field(max_length=1000)]
-Tokens = Annotated[list[int], Field(max_length=MAX_TOKENS, fail_fast=True)]
+Tokens = Annotated[Items[int], Field(max_length=MAX_TOKENS)]
 
 
 class TextPart(Part):
@@ -58,7 +58,7 @@ class TextPart(Part):
     text: Text
 
 
-Content = Text | Annotated[list[TextPart], Field(fail_fast=True)]
+Content = Text | Items[TextPart]
 
 
 def text_of(content: str | list[TextPart]) -> str:
@@ -130,15 +130,15 @@ class GenerationRequest(Body):
     seed: int | None = Field(default=None, ge=-_INT64, le=_INT64 - 1)
     logit_bias: (
         Annotated[dict[str, Bias], Field(max_length=MAX_TOKENS), at_most(MAX_TOKENS)]
-        | Annotated[list[BiasPair], Field(max_length=MAX_TOKENS, fail_fast=True)]
+        | Annotated[Items[BiasPair], Field(max_length=MAX_TOKENS)]
         | None
     ) = None
     allowed_token_ids: Annotated[Tokens, Field(min_length=1)] | None = None
-    bad_words: Annotated[list[StopString], Field(max_length=_MAX_WORDS, fail_fast=True)] | None = None
+    bad_words: Annotated[Items[StopString], Field(max_length=_MAX_WORDS)] | None = None
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop: StopString | Annotated[Items[StopString], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Tokens | None = None
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
@@ -196,9 +196,9 @@ class CompletionRequest(GenerationRequest):
 
     prompt: (
         Text
-        | Annotated[list[int], Field(fail_fast=True)]
-        | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_CHOICES)]
-        | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True, max_length=MAX_CHOICES)]
+        | Items[int]
+        | Annotated[Items[Text], Field(max_length=MAX_CHOICES)]
+        | Annotated[Items[Items[int]], Field(max_length=MAX_CHOICES)]
     )
     max_tokens: int | None = Field(default=_COMPLETION_TOKENS, ge=-1)
     add_special_tokens: bool | None = True
@@ -234,7 +234,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: Text | None = None
 
@@ -266,7 +266,7 @@ class Message(Body):
 class ChatRequest(GenerationRequest, ToolFields):
     """The body of v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[Items[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(default=None, ge=-1)
 
     logprobs: bool | None = False

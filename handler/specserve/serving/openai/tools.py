@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from specserve.grammar.call_form import NAME_PATTERN
-from specserve.serving.openai.body import Body, Text, disagreement
+from specserve.serving.openai.body import Body, Items, Text, disagreement
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
@@ -52,7 +52,7 @@ class AllowedToolsList(Body):
     """Those of the tools that may be called, and whether one has to be."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(fail_fast=True)]
+    tools: Items[NamedTool]
 
 
 class AllowedTools(Body):
@@ -93,7 +93,7 @@ class ToolCall(Body):
 class ToolFields(Body):
     """The fields of a request for an answer that may call tools."""
 
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 

@@ -40,7 +40,7 @@ SIMULATED = {
 WORST = 2
 INTRODUCTION = """# Results
 
-Two cores of shared machines, an AMD EPYC of Zen 5 and one of Zen 4. The pair is Qwen2.5-Coder 1.5B as published \
+Two cores of shared machines, AMD EPYCs of Zen 5, Zen 4 and Zen 3 (which has AVX2 alone). The pair is Qwen2.5-Coder 1.5B as published \
 (Q4_K_M), drafted for by the 0.5B in pure Q4_0; the 3B is cost-matched: the text of the 1.5B at the cost of Qwen2.5 \
 3B. Compare within a run, in which engines and modes take turns; from run to run ratios vary by a tenth. `tables.py` \
 writes this page from the linked files, which have the whole commands. Conclusions: [decisions](decisions/README.md)."""
@@ -151,7 +151,7 @@ def cost_of_a_pass(results: Results) -> list[str]:
         }
     titles = {count: f"{count}" for count in (1, 2, 4, 8, 16)} | {512: "each of a prompt of 512"}
     answer = (
-        f"Eight tokens cost {' and '.join(growth)} as much as one. Milliseconds; in brackets our time over the least "
+        f"Eight tokens cost {', '.join(growth)} as much as one. Milliseconds; in brackets our time over the least "
         "that memory and arithmetic allow."
     )
     names = on_machines(results, "cost_curve", "passes")

@@ -133,8 +133,8 @@ __attribute__((target("avx2,avxvnni"))) void dot_avx_vnni() {
     }
 }
 
-// Pairs of products of a 4-bit weight and a byte add up to 16 bits; eight such sums fit (sums_that_fit in
-// handler/kernels/simd_256.h) before they are widened to 32 bits.
+// Pairs of products of a 4-bit weight and a byte add up to 16 bits; eight such sums fit (handler/kernels/multiply_avx2.h)
+// before they are widened to 32 bits.
 constexpr int kPairs = 8;
 
 __attribute__((target("avx2"))) void dot_avx2() {

@@ -203,8 +203,8 @@ inline int32_t start_of_32(const int8_t * activations, int bias) {
 }
 
 // A block's largest magnitude becomes 127. `sums` are what the format's kernel wants to begin or end with:
-// q4_0: -8 x the sum of 32; q8_0: -128 x that where bytes were made unsigned; q6_k: -32 x the sum of 16;
-// q4_k: the sums of 32 as they are, two in a word, to be multiplied by the minima.
+// q4_0: -8 x the sum of 32; q8_0: -128 x that where bytes were made unsigned; q6_k: -32 x the sum of 16 (these three as
+// start_of_16 writes them); q4_k: the sums of 32 as they are, two in a word, to be multiplied by the minima.
 void quantise(Format format, const float * source, int64_t first, int64_t last, const Tile & tile, int row) {
     const int length = block_length(format);
     for (int64_t block = first; block < last; block++) {
@@ -265,7 +265,7 @@ inline void unpack_q4_k(const uint8_t * side, uint8_t * scale, uint8_t * minimum
 }  // namespace
 
 // multiply_32, multiply_q4_k and multiply_q6_k.
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#ifdef HAS_DOT
 #include "multiply_vnni.h"
 #else
 #include "multiply_avx2.h"

@@ -60,6 +60,7 @@ inline Ints four_for_all(const int8_t * activations) {
 
 #ifdef __AVXVNNI__
 
+#define HAS_DOT  // dot(): VNNI's products of four bytes
 constexpr int kMaxTile = 4;
 constexpr int kChains = 1;  // one row at a time: 16 registers have no room for more sums
 constexpr int kByteBias = 128;

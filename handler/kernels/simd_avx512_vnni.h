@@ -69,6 +69,7 @@ constexpr int kChains = 4;
 // dpbusd broadcasts its operand from memory by itself ({1to16}). GCC 12 makes a vpbroadcastd of its own of the
 // intrinsics: 10.8 cycles for the 8 products, conversion and scaling of a block and row, where 10.0 are possible;
 // 11 to 13 % of the products of 8 to 16 rows (two cores of an EPYC, Zen 4).
+#define HAS_DOT
 template <int vectors>
 inline void dot(Ints * sums, int rows, const Ints * weights, const int8_t * activations) {
     struct __attribute__((may_alias, packed)) Four { int32_t bytes; };

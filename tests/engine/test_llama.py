@@ -162,15 +162,6 @@ def test_rows_that_do_not_continue_the_cache_are_refused(engine: LlamaEngine, st
         engine.forward(rows([5] * count, start=start))
 
 
-def test_a_window_shorter_than_the_context_is_refused(tiny_file: TinyFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama_cpp, "llama_model_n_swa", lambda _model: CONTEXT - 1)
-    model = LlamaModel(tiny_file("qwen2", "target"))
-    with pytest.raises(ModelLoadError, match=r"see only the last 255 tokens.*lower `context_length` from 256 to 255"):
-        engine_for(model)
-    engine_for(model, context_length=CONTEXT - 1).close()
-    model.close()
-
-
 def test_more_rows_or_logits_than_the_maximum_are_refused(engine: LlamaEngine) -> None:
     with pytest.raises(EngineError, match="1 to 64 rows"):
         engine.forward(rows([5] * 65))

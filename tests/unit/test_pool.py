@@ -16,7 +16,7 @@ from specserve.serving.pool import fitted
 GIB = 2**30
 MODELS = {"model_id": "m", "target": {"path": "t.gguf"}}
 # Of Qwen2.5-Coder 1.5B and 0.5B: 28,672 and 12,288 bytes a token in half precision, and 1/32 of that for scales.
-CODER = SimpleNamespace(path=Path("t.gguf"), trained_context=32768, cell_values=28 * 2 * 256)
+CODER = SimpleNamespace(path=Path("t.gguf"), trained_context=32768, window=0, cell_values=28 * 2 * 256)
 CELL = 28672 + 28672 // 32
 SMALL: Any = SimpleNamespace(path=Path("d.gguf"), trained_context=32768, cell_values=24 * 2 * 128)
 
@@ -25,9 +25,11 @@ def config(**keys: Any) -> HandlerConfig:
     return parse_handler({**MODELS, **keys}, "my.yaml")
 
 
-def served(free: int = 8 * GIB, *, trained: int = 32768, draft: bool = False, **keys: Any) -> tuple[int, int]:
+def served(
+    free: int = 8 * GIB, *, trained: int = 32768, window: int = 0, draft: bool = False, **keys: Any
+) -> tuple[int, int]:
     """The numbers of tokens that are served, of a sequence and of all."""
-    target: Any = SimpleNamespace(**{**vars(CODER), "trained_context": trained})
+    target: Any = SimpleNamespace(**{**vars(CODER), "trained_context": trained, "window": window})
     fit = fitted(config(**keys), target, SMALL if draft else None, free)
     return fit.context_length, fit.cache_tokens
 
@@ -53,6 +55,13 @@ def test_a_sequence_has_at_most_what_the_model_and_the_cache_have(
 
 def test_the_cache_holds_no_more_than_all_sequences_can() -> None:
     assert served(sequences=2, context_length=1024) == (1024, 2048)
+
+
+@pytest.mark.parametrize("keys", [{}, {"context_length": 512}, {"cache_tokens": 512}])
+def test_a_sliding_window_that_is_not_longer_than_the_context_is_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(ModelLoadError, match=r"see only the last 512 tokens.*set `context_length` to at most 511\."):
+        served(window=512, **keys)
+    assert served(window=512, context_length=511)[0] == 511
 
 
 def test_a_context_longer_than_the_model_was_trained_with_is_refused() -> None:

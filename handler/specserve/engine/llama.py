@@ -47,8 +47,7 @@ class LlamaEngine:
         cache_type: of keys and values; specserve's attention keeps 16-bit integers for `f16`.
 
     Raises:
-        ModelLoadError: there is no memory for the context, or the model's cache cannot be truncated, or only as far as
-            its sliding window reaches.
+        ModelLoadError: there is no memory for the context, or the model's cache cannot be truncated.
     """
 
     def __init__(
@@ -73,12 +72,6 @@ class LlamaEngine:
         self.max_logits = max_logits
         self.slot_length = min(context_length, model.trained_context)
         self.width = model.size
-        if 0 < model.window < self.slot_length:
-            raise ModelLoadError(
-                f"{model.path}: some of its layers see only the last {model.window} tokens, and llama.cpp forgets those"
-                " before, which are needed again after rejected drafts and by prompts that begin alike; lower"
-                f" `context_length` from {self.slot_length} to {model.window}."
-            )
         params = llama_cpp.llama_context_default_params()
         self._head = head if kernels.in_use().variant else None
         params.n_ctx = self.n_cells + max_alternatives

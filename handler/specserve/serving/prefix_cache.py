@@ -73,8 +73,9 @@ class PrefixCache:
         self._keeps_prefixes = keeps_prefixes
         self._store = store
         self._uses = 0
-        # By waiting sequence, which one prefills what it needs, and up to where: compared once, not in each round.
-        self._awaited: WeakKeyDictionary[Sequence, tuple[Sequence, int]] = WeakKeyDictionary()
+        # By waiting sequence, which ones prefill, which of them what it needs, and up to where: it is compared with all
+        # when others prefill, not in each round.
+        self._awaited: WeakKeyDictionary[Sequence, tuple[list[Sequence], Sequence, int]] = WeakKeyDictionary()
         self._slots = [Slot(index) for index in range(target.n_slots)]
 
     @property
@@ -111,6 +112,7 @@ class PrefixCache:
             return Admission.AWAITS_PREFIX
         if cells - self._target.pinned_before(source.index, shared) > room:
             return Admission.AWAITS_ROOM
+        self._awaited.pop(sequence, None)
         slot = self._choose(sequence, source, shared)
         sequence.slot = slot.index
         if slot is not source:
@@ -189,16 +191,13 @@ class PrefixCache:
         length, other = max(soon, key=itemgetter(0), default=(0, sequence))
         if not worth_waiting(sequence, cached, length):
             return False
-        self._awaited[sequence] = other, worth_waiting_for(sequence, length)
+        self._awaited[sequence] = [*prefilling], other, worth_waiting_for(sequence, length)
         return True
 
     def _still_awaits_prefix(self, sequence: Sequence, prefilling: Collection[Sequence]) -> bool:
         """Whether what it waited for last time is still being prefilled."""
-        other, length = self._awaited.pop(sequence, (sequence, 0))
-        if other not in prefilling or self._target.end(other.slot) >= length:
-            return False
-        self._awaited[sequence] = other, length
-        return True
+        before, other, length = self._awaited.get(sequence, ([], sequence, 0))
+        return length > 0 and before == [*prefilling] and self._target.end(other.slot) < length
 
     @staticmethod
     def _most_reused(sequence: Sequence) -> int:

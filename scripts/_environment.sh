@@ -27,7 +27,7 @@ _BUILD="-DGGML_LLAMAFILE=OFF -DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama_cpp_INCLUDE
 
 # The inputs of an installation; it is repeated when they change.
 _fingerprint() {
-    cat "$(_lock_file "$1")" "$_BUILD_TOOLS" "$PROJECT/pyproject.toml" "$PROJECT"/handler/kernels/* | { sha256sum 2>/dev/null || shasum -a 256; }
+    cat "$(_lock_file "$1")" "$_BUILD_TOOLS" "$PROJECT/pyproject.toml" "$PROJECT/scripts/llama_cpp.cmake" "$PROJECT"/handler/kernels/* | { sha256sum 2>/dev/null || shasum -a 256; }
     echo "$PROJECT $_BUILD"
 }
 
@@ -101,7 +101,8 @@ _last_error() {
 
 # pip's cache may contain a build with other options.
 _is_built_as_asked() {
-    "$PYTHON" -c 'import sys, llama_cpp; sys.exit(b"LLAMAFILE" in llama_cpp.llama_print_system_info())' 2>/dev/null
+    "$PYTHON" -c 'import sys, llama_cpp
+sys.exit(any(part in llama_cpp.llama_print_system_info() for part in (b"LLAMAFILE", b"AMX")))' 2>/dev/null
 }
 
 _install() {

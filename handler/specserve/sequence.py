@@ -20,6 +20,8 @@ Source = Literal[DrafterName, "target"]
 SpeculationMode = Literal["off", "fixed", "auto"]
 # Of finished answers: whose it is, and its name.
 Pool = tuple[str, str]
+# Of cached prefixes: a client and its cache salt.
+Owner = tuple[str, str]
 Group = Literal[SpeculationMode, "holdback"]
 
 
@@ -89,12 +91,21 @@ class RequestInfo:
         family: the client's `prompt_family`; empty without one.
         group: the speculation mode; `holdback` is `auto` without drafts, for the control group.
         randomised: whether the group was drawn between `auto` and `holdback`; only such requests may be compared.
+        client: whose it is, as the API key names it; nothing of one client is visible to another.
+        cache_salt: the client's; prefixes are reused only by its requests with the same one.
     """
 
     request: str = ""
     family: str = ""
     group: Group = "auto"
     randomised: bool = False
+    client: str = ""
+    cache_salt: str = ""
+
+    @property
+    def owner(self) -> Owner:
+        """Whose prefixes the request's sequences reuse, and who reuses theirs."""
+        return self.client, self.cache_salt
 
 
 class Constraint(Protocol):
@@ -217,7 +228,8 @@ class Sequence:
     What the models' KV caches hold of it is known there (kv_cache.py), by its `slot`. `cached_tokens` is how many
     tokens of the prompt the target's cache already held when the sequence first got a slot. `round_number` counts the
     rounds that have decided tokens and keys the noise of the next one; `deferrals` counts the rounds since then that
-    had no time for the sequence's grammar mask; `preemptions` counts how often it lost its slot to older sequences.
+    had no time for the sequence's grammar mask; `preemptions` counts how often it lost its slot; `overtaken` counts the
+    prompt tokens of sequences admitted later that were prefilled before its own.
 
     Args:
         max_tokens: the most tokens after the prompt; 0 only prefills it.
@@ -271,6 +283,7 @@ class Sequence:
         self.round_number = 0
         self.deferrals = 0
         self.preemptions = 0
+        self.overtaken = 0
         self.slot = -1
         self.cached_tokens = 0
         # Whether an end token ended it, which is not one of its tokens.

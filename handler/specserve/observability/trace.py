@@ -103,7 +103,9 @@ class Trace:
     def _write(self, event: str, info: RequestInfo, choice: int, fields: dict[str, object]) -> None:
         if self._files.stopped or crc32(info.request.encode()) >= self._share * 2**32:
             return
-        entry = {"time": round(time.time(), 3), "event": event, **asdict(info), "choice": choice, **fields}
+        # A trace says nothing of who sent a request.
+        labels = {key: value for key, value in asdict(info).items() if key not in {"client", "cache_salt"}}
+        entry = {"time": round(time.time(), 3), "event": event, **labels, "choice": choice, **fields}
         self._files.emit(logging.LogRecord("", 0, "", 0, json.dumps(entry), None, None))
 
 

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from threading import Lock
 from typing import Any
 
 from specserve.errors import RequestError
+from specserve.shares import Shares
 
 
 class ResponseStore:
     """Keeps the messages of the last responses, the answers included, for requests that continue one of them.
 
-    The parser's thread reads while TorchServe's writes: each step is one operation of a dictionary.
+    The parser's thread reads while TorchServe's writes.
 
     Args:
-        size: how many responses, maybe none; those that were not used for longest give way.
+        size: how many responses, maybe none; clients share them (shares.py).
     """
 
     def __init__(self, size: int) -> None:
-        self.size = size
-        # By client, as its API key names it, and id.
-        self._messages: OrderedDict[tuple[str, str], list[dict[str, Any]]] = OrderedDict()
+        self._messages: Shares[str, list[dict[str, Any]]] = Shares(size)
+        self._lock = Lock()
 
     def put(self, client: str, response_id: str, messages: list[dict[str, Any]]) -> None:
         """Keep the messages of a response to a client, and those before it."""
-        self._messages[client, response_id] = messages
-        while len(self._messages) > self.size:
-            self._messages.popitem(last=False)
+        with self._lock:
+            self._messages.put(client, response_id, messages)
+            self._messages.shrink(client)
 
     def messages(self, client: str, response_id: str | None) -> list[dict[str, Any]]:
         """Return the messages of a response to this client, none without an id.
@@ -36,10 +36,11 @@ class ResponseStore:
         """
         if response_id is None:
             return []
-        messages = self._messages.pop((client, response_id), None)
+        with self._lock:
+            messages = self._messages.use(client, response_id)
         if messages is None:
-            kept = f"the last {self.size} responses, and not '{response_id}'" if self.size else "no responses"
+            size = self._messages.limit
+            kept = f"the last {size} responses, and not '{response_id}'" if size else "no responses"
             sentence = f"This server keeps {kept}: send the whole conversation as 'input'."
             raise RequestError(sentence, param="previous_response_id", code="previous_response_not_found")
-        self.put(client, response_id, messages)
         return messages

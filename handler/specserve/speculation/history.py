@@ -7,13 +7,14 @@ answer and finding one take microseconds, whatever the size.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, abc
+from collections import Counter, abc
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specserve.sequence import Pool
+from specserve.shares import Shares
 from specserve.speculation.offers import HitRates, Kind, Offer
 
 # Tokens that lead to earlier occurrences, in hashed runs: fewer would find what means nothing.
@@ -22,11 +23,14 @@ _HASHED = 3
 _NEWEST, _LONGEST = 16, 32
 # Tokens of the prompt that are kept before an answer: by them its beginning is found again.
 _OF_PROMPT = 64
+_LEAST_TOKENS = 4 * _OF_PROMPT
 # Positions around the end of a run.
 _AROUND = np.arange(-_LONGEST - 1, 2 * _LONGEST)
 _GOLDEN, _WORD = 0x9E3779B97F4A7C15, 2**64 - 1
 # Stands after every answer, and one that stands before every suffix; both equal no token.
 _BETWEEN, _NOTHING = -1, -2
+# Pools of full length that there is memory for; and tokens of a new pool, in 20 bytes each.
+_FULL_POOLS, _FIRST_TOKENS = 8, 16_384
 # Decided tokens by which a sequence's own record catches up, at most, when it is asked again after a pause.
 _CAUGHT_UP = 16
 
@@ -90,12 +94,12 @@ class History:
     """
 
     def __init__(self, max_tokens: int) -> None:
-        self._size = max(max_tokens, 4 * _OF_PROMPT)
-        self._tokens = np.full(self._size, _BETWEEN, np.int32)
+        self.size = max(max_tokens, _LEAST_TOKENS)
+        self._tokens = np.full(self.size, _BETWEEN, np.int32)
         # Positions count all tokens that were ever added. By position, where its run occurred before; by hash, where a
         # run occurred last: positions after the run, 0 for none.
-        self._before = np.zeros(self._size, np.int64)
-        self._bits = max(8, (self._size - 1).bit_length())
+        self._before = np.zeros(self.size, np.int64)
+        self._bits = max(8, (self.size - 1).bit_length())
         self._last = np.zeros(2**self._bits, np.int64)
         # Of single numbers, a memory view is read several times as fast.
         self._before_of, self._last_of = self._before.data, self._last.data
@@ -103,19 +107,19 @@ class History:
 
     def __len__(self) -> int:
         """Number of tokens that it has."""
-        return min(self._end, self._size)
+        return min(self._end, self.size)
 
     @property
     def tokens(self) -> NDArray[np.int32]:
         """All that it has, the oldest first; `add` takes them."""
-        return self._tokens[np.arange(self._end - len(self), self._end) % self._size]
+        return self._tokens[np.arange(self._end - len(self), self._end) % self.size]
 
     def add(self, tokens: abc.Sequence[int] | NDArray[np.int32]) -> None:
         """Add a text; of one that is too long, the end."""
-        text = np.append(np.asarray(tokens, np.int32)[1 - self._size :], np.int32(_BETWEEN))
+        text = np.append(np.asarray(tokens, np.int32)[1 - self.size :], np.int32(_BETWEEN))
         begin = self._end
         places = np.arange(begin, begin + text.size)
-        self._tokens[places % self._size] = text
+        self._tokens[places % self.size] = text
         self._end += text.size
         runs = _hashes(text[:-1], self._bits)
         after = begin + _HASHED + np.arange(runs.size)
@@ -125,7 +129,7 @@ class History:
         is_first = np.ones(runs.size, np.bool_)
         is_first[1:] = runs[1:] != runs[:-1]
         before = np.where(is_first, self._last[runs], np.roll(after, 1))
-        self._before[after % self._size] = before
+        self._before[after % self.size] = before
         # Of several values for one hash the last one stays.
         self._last[runs] = after
 
@@ -140,7 +144,7 @@ class History:
         if not ends:
             return _NONE
         # Positions grow for ever, and `take` subtracts the size until they fit.
-        around = np.array(ends)[:, None] % self._size + _AROUND[: _LONGEST + 1 + max_tokens]
+        around = np.array(ends)[:, None] % self.size + _AROUND[: _LONGEST + 1 + max_tokens]
         found = self._tokens.take(around, mode="wrap")
         backwards = suffix[: -_LONGEST - 1 : -1]
         sought = np.array([*backwards, *[_NOTHING] * (_LONGEST + 1 - len(backwards))], np.int32)
@@ -155,12 +159,12 @@ class History:
 
     def _occurrences(self, suffix: abc.Sequence[int]) -> list[int]:
         """Positions after the newest runs whose hash is that of the last tokens of a text, the newest first."""
-        oldest = max(0, self._end - self._size + _LONGEST)
+        oldest = max(0, self._end - self.size + _LONGEST)
         ends: list[int] = []
         end = self._last_of[_hash(suffix[-_HASHED:], self._bits)]
         while end > oldest and len(ends) < _NEWEST:
             ends.append(end)
-            end = self._before_of[end % self._size]
+            end = self._before_of[end % self.size]
         return ends
 
 
@@ -232,44 +236,34 @@ def _longest(histories: abc.Sequence[History], suffix: abc.Sequence[int], max_to
 
 
 class Pools:
-    """The histories of all pools, of which the least recently used is dropped, and a corpus that all search.
+    """The histories of the clients' pools, which share room for eight of full length, and a corpus that all search.
 
     Args:
         max_tokens: of each.
-        count: of pools.
     """
 
-    def __init__(self, max_tokens: int, count: int = 8) -> None:
-        self._max_tokens, self._count = max_tokens, count
-        self._pools: OrderedDict[Pool, History] = OrderedDict()
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens and max(max_tokens, _LEAST_TOKENS)
+        self._pools: Shares[str, History] = Shares(_FULL_POOLS * self._max_tokens)
         self.corpus: History | None = None
-        # Number of answers that were added.
-        self.added = 0
 
     def of(self, pool: Pool | None) -> list[History]:
         """What a sequence of this pool searches; None is no pool."""
-        own = [] if pool is None or pool not in self._pools else [self._pools[pool]]
-        return own + ([self.corpus] if self.corpus else [])
+        own = None if pool is None else self._pools.use(*pool)
+        return [history for history in (own, self.corpus) if history]
 
     def add(self, pool: Pool | None, prompt: abc.Sequence[int], answer: abc.Sequence[int]) -> None:
         """Add an answer to its pool."""
-        if pool is not None and answer and self._max_tokens:
-            self._open(pool).add([*prompt[-_OF_PROMPT:], *answer])
-            self.added += 1
-
-    def contents(self) -> tuple[list[Pool], list[NDArray[np.int32]]]:
-        """All pools, the least recently used first, and the tokens of each."""
-        return [*self._pools], [history.tokens for history in self._pools.values()]
-
-    def restore(self, pool: Pool, tokens: NDArray[np.int32]) -> None:
-        """Give a pool the tokens of an earlier one."""
-        if self._max_tokens:
-            self._open(pool).add(tokens)
-
-    def _open(self, pool: Pool) -> History:
-        if pool not in self._pools:
-            self._pools[pool] = History(self._max_tokens)
-            if len(self._pools) > self._count:
-                self._pools.popitem(last=False)
-        self._pools.move_to_end(pool)
-        return self._pools[pool]
+        if pool is None or not answer or not self._max_tokens:
+            return
+        client, name = pool
+        text = [*prompt[-_OF_PROMPT:], *answer]
+        history = self._pools.use(client, name) or History(min(_FIRST_TOKENS, self._max_tokens))
+        needed = len(history) + len(text) + 1
+        if needed > history.size < self._max_tokens:
+            # Most clients write little: a pool grows with what they write.
+            smaller, history = history, History(min(max(4 * history.size, needed), self._max_tokens))
+            history.add(smaller.tokens)
+        history.add(text)
+        self._pools.put(client, name, history, history.size)
+        self._pools.shrink(client)

@@ -243,8 +243,6 @@ class Pools:
         self._max_tokens, self._count = max_tokens, count
         self._pools: OrderedDict[Pool, History] = OrderedDict()
         self.corpus: History | None = None
-        # Number of answers that were added.
-        self.added = 0
 
     def of(self, pool: Pool | None) -> list[History]:
         """What a sequence of this pool searches; None is no pool."""
@@ -255,16 +253,6 @@ class Pools:
         """Add an answer to its pool."""
         if pool is not None and answer and self._max_tokens:
             self._open(pool).add([*prompt[-_OF_PROMPT:], *answer])
-            self.added += 1
-
-    def contents(self) -> tuple[list[Pool], list[NDArray[np.int32]]]:
-        """All pools, the least recently used first, and the tokens of each."""
-        return [*self._pools], [history.tokens for history in self._pools.values()]
-
-    def restore(self, pool: Pool, tokens: NDArray[np.int32]) -> None:
-        """Give a pool the tokens of an earlier one."""
-        if self._max_tokens:
-            self._open(pool).add(tokens)
 
     def _open(self, pool: Pool) -> History:
         if pool not in self._pools:

@@ -18,6 +18,8 @@ from specserve.errors import ConfigError
 _REMOVED = {
     "idle_tokens": "delete this key: finished answers stay in the KV cache until their room is needed, and "
     "`cache_tokens` limits all tokens in it; instead of `idle_tokens: 0` write `keep_prefixes: false`",
+    "history_file": "delete this key: finished answers are kept in memory only",
+    "prefix_cache_directory": "delete this key: prefixes are kept in memory only",
 }
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -126,10 +128,6 @@ class SpeculationConfig(_Section):
         description="Tokens of finished answers that lookups of later requests with the same pool search, for each of "
         "at most eight pools; 20 bytes a token; 0: none.",
     )
-    history_file: Path | None = Field(
-        default=None,
-        description="File, of this worker alone, that keeps these tokens for the next start; written when it is idle.",
-    )
     corpus: list[Path] = Field(default=[], description="Text files that lookups of all requests search.")
 
     @model_validator(mode="after")
@@ -178,7 +176,7 @@ class HandlerConfig(_Section):
     keep_prefixes: bool = Field(
         default=True,
         description="Whether the tokens of finished sequences stay in the KV cache until their room is needed; without "
-        "that, none are kept in host memory or on disk either.",
+        "that, none are kept in host memory either.",
     )
     kernels: Annotated[Literal["auto", "off"], _OFF] = Field(
         default="auto",
@@ -208,11 +206,6 @@ class HandlerConfig(_Section):
         ge=0,
         description="Host memory for prefixes that have left the KV cache, in MiB; default: a quarter of what is "
         "available, also to the cgroup, when the models are loaded; 0: none.",
-    )
-    prefix_cache_directory: Path | None = Field(
-        default=None,
-        description="A directory for this model alone where these are written as well, for the next start, in as many "
-        "bytes for each worker; files of other models are removed. They hold tokens of clients' texts. Default: none.",
     )
     max_tokens: int | None = Field(
         default=None,
@@ -250,9 +243,8 @@ class HandlerConfig(_Section):
 
     @model_validator(mode="after")
     def _keeps_prefixes_or_not(self) -> HandlerConfig:
-        for key in ("prefix_cache_mib", "prefix_cache_directory"):
-            if getattr(self, key) and not self.keep_prefixes:
-                raise ValueError(f"without `keep_prefixes` there is nothing that `{key}` could keep")
+        if self.prefix_cache_mib and not self.keep_prefixes:
+            raise ValueError("without `keep_prefixes` there is nothing that `prefix_cache_mib` could keep")
         return self
 
 

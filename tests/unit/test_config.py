@@ -48,10 +48,6 @@ def test_off_needs_no_quotes(tmp_path: Path) -> None:
             "`handler`: without `keep_prefixes` there is nothing that `prefix_cache_mib` could keep.",
         ),
         (
-            "  keep_prefixes: false\n  prefix_cache_directory: p\n",
-            "`handler`: without `keep_prefixes` there is nothing that `prefix_cache_directory` could keep.",
-        ),
-        (
             "  draft: {file: d.gguf, sources: [{hbu: a, file: b}]}\n",
             "`handler.draft.sources.0.hub`: Field required.",
         ),

@@ -102,6 +102,14 @@ def test_a_cache_smaller_than_a_sequence_is_a_sentence() -> None:
         config(context_length=4096, cache_tokens=2048)
 
 
-def test_the_key_of_earlier_versions_is_a_sentence_that_says_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"`handler\.idle_tokens`: delete this key: .*`keep_prefixes: false`\."):
-        config(idle_tokens=0)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"idle_tokens": 0}, r"`handler\.idle_tokens`: delete this key: .*`keep_prefixes: false`\."),
+        ({"prefix_cache_directory": "/p"}, r"`handler\.prefix_cache_directory`: delete this key: .* in memory only\."),
+        ({"speculation": {"history_file": "/h"}}, r"`handler\.speculation\.history_file`: delete this key: "),
+    ],
+)
+def test_a_key_of_earlier_versions_is_a_sentence_that_says_what_to_do(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**options)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from specserve.errors import EngineError
+from specserve.serving import prefix_store
 from specserve.serving.prefix_store import BLOCK_TOKENS, Block, PrefixStore
 from stored_texts import BLOCK_BYTES, TOKEN_BYTES, Text, added, joined, store_of, stored, tokens_of
 
@@ -63,7 +64,7 @@ def test_equal_blocks_after_different_beginnings_are_different_blocks() -> None:
     assert np.array_equal(joined(store.saved(other.tokens, 32, 64)), other.keys(32, 64))
 
 
-def test_blocks_whose_hashes_collide_are_told_apart_by_their_tokens() -> None:
+def test_blocks_whose_hashes_collide_are_told_apart_by_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class SameHash(bytes):
         """Bytes that all collide in a dictionary."""
@@ -76,16 +77,12 @@ def test_blocks_whose_hashes_collide_are_told_apart_by_their_tokens() -> None:
         def __eq__(self, other: object) -> bool:
             return super().__eq__(other)
 
+    packed = prefix_store._packed
+    monkeypatch.setattr(prefix_store, "_packed", lambda tokens, first: SameHash(packed(tokens, first)))
     store = store_of(9)
-    texts = [Text(tokens_of(1, n)) for n in range(3)]
-    for text in texts * 2:
-        block: Block | None = store.root
-        for first in (0, BLOCK_TOKENS):
-            packed = SameHash(np.array(text.tokens[first : first + BLOCK_TOKENS], np.int32).tobytes())
-            assert block is not None
-            block = store.restore(block, packed, text.keys(first, first + BLOCK_TOKENS))
-            assert block is not None
-            assert np.array_equal(block.saved, text.keys(first, first + BLOCK_TOKENS))
+    texts = [added(store, 1, n) for n in range(3)]
+    for text in texts:
+        assert np.array_equal(joined(store.saved(text.tokens, 0, 64)), text.keys(0, 64))
     assert store.record.stored_bytes == 4 * BLOCK_BYTES, "the first block is shared"
 
 
@@ -168,50 +165,11 @@ def test_what_was_stored_before_a_failure_stays_usable() -> None:
     assert [stored(store, *parts) for parts in ((1, 2), (7,), (8,), (9,))] == [0, 1, 1, 1]
 
 
-def test_what_comes_from_a_file_is_evicted_before_what_was_used_meanwhile() -> None:
-    store = store_of(3)
-    added(store, 8)
-    text, block = Text(tokens_of(1, 2)), store.root
-    for first in (0, BLOCK_TOKENS):
-        packed = np.array(text.tokens[first : first + BLOCK_TOKENS], np.int32).tobytes()
-        restored = store.restore(block, packed, text.keys(first, first + BLOCK_TOKENS))
-        assert restored is not None
-        block = restored
-    left = []
-    for number in (7, 9):
-        added(store, number)
-        left.append([stored(store, 8), len(store.saved(text.tokens, 0, 64))])
-    assert left == [[1, 1], [1, 0]]
-
-
-def test_a_block_from_a_file_evicts_nothing() -> None:
-    store = store_of(1)
-    added(store, 8)
-    assert store.restore(store.root, bytes(4 * BLOCK_TOKENS), Text(tokens_of(1)).keys(0, 32)) is None
-    assert stored(store, 8) == 1
-
-
-class Recording:
-    """What a store tells about its blocks."""
-
-    def __init__(self) -> None:
-        self.present: set[tuple[bytes, ...]] = set()
-
-    def changed(self, block: Block) -> None:
-        path = tuple(reversed([part.tokens for part in ancestors(block)]))
-        if block.is_stored:
-            assert not path[:-1] or path[:-1] in self.present, "a block after one that is not stored"
-            self.present.add(path)
-        else:
-            assert not any(other[: len(path)] == path and other != path for other in self.present), "it has children"
-            self.present.remove(path)
-
-
-def ancestors(block: Block) -> Iterator[Block]:
-    """A block and those before it, the root left out."""
-    while block.parent is not None:
-        yield block
-        block = block.parent
+def blocks_of(block: Block) -> Iterator[Block]:
+    """The blocks after this one, and those after them."""
+    for child in block.children.values():
+        yield child
+        yield from blocks_of(child)
 
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=5)
@@ -225,12 +183,11 @@ TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=5)
 def test_whatever_comes_only_leaves_are_evicted_and_every_key_is_right(
     texts: list[tuple[list[int], int, bool]], blocks: int
 ) -> None:
-    files = Recording()
-    store = PrefixStore(TOKEN_BYTES, blocks * BLOCK_BYTES, files)
+    store = store_of(blocks)
     for parts, max_blocks, adds in texts:
         text = Text(tokens_of(*parts))
         if adds:
             store.add(text.tokens, text.save, max_blocks)
         length = store.length(text.tokens, 1000)
         assert np.array_equal(joined(store.saved(text.tokens, 0, 1000)), text.keys(0, length))
-        assert store.record.stored_bytes == len(files.present) * BLOCK_BYTES <= blocks * BLOCK_BYTES
+        assert store.record.stored_bytes == len(list(blocks_of(store.root))) * BLOCK_BYTES <= blocks * BLOCK_BYTES

@@ -151,15 +151,12 @@ def test_relative_paths_are_resolved(weights: Path, directory: Path) -> None:
     document = yaml.safe_load(file.read_text())
     document["handler"] |= {
         "trace": {"directory": "traces"},
-        "prefix_cache_directory": "prefixes",
-        "speculation": {"history_file": "history", "corpus": ["docs.txt", "/srv/docs.txt", "~/docs.txt"]},
+        "speculation": {"corpus": ["docs.txt", "/srv/docs.txt", "~/docs.txt"]},
     }
     file.write_text(yaml.safe_dump(document))
     handler = archiving.prepared_handler(file)
     assert handler.trace
     assert handler.trace.directory == weights.parent / "traces"
-    assert handler.prefix_cache_directory == weights.parent / "prefixes"
-    assert handler.speculation.history_file == weights.parent / "history"
     assert handler.speculation.corpus == [
         weights.parent / "docs.txt",
         Path("/srv/docs.txt"),

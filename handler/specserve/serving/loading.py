@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
-from specserve.config import CacheType, HandlerConfig, ModelConfig, processor
+from specserve.config import CacheType, HandlerConfig, ModelConfig
 from specserve.cores import usable_cores
 from specserve.engine import kernels
 from specserve.engine.draft_head import DraftHead
 from specserve.engine.invariance import Invariance, probe
 from specserve.engine.kernels import Kernels, Share
 from specserve.engine.llama import LlamaEngine
-from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
+from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
 from specserve.engine.placement import Placement, Workers
 from specserve.engine.thread_pool import ThreadPool
 from specserve.errors import ModelLoadError
@@ -24,10 +23,8 @@ from specserve.memory import free_memory
 from specserve.serving.chat_template import ChatTemplate
 from specserve.serving.costs import Costs
 from specserve.serving.pool import DRAFT_LENGTH, fitted
-from specserve.serving.prefix_files import PrefixFiles
 from specserve.serving.prefix_store import PrefixStore
 from specserve.speculation.cost import Cost
-from specserve.speculation.cost_files import fingerprint
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.history import History, Pools
@@ -47,8 +44,6 @@ _HIGH_COST_RATIO = 0.5
 # The share of the available memory that prefixes may fill by default: it leaves a quarter for each of two more workers
 # and another one for all else that the machine does.
 _PREFIX_SHARE = 0.25
-# What decides the keys and values of a text, beside the model's file and the code that computes them.
-_CACHE_SETTINGS = {"kernels", "sequences", "context_length", "cache_tokens", "cache_type"}
 
 
 @dataclass(frozen=True)
@@ -314,10 +309,7 @@ def _report_share(model: LlamaModel, computed: Share) -> None:
 
 
 def open_store(config: HandlerConfig, models: Models) -> PrefixStore | None:
-    """Make the store of the target's prefixes; None if there is to be none, or the engine cannot save any.
-
-    To be called by a thread that is bound to no core: the thread that writes files inherits its cores.
-    """
+    """Make the store of the target's prefixes; None if there is to be none, or the engine cannot save any."""
     token_bytes, mebibytes = models.target.token_bytes, config.prefix_cache_mib
     if mebibytes is None:
         mebibytes = int(_PREFIX_SHARE * free_memory()) >> 20
@@ -325,30 +317,4 @@ def open_store(config: HandlerConfig, models: Models) -> PrefixStore | None:
         return None
     max_bytes = mebibytes << 20
     logger.info("specserve: up to %d MiB of host memory keep prefixes: %d tokens", mebibytes, max_bytes // token_bytes)
-    directory = config.prefix_cache_directory
-    if directory is None:
-        return PrefixStore(token_bytes, max_bytes)
-    try:
-        files = PrefixFiles(directory, _identity(config, models.vocabulary.path, token_bytes))
-    except OSError as error:
-        logger.error("specserve: `prefix_cache_directory`: %s; prefixes are kept in memory only", error)
-        return PrefixStore(token_bytes, max_bytes)
-    store = PrefixStore(token_bytes, max_bytes, files)
-    files.read_into(store)
-    return store
-
-
-def _identity(config: HandlerConfig, path: Path, token_bytes: int) -> str:
-    """Everything that the bytes of a saved prefix depend on, its tokens aside."""
-    parts = [
-        fingerprint(path),
-        path.stat().st_mtime_ns,
-        config.target.sha256,
-        token_bytes,
-        config.model_dump_json(include=_CACHE_SETTINGS),
-        kernels.identity(),
-        build_description(),
-        version("llama-cpp-python"),
-        processor(),
-    ]
-    return "\0".join(map(str, parts))
+    return PrefixStore(token_bytes, max_bytes)

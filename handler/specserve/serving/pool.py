@@ -65,7 +65,7 @@ def fitted(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None, 
     )
     n_cells = min(wanted, max(0, free - drafts - _REST) // max(1, cell))
     if least <= n_cells < wanted:
-        # A little more or less free memory is the same at the next start, which then finds costs and prefixes.
+        # A little more or less free memory is the same at the next start, which then finds its costs.
         n_cells = max(least, wanted * (_STEPS * n_cells // wanted) // _STEPS)
     if n_cells < least:
         raise ModelLoadError(

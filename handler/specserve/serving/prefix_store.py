@@ -11,13 +11,11 @@ SGLang's RadixAttention and HiCache a tree of token ranges, whose leaves are evi
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,11 +29,6 @@ _NOTHING = np.empty((0, 0), np.uint8)
 
 # Copies the keys and values of the tokens from one position to another, shape (tokens, bytes of a token).
 Save = Callable[[int, int], NDArray[np.uint8]]
-
-
-def name_of(parent: bytes, tokens: bytes) -> bytes:
-    """Return the name of a block of these tokens after a block of this name: SHA-256, 32 bytes."""
-    return hashlib.sha256(parent + tokens).digest()
 
 
 @dataclass(eq=False, slots=True)
@@ -52,23 +45,6 @@ class Block:
     parent: Block | None
     saved: NDArray[np.uint8]
     children: dict[bytes, Block] = field(default_factory=dict)
-    name: bytes = field(init=False)
-    """Of its file (prefix_files.py): a hash of all tokens up to its last one."""
-
-    def __post_init__(self) -> None:
-        self.name = name_of(self.parent.name if self.parent else b"", self.tokens)
-
-    @property
-    def is_stored(self) -> bool:
-        """Whether it has not been evicted."""
-        return bool(self.saved.size)
-
-
-class Files(Protocol):
-    """Where blocks are also kept."""
-
-    def changed(self, block: Block) -> None:
-        """Write a block that is new, or remove one that was evicted, some time later."""
 
 
 class PrefixStore:
@@ -80,14 +56,12 @@ class PrefixStore:
         token_bytes: of a token's keys and values.
         max_bytes: of all blocks, their keys, values and tokens. It holds at any time; beside them Python's objects take
             a kilobyte a block.
-        files: told of every new and every evicted block; None without.
     """
 
-    def __init__(self, token_bytes: int, max_bytes: int, files: Files | None = None) -> None:
+    def __init__(self, token_bytes: int, max_bytes: int) -> None:
         self.token_bytes = token_bytes
         self._block_bytes = BLOCK_TOKENS * (token_bytes + 4)
         self._max_bytes = max_bytes
-        self._files = files
         self._lock = Lock()
         self.root = Block(b"", None, _NOTHING)
         """The block before all texts; it has no tokens."""
@@ -155,7 +129,6 @@ class PrefixStore:
                         break
                     saved = save(first, first + BLOCK_TOKENS)
                     path.append(self._insert(path[-1] if path else self.root, _packed(tokens, first), saved))
-                    self._tell_files(path[-1])
                     max_blocks -= 1
             finally:
                 self._use(path)
@@ -165,27 +138,6 @@ class PrefixStore:
     def has_room(self) -> bool:
         """Whether another block fits in."""
         return (len(self._blocks) + 1) * self._block_bytes <= self._max_bytes
-
-    def restore(self, parent: Block, tokens: bytes, saved: NDArray[np.uint8]) -> Block | None:
-        """Take in a block from a file, as used before all others.
-
-        Args:
-            parent: the block before.
-            tokens: of the block.
-            saved: its keys and values.
-
-        Returns:
-            The block, or the one that has been stored with these tokens meanwhile; None if there is no room, or the
-            block before is gone.
-        """
-        with self._lock:
-            if known := parent.children.get(tokens):
-                return known
-            if not self.has_room or not (parent is self.root or parent.is_stored):
-                return None
-            block = self._insert(parent, tokens, saved)
-            self._blocks.move_to_end(block, last=False)
-            return block
 
     def _path(self, tokens: list[int]) -> Iterator[Block]:
         """The stored blocks of a text, from its beginning."""
@@ -218,18 +170,13 @@ class PrefixStore:
         del (block.parent or self.root).children[block.tokens]
         block.saved = _NOTHING
         self._evicted_blocks += 1
-        self._tell_files(block)
 
     def _insert(self, parent: Block, tokens: bytes, saved: NDArray[np.uint8]) -> Block:
-        # Several requests may read it, and a thread that writes it to a file.
+        # Several requests may read it.
         saved.setflags(write=False)
         block = parent.children[tokens] = Block(tokens, parent, saved)
         self._blocks[block] = None
         return block
-
-    def _tell_files(self, block: Block) -> None:
-        if self._files is not None:
-            self._files.changed(block)
 
 
 def _packed(tokens: list[int], first: int) -> bytes:

@@ -38,7 +38,6 @@ from specserve.observability.records import StoreRecord
 from specserve.observability.trace import open_traces
 from specserve.serving.budget import max_wait
 from specserve.serving.engine_loop import EngineLoop, engine_thread
-from specserve.serving.history_file import HistoryFile
 from specserve.serving.loading import Models, load_models, open_store
 from specserve.serving.openai.response import Response
 from specserve.serving.parser import LONG_BODY, Parser
@@ -100,10 +99,6 @@ class Handler:
         # Requests drawn to run without drafts, which show how much drafts bring.
         self._holdback = Holdback(config.speculation.holdback)
         self._store = open_store(config, models)
-        path = config.speculation.history_file
-        self._history_file = HistoryFile(path, models.vocabulary.size) if path else None
-        if self._history_file:
-            self._history_file.read_into(models.pools)
         self._metrics = Metrics(served, self._holdback, send, time.monotonic)
         self._scheduler = Scheduler(
             models.target,
@@ -249,8 +244,6 @@ class Handler:
         if not interrupted():
             self._scheduler.check_caches()
         self._scheduler.store_prefixes(interrupted)
-        if self._history_file and not interrupted():
-            self._history_file.save(self._models.pools)
         if self._models.costs.doubtful and not interrupted():
             self._scheduler.empty_slot(MEASURED_CELLS)
             self._models.costs.measure_doubtful(interrupted)

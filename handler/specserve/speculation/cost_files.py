@@ -111,7 +111,7 @@ def _exclusive(lock: Path) -> Iterator[None]:
 def _key(model: Path, threads: int, kernels: str, engine: Engine) -> str:
     """A hash of everything that the costs depend on."""
     parts = [
-        fingerprint(model),
+        _fingerprint(model),
         processor(),
         str(threads),
         kernels,
@@ -122,7 +122,7 @@ def _key(model: Path, threads: int, kernels: str, engine: Engine) -> str:
     return hashlib.sha256("\0".join([*parts, version("llama-cpp-python")]).encode()).hexdigest()[:32]
 
 
-def fingerprint(model: Path) -> str:
+def _fingerprint(model: Path) -> str:
     """Return a hash of a file's size and of its first and last mebibyte.
 
     The header names every tensor and its format.

@@ -115,8 +115,7 @@ def resolve(document: dict[str, Any], prepared: Prepared, config_file: Path) -> 
             handler[role] = {"path": str(path), "sha256": files.hashed(path).sha256}
     # A worker's current directory is one of TorchServe's.
     beside = config_file.absolute().parent
-    handler |= _absolute(handler, beside, "prefix_cache_directory")
-    for section, keys in (("trace", ("directory",)), ("speculation", ("history_file", "corpus"))):
+    for section, keys in (("trace", ("directory",)), ("speculation", ("corpus",))):
         if handler.get(section):
             handler[section] = handler[section] | _absolute(handler[section], beside, *keys)
     return {**document, "handler": handler}

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.errors import EngineError
-from specserve.sequence import Sequence, common_prefix
+from specserve.sequence import Owner, Sequence, common_prefix
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class KVCache:
         # By slot, the cells of its tokens.
         self._held: list[list[int]] = [[] for _ in range(engine.n_slots)]
         self._pinned = [False] * engine.n_slots
+        self._owner: list[Owner] = [("", "")] * engine.n_slots
         # By slot, the position and the token of each alternative of the last pass.
         self._alternatives: dict[int, list[tuple[int, int]]] = {}
 
@@ -146,6 +148,11 @@ class KVCache:
     def pinned_cells(self) -> int:
         """Number of cells that pinned slots hold."""
         return self._cells.pinned
+
+    def pinned_without(self, slots: Collection[int]) -> int:
+        """Number of cells that pinned slots would hold without these."""
+        held = (self._held[slot] for slot in range(self.n_slots) if self._pinned[slot] and slot not in slots)
+        return len(set(chain.from_iterable(held)))
 
     def pinned_before(self, slot: int, end: int) -> int:
         """How many of the tokens that a slot holds before position `end` are in cells of pinned slots."""
@@ -179,12 +186,24 @@ class KVCache:
         """How many cached tokens attention reads for a row of one of these slots; see `Engine.kv_len`."""
         return self.engine.kv_len(slots)
 
-    def prefixes(self, tokens: list[int], max_length: int) -> list[int]:
-        """By slot, how many leading tokens of a text need no pass there, counted up to `max_length`."""
-        return [self.prefix(slot, tokens, max_length) for slot in range(self.n_slots)]
+    def claim(self, slot: int, owner: Owner) -> None:
+        """Note whose tokens a slot holds from now on; it is emptied of another owner's."""
+        if owner != self._owner[slot]:
+            self.truncate(slot, 0)
+            self._owner[slot] = owner
 
-    def prefix(self, slot: int, tokens: list[int], max_length: int) -> int:
-        """How many leading tokens of a text need no pass in a slot, counted up to `max_length`."""
+    def owner(self, slot: int) -> Owner:
+        """Whose tokens a slot holds."""
+        return self._owner[slot]
+
+    def prefixes(self, owner: Owner, tokens: list[int], max_length: int) -> list[int]:
+        """By slot, how many leading tokens of an owner's text need no pass there, counted up to `max_length`."""
+        return [self.prefix(slot, owner, tokens, max_length) for slot in range(self.n_slots)]
+
+    def prefix(self, slot: int, owner: Owner, tokens: list[int], max_length: int) -> int:
+        """How many leading tokens of an owner's text need no pass in a slot, counted up to `max_length`."""
+        if owner != self._owner[slot]:
+            return 0
         start, held = self._start[slot], self._tokens[slot]
         shared = common_prefix(held, tokens[start : start + len(held)] if start else tokens, max_length - start)
         return start + shared if shared else 0

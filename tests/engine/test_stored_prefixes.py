@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fake_engine import FakeEngine
 from fake_pair import ENDLESS, SEEDED, SLOTS, FakePair, plain_greedy
 from specserve.errors import EngineError
-from specserve.sequence import SamplingParams
+from specserve.sequence import Owner, SamplingParams
 from specserve.serving.generation import Generation
 from specserve.serving.prefix_store import BLOCK_TOKENS, PrefixStore
 
@@ -366,10 +366,10 @@ def test_keys_of_another_text_or_position_would_be_noticed(monkeypatch: pytest.M
     others(pair)
     saved = PrefixStore.saved
 
-    def wrong(store: PrefixStore, tokens: list[int], start: int, end: int) -> list[NDArray[np.uint8]]:
+    def wrong(store: PrefixStore, owner: Owner, tokens: list[int], start: int, end: int) -> list[NDArray[np.uint8]]:
         if fault == "a neighbour's":
-            return saved(store, [8, *tokens[1:]], start, end)
-        parts = saved(store, tokens, start, end)
+            return saved(store, owner, [8, *tokens[1:]], start, end)
+        parts = saved(store, owner, tokens, start, end)
         return [parts[1], *parts[1:]] if fault == "a stale copy" else [parts[0], parts[0], *parts[2:]]
 
     monkeypatch.setattr(PrefixStore, "saved", wrong)

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from specserve.serving.prefix_store import BLOCK_TOKENS, PrefixStore
 
 TOKEN_BYTES = 16
+NOBODY = ("", "")
 BLOCK_BYTES = BLOCK_TOKENS * (TOKEN_BYTES + 4)
 
 
@@ -35,7 +36,7 @@ def store_of(blocks: int, *, spare_bytes: int = 0) -> PrefixStore:
 def added(store: PrefixStore, *parts: int, max_blocks: int = 99) -> Text:
     """A text of one block for each of these numbers, which the store has been given."""
     text = Text(tokens_of(*parts))
-    store.add(text.tokens, text.save, max_blocks)
+    store.add(NOBODY, text.tokens, text.save, max_blocks)
     return text
 
 
@@ -45,7 +46,7 @@ def tokens_of(*parts: int) -> list[int]:
 
 def stored(store: PrefixStore, *parts: int) -> int:
     """How many blocks of such a text are stored; they are used thereby."""
-    return store.length(tokens_of(*parts), 10**6) // BLOCK_TOKENS
+    return store.length(NOBODY, tokens_of(*parts), 10**6) // BLOCK_TOKENS
 
 
 def joined(parts: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:

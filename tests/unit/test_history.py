@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from specserve.speculation import history
 from specserve.speculation.history import Follower, History, Pools
 
 ANSWER = [11, 12, 13, 14, 15, 16, 17, 18]
@@ -136,11 +137,27 @@ def test_the_beginning_of_an_answer_is_found_by_its_prompt() -> None:
     assert proposed(pools.of(("", "a")), list(range(200))) == [500, 501, 502]
 
 
-def test_the_pool_that_was_used_longest_ago_is_dropped() -> None:
-    pools = Pools(1000, count=2)
-    for name in ("a", "b", "a", "c"):
-        pools.add(("", name), [], [1, 2, 3, 4])
-    assert [bool(pools.of(("", name))) for name in ("a", "b", "c")] == [True, False, True]
+def test_a_client_with_many_pools_loses_the_one_it_used_longest_ago_and_others_lose_none() -> None:
+    pools = Pools(1000)
+    pools.add(("victim", "a"), [], [1, 2, 3, 4])
+    for number in range(20):
+        pools.of(("hostile", "0"))
+        pools.add(("hostile", str(number)), [], [1, 2, 3, 4])
+    assert len(pools.of(("victim", "a"))) == 1
+    kept = [number for number in range(20) if pools.of(("hostile", str(number)))]
+    assert kept == [0, *range(14, 20)]
+
+
+def test_a_pool_grows_with_what_is_written_and_finds_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "_FIRST_TOKENS", 300)
+    pools = Pools(5000)
+    for number in range(40):
+        pools.add(("a", ""), [], [1000 * number + n for n in range(100)])
+        sizes = [kept.size for kept in pools.of(("a", ""))]
+        assert sizes[0] >= min(5000, 101 * (number + 1))
+    assert 4040 <= sizes[0] <= 5000
+    for number in range(40):
+        assert proposed(pools.of(("a", "")), [1000 * number + n for n in range(50)])[0] == 1000 * number + 50
 
 
 def test_an_answer_of_no_pool_is_kept_nowhere() -> None:

@@ -12,6 +12,7 @@ from specserve.errors import EngineError
 from specserve.kv_cache import KVCache
 
 TEXT = [7, 3, 9, 1, 4, 8]
+NOBODY = ("", "")
 
 
 def filled(*, start: int = 0, end: int = len(TEXT)) -> tuple[FakeEngine, KVCache]:
@@ -37,14 +38,14 @@ def test_positions_are_those_of_the_text_wherever_a_slot_begins(start: int) -> N
 @pytest.mark.parametrize("start", [0, 2])
 def test_a_prefix_is_found_up_to_the_first_other_token(start: int) -> None:
     _, cache = filled(start=start)
-    assert cache.prefixes(TEXT, 5) == [5, 0, 0]
-    assert cache.prefixes([*TEXT[:4], 0, 0], 5) == [4, 0, 0]
-    assert cache.prefixes([0] * 6, 5) == [0, 0, 0]
+    assert cache.prefixes(NOBODY, TEXT, 5) == [5, 0, 0]
+    assert cache.prefixes(NOBODY, [*TEXT[:4], 0, 0], 5) == [4, 0, 0]
+    assert cache.prefixes(NOBODY, [0] * 6, 5) == [0, 0, 0]
 
 
 def test_a_text_that_ends_before_a_slot_begins_shares_nothing_with_it() -> None:
     _, cache = filled(start=3)
-    assert cache.prefixes(TEXT[:3], 2) == [0, 0, 0]
+    assert cache.prefixes(NOBODY, TEXT[:3], 2) == [0, 0, 0]
 
 
 @pytest.mark.parametrize("start", [0, 2])
@@ -94,7 +95,7 @@ def test_what_was_saved_can_be_loaded_into_any_slot_and_continued() -> None:
     cache.load(2, TEXT[:1], saved[:1])
     cache.load(2, TEXT[1:4], saved[1:])
     assert engine.cache[2] == cache.tokens(2) == TEXT[:4]
-    assert cache.prefixes(TEXT, 5) == [0, 0, 4]
+    assert cache.prefixes(NOBODY, TEXT, 5) == [0, 0, 4]
     cache.forward([Row(TEXT[4], 2, 4, wants_logits=True)])
     assert cache.tokens(2) == TEXT[:5]
     assert cache.check()

@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from specserve.errors import EngineError
+from specserve.sequence import Owner
 from specserve.serving import prefix_store
 from specserve.serving.prefix_store import BLOCK_TOKENS, Block, PrefixStore
-from stored_texts import BLOCK_BYTES, TOKEN_BYTES, Text, added, joined, store_of, stored, tokens_of
+from stored_texts import BLOCK_BYTES, NOBODY, TOKEN_BYTES, Text, added, joined, store_of, stored, tokens_of
 
 
 def test_whole_blocks_of_a_text_are_stored() -> None:
     store = store_of(9)
     text = Text(tokens_of(1, 2, 3)[:-1])
-    assert store.add(text.tokens, text.save, 9)
-    assert store.length(text.tokens, 1000) == 2 * BLOCK_TOKENS
+    assert store.add(NOBODY, text.tokens, text.save, 9)
+    assert store.length(NOBODY, text.tokens, 1000) == 2 * BLOCK_TOKENS
     assert store.record.stored_bytes == 2 * BLOCK_BYTES
 
 
@@ -29,13 +30,13 @@ def test_whole_blocks_of_a_text_are_stored() -> None:
 def test_what_comes_back_are_the_keys_of_exactly_these_positions(start: int, end: int) -> None:
     store = store_of(9)
     text = added(store, 1, 2, 3)
-    assert np.array_equal(joined(store.saved(text.tokens, start, end)), text.keys(start, max(start, end)))
+    assert np.array_equal(joined(store.saved(NOBODY, text.tokens, start, end)), text.keys(start, max(start, end)))
 
 
 def test_a_length_is_counted_up_to_what_the_prompt_may_reuse() -> None:
     store = store_of(9)
     text = added(store, 1, 2)
-    assert [store.length(text.tokens, most) for most in (0, -1, 63, 64, 65)] == [0, 0, 63, 64, 64]
+    assert [store.length(NOBODY, text.tokens, most) for most in (0, -1, 63, 64, 65)] == [0, 0, 63, 64, 64]
 
 
 def test_branches_share_the_blocks_before_they_part() -> None:
@@ -45,7 +46,7 @@ def test_branches_share_the_blocks_before_they_part() -> None:
     assert second.saved == [(2 * BLOCK_TOKENS, 3 * BLOCK_TOKENS)], "the others were stored already"
     for text in (first, second):
         size = len(text.tokens)
-        assert np.array_equal(joined(store.saved(text.tokens, 0, size)), text.keys(0, size))
+        assert np.array_equal(joined(store.saved(NOBODY, text.tokens, 0, size)), text.keys(0, size))
 
 
 @pytest.mark.parametrize("position", range(2 * BLOCK_TOKENS))
@@ -53,7 +54,7 @@ def test_a_text_that_differs_in_one_token_shares_only_the_blocks_before_it(posit
     store = store_of(9)
     other = added(store, 1, 2).tokens
     other[position] += 1
-    assert store.length(other, 1000) == position // BLOCK_TOKENS * BLOCK_TOKENS
+    assert store.length(NOBODY, other, 1000) == position // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def test_equal_blocks_after_different_beginnings_are_different_blocks() -> None:
@@ -61,7 +62,7 @@ def test_equal_blocks_after_different_beginnings_are_different_blocks() -> None:
     added(store, 1, 3)
     assert stored(store, 3) == stored(store, 2, 3) == 0
     other = added(store, 2, 3)
-    assert np.array_equal(joined(store.saved(other.tokens, 32, 64)), other.keys(32, 64))
+    assert np.array_equal(joined(store.saved(NOBODY, other.tokens, 32, 64)), other.keys(32, 64))
 
 
 def test_blocks_whose_hashes_collide_are_told_apart_by_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +83,7 @@ def test_blocks_whose_hashes_collide_are_told_apart_by_their_tokens(monkeypatch:
     store = store_of(9)
     texts = [added(store, 1, n) for n in range(3)]
     for text in texts:
-        assert np.array_equal(joined(store.saved(text.tokens, 0, 64)), text.keys(0, 64))
+        assert np.array_equal(joined(store.saved(NOBODY, text.tokens, 0, 64)), text.keys(0, 64))
     assert store.record.stored_bytes == 4 * BLOCK_BYTES, "the first block is shared"
 
 
@@ -118,7 +119,7 @@ def test_a_shared_beginning_stays_while_any_branch_is_used() -> None:
 def test_a_text_longer_than_the_limit_keeps_its_beginning() -> None:
     store = store_of(2)
     text = Text(tokens_of(1, 2, 3, 4))
-    assert store.add(text.tokens, text.save, 9), "there is no more to store"
+    assert store.add(NOBODY, text.tokens, text.save, 9), "there is no more to store"
     assert stored(store, 1, 2, 3, 4) == 2
     assert store.record.evicted_blocks == 0
 
@@ -141,9 +142,9 @@ def test_a_text_can_be_stored_in_portions_between_which_others_come() -> None:
     store = store_of(9)
     text = Text(tokens_of(1, 2, 3))
     more = []
-    while not store.add(text.tokens, text.save, max_blocks=1):
+    while not store.add(NOBODY, text.tokens, text.save, max_blocks=1):
         added(store, 1, 9)
-        more.append(store.length(text.tokens, 1000))
+        more.append(store.length(NOBODY, text.tokens, 1000))
     assert more == [BLOCK_TOKENS, 2 * BLOCK_TOKENS], "after each portion but the last"
     assert text.saved == [(0, 32), (32, 64), (64, 96)]
 
@@ -158,7 +159,7 @@ def test_what_was_stored_before_a_failure_stays_usable() -> None:
         return text.save(start, end)
 
     with pytest.raises(EngineError):
-        store.add(text.tokens, save, 9)
+        store.add(NOBODY, text.tokens, save, 9)
     assert stored(store, 1, 2, 3) == 2
     for number in (7, 8, 9):
         added(store, number)
@@ -172,22 +173,53 @@ def blocks_of(block: Block) -> Iterator[Block]:
         yield from blocks_of(child)
 
 
+OWNERS: list[Owner] = [("a", ""), ("a", "salt"), ("b", "")]
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=5)
 
 
 @given(
-    texts=st.lists(st.tuples(TEXTS, st.integers(1, 5), st.booleans()), max_size=40),
+    texts=st.lists(st.tuples(TEXTS, st.integers(1, 5), st.booleans(), st.sampled_from(OWNERS)), max_size=40),
     blocks=st.integers(0, 8),
 )
 @settings(max_examples=300, deadline=None)
 def test_whatever_comes_only_leaves_are_evicted_and_every_key_is_right(
-    texts: list[tuple[list[int], int, bool]], blocks: int
+    texts: list[tuple[list[int], int, bool, Owner]], blocks: int
 ) -> None:
     store = store_of(blocks)
-    for parts, max_blocks, adds in texts:
+    for parts, max_blocks, adds, owner in texts:
         text = Text(tokens_of(*parts))
         if adds:
-            store.add(text.tokens, text.save, max_blocks)
-        length = store.length(text.tokens, 1000)
-        assert np.array_equal(joined(store.saved(text.tokens, 0, 1000)), text.keys(0, length))
-        assert store.record.stored_bytes == len(list(blocks_of(store.root))) * BLOCK_BYTES <= blocks * BLOCK_BYTES
+            store.add(owner, text.tokens, text.save, max_blocks)
+        length = store.length(owner, text.tokens, 1000)
+        assert np.array_equal(joined(store.saved(owner, text.tokens, 0, 1000)), text.keys(0, length))
+        in_trees = sum(len(list(blocks_of(root))) for root in store._roots.values())
+        assert store.record.stored_bytes == in_trees * BLOCK_BYTES <= blocks * BLOCK_BYTES
+    assert all(root.children for root in store._roots.values()), "a tree without blocks is forgotten"
+
+
+def test_owners_do_not_see_each_others_texts() -> None:
+    store = store_of(9)
+    text = Text(tokens_of(1, 2))
+    owners = [("a", ""), ("b", ""), ("a", "salt")]
+    store.add(owners[0], text.tokens, text.save, 9)
+    assert [store.length(owner, text.tokens, 1000) for owner in owners] == [64, 0, 0]
+    assert store.saved(owners[1], text.tokens, 0, 64) == []
+    for owner in owners[1:]:
+        store.add(owner, text.tokens, text.save, 9)
+    assert store.record.stored_bytes == 6 * BLOCK_BYTES, "nor do they share blocks"
+
+
+def test_a_client_that_stores_without_end_pushes_out_its_own_texts() -> None:
+    """Under one cache salt after another, too; the other client has less than half of the room."""
+    store = store_of(10)
+    kept = Text(tokens_of(1, 2, 3, 4))
+    store.add(("victim", ""), kept.tokens, kept.save, 9)
+    for number in range(50):
+        text = Text(tokens_of(number, 99))
+        store.add(("hostile", str(number)), text.tokens, text.save, 9)
+    assert store.length(("victim", ""), kept.tokens, 1000) == 4 * BLOCK_TOKENS
+    assert store.record.stored_bytes == 10 * BLOCK_BYTES
+    for number in range(10):
+        text = Text(tokens_of(100 + number, 99))
+        store.add(("victim", ""), text.tokens, text.save, 9)
+    assert store.length(("hostile", "49"), tokens_of(49, 99), 1000) == 2 * BLOCK_TOKENS, "each has half"

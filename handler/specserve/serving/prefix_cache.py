@@ -6,6 +6,7 @@ What leaves a slot goes to host memory (prefix_store.py), and comes back from th
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -15,7 +16,7 @@ from weakref import WeakKeyDictionary
 from specserve.errors import EngineError
 from specserve.kv_cache import KVCache, worth_waiting, worth_waiting_for
 from specserve.sequence import Sequence, common_prefix
-from specserve.serving.prefix_store import PrefixStore
+from specserve.serving.prefix_store import BLOCK_TOKENS, PrefixStore
 from specserve.speculation.drafters import Drafters
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 # Blocks that are copied to host memory after each round, which takes 1 ms for 1.5B (prefix_store.py), and those that
 # are copied at once where a slot is needed before that: 8,192 tokens, .13 s. What is beyond them is prefilled again.
 _BLOCKS_A_ROUND, _BLOCKS_AT_ONCE = 2, 256
+# Tokens that come back from host memory in a round: .13 s for 1.5B (worst_cases.py).
+_RESTORED_A_ROUND = 2048
 # Tokens that a slot loses at least when room is needed, so that this is not done in every round. No command prints it.
 _LEAST_LOSS = 256
 
@@ -31,8 +34,10 @@ class Admission(Enum):
     """Whether a sequence got a slot, or what it waits for."""
 
     ADMITTED = auto()
-    # Another sequence prefills most of what it needs (`worth_waiting`).
+    # Another sequence prefills, or restores, most of what it needs (`worth_waiting`).
     AWAITS_PREFIX = auto()
+    # It has a long prefill, and so have as many others as may.
+    AWAITS_PREFILL = auto()
     # Its tokens do not fit beside those of the running sequences.
     AWAITS_ROOM = auto()
 
@@ -52,7 +57,7 @@ class Slot:
 
 
 class PrefixCache:
-    """Assigns slots to sequences; a free slot keeps its tokens for later prompts that share a prefix.
+    """Assigns slots to sequences; a free slot keeps its tokens for later prompts of its owner that share a prefix.
 
     It keeps them until a sequence needs the room: then the slots that were not used for longest lose theirs, from the
     end on, so that the beginning stays of use.
@@ -76,6 +81,8 @@ class PrefixCache:
         # By waiting sequence, which ones prefill, which of them what it needs, and up to where: it is compared with all
         # when others prefill, not in each round.
         self._awaited: WeakKeyDictionary[Sequence, tuple[list[Sequence], Sequence, int]] = WeakKeyDictionary()
+        # By sequence whose prefix comes back from the store, round by round: up to where.
+        self._restored_up_to: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
         self._slots = [Slot(index) for index in range(target.n_slots)]
 
     @property
@@ -92,47 +99,98 @@ class PrefixCache:
         """Number of tokens the target has not been fed: 1 while decoding; in prefill 1 or more, 0 once all is fed."""
         return len(sequence.tokens) - self._target.end(sequence.slot)
 
-    def assign(self, sequence: Sequence, prefilling: Collection[Sequence], *, cells: int, room: int) -> Admission:
-        """Give a sequence a free slot, and the longest prefix of its tokens that any slot or the store has.
+    def decodes(self, sequence: Sequence) -> bool:
+        """Whether a running sequence is not in prefill: every round that has time for its mask decides tokens."""
+        return sequence.generated > 0 and self.pending(sequence) == 1
+
+    def assign(
+        self,
+        sequence: Sequence,
+        prefilling: Collection[Sequence],
+        *,
+        cells: int,
+        room: int,
+        max_prefill: float = math.inf,
+    ) -> Admission:
+        """Give a sequence a free slot, and the longest prefix of its tokens that a slot of its owner or the store has.
 
         Args:
             sequence: has no slot; there must be a free one.
             prefilling: the sequences that are being prefilled.
             cells: that it needs, those of the prefix included.
             room: number of cells that it may have besides those of running sequences.
+            max_prefill: how many of its tokens may be left to prefill.
         """
+        owner = sequence.info.owner
+        prefilling = [other for other in prefilling if other.info.owner == owner]
         if self._still_awaits_prefix(sequence, prefilling):
             return Admission.AWAITS_PREFIX
         max_length = self._most_reused(sequence)
-        prefixes = self._target.prefixes(sequence.tokens, max_length)
+        prefixes = self._target.prefixes(owner, sequence.tokens, max_length)
         source = max(self._slots, key=lambda slot: (prefixes[slot.index], not slot.in_use))
         shared = prefixes[source.index]
-        stored = self._store.length(sequence.tokens, max_length) if self._store else 0
-        if self._awaits_prefix(sequence, prefilling, max(shared, stored), max_length):
+        stored = self._store.length(owner, sequence.tokens, max_length) if self._store else 0
+        if self._awaits_prefix(sequence, prefilling, shared, max(shared, stored), max_length):
             return Admission.AWAITS_PREFIX
+        if len(sequence.tokens) - max(shared, stored) > max_prefill:
+            return Admission.AWAITS_PREFILL
         if cells - self._target.pinned_before(source.index, shared) > room:
             return Admission.AWAITS_ROOM
         self._awaited.pop(sequence, None)
         slot = self._choose(sequence, source, shared)
+        self._fill(slot, source, sequence, shared)
+        if self._store:
+            self._store.count(looked_up=max(0, max_length - shared))
+            if stored > shared:
+                self._restored_up_to[sequence] = stored
+        # Last: a slot whose engine failed stays free.
+        slot.in_use = True
+        self._target.pin(slot.index)
+        return Admission.ADMITTED
+
+    def _fill(self, slot: Slot, source: Slot, sequence: Sequence, shared: int) -> None:
+        """Have a free slot hold a sequence's tokens as far as the source has them, and nothing else."""
         sequence.slot = slot.index
-        if slot is not source:
+        owner = sequence.info.owner
+        if slot is not source or not shared:
             self._evict(slot)
+            self._target.claim(slot.index, owner)
             if shared:
                 self._target.copy(source.index, slot.index, shared)
                 self._touch(source)
         elif shared < self._target.length(slot.index):
             self._save(slot)
         self._target.truncate(slot.index, shared)
-        if self._store:
-            self._load(self._store, sequence, min(stored, max_length), max_length)
         if sequence.timestamps.start is None:
-            sequence.cached_tokens = self._target.end(slot.index)
+            sequence.cached_tokens = shared
         if self._drafters.model:
-            self._keep_shared(self._drafters.model.cache, sequence)
-        # Last: a slot whose engine failed stays free.
-        slot.in_use = True
-        self._target.pin(slot.index)
-        return Admission.ADMITTED
+            draft = self._drafters.model.cache
+            draft.claim(slot.index, owner)
+            most = len(sequence.tokens) - 1 if sequence.reuses_prefix else 0
+            draft.truncate(slot.index, draft.prefix(slot.index, owner, sequence.tokens, most))
+
+    def is_restoring(self, sequence: Sequence) -> bool:
+        """Whether a sequence's prefix is still coming back from the store."""
+        return sequence in self._restored_up_to
+
+    def restore(self) -> dict[Sequence, Exception]:
+        """Copy a round's part of the prefixes that come back from the store; what has gone from there is prefilled.
+
+        Returns:
+            The sequences that failed, and why.
+        """
+        left, failed = _RESTORED_A_ROUND, {}
+        for sequence, up_to in list(self._restored_up_to.items()):
+            start = end = self._target.end(sequence.slot)
+            try:
+                end = self._load(sequence, min(up_to, start + left)) if left > 0 else start
+            except Exception as error:
+                logger.exception("specserve: a prefix in host memory cannot be used")
+                failed[sequence] = error
+            left -= end - start
+            if end in {start, up_to} and left > 0:
+                del self._restored_up_to[sequence]
+        return failed
 
     def release(self, sequence: Sequence) -> None:
         """Free the slot of a sequence that has ended; the caches keep its tokens, unless it has failed."""
@@ -145,15 +203,14 @@ class PrefixCache:
         self._free(sequence)
         sequence.slot = -1
 
-    def make_room(self, n_cells: int, kept: int | None = None) -> None:
+    def make_room(self, n_cells: int) -> None:
         """Take tokens from the free slots that were not used for longest, until so many cells are free.
 
         Args:
             n_cells: at most `room`.
-            kept: the index of a slot that loses none.
         """
         for slot in sorted(self._slots, key=lambda slot: slot.last_used):
-            while not slot.in_use and slot.index != kept and self._target.length(slot.index):
+            while not slot.in_use and self._target.length(slot.index):
                 missing = n_cells - self._target.free_cells
                 if missing <= 0:
                     return
@@ -173,6 +230,14 @@ class PrefixCache:
             self._save(min(unstored, key=lambda slot: slot.last_used), _BLOCKS_A_ROUND)
         return any(slot.unstored for slot in unstored)
 
+    def store_running(self, sequence: Sequence) -> bool:
+        """Copy a round's part of what a running sequence has to the store; returns whether that is all."""
+        slot = self._slots[sequence.slot]
+        slot.unstored = self._store is not None and sequence.round_number > 0
+        self._save(slot, _RESTORED_A_ROUND // BLOCK_TOKENS)
+        all_stored, slot.unstored = not slot.unstored, False
+        return all_stored
+
     def clear(self, sequence: Sequence) -> None:
         """Empty the slot of a sequence that has failed."""
         self._truncate(self._slots[sequence.slot], 0)
@@ -184,11 +249,21 @@ class PrefixCache:
             self._drafters.model.cache.check()
 
     def _awaits_prefix(
-        self, sequence: Sequence, prefilling: Collection[Sequence], cached: int, max_length: int
+        self, sequence: Sequence, prefilling: Collection[Sequence], shared: int, cached: int, max_length: int
     ) -> bool:
-        """Whether it is worth waiting until another sequence has prefilled more of what this one needs."""
+        """Whether it is worth waiting until another sequence has prefilled or restored more of what this one needs.
+
+        Args:
+            sequence: that would wait.
+            prefilling: the others.
+            shared: how many of its tokens a slot holds.
+            cached: the same, or how many the store has if these are more; two that restore them share no cells.
+            max_length: how many may be reused.
+        """
         soon = [(common_prefix(other.tokens, sequence.tokens, max_length), other) for other in prefilling]
         length, other = max(soon, key=itemgetter(0), default=(0, sequence))
+        if self.is_restoring(other):
+            cached = shared
         if not worth_waiting(sequence, cached, length):
             return False
         self._awaited[sequence] = [*prefilling], other, worth_waiting_for(sequence, length)
@@ -208,12 +283,6 @@ class PrefixCache:
         # token without a score on.
         most = len(sequence.tokens) - 1
         return most if not sequence.scores_prompt or sequence.generated else min(most, len(sequence.prompt_scores))
-
-    @staticmethod
-    def _keep_shared(draft: KVCache, sequence: Sequence) -> None:
-        """Truncate the draft model's slot of a sequence to what it may reuse."""
-        reused = draft.prefix(sequence.slot, sequence.tokens, len(sequence.tokens) - 1) if sequence.reuses_prefix else 0
-        draft.truncate(sequence.slot, reused)
 
     def _choose(self, sequence: Sequence, source: Slot, shared: int) -> Slot:
         """The free slot to write in: the source where most of it or of the prompt is shared, else an empty slot.
@@ -237,6 +306,7 @@ class PrefixCache:
         """Free a sequence's slot, which keeps its tokens if it may."""
         slot = self._slots[sequence.slot]
         slot.in_use = False
+        self._restored_up_to.pop(sequence, None)
         # Tokens are decided by finite logits only, and these depend on all keys and values before them.
         slot.unstored = self._store is not None and sequence.round_number > 0
         self._target.unpin(slot.index)
@@ -262,31 +332,30 @@ class PrefixCache:
         tokens = self._target.tokens(slot.index)
         try:
             slot.unstored = not self._store.add(
-                tokens, lambda start, end: self._target.save(slot.index, start, end), max_blocks
+                self._target.owner(slot.index),
+                tokens,
+                lambda start, end: self._target.save(slot.index, start, end),
+                max_blocks,
             )
         except (EngineError, MemoryError) as error:
             logger.warning("specserve: a prefix cannot be kept in host memory: %s", error)
             slot.unstored = False
 
-    def _load(self, store: PrefixStore, sequence: Sequence, stored: int, max_length: int) -> None:
-        """Append to a sequence's slot what the store has of its tokens; what fails is prefilled.
-
-        Args:
-            store: has the first `stored` of them.
-            sequence: in a slot.
-            stored: at most `max_length`.
-            max_length: of what may be reused.
-        """
-        start = end = self._target.end(sequence.slot)
+    def _load(self, sequence: Sequence, end: int) -> int:
+        """Append to a sequence's slot what the store has of its tokens up to a position; returns up to where it had."""
+        loaded = start = self._target.end(sequence.slot)
         try:
-            if stored > start:
-                self.make_room(stored - start, kept=sequence.slot)
-                for saved in store.saved(sequence.tokens, start, stored):
-                    self._target.load(sequence.slot, sequence.tokens[end : end + len(saved)], saved)
-                    end += len(saved)
+            self.make_room(end - start)
+            for saved in self._store.saved(sequence.info.owner, sequence.tokens, start, end) if self._store else ():
+                self._target.load(sequence.slot, sequence.tokens[loaded : loaded + len(saved)], saved)
+                loaded += len(saved)
         except EngineError as error:
             logger.warning("specserve: a prefix in host memory cannot be used, and is computed again: %s", error)
-        store.count(looked_up=max(0, max_length - start), hits=end - start)
+        if self._store:
+            self._store.count(hits=loaded - start)
+        if not sequence.preemptions:
+            sequence.cached_tokens += loaded - start
+        return loaded
 
     def _truncate(self, slot: Slot, end: int) -> None:
         self._target.truncate(slot.index, end)

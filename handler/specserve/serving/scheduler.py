@@ -1,28 +1,30 @@
 """Continuous batching: admits sequences, plans a round over all that run, runs it, and ends what is complete.
 
 All sequences share the cells of the target's KV cache. Who is admitted is promised some (admission.py); where running
-sequences need more than there are, the last one admitted is preempted: it loses its slot, and waits before all others
-until its tokens fit again. What of them is no longer cached by then is prefilled, generated tokens included. The oldest
-sequence is never preempted, and any fits alone, so all get to their end.
+sequences need more than there are, one of the client that has most is preempted: it loses its slot, and waits before
+the others of its client until its tokens fit again. What of them is no longer cached by then is prefilled, generated
+tokens included.
+
+Prefills share a round's rows: the one with the least left comes first, so that a short prompt waits for no long one,
+unless it has overtaken an older one by more than that one's credit, a quarter of what it has prefilled.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, abc, deque
+from collections import abc
 from collections.abc import Callable, Mapping
-from operator import itemgetter
 from time import perf_counter
 
 from specserve.errors import EngineError
 from specserve.kv_cache import KVCache
 from specserve.observability.records import Observer
 from specserve.sequence import Sequence
-from specserve.serving.admission import promised_cells
+from specserve.serving.admission import LONG_PREFILL, Waiting
 from specserve.serving.budget import prefill_chunk
 from specserve.serving.generation import Generation
-from specserve.serving.prefix_cache import Admission, PrefixCache
+from specserve.serving.prefix_cache import PrefixCache
 from specserve.serving.prefix_store import PrefixStore
 from specserve.serving.recorder import Recorder
 from specserve.speculation.drafters import Drafters
@@ -30,6 +32,12 @@ from specserve.speculation.round import run_round
 from specserve.speculation.step import Step
 
 logger = logging.getLogger(__name__)
+
+# Prompt tokens of later sequences that may be prefilled before those of any other, and as a part of what that one has
+# read: so it takes at most a quarter longer (load.py).
+_OVERTAKING_TOKENS, _OVERTAKING = LONG_PREFILL, 0.25
+# How much longer the chunks of others may make the pass that gives a prompt its first token.
+_FIRST_TOKEN_PASS = 2.0
 
 
 class Scheduler:
@@ -70,22 +78,20 @@ class Scheduler:
         self._clock = clock
         self._recorder = Recorder(clock, observers)
         self._cache = PrefixCache(target, drafters, keeps_prefixes=keeps_prefixes, store=store)
-        self._queue: deque[Generation] = deque()
         # In the order of admission: the oldest first.
         self._running: list[Generation] = []
-        # Whether the next one in the queue waits for room, and not only for a slot.
-        self._awaits_room = False
+        self._waiting = Waiting(self._running, target, self._cache, self._recorder, clock)
 
     @property
     def busy(self) -> bool:
         """Whether any sequence is unfinished."""
-        return bool(self._queue or self._running)
+        return bool(self._waiting or self._running)
 
     @property
     def awaiting_first_token(self) -> int:
         """Number of sequences in prefill or about to be; others in the queue wait for an answer to end."""
-        about_to_be = 0 if self._awaits_room else min(len(self._queue), self._cache.free_slots)
-        return sum(not self._decodes(generation) for generation in self._running) + about_to_be
+        prefilling = sum(not self._cache.decodes(generation) for generation in self._running)
+        return prefilling + self._waiting.about_to_start
 
     @property
     def running(self) -> int:
@@ -95,7 +101,7 @@ class Scheduler:
     @property
     def queued(self) -> int:
         """Number of sequences without a slot."""
-        return len(self._queue)
+        return len(self._waiting)
 
     @property
     def cached_tokens(self) -> tuple[int, int]:
@@ -106,12 +112,12 @@ class Scheduler:
     def submit(self, generation: Generation, waited: float = 0.0) -> None:
         """Queue a sequence that arrived `waited` seconds ago; it waits for a slot."""
         generation.timestamps.arrival = self._clock() - waited
-        self._queue.append(generation)
+        self._waiting.add(generation)
 
     def cancel(self, generation: Generation) -> None:
         """Drop a sequence; its slot is free in the next round, with its tokens. One that has ended stays as it is."""
-        if generation in self._queue:
-            self._queue.remove(generation)
+        if generation in self._waiting:
+            self._waiting.remove(generation)
             self._recorder.record_ends([generation])
         elif generation in self._running:
             self._running.remove(generation)
@@ -157,13 +163,16 @@ class Scheduler:
         self._cache.empty_slot(n_cells)
 
     def _schedule(self) -> list[Step]:
-        """Admit what fits, and plan the round: all sequences that decode, and prefill chunks of the oldest others.
+        """Admit what fits, and plan the round: all sequences that decode, and prefill chunks of others.
 
         A sequence in prefill has no drafts, so that its first token comes sooner.
         """
-        self._admit()
+        self._waiting.admit()
         self._preempt_until_the_rest_fits()
-        decoding = [generation for generation in self._running if self._decodes(generation)]
+        if failed := self._cache.restore():
+            self._fail(failed)
+            self._recorder.record_ends(self._end_completed())
+        decoding = [generation for generation in self._running if self._cache.decodes(generation)]
         steps = self._decode_steps(decoding) if decoding else []
         if len(steps) < len(self._running):
             steps += self._prefill_steps(steps)
@@ -171,79 +180,13 @@ class Scheduler:
         # A fixed order (llama.cpp's kernels add by the order of the batch); one that was deferred gets its mask first.
         return sorted(steps, key=lambda step: (-step.sequence.deferrals, step.sequence.slot))
 
-    def _admit(self) -> None:
-        """Give free slots to waiting sequences; one waits while another prefills a prefix that it can reuse.
-
-        Nobody passes one that waits for room: small requests would keep a large one waiting for ever.
-        """
-        self._awaits_room = False
-        if not self._cache.free_slots:
-            return
-        postponed: list[list[int]] = []
-        for generation in self._by_request():
-            if not self._cache.free_slots:
-                return
-            if generation.tokens in postponed and not generation.scores_prompt:
-                # Saves asking again; a scored prompt reuses no prefix, so it waits for none.
-                continue
-            try:
-                admission = self._cache.assign(
-                    generation,
-                    # One that was preempted waits for nothing but its room, lest others come before it.
-                    [g for g in self._running if not generation.preemptions and not self._decodes(g)],
-                    cells=promised_cells(generation),
-                    room=self._room_without_promises(),
-                )
-            except Exception as error:
-                # It was never running, so nothing else would end it.
-                logger.exception("specserve: a sequence cannot be started")
-                self._queue.remove(generation)
-                generation.fail(error)
-                self._recorder.record_ends([generation])
-                continue
-            if admission is Admission.AWAITS_ROOM:
-                self._awaits_room = True
-                return
-            if admission is Admission.AWAITS_PREFIX:
-                postponed.append(generation.tokens)
-                continue
-            self._queue.remove(generation)
-            self._running.append(generation)
-            if generation.timestamps.start is None:
-                generation.timestamps.start = self._clock()
-
-    def _by_request(self) -> list[Generation]:
-        """The waiting sequences in order of admission: requests take turns, so that a large `n` delays no other.
-
-        Those that were preempted come first, in the order in which they were admitted.
-        """
-        turn = Counter(generation.info.request for generation in self._running)
-        turns: list[tuple[int, Generation]] = []
-        for generation in self._queue:
-            turn[generation.info.request] += 1
-            turns.append((0 if generation.preemptions else turn[generation.info.request], generation))
-        return [generation for _, generation in sorted(turns, key=itemgetter(0))]
-
-    def _room_without_promises(self) -> int:
-        """Number of cells that are neither in use by running sequences nor promised to them."""
-        promised = (promised_cells(generation) - self._target.end(generation.slot) for generation in self._running)
-        return self._cache.room - sum(promised)
-
     def _preempt_until_the_rest_fits(self) -> None:
-        """Preempt the sequences admitted last until there is a cell for each that decodes and for one prefill."""
+        """Preempt sequences until there is a cell for each that decodes and for one prefill."""
         while len(self._running) > 1:
-            decoding = sum(map(self._decodes, self._running))
+            decoding = sum(map(self._cache.decodes, self._running))
             if decoding + (decoding < len(self._running)) <= self._cache.room:
                 return
-            generation = self._running.pop()
-            self._cache.preempt(generation)
-            self._queue.appendleft(generation)
-            generation.preemptions += 1
-            self._awaits_room = True
-
-    def _decodes(self, generation: Generation) -> bool:
-        """Whether a running sequence is not in prefill: every round that has time for its mask decides tokens."""
-        return generation.generated > 0 and self._cache.pending(generation) == 1
+            self._waiting.preempt_one()
 
     def _decode_steps(self, decoding: list[Generation]) -> list[Step]:
         """A step for each sequence that decodes, with the most drafts that it may have."""
@@ -272,20 +215,48 @@ class Scheduler:
             self._target.kv_len({generation.slot for generation in self._running} - decoding),
             rows=likely_rows,
             decoding=len(decode_steps),
-            others=len(self._queue) + len(self._running) - len(decode_steps),
+            others=len(self._waiting) + len(self._running) - len(decode_steps),
             max_rows=min(self._prefill_rows, self._cache.room - decode_rows),
             max_wait_seconds=self.max_wait_seconds,
         )
-        steps = []
-        for generation in self._running:
-            if rows_left > 0 and logits_left > 0 and not self._decodes(generation):
-                rows = min(rows_left, self._cache.pending(generation))
-                if generation.scores_prompt:
-                    rows = min(rows, logits_left)
-                steps.append(self._step(generation, rows, 0))
-                rows_left -= rows
-                logits_left -= rows if generation.scores_prompt else 1
+        steps: list[Step] = []
+        for generation in self._prefill_order():
+            rows = min(rows_left, self._cache.pending(generation))
+            if generation.scores_prompt:
+                rows = min(rows, logits_left)
+            if rows <= 0 or logits_left <= 0:
+                break
+            steps.append(self._step(generation, rows, 0))
+            rows_left -= rows
+            logits_left -= rows if generation.scores_prompt else 1
+            if len(steps) == 1 and rows == self._cache.pending(generation):
+                rows_left = min(rows_left, self._rows_beside_first_token(likely_rows + rows, rows_left))
+        self._count_overtaking(steps)
         return steps
+
+    def _prefill_order(self) -> list[Generation]:
+        """The sequences in prefill: who was overtaken enough, then who has the least left."""
+        prefilling = [g for g in self._running if not self._cache.decodes(g) and not self._cache.is_restoring(g)]
+
+        def place(generation: Generation) -> tuple[bool, int]:
+            credit = _OVERTAKING_TOKENS + _OVERTAKING * self._target.end(generation.slot)
+            return (False, 0) if generation.overtaken > credit else (True, self._cache.pending(generation))
+
+        return sorted(prefilling, key=place)
+
+    def _rows_beside_first_token(self, rows: int, most: int) -> int:
+        """How many rows others may add to the pass that gives a prompt its first token."""
+        seconds = self._controller.target_cost.curve(rows + most, self._kv_len())
+        return int((seconds[rows + 1 : rows + most + 1] <= _FIRST_TOKEN_PASS * seconds[rows]).sum())
+
+    def _count_overtaking(self, steps: list[Step]) -> None:
+        """Count for each prefill how much was read of those that were admitted after it."""
+        rows = {step.sequence: step.rows for step in steps}
+        later = 0
+        for generation in reversed(self._running):
+            if not self._cache.decodes(generation):
+                generation.overtaken += later
+                later += rows.get(generation, 0)
 
     def _step(self, generation: Generation, rows: int, max_drafts: int) -> Step:
         cached = self._target.end(generation.slot)
@@ -325,5 +296,4 @@ class Scheduler:
 
     def _release(self, generation: Generation) -> None:
         self._cache.release(generation)
-        # There may be room for the next one now.
-        self._awaits_room = False
+        self._waiting.slot_is_free()

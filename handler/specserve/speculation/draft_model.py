@@ -136,7 +136,7 @@ class DraftModel:
         cache, sequence, slot = self.cache, step.sequence, step.sequence.slot
         if step.length - cache.end(slot) > 2:
             # The last token is always read: its logits are those that are drafted from.
-            prefixes = cache.prefixes(sequence.tokens, len(sequence.tokens) - 1)
+            prefixes = cache.prefixes(sequence.info.owner, sequence.tokens, len(sequence.tokens) - 1)
             prefixes[slot] = cache.end(slot)
             source = max(range(cache.n_slots), key=lambda other: (prefixes[other], other == slot))
             soon = max((self._shared(step, other, end) for other, end in reading), default=0)
@@ -166,6 +166,8 @@ class DraftModel:
 
     def _shared(self, step: Step, other: Step, end: int) -> int:
         """How many leading tokens of a step another one will share with it once it is read up to a position."""
+        if step.sequence.info.owner != other.sequence.info.owner:
+            return 0
         shared = common_prefix(step.sequence.tokens[:-1], other.sequence.tokens, end)
         return shared if shared > self.cache.start(other.sequence.slot) else 0
 

@@ -1,0 +1,194 @@
+"""Hostile clients side by side: who may see, slow or push out whom. Every row of the target takes a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fake_pair import ENDLESS, SLOTS, FakePair, plain_greedy
+from specserve.sequence import RequestInfo
+from specserve.serving import admission
+from specserve.serving.generation import Generation
+from specserve.serving.prefix_store import PrefixStore
+
+CHUNK = 64
+LENGTH = 2000
+TEXT = [n * n % 23 for n in range(300)]
+
+
+class Clients(FakePair):
+    """A scheduler on a simulated clock, which each row of the target advances by a second."""
+
+    def __init__(self, **options: object) -> None:
+        self.now = 0.0
+        super().__init__(prefill_rows=CHUNK, clock=lambda: self.now, **options)  # type: ignore[arg-type]
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            before = len(self.target.decoded)
+            super().step()
+            self.now += len(self.target.decoded) - before or 1
+
+    def send(self, client: str, prompt: list[int], *, max_tokens: int = 1, salt: str = "") -> Generation:
+        """A request without drafts."""
+        generation = self.submit(prompt, gamma=0, sampling=ENDLESS, max_tokens=max_tokens)
+        generation.info = RequestInfo(f"{client} {self.now} {len(self.target.decoded)}", client=client, cache_salt=salt)
+        return generation
+
+    def seconds_until(self, condition: Callable[[], bool]) -> float:
+        """How long it takes until the condition holds."""
+        begun = self.now
+        self.run_until(condition)
+        return self.now - begun
+
+
+def long_prompt(number: int) -> list[int]:
+    random = Random(number)
+    return [number, *(random.randrange(23) for _ in range(LENGTH - 1))]
+
+
+@settings(max_examples=25, deadline=None)
+@given(length=st.integers(1, 256), n_long=st.integers(1, 2 * SLOTS), rounds=st.integers(1, 20))
+def test_a_short_prompt_waits_three_times_as_long_as_alone_beside_any_number_of_long_prefills(
+    length: int, n_long: int, rounds: int
+) -> None:
+    """It may also wait for the chunk that is being computed when it comes; the longest prefill takes a third more."""
+    alone = Clients()
+    short = alone.send("editor", TEXT[:length])
+    seconds_alone = alone.seconds_until(lambda: short.generated > 0)
+    pair = Clients()
+    long = [pair.send("agent", long_prompt(number)) for number in range(n_long)]
+    pair.step(rounds)
+    short = pair.send("editor", TEXT[:length])
+    assert pair.seconds_until(lambda: short.generated > 0) <= 3 * seconds_alone
+    pair.run_until(lambda: any(generation.done for generation in long))
+    assert pair.now <= 1.3 * LENGTH
+
+
+def test_short_prompts_without_end_delay_a_long_one_by_a_third_and_each_gets_on() -> None:
+    pair = Clients()
+    long = pair.send("agent", long_prompt(0))
+    pair.step()
+    shorts: list[Generation] = []
+    while not long.done:
+        if not shorts or shorts[-1].done:
+            shorts.append(pair.send("editor", long_prompt(len(shorts) + 1)[:100]))
+        pair.step()
+    assert pair.now <= 1.3 * LENGTH + 2 * admission.LONG_PREFILL
+    waits = [short.timestamps.first_token - short.timestamps.arrival for short in shorts[:-1]]
+    assert len(shorts) > 5
+    assert max(waits) <= 100 / 0.25 + 4 * CHUNK
+
+
+def test_a_short_prompt_finds_a_slot_beside_more_long_prefills_than_slots() -> None:
+    pair = Clients()
+    for number in range(2 * SLOTS):
+        pair.send("agent", long_prompt(number))
+    pair.step()
+    assert pair.scheduler.running == 1
+    pair.send("editor", [1, 2, 3], max_tokens=5)
+    pair.step()
+    assert pair.scheduler.running == 2
+
+
+@pytest.fixture
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn is eight tokens, an answer is promised four tokens at a time, and 100 rows make a sequence age."""
+    monkeypatch.setattr(admission, "_ANSWER", 4)
+    monkeypatch.setattr(admission, "_TURN_TOKENS", 8)
+    monkeypatch.setattr(admission, "_AGED_SECONDS", 100.0)
+
+
+@pytest.mark.usefixtures("short_turns")
+def test_small_requests_pass_one_that_waits_for_room_until_it_has_aged() -> None:
+    pair = Clients(n_cells=60)
+    pair.send("a", [8] * 20, max_tokens=20)
+    pair.step()
+    large = pair.send("a", [9] * 40, max_tokens=4)
+    passed = []
+    while not large.generated:
+        passed.append(pair.send("a", [len(passed) % 20, 4], max_tokens=12))
+        pair.step(3)
+        assert pair.now < 300, "the large one starves"
+    assert sum(generation.done for generation in passed) > 3
+    assert sum(generation.preemptions for generation in passed) > 0
+    assert 100 <= (large.timestamps.start or 0) - large.timestamps.arrival < 110
+    pair.run()
+
+
+@pytest.mark.usefixtures("short_turns")
+@pytest.mark.parametrize("store", [False, True])
+def test_a_client_with_endless_requests_has_its_share_and_neither_starves(*, store: bool) -> None:
+    """One client sends answers that fill the cache, as fast as it can, and so many that they fill all slots."""
+    pair = Clients(n_cells=100, store=PrefixStore(24, 10**6) if store else None)
+    hog = [pair.send("hog", [number, 3], max_tokens=90) for number in range(2 * SLOTS)]
+    pair.step(5)
+    waits = []
+    for number in range(8):
+        other = pair.send("other", [number, *[7] * 40], max_tokens=5)
+        hog.append(pair.send("hog", [number, 4], max_tokens=90))
+        waits.append(pair.seconds_until(lambda other=other: other.done))  # type: ignore[misc]
+    # It ages, the hog ends its turn, and its own tokens are read.
+    assert max(waits) < 100 + 2 * SLOTS * 8 + 60
+    pair.run()
+    assert all(generation.error is None for generation in hog)
+    for generation in hog:
+        assert generation.answer == endless(generation.prompt, 90)
+
+
+def endless(prompt: list[int], length: int) -> list[int]:
+    pair = FakePair()
+    generation = pair.submit(prompt, gamma=0, sampling=ENDLESS, max_tokens=length)
+    pair.run()
+    return generation.answer
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_every_request_ends_whoever_sends_what(data: st.DataObject) -> None:
+    """Two clients, requests of any size, a cache that holds the largest: each is done within a bound of rounds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admission, "_ANSWER", 4)
+        patch.setattr(admission, "_TURN_TOKENS", 3)
+        patch.setattr(admission, "_AGED_SECONDS", float(data.draw(st.sampled_from([0, 20, 100]))))
+        pair = Clients(n_cells=50)
+        sent = []
+        for number in range(data.draw(st.integers(2, 12))):
+            length = data.draw(st.integers(1, 40))
+            client = data.draw(st.sampled_from("ab"))
+            prompt = [number, *[5] * (length - 1)]
+            sent.append(pair.send(client, prompt, max_tokens=data.draw(st.integers(1, 50 - length))))
+            pair.step(data.draw(st.integers(0, 5)))
+        pair.seconds_until(lambda: not pair.scheduler.busy)
+        for generation in sent:
+            assert generation.answer == endless(generation.prompt, generation.max_tokens)
+
+
+@pytest.mark.parametrize("where", ["running", "finished", "stored"])
+@pytest.mark.parametrize(
+    ("first", "second", "reused"),
+    [(("a", ""), ("a", ""), True), (("a", ""), ("b", ""), False), (("a", "s"), ("a", ""), False)]
+    + [(("a", "s"), ("a", "s"), True), (("a", "s"), ("b", "s"), False)],
+)
+def test_prefixes_are_reused_within_a_key_and_a_salt_alone(
+    where: str, first: tuple[str, str], second: tuple[str, str], *, reused: bool
+) -> None:
+    """In both models' caches, and in host memory; nor is there any waiting for the prefill of another client."""
+    pair = Clients(store=PrefixStore(24, 10**6))
+    pair.send(first[0], TEXT, max_tokens=40, salt=first[1])
+    pair.step(6 if where == "running" else 60)
+    if where == "stored":
+        for number in range(SLOTS):
+            pair.send("others", long_prompt(number), max_tokens=1)
+        pair.run()
+    fed = len(pair.target.decoded)
+    again = pair.send(*[second[0], TEXT], salt=second[1])  # type: ignore[arg-type]
+    pair.run(again)
+    assert (again.cached_tokens > 250) == reused
+    assert (again.cached_tokens > 0) == reused
+    assert (len(pair.target.decoded) - fed > 250) != reused
+    assert again.answer == plain_greedy(TEXT, 1) or again.answer == endless(TEXT, 1)

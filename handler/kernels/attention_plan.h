@@ -37,6 +37,10 @@ class Plan {
     bool sees(int64_t row, int64_t chunk) const { return sees_[static_cast<size_t>(row * chunks() + chunk)] != 0; }
     const std::vector<Unit> & units() const { return units_; }
     const std::vector<Group *> & groups(int64_t chunk) const { return by_chunk_[static_cast<size_t>(chunk)]; }
+    // Of a chunk's first group; null after the last chunk, and where no row sees one of its positions.
+    const int32_t * first_cells(int64_t chunk) const {
+        return chunk >= chunks() || groups(chunk).empty() ? nullptr : groups(chunk).front()->cells;
+    }
 
   private:
     void add(int64_t row, size_t chunk, const int32_t * cells, const ChunkRow & visible);

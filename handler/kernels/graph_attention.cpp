@@ -161,9 +161,8 @@ class Work {
                     any = true;
                 }
                 if (any) {
-                    const bool is_last = chunk + 1 == plan_.chunks();
-                    const int32_t * next = is_last ? nullptr : plan_.groups(chunk + 1).front()->cells;
-                    kernels_.attend(attention_, key_head, {group->cells, visible, n_rows, next}, heads, memory,
+                    kernels_.attend(attention_, key_head,
+                                    {group->cells, visible, n_rows, plan_.first_cells(chunk + 1)}, heads, memory,
                                     results.data());
                     for (int q = 0; q < queries; q++) {
                         kernels_.merge(totals + q * floats_, results[static_cast<size_t>(q)], attention_.size);

@@ -40,13 +40,14 @@ def variant(request: pytest.FixtureRequest) -> Iterator[str]:
     kernels.use("off")
 
 
-def of_one_sequence(seed: int, rows: int, length: int, **sizes: int) -> AttentionCase:
-    """The last rows of a sequence: row i does not see the tokens of those after it."""
-    case = conversations(seed, [length], **sizes)
+def last_rows(seed: int, rows: int, *lengths: int, **sizes: int) -> AttentionCase:
+    """The last rows of each of some sequences: a row does not see the tokens of those after it."""
+    case = conversations(seed, lengths, **sizes)
     random = np.random.default_rng(seed + 1)
-    queries = random.normal(size=(rows, *case.queries.shape[1:])).astype(np.float32)
-    ends = np.arange(length - rows + 1, length + 1)
-    return replace(case, queries=queries, visible=case.visible & (case.positions < ends[:, None]))
+    queries = random.normal(size=(rows * len(lengths), *case.queries.shape[1:])).astype(np.float32)
+    ends = np.concatenate([np.arange(length - rows + 1, length + 1) for length in lengths])
+    visible = case.visible.repeat(rows, axis=0) & (case.positions < ends[:, None])
+    return replace(case, queries=queries, visible=visible)
 
 
 def as_q8_0(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -79,14 +80,14 @@ def test_the_8_bit_cache_is_as_exact_as_q8_0(size: int) -> None:
 @pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("rows", [*range(1, 10), 16, 17, 33])
 def test_any_number_of_rows_is_attended_to(rows: int) -> None:
-    assert of_one_sequence(rows, rows, 300 + rows).error(threads=2) < MAX_ERROR
+    assert last_rows(rows, rows, 300 + rows).error(threads=2) < MAX_ERROR
 
 
 @pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("factor", [0.01, 1, 8, 100])
 def test_scores_and_values_of_any_size_are_exact(factor: float) -> None:
     """With queries 100 times as large one key takes all the weight; values may be large, too, or all zero."""
-    case = of_one_sequence(1, 4, 700)
+    case = last_rows(1, 4, 700)
     scaled = replace(case, queries=factor * case.queries, values=case.values / factor)
     assert scaled.error() < 4 * MAX_ERROR
     assert not replace(case, values=0 * case.values).attend().any()
@@ -96,7 +97,7 @@ def test_scores_and_values_of_any_size_are_exact(factor: float) -> None:
 @pytest.mark.usefixtures("variant")
 def test_large_components_that_all_keys_share_cost_little() -> None:
     """As the keys of Qwen2.5 have them: the norm is that of four components, and the others decide."""
-    case = of_one_sequence(2, 4, 500)
+    case = last_rows(2, 4, 500)
     keys, queries = case.keys.copy(), case.queries.copy()
     keys[..., :4] += (60, -40, 30, 100)
     queries[..., :4] *= 0.05
@@ -130,7 +131,7 @@ def test_sequences_may_share_the_cells_of_a_prefix() -> None:
 @pytest.mark.usefixtures("variant")
 def test_an_alternative_takes_the_place_of_a_position() -> None:
     """Two rows see different cells at the same position, as a draft and its alternative do."""
-    case = of_one_sequence(4, 2, 300)
+    case = last_rows(4, 2, 300)
     last = int(np.flatnonzero(case.positions == 298)[0])
     stray = int(np.flatnonzero(~case.visible.any(axis=0))[0])
     positions, visible = case.positions.copy(), case.visible.copy()
@@ -144,15 +145,18 @@ def test_an_alternative_takes_the_place_of_a_position() -> None:
 
 @pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("window", [1, 63, 64, 200, 256])
-def test_a_sliding_window_hides_the_positions_before_it(window: int) -> None:
-    case = of_one_sequence(5, 5, 600)
-    first = case.positions[None, :] > np.arange(595, 600)[:, None] - window
-    assert replace(case, visible=case.visible & first).error() < MAX_ERROR
+@pytest.mark.parametrize(("rows", "lengths"), [(5, [600]), (2, [900, 90]), (32, [900, 90])])
+def test_a_sliding_window_hides_the_positions_before_it(window: int, rows: int, lengths: list[int]) -> None:
+    """A long and a short sequence leave positions between them that no row sees, few rows or many."""
+    case = last_rows(5, rows, *lengths)
+    last = np.where(case.visible, case.positions, -1).max(axis=1)
+    hidden = case.positions <= last[:, None] - window
+    assert replace(case, visible=case.visible & ~hidden).error() < MAX_ERROR
 
 
 @pytest.mark.usefixtures("variant")
 def test_a_row_that_sees_nothing_gets_zeros() -> None:
-    case = of_one_sequence(6, 3, 300)
+    case = last_rows(6, 3, 300)
     case.visible[1] = False
     assert not case.attend()[1].any()
 
@@ -174,7 +178,7 @@ def test_a_planted_fault_fails_the_check_at_load_and_these_tests(
 ) -> None:
     kernels.library()
     faulty = build_library(*PLANTED[fault], header="attention.h")
-    assert of_one_sequence(7, 4, 300).error(library=faulty) > 10 * MAX_ERROR
+    assert last_rows(7, 4, 300).error(library=faulty) > 10 * MAX_ERROR
     monkeypatch.setattr(kernels, "library", lambda: faulty)
     chosen = kernels.use("auto", variant="avx2")
     assert chosen.variant is None

@@ -226,11 +226,17 @@ def test_an_idle_server_stores_what_is_left_until_a_request_comes() -> None:
     assert store.record.stored_bytes == 5 * BLOCK_BYTES
 
 
-def test_an_idle_server_without_a_store_has_nothing_to_do() -> None:
+def test_an_idle_server_without_a_store_has_nothing_to_do(saves: list[int]) -> None:
     pair = FakePair()
-    pair.submit(CONVERSATION, max_tokens=2)
+    first = pair.submit(CONVERSATION, max_tokens=2)
     pair.run()
-    pair.scheduler.store_prefixes(lambda: False)
+    looks = iter([False, True])
+    pair.scheduler.store_prefixes(looks.__next__)
+    assert list(looks) == [True], "it did not look a second time whether it is interrupted"
+    assert saves == []
+    again = pair.submit([*first.tokens, 5], max_tokens=2)
+    pair.run()
+    assert again.cached_tokens == len(first.tokens) - 1, "the text has stayed in its slot"
 
 
 def test_texts_that_make_room_for_others_are_stored() -> None:

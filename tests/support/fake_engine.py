@@ -18,9 +18,9 @@ class FakeEngine:
 
     `blend` 0 gives the target, 1 an unrelated model, and values in between a draft that often agrees with the target.
     A row whose position is not the cached length of its slot is an `EngineError`, and so is a pass whose tokens do not
-    fit into `n_cells` beside those of all slots; copies share cells, alternatives take none. Every forward pass
-    overwrites the logits that the one before has returned. After `fail_after` more forward passes one raises an
-    `EngineError`, after `poison_after` more one returns NaN logits; None is never.
+    fit into their slot, or into `n_cells` beside those of all slots; copies share cells, alternatives take none. Every
+    forward pass overwrites the logits that the one before has returned. After `fail_after` more forward passes one
+    raises an `EngineError`, after `poison_after` more one returns NaN logits; None is never.
 
     The "keys and values" of a token are the token, its position, and a hash of the tokens before it. So `load` notices
     those of another position or of another text.
@@ -87,8 +87,6 @@ class FakeEngine:
                 self._cells[row.slot].append(next(self._numbers))
             if row.wants_logits:
                 result.append(self.logits(context))
-        if len(result) > self.max_logits:
-            raise EngineError(f"A forward pass gives at most {self.max_logits} rows of logits.")
         logits = np.stack(result) if result else np.empty((0, self.width), np.float32)
         if result and self._is_due("poison_after"):
             logits[:, 0] = np.nan
@@ -99,6 +97,8 @@ class FakeEngine:
         """Refuse rows that no engine can compute."""
         if not 0 < len(rows) <= self.max_rows:
             raise EngineError(f"A forward pass takes 1 to {self.max_rows} rows, not {len(rows)}.")
+        if sum(row.wants_logits for row in rows) > self.max_logits:
+            raise EngineError(f"A forward pass gives at most {self.max_logits} rows of logits.")
         if sum(row.alternative for row in rows) > self.max_alternatives:
             raise EngineError(f"A forward pass takes at most {self.max_alternatives} alternatives.")
         lengths = [len(tokens) for tokens in self.cache]
@@ -108,6 +108,8 @@ class FakeEngine:
             if row.alternative or row.position != lengths[row.slot]:
                 raise EngineError(f"Slot {row.slot} holds {lengths[row.slot]} tokens, position {row.position} given.")
             lengths[row.slot] += 1
+        if max(lengths) > self.slot_length:
+            raise EngineError(f"A slot holds at most {self.slot_length} tokens.")
         added = sum(not row.alternative for row in rows)
         if sum(map(len, self._cells)) + added <= self.n_cells:
             return
@@ -141,7 +143,7 @@ class FakeEngine:
     def save(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
         """Return the tokens, positions and hashes, shape (end - start, 24)."""
         tokens = self.cache[slot]
-        if not 0 <= start <= end <= len(tokens):
+        if self.token_bytes is None or not 0 <= start <= end <= len(tokens):
             raise EngineError(f"Slot {slot} holds {len(tokens)} tokens; {start} to {end} cannot be saved.")
         rows = [(tokens[n], n, hash(tuple(tokens[:n]))) for n in range(start, end)]
         return np.array(rows, np.int64).reshape(-1, 3).view(np.uint8)
@@ -152,6 +154,8 @@ class FakeEngine:
         Raises:
             AssertionError: they were saved from another position, or after other tokens.
         """
+        if saved.shape[1:] != (self.token_bytes,):
+            raise EngineError("These keys and values are not of this engine.")
         tokens = list(self.cache[slot])
         if len(tokens) + len(saved) > self.slot_length:
             raise EngineError(f"Slot {slot} has no room for {len(saved)} more tokens.")

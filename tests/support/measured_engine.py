@@ -28,6 +28,8 @@ class MeasuredEngine(FakeEngine):
 
     def load(self, slot: int, saved: NDArray[np.uint8]) -> None:
         """Append saved tokens."""
+        if saved.shape[1:] != (self.token_bytes,):
+            raise EngineError("These keys and values are not of this engine.")
         if len(self.cache[slot]) + len(saved) > self.slot_length:
             raise EngineError(f"Slot {slot} has no room for {len(saved)} more tokens.")
         self.cache[slot] += [0] * len(saved)

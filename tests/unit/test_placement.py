@@ -15,7 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fake_placement import FakeMachine, FakePool, placement_on
+from specserve.config import HandlerConfig
+from specserve.cores import Usable
 from specserve.engine.placement import Workers, fastest, read_usage, speed
+from specserve.serving import loading
 
 shares = st.lists(st.floats(0.05, 1.0), min_size=1, max_size=5)
 
@@ -225,6 +228,45 @@ def test_link_in_place_of_the_shared_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic link"):
         Workers((0,), shared)
     assert target.read_text() == "keep"
+
+
+@pytest.mark.parametrize("problem", ["open to others", "too large", "another user's", "full"])
+def test_a_shared_file_that_others_may_have_touched_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, problem: str
+) -> None:
+    full = """
+import fcntl, sys
+from pathlib import Path
+from specserve.engine.placement import Workers
+Workers((0, 1), Path(sys.argv[1]))
+[path] = Path(sys.argv[1]).iterdir()
+with path.open("r+b") as file:
+    fcntl.lockf(file, fcntl.LOCK_EX, 256)
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+    command = [sys.executable, "-c", full if problem == "full" else full.replace("256", "1"), str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "held\n"
+        [path] = tmp_path.iterdir()
+        if problem == "open to others":
+            path.chmod(0o666)
+        elif problem == "too large":
+            os.truncate(path, 10**6)
+        elif problem == "another user's":
+            me, another = os.geteuid(), os.geteuid() + 1
+            path.rename(path.with_name(path.name.replace(f"-{me}-", f"-{another}-")))
+            monkeypatch.setattr(os, "geteuid", lambda: another)
+        monkeypatch.setattr(loading, "ThreadPool", FakePool)
+        monkeypatch.setattr(loading, "usable_cores", lambda *_: Usable((0, 1), 2))
+        monkeypatch.setattr(loading, "Workers", lambda cores: Workers(cores, tmp_path))
+        config = HandlerConfig.model_validate({"model_id": "m", "target": {"path": "m.gguf"}})
+        placement = loading._placement(config)
+        other.communicate()
+    placement.begin_round()
+    assert placement.cores == (0, 1)
+    assert [record.getMessage().count("other workers cannot be seen") for record in caplog.records] == [1]
 
 
 def test_workers_on_other_cores_share_no_file_however_long_their_lists_are(tmp_path: Path) -> None:

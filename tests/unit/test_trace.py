@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from specserve.config import TraceConfig
 from specserve.errors import ConfigError
+from specserve.observability.metrics import Served
 from specserve.observability.records import EndRecord
-from specserve.observability.trace import Trace
+from specserve.observability.trace import Trace, open_traces
 from specserve.sequence import DrafterName, Group, RequestInfo
 from specserve.speculation.step import Step
 from specserve.tools.report import Piece, main, page, summarise, whole_characters
@@ -82,6 +84,20 @@ def test_trace_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     assert len(files) > 1
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
     assert stat.S_IMODE((tmp_path / "traces").stat().st_mode) == 0o700
+
+
+def test_a_file_that_another_user_may_have_planted_is_not_written(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("keep")
+    for traces in (tmp_path / "linked", tmp_path / "open"):
+        traces.mkdir()
+    (tmp_path / "linked" / "qwen-1.0.jsonl").symlink_to(target)
+    (tmp_path / "open" / "qwen-1.0.jsonl").touch(0o666)
+    for traces in (tmp_path / "linked", tmp_path / "open"):
+        config = TraceConfig(directory=traces)
+        with pytest.raises(ConfigError, match=r"qwen-1\.0\.jsonl cannot be written \(.*(symbolic|other users)"):
+            open_traces(config, Served("qwen", "1.0"), WORDS.__getitem__)
+    assert target.read_text() == "keep"
 
 
 def test_text_is_written_only_if_configured(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ If that is one core, threads on the others assist: they help while they get thei
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
@@ -26,6 +27,7 @@ import numpy as np
 
 from specserve.cores import Usable
 from specserve.engine.thread_pool import ThreadPool
+from specserve.private_file import open_private
 
 logger = logging.getLogger(__name__)
 
@@ -127,27 +129,29 @@ class Workers:
         clock: seconds, the same for all processes.
 
     Raises:
-        OSError: the file cannot be used.
+        OSError: the file cannot be used, or other workers hold all numbers.
     """
 
     def __init__(
         self,
         cores: tuple[int, ...],
-        directory: Path = Path("/dev/shm"),  # noqa: S108 - opened without following links
+        directory: Path = Path("/dev/shm"),  # noqa: S108 - a file in it is used only if it is this user's alone
         clock: Callable[[], float] = monotonic,
     ) -> None:
         # A list of many cores is longer than a file's name may be.
         digest = hashlib.sha256(repr(cores).encode()).hexdigest()[:16]
         # Not to be closed: that would drop the lock.
-        file = os.open(
-            directory / f"specserve-{os.getuid()}-{digest}",
-            os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
-            0o600,
-        )
+        path = directory / f"specserve-{os.geteuid()}-{digest}"
+        file = open_private(path, os.O_RDWR | os.O_CREAT)
         # Allocated, which fails where there is no memory: to write into a hole would end the process then.
         os.posix_fallocate(file, 0, 8 * _MAX_WORKERS)
+        if os.fstat(file).st_size != 8 * _MAX_WORKERS:
+            raise OSError(errno.EINVAL, "it is too large", str(path))
         self._computed = np.frombuffer(mmap.mmap(file, 8 * _MAX_WORKERS), np.float64)
-        self._number = next(number for number in range(_MAX_WORKERS) if _lock(file, number))
+        number = next((number for number in range(_MAX_WORKERS) if _lock(file, number)), None)
+        if number is None:
+            raise OSError(errno.EBUSY, f"{_MAX_WORKERS} others have their numbers in it", str(path))
+        self._number = number
         self._clock = clock
 
     def part(self, cores: tuple[int, ...]) -> tuple[int, ...]:

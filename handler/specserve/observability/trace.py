@@ -17,6 +17,7 @@ from specserve.config import TraceConfig
 from specserve.errors import ConfigError
 from specserve.observability.metrics import Served
 from specserve.observability.records import EndRecord
+from specserve.private_file import open_private
 from specserve.sequence import RequestInfo
 from specserve.speculation.step import Step
 
@@ -32,10 +33,7 @@ class _Files(RotatingFileHandler):
 
     def _open(self) -> TextIOWrapper:
         """Open a file that only its owner may read, since it may hold clients' texts."""
-        path = Path(self.baseFilename)
-        path.touch(mode=0o600)
-        path.chmod(0o600)
-        return super()._open()
+        return open(self.baseFilename, "a", encoding=self.encoding, opener=open_private)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         """Stop the trace."""
@@ -113,7 +111,7 @@ def open_traces(config: TraceConfig | None, served: Served, spell: Callable[[int
     """The configured trace, in a file of this model version; none without a configuration.
 
     Raises:
-        ConfigError: its directory cannot be written.
+        ConfigError: it cannot be written.
     """
     if config is None:
         return []
@@ -121,6 +119,4 @@ def open_traces(config: TraceConfig | None, served: Served, spell: Callable[[int
     try:
         return [Trace(path, share=config.share, mebibytes=config.mebibytes, text=spell if config.text else None)]
     except OSError as error:
-        raise ConfigError(
-            f"`handler.trace.directory`: {config.directory} cannot be written ({error.strerror})."
-        ) from error
+        raise ConfigError(f"`handler.trace.directory`: {path} cannot be written ({error.strerror}).") from error

@@ -47,7 +47,7 @@ class CostTable:
         seconds: by KV cache length, then by number of rows.
 
     Raises:
-        ValueError: these do not fit together.
+        ValueError: these do not fit together, or are no times.
     """
 
     rows: tuple[int, ...]
@@ -60,6 +60,8 @@ class CostTable:
         is_ascending = all(low < high for low, high in [*pairwise((0, *self.rows)), *pairwise((-1, *self.kv_len))])
         if not is_ascending or shape != {len(self.rows)} or len(self.seconds) != len(self.kv_len):
             raise ValueError("no seconds for each number of rows after each length, both ascending")
+        if self.rows[:1] != (1,) or not all(0 < seconds < math.inf for after in self.seconds for seconds in after):
+            raise ValueError("no seconds of one row, or none that a pass can take")
 
     def at(self, kv_len: int) -> list[float]:
         """Seconds for each number of rows in `rows` after `kv_len` tokens.

@@ -7,8 +7,10 @@ import hashlib
 import json
 import logging
 import os
+import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from operator import mul
@@ -17,12 +19,15 @@ from time import perf_counter
 
 from specserve.config import cache_directory, processor
 from specserve.engine.base import Engine
+from specserve.private_file import open_private
 from specserve.speculation.cost import CostTable
 from specserve.speculation.measure import METHOD, measure
 
 logger = logging.getLogger(__name__)
 
 _MIB = 2**20
+# Seconds after which a file that was to become a table is one of a process that has been killed.
+_MAX_WRITE_SECONDS = 60
 
 
 def measured_cost(
@@ -41,13 +46,10 @@ def measured_cost(
         EngineError: a forward pass failed.
     """
     path = _path(engine, model, threads, kernels)
-    if (known := _stored(path)) is None:
-        with _exclusive(cache_directory() / "costs.lock"):
-            if (known := _stored(path)) is None:
-                logger.info(
-                    "specserve: measuring passes of %s (threads: %d), once on this machine", model.name, threads
-                )
-                return _measured(engine, model, path, clock)
+    with _exclusive(path.with_name("lock")):
+        if (known := _stored(path)) is None:
+            logger.info("specserve: measuring passes of %s (threads: %d), once on this machine", model.name, threads)
+            return _measured(engine, model, path, clock)
     logger.info("specserve: the cost table of %s was measured before (%s)", model.name, path)
     return known
 
@@ -98,14 +100,16 @@ def _exclusive(lock: Path) -> Iterator[None]:
     """One process at a time: two workers that start together would slow each other down."""
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        file = lock.open("w")
+        file = open_private(lock, os.O_RDWR | os.O_CREAT)
     except OSError:
-        # The table cannot be written here either, which `_store` logs.
+        # The table cannot be written here either, which `_store` logs, or the lock is another user's.
         yield
         return
-    with file:
+    try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(file)
 
 
 def _key(model: Path, threads: int, kernels: str, engine: Engine) -> str:
@@ -139,7 +143,8 @@ def _fingerprint(model: Path) -> str:
 def _stored(path: Path) -> CostTable | None:
     """The table of an earlier start; None if there is none that can be read."""
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8", opener=open_private) as file:
+            table = json.load(file)
         if table["method"] != METHOD:
             logger.info("specserve: %s was measured by an earlier version; measuring again", path)
             return None
@@ -147,7 +152,7 @@ def _stored(path: Path) -> CostTable | None:
         return CostTable(tuple(map(int, table["rows"])), tuple(map(int, table["kv_len"])), seconds)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
         logger.warning("specserve: %s cannot be used (%s); measuring again", path, error)
         return None
 
@@ -156,11 +161,17 @@ def _store(path: Path, table: CostTable, model: Path) -> None:
     """Write a table; a server that may not write here measures at every start, and logs that."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Two workers of a model may write at the same time.
-        part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(
-            json.dumps({"model": model.name, "method": METHOD, **asdict(table)}, indent=1), encoding="utf-8"
-        )
-        part.replace(path)
+        for left in path.parent.glob("*.part"):
+            with suppress(OSError):
+                if time.time() - left.lstat().st_mtime > _MAX_WRITE_SECONDS:
+                    left.unlink()
+        # A name that nobody knows before, and a file that only its owner may open.
+        descriptor, part = tempfile.mkstemp(".part", dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump({"model": model.name, "method": METHOD, **asdict(table)}, file, indent=1)
+            Path(part).replace(path)
+        finally:
+            Path(part).unlink(missing_ok=True)
     except OSError as error:
         logger.warning("specserve: %s cannot be written (%s); the next start measures again", path, error.strerror)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
+
+logger = logging.getLogger(__name__)
 
 
 class SpecserveError(Exception):
@@ -88,3 +91,31 @@ class RequestError(SpecserveError):
     def invalid(cls, param: str, message: str) -> RequestError:
         """Return the error of a field whose value cannot be used."""
         return cls(message, param=param, code="invalid_value")
+
+
+class Contained:
+    """Keeps what is raised within from all other requests: this one fails; only what ends the process goes on.
+
+    Args:
+        request_id: TorchServe's, for the log.
+        fail: is given the error that the client is told.
+    """
+
+    def __init__(self, request_id: str, fail: Callable[[RequestError], object]) -> None:
+        self._request_id = request_id
+        self._fail = fail
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
+        """Tell whether an error is dealt with."""
+        # The panics of llguidance, which is written in Rust, are no Exception.
+        if error is None or isinstance(error, KeyboardInterrupt | SystemExit):
+            return False
+        if not isinstance(error, RequestError):
+            logger.error("specserve: request %s failed", self._request_id, exc_info=error)
+            sentence = "The server failed to answer this request; its log says why."
+            error = RequestError(sentence, status=500, kind="server_error")
+        self._fail(error)
+        return True

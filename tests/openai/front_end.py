@@ -101,31 +101,45 @@ class FrontEnd:
         with mock.patch.object(torchserve, "engine_thread", return_value=self._engine_thread):
             self.handler.start(config, lambda _config: models, Served("qwen", "1.0"))
         self.rows: dict[str, dict[str, Any]] = {}
-        self.routes: dict[str, str | None] = {}
-        self.keys: dict[str, str | None] = {}
+        self.request_headers: dict[str, dict[str, str]] = {}
         self.chunks: dict[str, list[str]] = {}
         self.status: dict[str, int] = {}
         self.content_type: dict[str, str] = {}
         self.headers: dict[str, dict[str, str]] = {}
         self.finished: set[str] = set()
+        self._left: set[str] = set()
         self.waits_for_slice = True
         """Whether `handle_once` waits for the end of the time slice that it has started."""
         self._count = 0
 
-    def post(self, body: object, route: str | None = "v1/completions", *, key: str = "") -> str:
-        """Send a request, its body as JSON unless it is bytes, with an API key; returns its id."""
+    def post(
+        self,
+        body: object,
+        route: str | None = "v1/completions",
+        *,
+        key: str = "",
+        headers: dict[str, str] | None = None,
+    ) -> str:
+        """Send a request, its body as JSON unless it is bytes, with an API key or other headers; returns its id."""
+        sent = body if isinstance(body, bytes | bytearray) else json.dumps(body).encode()
+        if headers is None:
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+        # Without a version in the URL there is no `url_path`.
+        paths = {} if route is None else {"url_path": route, "explain": "False"}
+        return self.send({"body": bytes(sent)} if body is not None else {}, {"Host": "127.0.0.1"} | headers | paths)
+
+    def send(self, parts: dict[str, bytes], headers: dict[str, str]) -> str:
+        """Send a request with these parts, such as the fields of a form, and exactly these headers; returns its id."""
         self._count += 1
         request_id = f"r{self._count}"
-        sent = body if isinstance(body, bytes | bytearray) else json.dumps(body).encode()
-        self.rows[request_id] = {"body": sent} if body is not None else {}
-        self.routes[request_id] = route
-        self.keys[request_id] = f"Bearer {key}" if key else None
+        self.rows[request_id] = parts
+        self.request_headers[request_id] = headers
         self.chunks[request_id] = []
         return request_id
 
     def disconnect(self, request_id: str) -> None:
-        """Close the client's connection."""
-        del self.rows[request_id]
+        """Close the client's connection, which TorchServe notices when it has sent a chunk."""
+        self._left.add(request_id)
 
     def handle_once(self) -> None:
         """Call handle() once, and process its replies as the front end does."""
@@ -142,12 +156,16 @@ class FrontEnd:
             elif more:
                 assert self.chunks[request_id], "the first chunk is the last one: the client would hang"
                 self.finished.add(request_id)
+            # In front of the handler's own guard TorchServe encodes what it returns; what fails there ends the worker.
+            answers[index].encode()
             self.chunks[request_id].append(answers[index])
             self.status.setdefault(request_id, context.status.get(index, 200))
             assert self.status[request_id] < 400 or more is None, "an error status on a chunk loses its body"
             self.content_type.setdefault(request_id, context.types.get(index, ""))
             self.headers.setdefault(request_id, context.headers.get(index, {}))
             self.rows[request_id] = {}
+            if request_id in self._left:
+                self.finished.add(request_id)
         for request_id in self.finished & self.rows.keys():
             del self.rows[request_id]
         if self.waits_for_slice:
@@ -182,8 +200,9 @@ class FrontEnd:
         return json.loads(self.text(request_id))
 
     def events(self, request_id: str) -> list[Any]:
-        """A stream's events without the final [DONE], which is checked."""
-        lines = [line.removeprefix("data: ") for line in self.text(request_id).split("\n\n")[:-1]]
+        """A stream's events without the final [DONE], which is checked, and without comments."""
+        events = self.text(request_id).split("\n\n")[:-1]
+        lines = [event.removeprefix("data: ") for event in events if not event.startswith(":")]
         assert lines[-1] == "[DONE]"
         return [json.loads(line) for line in lines[:-1]]
 
@@ -234,18 +253,24 @@ class FakeContext:
         self.status: dict[int, int] = {}
         self.types: dict[int, str] = {}
         self.headers: dict[int, dict[str, str]] = {}
-        self._routes = [front_end.routes[request_id] for request_id in order]
-        self._keys = [front_end.keys[request_id] for request_id in order]
+        # Names as the client has spelt them, and the parts of its body among them.
+        self._request_headers: list[dict[str, Any]] = [
+            {part: {"content-type": ""} for part in front_end.rows[request_id]} | front_end.request_headers[request_id]
+            for request_id in order
+        ]
 
-    def get_request_header(self, idx: int, key: str) -> str | None:
-        return {"url_path": self._routes[idx], "authorization": self._keys[idx]}.get(key)
+    def get_all_request_header(self, idx: int) -> dict[str, Any]:
+        return self._request_headers[idx]
 
     def set_response_status(self, code: int, phrase: str, idx: int) -> None:
-        assert phrase
+        assert phrase.isascii()
         self.status[idx] = code
 
     def set_response_content_type(self, idx: int, value: str) -> None:
         self.types[idx] = value
 
     def set_response_header(self, idx: int, key: str, value: str) -> None:
+        # What TorchServe cannot write as a header ends its thread, and with it the worker.
+        assert f"{key}{value}".isascii()
+        assert f"{key}{value}".isprintable()
         self.headers.setdefault(idx, {})[key] = value

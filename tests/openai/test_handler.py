@@ -18,13 +18,13 @@ import pytest
 
 from constraints import Alternating, AlternatingGrammars
 from fake_engine import FakeVocabulary
-from front_end import SLOTS, FrontEnd
+from front_end import SLOTS, FakeContext, FrontEnd
 from specserve.observability.metrics import Metrics
-from specserve.serving import parser, torchserve
+from specserve.serving import parser, routes, torchserve
 from specserve.serving.costs import Costs
 from specserve.serving.engine_loop import EngineLoop
 from specserve.serving.generation import Generation
-from specserve.serving.openai.response import GenerationResponse
+from specserve.serving.openai.response import ChoicesResponse, GenerationResponse
 from specserve.serving.openapi import openapi
 from specserve.serving.routes import Routes
 from specserve.serving.scheduler import Scheduler
@@ -95,7 +95,7 @@ def test_wall_clock_jumps_change_no_text_and_no_measured_seconds(
 
 
 def test_streams_continue_while_a_request_is_parsed(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its prompt blocks the tokenizer until the test sets an event; a second request waits, a third is cancelled."""
+    """Its prompt blocks the tokenizer until the test sets an event; a second request waits."""
     monkeypatch.setattr(parser, "_PARSE_SECONDS", 0.01)
     stream = front_end.post({**BODY, "stream": True, "max_tokens": 40})
     front_end.handle_once()
@@ -109,7 +109,6 @@ def test_streams_continue_while_a_request_is_parsed(front_end: FrontEnd, monkeyp
 
     monkeypatch.setattr(FakeVocabulary, "encode", slow)
     others = [front_end.post({**BODY, "prompt": text}) for text in ("slow", "quick")]
-    cancelled = front_end.post({**BODY, "prompt": "leaving"})
     models = front_end.post({}, "v1/models")
     lengths = []
     for _ in range(3):
@@ -118,7 +117,6 @@ def test_streams_continue_while_a_request_is_parsed(front_end: FrontEnd, monkeyp
     assert lengths == sorted(set(lengths))
     assert front_end.status[models] == 200
     assert not any(front_end.chunks[other] for other in others)
-    front_end.disconnect(cancelled)
     release.set()
     front_end.run()
     assert all(front_end.status[other] == 200 for other in others)
@@ -341,11 +339,11 @@ def test_a_streams_status_waits_for_its_first_event(front_end: FrontEnd) -> None
     assert front_end.status[failing] == 500
 
 
-@pytest.mark.parametrize(("seconds", "chunks"), [(60.0, set()), (0.0, {""})])
+@pytest.mark.parametrize(("seconds", "chunks"), [(60.0, set()), (0.0, {": \n\n", ""})])
 def test_a_queued_stream_gets_its_status_at_the_deadline(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, seconds: float, chunks: set[str]
 ) -> None:
-    monkeypatch.setattr(torchserve, "_STATUS_SECONDS", seconds)
+    monkeypatch.setattr(torchserve, "_STREAM_STATUS_SECONDS", seconds)
     for _ in range(20):
         front_end.post({**BODY, "max_tokens": 100, "ignore_eos": True})
     front_end.handle_once()
@@ -358,6 +356,68 @@ def test_a_queued_stream_gets_its_status_at_the_deadline(
     assert front_end.events(waiting)
 
 
+class Clock:
+    """Stands in for `time` in torchserve.py; a call of handle() takes two seconds and a half."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("route", "extra", "sign"),
+    [
+        ("v1/completions", {"stream": True}, ": \n\n"),
+        ("v1/chat/completions", {"stream": True}, ": \n\n"),
+        ("v1/responses", {"stream": True}, ": \n\n"),
+        ("v1/messages", {"stream": True}, 'event: ping\ndata: {"type": "ping"}\n\n'),
+        ("v1/chat/completions", {}, " "),
+        ("v1/messages", {}, " "),
+    ],
+)
+def test_a_request_that_waits_hears_something_every_ten_seconds(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, route: str, extra: dict[str, Any], sign: str
+) -> None:
+    prompts: dict[str, dict[str, Any]] = {
+        "v1/completions": {"prompt": "hello"},
+        "v1/responses": {"input": "hello"},
+    }
+    limit = "max_output_tokens" if route == "v1/responses" else "max_tokens"
+    clock = Clock()
+    monkeypatch.setattr(torchserve, "time", clock)
+    for _ in range(SLOTS):
+        front_end.post({**BODY, "max_tokens": 240, "ignore_eos": True, "speculation": {"mode": "off"}})
+    front_end.handle_once()
+    body = prompts.get(route, {"messages": [{"role": "user", "content": "hello"}]})
+    waiting = front_end.post({**body, limit: 4, **extra}, route)
+    for _ in range(19):
+        front_end.handle_once()
+        clock.now += 2.5
+    # After 2.5, 12.5, 22.5, 32.5 and 42.5 seconds; empty chunks between them.
+    assert front_end.chunks[waiting] == ([sign, "", "", ""] * 5)[:18]
+    front_end.run()
+    assert front_end.status[waiting] == 200
+    text = front_end.text(waiting)
+    if not extra:
+        assert json.loads(text)["usage"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stream_that_speaks_sends_no_signs_of_life(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, *, stream: bool
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(torchserve, "time", clock)
+    request_id = front_end.post({**BODY, "max_tokens": 60, "ignore_eos": True, "stream": stream})
+    while request_id in front_end.rows:
+        front_end.handle_once()
+        clock.now += 9.0 if stream else 0.01
+    assert ": \n\n" not in front_end.text(request_id)
+    assert not front_end.text(request_id).startswith(" ")
+
+
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "json_object"}}])
 def test_a_disconnect_from_a_long_whole_response_is_noticed(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
@@ -366,7 +426,7 @@ def test_a_disconnect_from_a_long_whole_response_is_noticed(
     monkeypatch.setattr(torchserve, "_STATUS_SECONDS", 0.0)
     whole = front_end.post({**BODY, "max_tokens": 50, **fields})
     front_end.handle_once()
-    assert front_end.chunks[whole] == [""]
+    assert front_end.chunks[whole] == [" "]
     assert front_end.rows[whole] == {}
     front_end.run()
     assert (front_end.status[whole], front_end.content_type[whole]) == (200, "application/json")
@@ -374,6 +434,8 @@ def test_a_disconnect_from_a_long_whole_response_is_noticed(
     cancelled = front_end.post({**BODY, "max_tokens": 200, "ignore_eos": not fields, **fields})
     front_end.handle_once()
     front_end.disconnect(cancelled)
+    # It is noticed with the next chunk.
+    front_end.handle_once()
     assert front_end.sequences() == (0, 0)
 
 
@@ -399,7 +461,7 @@ def test_a_long_body_is_sent_to_the_handler_once(front_end: FrontEnd) -> None:
     long = front_end.post({**BODY, "max_tokens": 50, "user": "x" * 100_000})
     short = front_end.post({**BODY, "max_tokens": 50, "user": "x" * 1_000})
     front_end.handle_once()
-    assert (front_end.chunks[long], front_end.chunks[short]) == ([""], [])
+    assert (front_end.chunks[long], front_end.chunks[short]) == ([" "], [])
     assert (front_end.rows[long], len(front_end.rows[short])) == ({}, 1)
     front_end.run()
     assert front_end.answer(long)["usage"]["completion_tokens"] > 0
@@ -444,20 +506,14 @@ def test_long_bodies_are_refused_while_too_many_bytes_wait_to_be_parsed(
     monkeypatch.setattr(parser, "_PARSE_SECONDS", 0.01)
     monkeypatch.setattr(parser, "_MAX_WAITING_BYTES", 300_000)
     release = block_tokenizer(monkeypatch)
-    alone = front_end.post({**BODY, "user": "x" * 400_000})
+    lengths = (150_000, 100_000, 100_000, 50_000)
+    first, second, refused, short = (front_end.post({**BODY, "user": "x" * length}) for length in lengths)
     front_end.handle_once()
-    refused, short = (front_end.post({**BODY, "user": "x" * length}) for length in (100_000, 50_000))
-    front_end.handle_once()
-    front_end.disconnect(alone)
-    second, beyond, third = (front_end.post({**BODY, "user": "x" * length}) for length in (150_000, 200_000, 100_000))
-    front_end.handle_once()
-    refusals = [front_end.status.pop(request_id) for request_id in (refused, beyond)]
-    assert refusals == [503, 503]
+    assert front_end.status == {refused: 503}
     assert "send this one again" in front_end.answer(refused)["error"]["message"]
-    assert not front_end.status
     release.set()
     front_end.run()
-    assert [front_end.status[request_id] for request_id in (short, second, third)] == [200, 200, 200]
+    assert [front_end.status[request_id] for request_id in (first, second, short)] == [200, 200, 200]
     again = front_end.post({**BODY, "user": "x" * 400_000})
     front_end.run()
     assert front_end.status[again] == 200
@@ -470,7 +526,7 @@ def test_a_grammar_that_becomes_too_costly_after_the_status_is_an_error_object(
     monkeypatch.setattr(AlternatingGrammars, "gbnf", lambda _grammars, text: Alternating(200, fails_at=len(text)))
     late = front_end.post({**BODY, "max_tokens": 60, "grammar": "r" * 40, "speculation": {"mode": "off"}})
     front_end.handle_once()
-    assert front_end.chunks[late] == [""]
+    assert front_end.chunks[late] == [" "]
     front_end.run()
     assert (front_end.status[late], front_end.answer(late)["error"]["code"]) == (200, "grammar_too_costly")
 
@@ -518,6 +574,133 @@ def test_a_model_failure_is_a_500_or_an_error_event_and_the_next_request_is_serv
     after = front_end.post(BODY)
     front_end.run()
     assert front_end.status[after] == 200
+
+
+class Panic(BaseException):
+    """As the panics of llguidance, which is written in Rust."""
+
+
+@pytest.mark.parametrize("error", [KeyError("gone"), Panic("index out of bounds")])
+@pytest.mark.parametrize("stream_first", [False, True])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (routes, "parse_body"),
+        (Scheduler, "submit"),
+        (Scheduler, "cancel"),
+        (ChoicesResponse, "_new"),
+        (GenerationResponse, "_totals"),
+        (FakeContext, "get_all_request_header"),
+        (FakeContext, "set_response_content_type"),
+    ],
+)
+def test_what_one_request_raises_fails_that_request_alone(
+    front_end: FrontEnd,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    error: BaseException,
+    *,
+    stream_first: bool,
+) -> None:
+    original = getattr(owner, name)
+    errors = [error]
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, failing)
+    body = {**BODY, "max_tokens": 20}
+    requests = [
+        front_end.post({**body, "stream": True, "stream_options": USAGE} if stream else body)
+        for stream in (stream_first, not stream_first)
+    ]
+    front_end.run()
+    requests.append(front_end.post(body))
+    front_end.run()
+    failed = [request_id for request_id in requests if '"server_error"' in front_end.text(request_id)]
+    assert len(failed) == 1
+    for request_id in failed:
+        if front_end.status[request_id] == 200:
+            assert front_end.events(request_id)[-1]["error"]["message"].endswith("its log says why.")
+        else:
+            assert front_end.status[request_id] == 500
+    assert len({text_of(front_end, request_id) for request_id in requests if request_id not in failed}) == 1
+
+
+def text_of(front_end: FrontEnd, request_id: str) -> str:
+    """The text of a completion, whole or streamed."""
+    if front_end.content_type[request_id] == "application/json":
+        return str(front_end.answer(request_id)["choices"][0]["text"])
+    events = front_end.events(request_id)
+    return "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+def test_a_failure_that_even_its_error_cannot_tell_ends_the_stream_alone(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = [front_end.post({**BODY, "stream": True, "max_tokens": 40}) for _ in range(2)]
+    front_end.handle_once()
+    failing = front_end.handler._responses[streams[0]]
+    monkeypatch.setattr(failing, "next_events", lambda: pytest.fail("as always"))
+    front_end.run()
+    assert "[DONE]" not in front_end.text(streams[0])
+    assert front_end.events(streams[1])[-1]["choices"][0]["finish_reason"]
+
+
+def test_a_panic_in_a_round_fails_its_sequences_and_the_next_request_is_served(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def panic(_scheduler: Scheduler) -> None:
+        monkeypatch.undo()
+        raise Panic("index out of bounds")
+
+    failed = front_end.post({**BODY, "max_tokens": 100, "ignore_eos": True})
+    front_end.handle_once()
+    monkeypatch.setattr(Scheduler, "run_round", panic)
+    front_end.run()
+    assert front_end.status[failed] == 500
+    after = front_end.post(BODY)
+    front_end.run()
+    assert front_end.status[after] == 200
+
+
+def test_metrics_that_cannot_be_sent_are_logged_once_and_fail_nobody(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Metrics, "emit", lambda _metrics: None)  # a TypeError
+    request_id = front_end.post({**BODY, "max_tokens": 60})
+    front_end.run()
+    assert front_end.status[request_id] == 200
+    assert [record.message for record in caplog.records if record.exc_info] == [
+        "specserve: metrics cannot be sent; this is not logged again"
+    ]
+
+
+@pytest.mark.parametrize("name", ["authorization", "Authorization", "x-api-key", "url_path", "explain", "host", ""])
+@pytest.mark.parametrize("route", [None, "v1/chat/completions"])
+def test_parts_of_a_form_are_no_headers(front_end: FrontEnd, name: str, route: str | None) -> None:
+    other = front_end.post(BODY)
+    headers = {"Host": "127.0.0.1"} | ({} if route is None else {"url_path": route, "explain": "False"})
+    form = front_end.send({name: b"x"}, headers)
+    front_end.run()
+    assert (front_end.status[form], front_end.status[other]) == (400, 200)
+    assert "application/json" in front_end.answer(form)["error"]["message"]
+
+
+@pytest.mark.parametrize("headers", [{}, {"ts_request_sequence_id": "1", "ts_request_sequence_end": "true"}])
+@pytest.mark.parametrize("parts", [{"body": json.dumps(BODY).encode()}, {"authorization": b"x"}, {}])
+def test_a_request_by_grpc_is_refused_with_one_last_chunk(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, parts: dict[str, bytes], headers: dict[str, str]
+) -> None:
+    """TorchServe's streaming calls end with a last chunk only, which no call by HTTP begins with."""
+    refused = front_end.send(parts, headers)
+    monkeypatch.setattr(front_end, "chunks", {refused: ["as by HTTP"]})
+    front_end.run()
+    _, chunk = front_end.chunks[refused]
+    assert "HTTP" in json.loads(chunk)["error"]["message"]
 
 
 @pytest.mark.parametrize("body", [bytearray(b"{"), b"", "text", [1], 5])
@@ -602,6 +785,7 @@ def test_the_holdback_speedup_is_reset_when_the_draft_model_fails() -> None:
         (("key", "a"), ("other", "a"), False),
         (("key", ""), ("key", ""), False),
         (("", None), ("", None), True),
+        (("", None), ("key", None), False),
     ],
 )
 def test_lookups_find_what_answers_to_the_same_key_and_pool_wrote(
@@ -639,3 +823,30 @@ def test_an_idle_server_empties_a_slot_before_it_measures_what_has_become_doubtf
     assert all(server.target.cache[slot] for slot in range(SLOTS))
     assert measured.wait(10)
     assert empty == [[True, True]]
+
+
+@pytest.mark.parametrize(
+    ("headers", "same"),
+    [
+        ({"authorization": "Bearer a"}, True),
+        ({"AUTHORIZATION": "Bearer a"}, True),
+        ({"Authorization": "Bearer a", "X-Api-Key": "b"}, True),
+        ({"Authorization": "Bearer b"}, False),
+        ({"x-api-key": "Bearer a"}, True),
+        ({"X-API-Key": "b"}, False),
+        ({"Authorization": "Bearer a", "authorization": "Bearer b"}, False),
+        ({}, False),
+    ],
+)
+def test_a_client_is_known_by_its_key_however_the_header_is_spelt(
+    front_end: FrontEnd, headers: dict[str, str], *, same: bool
+) -> None:
+    """Two different keys in one request are a key of their own, so nobody becomes another by a second header."""
+    speculation = {"mode": "fixed", "gamma": 8, "drafter": "lookup"}
+    body = {**BODY, "prompt": "abcd", "max_tokens": 60, "ignore_eos": True, "speculation": speculation}
+    accepted = []
+    for sent in ({"Authorization": "Bearer a"}, headers):
+        request = front_end.post(body, headers=sent)
+        front_end.run()
+        accepted.append(front_end.answer(request)["speculation"]["accepted_tokens"])
+    assert (accepted[1] > accepted[0]) == same

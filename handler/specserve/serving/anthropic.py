@@ -199,6 +199,8 @@ class MessagesRequest(CountRequest):
 class MessagesResponse(BlocksResponse):
     """Writes the response of v1/messages."""
 
+    keep_alive = 'event: ping\ndata: {"type": "ping"}\n\n'
+
     @staticmethod
     def error_body(error: RequestError) -> Json:
         """Return the body of the response to a request that is refused or fails, in Anthropic's shape."""

@@ -10,6 +10,7 @@ from contextlib import suppress
 from threading import Event, Lock, Timer
 
 from specserve.engine.placement import Placement
+from specserve.errors import EngineError
 from specserve.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -125,10 +126,13 @@ class EngineLoop:
             try:
                 self._placement.begin_round()
                 self._scheduler.run_round()
-            except Exception as error:
-                # Raised to TorchServe, it would fail every request, those that wait included.
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:
+                # Raised to TorchServe, it would fail every request, those that wait included; or end the worker, if it
+                # is a panic of llguidance.
                 logger.exception("specserve: a round failed")
-                self._scheduler.fail_all(error)
+                self._scheduler.fail_all(error if isinstance(error, Exception) else EngineError(str(error)))
             if time.monotonic() >= until or self._interrupted.is_set():
                 break
 

@@ -126,7 +126,7 @@ class InfillResponse(Response):
     @property
     def done(self) -> bool:
         """Whether it is complete, also by a line that is indented too little; then the generation is cancelled."""
-        if not self._is_cut and (new := self._generation.take_text()):
+        if not (self._is_cut or self.error) and (new := self._generation.take_text()):
             content = self._content + new
             self._content = indented(content, self._request.n_indent or 0, len(self._content))
             self._is_cut = len(self._content) < len(content)

@@ -12,8 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 from specserve.errors import RequestError
+from specserve.serving.incoming import Incoming
 from specserve.serving.openai.response import Response
-from specserve.serving.routes import Origin, Routes
+from specserve.serving.routes import Routes
 
 # A body longer than this is long, in bytes: a megabyte takes up to 30 ms to read.
 LONG_BODY = 64 * 1024
@@ -56,24 +57,22 @@ class Parser:
         """Tell whether a request is being parsed."""
         return request_id in self._parsing
 
-    def begin(self, origin: Origin, route: str, body: object, size: int, arrival: float) -> None:
+    def begin(self, incoming: Incoming, arrival: float) -> None:
         """Parse in the parser's thread what is to be generated; other routes ask the scheduler and are answered here.
 
         Args:
-            origin: of the request.
-            route: the path of its URL.
-            body: as TorchServe has decoded it.
-            size: of the body, in bytes.
+            incoming: the request.
             arrival: when it came.
         """
+        route, size = incoming.route, incoming.size
         answered: Future[Response] = Future()
         if not self._routes.generates(route):
-            answered.set_result(self._routes.respond(origin, route, body))
+            answered.set_result(self._routes.respond(incoming))
         elif size > LONG_BODY and self._waiting_bytes() > max(0, _MAX_WAITING_BYTES - size):
             answered.set_result(self._routes.refusal(route, _BUSY))
         else:
-            answered = self._thread.submit(self._routes.respond, origin, route, body)
-        self._parsing[origin.request_id] = Parsing(arrival, size, answered)
+            answered = self._thread.submit(self._routes.respond, incoming)
+        self._parsing[incoming.request_id] = Parsing(arrival, size, answered)
 
     def _waiting_bytes(self) -> int:
         """Count the bytes of the long bodies that wait to be parsed."""

@@ -8,17 +8,18 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 import specserve
 from specserve.config import HandlerConfig, ModelConfig, processor
 from specserve.engine.kernels import calls
 from specserve.engine.llama_model import LlamaModel, build_description
-from specserve.errors import RequestError
+from specserve.errors import Contained, RequestError
 from specserve.observability.control_group import Holdback
 from specserve.serving.anthropic import CountRequest, MessagesRequest, MessagesResponse
 from specserve.serving.generation import Generation
+from specserve.serving.incoming import Incoming
 from specserve.serving.infill import InfillRequest, InfillResponse, infill_prompt
 from specserve.serving.loading import Models
 from specserve.serving.openai.body import Body
@@ -46,13 +47,6 @@ _MAX_WARNINGS = 100
 _OTHER_MODELS = ("embedding", "embeddings", "rerank", "reranking", "score", "audio", "images", "moderations")
 
 
-class Origin(NamedTuple):
-    """Where a request comes from: TorchServe's id of it, and its client's, whose requests share what others do not."""
-
-    request_id: str
-    client: str = ""
-
-
 class Routes:
     """Makes the response to a request: one to be generated, or one that is complete.
 
@@ -77,7 +71,7 @@ class Routes:
         self._warned_of: set[str] = set()
         self._tokenizer = Tokenizer(models.vocabulary, config)
         # The bare URL of a model takes completions.
-        self._generating: dict[str, Callable[[object, Origin], Response]] = {
+        self._generating: dict[str, Callable[[Incoming], Response]] = {
             "": self._complete,
             "v1/completions": self._complete,
             "v1/chat/completions": self._chat,
@@ -102,31 +96,22 @@ class Routes:
         others: dict[str, type[Response]] = {"v1/messages": MessagesResponse, "v1/responses": ResponsesResponse}
         return others.get(route.removesuffix("/count_tokens"), Response).refusal(error)
 
-    def respond(self, origin: Origin, route: str, body: object) -> Response:
-        """Make the response to a request; whatever is wrong with that is an error response.
+    def respond(self, incoming: Incoming) -> Response:
+        """Make the response to a request; whatever is wrong with that is an error response."""
+        errors: list[RequestError] = []
+        with Contained(incoming.request_id, errors.append):
+            return self._respond(incoming)
+        return self.refusal(incoming.route, *errors)
 
-        Args:
-            origin: of the request.
-            route: the path after the model's version.
-            body: bytes or a decoded JSON value; None without one.
-        """
-        try:
-            return self._respond(origin, route, body)
-        except RequestError as error:
-            return self.refusal(route, error)
-        except Exception:
-            logger.exception("specserve: request %s could not be parsed", origin.request_id)
-            failure = RequestError("The server failed to read this request.", status=500, kind="server_error")
-            return self.refusal(route, failure)
-
-    def _respond(self, origin: Origin, route: str, body: object) -> Response:
+    def _respond(self, incoming: Incoming) -> Response:
+        route = incoming.route
         if route in self._generating:
-            if body is None:
+            if incoming.body is None:
                 raise RequestError(
                     "The request has no JSON body. Send it with the header 'Content-Type: application/json' (curl: "
                     "--json instead of -d): TorchServe reads what is announced as a form itself, and passes on fields."
                 )
-            return self._generating[route](body, origin)
+            return self._generating[route](incoming)
         if route in self._describing:
             return Response(self._describing[route]())
         if route.startswith("v1/models/"):
@@ -191,9 +176,9 @@ class Routes:
         """Make one entry of v1/models."""
         return Model(id=name, object="model", created=self._created, owned_by="specserve")
 
-    def _parsed(self, body: object, kind: type[AnyRequest]) -> AnyRequest:
+    def _parsed(self, incoming: Incoming, kind: type[AnyRequest]) -> AnyRequest:
         """Validate a body; unknown fields are refused if the operator wants that."""
-        return parse_body(body, kind, refuses_unknown=self._config.unknown_fields == "refuse")
+        return parse_body(incoming.body, kind, refuses_unknown=self._config.unknown_fields == "refuse")
 
     def _named(self, request: Body, response: Response) -> Response:
         """Name the fields of a request that were ignored in its response's headers, and once in the log."""
@@ -207,31 +192,31 @@ class Routes:
                 logger.warning("specserve: requests have the field '%s', which is ignored", name)
         return response
 
-    def _complete(self, body: object, origin: Origin) -> Response:
-        request = self._parsed(body, CompletionRequest)
+    def _complete(self, incoming: Incoming) -> Response:
+        request = self._parsed(incoming, CompletionRequest)
         prompts = self._tokenizer.completion(request)
-        return self._named(request, self._generate(CompletionResponse, request, prompts, origin))
+        return self._named(request, self._generate(CompletionResponse, request, prompts, incoming))
 
-    def _chat(self, body: object, origin: Origin) -> Response:
-        request = self._parsed(body, ChatRequest)
-        return self._named(request, self._generate(ChatResponse, request, [self._chat_prompt(request)], origin))
+    def _chat(self, incoming: Incoming) -> Response:
+        request = self._parsed(incoming, ChatRequest)
+        return self._named(request, self._generate(ChatResponse, request, [self._chat_prompt(request)], incoming))
 
-    def _create_response(self, body: object, origin: Origin) -> Response:
-        request = self._parsed(body, ResponsesRequest)
-        messages = self._store.messages(origin.client, request.previous_response_id) + request.messages()
+    def _create_response(self, incoming: Incoming) -> Response:
+        request = self._parsed(incoming, ResponsesRequest)
+        messages = self._store.messages(incoming.client, request.previous_response_id) + request.messages()
         chat = request.chat(messages)
         keeps = self._config.responses_store > 0 and request.store is not False
-        keep = partial(self._store.put, origin.client) if keeps else None
+        keep = partial(self._store.put, incoming.client) if keeps else None
         kind = partial(ResponsesResponse, request, messages, keep)
-        return self._named(request, self._generate(kind, chat, [self._chat_prompt(chat)], origin))
+        return self._named(request, self._generate(kind, chat, [self._chat_prompt(chat)], incoming))
 
-    def _create_message(self, body: object, origin: Origin) -> Response:
-        request = self._parsed(body, MessagesRequest)
+    def _create_message(self, incoming: Incoming) -> Response:
+        request = self._parsed(incoming, MessagesRequest)
         chat = request.chat()
-        return self._named(request, self._generate(MessagesResponse, chat, [self._chat_prompt(chat)], origin))
+        return self._named(request, self._generate(MessagesResponse, chat, [self._chat_prompt(chat)], incoming))
 
-    def _count_tokens(self, body: object, _origin: Origin) -> Response:
-        request = self._parsed(body, CountRequest)
+    def _count_tokens(self, incoming: Incoming) -> Response:
+        request = self._parsed(incoming, CountRequest)
         chat = request.chat()
         self._known_model(chat.model)
         return self._named(request, Response({"input_tokens": len(self._chat_prompt(chat).tokens)}))
@@ -241,10 +226,10 @@ class Routes:
             raise RequestError("This model has no chat template; use v1/completions.", code="unsupported_value")
         return self._tokenizer.chat(self._models.chat_template.prompt(request), request)
 
-    def _infill(self, body: object, origin: Origin) -> Response:
-        request, models = self._parsed(body, InfillRequest), self._models
+    def _infill(self, incoming: Incoming) -> Response:
+        request, models = self._parsed(incoming, InfillRequest), self._models
         prompt = infill_prompt(request, self._tokenizer, models.vocabulary)
-        _, [[generation]] = self._resolved(request.completion(prompt), [prompt], origin)
+        _, [[generation]] = self._resolved(request.completion(prompt), [prompt], incoming)
         generation.warm_cache()
         return self._named(request, InfillResponse(request, generation, model=self._known_model(request.model)))
 
@@ -253,15 +238,15 @@ class Routes:
         kind: Callable[..., GenerationResponse],
         request: CompletionRequest | ChatRequest,
         prompts: list[Prompt],
-        origin: Origin,
+        incoming: Incoming,
     ) -> Response:
         """Make the response to a valid request, with its generations before their first round."""
         model = self._known_model(request.model)
-        form, candidates = self._resolved(request, prompts, origin)
-        return kind(form, candidates, vocabulary=self._models.vocabulary, request_id=origin.request_id, model=model)
+        form, candidates = self._resolved(request, prompts, incoming)
+        return kind(form, candidates, vocabulary=self._models.vocabulary, request_id=incoming.request_id, model=model)
 
     def _resolved(
-        self, request: CompletionRequest | ChatRequest, prompts: list[Prompt], origin: Origin
+        self, request: CompletionRequest | ChatRequest, prompts: list[Prompt], incoming: Incoming
     ) -> tuple[ResponseForm, list[list[Generation]]]:
         """Resolve a valid request, which may be drawn for the control group."""
         models, held_back = self._models, self._holdback.draw()
@@ -273,8 +258,8 @@ class Routes:
             self._config,
             calls=None if models.chat_template is None else models.chat_template.calls,
             thinking=None if models.chat_template is None else models.chat_template.thinking,
-            request_id=origin.request_id,
-            client=origin.client,
+            request_id=incoming.request_id,
+            client=incoming.client,
             held_back=held_back,
         )
 

@@ -8,6 +8,7 @@ TorchServe calls `handle` again and again while requests are live. Each call has
   (False) or the last chunk (True).
 - Where a call has no reply yet, it deletes the entry's id from `context.request_ids`: then nothing is sent, and the
   entry comes again with the next call.
+- What a call raises TorchServe answers to all entries, so whatever one of them raises is kept to that one.
 
 Three threads share the work:
 
@@ -24,14 +25,14 @@ prefilled.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from specserve.config import HandlerConfig, parse_handler
-from specserve.errors import SpecserveError
+from specserve.errors import Contained, RequestError, SpecserveError
 from specserve.observability.control_group import Holdback
 from specserve.observability.metrics import Gauges, Metrics, Sample, Served
 from specserve.observability.records import StoreRecord
@@ -41,13 +42,16 @@ from specserve.serving.engine_loop import EngineLoop, engine_thread
 from specserve.serving.loading import Models, load_models, open_store
 from specserve.serving.openai.response import Response
 from specserve.serving.parser import LONG_BODY, Parser
-from specserve.serving.routes import Origin, Routes
+from specserve.serving.routes import Routes
 from specserve.serving.scheduler import Scheduler
 from specserve.serving.torchserve_types import (
+    NO_GRPC,
     PHRASES,
     Context,
+    came_by_grpc,
     last_chunk,
     more_to_come,
+    receive,
     receive_bodies_as_bytes,
     sender,
     whole_response,
@@ -56,9 +60,14 @@ from specserve.speculation.measure import MEASURED_CELLS
 
 logger = logging.getLogger(__name__)
 
-# How long an empty first reply is held back, in seconds, so that an error can have an HTTP status of its own. Until
-# then TorchServe sends the request's body with every call, so after a long body the status is sent at once.
-_STATUS_SECONDS = 2.0
+# How long a first reply without content is held back, of a stream and of a whole response, in seconds, so that an error
+# can have an HTTP status of its own. Until then TorchServe sends the request's body with every call, so after a long
+# body the status is sent at once.
+_STREAM_STATUS_SECONDS, _STATUS_SECONDS = 1.0, 2.0
+# How long nothing is sent after that: proxies give up after 60 seconds of silence, many clients after 300.
+_SILENCE_SECONDS = 10.0
+# JSON allows it before an object.
+_WHITE_SPACE = " "
 
 
 class Handler:
@@ -120,6 +129,7 @@ class Handler:
         )
         self._parser = Parser(self._routes)
         self._responses: dict[str, Response] = {}
+        self._metrics_failed = False
 
     def handle(self, data: list[dict[str, Any]], context: Context) -> list[str]:
         """Take new requests, forget old ones, and reply to every entry with what a slice of rounds has produced."""
@@ -145,8 +155,13 @@ class Handler:
                 # It is still being parsed.
                 del context.request_ids[index]
             else:
-                replies[index] = self._reply(context, index, response)
-        self._emit_metrics()
+                replies[index] = self._reply_or_fail(context, index, response)
+        try:
+            self._emit_metrics()
+        except Exception:
+            if not self._metrics_failed:
+                logger.exception("specserve: metrics cannot be sent; this is not logged again")
+            self._metrics_failed = True
         # With a new prompt to prefill no slice is started: more requests mostly come with it, and the next call takes
         # these first and then runs the slice itself.
         self._loop.start(more_may_come=others_than_before)
@@ -156,34 +171,55 @@ class Handler:
         """Forget the requests without an entry: they are answered, or their clients have left."""
         self._parser.forget_absent(present)
         for request_id in self._responses.keys() - present:
-            self._cancel(self._responses.pop(request_id))
+            self._cancel(request_id, self._responses.pop(request_id))
 
     def _parse_new(self, data: list[dict[str, Any]], context: Context, called: float) -> None:
         """Begin to parse the requests that came with this call."""
         for index, request_id in context.request_ids.items():
             if request_id in self._responses or request_id in self._parser:
                 continue
-            route = (context.get_request_header(index, "url_path") or "").strip("/")
-            size = sum(map(len, data[index].values()))
-            body = data[index].get("body", data[index].get("data"))
-            # Requests with one key share what they wrote (speculation/history.py); the key itself is kept nowhere.
-            key = context.get_request_header(index, "authorization") or ""
-            origin = Origin(request_id, hashlib.sha256(key.encode()).hexdigest()[:16])
-            self._parser.begin(origin, route, body, size, called)
+            with Contained(request_id, partial(self._refuse, request_id)):
+                incoming = receive(context, index, data[index])
+                if came_by_grpc(incoming):
+                    self._refuse(request_id, NO_GRPC)
+                    # It has none; only a last chunk ends unary and streaming calls alike.
+                    self._responses[request_id].status_sent = True
+                else:
+                    self._parser.begin(incoming, called)
+
+    def _refuse(self, request_id: str, error: RequestError) -> None:
+        self._responses[request_id] = Response.refusal(error)
 
     def _submit_parsed(self) -> None:
         """Submit the parsed requests; `take` waits briefly for those that are being parsed."""
         parsed = self._parser.take(idle=not self._scheduler.busy)
         for request_id, (arrival, size, future) in parsed.items():
-            response = self._responses[request_id] = future.result()
-            response.status_deadline = arrival + (_STATUS_SECONDS if size <= LONG_BODY else 0.0)
-            for generation in response.generations:
-                if not generation.done:
-                    self._scheduler.submit(generation, time.monotonic() - arrival)
+            with Contained(request_id, partial(self._refuse, request_id)):
+                self._responses[request_id] = future.result()
+            response = self._responses[request_id]
+            seconds = _STREAM_STATUS_SECONDS if response.streams else _STATUS_SECONDS
+            response.silent_until = arrival + (seconds if size <= LONG_BODY else 0.0)
+            with Contained(request_id, response.fail):
+                for generation in response.generations:
+                    if not generation.done:
+                        self._scheduler.submit(generation, time.monotonic() - arrival)
 
-    def _cancel(self, response: Response) -> None:
+    def _cancel(self, request_id: str, response: Response) -> None:
         for generation in response.generations:
-            self._scheduler.cancel(generation)
+            with Contained(request_id, response.fail):
+                self._scheduler.cancel(generation)
+
+    def _reply_or_fail(self, context: Context, index: int, response: Response) -> str:
+        """What this call sends to one entry; where writing that raises, the error."""
+        for _ in range(2):
+            with Contained(context.request_ids[index], response.fail):
+                reply = self._reply(context, index, response)
+                if reply:
+                    response.silent_until = time.monotonic() + _SILENCE_SECONDS
+                return reply
+        # Its protocol's error cannot be written either.
+        context.stopping_criteria[index] = last_chunk
+        return ""
 
     def _reply(self, context: Context, index: int, response: Response) -> str:
         """What this call sends to one entry.
@@ -195,30 +231,32 @@ class Handler:
         | a stream with new events  | these, as a chunk                                                         |
         | a stream that is done     | the last events, as the last chunk, after an empty one if it is the first |
         | whole, done               | the body, as a whole response; as the last chunk if the status was sent   |
-        | with nothing to send yet  | an empty chunk if the status was sent or is due, else nothing             |
+        | with nothing to send yet  | a sign of life if one is due; else an empty chunk if the status was sent  |
         """
         if response.done:
             # After an error the other choices are of no use, nor is what follows a text that is complete.
-            self._cancel(response)
+            self._cancel(context.request_ids[index], response)
         if response.streams and (response.status_sent or not response.error):
             return self._next_chunk(context, index, response)
         if not response.done:
             return self._keep_open(context, index, response, "application/json")
+        text = response.text()
         if response.status_sent:
             context.stopping_criteria[index] = last_chunk
         else:
             self._set_status(context, index, response, "application/json")
-        return response.text()
+        return text
 
     def _keep_open(self, context: Context, index: int, response: Response, content_type: str) -> str:
-        """Send an empty chunk, by which TorchServe notices that a client left; nothing before the status is due."""
-        if response.status_sent or time.monotonic() >= response.status_deadline:
-            self._set_status(context, index, response, content_type)
-            context.stopping_criteria[index] = more_to_come
-        else:
+        """Send a sign of life, or an empty chunk, by which TorchServe notices that a client left; at first nothing."""
+        is_due = time.monotonic() >= response.silent_until
+        if not (is_due or response.status_sent):
             # The entry comes again with the next call, its status still open.
             del context.request_ids[index]
-        return ""
+            return ""
+        self._set_status(context, index, response, content_type)
+        context.stopping_criteria[index] = more_to_come
+        return (response.keep_alive if response.streams else _WHITE_SPACE) if is_due else ""
 
     def _next_chunk(self, context: Context, index: int, response: Response) -> str:
         """A stream's next events."""

@@ -29,7 +29,7 @@ _END = "data: [DONE]\n\n"
 
 
 class Response:
-    """Holds the response to one request, complete unless generations write it, and whether the client has its status.
+    """Holds the response to one request, complete unless generations write it, and what the client has of it.
 
     Args:
         body: its JSON object.
@@ -38,6 +38,8 @@ class Response:
     """
 
     streams = False
+    # What a stream sends where it has nothing to say; no client takes it for content.
+    keep_alive: ClassVar[str] = ": \n\n"
 
     def __init__(
         self,
@@ -48,12 +50,17 @@ class Response:
     ) -> None:
         self.generations = generations
         self.status_sent = False
-        # When the status is sent at the latest, by time.monotonic().
-        self.status_deadline = 0.0
+        # When something is sent at the latest, by time.monotonic().
+        self.silent_until = 0.0
         # Sent with the status.
         self.headers: dict[str, str] = {}
         self._status = status
         self._body = body or {}
+        self._failed: RequestError | None = None
+
+    def fail(self, error: RequestError) -> None:
+        """Make it the response to a request that has failed, whatever its generations say."""
+        self._failed = error
 
     @staticmethod
     def error_body(error: RequestError) -> ResponseObject | Mapping[str, Any]:
@@ -68,8 +75,8 @@ class Response:
 
     @property
     def error(self) -> RequestError | None:
-        """The error of the first generation that has one."""
-        return next((generation.error for generation in self.generations if generation.error), None)
+        """What it has failed with, or else the error of the first generation that has one."""
+        return self._failed or next((generation.error for generation in self.generations if generation.error), None)
 
     @property
     def done(self) -> bool:
@@ -83,7 +90,7 @@ class Response:
 
     def text(self) -> str:
         """Return the whole JSON object as text; the response must be done."""
-        return as_json(self._body)
+        return as_json(self.error_body(self.error) if self.error else self._body)
 
     def next_events(self) -> str:
         """Return the events of a stream since the last call; '' of a response that is no stream."""

@@ -1,0 +1,33 @@
+"""A request as it comes in, whatever brought it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A request that is not parsed yet.
+
+    Args:
+        request_id: TorchServe's.
+        route: the path of its URL after the model's version.
+        body: bytes or a decoded JSON value; None without one.
+        size: of all that came, in bytes.
+        headers: by name in lower case; several of one name are joined by commas.
+    """
+
+    request_id: str
+    route: str
+    body: object
+    size: int
+    headers: Mapping[str, str]
+
+    @cached_property
+    def client(self) -> str:
+        """Whose it is: requests with one key share what others must not see. The key itself is kept nowhere."""
+        key = self.headers.get("authorization") or self.headers.get("x-api-key", "")
+        return hashlib.sha256(key.encode()).hexdigest()[:16]

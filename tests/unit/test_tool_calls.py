@@ -360,7 +360,7 @@ def test_tools_that_cannot_be_followed_are_refused_by_name(
     tools: dict[str, Any], reason: str, compiler: GrammarCompiler, *, required: bool
 ) -> None:
     with pytest.raises(RequestError, match=reason) as caught:
-        compiler.calls(tools, QWEN, required=required, parallel=True)
+        compiler.calls(tools, QWEN, required=required, parallel=True, strict=tools)
     assert (caught.value.status, caught.value.param) == (400, "tools")
 
 

@@ -39,7 +39,7 @@ def accepts(constraint: Constraint, name: str, arguments: Any) -> bool:
     """Whether an answer could be this call."""
     text = f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
     tokens = VOCABULARY.encode(text, special=True)
-    return constraint.fork().follows(tokens) and constraint.complete(tokens)
+    return constraint.follows(tokens) and constraint.complete(tokens)
 
 
 def validator(schema: dict[str, Any], relaxed: Iterable[str]) -> Any:
@@ -146,6 +146,27 @@ GENERATED: dict[str, tuple[dict[str, Any], list[str], list[Any], list[Any]]] = {
         ["minProperties"],
         [{"update": {"a": "b"}}, {"update": {"a": "b", "c": "d"}}],
         [{"update": {}}, {"update": {"a": 1}}],
+    ),
+    "typebox: at least one of optional properties": (
+        {
+            "type": "object",
+            "properties": {"set": {"type": "string"}, "n": {"type": "integer"}},
+            "minProperties": 1,
+            "maxProperties": 2,
+        },
+        ["maxProperties", "minProperties"],
+        [{}, {"set": "a", "n": 1, "other": 2}],
+        [{"n": "a"}, []],
+    ),
+    "ajv: a recursive reference beside keywords": (
+        {
+            **CLOSED,
+            "properties": {"tree": {"$ref": "#/definitions/tree"}, "n": {"type": "integer"}},
+            "definitions": {"tree": {"properties": {"left": {"$ref": "#/definitions/tree", "type": "object"}}}},
+        },
+        ["$ref"],
+        [{"tree": {}, "n": 1}],
+        [{"n": "a"}, {"m": 1}],
     ),
     "typebox: a oneOf that overlaps": (
         {
@@ -330,7 +351,7 @@ ADDED: list[dict[str, Any]] = [
 def test_what_is_valid_by_a_schema_stays_so_when_it_is_relaxed(compiler: GrammarCompiler) -> None:
     """Leaving out a keyword must never leave out a value."""
     count = 0
-    for seed in range(400):
+    for seed in range(150):
         schema = Schemas(seed).whole()
         schema["oneOf"] = [branch | ADDED[(seed + n) % len(ADDED)] for n, branch in enumerate(schema["oneOf"])]
         tool = {"properties": {"x": {"$ref": "#/$defs/x"}}, "$defs": {"x": schema, **schema["$defs"]}}
@@ -341,4 +362,4 @@ def test_what_is_valid_by_a_schema_stays_so_when_it_is_relaxed(compiler: Grammar
                 count += 1
                 orders = [dict(items) for items in permutations(value.items())] if isinstance(value, dict) else [value]
                 assert any(accepts(constraint, "t", {"x": spelled}) for spelled in orders), (schema, value)
-    assert count > 400
+    assert count > 150

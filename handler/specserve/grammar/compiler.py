@@ -44,7 +44,8 @@ MAX_TOOLS = 400
 # Of at most so many tools those that cannot be compiled are searched for.
 _TOOLS_TO_SEARCH = 64
 # What is left out first of a tool that cannot be compiled, and what is asked of its arguments if nothing else helps.
-_PATTERNS = frozenset({"pattern", "patternProperties"})
+_COSTLY = frozenset({"pattern", "patternProperties", "minProperties", "maxProperties"})
+_LEFT_OUT = (_COSTLY, _COSTLY | {"$ref"})
 _ANY_OBJECT = ReadSchema('{"type": "object"}', "", 1, ("parameters",))
 # At most so many keywords are named with their tools.
 _MAX_NAMES = 16
@@ -151,7 +152,7 @@ class GrammarCompiler:
             if len(read) > _TOOLS_TO_SEARCH:
                 raise
             for name, arguments in tools.items():
-                weaker = [_relaxed({**arguments, "type": "object"}, _PATTERNS), _ANY_OBJECT]
+                weaker = [*(_relaxed({**arguments, "type": "object"}, keys) for keys in _LEFT_OUT), _ANY_OBJECT]
                 read[name] = self._compilable(name, [read[name], *(weaker if name not in strict else [])], lark)
             call = self._constraint(lark(read), "tools", "tools", is_json=False, left=left)
         relaxed = _names({name: schema.relaxed for name, schema in read.items()})

@@ -115,7 +115,7 @@ class _Reader:
         self._relaxes = relaxes
         self._without = without
         # Keywords that were left out, in their order.
-        self.relaxed: dict[str, None] = {}
+        self.relaxed: dict[str, Any] = {}
         identity = schema.get("$id", schema.get("id"))
         self._identity = identity.rstrip("#") if isinstance(identity, str) else ""
         # Copies of the subschemas by JSON pointer, and by the `$ref` that leads to them.
@@ -143,9 +143,8 @@ class _Reader:
         """Refuse keywords of a subschema, or leave them out where that may be."""
         if not self._relaxes:
             raise UnusableSchema(reason)
-        for key in keywords:
-            if schema.pop(key, None) is not None or key == keywords[0]:
-                self.relaxed[key] = None
+        for key in [key for key in keywords if key in schema] or keywords[:1]:
+            self.relaxed[key] = schema.pop(key, None)
 
     def join_unions(self) -> str:
         """Turn each `oneOf` into an `anyOf`; returns why one is left, empty if none is."""
@@ -283,14 +282,19 @@ class _Reader:
 
     def _check_counted(self, schema: dict[str, Any]) -> None:
         """Refuse `minProperties` where the compiler would count repeated properties, those not named in the schema."""
-        minimum, required = schema.get("minProperties"), schema.get("required", [])
-        if "object" not in types_of(schema) or not isinstance(minimum, int) or not isinstance(required, list):
+        minimum, required, properties = (schema.get(key) for key in ("minProperties", "required", "properties"))
+        names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+        closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+        if closed or "object" not in types_of(schema):
             return
-        named = schema.get("additionalProperties") is False and not schema.get("patternProperties")
-        if minimum > len(required) + 1 and not named:
+        if self._relaxes and isinstance(properties, dict) and properties.keys() - names:
+            # The compiler counts no optional ones, but only it knows which others require.
+            for key in sorted({"minProperties", "maxProperties"} & schema.keys()):
+                self._refuse("", schema, key)
+        elif isinstance(minimum, int) and minimum > len(names) + 1:
             reason = "'minProperties' is more than one beyond the required ones, and others may repeat"
             self._refuse(reason, schema, "minProperties")
-            schema["minProperties"] = len(required) + 1
+            schema["minProperties"] = len(names) + 1
 
     def check(self) -> None:
         """Resolve references, and refuse a schema that would take too long to compile."""

@@ -339,6 +339,10 @@ def test_beside_a_format_the_answer_is_a_call_or_formatted(compiler: GrammarComp
         states(constraint.fork(), in_bytes(model, text))
     with pytest.raises(AssertionError):
         states(constraint.fork(), in_bytes(model, "Hello"))
+    overlap = {"oneOf": [{"type": "number"}, {"type": "integer"}]}
+    with pytest.raises(RequestError, match="branches 0 and 1 of 'oneOf'") as caught:
+        compiler.calls(TOOLS, QWEN, required=False, parallel=True, otherwise=overlap)
+    assert caught.value.param == "response_format"
     with pytest.raises(RequestError, match="look like any JSON"):
         compiler.calls(TOOLS, SYNTAX["Llama"], required=False, parallel=True, otherwise=other)
 

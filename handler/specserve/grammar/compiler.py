@@ -136,8 +136,7 @@ class GrammarCompiler:
         if otherwise is not None and not required:
             if not syntax.forms[0].tag:
                 raise _refusal("response format", "this model's calls look like any JSON", "response_format")
-            form = self._read(otherwise, "JSON schema", "response_format")
-            other, left = _with_options(form.text, _FLEXIBLE), form.left or left
+            other = _with_options(self._read(otherwise, "JSON schema", "response_format").text, _FLEXIBLE)
 
         def lark(some: Mapping[str, ReadSchema]) -> str:
             layouts = (_EXACT, _FLEXIBLE)
@@ -149,6 +148,8 @@ class GrammarCompiler:
         try:
             call = self._constraint(lark(read), "tools", "tools", is_json=False, left=left)
         except RequestError:
+            if other is not None:
+                self.json_schema(otherwise or {})  # raises if that is at fault
             if len(read) > _TOOLS_TO_SEARCH:
                 raise
             for name, arguments in tools.items():

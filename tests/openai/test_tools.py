@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import jsonschema
@@ -62,6 +63,54 @@ def events(**fields: Any) -> list[Any]:
     for event in found:
         check(schema.ChatCompletionChunk, json.dumps(event))
     return found
+
+
+# A set, which no grammar holds; with each protocol's names around it.
+SET = {
+    "type": "object",
+    "properties": {"ids": {"type": "array", "items": {"const": 1}, "uniqueItems": True, "minItems": 2, "maxItems": 2}},
+    "required": ["ids"],
+    "additionalProperties": False,
+}
+OF_PROTOCOLS: dict[str, Any] = {
+    ROUTE: lambda **more: {
+        "tools": [{"type": "function", "function": {"name": "take", "parameters": SET, **more}}],
+        "messages": [HELLO],
+        "tool_choice": "required",
+    },
+    "v1/responses": lambda **more: {
+        "tools": [{"type": "web_search"}, {"type": "function", "name": "take", "parameters": SET, **more}],
+        "input": "hello",
+        "tool_choice": "required",
+    },
+    "v1/messages": lambda **more: {
+        "tools": [{"name": "take", "input_schema": SET, **more}],
+        "messages": [HELLO],
+        "tool_choice": {"type": "any"},
+    },
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", OF_PROTOCOLS)
+def test_a_keyword_that_no_grammar_holds_is_named_or_with_strict_refused(
+    route: str, caplog: pytest.LogCaptureFixture, *, stream: bool
+) -> None:
+    server = front_end()
+    for more in ({}, {"strict": False}, {"strict": True}):
+        body = {**OF_PROTOCOLS[route](**more), "stream": stream, "seed": 3, "max_tokens": 200}
+        request_id = server.post(body, route)
+        server.run()
+        if more.get("strict"):
+            assert server.status[request_id] == 400
+            assert "The tool 'take' cannot be used: the keyword 'uniqueItems' is not" in server.text(request_id)
+        else:
+            assert server.status[request_id] == 200
+            hosted = ["tools[0].web_search"] if route == "v1/responses" else []
+            named = ", ".join([*hosted, "tools.take.uniqueItems"])
+            assert server.headers[request_id] == {"x-specserve-ignored": named}
+            assert stream or re.search(r"ids.*1.*,.*1", server.text(request_id))
+    assert sum("'tools.take.uniqueItems', which is ignored" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -169,7 +218,7 @@ def test_with_auto_plain_text_stays_as_it_is() -> None:
         ({"grammar": 'root ::= "a"'}, "grammar", "exclude each other"),
         ({"ignore_eos": True}, "ignore_eos", "never let an answer"),
         (
-            {"tools": [{"type": "function", "function": {"name": "bad", "parameters": {"not": {}}}}]},
+            {"tools": [{"type": "function", "function": {"name": "bad", "parameters": {"not": {}}, "strict": True}}]},
             "tools",
             "The tool 'bad' cannot be used: the keyword 'not'",
         ),

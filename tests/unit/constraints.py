@@ -18,6 +18,7 @@ class Alternating:
     """
 
     allows_text = False
+    relaxed = ()
 
     def __init__(self, size: int, *, length: int = 10**6, fails_at: int | None = None, least: int = 0) -> None:
         tokens = np.arange(size)

@@ -438,7 +438,9 @@ def chain(length: int) -> dict[str, Any]:
     [
         ({"type": "strnig"}, "Invalid type"),
         ({"type": "string", "minLength": "a"}, "minLength"),
-        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-arounds and back references in 'pattern'"),
+        ({"type": "string", "pattern": r"(a)\1"}, "look-arounds and back references in 'pattern'"),
+        ({"type": "object", "patternProperties": {r"\bb": {}}}, "references in 'patternProperties'"),
         ({"type": "string", "pattern": "("}, "regex"),
         ({"type": "string", "format": "regex"}, "the format 'regex' is not supported"),
         ({"type": "array", "uniqueItems": True}, "'uniqueItems' is not supported"),

@@ -339,6 +339,10 @@ def test_beside_a_format_the_answer_is_a_call_or_formatted(compiler: GrammarComp
         states(constraint.fork(), in_bytes(model, text))
     with pytest.raises(AssertionError):
         states(constraint.fork(), in_bytes(model, "Hello"))
+    overlap = {"oneOf": [{"type": "number"}, {"type": "integer"}]}
+    with pytest.raises(RequestError, match="branches 0 and 1 of 'oneOf'") as caught:
+        compiler.calls(TOOLS, QWEN, required=False, parallel=True, otherwise=overlap)
+    assert caught.value.param == "response_format"
     with pytest.raises(RequestError, match="look like any JSON"):
         compiler.calls(TOOLS, SYNTAX["Llama"], required=False, parallel=True, otherwise=other)
 
@@ -360,7 +364,7 @@ def test_tools_that_cannot_be_followed_are_refused_by_name(
     tools: dict[str, Any], reason: str, compiler: GrammarCompiler, *, required: bool
 ) -> None:
     with pytest.raises(RequestError, match=reason) as caught:
-        compiler.calls(tools, QWEN, required=required, parallel=True)
+        compiler.calls(tools, QWEN, required=required, parallel=True, strict=tools)
     assert (caught.value.status, caught.value.param) == (400, "tools")
 
 

@@ -7,8 +7,9 @@ import math
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any
 
@@ -40,8 +41,14 @@ _EXACT = {
 }
 # Before a tool's name each is an item of the row (`max_items_in_row`), beside a few others.
 MAX_TOOLS = 400
-# Of at most so many tools the one that cannot be compiled is searched for.
+# Of at most so many tools those that cannot be compiled are searched for.
 _TOOLS_TO_SEARCH = 64
+# What is left out first of a tool that cannot be compiled, and what is asked of its arguments if nothing else helps.
+_COSTLY = frozenset({"pattern", "patternProperties", "minProperties", "maxProperties"})
+_LEFT_OUT = (_COSTLY, _COSTLY | {"$ref"})
+_ANY_OBJECT = ReadSchema('{"type": "object"}', "", 1, ("parameters",))
+# At most so many keywords are named with their tools.
+_MAX_NAMES = 16
 # With 151,936 tokens these keep compilation to 0.5 s, a mask to 0.05 s and memory to 100 MB. Of 500 real schemas two
 # need more than 300 items in a row, and none more than 500 (benchmarks/schemas.py).
 _LIMITS = llguidance.LLParserLimits(
@@ -93,14 +100,9 @@ class GrammarCompiler:
         Raises:
             RequestError: the schema is invalid, too large, or uses a keyword that is not supported.
         """
-        text, left, _ = self._read(schema, "JSON schema", "response_format")
-        text = _with_options(text, _FLEXIBLE)
-        try:
-            return self._constraint(f"{_HEADER}start: %json {text}\n", "JSON schema", "response_format", is_json=True)
-        except RequestError as error:
-            if left and "oneOf constraints" in error.message:
-                raise _refusal("JSON schema", left, "response_format") from error
-            raise
+        read = self._read(schema, "JSON schema", "response_format")
+        lark = f"{_HEADER}start: %json {_with_options(read.text, _FLEXIBLE)}\n"
+        return self._constraint(lark, "JSON schema", "response_format", is_json=True, left=read.left)
 
     def calls(
         self,
@@ -109,6 +111,7 @@ class GrammarCompiler:
         *,
         required: bool,
         parallel: bool,
+        strict: Collection[str] = (),
         otherwise: dict[str, Any] | None = None,
         reasoning: Reasoning | None = None,
     ) -> Constraint | CallConstraint:
@@ -119,41 +122,52 @@ class GrammarCompiler:
             syntax: how the model writes calls.
             required: whether the answer has to be one or more calls.
             parallel: whether it may have several.
+            strict: the tools whose schemas are asserted as a whole; of others `relaxed` names what is not.
             otherwise: the JSON schema of an answer that is no call; None leaves that free.
             reasoning: what surrounds reasoning before an answer that is free.
 
         Raises:
-            RequestError: a schema is invalid or not supported, or all together are too large.
+            RequestError: a strict schema is invalid or not supported, or all together are too large.
         """
-        texts = self._read_tools(tools)
+        read = self._read_tools(tools, strict)
         in_calls = syntax.tags(self._vocabulary)
         is_free = not required and otherwise is None
-        other = None
+        other, left = None, next((schema.left for schema in read.values() if schema.left), "")
         if otherwise is not None and not required:
             if not syntax.forms[0].tag:
                 raise _refusal("response format", "this model's calls look like any JSON", "response_format")
             other = _with_options(self._read(otherwise, "JSON schema", "response_format").text, _FLEXIBLE)
 
-        def compiled(some: Mapping[str, tuple[str, str]], what: str) -> Constraint:
-            grammar = CallGrammar(some, in_calls)
+        def lark(some: Mapping[str, ReadSchema]) -> str:
+            layouts = (_EXACT, _FLEXIBLE)
+            texts = {name: [_with_options(schema.text, layout) for layout in layouts] for name, schema in some.items()}
+            grammar = CallGrammar(texts, in_calls)
             opened = grammar.opened if is_free else partial(grammar.whole, otherwise=other)
-            return self._constraint(_HEADER + opened(syntax, parallel=parallel), what, "tools", is_json=False)
+            return _HEADER + opened(syntax, parallel=parallel)
 
         try:
-            call = compiled(texts, "tools")
+            call = self._constraint(lark(read), "tools", "tools", is_json=False, left=left)
         except RequestError:
-            if len(texts) <= _TOOLS_TO_SEARCH:
-                for name, text in texts.items():
-                    compiled({name: text}, f"tool '{name}'")
-            raise
+            if other is not None:
+                self.json_schema(otherwise or {})  # raises if that is at fault
+            if len(read) > _TOOLS_TO_SEARCH:
+                raise
+            for name, arguments in tools.items():
+                weaker = [*(_relaxed({**arguments, "type": "object"}, keys) for keys in _LEFT_OUT), _ANY_OBJECT]
+                read[name] = self._compilable(name, [read[name], *(weaker if name not in strict else [])], lark)
+            call = self._constraint(lark(read), "tools", "tools", is_json=False, left=left)
+        relaxed = _names({name: schema.relaxed for name, schema in read.items()})
         if not is_free:
+            call.relaxed = relaxed
             return call
         named = in_calls | (control_tokens(reasoning[:2], self._vocabulary) if reasoning else {})
         options: Any = {"parallel": parallel, "reasoning": reasoning}
-        return CallConstraint(call, syntax.forms, texts, self._vocabulary, named, **options)
+        constraint = CallConstraint(call, syntax.forms, read, self._vocabulary, named, **options)
+        constraint.relaxed = relaxed
+        return constraint
 
-    def _read_tools(self, tools: Mapping[str, dict[str, Any]]) -> dict[str, tuple[str, str]]:
-        """Read the schemas of arguments, which are objects even where they do not say so, for both layouts."""
+    def _read_tools(self, tools: Mapping[str, dict[str, Any]], strict: Collection[str]) -> dict[str, ReadSchema]:
+        """Read the schemas of arguments, which are objects even where they do not say so."""
         read: dict[str, ReadSchema] = {}
         size, length = 0, 0
         if len(tools) > MAX_TOOLS:
@@ -161,16 +175,28 @@ class GrammarCompiler:
         for name, schema in tools.items():
             if schema.get("type", "object") not in ("object", ["object"], None):
                 raise _refusal(f"tool '{name}'", "its arguments have to be of the type 'object'", "tools")
-            read[name] = self._read({**schema, "type": "object"}, f"tool '{name}'", "tools")
+            whole = {**schema, "type": "object"}
+            read[name] = self._read(whole, f"tool '{name}'", "tools") if name in strict else _relaxed(whole)
             size, length = size + read[name].size, length + len(read[name].text)
             if size > MAX_SUBSCHEMAS:
                 raise _refusal("tools", f"they have more than {MAX_SUBSCHEMAS} subschemas together", "tools")
             if length > MAX_TEXT:
                 raise _refusal("tools", f"they have more than {MAX_TEXT // 1024} KiB of schemas together", "tools")
-        return {
-            name: (_with_options(schema.text, _EXACT), _with_options(schema.text, _FLEXIBLE))
-            for name, schema in read.items()
-        }
+        return read
+
+    def _compilable(
+        self, name: str, schemas: Sequence[ReadSchema], lark: Callable[[Mapping[str, ReadSchema]], str]
+    ) -> ReadSchema:
+        """Return the first of a tool's schemas that can be compiled; raises why the last one cannot."""
+
+        def check(schema: ReadSchema) -> ReadSchema:
+            self._compile(lark({name: schema}), f"tool '{name}'", "tools", schema.left)
+            return schema
+
+        for schema in schemas[:-1]:
+            with suppress(RequestError):
+                return check(schema)
+        return check(schemas[-1])
 
     def _read(self, schema: dict[str, Any], what: str, param: str) -> ReadSchema:
         try:
@@ -204,7 +230,7 @@ class GrammarCompiler:
         escaped = re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), whole)
         return self._constraint(f"{_HEADER}start: /{escaped}/\n", "regular expression", "regex", is_json=False)
 
-    def _constraint(self, lark: str, what: str, param: str, *, is_json: bool) -> Constraint:
+    def _constraint(self, lark: str, what: str, param: str, *, is_json: bool, left: str = "") -> Constraint:
         """Return a constraint by a grammar, compiled or from the cache, with a budget of its own.
 
         A grammar whose lexer states are exhausted is compiled again for the next request: in llguidance 1.9
@@ -212,17 +238,19 @@ class GrammarCompiler:
         """
         compiled = self._cache.pop(lark, None)
         if compiled is None or compiled.failures:
-            compiled = CompiledGrammar(self._compile(lark, what, param), is_json, [])
+            compiled = CompiledGrammar(self._compile(lark, what, param, left), is_json, [])
         self._cache[lark] = compiled
         if len(self._cache) > _CACHED_GRAMMARS:
             self._cache.popitem(last=False)
         return Constraint(compiled, self._vocabulary, self._special, self._round_budget, Budget(self._max_seconds))
 
-    def _compile(self, lark: str, what: str, param: str) -> llguidance.LLMatcher:
+    def _compile(self, lark: str, what: str, param: str, left: str = "") -> llguidance.LLMatcher:
+        """Compile a grammar, in which a `oneOf` may be left, for this reason."""
         tokenizer = self.tokenizer
         matcher = _with_large_stack(lambda: llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=_LIMITS))
         if matcher.is_error():
-            raise _refusal(what, matcher.get_error(), param)
+            error = matcher.get_error()
+            raise _refusal(what, left if left and "oneOf constraints" in error else error, param)
         if warnings := matcher.get_grammar_warnings():
             raise _refusal(what, warnings[0], param)
         trial = matcher.deep_copy()
@@ -287,6 +315,22 @@ def _with_options(schema: str, options: Mapping[str, Any]) -> str:
     """Add the compiler's options to a schema."""
     text = json.dumps(options)
     return f'{{"x-guidance": {text}, {schema[1:]}' if schema != "{}" else f'{{"x-guidance": {text}}}'
+
+
+def _relaxed(schema: dict[str, Any], without: frozenset[str] = frozenset()) -> ReadSchema:
+    """Read a schema without what cannot be asserted of it."""
+    try:
+        return read_schema(schema, relaxes=True, without=without)
+    except UnusableSchema:
+        return _ANY_OBJECT
+
+
+def _names(relaxed: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Name keywords with their tools, or if they are many without."""
+    names = [f"tools.{tool}.{key}" for tool, keys in relaxed.items() for key in keys]
+    if len(names) > _MAX_NAMES:
+        names = sorted({f"tools.{key}" for keys in relaxed.values() for key in keys})
+    return tuple(names)
 
 
 def _refusal(what: str, reason: object, param: str) -> RequestError:

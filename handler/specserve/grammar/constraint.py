@@ -31,6 +31,17 @@ _MAX_TOKEN_BYTES = 16
 _FORCING_SHARE = 0.1
 
 
+# What llguidance says, also of its own options, and what that means here.
+_REWORDED = {
+    "NoExtensionBias": "no text can follow",
+    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
+        "branches of a 'oneOf' might both take the same value; use 'anyOf'"
+    ),
+    "lexer precomputation failed; either increase limits.initial_lexer_fuel or disable "
+    "limits.precompute_large_lexemes": "its texts and patterns are too large",
+}
+
+
 class SpecialTokens(NamedTuple):
     """The tokens that end an answer, as array and set, and the token that spells each single byte."""
 
@@ -80,6 +91,8 @@ class Constraint:
     """
 
     allows_text = False
+    # What a schema says and answers may break, by its keywords.
+    relaxed: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -300,4 +313,6 @@ def in_one_line(reason: str) -> str:
     """Return the compiler's message without its excerpts of the grammar and of its state."""
     reason = reason.partition("failed to compile JSON schema: ")[2] or reason
     reason = re.split(r"\n\s*\d+ \| |<non-verbose/>|<state>|<backtrace>", reason)[0]
-    return " ".join(reason.replace("NoExtensionBias", "no text can follow").split())[:300]
+    for theirs, ours in _REWORDED.items():
+        reason = reason.replace(theirs, ours)
+    return " ".join(reason.split())[:300]

@@ -1,15 +1,31 @@
-"""Refuses JSON Schemas that llguidance would ignore in part, misread or compile too slowly."""
+"""Refuses or relaxes JSON Schemas that llguidance would ignore in part, misread or compile too slowly."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 from specserve.grammar.formats import UNSUPPORTED_FORMATS, narrow_format
+from specserve.grammar.keywords import (
+    ASSERTIONS,
+    COUNTS,
+    IN_LISTS,
+    IN_MAPS,
+    JOINABLE,
+    NO_SCHEMAS,
+    SINGLE,
+    UNSPELLED,
+    VALUES,
+    asserts,
+    looks_around,
+    numbers,
+    stands_alone,
+    strings,
+    types_of,
+)
 from specserve.grammar.unions import Unions
 
 # A subschema takes the compiler up to 0.15 ms (0.26 s for 1,600 nested objects), and a level of its stack.
@@ -30,82 +46,82 @@ MAX_EXACT = 2**53
 # Each doubles the alternatives of an object.
 MAX_DEPENDENCIES = 4
 
-# Keywords whose values are, or hold, subschemas.
-IN_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
-IN_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-SINGLE = frozenset({"items", "additionalItems", "additionalProperties"})
-JOINABLE = frozenset({"anyOf", "oneOf", "allOf", "$ref", "enum", "const"})
-# Keywords whose values are none: numbers that count something, which may be written as 2.0, and all others.
-COUNTS = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"})
-VALUES = (
-    COUNTS
-    | {"$ref", "const", "enum", "type", "required", "pattern", "format"}
-    | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-)
-# Assertions of any JSON Schema draft that the compiler ignores. A keyword in none of these sets is an annotation.
-ASSERTIONS = (
-    frozenset({"if", "not", "contains", "uniqueItems", "propertyNames", "unevaluatedItems", "unevaluatedProperties"})
-    | {"dependencies", "dependentRequired", "dependentSchemas", "propertyDependencies"}
-    | {"$dynamicRef", "$recursiveRef", "disallow", "divisibleBy", "extends"}
-)
-# Keywords whose values are never subschemas.
-NO_SCHEMAS = frozenset({"const", "default", "enum", "example", "examples"})
-# Characters that JSON spells with "\\u" only, or DEL: llguidance leaves them out where they stand alone, and takes "ab"
-# for "a\\u0001b". In a class beside others they are merely not written.
-_UNSPELLED = r"[\x00-\x07\x0b\x0e-\x1f\x7f]"
-_UNSPELLED_IN_PATTERN = rf"(?:{_UNSPELLED}|\\(?:[av]|(?:x|u00)(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])|[xu]\{{))"
-
 
 class UnusableSchema(ValueError):
-    """The schema cannot be used; the message completes "cannot be used: "."""
+    """The schema cannot be used; the message completes "cannot be used: ".
+
+    Args:
+        reason: the message.
+        keywords: without which it can.
+    """
+
+    def __init__(self, reason: str, *keywords: str) -> None:
+        super().__init__(reason)
+        self.keywords = frozenset(keywords)
 
 
 class ReadSchema(NamedTuple):
-    """A schema as JSON without annotations, why a `oneOf` is left in it (unions.py; empty if none is), and its size.
+    """A schema as the compiler takes it.
 
-    The size is a number of subschemas.
+    Args:
+        text: its JSON, without annotations.
+        left: why a `oneOf` is left in it (unions.py); empty if none is.
+        size: the number of its subschemas.
+        relaxed: the keywords that it does not assert everywhere.
     """
 
     text: str
     left: str
     size: int
+    relaxed: tuple[str, ...] = ()
 
 
-def read_schema(schema: dict[str, Any]) -> ReadSchema:
+def read_schema(schema: dict[str, Any], *, relaxes: bool = False, without: frozenset[str] = frozenset()) -> ReadSchema:
     """Return the schema as the compiler takes it.
+
+    Args:
+        schema: to be read.
+        relaxes: whether what cannot be asserted is left out, so that more values are valid.
+        without: the keywords that are left out everywhere.
 
     Raises:
         UnusableSchema: the compiler would ignore or misread a part of it, or take too long.
     """
-    reader = _Reader(schema)
+    reader = _Reader(schema, relaxes=relaxes, without=without)
     try:
         read = reader.read(schema, "", 0)
         reader.check()
-        left = reader.unions.join()
+        left = reader.join_unions()
         if reader.elsewhere:
             read["$defs"] = {**read.get("$defs", {}), **reader.elsewhere}
         text = json.dumps(read, allow_nan=False)
     except RecursionError:
         raise UnusableSchema("it is too deeply nested") from None
-    except UnusableSchema:
+    except UnusableSchema as error:
+        if relaxes and error.keywords - without:
+            return read_schema(schema, relaxes=True, without=without | error.keywords)
         raise
     except ValueError:
         raise UnusableSchema("it holds a number that JSON cannot spell") from None
     if len(text) > MAX_TEXT:
         raise UnusableSchema(f"it is longer than {MAX_TEXT // 1024} KiB, without its annotations")
-    return ReadSchema(text, left, reader.size)
+    return ReadSchema(text, left, reader.size, tuple(reader.relaxed))
 
 
 class _Reader:
     """Copies the assertions of a schema, and counts what is slow to compile."""
 
-    def __init__(self, schema: dict[str, Any]) -> None:
+    def __init__(self, schema: dict[str, Any], *, relaxes: bool, without: frozenset[str]) -> None:
+        self._relaxes = relaxes
+        self._without = without
+        # Keywords that were left out, in their order.
+        self.relaxed: dict[str, Any] = {}
         identity = schema.get("$id", schema.get("id"))
         self._identity = identity.rstrip("#") if isinstance(identity, str) else ""
         # Copies of the subschemas by JSON pointer, and by the `$ref` that leads to them.
         self._copies: dict[str, Any] = {}
         self._targets: dict[str, Any] = {}
-        self.unions = Unions(self._copies, self._targets)
+        self._unions = Unions(self._copies, self._targets)
         self._anchors: dict[str, str] = {}
         self._references: list[tuple[dict[str, Any], bool]] = []
         self._patterns = 0
@@ -123,6 +139,20 @@ class _Reader:
         """The number of subschemas."""
         return len(self._copies)
 
+    def _refuse(self, reason: str, schema: dict[str, Any], *keywords: str) -> None:
+        """Refuse keywords of a subschema, or leave them out where that may be."""
+        if not self._relaxes:
+            raise UnusableSchema(reason)
+        for key in [key for key in keywords if key in schema] or keywords[:1]:
+            self.relaxed[key] = schema.pop(key, None)
+
+    def join_unions(self) -> str:
+        """Turn each `oneOf` into an `anyOf`; returns why one is left, empty if none is."""
+        left = self._unions.join(joins_all=self._relaxes, relaxed=bool(self.relaxed))
+        if left and self._relaxes:
+            self.relaxed["oneOf"] = None
+        return left
+
     def read(self, schema: Any, pointer: str, depth: int, *, rebased: bool = False) -> Any:
         """Copy the schema at a JSON pointer; `rebased` if it is below an `$id` other than the root's."""
         # Generators of schemas spell "nothing" so.
@@ -138,7 +168,10 @@ class _Reader:
         self._copies[pointer] = copy
         reworded: list[dict[str, Any]] = []
         for key, value in schema.items():
-            if key in ASSERTIONS:
+            opened = key == "additionalProperties" and "patternProperties" in self._without & schema.keys()
+            if key in self._without or opened:
+                self.relaxed[key] = None
+            elif key in ASSERTIONS:
                 reworded += self._reworded(key, value, schema)
             elif key in VALUES | IN_LISTS | IN_MAPS | SINGLE:
                 copy[key] = self._keyword(key, value, f"{pointer}/{key}", depth + 1, rebased=rebased)
@@ -149,7 +182,7 @@ class _Reader:
             copy.pop("additionalItems", None)
         self._references += [(copy, rebased)] if isinstance(copy.get("$ref"), str) else []
         if isinstance(copy.get("oneOf"), list):
-            self.unions.note(pointer, schema.get("discriminator"))
+            self._unions.note(pointer, schema.get("discriminator"))
         self._count(copy)
         return copy
 
@@ -187,29 +220,31 @@ class _Reader:
         Raises:
             UnusableSchema: there are none.
         """
-        if not _asserts(key, value, schema):
+        if not asserts(key, value, schema):
             return []
         needed = {name: names for name, names in value.items() if names != []} if isinstance(value, dict) else {}
         listed = key in {"dependencies", "dependentRequired"} and all(isinstance(n, list) for n in needed.values())
         if not listed or len(needed) > MAX_DEPENDENCIES:
-            raise UnusableSchema(f"the keyword {key!r} is not supported")
+            self._refuse(f"the keyword {key!r} is not supported", {}, key)
+            return []
         # Either the property is absent, or the properties that it requires are present.
         return [{"anyOf": [{"properties": {n: False}}, {"required": names}]} for n, names in needed.items()]
 
     def _count(self, schema: dict[str, Any]) -> None:
         """Count what `check` limits, and refuse what the compiler would misread."""
         if "prefixItems" in schema and isinstance(schema.get("items"), list):
-            raise UnusableSchema("'prefixItems' and a list of 'items' exclude each other")
+            self._refuse("'prefixItems' and a list of 'items' exclude each other", schema, "items", "additionalItems")
         if "additionalItems" in schema and JOINABLE & schema.keys() - {"enum", "const"}:
-            raise UnusableSchema("'additionalItems' beside other subschemas is not supported; use 'prefixItems'")
-        self._check_spelling(schema)
+            reason = "'additionalItems' beside other subschemas is not supported; use 'prefixItems'"
+            self._refuse(reason, schema, "additionalItems")
+        self._check_texts(schema)
         for key in ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
-            if any(abs(number) > MAX_EXACT for number in _numbers(schema.get(key))):
-                raise UnusableSchema(f"{key!r} holds a number beyond 2 to the 53rd, which would be rounded")
+            if any(abs(number) > MAX_EXACT for number in numbers(schema.get(key))):
+                self._refuse(f"{key!r} holds a number beyond 2 to the 53rd, which would be rounded", schema, key)
         self._check_format(schema)
         self._check_counted(schema)
         self._patterns += ("pattern" in schema) + ("format" in schema)
-        self._multiples.update(Decimal(str(number)) for number in _numbers(schema.get("multipleOf")) if number)
+        self._multiples.update(Decimal(str(number)) for number in numbers(schema.get("multipleOf")) if number)
         for key in ("properties", "patternProperties"):
             size = len(schema[key]) if isinstance(schema.get(key), dict) else 0
             self._properties += size
@@ -221,32 +256,45 @@ class _Reader:
         if {"minProperties", "maxProperties"} & schema.keys() and isinstance(schema.get("properties"), dict):
             self._counted_properties += len(schema["properties"])
 
-    def _check_spelling(self, schema: dict[str, Any]) -> None:
-        """Refuse control characters, which the compiler would drop."""
-        texts = [text for key in ("const", "enum") for text in _strings(schema.get(key))]
-        if any(re.search(_UNSPELLED, text) for text in texts):
-            raise UnusableSchema("'const' or 'enum' holds a control character, which an answer cannot spell")
-        pattern = schema.get("pattern")
-        if isinstance(pattern, str) and _stands_alone(pattern):
-            raise UnusableSchema("'pattern' holds a control character by itself, which an answer cannot spell")
+    def _check_texts(self, schema: dict[str, Any]) -> None:
+        """Refuse control characters, which the compiler would drop, and patterns that look around."""
+        for key in ("const", "enum"):
+            if any(re.search(UNSPELLED, text) for text in strings(schema.get(key))):
+                self._refuse(f"{key!r} holds a control character, which an answer cannot spell", schema, key)
+        pattern, named = schema.get("pattern"), schema.get("patternProperties")
+        if isinstance(pattern, str) and stands_alone(pattern):
+            reason = "'pattern' holds a control character by itself, which an answer cannot spell"
+            self._refuse(reason, schema, "pattern")
+        if isinstance(pattern, str) and looks_around(pattern):
+            self._refuse("look-arounds and back references in 'pattern' are not supported", schema, "pattern")
+        if isinstance(named, dict) and any(map(looks_around, named)):
+            reason = "look-arounds and back references in 'patternProperties' are not supported"
+            self._refuse(reason, schema, "patternProperties", "additionalProperties")
 
     def _check_format(self, schema: dict[str, Any]) -> None:
         """Refuse a format that the compiler does not know, and remove one that is not of a string."""
-        if "string" not in _types(schema):
+        if "string" not in types_of(schema):
             schema.pop("format", None)
         elif isinstance(form := schema.get("format"), str) and form in UNSUPPORTED_FORMATS:
-            raise UnusableSchema(f"the format {form!r} is not supported")
+            self._refuse(f"the format {form!r} is not supported", schema, "format")
         else:
             self._patterns += narrow_format(schema)
 
     def _check_counted(self, schema: dict[str, Any]) -> None:
         """Refuse `minProperties` where the compiler would count repeated properties, those not named in the schema."""
-        minimum, required = schema.get("minProperties"), schema.get("required", [])
-        if "object" not in _types(schema) or not isinstance(minimum, int) or not isinstance(required, list):
+        minimum, required, properties = (schema.get(key) for key in ("minProperties", "required", "properties"))
+        names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+        closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+        if closed or "object" not in types_of(schema):
             return
-        named = schema.get("additionalProperties") is False and not schema.get("patternProperties")
-        if minimum > len(required) + 1 and not named:
-            raise UnusableSchema("'minProperties' is more than one beyond the required ones, and others may repeat")
+        if self._relaxes and isinstance(properties, dict) and properties.keys() - names:
+            # The compiler counts no optional ones, but only it knows which others require.
+            for key in sorted({"minProperties", "maxProperties"} & schema.keys()):
+                self._refuse("", schema, key)
+        elif isinstance(minimum, int) and minimum > len(names) + 1:
+            reason = "'minProperties' is more than one beyond the required ones, and others may repeat"
+            self._refuse(reason, schema, "minProperties")
+            schema["minProperties"] = len(names) + 1
 
     def check(self) -> None:
         """Resolve references, and refuse a schema that would take too long to compile."""
@@ -254,21 +302,22 @@ class _Reader:
         for schema, rebased in self._references:
             self._resolve(schema, rebased=rebased)
         if self._pattern_properties > MAX_PATTERN_PROPERTIES:
-            raise UnusableSchema(f"it has more than {MAX_PATTERN_PROPERTIES} 'patternProperties'")
+            reason = f"it has more than {MAX_PATTERN_PROPERTIES} 'patternProperties'"
+            raise UnusableSchema(reason, "patternProperties")
         if self._joins and self._patterns > MAX_JOINED_PATTERNS:
-            raise UnusableSchema(f"it combines subschemas and has more than {MAX_JOINED_PATTERNS} patterns and formats")
+            reason = f"it combines subschemas and has more than {MAX_JOINED_PATTERNS} patterns and formats"
+            raise UnusableSchema(reason, "pattern", "format")
         if self._counted_properties and self._joins:
             self._counted_properties = self._properties
         if self._counted_properties > MAX_COUNTED_PROPERTIES:
-            raise UnusableSchema(
-                f"it has 'minProperties' or 'maxProperties' and more than {MAX_COUNTED_PROPERTIES} properties"
-            )
+            reason = f"it has 'minProperties' or 'maxProperties' and more than {MAX_COUNTED_PROPERTIES} properties"
+            raise UnusableSchema(reason, "minProperties", "maxProperties")
         product = 1
         for multiple in self._multiples:
             numerator, denominator = multiple.as_integer_ratio()
             product *= max(abs(numerator), denominator)
             if product > MAX_MULTIPLE:
-                raise UnusableSchema("'multipleOf' has too many digits")
+                raise UnusableSchema("'multipleOf' has too many digits", "multipleOf")
 
     def _resolve(self, schema: dict[str, Any], *, rebased: bool) -> None:
         """Replace a reference by a pointer from the root."""
@@ -276,73 +325,26 @@ class _Reader:
         local = reference.removeprefix(self._identity) if self._identity else reference
         local = self._anchors.get(local, local)
         pointer = unquote(local.removeprefix("#"))
-        if (rebased and reference.startswith("#")) or not (local + "#").startswith(("#", "/")):
-            raise UnusableSchema(f"the reference {reference[:100]!r} leads to no subschema of it")
-        if pointer not in self._copies:
-            self._read_elsewhere(pointer, reference)
+        elsewhere = (rebased and reference.startswith("#")) or not (local + "#").startswith(("#", "/"))
+        if elsewhere or (pointer not in self._copies and not self._read_elsewhere(pointer)):
+            self._refuse(f"the reference {reference[:100]!r} leads to no subschema of it", schema, "$ref")
+            return
         target = self._copies[pointer]
         if pointer in self.elsewhere:
             pointer = f"/$defs/{_escaped(pointer)}"
         schema["$ref"] = "#" + quote(pointer, safe="/~")
         self._targets[schema["$ref"]] = target
 
-    def _read_elsewhere(self, pointer: str, reference: str) -> None:
-        """Copy a subschema below an unknown keyword, where many schemas keep what only references lead to."""
+    def _read_elsewhere(self, pointer: str) -> bool:
+        """Copy a subschema below an unknown keyword, where many schemas keep what only references lead to, if it is."""
         value: Any = self._root
         for step in pointer.split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
             value = value.get(name) if isinstance(value, dict) and name not in NO_SCHEMAS else None
-        if not isinstance(value, dict):
-            raise UnusableSchema(f"the reference {reference[:100]!r} leads to no subschema of it")
-        self.elsewhere[pointer] = self.read(value, pointer, 1)
-
-
-def _asserts(key: str, value: Any, schema: dict[str, Any]) -> bool:
-    """Whether a keyword asserts anything with this value and beside these other keywords."""
-    if key == "if":
-        return bool({"then", "else"} & schema.keys())
-    if key == "uniqueItems":
-        max_items = schema.get("maxItems")
-        return value is True and not (isinstance(max_items, int) and max_items <= 1) and "array" in _types(schema)
-    if key in {"dependencies", "dependentRequired", "dependentSchemas"} and isinstance(value, dict):
-        return any(needs not in ([], True, {}) for needs in value.values())
-    if key in {"unevaluatedItems", "unevaluatedProperties", "propertyNames"}:
-        # Every name is a string.
-        return value is not True and value != {} and not (key == "propertyNames" and value == {"type": "string"})
-    return not (key == "not" and value is False)
-
-
-def _types(schema: dict[str, Any]) -> Sequence[Any]:
-    """Return the types of a schema, all if it names none."""
-    types = schema.get("type", ("string", "object", "array"))
-    return types if isinstance(types, str | list | tuple) else ()
+        if isinstance(value, dict):
+            self.elsewhere[pointer] = self.read(value, pointer, 1)
+        return isinstance(value, dict)
 
 
 def _escaped(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")
-
-
-def _stands_alone(pattern: str) -> bool:
-    """Whether a pattern holds a character that would be left out, other than in a class beside others."""
-    # Possessive, and a class without an end goes to that of the pattern: else each of its beginnings would be tried.
-    outside = re.sub(r"(\\.)|\[\^?(?:[^\]\\]|\\.)*+(?:\]|\\?\Z)", r"\1", pattern, flags=re.DOTALL)
-    alone = re.search(rf"\[{_UNSPELLED_IN_PATTERN}\]", pattern)
-    return bool(alone or re.search(_UNSPELLED_IN_PATTERN, outside))
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Yield every string of a JSON value, names apart."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _strings(item)
-
-
-def _numbers(value: Any) -> Iterator[int | float]:
-    """Yield all numbers in a JSON value."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        yield value
-    elif isinstance(value, list | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _numbers(item)

@@ -40,7 +40,7 @@ class CallGrammar:
         tags: the control tokens that have names in the forms.
     """
 
-    def __init__(self, schemas: Mapping[str, tuple[str, str]], tags: Mapping[int, str]) -> None:
+    def __init__(self, schemas: Mapping[str, Sequence[str]], tags: Mapping[int, str]) -> None:
         self._schemas = schemas
         self._tags = {name: token for token, name in tags.items()}
         # Names of rules by their bodies, so that tools share equal ones.
@@ -156,6 +156,7 @@ class CallConstraint:
         self._states = [_State(reasons=False if reasoning is None else reasoning.begun or None)]
 
     allows_text = True
+    relaxed: tuple[str, ...] = ()
 
     def allowed(self, tokens: Sequence[int]) -> BoolArray | None:
         """Return the mask of the tokens that may follow, None in free text; raises like `Constraint`."""

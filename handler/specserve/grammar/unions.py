@@ -43,10 +43,11 @@ class Unions:
         """Remember the `oneOf` of the subschema at a JSON pointer."""
         self._found.append((pointer, discriminator))
 
-    def join(self) -> str:
-        """Turn all into `anyOf`s; returns why one of them is left, empty if none is.
+    def join(self, *, joins_all: bool, relaxed: bool) -> str:
+        """Turn those whose branches exclude each other into `anyOf`s, or all; returns why one does not, or nothing.
 
-        The compiler takes such a one where the context of a reference keeps its branches apart.
+        The compiler takes such a one where the context of a reference keeps its branches apart. Of branches that are
+        `relaxed`, several may take a value that one of them took before.
         """
         exclusion = Exclusion(self._targets.__getitem__)
         apart: list[_Union] = []
@@ -56,15 +57,16 @@ class Unions:
             tag = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
             tagged = self._naming(tag, schema["oneOf"]) if isinstance(tag, str) else []
             beside = [*self._beside(pointer), *([{"required": [tag]}] if tagged else [])]
-            if alternatives := _exactly_one_present(schema["oneOf"]):
+            if not relaxed and (alternatives := _exactly_one_present(schema["oneOf"])):
                 apart.append(_Union(schema, alternatives, "", []))
             elif overlap := exclusion.overlap(schema["oneOf"], beside):
                 left = left or _sentence(pointer, *overlap)
+                apart += [_Union(schema, schema["oneOf"], "", [])] if joins_all else []
             else:
                 apart.append(_Union(schema, schema["oneOf"], str(tag), tagged))
         # All were proven for the schema as it is. What the compiler is to prove must not see it changed.
         for union in apart:
-            if not (left and union.tagged):
+            if joins_all or not (left and union.tagged):
                 _to_any_of(union)
         return left
 

@@ -181,9 +181,9 @@ class Routes:
         return parse_body(incoming.body, kind, refuses_unknown=self._config.unknown_fields == "refuse")
 
     def _named(self, request: Body, response: Response) -> Response:
-        """Name the fields of a request that were ignored in its response's headers, and once in the log."""
+        """Name what was ignored of a request in its response's headers, and once in the log."""
         # What is no letter, digit or mark of a path is percent-encoded: a comma, a line break, and all but ASCII.
-        names = [quote(name, safe="[]", errors="replace") for name in request.ignored]
+        names = [quote(name, safe="[]$", errors="replace") for name in (*request.ignored, *response.ignored)]
         if names:
             response.headers[_IGNORED_HEADER] = ", ".join(names)
         for name in (re.sub(r"\[\d+\]", "[]", name) for name in names):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specserve.config import HandlerConfig
 from specserve.engine.base import Vocabulary
@@ -58,6 +58,7 @@ class ResponseForm:
         tools: their names.
         thinking: the tags around the model's reasoning; None where it is not told apart.
         thinks_at_once: whether the prompt ends with the first of these.
+        relaxed: keywords of tools' schemas that calls may break.
     """
 
     prompts: list[Prompt]
@@ -71,6 +72,7 @@ class ResponseForm:
     tools: frozenset[str] = frozenset()
     thinking: ThinkingTags | None = None
     thinks_at_once: bool = False
+    relaxed: tuple[str, ...] = ()
 
     @property
     def scores_prompts(self) -> bool:
@@ -195,7 +197,7 @@ def resolve(
     _check_response_size(
         form, groups, limit or _UNSTATED, "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
     )
-    return form, groups
+    return (form if constraint is None else replace(form, relaxed=constraint.relaxed)), groups
 
 
 def _max_tokens(limit: int | None, prompt: Prompt, prompt_field: str, config: HandlerConfig) -> int:
@@ -317,6 +319,7 @@ def _constraint(
             syntax,
             required=request.requires_call,
             parallel=request.parallel_tool_calls is not False,
+            strict=request.strict_tools,
             otherwise={"type": "object"} if isinstance(form, JsonObject) else schema,
             reasoning=reasoning,
         )

@@ -52,8 +52,9 @@ class Response:
         self.status_sent = False
         # When something is sent at the latest, by time.monotonic().
         self.silent_until = 0.0
-        # Sent with the status.
+        # Sent with the status; the names of what was ignored become one.
         self.headers: dict[str, str] = {}
+        self.ignored: Sequence[str] = ()
         self._status = status
         self._body = body or {}
         self._failed: RequestError | None = None
@@ -120,6 +121,7 @@ class GenerationResponse(Response):
         super().__init__(generations=[generation for group in candidates for generation in group])
         self.streams = form.stream
         self._form = form
+        self.ignored = form.relaxed
         self._candidates = candidates
         self._vocabulary = vocabulary
         self._request_id = request_id

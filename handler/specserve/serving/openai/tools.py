@@ -121,6 +121,11 @@ class ToolFields(Body):
         return mode == "required" or isinstance(choice, NamedTool)
 
     @property
+    def strict_tools(self) -> frozenset[str]:
+        """The names of the tools whose schemas have to be followed as a whole."""
+        return frozenset(tool.function.name for tool in self.tools or [] if tool.function.strict)
+
+    @property
     def callable_tools(self) -> dict[str, dict[str, Any]]:
         """The tools that may be called, by name, and the JSON schemas of their arguments."""
         choice, names = self.tool_choice, None

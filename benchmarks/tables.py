@@ -307,7 +307,7 @@ def worst_cases(results: Results) -> list[str]:
     others = []
     names = on_machines(results, "worst_cases")
     for name, machine in names.items():
-        alone, *rows = results[name]["rows"]
+        alone, *rows = (row for row in results[name]["rows"] if not row.get("newcomers"))
         rows.sort(key=lambda row: -float(row["longest_gap"]))
         for row in rows[:WORST]:
             columns["bounded by"][row["case"]] = row["limit"]

@@ -2,10 +2,12 @@
 
 Clients stream completions of prompts that share no prefix. Closed loop: each client sends its next request when the
 last one is answered. Open loop: requests arrive at random at a rate. The servers take turns, so that all are measured
-within the same minutes. `--prefix` measures instead how a cached prompt prefix shortens the time to the first token,
-`--overhead` what TorchServe and HTTP add to the handler's own time.
+within the same minutes. `--mixed` measures instead how long short prompts wait for their first token beside the
+prefill of a long one, `--prefix` how a cached prompt prefix shortens that time, `--overhead` what TorchServe and HTTP
+add to the handler's own time.
 
     .venv/bin/python benchmarks/load.py [--quick] [--config FILE] [--clients 1 2 4 8] [--rate 0.2] [--results FILE]
+        [--settings NAME ...]
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -22,8 +26,8 @@ from statistics import median, quantiles
 
 import requests
 
-from common import ResultsFile, Row, argument_parser, print_result, print_table, read_tasks
-from peer_engines import Job, start
+from common import CHAT, ResultsFile, Row, argument_parser, print_result, print_table, read_tasks
+from peer_engines import SETTINGS, Job, start
 from servers import (
     SLOTS,
     Answer,
@@ -31,6 +35,7 @@ from servers import (
     closed_loop,
     events,
     open_loop,
+    random_words,
     start_specserve,
     stream,
     unique_prompts,
@@ -51,6 +56,16 @@ Load = Callable[[Endpoint], list[Answer]]
 WARM_UP = 200
 # Texts of about 500 tokens in the shared system prompt, and the lengths of answers in tokens.
 PREFIX_TEXTS, SHORT_ANSWER, LONG_ANSWER = 3, 4, 64
+# Prompts of mixed lengths, in tokens, that of the chat without its template's.
+LONG = "long"
+LENGTHS = {"chat": 10, "completion": 200, LONG: 3900}
+# Times to the first token by kind of prompt and by case, "alone" or "beside" others.
+Seconds = dict[tuple[str, str], list[float]]
+# Short prompts of a kind alone, a turn; and the pause after each beside a long one, in times of what its first token
+# takes alone, so that short prompts have at most a fifth of the server's time.
+SHORT_ALONE, PAUSES = 5, 4
+# What the first token may take beside others, in times of what it takes alone; a short one a prefill chunk more.
+SHORT_TIMES, LONG_TIMES = 3, 1.3
 
 
 def percentile(values: list[float], percent: int) -> float:
@@ -165,6 +180,55 @@ def measure_prefix(endpoints: list[Endpoint], trials: int) -> list[Row]:
     return rows
 
 
+def mixed_turn(endpoint: Endpoint, seconds: Seconds) -> None:
+    """Note times to the first token: alone, and while a client prefills a long prompt and another sends short ones."""
+    endless = replace(endpoint, extra=endpoint.extra | {"ignore_eos": True})
+
+    def send(prompt: str, case: str) -> None:
+        text = random_words(LENGTHS[prompt])
+        answer = stream(endless, CHAT.format(prompt=text) if prompt == "chat" else text, SHORT_ANSWER)
+        seconds[prompt, case].append(checked(endpoint, answer).ttft)
+
+    short = [prompt for prompt in LENGTHS if prompt != LONG]
+    for prompt in [*short * SHORT_ALONE, LONG]:
+        send(prompt, "alone")
+    with ThreadPoolExecutor(1) as pool:
+        for prompt in short:
+            pause = PAUSES * median(seconds[prompt, "alone"])
+            long = pool.submit(send, LONG, "beside")
+            time.sleep(pause)
+            while not long.done():
+                send(prompt, "beside")
+                time.sleep(pause)
+            long.result()
+
+
+def mixed_rows(server: str, seconds: Seconds, chunk: int) -> list[Row]:
+    """A row for each kind of prompt: waits for the first token, and how many of those beside others are in bounds."""
+    rows = []
+    for prompt, tokens in LENGTHS.items():
+        row: Row = {"load": "mixed lengths", "server": server, "prompt": prompt, "tokens": tokens}
+        for case in ("alone", "beside"):
+            values = seconds[prompt, case]
+            row |= {f"{case}_s": round(median(values), 4), f"{case}_p99_s": percentile(values, 99)}
+        alone, beside = median(seconds[prompt, "alone"]), seconds[prompt, "beside"]
+        bound = LONG_TIMES * alone
+        if prompt != LONG:
+            bound = SHORT_TIMES * alone + chunk * median(seconds[LONG, "alone"]) / LENGTHS[LONG]
+        row |= {"ratio": round(median(beside) / alone, 2), "bound_s": round(bound, 4)}
+        rows.append(row | {"requests": len(beside), "within_bound": sum(value <= bound for value in beside)})
+    return rows
+
+
+def measure_mixed(endpoints: list[Endpoint], turns: int, chunk: int) -> list[Row]:
+    """Rows of all servers, which take turns; a prefill chunk has so many tokens."""
+    seconds: dict[str, Seconds] = {endpoint.name: defaultdict(list) for endpoint in endpoints}
+    for _ in range(turns):
+        for endpoint in endpoints:
+            mixed_turn(endpoint, seconds[endpoint.name])
+    return [row for server, found in seconds.items() for row in mixed_rows(server, found, chunk)]
+
+
 def measure_overhead(endpoint: Endpoint, number: int) -> list[Row]:
     """Milliseconds that TorchServe and HTTP add: to a request of one token, and to every further call of a stream.
 
@@ -202,14 +266,16 @@ def measure_overhead(endpoint: Endpoint, number: int) -> list[Row]:
 
 def main() -> None:
     """Start the servers, measure, and print a table and one JSON object."""
-    parser = argument_parser(__doc__, quick="1 and 4 clients, one turn, without the other servers")
+    parser = argument_parser(__doc__, quick="1 and 4 clients, one turn, by default without other servers")
     parser.add_argument("--port", type=int, default=9800, help="the first of five free ports")
     parser.add_argument("--clients", nargs="*", type=int, help="clients of a closed loop (default: 1 2 4 8 16)")
     parser.add_argument("--rate", nargs="*", type=float, default=[], help="requests a second of an open loop")
     parser.add_argument("--requests", type=int, default=2, help="of each client in a turn; of an open loop, times 8")
     parser.add_argument("--turns", type=int, help="of every server under each load (default: 2)")
     parser.add_argument("--max-tokens", type=int, default=96, help="of an answer")
-    parser.add_argument("--ours", action="store_true", help="without the other servers")
+    of_others = f"of other servers (default: {', '.join(OTHERS)}; --quick, --overhead: none)"
+    parser.add_argument("--settings", nargs="*", choices=SETTINGS, metavar="NAME", help=of_others)
+    parser.add_argument("--mixed", action="store_true", help="measure short prompts beside a long one instead")
     parser.add_argument("--prefix", action="store_true", help="measure cached prefixes instead")
     parser.add_argument("--overhead", action="store_true", help="measure TorchServe's overhead instead")
     parser.add_argument("--results", type=Path, help="file that keeps every load, from which a run is resumed")
@@ -223,9 +289,11 @@ def main() -> None:
         for rate in options.rate
     }
     results = ResultsFile(options.results)
+    _, handler = load_yaml(options.config)
     with ExitStack() as stack:
-        alone = options.ours or options.quick or options.overhead
-        processes, failures = start(stack, Job.of(options.config, SLOTS), () if alone else OTHERS)
+        default = () if options.quick or options.overhead else OTHERS
+        settings = default if options.settings is None else options.settings
+        processes, failures = start(stack, Job.of(options.config, SLOTS), settings)
         others = [process.endpoint(name) for name, process in processes.items()]
         ours = start_specserve(stack, options.config, options.port)
         modes = specserve_modes(ours)
@@ -233,13 +301,14 @@ def main() -> None:
             checked(endpoint, stream(endpoint, unique_prompts(1)[0], 8))
         if options.overhead:
             rows = measure_overhead(ours, 5 if options.quick else 20)
+        elif options.mixed:
+            rows = measure_mixed([ours, *others], options.turns or (1 if options.quick else 5), handler.prefill_rows)
         elif options.prefix:
             cached = [replace(endpoint, extra={}) for endpoint in others]
             rows = measure_prefix([ours, *cached], 1 if options.quick else 5)
         else:
             rows = measure(loads, [*modes, *others], results, turns)
     print_table("streams", rows, omit=["first_error"])
-    _, handler = load_yaml(options.config)
     notes = [*NOTES, *(f"{name} did not run: {reason}" for name, reason in failures.items())]
     print_result("load", {"target": handler.model_id}, rows, notes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import secrets
 import signal
 import socket
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
@@ -29,6 +30,8 @@ from specserve.tools.paths import PROJECT
 from specserve.tools.torchserve_process import State
 
 SLOTS = 8
+# Of `random_words`, with Qwen's tokeniser.
+TOKENS_PER_WORD = 1.07
 LOAD_TIMEOUT_SECONDS = 300
 REQUEST_TIMEOUT_SECONDS = 900
 
@@ -223,6 +226,16 @@ def unique_prompts(number: int) -> list[str]:
     families = (read_tasks(family) for family in ("code", "json", "prose", "chat"))
     texts = [task.text for tasks in zip(*families, strict=False) for task in tasks]
     return [f"{secrets.token_hex(5)}\n{texts[index % len(texts)]}" for index in range(number)]
+
+
+@cache
+def _words() -> list[str]:
+    return sorted({*re.findall(r"\b[a-z]+\b", " ".join(task.text for task in read_tasks("summarise")))})
+
+
+def random_words(tokens: int) -> str:
+    """About so many tokens of words in a random order: no two such prompts share a cached prefix."""
+    return " ".join(secrets.choice(_words()) for _ in range(round(tokens / TOKENS_PER_WORD)))
 
 
 def closed_loop(endpoint: Endpoint, *, clients: int, number: int, max_tokens: int) -> list[Answer]:

@@ -126,6 +126,25 @@ def several_clients(results: Results) -> list[str]:
     return section("What do several clients get?", answer, table("clients", titles, columns), results, names)
 
 
+def mixed_lengths(results: Results) -> list[str]:
+    """Waits for the first token by the length of the prompt, alone and beside others (load.py --mixed)."""
+    columns: dict[str, Column] = {}
+    if not (names := on_machines(results, "mixed")):
+        return []
+    for name, machine in names.items():
+        for row in results[name]["rows"]:
+            text = f"{row['alone_s']:.2f} / {row['beside_s']:.2f} / {row['beside_p99_s']:.2f}"
+            kept = f"{row['within_bound']} of {row['requests']} within {row['bound_s']:.2f}"
+            title = f"{row['prompt']}, {row['tokens']:,} tokens"
+            columns.setdefault(f"{row['server']}, {machine}", {})[title] = f"{text}, {kept}"
+    answer = (
+        "Seconds to the first token: alone, beside others, the 99th percentile of that, and how many were within the "
+        "bound: three times alone and a prefill chunk, for the long prompt 1.3 times."
+    )
+    lines = table("prompt", own_titles(columns), columns)
+    return section("How long does a short prompt wait beside a long one?", answer, lines, results, names)
+
+
 def cost_of_a_pass(results: Results) -> list[str]:
     """Milliseconds of a pass by its rows (cost_curve.py, peers.py passes)."""
     columns: dict[str, Column] = {}
@@ -307,7 +326,7 @@ def worst_cases(results: Results) -> list[str]:
     others = []
     names = on_machines(results, "worst_cases")
     for name, machine in names.items():
-        alone, *rows = results[name]["rows"]
+        alone, *rows = (row for row in results[name]["rows"] if not row.get("newcomers"))
         rows.sort(key=lambda row: -float(row["longest_gap"]))
         for row in rows[:WORST]:
             columns["bounded by"][row["case"]] = row["limit"]
@@ -356,6 +375,7 @@ QUESTIONS = (
     one_client,
     fixed_numbers,
     several_clients,
+    mixed_lengths,
     cost_of_a_pass,
     other_engines,
     long_prompts,

@@ -2,7 +2,8 @@
 
 Every quantity that a request controls has a case, sent through TorchServe while a second client reads a stream, and
 named after the limit that holds it. A pause counts whole, with the round that it stands for: the first line is the
-stream alone. A client that is not answered in time leaves. RESULTS.md has the longest.
+stream alone. Beside cases for newcomers that client sends short prompts instead, one after the other, and waits for
+their first tokens. A client that is not answered in time leaves. RESULTS.md has the longest.
 
     .venv/bin/python benchmarks/worst_cases.py [--config FILE] [--quick] [--port P] [--running] \
         [--only WORD ...] [--seconds N]
@@ -26,7 +27,7 @@ from typing import Any, Self
 import requests
 
 from common import argument_parser, print_result
-from servers import Endpoint, specserve_endpoint, start_specserve
+from servers import Endpoint, random_words, specserve_endpoint, start_specserve
 from specserve.config import load_yaml
 from specserve.tools.torchserve_process import State
 
@@ -44,6 +45,8 @@ ROUND_SECONDS = re.compile(
 MOST_DRAFTS = 15
 CHAT, COMPLETION = "v1/chat/completions", "v1/completions"
 AMBIGUOUS = 'root ::= root root | root root root | "a"'
+# Tokens of a long prompt, and of one that nearly fills the context of 32,768.
+LONG, LONGEST = 4_000, 30_000
 EXPONENTIAL = 'root ::= ([a-y ]{1,900} | [b-y ]{1,900} | ([ac-y ] [a-y ]{5,900}){1,90}) "z" [a-y]{900}'
 
 
@@ -59,16 +62,21 @@ class Case:
     copies: int = 1
     # Whether the prompt is in the cache, since reading it takes longer than clients wait: all answers begin at once.
     cached: bool = False
+    # Whether another prompt of that length has then taken its place in the KV cache.
+    displaced: bool = False
+    # Whether the other client sends short prompts.
+    newcomers: bool = False
 
 
 class Stream:
-    """A second client, who reads a stream all the while: when its pieces came.
+    """A second client, who reads a stream all the while, or sends short prompts: when its pieces came.
 
-    Every case has one of its own, that has begun: how long a new one waits for its turn is no pause.
+    Every case has one of its own, that has begun: how long a new stream waits for its turn is no pause.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, newcomers: bool) -> None:
         self._url = url
+        self._newcomers = newcomers
         self._pieces: list[float] = []
         self._leaves = threading.Event()
         self._reader = threading.Thread(target=self._read)
@@ -86,15 +94,21 @@ class Stream:
         self._reader.join()
 
     def _read(self) -> None:
+        self._read_one()
+        while self._newcomers and not self._leaves.is_set():
+            self._read_one()
+
+    def _read_one(self) -> None:
         body = {
-            "prompt": "Once upon a time there was a king who",
-            "max_tokens": 4000,
+            "prompt": random_words(10) if self._newcomers else "Once upon a time there was a king who",
+            "max_tokens": 1 if self._newcomers else 4000,
             "temperature": 0,
             "stream": True,
             "ignore_eos": True,
             "speculation": {"mode": "off"},
         }
         with requests.post(f"{self._url}/{COMPLETION}", json=body, stream=True, timeout=600) as response:
+            response.raise_for_status()
             for line in response.iter_lines():
                 if line:
                     self._pieces.append(time.monotonic())
@@ -248,6 +262,20 @@ CASES = [
         lambda: calls({f"t{n}": tree(n) for n in range(40)}, n=8, tool_choice="auto"),
     ),
     Case("a prompt of a megabyte of spaces", "its length", COMPLETION, lambda: {"prompt": " " * 1_000_000}),
+    Case(
+        "newcomers beside a prompt of a megabyte of spaces",
+        "its length",
+        COMPLETION,
+        lambda: {"prompt": " " * 1_000_000},
+        newcomers=True,
+    ),
+    Case(
+        "newcomers beside a prompt of 500 kB of spaces",
+        "tokenised beside rounds",
+        COMPLETION,
+        lambda: {"prompt": " " * 500_000},
+        newcomers=True,
+    ),
     Case("a prompt of 500 kB of spaces", "tokenised beside rounds", COMPLETION, lambda: {"prompt": " " * 500_000}),
     Case(
         "128 prompts of 7 kB",
@@ -280,6 +308,28 @@ CASES = [
         "drafts as `max_wait_ms` allows",
         COMPLETION,
         lambda: repeated("Once upon a time", speculation={"drafter": "model"}, seed=1),
+    ),
+    Case(
+        "newcomers beside a prompt of 4,000 tokens",
+        "prefills share a round",
+        COMPLETION,
+        lambda: {"prompt": random_words(LONG), "max_tokens": 1},
+        newcomers=True,
+    ),
+    Case(
+        "newcomers beside a prompt of 30,000 tokens",
+        "prefills share a round",
+        COMPLETION,
+        lambda: {"prompt": random_words(LONGEST), "max_tokens": 1},
+        newcomers=True,
+    ),
+    Case(
+        "a prefix of 30,000 tokens that comes back from host memory",
+        "copied within `max_wait_ms` a round",
+        COMPLETION,
+        lambda: {"prompt": random_words(LONGEST), "max_tokens": 1},
+        cached=True,
+        displaced=True,
     ),
     Case("a prompt of 300,000 tokens by number", "its length", COMPLETION, lambda: {"prompt": [64] * 300_000}),
     Case(
@@ -393,20 +443,21 @@ class Measure:
         self._seconds = seconds
         self._round_seconds = self._total_round_seconds()
 
-    def alone(self, name: str, limit: str) -> dict[str, Any]:
-        """The stream by itself, for five seconds."""
+    def alone(self, name: str, limit: str, *, newcomers: bool = False) -> dict[str, Any]:
+        """The other client by itself, for five seconds."""
 
         def wait() -> tuple[str, int]:
             time.sleep(5)
             return "", 0
 
-        return self._beside(name, limit, wait)
+        return self._beside(name, limit, wait, newcomers=newcomers)
 
     def case(self, one: Case) -> dict[str, Any]:
         """One request, or copies of it, to the answer or until the client leaves."""
-        body = json.dumps(one.body() | {"metadata": {"prompt_family": FAMILY}})
-        if one.cached:
-            first = one.body() | {"n": 1, "max_tokens": 1}
+        sent = one.body()
+        body = json.dumps(sent | {"metadata": {"prompt_family": FAMILY}})
+        for before in [sent] * one.cached + [one.body()] * one.displaced:
+            first = before | {"n": 1, "max_tokens": 1}
             requests.post(f"{self._endpoint.url}/{one.route}", json=first, timeout=600).raise_for_status()
 
         def send() -> tuple[str, int]:
@@ -416,7 +467,7 @@ class Measure:
             told = ", ".join(f"{count} times {outcome}" for outcome, count in outcomes.items())
             return (told if one.copies > 1 else answers[0][0]), sum(size for _, size in answers)
 
-        return self._beside(one.name, one.limit, send)
+        return self._beside(one.name, one.limit, send, newcomers=one.newcomers)
 
     def _send(self, route: str, body: str) -> tuple[str, int]:
         """What became of a request, and the bytes of its answer."""
@@ -435,9 +486,9 @@ class Measure:
             outcome += ", " + str(response.json()["error"]["code"])
         return outcome, len(response.content)
 
-    def _beside(self, name: str, limit: str, act: Callable[[], tuple[str, int]]) -> dict[str, Any]:
+    def _beside(self, name: str, limit: str, act: Callable[[], tuple[str, int]], *, newcomers: bool) -> dict[str, Any]:
         """One row of the table: what an act has brought, and what it cost."""
-        with Stream(self._endpoint.url) as stream:
+        with Stream(self._endpoint.url, newcomers=newcomers) as stream:
             begun, held = time.monotonic(), self._endpoint.resident_mib()
             answer, size = act()
             ended = time.monotonic()
@@ -446,6 +497,7 @@ class Measure:
             row = {
                 "case": name,
                 "limit": limit,
+                "newcomers": newcomers,
                 "answer": answer,
                 "seconds": round(ended - begun, 2),
                 "longest_gap": round(stream.longest_gap(begun, ended), 3),
@@ -491,11 +543,13 @@ def main() -> None:
         endpoint = specserve_endpoint(port) if options.running else start_specserve(stack, options.config, port)
         metrics = f"http://127.0.0.1:{State.of(port).ports.metrics}/metrics"
         measure = Measure(endpoint, metrics, options.seconds or (5 if options.quick else 20))
-        columns = "request | bounded by | answer | seconds | longest gap of the other stream, s"
+        columns = "request | bounded by | answer | seconds | longest gap of the other stream, or wait of a newcomer, s"
         print(f"| {columns} | share of the engine's thread, s | MiB more | kB out |")
         print("|---|---|---|---|---|---|---|---|")
         rows.append(measure.alone("none: the other stream alone", ""))
-        show(rows[-1])
+        rows.append(measure.alone("none: newcomers alone", "", newcomers=True))
+        for row in rows:
+            show(row)
         for case in CASES:
             if any(word in case.name for word in options.only):
                 rows.append(measure.case(case))

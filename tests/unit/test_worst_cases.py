@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from typing import Any
+
 import pytest
 
+from servers import Endpoint
 from specserve.config import load_yaml
 from specserve.tools.paths import DEFAULT_CONFIG
-from worst_cases import CASES, Case
+from streaming_server import streaming_server
+from worst_cases import CASES, Case, Measure, Stream
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "speculation" in case.body()], ids=lambda case: case.name)
@@ -14,3 +20,36 @@ def test_a_case_asks_for_as_many_drafts_as_a_request_may(case: Case) -> None:
     """One more, and it is refused before it costs anything."""
     _, handler = load_yaml(DEFAULT_CONFIG)
     assert case.body()["speculation"]["gamma"] == handler.speculation.max_gamma
+
+
+def test_a_newcomer_sends_new_prompts_and_its_longest_wait_counts() -> None:
+    bodies: list[dict[str, Any]] = []
+    begun, held, free = threading.Event(), threading.Event(), threading.Event()
+
+    def read(body: dict[str, Any]) -> None:
+        bodies.append(body)
+        if begun.is_set():
+            held.set()
+            free.wait()
+
+    with streaming_server(read) as url, Stream(url, newcomers=True) as newcomer:
+        started = time.monotonic()
+        begun.set()
+        held.wait()
+        arrived = time.monotonic()
+        time.sleep(0.2)
+        waited = time.monotonic() - arrived
+        free.set()
+        assert newcomer.longest_gap(started, time.monotonic()) >= waited
+    prompts = [body["prompt"] for body in bodies]
+    assert len({*prompts}) == len(prompts) > 1
+    assert {body["max_tokens"] for body in bodies} == {1}
+
+
+def test_a_displaced_prompt_is_sent_again_after_another_one() -> None:
+    (case,) = [case for case in CASES if case.displaced]
+    bodies: list[dict[str, Any]] = []
+    with streaming_server(bodies.append) as url:
+        assert Measure(Endpoint("fake", url), url, seconds=5).case(case)["answer"] == "200"
+    first, other, again = [body["prompt"] for body in bodies if not body.get("stream")]
+    assert first == again != other

@@ -303,7 +303,11 @@ def test_anthropics_own_tools_are_ignored_unless_the_request_demands_one(kind: s
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "invalid_request_error", "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "invalid_request_error", "messages"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "invalid_request_error", "messages"),
-        ({"messages": [{"role": "user", "content": "x" * 2000}]}, "invalid_request_error", "prompt is too long: "),
+        (
+            {"messages": [{"role": "user", "content": "x" * 2000}]},
+            "invalid_request_error",
+            "prompt is too long: 2018 tokens > 1024 maximum",
+        ),
         ({"temperature": 1.5}, "invalid_request_error", "temperature"),
         ({"tool_choice": {"type": "maybe"}}, "invalid_request_error", "tool_choice"),
         ({"stop_sequences": ["a"] * 17}, "invalid_request_error", "stop_sequences"),

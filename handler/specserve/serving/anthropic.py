@@ -12,6 +12,7 @@ from specserve.errors import RequestError
 from specserve.serving.blocks import Block, BlocksResponse, Event, arguments_of, generation_fields
 from specserve.serving.openai.body import Body, Items, Part, Text
 from specserve.serving.openai.parse import parse_body
+from specserve.serving.openai.prompt import PromptTooLong
 from specserve.serving.openai.request_schema import ChatRequest, GenerationRequest, StopString
 
 Json = dict[str, Any]
@@ -203,8 +204,9 @@ class MessagesResponse(BlocksResponse):
     def error_body(error: RequestError) -> Json:
         """Return the body of the response to a request that is refused or fails, in Anthropic's shape."""
         message = error.renamed({"stop": "stop_sequences", "response_format": "output_config.format"}).message
-        # Clients know by these words that they have to shorten the conversation.
-        message = f"prompt is too long: {message}" if error.code == "context_length_exceeded" else message
+        if isinstance(error, PromptTooLong):
+            # Clients know by these words that they have to shorten the conversation, and by the numbers how much.
+            message = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
         body = {"type": _ERRORS.get(error.status, "api_error"), "message": message}
         details = {"details": {"error_code": _NO_THREADS}} if error.code == _NO_THREADS else {}
         return {"type": "error", "error": body | details}

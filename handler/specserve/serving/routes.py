@@ -189,7 +189,8 @@ class Routes:
 
     def _model(self, name: str) -> Model:
         """Make one entry of v1/models."""
-        return Model(id=name, object="model", created=self._created, owned_by="specserve")
+        length = self._config.context_length
+        return Model(id=name, object="model", created=self._created, owned_by="specserve", max_model_len=length)
 
     def _parsed(self, body: object, kind: type[AnyRequest]) -> AnyRequest:
         """Validate a body; unknown fields are refused if the operator wants that."""

@@ -22,6 +22,27 @@ class Prompt:
     text: str
 
 
+class PromptTooLong(RequestError):
+    """The context cannot hold a prompt; agents know OpenAI's sentence, and shorten the conversation.
+
+    Args:
+        param: the field of the prompt.
+        most: tokens of prompt and answer.
+        tokens: of the prompt, or `at_least` so many.
+    """
+
+    def __init__(self, param: str, most: int, tokens: int, *, at_least: bool = False) -> None:
+        super().__init__(
+            f"This model's maximum context length is {most} tokens. However, your {param} resulted in "
+            f"{'at least ' * at_least}{tokens} tokens. Please reduce the length of the {param}.",
+            param=param,
+            code="context_length_exceeded",
+        )
+        # The prompt leaves room for one token of the answer.
+        self.most = min(most, tokens - 1)
+        self.tokens = tokens
+
+
 class Tokenizer:
     """Tokenizes prompts; one that cannot fit is refused before it is tokenized as a whole."""
 
@@ -48,7 +69,7 @@ class Tokenizer:
         tokens = self._cut(whole, request)
         if not isinstance(text, str) or len(tokens) < len(whole):
             if len(tokens) > self._most:
-                raise too_long("prompt", self._most, str(len(tokens)))
+                raise PromptTooLong("prompt", self._most, len(tokens))
             check_tokens("prompt", tokens, vocabulary)
             text = b"".join(map(vocabulary.piece, tokens)).decode("utf-8", errors="replace")
         if suffix is not None:
@@ -97,13 +118,13 @@ class Tokenizer:
             # A chat template may print what is no field of text, such as the id of a call.
             raise RequestError.invalid(param, f"Invalid value for '{param}': it is not valid Unicode.") from error
         if n_bytes > self._most_bytes:
-            raise too_long(param, self._most, f"more than {self._most}")
+            raise PromptTooLong(param, self._most, self._most + 1, at_least=True)
         beginning = text[: BYTES_PER_TOKEN * self._most]
         if len(beginning) < len(text):
             least = len(self._vocabulary.encode(beginning, special=special, begin=begin))
             # Twice as many, since the beginning may be cut inside a word.
             if least > 2 * self._most:
-                raise too_long(param, self._most, f"more than {self._most}")
+                raise PromptTooLong(param, self._most, least // 2, at_least=True)
         return self._vocabulary.encode(text, special=special, begin=begin)
 
     def _not_empty(self, tokens: list[int], param: str) -> list[int]:
@@ -120,12 +141,3 @@ def check_tokens(param: str, tokens: Iterable[int], vocabulary: Vocabulary) -> N
     """Refuse ids that are no tokens by a 400 that names their field."""
     if any(not 0 <= token < vocabulary.size for token in tokens):
         raise RequestError.invalid(param, f"Token ids must lie between 0 and {vocabulary.size - 1}.")
-
-
-def too_long(param: str, most: int, length: str) -> RequestError:
-    """Return the error of a prompt of `length` tokens that the context cannot hold."""
-    return RequestError(
-        f"This model's context holds {most} tokens, prompt and answer together; the prompt alone has {length}.",
-        param=param,
-        code="context_length_exceeded",
-    )

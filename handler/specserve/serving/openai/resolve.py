@@ -19,7 +19,7 @@ from specserve.sequence import Group, RequestInfo, SamplingParams, SpeculationPa
 from specserve.serving.detokenizer import with_control_tokens
 from specserve.serving.generation import Generation
 from specserve.serving.openai.logprobs import MAX_RESPONSE_BYTES, ResponseSize
-from specserve.serving.openai.prompt import BYTES_PER_TOKEN, Prompt, check_tokens, too_long
+from specserve.serving.openai.prompt import BYTES_PER_TOKEN, Prompt, PromptTooLong, check_tokens
 from specserve.serving.openai.request_schema import (
     MAX_TOKENS,
     ChatRequest,
@@ -203,7 +203,7 @@ def _max_tokens(limit: int | None, prompt: Prompt, prompt_field: str, config: Ha
     # A prompt without output may fill it.
     rest = config.context_length - len(prompt.tokens)
     if rest < (limit != 0):
-        raise too_long(prompt_field, config.context_length, str(len(prompt.tokens)))
+        raise PromptTooLong(prompt_field, config.context_length, len(prompt.tokens))
     return min(tokens for tokens in (rest, limit, config.max_tokens) if tokens is not None)
 
 

@@ -169,6 +169,24 @@ def test_include_usage_adds_null_to_every_chunk_and_one_chunk_with_the_totals(fr
     assert last["speculation"]["rounds"] > 0
 
 
+def test_continuous_usage_is_in_every_chunk_and_grows_to_the_totals(front_end: FrontEnd) -> None:
+    options = {**USAGE, "continuous_usage_stats": True}
+    stream = front_end.post({**BODY, "stream": True, "stream_options": options})
+    front_end.run()
+    usages = [chunk["usage"] for chunk in front_end.events(stream)]
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert len(set(counts)) > 2
+    assert counts == sorted(counts)
+    assert usages[-1] == usages[-2]
+    assert {usage["prompt_tokens"] for usage in usages} == {len("hello")}
+
+
+def test_continuous_usage_needs_usage_as_in_vllm(front_end: FrontEnd) -> None:
+    stream = front_end.post({**BODY, "stream": True, "stream_options": {"continuous_usage_stats": True}})
+    front_end.run()
+    assert not any("usage" in chunk for chunk in front_end.events(stream))
+
+
 def test_echo_puts_the_prompt_before_the_output(front_end: FrontEnd) -> None:
     plain, echo = front_end.post(BODY), front_end.post({**BODY, "echo": True})
     tokens = front_end.post({**BODY, "prompt": [104, 105], "echo": True, "max_tokens": 0})

@@ -466,7 +466,7 @@ def test_an_answer_without_a_limit_is_not_refused_for_the_length_that_it_could_h
         {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 5}, ChatRequest
     )
     vast = CONFIG.model_copy(update={"context_length": 32768})
-    [[generation]] = generations_of(request, [Tokenizer(VOCABULARY, vast).chat("a", request)], vast)
+    [[generation]] = generations_of(request, [Tokenizer(VOCABULARY, vast).chat(request, lambda *_: "a")], vast)
     assert generation.max_tokens == 32767
 
 

@@ -240,7 +240,7 @@ class Routes:
     def _chat_prompt(self, request: ChatRequest) -> Prompt:
         if self._models.chat_template is None:
             raise RequestError("This model has no chat template; use v1/completions.", code="unsupported_value")
-        return self._tokenizer.chat(self._models.chat_template.prompt(request), request)
+        return self._tokenizer.chat(request, self._models.chat_template.prompt)
 
     def _infill(self, body: object, origin: Origin) -> Response:
         request, models = self._parsed(body, InfillRequest), self._models

@@ -29,6 +29,7 @@ from specserve.serving.openai.request_schema import (
     JsonSchema,
     Regex,
     SpeculationOptions,
+    StreamOptions,
     text_of,
 )
 from specserve.serving.reasoning import ThinkingTags
@@ -54,6 +55,7 @@ class ResponseForm:
         sources: whether to return who wrote each piece of the text.
         stream: whether it is a stream of events.
         include_usage: whether the stream ends with the totals.
+        continuous_usage: whether each of its events has the tokens so far, too.
         call_forms: how calls of tools are written, if there are any tools.
         tools: their names.
         thinking: the tags around the model's reasoning; None where it is not told apart.
@@ -67,6 +69,7 @@ class ResponseForm:
     sources: bool
     stream: bool
     include_usage: bool
+    continuous_usage: bool = False
     call_forms: tuple[CallForm, ...] = ()
     tools: frozenset[str] = frozenset()
     thinking: ThinkingTags | None = None
@@ -113,6 +116,7 @@ def resolve(
     else:
         prompt_field, candidates, echo = "prompt", request.best_of or choices, bool(request.echo)
         top_logprobs = request.logprobs
+    streaming = request.stream_options or StreamOptions()
     limit_field, limit = request.output_limit
     tools = request.callable_tools if isinstance(request, ChatRequest) else {}
     syntax = calls if calls and tools else CallSyntax(())
@@ -126,7 +130,8 @@ def resolve(
         echo,
         sources=options.sources,
         stream=bool(request.stream),
-        include_usage=request.stream_options is not None and request.stream_options.include_usage,
+        include_usage=streaming.include_usage,
+        continuous_usage=streaming.include_usage and streaming.continuous_usage_stats,
         # Where the grammar holds from the first token on, it has the model's own form only.
         call_forms=syntax.forms[:1] if has_format else syntax.forms,
         tools=frozenset(tools),

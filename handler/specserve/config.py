@@ -228,6 +228,11 @@ class HandlerConfig(_Section):
     )
     time_slice_ms: float = Field(default=40.0, ge=0, description="Time between two looks for new requests, in ms.")
     speculation: SpeculationConfig = SpeculationConfig()
+    control_tokens: Literal["all", "messages", "none"] = Field(
+        default="messages",
+        description="Texts of chats in which the name of a control token (<|im_end|>) is that token: all; messages: "
+        "all but the results of tools; none. Elsewhere it is plain text.",
+    )
     unknown_fields: Literal["ignore", "refuse"] = Field(
         default="ignore",
         description="Fields of requests that are not known: ignore, named in the header x-specserve-ignored and once "

@@ -54,3 +54,10 @@ def test_an_error_has_litellms_own_class(wire: Wire) -> None:
     with pytest.raises(litellm.BadRequestError):
         completion(messages=MESSAGES, temperature=-1, **options(wire, "chat"))
     wire.exchanges.clear()
+
+
+@pytest.mark.parametrize("protocol", ["chat", "messages"])
+def test_a_conversation_that_is_too_long_has_its_own_class_too(wire: Wire, protocol: str) -> None:
+    with pytest.raises(litellm.ContextWindowExceededError):
+        completion(messages=[{"role": "user", "content": "word " * 40_000}], **options(wire, protocol))
+    wire.exchanges.clear()

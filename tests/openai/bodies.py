@@ -101,7 +101,7 @@ COMMON = {
     "repetition_penalty": st.sampled_from([None, 0.1, 1.1, 10, 0]),
     "stop": st.none() | texts | st.lists(texts, max_size=5),
     "stream": st.sampled_from([None, False, True]),
-    "stream_options": st.none() | obj(include_usage=st.booleans()),
+    "stream_options": st.none() | obj(include_usage=st.booleans(), continuous_usage_stats=st.booleans()),
     "n": st.sampled_from([None, 1, 2, 5, 0, 500]),
     "ignore_eos": st.sampled_from([None, False, True]),
     "response_format": formats,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import socket
 import sys
 import threading
@@ -166,6 +167,24 @@ def test_include_usage_adds_null_to_every_chunk_and_one_chunk_with_the_totals(fr
     assert last["speculation"]["rounds"] > 0
 
 
+def test_continuous_usage_is_in_every_chunk_and_grows_to_the_totals(front_end: FrontEnd) -> None:
+    options = {**USAGE, "continuous_usage_stats": True}
+    stream = front_end.post({**BODY, "stream": True, "stream_options": options})
+    front_end.run()
+    usages = [chunk["usage"] for chunk in front_end.events(stream)]
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert len(set(counts)) > 2
+    assert counts == sorted(counts)
+    assert usages[-1] == usages[-2]
+    assert {usage["prompt_tokens"] for usage in usages} == {len("hello")}
+
+
+def test_continuous_usage_needs_usage_as_in_vllm(front_end: FrontEnd) -> None:
+    stream = front_end.post({**BODY, "stream": True, "stream_options": {"continuous_usage_stats": True}})
+    front_end.run()
+    assert not any("usage" in chunk for chunk in front_end.events(stream))
+
+
 def test_echo_puts_the_prompt_before_the_output(front_end: FrontEnd) -> None:
     plain, echo = front_end.post(BODY), front_end.post({**BODY, "echo": True})
     tokens = front_end.post({**BODY, "prompt": [104, 105], "echo": True, "max_tokens": 0})
@@ -215,8 +234,31 @@ def test_models_are_listed_and_retrieved(front_end: FrontEnd) -> None:
     front_end.run()
     assert [m["id"] for m in front_end.answer(models)["data"]] == ["tiny", "qwen"]
     assert front_end.answer(one)["id"] == "qwen"
+    assert front_end.answer(one)["max_model_len"] == 256
     assert front_end.status[none] == 404
     assert front_end.answer(none)["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("length", [400, 1_000_000])
+@pytest.mark.parametrize(
+    ("route", "field"),
+    [("v1/completions", "prompt"), ("v1/chat/completions", "messages"), ("v1/responses", "input")],
+)
+def test_a_prompt_that_is_too_long_is_refused_in_openais_words(
+    front_end: FrontEnd, route: str, field: str, length: int
+) -> None:
+    """Agents shorten the conversation when they read them, and send it again otherwise."""
+    text = "x" * length
+    refused = front_end.post({field: [{"role": "user", "content": text}] if field == "messages" else text}, route)
+    front_end.run()
+    assert front_end.status[refused] == 400
+    error = front_end.answer(refused)["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "context_length_exceeded")
+    # LiteLLM looks for the first words, opencode for the number too, Cline for two of them, Continue for the last ones.
+    words = (
+        r"This model's maximum context length is 256 tokens\. However, your (\w+) resulted in (at least )?\d+ tokens\. "
+    )
+    assert re.fullmatch(words + r"Please reduce the length of the \1\.", error["message"])
 
 
 def test_an_unknown_model_or_route_is_a_404(front_end: FrontEnd) -> None:

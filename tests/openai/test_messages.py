@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import jsonschema
 import pytest
 
 from front_end import FrontEnd, ScriptedReader, named_events
@@ -279,8 +280,8 @@ def test_fields_become_those_of_a_chat() -> None:
         assert chat_of(tools=[READ], tool_choice={"type": choice}).tool_choice == of_chat
 
 
-@pytest.mark.parametrize("kind", ["web_search_20250305", "bash_20250124", "text_editor_20250728", "memory_20250818"])
-def test_anthropics_own_tools_are_ignored_unless_the_request_demands_one(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["web_search_20250305", "web_fetch_20250910", "code_execution_20250825"])
+def test_tools_of_anthropics_servers_are_ignored_unless_the_request_demands_one(kind: str) -> None:
     own = {"type": kind, "name": "own", "max_uses": 1}
     assert [tool.function.name for tool in chat_of(tools=[own, READ]).tools or []] == ["read"]
     assert chat_of(tools=[own]).tools is None
@@ -288,6 +289,58 @@ def test_anthropics_own_tools_are_ignored_unless_the_request_demands_one(kind: s
         with pytest.raises(RequestError) as refusal:
             chat_of(tools=tools, tool_choice=choice)
         assert refusal.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "valid", "invalid"),
+    [
+        ("bash_20250124", "bash", [{"command": "ls"}, {"restart": True}], [{}, {"command": 1}]),
+        (
+            "text_editor_20250728",
+            "str_replace_based_edit_tool",
+            [
+                {"command": "view", "path": "a.py"},
+                {"command": "view", "path": "a.py", "view_range": [1, 9]},
+                {"command": "insert", "path": "a.py", "insert_line": 0, "insert_text": "a"},
+            ],
+            [{"command": "undo_edit", "path": "a.py"}, {"command": "create", "path": "a.py"}],
+        ),
+        (
+            "text_editor_20250124",
+            "str_replace_editor",
+            [
+                {"command": "undo_edit", "path": "a.py"},
+                {"command": "insert", "path": "a.py", "insert_line": 0, "new_str": "a"},
+            ],
+            [{"command": "delete", "path": "a.py"}],
+        ),
+        (
+            "memory_20250818",
+            "memory",
+            [{"command": "rename", "old_path": "a", "new_path": "b"}],
+            [{"command": "rename"}],
+        ),
+    ],
+)
+def test_tools_that_anthropics_clients_run_are_offered_with_their_schemas(
+    monkeypatch: pytest.MonkeyPatch, kind: str, name: str, valid: list[Any], invalid: list[Any]
+) -> None:
+    front_end = FrontEnd(context_length=4096)
+    own = {"type": kind, "name": name}
+    [tool] = chat_of(tools=[own], tool_choice={"type": "tool", "name": name}).tools or []
+    assert (tool.function.name, bool(tool.function.description)) == (name, True)
+    validator = jsonschema.Draft202012Validator(tool.function.parameters or {})
+    assert all(map(validator.is_valid, valid))
+    assert not any(map(validator.is_valid, invalid))
+    ScriptedReader([Call(0, "call_a", name), Arguments(0, json.dumps(valid[0]))]).install(monkeypatch)
+    message = whole(front_end, tools=[own], logit_bias={"199": 100})
+    assert message["content"] == [{"type": "tool_use", "id": "call_a", "name": name, "input": valid[0]}]
+
+
+def test_a_tool_of_the_client_that_is_not_described_is_refused_by_its_name() -> None:
+    with pytest.raises(RequestError, match="'computer_20250124'") as refusal:
+        chat_of(tools=[READ, {"type": "computer_20250124", "name": "computer"}])
+    assert refusal.value.param == "tools"
 
 
 @pytest.mark.parametrize(
@@ -303,7 +356,11 @@ def test_anthropics_own_tools_are_ignored_unless_the_request_demands_one(kind: s
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "invalid_request_error", "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "invalid_request_error", "messages"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "invalid_request_error", "messages"),
-        ({"messages": [{"role": "user", "content": "x" * 2000}]}, "invalid_request_error", "prompt is too long: "),
+        (
+            {"messages": [{"role": "user", "content": "x" * 2000}]},
+            "invalid_request_error",
+            "prompt is too long: 2018 tokens > 1024 maximum",
+        ),
         ({"temperature": 1.5}, "invalid_request_error", "temperature"),
         ({"tool_choice": {"type": "maybe"}}, "invalid_request_error", "tool_choice"),
         ({"stop_sequences": ["a"] * 17}, "invalid_request_error", "stop_sequences"),

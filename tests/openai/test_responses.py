@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx2
+import jsonschema
 import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
@@ -351,7 +352,7 @@ def test_a_custom_tool_is_a_function_of_its_input_that_knows_its_grammar() -> No
     assert tool.function.description == "Edits files.\nThe input follows this grammar:\nstart: /a+/"
 
 
-@pytest.mark.parametrize("kind", ["web_search", "file_search", "code_interpreter", "local_shell", "mcp", "namespace"])
+@pytest.mark.parametrize("kind", ["web_search", "file_search", "code_interpreter", "mcp", "tool_search"])
 def test_tools_of_openais_servers_are_ignored_unless_the_request_demands_one(kind: str) -> None:
     hosted = {"type": kind, "name": "x", "anything": {"else": 1}}
     assert [tool.function.name for tool in chat_of(tools=[hosted, READ]).tools or []] == ["read"]
@@ -360,6 +361,94 @@ def test_tools_of_openais_servers_are_ignored_unless_the_request_demands_one(kin
         with pytest.raises(RequestError) as refusal:
             chat_of(tools=tools, tool_choice=choice)
         assert refusal.value.param == "tool_choice"
+
+
+def test_a_tool_of_the_client_that_is_not_described_is_refused_by_its_name(front_end: FrontEnd) -> None:
+    refused = front_end.post({**GREEDY, "tools": [READ, {"type": "computer"}]}, ROUTE)
+    front_end.run()
+    error = front_end.answer(refused)["error"]
+    assert (front_end.status[refused], error["param"]) == (400, "tools")
+    assert "'computer'" in error["message"]
+
+
+def test_a_shell_in_a_container_of_openais_is_ignored() -> None:
+    hosted = {"type": "shell", "environment": {"type": "container_auto"}}
+    assert [tool.function.name for tool in chat_of(tools=[hosted, READ]).tools or []] == ["read"]
+    assert [
+        tool.function.name for tool in chat_of(tools=[{**hosted, "environment": {"type": "local"}}]).tools or []
+    ] == ["shell"]
+
+
+NAMESPACE = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [READ, PATCH]}
+
+
+def test_the_tools_of_a_namespace_are_functions_whose_calls_have_it(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Codex has them; the same name may be that of another tool."""
+    tools = [READ, NAMESPACE]
+    assert [tool.function.name for tool in chat_of(tools=tools).tools or []] == ["read", "crm__read", "crm__patch"]
+    parts: list[Part] = [
+        Call(0, "call_a", "crm__read"),
+        Arguments(0, "{}"),
+        Call(1, "call_b", "read"),
+        Arguments(1, "{}"),
+    ]
+    ScriptedReader([*parts, Call(2, "call_c", "crm__patch"), Arguments(2, '{"input": "+"}')]).install(monkeypatch)
+    response = whole(front_end, tools=tools)
+    assert [(call["type"], call["name"], call.get("namespace")) for call in response["output"]] == [
+        ("function_call", "read", "crm"),
+        ("function_call", "read", None),
+        ("custom_tool_call", "patch", "crm"),
+    ]
+    assert timeless(streamed(front_end, tools=tools)[-1]["response"])["output"] == timeless(response)["output"]
+    [message] = messages_of(input=response["output"], tools=tools)
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["crm__read", "read", "crm__patch"]
+
+
+CLIENT_RUN: list[tuple[str, str, Any, tuple[Any, str]]] = [
+    (
+        "shell",
+        "action",
+        {"commands": ["ls"], "timeout_ms": 100},
+        (
+            [{"stdout": "a.py", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}],
+            '{"stdout":"a.py","stderr":"","outcome":{"type":"exit","exit_code":0}}',
+        ),
+    ),
+    ("local_shell", "action", {"type": "exec", "command": ["ls"], "env": {}}, ("a.py", "a.py")),
+    ("apply_patch", "operation", {"type": "update_file", "path": "a.py", "diff": "@@\n-a\n+b"}, ("done", "done")),
+]
+
+
+@pytest.mark.parametrize(("kind", "field", "arguments", "outcome"), CLIENT_RUN)
+def test_tools_that_openais_clients_run_are_offered_and_called_in_their_own_items(
+    monkeypatch: pytest.MonkeyPatch, kind: str, field: str, arguments: Any, outcome: tuple[Any, str]
+) -> None:
+    front_end = FrontEnd(context_length=2048)
+    [tool] = chat_of(tools=[{"type": kind}], tool_choice={"type": kind}).tools or []
+    assert tool.function.name == kind
+    assert tool.function.parameters is not None
+    jsonschema.validate(arguments, tool.function.parameters)
+    ScriptedReader([Call(0, "call_a", kind), Arguments(0, json.dumps(arguments))]).install(monkeypatch)
+    fields = {"tools": [{"type": kind}], "logit_bias": {"199": 100}}
+    [item] = whole(front_end, **fields)["output"]
+    assert (item["type"], item["call_id"], item[field]) == (f"{kind}_call", "call_a", arguments)
+    events = streamed(front_end, **fields)
+    assert [event["type"] for event in events[2:-1]] == ["response.output_item.added", "response.output_item.done"]
+    assert events[-1]["response"]["output"][0][field] == arguments
+    output, text = outcome
+    call, result = messages_of(input=[item, {"type": f"{kind}_call_output", "call_id": "call_a", "output": output}])
+    assert call["tool_calls"][0]["function"] == {"name": kind, "arguments": json.dumps(arguments)}
+    assert result == {"role": "tool", "tool_call_id": "call_a", "content": text}
+
+
+def test_outputs_without_a_text_or_with_the_id_of_their_call() -> None:
+    patched = {"type": "apply_patch_call_output", "call_id": "call_a", "status": "failed"}
+    listed = {"type": "local_shell_call_output", "id": "call_b", "output": "a.py"}
+    first, second = messages_of(input=[patched, listed])
+    assert (first["tool_call_id"], first["content"]) == ("call_a", "failed")
+    assert (second["tool_call_id"], second["content"]) == ("call_b", "a.py")
 
 
 def test_fields_and_tools_that_are_ignored_are_named(front_end: FrontEnd) -> None:

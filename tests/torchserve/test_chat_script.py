@@ -111,7 +111,7 @@ def test_no_color_switches_colours_off(server: Server) -> None:
 def test_a_refused_message_is_one_sentence_and_the_chat_continues(server: Server) -> None:
     outcome = chat(server.port, "--max-tokens", "4", lines=f"{'too long ' * 400}\nHello\n")
     assert outcome.returncode == 0
-    assert "context holds 512 tokens" in outcome.stdout
+    assert "maximum context length is 512 tokens" in outcome.stdout
     assert re.search(FIGURES, outcome.stdout)
 
 

@@ -18,6 +18,7 @@ from specserve.errors import ConstraintError, MaskDeferred, RequestError
 from specserve.grammar.compiler import MAX_TOOLS, GrammarCompiler
 from specserve.grammar.constraint import Constraint
 from specserve.grammar.tool_calls import CallConstraint, CallSyntax, Reasoning
+from specserve.serving import client_tools
 from specserve.serving.answer import AnswerReader, Arguments, Call, Text
 from specserve.serving.call_formats import FORMATS
 from specserve.tools.tiny_models import write_tiny
@@ -140,6 +141,18 @@ def test_a_required_answer_is_valid_calls(name: str, model: LlamaModel, *, paral
     for seed in range(20):
         text = sample(constraint.fork(), vocabulary, seed, tags)
         check(text, syntax, None if parallel else 1)
+
+
+@pytest.mark.parametrize("kind", sorted({**client_tools.OPENAI, **client_tools.ANTHROPIC}))
+def test_the_schemas_of_tools_that_clients_run_can_be_guaranteed(
+    kind: str, compiler: GrammarCompiler, model: LlamaModel
+) -> None:
+    schema = {**client_tools.OPENAI, **client_tools.ANTHROPIC}[kind].parameters
+    constraint = compiler.calls({"tool": schema}, QWEN, required=True, parallel=False)
+    for seed in range(5):
+        text = sample(constraint.fork(), model, seed, {})
+        parts = AnswerReader(QWEN.forms[:1], frozenset({"tool"})).read(text, done=True)
+        jsonschema.validate(json.loads("".join(p.text for p in parts if isinstance(p, Arguments))), schema)
 
 
 def states(constraint: Constraint | CallConstraint, tokens: list[int]) -> list[bool]:

@@ -10,8 +10,10 @@ from pydantic import Field
 
 from specserve.errors import RequestError
 from specserve.serving.blocks import Block, BlocksResponse, Event, arguments_of, generation_fields
+from specserve.serving.client_tools import ANTHROPIC, is_hosted, not_known
 from specserve.serving.openai.body import Body, Items, Part, Text
 from specserve.serving.openai.parse import parse_body
+from specserve.serving.openai.prompt import PromptTooLong
 from specserve.serving.openai.request_schema import ChatRequest, GenerationRequest, StopString
 
 Json = dict[str, Any]
@@ -86,7 +88,7 @@ class MessagesMessage(AnthropicBody):
 
 
 class MessagesTool(AnthropicBody):
-    """A tool that the client runs; those with types of their own are Anthropic's."""
+    """A tool; those with types of their own are described by Anthropic, and run by the client or Anthropic."""
 
     type: str | None = None
     name: Text = ""
@@ -97,11 +99,18 @@ class MessagesTool(AnthropicBody):
     @property
     def is_offered(self) -> bool:
         """Whether the model is told of it."""
-        return self.type in {None, "custom"}
+        return not is_hosted(self.type or "")
 
     def function(self) -> Json:
-        """Return it as a tool of a chat."""
-        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        """Return it as a tool of a chat.
+
+        Raises:
+            RequestError: 400; the client runs it, and its schema is not known.
+        """
+        if self.type not in {None, "custom", *ANTHROPIC}:
+            raise not_known(self.type or "")
+        description, parameters = ANTHROPIC.get(self.type or "", (self.description, self.input_schema))
+        function = {"name": self.name, "description": description, "parameters": parameters}
         return {"type": "function", "function": function | {"strict": self.strict}}
 
 
@@ -205,8 +214,9 @@ class MessagesResponse(BlocksResponse):
     def error_body(error: RequestError) -> Json:
         """Return the body of the response to a request that is refused or fails, in Anthropic's shape."""
         message = error.renamed({"stop": "stop_sequences", "response_format": "output_config.format"}).message
-        # Clients know by these words that they have to shorten the conversation.
-        message = f"prompt is too long: {message}" if error.code == "context_length_exceeded" else message
+        if isinstance(error, PromptTooLong):
+            # Clients know by these words that they have to shorten the conversation, and by the numbers how much.
+            message = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
         body = {"type": _ERRORS.get(error.status, "api_error"), "message": message}
         details = {"details": {"error_code": _NO_THREADS}} if error.code == _NO_THREADS else {}
         return {"type": "error", "error": body | details}

@@ -18,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from specserve.errors import RequestError
 from specserve.grammar.call_form import ARGUMENTS, NAME
 from specserve.serving.call_formats import format_of
+from specserve.serving.openai.prompt import Prepare
 from specserve.serving.openai.request_schema import ChatRequest
 from specserve.serving.reasoning import thinking_tags
 
@@ -76,8 +77,12 @@ class ChatTemplate:
         else:
             self.problem = self._trial_problem() if "{" in source or source in _BY_NAME else f"it is '{source[:40]}'"
 
-    def prompt(self, request: ChatRequest) -> str:
+    def prompt(self, request: ChatRequest, prepare: Prepare = lambda part: part) -> str:
         """Render the prompt for the assistant's next message.
+
+        Args:
+            request: the chat.
+            prepare: applied to messages, tools and variables of the request before they are rendered.
 
         Raises:
             RequestError: 400; there is no usable template, it refuses these messages, or a field would change it.
@@ -87,8 +92,8 @@ class ChatTemplate:
                 f"Chats are off, since the model's chat template cannot be used ({self.problem}); use v1/completions.",
                 code="unsupported_value",
             )
-        messages = [message.for_template() for message in request.messages]
-        tools = [tool.for_template() for tool in request.tools or [] if request.tool_choice != "none"]
+        messages = [prepare(message.for_template()) for message in request.messages]
+        tools = [prepare(tool.for_template()) for tool in request.tools or [] if request.tool_choice != "none"]
         continues = bool(request.continue_final_message)
         begins = request.add_generation_prompt is not False and not continues
         variables: dict[str, Any] = {"add_generation_prompt": begins}
@@ -98,7 +103,7 @@ class ChatTemplate:
             # The grammar holds from the first token on, and would forbid to reason; a template that opens the reasoning
             # in any case leaves it empty then.
             variables |= dict.fromkeys(_THINKING_VARIABLES, False)
-        variables |= request.chat_template_kwargs or {}
+        variables |= prepare(request.chat_template_kwargs or {})
         text = self.render(messages, tools, variables)
         if not continues:
             return text

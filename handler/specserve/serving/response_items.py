@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from specserve.serving.openai.body import Body, Items, Part, Text
+from specserve.serving.response_tools import flat_name
 
 Json = dict[str, Any]
 
@@ -23,22 +24,46 @@ class TextItem(Part):
 Texts = Text | Items[TextItem]
 
 
+class ShellOutput(Body):
+    """What a command has written."""
+
+    stdout: Text
+    stderr: Text
+    outcome: dict[str, Any] | None = None
+
+
 class Item(Body):
     """An item of the input: a message, the call of a tool, its output, or the reasoning before these."""
 
-    also_known = frozenset({"id", "status", "phase", "encrypted_content"})
+    also_known = frozenset({"phase", "encrypted_content", "environment", "max_output_length"})
 
     type: Literal[
-        "message", "reasoning", "function_call", "custom_tool_call", "function_call_output", "custom_tool_call_output"
+        "message",
+        "reasoning",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "shell_call",
+        "shell_call_output",
+        "local_shell_call",
+        "local_shell_call_output",
+        "apply_patch_call",
+        "apply_patch_call_output",
     ] = "message"
+    id: Text | None = None
+    status: Text | None = None
     role: Literal["system", "developer", "user", "assistant"] = "user"
     content: Texts | None = None
     summary: Items[TextItem] | None = None
     call_id: Text = ""
     name: Text = ""
+    namespace: Text | None = None
     arguments: Text = "{}"
     input: Text = ""
-    output: Texts = ""
+    action: dict[str, Any] | None = None
+    operation: dict[str, Any] | None = None
+    output: Texts | Items[ShellOutput] | None = None
 
     def message(self) -> Json:
         """Return it as a message of a chat."""
@@ -47,9 +72,18 @@ class Item(Body):
         if self.type == "reasoning":
             return {"role": "assistant", "reasoning_content": _text(self.content or self.summary or "")}
         if self.type.endswith("output"):
-            return {"role": "tool", "tool_call_id": self.call_id, "content": _text(self.output)}
-        arguments = json.dumps({"input": self.input}) if self.type == "custom_tool_call" else self.arguments
-        call = {"id": self.call_id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
+            # An output of `local_shell` may have the id of its call so; one of `apply_patch` may have no text.
+            call_id = self.call_id or self.id or ""
+            content = _output(self.output) or (self.status or "") * (self.type == "apply_patch_call_output")
+            return {"role": "tool", "tool_call_id": call_id, "content": content}
+        name, arguments = flat_name(self.name, self.namespace), self.arguments
+        if self.type == "custom_tool_call":
+            arguments = json.dumps({"input": self.input})
+        elif self.type != "function_call":
+            given = self.action or self.operation or {}
+            name = self.type.removesuffix("_call")
+            arguments = json.dumps({key: value for key, value in given.items() if value is not None})
+        call = {"id": self.call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         return {"role": "assistant", "tool_calls": [call]}
 
 
@@ -66,6 +100,13 @@ def messages_of(items: Iterable[Item]) -> list[Json]:
             messages.append(message)
     # Reasoning without the answer that it led to is no message.
     return [message for message in messages if message.keys() != {"role", "reasoning_content"}]
+
+
+def _output(output: Texts | list[ShellOutput] | None) -> str:
+    """Return the output of a tool as text."""
+    if output is None or isinstance(output, str):
+        return output or ""
+    return "".join(part.text if isinstance(part, TextItem) else part.model_dump_json() for part in output)
 
 
 def _text(content: Texts) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from specserve.errors import RequestError
+from specserve.serving.answer import Call
 from specserve.serving.blocks import Block, BlocksResponse, Event, arguments_of, generation_fields
 from specserve.serving.openai.body import Body, Items, Text
 from specserve.serving.openai.logprobs import chat_logprobs, output_positions
@@ -16,21 +17,21 @@ from specserve.serving.openai.parse import parse_body
 from specserve.serving.openai.request_schema import ChatRequest, GenerationRequest
 from specserve.serving.openai.response_schema import ResponseObject, TokenLogprob
 from specserve.serving.response_items import Item, messages_of
+from specserve.serving.response_tools import Offered, ResponsesTool, ResponsesToolChoice
 
 Json = dict[str, Any]
 # Keeps the messages of a response, by its id, for requests that continue it.
 Keep = Callable[[str, list[Json]], None]
 
-# The tools that a model is offered; the others run in OpenAI's servers only.
-_OFFERED = ("function", "custom")
-# The arguments of a custom tool, which takes free text, as a function.
-_FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-# By kind of item: how its id begins, the field of its text, and the events of that.
+# By kind of item: how its id begins, the field of its text or arguments, and the events of that, if it has any.
 _KINDS = {
     "reasoning": ("rs", "text", "response.reasoning_text"),
     "message": ("msg", "text", "response.output_text"),
     "function_call": ("fc", "arguments", "response.function_call_arguments"),
     "custom_tool_call": ("ctc", "input", "response.custom_tool_call_input"),
+    "shell_call": ("sh", "action", None),
+    "local_shell_call": ("lsh", "action", None),
+    "apply_patch_call": ("apc", "operation", None),
 }
 # The fields of a request that its response repeats, and those of them that are not null without it.
 _DEFAULTS: Json = {
@@ -42,48 +43,6 @@ _DEFAULTS: Json = {
     "top_p": 1.0,
 }
 _ECHOED = {"instructions", "max_output_tokens", "previous_response_id", "reasoning", "store", "tools", *_DEFAULTS}
-
-
-class ResponsesTool(Body):
-    """A tool."""
-
-    type: str
-    name: Text | None = None
-    description: Text | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    format: dict[str, Any] | None = None
-
-    def function(self) -> Json:
-        """Return it as a tool of a chat."""
-        function = self.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
-        if self.type == "custom":
-            grammar = (self.format or {}).get("definition")
-            about = [self.description, grammar and f"The input follows this grammar:\n{grammar}"]
-            function |= {"parameters": _FREE_TEXT, "description": "\n".join(filter(None, about))}
-        return {"type": "function", "function": function}
-
-
-class ResponsesToolChoice(Body):
-    """A tool that has to be called, or those that may be."""
-
-    type: str
-    name: str | None = None
-    mode: str | None = None
-    tools: Items[ResponsesTool] | None = None
-
-    def choice(self) -> Json:
-        """Return it as the choice of a chat.
-
-        Raises:
-            RequestError: 400; it demands a tool that is not offered.
-        """
-        if self.type == "allowed_tools":
-            named = [_named(tool.name) for tool in self.tools or [] if tool.type in _OFFERED]
-            return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": named}}
-        if self.type not in _OFFERED:
-            raise RequestError.invalid("tool_choice", f"The model is offered functions only, and no '{self.type}'.")
-        return _named(self.name)
 
 
 class ResponsesText(Body):
@@ -123,8 +82,12 @@ class ResponsesRequest(GenerationRequest):
 
     def _not_offered(self) -> Iterator[str]:
         for index, tool in enumerate(self.tools or []):
-            if tool.type not in _OFFERED:
+            if tool.is_hosted:
                 yield f"tools[{index}].{tool.type}"
+
+    def offered(self) -> list[Offered]:
+        """Return the functions that the model is offered."""
+        return [offered for tool in self.tools or [] for offered in tool.offered()]
 
     def messages(self) -> list[Json]:
         """Return the input as messages of a chat."""
@@ -149,7 +112,7 @@ class ResponsesRequest(GenerationRequest):
         chat |= {
             "messages": [*([{"role": "system", "content": "\n\n".join(system)}] if system else []), *rest],
             "max_tokens": self.max_tokens if self.max_output_tokens is None else self.max_output_tokens,
-            "tools": [tool.function() for tool in self.tools or [] if tool.type in _OFFERED] or None,
+            "tools": [{"type": "function", "function": tool.function} for tool in self.offered()] or None,
             "tool_choice": choice.choice() if isinstance(choice, ResponsesToolChoice) else choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": written or self.response_format,
@@ -171,10 +134,10 @@ class ResponsesResponse(BlocksResponse):
         self._messages = messages
         self._keep = keep
         echoed = dict.fromkeys(_ECHOED) | request.model_dump(include=_ECHOED, exclude_none=True)
-        tools = [tool for tool in echoed["tools"] or [] if tool["type"] in _OFFERED]
+        tools = [tool for tool in request.tools or [] if not tool.is_hosted]
         defaults = {name: value for name, value in _DEFAULTS.items() if echoed[name] is None}
-        self._echoed = echoed | defaults | {"tools": tools}
-        self._custom = {tool["name"] for tool in tools if tool["type"] == "custom"}
+        self._echoed = echoed | defaults | {"tools": [tool.model_dump(exclude_none=True) for tool in tools]}
+        self._offered = {offered.function.get("name"): offered for offered in request.offered()}
         self._logprobs: dict[int, list[TokenLogprob]] = {}
         self._sent = 0
 
@@ -228,7 +191,7 @@ class ResponsesResponse(BlocksResponse):
     def _kind(self, block: Block) -> str:
         if block.call is None:
             return "reasoning" if block.kind == "reasoning" else "message"
-        return "custom_tool_call" if block.call.name in self._custom else "function_call"
+        return self._offered[block.call.name].item
 
     def _text(self, block: Block) -> str:
         """Return its text; that of a custom tool, which may be cut off, without the JSON around it."""
@@ -236,15 +199,25 @@ class ResponsesResponse(BlocksResponse):
             return block.text
         return str(arguments_of(block).get("input", ""))
 
+    def _call(self, block: Block, call: Call, *, done: bool) -> Json:
+        """Return what the item of a call has beside what all have."""
+        kind = self._kind(block)
+        _, field, events = _KINDS[kind]
+        if events is None:
+            return {"call_id": call.id, field: arguments_of(block)}
+        offered = self._offered[call.name]
+        within = {"namespace": offered.namespace} if offered.namespace else {}
+        return {"call_id": call.id, "name": offered.name, field: self._text(block) if done else "", **within}
+
     def _item(self, block: Block, *, done: bool) -> Json:
         """Return the item of a block, with its text if it is done."""
         kind = self._kind(block)
-        prefix, field, _ = _KINDS[kind]
+        prefix, *_ = _KINDS[kind]
         cut = self._is_cut and block is self._blocks[-1]
         status = "in_progress" if not done else "incomplete" if cut else "completed"
         item: Json = {"id": f"{prefix}_{self._request_id}_{block.index}", "type": kind, "status": status}
         if block.call is not None:
-            return item | {"call_id": block.call.id, "name": block.call.name, field: self._text(block) if done else ""}
+            return item | self._call(block, block.call, done=done)
         content = [self._part(block, block.text)] if done else []
         more: Json = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
         return item | {"content": content} | more
@@ -261,8 +234,9 @@ class ResponsesResponse(BlocksResponse):
             yield {"type": f"response.{name}", "response": self._object("in_progress")}
 
     def _block_beginning(self, block: Block) -> Iterator[Event]:
-        item = self._item(block, done=False)
-        yield {"type": "response.output_item.added", "output_index": block.index, "item": item}
+        *_, events = _KINDS[self._kind(block)]
+        if events is not None:
+            yield self._added(block)
         if block.call is None:
             yield self._event(block, "response.content_part.added", part=self._part(block, ""))
 
@@ -277,8 +251,8 @@ class ResponsesResponse(BlocksResponse):
             positions = output_positions(token for token in tokens if token.offset >= self._readers[generation].length)
             fields["logprobs"] = chat_logprobs(positions, self._vocabulary).content
             self._logprobs.setdefault(block.index, []).extend(fields["logprobs"])
-        # The JSON around the text of a custom tool is not shown, so that comes at its end.
-        if self._kind(block) != "custom_tool_call":
+        # The JSON around the text of a custom tool is not shown, so that comes at its end, as do objects.
+        if name is not None and self._kind(block) != "custom_tool_call":
             yield self._event(block, f"{name}.delta", delta=text, **fields)
 
     def _block_end(self, block: Block) -> Iterator[Event]:
@@ -287,11 +261,18 @@ class ResponsesResponse(BlocksResponse):
         if self._kind(block) == "custom_tool_call":
             yield self._event(block, f"{name}.delta", delta=text)
         logprobs: Json = {"logprobs": []} if block.kind == "text" else {}
-        yield self._event(block, f"{name}.done", **{field: text}, **logprobs)
+        if name is None:
+            yield self._added(block)
+        else:
+            yield self._event(block, f"{name}.done", **{field: text}, **logprobs)
         if block.call is None:
             yield self._event(block, "response.content_part.done", part=self._part(block, text))
         item = self._item(block, done=True)
         yield {"type": "response.output_item.done", "output_index": block.index, "item": item}
+
+    def _added(self, block: Block) -> Event:
+        item = self._item(block, done=False)
+        return {"type": "response.output_item.added", "output_index": block.index, "item": item}
 
     def _event(self, block: Block, name: str, **fields: Any) -> Event:
         """Make an event of a block."""
@@ -305,8 +286,3 @@ class ResponsesResponse(BlocksResponse):
     def _failure(self, error: RequestError) -> Iterator[Event]:
         detail = {"code": "server_error" if error.status >= 500 else "invalid_prompt", "message": error.message}
         yield {"type": "response.failed", "response": self._object("failed", error=detail)}
-
-
-def _named(name: str | None) -> Json:
-    """Return a tool as a chat names it."""
-    return {"type": "function", "function": {"name": name}}

@@ -174,7 +174,8 @@ class Routes:
 
     def _model(self, name: str) -> Model:
         """Make one entry of v1/models."""
-        return Model(id=name, object="model", created=self._created, owned_by="specserve")
+        length = self._config.context_length
+        return Model(id=name, object="model", created=self._created, owned_by="specserve", max_model_len=length)
 
     def _parsed(self, incoming: Incoming, kind: type[AnyRequest]) -> AnyRequest:
         """Validate a body; unknown fields are refused if the operator wants that."""
@@ -224,7 +225,7 @@ class Routes:
     def _chat_prompt(self, request: ChatRequest) -> Prompt:
         if self._models.chat_template is None:
             raise RequestError("This model has no chat template; use v1/completions.", code="unsupported_value")
-        return self._tokenizer.chat(self._models.chat_template.prompt(request), request)
+        return self._tokenizer.chat(request, self._models.chat_template.prompt)
 
     def _infill(self, incoming: Incoming) -> Response:
         request, models = self._parsed(incoming, InfillRequest), self._models

@@ -19,7 +19,7 @@ from specserve.sequence import Group, RequestInfo, SamplingParams, SpeculationPa
 from specserve.serving.detokenizer import with_control_tokens
 from specserve.serving.generation import Generation
 from specserve.serving.openai.logprobs import MAX_RESPONSE_BYTES, ResponseSize
-from specserve.serving.openai.prompt import BYTES_PER_TOKEN, Prompt, check_tokens, too_long
+from specserve.serving.openai.prompt import BYTES_PER_TOKEN, Prompt, PromptTooLong, check_tokens
 from specserve.serving.openai.request_schema import (
     MAX_TOKENS,
     ChatRequest,
@@ -29,6 +29,7 @@ from specserve.serving.openai.request_schema import (
     JsonSchema,
     Regex,
     SpeculationOptions,
+    StreamOptions,
     text_of,
 )
 from specserve.serving.reasoning import ThinkingTags
@@ -54,6 +55,7 @@ class ResponseForm:
         sources: whether to return who wrote each piece of the text.
         stream: whether it is a stream of events.
         include_usage: whether the stream ends with the totals.
+        continuous_usage: whether each of its events has the tokens so far, too.
         call_forms: how calls of tools are written, if there are any tools.
         tools: their names.
         thinking: the tags around the model's reasoning; None where it is not told apart.
@@ -68,6 +70,7 @@ class ResponseForm:
     sources: bool
     stream: bool
     include_usage: bool
+    continuous_usage: bool = False
     call_forms: tuple[CallForm, ...] = ()
     tools: frozenset[str] = frozenset()
     thinking: ThinkingTags | None = None
@@ -115,6 +118,7 @@ def resolve(
     else:
         prompt_field, candidates, echo = "prompt", request.best_of or choices, bool(request.echo)
         top_logprobs = request.logprobs
+    streaming = request.stream_options or StreamOptions()
     limit_field, limit = request.output_limit
     tools = request.callable_tools if isinstance(request, ChatRequest) else {}
     syntax = calls if calls and tools else CallSyntax(())
@@ -128,7 +132,8 @@ def resolve(
         echo,
         sources=options.sources,
         stream=bool(request.stream),
-        include_usage=request.stream_options is not None and request.stream_options.include_usage,
+        include_usage=streaming.include_usage,
+        continuous_usage=streaming.include_usage and streaming.continuous_usage_stats,
         # Where the grammar holds from the first token on, it has the model's own form only.
         call_forms=syntax.forms[:1] if has_format else syntax.forms,
         tools=frozenset(tools),
@@ -205,7 +210,7 @@ def _max_tokens(limit: int | None, prompt: Prompt, prompt_field: str, config: Ha
     # A prompt without output may fill it.
     rest = config.context_length - len(prompt.tokens)
     if rest < (limit != 0):
-        raise too_long(prompt_field, config.context_length, str(len(prompt.tokens)))
+        raise PromptTooLong(prompt_field, config.context_length, len(prompt.tokens))
     return min(tokens for tokens in (rest, limit, config.max_tokens) if tokens is not None)
 
 

@@ -23,6 +23,7 @@ from specserve.serving.openai.logprobs import (
 )
 from specserve.serving.openai.resolve import ResponseForm
 from specserve.serving.openai.response_schema import FinishReason, ResponseObject, as_json
+from specserve.serving.openai.speculation import speculation_of
 from specserve.serving.reasoning import ReasoningReader
 
 _END = "data: [DONE]\n\n"
@@ -146,15 +147,14 @@ class GenerationResponse(Response):
         has_calls = reader is not None and reader.calls > 0 and not reader.is_within_call
         return "tool_calls" if generation.finish_reason == "stop" and has_calls else generation.finish_reason
 
-    def _totals(self) -> dict[str, Any]:
-        """Count what all candidates took, for the fields `usage` and `speculation`."""
-        stats = SequenceStats.total(generation.stats for generation in self.generations)
+    def _usage(self, stats: SequenceStats) -> schema.Usage:
+        """Count the tokens of all candidates so far."""
         prompt_tokens = sum(group[0].prompt_length for group in self._candidates)
         cached_tokens = sum(group[0].cached_tokens for group in self._candidates)
         completion_tokens = sum(generation.generated for generation in self.generations)
         predicted, accepted = stats.drafted_by["prediction"], stats.accepted_by["prediction"]
         reasoning = sum(generation.tokens_within(reader.length) for generation, reader in self._readers.items())
-        usage = schema.Usage(
+        return schema.Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
@@ -165,30 +165,15 @@ class GenerationResponse(Response):
                 **({"reasoning_tokens": reasoning} if self._form.thinking else {}),
             ),
         )
-        params = self.generations[0].speculation
-        speculation = schema.Speculation(
-            mode=params.mode,
-            verification=params.verification,
-            rounds=stats.rounds,
-            drafted_tokens=stats.drafted,
-            accepted_tokens=stats.accepted,
-            mean_acceptance_length=round(stats.mean_acceptance_length, 3),
-            gamma_histogram={str(gamma): count for gamma, count in sorted(stats.gammas.items())},
-            drafters={
-                name: schema.DrafterCounts(drafted=drafted, accepted=stats.accepted_by[name])
-                for name, drafted in stats.drafted_by.items()
-            },
-            alternatives=schema.AlternativeCounts(read=stats.alternatives, adopted=stats.adopted),
-            seconds=schema.Seconds(
-                prefill=round(stats.prefill_seconds, 6),
-                draft=round(stats.draft_seconds, 6),
-                target=round(stats.target_seconds, 6),
-                other=round(stats.other_seconds, 6),
-                plain_estimate=round(stats.plain_seconds, 6),
-            ),
-            estimated_speedup=round(stats.plain_seconds / stats.decode_seconds, 3) if stats.decode_seconds else None,
-        )
-        return {"usage": usage, "speculation": speculation}
+
+    def _totals(self) -> dict[str, Any]:
+        """Count what all candidates took, for the fields `usage` and `speculation`."""
+        stats = self._stats()
+        speculation = speculation_of(stats, self.generations[0].speculation)
+        return {"usage": self._usage(stats), "speculation": speculation}
+
+    def _stats(self) -> SequenceStats:
+        return SequenceStats.total(generation.stats for generation in self.generations)
 
 
 class ChoicesResponse(GenerationResponse, ABC):
@@ -237,8 +222,10 @@ class ChoicesResponse(GenerationResponse, ABC):
         """Return the stream's events since the last call, '' where nothing is new; when done, the end of the stream."""
         if self.error:
             return _event(self.error_body(self.error)) + _END
-        usage: dict[str, Any] = {"usage": None} if self._form.include_usage else {}
         choices = [new for index, generation in enumerate(self.generations) for new in self._news(index, generation)]
+        usage: dict[str, Any] = {"usage": None} if self._form.include_usage else {}
+        if choices and self._form.continuous_usage:
+            usage = {"usage": self._usage(self._stats())}
         events = "".join(_event(self._object(choices=[choice], **usage)) for choice in choices)
         if len(self._ended) == len(self.generations):
             if self._form.include_usage:

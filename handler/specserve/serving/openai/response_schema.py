@@ -263,6 +263,8 @@ class Model(ResponseObject):
     object: Literal["model"]
     created: int
     owned_by: str
+    max_model_len: int
+    """Tokens of prompt and answer, by vLLM's name."""
 
 
 class ModelList(ResponseObject):

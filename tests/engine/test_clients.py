@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pkgutil import resolve_name
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_pair import ENDLESS, SLOTS, FakePair
+from fake_pair import ENDLESS, SLOTS, FakePair, RecordingObserver
+from specserve.observability.records import EndRecord
 from specserve.sequence import RequestInfo
 from specserve.serving import admission, prefix_cache
 from specserve.serving.generation import Generation
 from specserve.serving.prefix_store import PrefixStore
+from specserve.speculation.step import Step
 
 CHUNK = 64
 LENGTH = 2000
@@ -218,3 +221,64 @@ def test_a_long_prefix_comes_back_in_parts_between_which_others_get_on(monkeypat
     assert back.cached_tokens == 1000 // 32 * 32
     pair.run(twin)
     assert twin.cached_tokens >= back.cached_tokens
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException, which llguidance raises: no `Exception`."""
+
+
+@pytest.mark.parametrize("error", [ValueError("a fault"), KeyError("x"), RecursionError(), Panic("in Rust")])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "specserve.serving.generation.Generation._detokenize",
+        "specserve.speculation.step.Step.compute_mask",
+        "specserve.speculation.round._verify",
+        "specserve.speculation.proposers.PredictionProposer.propose",
+    ],
+)
+def test_what_is_raised_for_one_sequence_in_a_round_ends_that_one_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str, error: BaseException
+) -> None:
+    pair = FakePair()
+    others = [pair.submit([n, 2], sampling=ENDLESS, request=f"other {n}") for n in range(2)]
+    faulty = pair.submit([9, 2], sampling=ENDLESS, request="faulty")
+    pair.step()
+    owner, _, name = where.rpartition(".")
+    function = resolve_name(where)
+
+    def raising(*arguments: object) -> object:
+        of = [getattr(argument, "sequence", argument) for argument in arguments]
+        if any(argument is faulty for argument in of):
+            raise error
+        return function(*arguments)
+
+    monkeypatch.setattr(resolve_name(owner), name, raising)
+    pair.run()
+    assert faulty.error is not None
+    assert faulty.error.status == 500
+    assert "faulty" in caplog.text
+    for other in others:
+        assert other.error is None
+        assert other.answer == endless(other.prompt, 20)
+    monkeypatch.undo()
+    assert pair.submit([9, 2], sampling=ENDLESS).error is None
+    pair.run()
+
+
+def test_a_metric_that_fails_costs_no_answer_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(RecordingObserver):
+        def round(self, step: Step) -> None:
+            raise ZeroDivisionError(step.rows)
+
+        def end(self, record: EndRecord) -> None:
+            raise ZeroDivisionError(record.tokens)
+
+    recording = RecordingObserver()
+    pair = FakePair(observers=[Failing(), recording])
+    generation = pair.submit([1, 2], sampling=ENDLESS)
+    pair.run()
+    assert generation.answer == endless([1, 2], 20)
+    assert recording.rounds
+    assert recording.ends
+    assert caplog.text.count("ZeroDivisionError:") == 1

@@ -56,7 +56,6 @@ NEUTRAL: dict[str, tuple[list[Any], list[Any]]] = {
     "thinking_token_budget": ([], [5]),
     "kv_transfer_params": ([{}], [{"a": 1}]),
     "vllm_xargs": ([{}], [{"a": 1}]),
-    "cache_salt": ([], ["s"]),
     "logits_processors": ([[]], [["a"]]),
     "include_reasoning": ([True], [False]),
     "documents": ([[]], [[{"text": "a"}]]),

@@ -8,7 +8,9 @@ both write the same), `CompiledGrammar.failures` and grammar matchers (grammar/c
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from threading import Lock
 from typing import NamedTuple
 
 from specserve.errors import RequestError
@@ -18,7 +20,7 @@ from specserve.serving.routes import Routes
 
 # A body longer than this is long, in bytes: a megabyte takes up to 30 ms to read.
 LONG_BODY = 64 * 1024
-# Bytes of long bodies that may wait to be parsed together; a further one is refused. One alone may be longer.
+# Bytes of long bodies that may wait to be parsed together; a client's further one is refused, unless it is its first.
 _MAX_WAITING_BYTES = 2 * 1024 * 1024
 # How long to wait for new requests, in seconds; most take a few milliseconds. Compiling a grammar may take half a
 # second and tokenising half a megabyte a whole one. No round runs during the wait; after it they go on.
@@ -33,8 +35,9 @@ _BUSY = RequestError(
 
 
 class Parsing(NamedTuple):
-    """A new request: when it arrived, the bytes of its body, and its response once it is parsed."""
+    """A new request: whose it is, when it arrived, the bytes of its body, and its response once it is parsed."""
 
+    client: str
     arrival: float
     size: int
     response: Future[Response]
@@ -50,6 +53,9 @@ class Parser:
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
         self._thread = ThreadPoolExecutor(1, "parser")
+        # By client, whose turn it is first, what waits for the thread.
+        self._waiting: OrderedDict[str, deque[tuple[Incoming, Future[Response]]]] = OrderedDict()
+        self._lock = Lock()
         self._parsing: dict[str, Parsing] = {}
         self._waited_for: set[str] = set()
 
@@ -68,16 +74,29 @@ class Parser:
         answered: Future[Response] = Future()
         if not self._routes.generates(route):
             answered.set_result(self._routes.respond(incoming))
-        elif size > LONG_BODY and self._waiting_bytes() > max(0, _MAX_WAITING_BYTES - size):
+        elif size > LONG_BODY and self._has_too_much(incoming):
             answered.set_result(self._routes.refusal(route, _BUSY))
         else:
-            answered = self._thread.submit(self._routes.respond, incoming)
-        self._parsing[incoming.request_id] = Parsing(arrival, size, answered)
+            with self._lock:
+                self._waiting.setdefault(incoming.client, deque()).append((incoming, answered))
+            self._thread.submit(self._parse_next)
+        self._parsing[incoming.request_id] = Parsing(incoming.client, arrival, size, answered)
 
-    def _waiting_bytes(self) -> int:
-        """Count the bytes of the long bodies that wait to be parsed."""
-        others = self._parsing.values()
-        return sum(other.size for other in others if other.size > LONG_BODY and not other.response.done())
+    def _parse_next(self) -> None:
+        """Parse a request of the client whose turn it is."""
+        with self._lock:
+            client, requests = self._waiting.popitem(last=False)
+            incoming, answered = requests.popleft()
+            if requests:
+                self._waiting[client] = requests
+        if answered.set_running_or_notify_cancel():
+            answered.set_result(self._routes.respond(incoming))
+
+    def _has_too_much(self, incoming: Incoming) -> bool:
+        """Whether a long body is one too many, of a client that has another one waiting."""
+        others = [other for other in self._parsing.values() if other.size > LONG_BODY and not other.response.done()]
+        waiting = sum(other.size for other in others)
+        return waiting + incoming.size > _MAX_WAITING_BYTES and incoming.client in {other.client for other in others}
 
     def take(self, *, idle: bool) -> dict[str, Parsing]:
         """Take the requests that are parsed, after a short wait for new ones.

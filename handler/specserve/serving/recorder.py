@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections import abc
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from specserve.observability.records import Observer
 from specserve.serving.generation import Generation
 from specserve.speculation.step import Step
+
+logger = logging.getLogger(__name__)
+Record = TypeVar("Record")
 
 
 class Recorder:
@@ -21,6 +26,7 @@ class Recorder:
     def __init__(self, clock: Callable[[], float], observers: abc.Sequence[Observer]) -> None:
         self._clock = clock
         self._observers = observers
+        self._has_failed = False
 
     def record_round(self, steps: list[Step], started: float) -> None:
         """Record a round, after its tokens have been read.
@@ -35,11 +41,20 @@ class Recorder:
             step.other_seconds = step.target_share * other_seconds
             step.count(now)
             for observer in self._observers:
-                observer.round(step)
+                self._tell(observer.round, step)
 
     def record_ends(self, ended: Iterable[Generation]) -> None:
         """Record sequences that have finished, failed or left."""
         for generation in ended:
             record = generation.end_record(self._clock())
             for observer in self._observers:
-                observer.end(record)
+                self._tell(observer.end, record)
+
+    def _tell(self, observe: Callable[[Record], None], record: Record) -> None:
+        """Tell an observer, whose failures cost no request its answer; the first of all is logged."""
+        try:
+            observe(record)
+        except Exception:
+            if not self._has_failed:
+                logger.exception("specserve: metrics or traces are incomplete from now on")
+            self._has_failed = True

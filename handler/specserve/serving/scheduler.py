@@ -17,7 +17,7 @@ from collections import abc
 from collections.abc import Callable, Mapping
 from time import perf_counter
 
-from specserve.errors import EngineError
+from specserve.errors import Contained, EngineError
 from specserve.kv_cache import KVCache
 from specserve.observability.records import Observer
 from specserve.sequence import Sequence
@@ -269,7 +269,9 @@ class Scheduler:
         """Finish a round: turn new tokens into text, end what is complete, and record what each sequence got."""
         self._fail({step.sequence: step.error for step in steps if step.error})
         for generation in self._running:
-            if not generation.done:
+            if generation.done:
+                continue
+            with Contained(generation.info.request, generation.fail):
                 generation.read_new_tokens()
                 if generation.max_tokens == 0 and not self._cache.pending(generation):
                     generation.end_without_tokens()

@@ -193,7 +193,7 @@ class Handler:
     def _submit_parsed(self) -> None:
         """Submit the parsed requests; `take` waits briefly for those that are being parsed."""
         parsed = self._parser.take(idle=not self._scheduler.busy)
-        for request_id, (arrival, size, future) in parsed.items():
+        for request_id, (_, arrival, size, future) in parsed.items():
             with Contained(request_id, partial(self._refuse, request_id)):
                 self._responses[request_id] = future.result()
             response = self._responses[request_id]

@@ -92,7 +92,8 @@ class Drafters:
         for proposer in self._proposers:
             proposer.begin_round()
         for step in drafting:
-            rows += self._draft_offer(step, rows, costs)
+            with step.contained():
+                rows += self._draft_offer(step, rows, costs)
         while self.model and (chosen := self._choose(drafting, rows, costs)):
             began = self._clock()
             try:
@@ -108,11 +109,12 @@ class Drafters:
                 if n_read[index] > SHORT_CATCH_UP:
                     # All but the row that it would have read anyway.
                     step.long_catch_up_seconds += seconds_per_row * (n_read[index] - 1)
-                if index not in logits or not self._draw(logits[index], step):
-                    step.model_ended = True
-                    continue
-                rows += 1
-                rows += self._draft_offer(step, rows, costs)
+                with step.contained():
+                    if index not in logits or not self._draw(logits[index], step):
+                        step.model_ended = True
+                    else:
+                        rows += 1
+                        rows += self._draft_offer(step, rows, costs)
             # Drawing belongs to the cost of a pass, grammar masks do not.
             has_masks = any(step.sequence.constraint is not None for step in chosen)
             self.model.observe_cost((read if has_masks else self._clock()) - began)
@@ -147,7 +149,7 @@ class Drafters:
 
     def _choose(self, drafting: list[Step], rows: int, costs: RoundCosts) -> list[Step]:
         """The steps whose next token the model drafts now."""
-        able = [(step, self._candidate(step, costs)) for step in drafting if step.rows_left > 0]
+        able = [(step, self._candidate(step, costs)) for step in drafting if step.rows_left > 0 and not step.error]
         candidates = [(step, candidate) for step, candidate in able if candidate]
         chosen, _ = choose_for_model([candidate for _, candidate in candidates], rows, costs)
         return [candidates[index][0] for index in chosen]

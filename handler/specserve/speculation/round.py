@@ -29,7 +29,6 @@ its `alternatives`; and `noise`, the random numbers of the round.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import suppress
 from operator import mul
@@ -44,8 +43,6 @@ from specserve.speculation.drafters import Drafters
 from specserve.speculation.policy import Controller
 from specserve.speculation.rejection import RULES, accept_equal
 from specserve.speculation.step import Step, StepLogits
-
-logger = logging.getLogger(__name__)
 
 
 def run_round(
@@ -75,7 +72,8 @@ def run_round(
     for step in steps:
         if step.decides:
             # The masks that are needed in any case come first. A missing one raises only in `_verify`.
-            step.compute_mask()
+            with step.contained():
+                step.compute_mask()
     started = clock()
     # Tokens that a row attends to: the longest sequence's with our kernels, all slots' with llama.cpp's.
     kv_lens = [target.kv_len([step.sequence.slot]) for step in steps]
@@ -90,7 +88,9 @@ def run_round(
     first = 0
     for step in steps:
         end = first + step.rows_with_logits + step.draft_rows
-        _apply(target, drafters, step, step.split(logits[first:end]))
+        if not step.error:
+            with step.contained():
+                _apply(target, drafters, step, step.split(logits[first:end]))
         first = end
     done = clock()
     # Computing distributions and verifying take time for every row, so they belong to the cost of a pass; the grammar
@@ -131,10 +131,7 @@ def _apply(target: KVCache, drafters: Drafters, step: Step, logits: StepLogits) 
                 # Without the mask after it an alternative gives no further token.
                 step.adopted = _decide(controller, after, logits.alternatives[adopted : adopted + 1]) > 0
                 step.n_decided += step.adopted
-    except (FloatingPointError, ConstraintError, RuntimeError) as error:
-        # A fault of ours, a RuntimeError, costs no other request either.
-        if isinstance(error, RuntimeError):
-            logger.exception("specserve: a request failed")
+    except (FloatingPointError, ConstraintError) as error:
         step.error = error
         return
     target.truncate(sequence.slot, len(sequence.tokens) - 1)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specserve.engine.base import FloatArray, Row
-from specserve.errors import ConstraintError, MaskDeferred
+from specserve.errors import ConstraintError, Contained, MaskDeferred
 from specserve.sampling.noise import Noise
 from specserve.sequence import DrafterName, Sequence
 
@@ -197,6 +197,13 @@ class Step:
         """Draft one more token; it stays in the round whatever it is."""
         self.drafts.append(draft)
         self.p_all_accepted *= acceptance
+
+    def contained(self) -> Contained:
+        """Keep what is raised within from the other steps of the round: it becomes this one's `error`."""
+        return Contained(self.sequence.info.request, self._fail)
+
+    def _fail(self, error: Exception) -> None:
+        self.error = error
 
     def compute_mask(self) -> bool:
         """Compute the grammar's mask after the drafts; False if the round has no time for it."""

@@ -22,7 +22,7 @@ mirostat_tau mirostat_eta
 _OFF = """
 functions audio web_search_options
 echo add_special_tokens use_beam_search prompt_embeds logprob_token_ids return_token_ids return_tokens_as_token_ids
-kv_transfer_params vllm_xargs cache_salt logits_processors documents chat_template mm_processor_kwargs
+kv_transfer_params vllm_xargs logits_processors documents chat_template mm_processor_kwargs
 n_indent post_sampling_probs min_keep xtc_probability dynatemp_range dry_multiplier mirostat lora
 """
 _NEUTRAL: dict[str, object] = {

@@ -149,6 +149,7 @@ class GenerationRequest(Body):
     t_max_predict_ms: float | None = None
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
     cache_prompt: bool | None = True
+    cache_salt: Annotated[Text, Field(max_length=200)] | None = None
     response_format: ResponseFormat | None = None
     grammar: Annotated[Text, Field(min_length=1)] | None = None
     prediction: Prediction | None = None

@@ -155,7 +155,7 @@ def resolve(
     mode = config.speculation.mode if options.mode == "auto" else options.mode
     group: Group = "holdback" if randomised and held_back else mode
     family = family_label((request.metadata or {}).get("prompt_family", ""))
-    info = RequestInfo(request_id, family, group, randomised)
+    info = RequestInfo(request_id, family, group, randomised, client, request.cache_salt or "")
     speculation = _speculation(options, sampling, config, group, client)
     constraint = _constraint(request, grammars, syntax, reasoning)
     prediction = _prediction(request, vocabulary, config)

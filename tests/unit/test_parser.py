@@ -1,0 +1,81 @@
+"""One thread parses requests: clients take turns, and one that sends much is refused before others are."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from specserve.serving.incoming import Incoming
+from specserve.serving.openai.response import Response
+from specserve.serving.parser import LONG_BODY, Parser
+
+MIB = 2**20
+
+
+class Routes:
+    """Records whose requests are parsed; the first waits until it may."""
+
+    def __init__(self) -> None:
+        self.parsed: list[str] = []
+        self.may_begin = threading.Event()
+
+    def generates(self, route: str) -> bool:
+        return route == "v1/completions"
+
+    def respond(self, incoming: Incoming) -> Response:
+        self.may_begin.wait(30)
+        self.parsed.append(incoming.request_id)
+        return Response()
+
+    def refusal(self, _route: str, error: Any) -> Response:
+        return Response.refusal(error)
+
+
+@pytest.fixture
+def routes() -> Routes:
+    return Routes()
+
+
+@pytest.fixture
+def parser(routes: Routes) -> Parser:
+    return Parser(routes)  # type: ignore[arg-type]
+
+
+def begin(parser: Parser, name: str, *, size: int = 10) -> None:
+    """A request whose name begins with its client's."""
+    parser.begin(Incoming(name, "v1/completions", b"", size, {"authorization": name[0]}), 0.0)
+
+
+def statuses(parser: Parser, routes: Routes) -> dict[str, int]:
+    routes.may_begin.set()
+    taken: dict[str, int] = {}
+    while len(parser._parsing):
+        taken |= {name: parsing.response.result().status for name, parsing in parser.take(idle=True).items()}
+    return taken
+
+
+def test_clients_take_turns(parser: Parser, routes: Routes) -> None:
+    for name in ("a1", "a2", "a3", "a4", "b1", "b2", "c1"):
+        begin(parser, name)
+    assert set(statuses(parser, routes).values()) == {200}
+    # The thread has begun before or after the second request came.
+    assert " ".join(routes.parsed) in {"a1 a2 b1 c1 a3 b2 a4", "a1 b1 c1 a2 b2 a3 a4"}
+
+
+def test_a_client_that_sends_many_long_bodies_is_refused_and_others_are_not(parser: Parser, routes: Routes) -> None:
+    for number in range(5):
+        begin(parser, f"a{number}", size=MIB)
+    begin(parser, "b0", size=MIB)
+    begin(parser, "a5", size=LONG_BODY)
+    refused = [name for name, status in statuses(parser, routes).items() if status == 503]
+    assert sorted(refused) == ["a2", "a3", "a4"]
+
+
+def test_a_request_whose_client_has_left_is_not_parsed(parser: Parser, routes: Routes) -> None:
+    for name in ("a1", "a2", "b1"):
+        begin(parser, name)
+    parser.forget_absent({"a1", "b1"})
+    assert statuses(parser, routes) == {"a1": 200, "b1": 200}
+    assert "a2" not in routes.parsed

@@ -1,4 +1,4 @@
-"""One thread parses requests: clients take turns, and one that sends much is refused before others are."""
+"""Who is parsed first: clients take turns, short bodies pass long ones, and who sends much is refused before others."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ class Routes:
 
     def __init__(self) -> None:
         self.parsed: list[str] = []
-        self.may_begin = threading.Event()
+        self.may_begin, self.long_may_begin = threading.Event(), threading.Event()
+        self.long_may_begin.set()
 
     def generates(self, route: str) -> bool:
         return route == "v1/completions"
 
     def respond(self, incoming: Incoming) -> Response:
         self.may_begin.wait(30)
+        if incoming.size > LONG_BODY:
+            self.long_may_begin.wait(30)
         self.parsed.append(incoming.request_id)
         return Response()
 
@@ -71,6 +74,19 @@ def test_a_client_that_sends_many_long_bodies_is_refused_and_others_are_not(pars
     begin(parser, "a5", size=LONG_BODY)
     refused = [name for name, status in statuses(parser, routes).items() if status == 503]
     assert sorted(refused) == ["a2", "a3", "a4"]
+
+
+def test_a_short_body_waits_for_no_long_one(parser: Parser, routes: Routes) -> None:
+    routes.long_may_begin.clear()
+    begin(parser, "a1", size=MIB)
+    begin(parser, "b1")
+    routes.may_begin.set()
+    taken: dict[str, object] = {}
+    while "b1" not in taken:
+        taken |= parser.take(idle=True)
+    assert routes.parsed == ["b1"]
+    routes.long_may_begin.set()
+    assert statuses(parser, routes) == {"a1": 200}
 
 
 def test_a_request_whose_client_has_left_is_not_parsed(parser: Parser, routes: Routes) -> None:

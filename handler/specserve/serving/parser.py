@@ -1,14 +1,18 @@
-"""Parses requests in a thread of its own, so that rounds go on meanwhile.
+"""Parses requests in threads of their own, so that rounds go on meanwhile.
 
-The thread turns bodies into generations, which are its own until they are submitted. What it shares with the engine
-thread is safe without a lock, as their owners say: the vocabulary (only read, but for its cache of tokens' texts, where
-both write the same), `CompiledGrammar.failures` and grammar matchers (grammar/constraint.py), and `Holdback.draw`
-(observability/control_group.py).
+Long bodies have a thread for themselves: a megabyte may take two seconds to tokenise, for which no short one waits. In
+each thread clients take turns.
+
+The threads turn bodies into generations, which are their own until they are submitted. What they share with each other
+and the engine thread is safe without a lock, as their owners say: the vocabulary (only read, but for its cache of
+tokens' texts, where all write the same), compiled grammars, `CompiledGrammar.failures` and grammar matchers
+(grammar/constraint.py), and `Holdback.draw` (observability/control_group.py).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Lock
 from typing import NamedTuple
@@ -43,6 +47,37 @@ class Parsing(NamedTuple):
     response: Future[Response]
 
 
+class _Thread:
+    """Parses requests one after the other; clients take turns.
+
+    Args:
+        parse: makes the response to a request.
+    """
+
+    def __init__(self, parse: Callable[[Incoming], Response]) -> None:
+        self._parse = parse
+        self._thread = ThreadPoolExecutor(1, "parser")
+        # By client, whose turn it is first.
+        self._waiting: OrderedDict[str, deque[tuple[Incoming, Future[Response]]]] = OrderedDict()
+        self._lock = Lock()
+
+    def submit(self, incoming: Incoming) -> Future[Response]:
+        answered: Future[Response] = Future()
+        with self._lock:
+            self._waiting.setdefault(incoming.client, deque()).append((incoming, answered))
+        self._thread.submit(self._parse_next)
+        return answered
+
+    def _parse_next(self) -> None:
+        with self._lock:
+            client, requests = self._waiting.popitem(last=False)
+            incoming, answered = requests.popleft()
+            if requests:
+                self._waiting[client] = requests
+        if answered.set_running_or_notify_cancel():
+            answered.set_result(self._parse(incoming))
+
+
 class Parser:
     """Has requests parsed, and knows them by TorchServe's id.
 
@@ -52,10 +87,7 @@ class Parser:
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
-        self._thread = ThreadPoolExecutor(1, "parser")
-        # By client, whose turn it is first, what waits for the thread.
-        self._waiting: OrderedDict[str, deque[tuple[Incoming, Future[Response]]]] = OrderedDict()
-        self._lock = Lock()
+        self._short, self._long = _Thread(routes.respond), _Thread(routes.respond)
         self._parsing: dict[str, Parsing] = {}
         self._waited_for: set[str] = set()
 
@@ -64,7 +96,7 @@ class Parser:
         return request_id in self._parsing
 
     def begin(self, incoming: Incoming, arrival: float) -> None:
-        """Parse in the parser's thread what is to be generated; other routes ask the scheduler and are answered here.
+        """Parse what is to be generated in one of the threads; other routes ask the scheduler and are answered here.
 
         Args:
             incoming: the request.
@@ -77,20 +109,8 @@ class Parser:
         elif size > LONG_BODY and self._has_too_much(incoming):
             answered.set_result(self._routes.refusal(route, _BUSY))
         else:
-            with self._lock:
-                self._waiting.setdefault(incoming.client, deque()).append((incoming, answered))
-            self._thread.submit(self._parse_next)
+            answered = (self._long if size > LONG_BODY else self._short).submit(incoming)
         self._parsing[incoming.request_id] = Parsing(incoming.client, arrival, size, answered)
-
-    def _parse_next(self) -> None:
-        """Parse a request of the client whose turn it is."""
-        with self._lock:
-            client, requests = self._waiting.popitem(last=False)
-            incoming, answered = requests.popleft()
-            if requests:
-                self._waiting[client] = requests
-        if answered.set_running_or_notify_cancel():
-            answered.set_result(self._routes.respond(incoming))
 
     def _has_too_much(self, incoming: Incoming) -> bool:
         """Whether a long body is one too many, of a client that has another one waiting."""
@@ -101,7 +121,7 @@ class Parser:
     def take(self, *, idle: bool) -> dict[str, Parsing]:
         """Take the requests that are parsed, after a short wait for new ones.
 
-        Streams wait once for a long parse, and not again for what has come since: there is one thread.
+        Streams wait once for a long parse, and not again for what has come since.
 
         Args:
             idle: nothing else runs, so waiting delays no request.

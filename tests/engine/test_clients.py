@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fake_pair import ENDLESS, SLOTS, FakePair, RecordingObserver
 from specserve.observability.records import EndRecord
 from specserve.sequence import RequestInfo
-from specserve.serving import admission, prefix_cache
+from specserve.serving import admission, prefix_copies
 from specserve.serving.generation import Generation
 from specserve.serving.prefix_store import PrefixStore
 from specserve.speculation.step import Step
@@ -202,7 +202,7 @@ def test_prefixes_are_reused_within_a_key_and_a_salt_alone(
 
 
 def test_a_long_prefix_comes_back_in_parts_between_which_others_get_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_cache, "_RESTORED_A_ROUND", 64)
+    monkeypatch.setattr(prefix_copies, "_TOKENS_A_ROUND", 64)
     pair = Clients(store=PrefixStore(24, 10**6))
     prompt = long_prompt(0)[:1000]
     pair.send("a", prompt)

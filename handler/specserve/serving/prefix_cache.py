@@ -13,19 +13,16 @@ from enum import Enum, auto
 from operator import itemgetter
 from weakref import WeakKeyDictionary
 
-from specserve.errors import EngineError
 from specserve.kv_cache import KVCache, worth_waiting, worth_waiting_for
 from specserve.sequence import Sequence, common_prefix
-from specserve.serving.prefix_store import BLOCK_TOKENS, PrefixStore
+from specserve.serving.prefix_copies import PrefixCopies
+from specserve.serving.prefix_store import PrefixStore
 from specserve.speculation.drafters import Drafters
 
 logger = logging.getLogger(__name__)
 
-# Blocks that are copied to host memory after each round, which takes 1 ms for 1.5B (prefix_store.py), and those that
-# are copied at once where a slot is needed before that: 8,192 tokens, .13 s. What is beyond them is prefilled again.
-_BLOCKS_A_ROUND, _BLOCKS_AT_ONCE = 2, 256
-# Tokens that come back from host memory in a round: .13 s for 1.5B (worst_cases.py).
-_RESTORED_A_ROUND = 2048
+# Blocks that are copied to host memory after each round, which takes 1 ms for 1.5B.
+_BLOCKS_A_ROUND = 2
 # Tokens that a slot loses at least when room is needed, so that this is not done in every round. No command prints it.
 _LEAST_LOSS = 256
 
@@ -76,13 +73,11 @@ class PrefixCache:
         self._target = target
         self._drafters = drafters
         self._keeps_prefixes = keeps_prefixes
-        self._store = store
+        self.copies = PrefixCopies(target, store)
         self._uses = 0
         # By waiting sequence, which ones prefill, which of them what it needs, and up to where: it is compared with all
         # when others prefill, not in each round.
         self._awaited: WeakKeyDictionary[Sequence, tuple[list[Sequence], Sequence, int]] = WeakKeyDictionary()
-        # By sequence whose prefix comes back from the store, round by round: up to where.
-        self._restored_up_to: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
         self._slots = [Slot(index) for index in range(target.n_slots)]
 
     @property
@@ -129,7 +124,7 @@ class PrefixCache:
         prefixes = self._target.prefixes(owner, sequence.tokens, max_length)
         source = max(self._slots, key=lambda slot: (prefixes[slot.index], not slot.in_use))
         shared = prefixes[source.index]
-        stored = self._store.length(owner, sequence.tokens, max_length) if self._store else 0
+        stored = self.copies.stored(sequence, max_length)
         if self._awaits_prefix(sequence, prefilling, shared, max(shared, stored), max_length):
             return Admission.AWAITS_PREFIX
         if len(sequence.tokens) - max(shared, stored) > max_prefill:
@@ -139,10 +134,7 @@ class PrefixCache:
         self._awaited.pop(sequence, None)
         slot = self._choose(sequence, source, shared)
         self._fill(slot, source, sequence, shared)
-        if self._store:
-            self._store.count(looked_up=max(0, max_length - shared))
-            if stored > shared:
-                self._restored_up_to[sequence] = stored
+        self.copies.begin(sequence, stored, max_length)
         # Last: a slot whose engine failed stays free.
         slot.in_use = True
         self._target.pin(slot.index)
@@ -168,29 +160,6 @@ class PrefixCache:
             draft.claim(slot.index, owner)
             most = len(sequence.tokens) - 1 if sequence.reuses_prefix else 0
             draft.truncate(slot.index, draft.prefix(slot.index, owner, sequence.tokens, most))
-
-    def is_restoring(self, sequence: Sequence) -> bool:
-        """Whether a sequence's prefix is still coming back from the store."""
-        return sequence in self._restored_up_to
-
-    def restore(self) -> dict[Sequence, Exception]:
-        """Copy a round's part of the prefixes that come back from the store; what has gone from there is prefilled.
-
-        Returns:
-            The sequences that failed, and why.
-        """
-        left, failed = _RESTORED_A_ROUND, {}
-        for sequence, up_to in list(self._restored_up_to.items()):
-            start = end = self._target.end(sequence.slot)
-            try:
-                end = self._load(sequence, min(up_to, start + left)) if left > 0 else start
-            except Exception as error:
-                logger.exception("specserve: a prefix in host memory cannot be used")
-                failed[sequence] = error
-            left -= end - start
-            if end in {start, up_to} and left > 0:
-                del self._restored_up_to[sequence]
-        return failed
 
     def release(self, sequence: Sequence) -> None:
         """Free the slot of a sequence that has ended; the caches keep its tokens, unless it has failed."""
@@ -227,16 +196,12 @@ class PrefixCache:
         """Copy some of what free slots hold to the store, what would leave first; returns whether there is more."""
         unstored = [slot for slot in self._slots if slot.unstored and not slot.in_use]
         if unstored:
-            self._save(min(unstored, key=lambda slot: slot.last_used), _BLOCKS_A_ROUND)
+            self._save(min(unstored, key=lambda slot: slot.last_used), max_blocks=_BLOCKS_A_ROUND)
         return any(slot.unstored for slot in unstored)
 
     def store_running(self, sequence: Sequence) -> bool:
         """Copy a round's part of what a running sequence has to the store; returns whether that is all."""
-        slot = self._slots[sequence.slot]
-        slot.unstored = self._store is not None and sequence.round_number > 0
-        self._save(slot, _RESTORED_A_ROUND // BLOCK_TOKENS)
-        all_stored, slot.unstored = not slot.unstored, False
-        return all_stored
+        return not self.copies.may_save(sequence) or self.copies.save(sequence.slot)
 
     def clear(self, sequence: Sequence) -> None:
         """Empty the slot of a sequence that has failed."""
@@ -262,7 +227,7 @@ class PrefixCache:
         """
         soon = [(common_prefix(other.tokens, sequence.tokens, max_length), other) for other in prefilling]
         length, other = max(soon, key=itemgetter(0), default=(0, sequence))
-        if self.is_restoring(other):
+        if self.copies.are_running(other):
             cached = shared
         if not worth_waiting(sequence, cached, length):
             return False
@@ -306,9 +271,8 @@ class PrefixCache:
         """Free a sequence's slot, which keeps its tokens if it may."""
         slot = self._slots[sequence.slot]
         slot.in_use = False
-        self._restored_up_to.pop(sequence, None)
-        # Tokens are decided by finite logits only, and these depend on all keys and values before them.
-        slot.unstored = self._store is not None and sequence.round_number > 0
+        self.copies.forget(sequence)
+        slot.unstored = self.copies.may_save(sequence)
         self._target.unpin(slot.index)
         self._touch(slot)
         # What followed the end of an answer is no part of its text.
@@ -325,37 +289,10 @@ class PrefixCache:
         self._save(slot)
         self._truncate(slot, end)
 
-    def _save(self, slot: Slot, max_blocks: int = _BLOCKS_AT_ONCE) -> None:
-        """Store what a free slot holds and the store does not; called before any of it is dropped."""
-        if self._store is None or not slot.unstored:
-            return
-        tokens = self._target.tokens(slot.index)
-        try:
-            slot.unstored = not self._store.add(
-                self._target.owner(slot.index),
-                tokens,
-                lambda start, end: self._target.save(slot.index, start, end),
-                max_blocks,
-            )
-        except (EngineError, MemoryError) as error:
-            logger.warning("specserve: a prefix cannot be kept in host memory: %s", error)
-            slot.unstored = False
-
-    def _load(self, sequence: Sequence, end: int) -> int:
-        """Append to a sequence's slot what the store has of its tokens up to a position; returns up to where it had."""
-        loaded = start = self._target.end(sequence.slot)
-        try:
-            self.make_room(end - start)
-            for saved in self._store.saved(sequence.info.owner, sequence.tokens, start, end) if self._store else ():
-                self._target.load(sequence.slot, sequence.tokens[loaded : loaded + len(saved)], saved)
-                loaded += len(saved)
-        except EngineError as error:
-            logger.warning("specserve: a prefix in host memory cannot be used, and is computed again: %s", error)
-        if self._store:
-            self._store.count(hits=loaded - start)
-        if not sequence.preemptions:
-            sequence.cached_tokens += loaded - start
-        return loaded
+    def _save(self, slot: Slot, **limit: int) -> None:
+        """Store what a slot holds and the store does not; called before any of it is dropped."""
+        if slot.unstored:
+            slot.unstored = not self.copies.save(slot.index, **limit)
 
     def _truncate(self, slot: Slot, end: int) -> None:
         self._target.truncate(slot.index, end)

@@ -169,7 +169,7 @@ class Scheduler:
         """
         self._waiting.admit()
         self._preempt_until_the_rest_fits()
-        if failed := self._cache.restore():
+        if failed := self._cache.copies.run(self._cache.make_room):
             self._fail(failed)
             self._recorder.record_ends(self._end_completed())
         decoding = [generation for generation in self._running if self._cache.decodes(generation)]
@@ -236,7 +236,7 @@ class Scheduler:
 
     def _prefill_order(self) -> list[Generation]:
         """The sequences in prefill: who was overtaken enough, then who has the least left."""
-        prefilling = [g for g in self._running if not self._cache.decodes(g) and not self._cache.is_restoring(g)]
+        prefilling = [g for g in self._running if not self._cache.decodes(g) and not self._cache.copies.are_running(g)]
 
         def place(generation: Generation) -> tuple[bool, int]:
             credit = _OVERTAKING_TOKENS + _OVERTAKING * self._target.end(generation.slot)

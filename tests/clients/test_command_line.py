@@ -26,6 +26,8 @@ NPM = PROJECT / ".npm-clients" / "node_modules" / ".bin"
 AIDER = PROJECT / ".venv-aider" / "bin" / "aider"
 # A small model may go on for ever.
 MAX_REQUESTS = 8
+# Of the second turn's prompt.
+CACHED_SHARE = 0.8
 RULES = "You are a coding agent. You call tools to read files, to change them, and to run commands."
 TASK = "The test of calc/ops.py fails. Read calc/ops.py, correct it, and run: python3 -m unittest"
 # For a model that writes about the tool instead of calling it.
@@ -243,9 +245,11 @@ def run(command: list[object], wire: Wire, repository: Path, variables: dict[str
 
 def report(name: str, wire: Wire) -> None:
     """Print what README.md says of an agent, if the test runs with -rP."""
-    first, last = (choose(exchange.prompt_tokens for exchange in wire.exchanges) for choose in (min, max))
+    (first, _), (last, _) = (choose(exchange.prompt_tokens for exchange in wire.exchanges) for choose in (min, max))
     called = " ".join(wire.called) or "nothing"
+    cached = ", ".join("/".join(map(str, reversed(exchange.prompt_tokens))) for exchange in wire.exchanges)
     sys.stdout.write(f"{name}: {len(wire.exchanges)} requests of {first} to {last} tokens; called: {called}\n")
+    sys.stdout.write(f"{name}: cached: {cached}\n")
 
 
 @pytest.mark.parametrize("name", AGENTS)
@@ -262,6 +266,10 @@ def test_an_agent_runs_the_tools_that_the_model_calls(name: str, wire: Wire, rep
     assert wire.exchanges
     assert wire.called
     assert wire.results > 0
+    # The second turn repeats the first one and what was answered, so all but the tool's result is cached.
+    turns = [exchange.prompt_tokens for exchange in wire.exchanges if exchange.results and exchange.prompt_tokens[0]]
+    tokens, cached = turns[0]
+    assert cached > CACHED_SHARE * tokens
 
 
 @pytest.mark.parametrize("edit_format", ["whole", "diff"])

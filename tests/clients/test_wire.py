@@ -83,6 +83,20 @@ def test_a_refused_request_is_rejected() -> None:
         Wire("", "", "", [Exchange("POST", "/v1/responses", RESPONSES, 400, b"{}", is_whole=True)]).check()
 
 
+@pytest.mark.parametrize(
+    "usage",
+    [
+        {"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": 8}},
+        {"input_tokens": 10, "input_tokens_details": {"cached_tokens": 8}},
+        {"input_tokens": 2, "cache_read_input_tokens": 8, "cache_creation_input_tokens": 0},
+    ],
+)
+def test_cached_tokens_are_counted_in_every_protocol(usage: Any) -> None:
+    whole = Exchange("POST", "", {}, 200, json.dumps({"usage": usage}).encode(), is_whole=True)
+    assert whole.prompt_tokens == (10, 8)
+    assert Exchange("POST", "", {}, 200, b"{}", is_whole=True).prompt_tokens == (0, 0)
+
+
 def test_results_of_tools_are_counted_in_every_protocol() -> None:
     chat = {"messages": [{"role": "user", "content": "?"}, {"role": "tool", "content": "4711"}]}
     responses = {"input": [{"role": "user", "content": "?"}, {"type": "function_call_output", "output": "4711"}]}

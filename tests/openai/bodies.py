@@ -168,22 +168,37 @@ block_contents = texts | st.lists(
     ),
     max_size=3,
 )
+response_tool = obj(type=st.sampled_from(["function", "custom", "namespace", "shell"]), name=texts)
+call_types = ["function_call", "shell_call", "local_shell_call", "apply_patch_call"]
 RESPONSES = {
     "input": texts
     | st.lists(
         st.fixed_dictionaries(
             {},
             optional={
-                "type": st.sampled_from(["message", "reasoning", "function_call", "function_call_output", "item"]),
+                "type": st.sampled_from(
+                    ["message", "reasoning", *call_types, *(f"{call}_output" for call in call_types), "item"]
+                ),
                 "role": st.sampled_from(["system", "developer", "user", "assistant", "robot"]),
                 **dict.fromkeys(("content", "output", "summary"), block_contents),
-                **dict.fromkeys(("call_id", "name", "arguments"), texts),
+                **dict.fromkeys(("call_id", "id", "name", "namespace", "arguments"), texts),
+                **dict.fromkeys(("action", "operation"), anything),
             },
         ),
         max_size=4,
     ),
     "instructions": texts,
-    "tools": st.lists(obj(type=st.sampled_from(["function", "custom", "mcp"]), name=texts, parameters=schemas)),
+    "tools": st.lists(
+        st.fixed_dictionaries(
+            {"type": st.sampled_from(["function", "custom", "mcp", "namespace", "shell", "apply_patch", "computer"])},
+            optional={
+                "name": texts,
+                "parameters": schemas,
+                "environment": obj(type=texts),
+                "tools": st.lists(response_tool),
+            },
+        )
+    ),
     "tool_choice": st.sampled_from(["none", "auto", "required"])
     | obj(type=texts, name=texts)
     | obj(type=st.just("allowed_tools"), tools=anything | st.lists(obj(type=st.just("function"), name=anything)))
@@ -198,7 +213,13 @@ MESSAGES = {
         obj(role=st.sampled_from(["user", "assistant", "system", "robot"]), content=block_contents), max_size=4
     ),
     "system": block_contents,
-    "tools": st.lists(obj(name=texts, input_schema=schemas)),
+    "tools": st.lists(
+        obj(name=texts, input_schema=schemas)
+        | obj(
+            name=texts,
+            type=st.sampled_from(["custom", "bash_20250124", "memory_20250818", "web_search_1", "computer_1"]),
+        )
+    ),
     "tool_choice": obj(type=st.sampled_from(["auto", "any", "tool", "none"]), name=texts) | anything,
     "stop_sequences": st.lists(texts, max_size=3),
     "thinking": obj(type=st.sampled_from(["enabled", "disabled", "adaptive"])),

@@ -136,6 +136,17 @@ def test_input_tokens_are_those_that_were_not_cached(front_end: FrontEnd) -> Non
     assert start["message"]["usage"]["cache_read_input_tokens"] == first["input_tokens"] - 1
 
 
+@pytest.mark.parametrize("header", ["cc_version=2.1.197.0a1; cc_entrypoint=cli; cch=5d2f1;", "cc_version=2.1.198.b97;"])
+def test_what_claude_code_says_of_itself_is_no_part_of_the_prompt(front_end: FrontEnd, header: str) -> None:
+    """It differs from conversation to conversation and stands first, so nothing after it would be cached."""
+    rules = {"type": "text", "text": "You are an agent. " * 10}
+    first = whole(front_end, system=[rules])
+    billing = {"type": "text", "text": f"x-anthropic-billing-header: {header}"}
+    usage = whole(front_end, system=[billing, rules])["usage"]
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (1, first["usage"]["input_tokens"] - 1)
+    assert messages_of(HELLO, system=[billing]) == messages_of(HELLO)
+
+
 def test_stop_reasons(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     ascii_only: dict[str, Any] = {"logit_bias": ASCII_ONLY, "max_tokens": 14}
     text = whole(front_end, **ascii_only)["content"][0]["text"]

@@ -28,6 +28,14 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+def test_a_path_that_the_locale_cannot_spell_is_read_as_utf_8() -> None:
+    """Its characters were halves of surrogate pairs, and the first file with its name was a traceback."""
+    code = "from specserve.tools import cli; cli.run(lambda arguments: print(ascii(arguments)) or 0)"
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
+    ran = subprocess.run([sys.executable, "-c", code, "/ü"], env=environment, capture_output=True, check=False)
+    assert (ran.stdout, ran.returncode) == (b"['/\\xfc']\n", 0)
+
+
 def test_pip_installs_the_command() -> None:
     with (paths.PROJECT / "pyproject.toml").open("rb") as file:
         declared = tomllib.load(file)["project"]["scripts"]

@@ -18,6 +18,8 @@ from specserve.serving.openai.request_schema import ChatRequest, GenerationReque
 
 Json = dict[str, Any]
 
+# How a block begins whose end differs from conversation to conversation, so that nothing behind it would be cached.
+_BILLING = "x-anthropic-billing-header:"
 _ERRORS = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
 # By which Anthropic's client knows that it has to send whole conversations.
 _NO_THREADS = "thread_unsupported_request"
@@ -164,6 +166,12 @@ class CountRequest(GenerationRequest):
             if not tool.is_offered:
                 yield f"tools[{index}].{tool.type}"
 
+    def _system(self) -> Texts:
+        """Return the text of the system without what Claude Code sends there for Anthropic, which varies."""
+        if isinstance(self.system, str):
+            return self.system
+        return [block for block in self.system or [] if not block.text.startswith(_BILLING)]
+
     def chat(self) -> ChatRequest:
         """Translate it to a chat.
 
@@ -174,7 +182,8 @@ class CountRequest(GenerationRequest):
             sentence = "This server keeps no threads: send the whole conversation without 'thread'."
             raise RequestError(sentence, param="thread", code=_NO_THREADS)
         chat = generation_fields(self)
-        messages: list[Json] = [{"role": "system", "content": _text(self.system)}] if self.system else []
+        system = _text(self._system())
+        messages: list[Json] = [{"role": "system", "content": system}] if system else []
         for message in self.messages:
             messages.extend(message.messages())
         last = messages[-1] if messages else {}

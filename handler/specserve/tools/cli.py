@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from io import TextIOWrapper
@@ -74,6 +75,9 @@ def say(line: str) -> None:
 
 def run(main: Callable[[Sequence[str]], int]) -> NoReturn:
     """Run a command and exit with its code; report an error as one line on stderr."""
+    if sys.getfilesystemencoding() == "ascii":
+        # With LC_ALL=C and PYTHONUTF8=0 other characters of a path cannot be written into any file.
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONUTF8": "1"})  # noqa: S606
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             # What the locale cannot spell is a question mark.

@@ -76,13 +76,11 @@ class Exchange:
         return [(name, "".join(arguments)) for name, *arguments in calls.values()]
 
     @property
-    def prompt_tokens(self) -> int:
-        """The tokens of the prompt, as the answer counts them; 0 if it does not."""
+    def prompt_tokens(self) -> tuple[int, int]:
+        """The tokens of the prompt, and those of them that were cached, as the answer counts them; 0 if it does not."""
         parts = [part for event in self.events for part in (event, event.get("response"), event.get("message"))]
         usages = [part["usage"] for part in parts if isinstance(part, dict) and part.get("usage")]
-        # Anthropic's are without those that were cached.
-        counts = [usage.get("input_tokens", 0) + usage.get("cache_read_input_tokens", 0) for usage in usages]
-        return max([*counts, *(usage.get("prompt_tokens", 0) for usage in usages)], default=0)
+        return max(map(_prompt_tokens, usages), default=(0, 0))
 
     @property
     def is_cut(self) -> bool:
@@ -108,6 +106,15 @@ class Exchange:
                 calls[index] = [block["name"], json.dumps(block["input"]) if block["input"] else ""]
         if event.get("type") == "content_block_delta" and event["delta"]["type"] == "input_json_delta":
             calls[event["index"]].append(event["delta"]["partial_json"])
+
+
+def _prompt_tokens(usage: Json) -> tuple[int, int]:
+    for protocol in ("prompt_tokens", "input_tokens"):
+        if details := usage.get(f"{protocol}_details"):
+            return usage[protocol], details["cached_tokens"]
+    # Anthropic's are without those that were cached.
+    cached = usage.get("cache_read_input_tokens", 0)
+    return usage.get("input_tokens", 0) + cached, cached
 
 
 def _dicts(content: Any) -> list[Json]:

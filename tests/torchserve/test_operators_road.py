@@ -190,9 +190,24 @@ def canary(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("canary")
+def test_a_version_that_is_scaled_to_0_lets_no_client_wait(operator: Operator) -> None:
+    """As the guide removes one: TorchServe answers for it until it is gone, so no request is left behind."""
+    assert operator.manage("POST", "/models?url=qwen-1.1.mar&initial_workers=1&synchronous=true").ok
+    assert operator.complete("1.1")
+    assert operator.manage("PUT", "/models/qwen/1.1?min_worker=0&max_worker=0&synchronous=true").ok
+    with pytest.raises(openai.InternalServerError, match="no worker"):
+        operator.complete("1.1")
+    assert operator.manage("DELETE", "/models/qwen/1.1").ok
+    with pytest.raises(openai.NotFoundError):
+        operator.complete("1.1")
+    assert operator.complete()
+
+
+@pytest.mark.usefixtures("canary")
 def test_a_canary_version_can_be_removed_registered_again_and_made_the_default(operator: Operator) -> None:
     text = operator.complete()
     assert operator.manage("POST", "/models?url=qwen-1.1.mar&initial_workers=1&synchronous=true").ok
+    assert operator.manage("PUT", "/models/qwen/1.1?min_worker=0&max_worker=0&synchronous=true").ok
     assert operator.manage("DELETE", "/models/qwen/1.1").ok
     assert operator.complete() == text
     assert operator.manage("POST", "/models?url=qwen-1.1.mar&initial_workers=1&synchronous=true").ok
@@ -203,6 +218,7 @@ def test_a_canary_version_can_be_removed_registered_again_and_made_the_default(o
     metrics = requests.get(f"http://127.0.0.1:{operator.port + 2}/metrics", timeout=PATIENCE_SECONDS).text
     assert all(f'specserve_slots{{model="qwen",version="{version}"' in metrics for version in ("1.0", "1.1"))
     assert operator.manage("PUT", "/models/qwen/1.1/set-default").ok
+    assert operator.manage("PUT", "/models/qwen/1.0?min_worker=0&max_worker=0&synchronous=true").ok
     assert operator.manage("DELETE", "/models/qwen/1.0").ok
     assert operator.complete("1.1") == text
     bare = requests.post(

@@ -892,3 +892,21 @@ def test_a_client_is_known_by_its_key_however_the_header_is_spelt(
         front_end.run()
         accepted.append(front_end.answer(request)["speculation"]["accepted_tokens"])
     assert (accepted[1] > accepted[0]) == same
+
+
+@pytest.mark.parametrize("route", ["v1/completions", "v1/chat/completions", "v1/responses", "v1/messages"])
+def test_a_cache_salt_separates_prefixes_on_every_route(front_end: FrontEnd, route: str) -> None:
+    text = "one prompt that is long enough to be found again " * 2
+    fields: dict[str, Any] = {
+        "v1/completions": {"prompt": text, "max_tokens": 2},
+        "v1/responses": {"input": text, "max_output_tokens": 2},
+    }.get(route, {"messages": [{"role": "user", "content": text}], "max_tokens": 2, "model": "tiny"})
+    cached = []
+    for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "a"}, {}):
+        request = front_end.post({**fields, **salt}, route)
+        front_end.run()
+        usage = front_end.answer(request)["usage"]
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+        cached.append(details["cached_tokens"] if details else usage["cache_read_input_tokens"])
+    assert [number > 50 for number in cached] == [False, False, True, True]
+    assert cached[1] == 0

@@ -186,6 +186,7 @@ def test_a_disconnect_ends_all_choices_of_the_request(front_end: FrontEnd) -> No
     cancelled = front_end.post({**BODY, "n": 12, "stream": True, "max_tokens": 100})
     front_end.handle_once()
     front_end.disconnect(cancelled)
+    front_end.handle_once()
     assert front_end.sequences() == (0, 0)
 
 

@@ -128,7 +128,7 @@ def test_nothing_of_a_finished_sequence_is_kept_but_its_cached_tokens(front_end:
     prompt = "the prompt of this test"
     body = {**BODY, "prompt": prompt, "grammar": "root", "logprobs": 5}
     front_end.post({**body, "prediction": {"type": "content", "content": "what may be"}, "echo": True})
-    cancelled = front_end.post(body)
+    cancelled = front_end.post({**body, "stream": True, "max_tokens": 100})
     front_end.handle_once()
     front_end.disconnect(cancelled)
     front_end.run()

@@ -71,7 +71,7 @@ class Waiting:
         self._queue: deque[Generation] = deque()
         # How many wait for room, or for others' prefills, and not only for a slot.
         self._blocked = 0
-        # Since when a sequence has waited for room, and how many tokens it had decided when it was admitted.
+        # Since when a sequence has waited, and how many tokens it had decided when it was admitted.
         self._waiting_since: WeakKeyDictionary[Generation, float] = WeakKeyDictionary()
         self._admitted_with: WeakKeyDictionary[Generation, int] = WeakKeyDictionary()
 
@@ -91,6 +91,7 @@ class Waiting:
     def add(self, generation: Generation) -> None:
         """Let a sequence wait."""
         self._queue.append(generation)
+        self._waiting_since[generation] = self._clock()
 
     def remove(self, generation: Generation) -> None:
         """Forget a sequence that waits."""
@@ -101,6 +102,7 @@ class Waiting:
         self._running.remove(generation)
         self._cache.preempt(generation)
         self._queue.appendleft(generation)
+        self._waiting_since[generation] = self._clock()
         generation.preemptions += 1
         self._blocked += 1
 
@@ -123,6 +125,9 @@ class Waiting:
     def admit(self) -> None:
         """Give slots to waiting sequences, in turns; one waits while another prefills a prefix that it can reuse."""
         self._blocked = 0
+        if not self._cache.free_slots and not any(map(self._is_aged, self._queue)):
+            return
+        greedy = self._clients_above_their_share()
         postponed: list[tuple[Owner, list[int]]] = []
         for generation in self._turns():
             text = generation.info.owner, generation.tokens
@@ -135,7 +140,7 @@ class Waiting:
             elif (
                 admission is Admission.AWAITS_ROOM
                 and self._is_aged(generation)
-                and self._make_way(generation)
+                and self._make_way(generation, greedy)
                 and self._start(generation) is Admission.AWAITS_ROOM
             ):
                 # Its way is being cleared, so nobody passes it any more.
@@ -158,13 +163,11 @@ class Waiting:
         if admission is Admission.ADMITTED:
             self._queue.remove(generation)
             self._running.append(generation)
-            self._waiting_since.pop(generation, None)
             self._admitted_with[generation] = generation.generated
             if generation.timestamps.start is None:
                 generation.timestamps.start = self._clock()
         elif admission is not Admission.AWAITS_PREFIX:
             self._blocked += 1
-            self._waiting_since.setdefault(generation, self._clock())
         return admission
 
     def _assign(self, generation: Generation) -> Admission:
@@ -206,16 +209,24 @@ class Waiting:
         return [generation for _, generation in sorted(turns, key=itemgetter(0))]
 
     def _is_aged(self, generation: Generation) -> bool:
-        return self._clock() - self._waiting_since.get(generation, math.inf) >= _AGED_SECONDS
+        return self._clock() - self._waiting_since[generation] >= _AGED_SECONDS
 
-    def _make_way(self, waiting: Generation) -> bool:
+    def _make_way(self, waiting: Generation, greedy: set[str]) -> bool:
         """Preempt running sequences for one that has waited long enough, those of others when they had their turn.
 
+        Args:
+            waiting: the sequence.
+            greedy: clients whose sequences give way to those of others; all give way to older ones.
+
         Returns:
-            Whether all that have to give way make room enough; else older sequences have to end first.
+            Whether these make room enough; else older sequences have to end first.
         """
-        client = waiting.info.client
-        others = [other for other in reversed(self._running) if self._gives_way(other, waiting)]
+        client, arrival = waiting.info.client, waiting.timestamps.arrival
+        others = [
+            other
+            for other in reversed(self._running)
+            if other.timestamps.arrival > arrival or other.info.client in greedy - {client}
+        ]
         if not self._fits_without(others, waiting):
             return False
         others = [other for other in others if other.info.client == client or self._had_its_turn(other)]
@@ -230,17 +241,16 @@ class Waiting:
     def _had_its_turn(self, running: Generation) -> bool:
         return running.generated - self._admitted_with[running] >= _TURN_TOKENS
 
-    def _gives_way(self, running: Generation, waiting: Generation) -> bool:
-        """Whether a running sequence came after a waiting one, or is of another client that has more than its share."""
-        if running.timestamps.arrival > waiting.timestamps.arrival:
-            return True
-        client = running.info.client
-        own = [generation for generation in self._running if generation.info.client == client]
+    def _clients_above_their_share(self) -> set[str]:
+        """Those whose sequences have more slots or cells than an equal share among all clients."""
         n_clients = len({generation.info.client for generation in (*self._running, *self._queue)})
-        return client != waiting.info.client and (
-            n_clients * len(own) > self._target.n_slots
-            or n_clients * sum(map(promised_cells, own)) > self._target.n_cells
-        )
+        slots, cells = Counter[str](), Counter[str]()
+        for generation in self._running:
+            slots[generation.info.client] += n_clients
+            cells[generation.info.client] += n_clients * promised_cells(generation)
+        return {
+            client for client in slots if slots[client] > self._target.n_slots or cells[client] > self._target.n_cells
+        }
 
     def _fits_without(self, others: list[Generation], waiting: Generation) -> bool:
         """Whether a waiting sequence would have a slot, and room for all its tokens, if these were not running."""

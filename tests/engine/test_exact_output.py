@@ -24,9 +24,10 @@ from specserve.engine.base import Row
 from specserve.sampling import logits as logits_module
 from specserve.sampling.distribution import FloatArray
 from specserve.sampling.noise import Noise
-from specserve.sequence import SamplingParams, SpeculationMode, Verification
+from specserve.sequence import Pool, SamplingParams, SpeculationMode, Verification
 from specserve.speculation import step as step_module
-from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
+from specserve.speculation.history import Pools
+from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer, Proposer
 from specserve.speculation.rejection import RULES
 from specserve.speculation.step import Step
 
@@ -47,6 +48,7 @@ class Case(NamedTuple):
         min_p: unlikely tokens get probability 0, which leaves few cases of long answers.
         draft_seconds: of the draft model's pass; the target's takes one.
         blend: how much the draft model differs.
+        pool: of finished answers, which the second sequence searches; None is none.
         masks: that a round has time for; None without a grammar.
         forbidden: which tokens may not be generated, as the fields of `SamplingParams` say it.
     """
@@ -64,6 +66,7 @@ class Case(NamedTuple):
     blend: float = 0.4
     alternatives: int = 8
     prediction: tuple[int, ...] = ()
+    pool: Pool | None = None
     masks: int | None = None
     forbidden: Mapping[str, Any] = MappingProxyType({})
 
@@ -123,17 +126,23 @@ CASES = {
     "a prompt again": Case(
         {"1 drafts", "adopted beside 1"}, ([1, 1], [1, 1]), together=False, length=4, draft_seconds=0.781, blend=0.6
     ),
+    "a pool of answers": Case(
+        {"lookup", "2 drafts"}, ([1, 1], [1, 1]), together=False, length=5, draft_seconds=2.0, pool=("a key", "")
+    ),
 }
 
 
 def run(case: Case, verification: Verification, events: set[str]) -> Answers:
     """The answers of one run; adds what happened in it."""
     observer, shared = RecordingObserver(), Shared(case.masks or 0)
+    proposers: list[Proposer] = [PredictionProposer(), GrammarProposer(), LookupProposer()] if case.prediction else []
+    if case.pool:
+        proposers.append(LookupProposer(Pools(1000)))
     pair = FakePair(
         vocabulary=case.vocabulary,
         blend=case.blend,
         costs=(flat(), flat(case.draft_seconds)),
-        proposers=[PredictionProposer(), GrammarProposer(), LookupProposer()] if case.prediction else [],
+        proposers=proposers,
         begin_masks=shared.begin_round,
         observers=[observer],
     )
@@ -148,6 +157,7 @@ def run(case: Case, verification: Verification, events: set[str]) -> Answers:
             sampling=case.sampling,
             max_tokens=case.length,
             prediction=case.prediction,
+            pool=case.pool,
             constraint=None if case.masks is None else Slow(case.vocabulary.size, shared),
         )
         generations.append(generation)
@@ -251,6 +261,7 @@ def restrict_by_the_output_without_its_last_token(patch: pytest.MonkeyPatch) -> 
         (draw_from_the_seed, "two prompts at once"),
         (draw_from_the_seed, "a prompt twice at once"),
         (draw_from_the_seed, "a prompt again"),
+        (draw_from_the_seed, "a pool of answers"),
         (reuse_numbers_after_an_alternative, "alternatives"),
         (draft_the_likeliest_instead_of_unlikely_tokens, "one draft"),
         (penalise_without_the_adopted_token, "penalties"),

@@ -64,7 +64,7 @@ def test_slice_ends_with_the_last_sequence() -> None:
 def test_started_slice_runs_before_join() -> None:
     scheduler = FakeScheduler(5)
     loop = loop_of(scheduler)
-    loop.start(more_may_come=True)
+    loop.start()
     assert scheduler.started.wait(10)
     scheduler.may_finish.set()
     assert loop.join()
@@ -72,29 +72,27 @@ def test_started_slice_runs_before_join() -> None:
     assert not loop.join()
 
 
-@pytest.mark.parametrize("more_may_come", [False, True])
-def test_no_slice_starts_without_sequences(*, more_may_come: bool) -> None:
+def test_no_slice_starts_without_sequences() -> None:
     scheduler = FakeScheduler(0)
     loop = loop_of(scheduler)
-    loop.start(more_may_come=more_may_come)
+    loop.start()
     assert not loop.join()
     assert not scheduler.started.is_set()
 
 
-@pytest.mark.parametrize("more_may_come", [False, True])
-def test_a_prefill_goes_on_in_torchserves_turn_unless_more_requests_may_come(*, more_may_come: bool) -> None:
+def test_no_prefill_goes_on_in_torchserves_turn_so_that_a_new_request_waits_for_one_chunk() -> None:
     scheduler = FakeScheduler(5, prefilling=True)
     scheduler.may_finish.set()
     loop = loop_of(scheduler)
-    loop.start(more_may_come=more_may_come)
-    assert loop.join() is not more_may_come
-    assert scheduler.started.is_set() is not more_may_come
+    loop.start()
+    assert not loop.join()
+    assert not scheduler.started.is_set()
 
 
 def test_interrupt_ends_the_running_slice_after_its_round_and_not_the_next() -> None:
     scheduler = FakeScheduler(5)
     loop = loop_of(scheduler)
-    loop.start(more_may_come=True)
+    loop.start()
     assert scheduler.started.wait(10)
     loop.interrupt()
     scheduler.may_finish.set()
@@ -109,7 +107,7 @@ def test_every_round_runs_in_the_engine_thread() -> None:
     scheduler.may_finish.set()
     loop = loop_of(scheduler, 0)
     loop.run()
-    loop.start(more_may_come=True)
+    loop.start()
     loop.join()
     loop.run()
     assert len(scheduler.threads) == 1
@@ -149,7 +147,7 @@ def idle() -> tuple[FakeScheduler, IdleTask, EngineLoop]:
     scheduler.may_finish.set()
     loop = loop_of(scheduler, idle_work=task, idle_seconds=0.2)
     loop.run()
-    loop.start(more_may_come=False)
+    loop.start()
     return scheduler, task, loop
 
 
@@ -172,9 +170,9 @@ def test_calls_without_a_sequence_neither_delay_idle_work_nor_end_it(
     deadline = time.monotonic() + 10
     while not task.started.is_set():
         assert time.monotonic() < deadline
-        loop.start(more_may_come=False)
+        loop.start()
         time.sleep(0.05)
-    loop.start(more_may_come=False)
+    loop.start()
     assert not task.ended.wait(0.1)
 
 
@@ -184,7 +182,7 @@ def test_a_sequence_that_is_cancelled_between_slices_leaves_an_idle_server() -> 
     loop = loop_of(scheduler, 0, idle_work=task, idle_seconds=0.0)
     loop.run()
     scheduler.left = 0
-    loop.start(more_may_come=False)
+    loop.start()
     assert task.started.wait(10)
 
 
@@ -195,7 +193,7 @@ def test_a_sequence_that_torchserve_has_abandoned_keeps_no_server_from_being_idl
     loop.join()
     loop.run()
     # No further call comes.
-    loop.start(more_may_come=True)
+    loop.start()
     assert task.started.wait(10)
     assert scheduler.left == 0 or not task.ended.is_set()
     scheduler.left = 1
@@ -217,7 +215,7 @@ def test_a_call_that_may_cancel_sequences_begins_after_idle_work_has_ended() -> 
     scheduler.may_finish.set()
     loop = loop_of(scheduler, 0, idle_work=work, idle_seconds=0.1)
     loop.run()
-    loop.start(more_may_come=True)
+    loop.start()
     assert started.wait(10)
     scheduler.left = 1
     loop.join()
@@ -232,7 +230,7 @@ def test_a_failure_of_idle_work_is_logged(caplog: pytest.LogCaptureFixture) -> N
         raise OSError("the disk is gone")
 
     loop = loop_of(FakeScheduler(0), idle_work=fail, idle_seconds=0.0)
-    loop.start(more_may_come=False)
+    loop.start()
     assert failed.wait(10)
     deadline = time.monotonic() + 10
     while "the disk is gone" not in caplog.text:
@@ -245,6 +243,6 @@ def test_idle_work_does_not_begin_between_slices() -> None:
     scheduler.may_finish.set()
     loop = loop_of(scheduler, 0, idle_work=task, idle_seconds=0.2)
     loop.run()
-    loop.start(more_may_come=False)
+    loop.start()
     loop.join()
     assert not task.started.wait(0.5)

@@ -80,12 +80,13 @@ class EngineLoop:
         """Run a slice and wait for it."""
         self._submit().result()
 
-    def start(self, *, more_may_come: bool) -> None:
+    def start(self) -> None:
         """Start a slice and return, so that rounds go on during TorchServe's turn of some milliseconds.
 
-        A round that prefills is long, and more requests mostly come with the first: while they may, none is started.
+        None is started where a prompt is prefilled: these rounds are long, and what has come during the last one is
+        only known in the next call, which would wait for another one first.
         """
-        if self._scheduler.busy and not (more_may_come and self._scheduler.awaiting_first_token):
+        if self._scheduler.busy and not self._scheduler.awaiting_first_token:
             self._slice = self._submit()
             # A compute thread that waits for the next pass has the other core: the engine thread would begin 0.8 ms
             # later, with a call's reply sent first, than now, when this one waits for it (load.py --overhead, 2 cores).

@@ -162,9 +162,7 @@ class Handler:
             if not self._metrics_failed:
                 logger.exception("specserve: metrics cannot be sent; this is not logged again")
             self._metrics_failed = True
-        # With a new prompt to prefill no slice is started: more requests mostly come with it, and the next call takes
-        # these first and then runs the slice itself.
-        self._loop.start(more_may_come=others_than_before)
+        self._loop.start()
         return replies
 
     def _forget_absent(self, present: set[str]) -> None:

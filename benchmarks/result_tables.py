@@ -10,7 +10,7 @@ from typing import Any
 from common import Row
 
 RESULTS = Path(__file__).parent / "results"
-MACHINES = {"zen5": "Zen 5", "zen4": "Zen 4", "zen3": "Zen 3"}
+MACHINES = {"zen5": "Zen 5", "zen4": "Zen 4", "zen3": "Zen 3", "emerald": "Emerald Rapids"}
 # Characters of a command on the page: its file has the whole.
 COMMAND_WIDTH = 70
 Results = Mapping[str, Row]

@@ -7,7 +7,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from store import COUNT, MODEL, QUESTION, RULES, Stock, count_items
+from store import COUNT, MODEL, QUESTION, RULES, Stock, count_items, slow_question
 from wire import Wire
 
 TOOLS: Any = [
@@ -95,3 +95,13 @@ def test_an_error_has_the_clients_own_class(wire: Wire) -> None:
     with pytest.raises(anthropic.NotFoundError):
         client(wire).messages.create(messages=MESSAGES, **SETTINGS | {"model": "claude"})
     wire.exchanges.clear()
+
+
+def test_pings_before_the_first_token_are_no_text(wire: Wire) -> None:
+    messages = client(wire).messages
+    asked: list[Any] = [{"role": "user", "content": slow_question(words=1800)}]
+    with messages.stream(messages=asked, **SETTINGS | {"max_tokens": 8}) as stream:
+        text = "".join(stream.text_stream)
+    assert b"event: ping\n" in wire.exchanges[-1].reply
+    whole = messages.create(messages=asked, **SETTINGS | {"max_tokens": 8})
+    assert text == whole.content[0].text

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import openai
 from pydantic import BaseModel
 
-from store import COUNT, MODEL, QUESTION, RULES, Stock, count_items
+from store import COUNT, MODEL, QUESTION, RULES, Stock, count_items, slow_question
 from wire import Wire
 
 
@@ -110,3 +110,21 @@ def test_a_streamed_response_calls_a_tool_and_uses_its_result(wire: Wire) -> Non
 def test_the_helper_of_responses_parses_an_answer(wire: Wire) -> None:
     answer = client(wire).responses.parse(input=QUESTION, text_format=Stock, **SETTINGS)
     assert isinstance(answer.output_parsed, Stock)
+
+
+def test_signs_of_life_before_the_first_token_of_a_chat_are_no_text(wire: Wire) -> None:
+    chat, question = client(wire).chat.completions, slow_question()
+    options: Any = {"messages": [{"role": "user", "content": question}], "max_tokens": 8, **SETTINGS}
+    chunks = [chunk for chunk in chat.create(stream=True, **options) if chunk.choices]
+    assert wire.exchanges[-1].reply.startswith(b": \n\n")
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == chat.create(**options).choices[0].message.content
+
+
+def test_signs_of_life_before_the_first_token_of_a_response_are_no_text(wire: Wire) -> None:
+    responses, question = client(wire).responses, slow_question()
+    options: Any = {"input": question, "max_output_tokens": 16, **SETTINGS}
+    with responses.stream(**options) as stream:
+        text = stream.get_final_response().output_text
+    assert b"\n\n: \n\n" in b"\n\n" + wire.exchanges[-1].reply
+    assert text == responses.create(**options).output_text

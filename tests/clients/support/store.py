@@ -1,6 +1,8 @@
 """What every client is asked: how many pears there are, which only a tool knows."""
 
 from pathlib import Path
+from random import Random
+from string import ascii_lowercase
 from typing import Literal
 
 from pydantic import BaseModel, Field
@@ -12,6 +14,12 @@ RULES = "Call count_items if you do not know a count. When you have its result, 
 QUESTION = "How many pears are in the store?"
 # A number that a model does not guess.
 COUNT = "4711"
+
+
+def slow_question(words: int = 600) -> str:
+    """Random words of some 3.5 tokens each, always other ones, so that reading them takes seconds."""
+    random = Random()
+    return " ".join("".join(random.choices(ascii_lowercase, k=random.randint(3, 9))) for _ in range(words))
 
 
 def count_items(item: Literal["pears", "plums"]) -> str:

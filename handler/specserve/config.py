@@ -125,8 +125,8 @@ class SpeculationConfig(_Section):
         default=1_000_000,
         ge=0,
         le=2**31,
-        description="Tokens of finished answers that lookups of later requests with the same pool search, for each of "
-        "at most eight pools; 20 bytes a token; 0: none.",
+        description="Tokens of finished answers that lookups of later requests with the same pool search; all pools "
+        "together have room for eight times as many; 20 bytes a token; 0: none.",
     )
     corpus: list[Path] = Field(default=[], description="Text files that lookups of all requests search.")
 

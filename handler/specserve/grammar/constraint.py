@@ -57,7 +57,7 @@ class CompiledGrammar(NamedTuple):
         matcher: at the start of an answer; only copies of it advance.
         is_json: whether the answer is JSON, whose whitespace `Layout` predicts.
         failures: errors of the lexer, which copies share (it has a lock of its own): once one has exhausted its states,
-            the others accept nothing and do not report it. The engine thread appends, the parser's reads; what it reads
+            the others accept nothing and do not report it. The engine thread appends, the parser's read; what it reads
             too early gives its request a grammar that fails with the same error.
     """
 

@@ -203,7 +203,7 @@ class Scheduler:
         return [self._step(generation, 1, gamma) for generation, gamma in zip(decoding, max_drafts, strict=True)]
 
     def _prefill_steps(self, decode_steps: list[Step]) -> list[Step]:
-        """Prefill chunks beside these steps, the oldest sequence's first."""
+        """Prefill chunks beside these steps, in the order of `_prefill_order`."""
         decode_rows = sum(1 + step.max_drafts for step in decode_steps)
         logits_left = self._target.engine.max_logits - decode_rows
         policy = self._controller.policy

@@ -10,12 +10,12 @@ TorchServe calls `handle` again and again while requests are live. Each call has
   entry comes again with the next call.
 - What a call raises TorchServe answers to all entries, so whatever one of them raises is kept to that one.
 
-Three threads share the work:
+Four threads share the work:
 
 - TorchServe's thread runs `handle`: it owns the responses, and replies.
 - The engine thread runs rounds, in slices of some milliseconds (engine_loop.py). During a slice it owns the scheduler,
   all generations that were submitted, both models, the metrics and the trace; between slices TorchServe's thread does.
-- The parser's thread turns bodies into responses with generations (parser.py); an error is a response, too.
+- The parser's two threads turn bodies into responses with generations (parser.py); an error is a response, too.
   `Parser.begin` answers routes that generate nothing, in TorchServe's thread.
 
 A call waits for the slice that the last one started, takes new requests, runs a slice if none had been started,

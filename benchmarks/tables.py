@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import mean
 
 from charts import best_settings
-from common import FAMILIES, Row
+from common import Row
 from long_prompts_table import long_prompts
 from result_tables import Column, Results, on_machines, own_titles, read_results, section, side_by_side, table
 
@@ -40,10 +39,10 @@ SIMULATED = {
 WORST = 2
 INTRODUCTION = """# Results
 
-Two cores of shared machines, AMD EPYCs of Zen 5, Zen 4 and Zen 3 (which has AVX2 alone). The pair is Qwen2.5-Coder \
-1.5B as published (Q4_K_M), drafted for by the 0.5B in pure Q4_0; the 3B is cost-matched: the text of the 1.5B at the \
-cost of Qwen2.5 3B. Compare within a run, in which engines and modes take turns; from run to run ratios vary by a \
-tenth. `tables.py` writes this page from the linked files, which have the whole commands. Conclusions: \
+Two cores of shared machines: AMD EPYCs of Zen 5, Zen 4 and Zen 3 (which has AVX2 alone), and an Intel Emerald Rapids. \
+The pair is Qwen2.5-Coder 1.5B as published (Q4_K_M), drafted for by the 0.5B in pure Q4_0; the 3B is cost-matched: the \
+text of the 1.5B at the cost of Qwen2.5 3B. Compare within a run, in which engines and modes take turns; from run to \
+run ratios vary by a tenth. `tables.py` writes this page from the linked files, which have the whole commands. Conclusions: \
 [decisions](decisions/README.md)."""
 
 
@@ -339,38 +338,6 @@ def worst_cases(results: Results) -> list[str]:
     return section("How long can one request interrupt others?", answer, lines, results, names)
 
 
-def oracle(results: Results) -> list[str]:
-    """How near mode `auto` is to the best choice of drafts (simulate.py)."""
-    name = "oracle-simulated"
-    ratios: dict[tuple[str, str], list[float]] = {}
-    for row in results[name]["rows"]:
-        # The made-up texts have families of their own.
-        if row["family"] in {*FAMILIES, "all"}:
-            ratios.setdefault((row["machine"], row["mode"]), []).append(row["ratio"])
-    titles = {
-        "oracle, model": "oracle: knows which drafts of the model are accepted",
-        "adaptive, model": "adaptive, draft model alone",
-        "adaptive": "adaptive, with lookups",
-    }
-    columns = {
-        title: {mode: f"{mean(ratios[machine, mode]):.2f}" for mode in titles} for machine, title in SIMULATED.items()
-    }
-    answer = "Times plain decoding in a simulation of recorded texts."
-    return section("How near is the best choice?", answer, table("", titles, columns), results, [name])
-
-
-def sensitivity(results: Results) -> list[str]:
-    """What half and twice of a constant change (simulate.py --sensitivity)."""
-    name = "sensitivity-simulated"
-    rows = [[row["constant"], f"{row['mean']:.3f}, {row['slowest']:.3f}"] for row in results[name]["rows"]]
-    answer = (
-        "The most that half and twice of one (of odds and fading shares, see there) change the mean and the slowest "
-        "recorded text, in times plain decoding, on three machines; [why they stay](decisions/constants.md)."
-    )
-    lines = side_by_side(["constant", "mean, slowest"], rows, 10)
-    return section("How much do the controller's constants matter?", answer, lines, results, [name])
-
-
 QUESTIONS = (
     one_client,
     fixed_numbers,
@@ -386,8 +353,6 @@ QUESTIONS = (
     torchserve,
     neighbours,
     worst_cases,
-    oracle,
-    sensitivity,
 )
 
 

@@ -39,10 +39,11 @@ SIMULATED = {
 WORST = 2
 INTRODUCTION = """# Results
 
-Two cores of shared machines: AMD EPYCs of Zen 5, Zen 4 and Zen 3 (which has AVX2 alone), and an Intel Emerald Rapids. \
-The pair is Qwen2.5-Coder 1.5B as published (Q4_K_M), drafted for by the 0.5B in pure Q4_0; the 3B is cost-matched: the \
-text of the 1.5B at the cost of Qwen2.5 3B. Compare within a run, in which engines and modes take turns; from run to \
-run ratios vary by a tenth. `tables.py` writes this page from the linked files, which have the whole commands. Conclusions: \
+Two cores of shared machines: AMD EPYCs of Zen 5, Zen 4 and Zen 3 (which has AVX2 alone), and an Intel Emerald \
+Rapids. The pair is Qwen2.5-Coder 1.5B as published (Q4_K_M), drafted for by the 0.5B in pure Q4_0; the 3B is cost- \
+matched: the text of the 1.5B at the cost of Qwen2.5 3B. Compare within a run, in which engines and modes take \
+turns; from run to run ratios vary by a tenth. `tables.py` writes this page from the linked files, which have the \
+whole commands. Conclusions: \
 [decisions](decisions/README.md)."""
 
 

@@ -63,6 +63,7 @@ _LIMITS = llguidance.LLParserLimits(
 # Stack of the compiler's thread, which recurses for each subschema with 6 kB; schema.py allows 4,000 of them. Pages
 # that are not used cost nothing.
 _STACK_BYTES = 256 * 2**20
+_STACK_SIZE = threading.Lock()
 # An ordinary schema takes 1 to 5 MB, a grammar at the limits 100 MB.
 _CACHED_GRAMMARS = 8
 
@@ -299,7 +300,8 @@ def _with_large_stack(compile_one: Callable[[], llguidance.LLMatcher]) -> llguid
     Raises:
         RuntimeError: the compiler failed for another reason than the grammar; its cause says which.
     """
-    with ThreadPoolExecutor(1, "compiler") as pool:
+    # The size is the whole process's, and two requests may be compiled at a time.
+    with _STACK_SIZE, ThreadPoolExecutor(1, "compiler") as pool:
         before = threading.stack_size(_STACK_BYTES)
         try:
             compiled = pool.submit(compile_one)

@@ -30,8 +30,9 @@ _ANSWER = 1024
 # Seconds after which nobody passes a sequence that waits for room, and tokens that one decides before it is preempted
 # for a younger one. Assumptions, which no command prints.
 _AGED_SECONDS, _TURN_TOKENS = 10.0, 256
-# Prompt tokens that are a long prefill. Half of the slots may have one at a time, so that short prompts find a slot.
-LONG_PREFILL = 256
+# Prompt tokens that are a long prefill: half of the slots may have one at a time, so that short prompts find a slot.
+# And how many such sequences are looked at in a round: 3 ms each, if 30,000 tokens of each are in the store.
+LONG_PREFILL, _EXAMINED = 256, 8
 
 
 def promised_cells(sequence: Sequence) -> int:
@@ -127,25 +128,28 @@ class Waiting:
         self._blocked = 0
         if not self._cache.free_slots and not any(map(self._is_aged, self._queue)):
             return
-        greedy = self._clients_above_their_share()
+        # What was seen to wait, and for which sequence way is being made by which others.
         postponed: list[tuple[Owner, list[int]]] = []
+        ahead: list[Generation] = []
+        leaving: list[Generation] = []
+        examined = 0
         for generation in self._turns():
+            is_long = len(generation.tokens) > LONG_PREFILL
             text = generation.info.owner, generation.tokens
-            if text in postponed and not generation.scores_prompt:
-                # Saves asking again; a scored prompt reuses no prefix, so it waits for none.
+            if (is_long and examined == _EXAMINED) or (text in postponed and not generation.scores_prompt):
+                # Asking takes time; a scored prompt reuses no prefix, so it waits for none.
+                continue
+            if ahead and not (self._cache.free_slots and self._fits_without(leaving, *ahead, generation)):
                 continue
             admission = self._start(generation)
-            if admission is Admission.AWAITS_PREFIX:
+            if admission is Admission.AWAITS_ROOM and self._is_aged(generation) and not ahead:
+                leaving = self._make_way(generation)
+                admission = self._start(generation) if leaving else admission
+                ahead = [generation] if leaving and admission is Admission.AWAITS_ROOM else []
+            if admission is not Admission.ADMITTED:
                 postponed.append(text)
-            elif (
-                admission is Admission.AWAITS_ROOM
-                and self._is_aged(generation)
-                and self._make_way(generation, greedy)
-                and self._start(generation) is Admission.AWAITS_ROOM
-            ):
-                # Its way is being cleared, so nobody passes it any more.
-                self._blocked = len(self._queue)
-                return
+                examined += is_long
+                self._blocked += admission is not Admission.AWAITS_PREFIX
 
     def _start(self, generation: Generation) -> Admission:
         """Give a waiting sequence a slot, or say what it waits for; one that cannot be started ends with an error."""
@@ -166,20 +170,21 @@ class Waiting:
             self._admitted_with[generation] = generation.generated
             if generation.timestamps.start is None:
                 generation.timestamps.start = self._clock()
-        elif admission is not Admission.AWAITS_PREFIX:
-            self._blocked += 1
         return admission
 
     def _assign(self, generation: Generation) -> Admission:
         prefilling = [other for other in self._running if not self._cache.decodes(other)]
-        long_prefills = sum(self._cache.pending(other) > LONG_PREFILL for other in prefilling)
+        long = sorted(pending for other in prefilling if (pending := self._cache.pending(other)) > LONG_PREFILL)
+        # Shorter prefills than half of the slots have may have more, but for a quarter, where only short ones come.
+        half, most = max(1, self._target.n_slots // 2), self._target.n_slots - max(1, self._target.n_slots // 4)
+        shorter = math.inf if len(long) < half else long[half - 1] - 1
         return self._cache.assign(
             generation,
             # One that was preempted waits for nothing but its room, lest others come before it.
             [] if generation.preemptions else prefilling,
             cells=promised_cells(generation),
             room=self._target.n_cells - self._target.pinned_cells - self._promised(self._running),
-            max_prefill=LONG_PREFILL if long_prefills >= max(1, self._target.n_slots // 2) else math.inf,
+            max_prefill=shorter if len(long) < most else LONG_PREFILL,
         )
 
     def _promised(self, running: Iterable[Generation]) -> int:
@@ -190,15 +195,16 @@ class Waiting:
         """The waiting sequences in the order in which they are admitted.
 
         Clients take turns, so that one with many requests delays no other, and the requests of a client, so that a
-        large `n` does not. Those that have aged come first, a client's oldest before its others, and of one client then
-        those that were preempted.
+        large `n` does not. Those that have aged come first, unless their client has more than its share; of one client
+        the oldest of them before its others, and then those that were preempted.
         """
         by_request = self._in_turns(self._queue, lambda generation: generation.info.request)
         by_request.sort(
             key=lambda g: (0, g.timestamps.arrival) if self._is_aged(g) else (1 if g.preemptions else 2, 0.0)
         )
         by_client = self._in_turns(by_request, lambda generation: generation.info.client)
-        return sorted(by_client, key=lambda generation: not self._is_aged(generation))
+        greedy = self._clients_above_their_share()
+        return sorted(by_client, key=lambda g: not self._is_aged(g) or g.info.client in greedy)
 
     def _in_turns(self, waiting: Iterable[Generation], whose: Callable[[Generation], str]) -> list[Generation]:
         turn = Counter(map(whose, self._running))
@@ -211,32 +217,33 @@ class Waiting:
     def _is_aged(self, generation: Generation) -> bool:
         return self._clock() - self._waiting_since[generation] >= _AGED_SECONDS
 
-    def _make_way(self, waiting: Generation, greedy: set[str]) -> bool:
+    def _make_way(self, waiting: Generation) -> list[Generation]:
         """Preempt running sequences for one that has waited long enough, those of others when they had their turn.
 
-        Args:
-            waiting: the sequence.
-            greedy: clients whose sequences give way to those of others; all give way to older ones.
-
         Returns:
-            Whether these make room enough; else older sequences have to end first.
+            Those that give way, now or after their turn; none if they do not make room enough, and older ones have to
+            end first.
         """
-        client, arrival = waiting.info.client, waiting.timestamps.arrival
+        greedy, client = self._clients_above_their_share(), waiting.info.client
         others = [
             other
             for other in reversed(self._running)
-            if other.timestamps.arrival > arrival or other.info.client in greedy - {client}
+            if other.info.client in greedy - {client}
+            or (
+                other.timestamps.arrival > waiting.timestamps.arrival
+                and (other.info.client == client or client not in greedy)
+            )
         ]
         if not self._fits_without(others, waiting):
-            return False
-        others = [other for other in others if other.info.client == client or self._had_its_turn(other)]
-        if self._fits_without(others, waiting):
-            for other in others:
+            return []
+        ready = [other for other in others if other.info.client == client or self._had_its_turn(other)]
+        if self._fits_without(ready, waiting):
+            for other in ready:
                 # What it has is stored first, a part in each round, so that it is not read again.
                 if self._fits_without([], waiting) or not self._cache.store_running(other):
                     break
                 self.preempt(other)
-        return True
+        return others
 
     def _had_its_turn(self, running: Generation) -> bool:
         return running.generated - self._admitted_with[running] >= _TURN_TOKENS
@@ -252,13 +259,13 @@ class Waiting:
             client for client in slots if slots[client] > self._target.n_slots or cells[client] > self._target.n_cells
         }
 
-    def _fits_without(self, others: list[Generation], waiting: Generation) -> bool:
-        """Whether a waiting sequence would have a slot, and room for all its tokens, if these were not running."""
+    def _fits_without(self, others: list[Generation], *waiting: Generation) -> bool:
+        """Whether waiting sequences would have slots, and room for all their tokens, if these were not running."""
         rest = [generation for generation in self._running if generation not in others]
-        needed = promised_cells(waiting) + self._promised(rest)
-        # The first line tells mostly, and takes no time.
+        needed = sum(map(promised_cells, waiting)) + self._promised(rest)
+        # The first lines tell mostly, and take no time.
         return (
-            len(rest) < self._target.n_slots
+            len(rest) + len(waiting) <= self._target.n_slots
             and needed <= self._target.n_cells
             and needed <= self._target.n_cells - self._target.pinned_without({other.slot for other in others})
         )

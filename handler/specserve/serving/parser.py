@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Lock
 from typing import NamedTuple
 
-from specserve.errors import RequestError
+from specserve.errors import Contained, RequestError
 from specserve.serving.incoming import Incoming
 from specserve.serving.openai.response import Response
 from specserve.serving.routes import Routes
@@ -74,7 +74,10 @@ class _Thread:
             incoming, answered = requests.popleft()
             if requests:
                 self._waiting[client] = requests
-        if answered.set_running_or_notify_cancel():
+        if not answered.set_running_or_notify_cancel():
+            return
+        # Where even its error has no response, the request has to end all the same.
+        with Contained(incoming.request_id, answered.set_exception):
             answered.set_result(self._parse(incoming))
 
 

@@ -13,6 +13,7 @@ from enum import Enum, auto
 from operator import itemgetter
 from weakref import WeakKeyDictionary
 
+from specserve.errors import Contained
 from specserve.kv_cache import KVCache, worth_waiting, worth_waiting_for
 from specserve.sequence import Sequence, common_prefix
 from specserve.serving.prefix_copies import PrefixCopies
@@ -163,9 +164,11 @@ class PrefixCache:
 
     def release(self, sequence: Sequence) -> None:
         """Free the slot of a sequence that has ended; the caches keep its tokens, unless it has failed."""
-        self._drafters.forget(sequence)
-        sequence.release()
         self._free(sequence)
+        # Whatever that raises costs no slot.
+        with Contained(sequence.info.request, lambda _: None):
+            self._drafters.forget(sequence)
+        sequence.release()
 
     def preempt(self, sequence: Sequence) -> None:
         """Free the slot of a sequence that will go on later; the caches keep its tokens until the room is needed."""

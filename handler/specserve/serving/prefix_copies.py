@@ -89,17 +89,19 @@ class PrefixCopies:
         """
         self._blocks_left = _BLOCKS_A_ROUND
         left, failed = _TOKENS_A_ROUND, {}
-        for sequence, up_to in list(self._up_to.items()):
+        coming = sorted(self._up_to.items(), key=lambda item: item[1] - self._target.end(item[0].slot))
+        for place, (sequence, up_to) in enumerate(coming):
+            # An equal part for each; what a short one leaves is the others'.
+            part = left // (len(coming) - place)
             start = end = self._target.end(sequence.slot)
             try:
-                if left > 0:
-                    make_room(min(up_to - start, left))
-                    end = self._load(sequence, min(up_to, start + left))
+                make_room(min(up_to - start, part))
+                end = self._load(sequence, min(up_to, start + part))
             except Exception as error:
                 logger.exception("specserve: a prefix in host memory cannot be used")
                 failed[sequence] = error
             left -= end - start
-            if end in {start, up_to} and left > 0:
+            if end in {start, up_to}:
                 del self._up_to[sequence]
         return failed
 

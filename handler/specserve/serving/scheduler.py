@@ -168,10 +168,11 @@ class Scheduler:
         A sequence in prefill has no drafts, so that its first token comes sooner.
         """
         self._waiting.admit()
-        self._preempt_until_the_rest_fits()
         if failed := self._cache.copies.run(self._cache.make_room):
             self._fail(failed)
             self._recorder.record_ends(self._end_completed())
+        # What comes back takes room, too.
+        self._preempt_until_the_rest_fits()
         decoding = [generation for generation in self._running if self._cache.decodes(generation)]
         steps = self._decode_steps(decoding) if decoding else []
         if len(steps) < len(self._running):

@@ -174,8 +174,8 @@ def test_a_clients_requests_that_have_aged_do_not_come_before_those_of_others(mo
             step()
         if len(waits) == 8:
             break
-    # Until one of the hog's ends its answer of 40 tokens, each of which takes a row of every slot.
-    assert max(waits) <= 41 * SLOTS
+    # Until one or two of the hog's end: each of their 40 tokens takes a row of every slot.
+    assert max(waits) < 2 * 40 * SLOTS
 
 
 @pytest.mark.usefixtures("short_turns")

@@ -228,6 +228,19 @@ def test_no_round_fails_where_prefixes_come_back_into_a_cache_that_is_full(
     assert [generation.error for generation in sent] == [None] * len(sent)
 
 
+@pytest.mark.parametrize("alike", [False, True])
+def test_however_many_wait_for_room_none_of_them_counts_as_about_to_be_prefilled(*, alike: bool) -> None:
+    """Also those that a round does not look at; time slices would not go on while TorchServe replies."""
+    pair = Clients(n_cells=2500)
+    running = pair.send("a", long_prompt(0), max_tokens=400)
+    pair.run_until(lambda: running.generated > 0)
+    for number in range(12):
+        pair.send("a", long_prompt(1 if alike else number + 1)[:600])
+    pair.step()
+    assert pair.scheduler.queued == 12
+    assert pair.scheduler.awaiting_first_token == 0
+
+
 def test_what_fails_when_a_sequence_is_forgotten_costs_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = FakePair()
     monkeypatch.setattr(pair.drafters, "forget", lambda _: 1 / 0)

@@ -128,18 +128,22 @@ class Waiting:
         self._blocked = 0
         if not self._cache.free_slots and not any(map(self._is_aged, self._queue)):
             return
-        # What was seen to wait, and for which sequence way is being made by which others.
-        postponed: list[tuple[Owner, list[int]]] = []
+        # Texts that were seen to wait, and whether for room; and for which sequence way is being made by which others.
+        postponed: list[tuple[tuple[Owner, list[int]], bool]] = []
         ahead: list[Generation] = []
         leaving: list[Generation] = []
         examined = 0
         for generation in self._turns():
             is_long = len(generation.tokens) > LONG_PREFILL
             text = generation.info.owner, generation.tokens
-            if (is_long and examined == _EXAMINED) or (text in postponed and not generation.scores_prompt):
-                # Asking takes time; a scored prompt reuses no prefix, so it waits for none.
+            known = next((for_room for other, for_room in postponed if other == text), None)
+            if known is not None and not generation.scores_prompt:
+                # Saves asking again; a scored prompt reuses no prefix, so it waits for none.
+                self._blocked += known
                 continue
-            if ahead and not (self._cache.free_slots and self._fits_without(leaving, *ahead, generation)):
+            may_pass = not ahead or (self._cache.free_slots and self._fits_without(leaving, *ahead, generation))
+            if not may_pass or (is_long and examined == _EXAMINED):
+                self._blocked += 1
                 continue
             admission = self._start(generation)
             if admission is Admission.AWAITS_ROOM and self._is_aged(generation) and not ahead:
@@ -147,9 +151,10 @@ class Waiting:
                 admission = self._start(generation) if leaving else admission
                 ahead = [generation] if leaving and admission is Admission.AWAITS_ROOM else []
             if admission is not Admission.ADMITTED:
-                postponed.append(text)
+                waits_for_room = admission is not Admission.AWAITS_PREFIX
+                postponed.append((text, waits_for_room))
                 examined += is_long
-                self._blocked += admission is not Admission.AWAITS_PREFIX
+                self._blocked += waits_for_room
 
     def _start(self, generation: Generation) -> Admission:
         """Give a waiting sequence a slot, or say what it waits for; one that cannot be started ends with an error."""

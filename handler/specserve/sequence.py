@@ -18,9 +18,8 @@ DrafterName = Literal["model", "lookup", "prediction", "grammar"]
 # Who wrote a token: the drafter of an accepted one; the target also where it replaced a draft.
 Source = Literal[DrafterName, "target"]
 SpeculationMode = Literal["off", "fixed", "auto"]
-# Of finished answers: whose it is, and its name.
+# A client, and the name of a pool of its finished answers; or the salt of its cached prefixes.
 Pool = tuple[str, str]
-# Of cached prefixes: a client and its cache salt.
 Owner = tuple[str, str]
 Group = Literal[SpeculationMode, "holdback"]
 
@@ -91,8 +90,8 @@ class RequestInfo:
         family: the client's `prompt_family`; empty without one.
         group: the speculation mode; `holdback` is `auto` without drafts, for the control group.
         randomised: whether the group was drawn between `auto` and `holdback`; only such requests may be compared.
-        client: whose it is, as the API key names it; nothing of one client is visible to another.
-        cache_salt: the client's; prefixes are reused only by its requests with the same one.
+        client: whose it is, by the API key.
+        cache_salt: prefixes are reused only by the client's requests with the same one.
     """
 
     request: str = ""
@@ -228,8 +227,8 @@ class Sequence:
     What the models' KV caches hold of it is known there (kv_cache.py), by its `slot`. `cached_tokens` is how many
     tokens of the prompt the target's cache already held when the sequence first got a slot. `round_number` counts the
     rounds that have decided tokens and keys the noise of the next one; `deferrals` counts the rounds since then that
-    had no time for the sequence's grammar mask; `preemptions` counts how often it lost its slot; `overtaken` counts the
-    prompt tokens of sequences admitted later that were prefilled before its own.
+    had no time for the sequence's grammar mask; `preemptions` counts how often it lost its slot, `overtaken` the
+    prompt tokens of later sequences that were prefilled before its own.
 
     Args:
         max_tokens: the most tokens after the prompt; 0 only prefills it.

@@ -3,7 +3,7 @@
 Clients take turns, and so do the requests of a client. A sequence that waits for room is passed by smaller ones until
 it has waited for `_AGED_SECONDS`. Then sequences that came after it are preempted for it, and those of a client with
 more than its share; other clients' once they have decided `_TURN_TOKENS` since they were admitted. So all get to their
-end: any fits alone, and whoever gives way to another client has got on before.
+end: any fits alone, and one that gives way to another client has decided tokens before.
 """
 
 from __future__ import annotations

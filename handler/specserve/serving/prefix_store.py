@@ -3,7 +3,7 @@
 Texts are kept in blocks of 32 tokens that form a tree: the children of a block are the blocks that have followed it, so
 texts that begin alike share what they share. A block is found by comparing its tokens, after those of all blocks before
 it; no hash is trusted. Each owner has a tree of its own. Where room is short, the client with the most blocks loses the
-one that it used longest ago (shares.py). That never has children, since whoever uses a block uses all before it, too.
+one that it used longest ago (shares.py). It never has children: using a block uses all before it, too.
 
 Others keep prefixes likewise: vLLM's prefix caching has blocks of a fixed size, keyed by a hash of all tokens so far;
 SGLang's RadixAttention and HiCache a tree of token ranges, whose leaves are evicted to host memory.

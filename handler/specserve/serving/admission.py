@@ -181,7 +181,7 @@ class Waiting:
         prefilling = [other for other in self._running if not self._cache.decodes(other)]
         long = sorted(pending for other in prefilling if (pending := self._cache.pending(other)) > LONG_PREFILL)
         # Shorter prefills than half of the slots have may have more, but for a quarter, where only short ones come.
-        half, most = max(1, self._target.n_slots // 2), self._target.n_slots - max(1, self._target.n_slots // 4)
+        half, most = max(1, self._target.n_slots // 2), max(1, self._target.n_slots - max(1, self._target.n_slots // 4))
         shorter = math.inf if len(long) < half else long[half - 1] - 1
         return self._cache.assign(
             generation,

@@ -70,7 +70,7 @@ class Waiting:
         self._recorder = recorder
         self._clock = clock
         self._queue: deque[Generation] = deque()
-        # How many wait for room, or for others' prefills, and not only for a slot.
+        # How many the last round left waiting for a slot, for room, or for others' prefills.
         self._blocked = 0
         # Since when a sequence has waited, and how many tokens it had decided when it was admitted.
         self._waiting_since: WeakKeyDictionary[Generation, float] = WeakKeyDictionary()

@@ -21,7 +21,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from specserve.tools.paths import DEFAULT_CONFIG
+from specserve.cli.paths import DEFAULT_CONFIG
 
 PROMPTS = Path(__file__).parent / "prompts"
 # Families by name: the file of prompts, and the field that is sent along with the prompt.

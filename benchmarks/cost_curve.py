@@ -31,14 +31,14 @@ from pass_worker import MARK, Pass, Setting
 from peer_engines import IK, PEERS, Command, build_ik, install_packages, unpack
 from perplexity import forms_of_the_target, read_text, use_all_formats
 from roof import Roof, measure_roof
+from specserve.cli.download import fetch
+from specserve.cli.models import requantise
+from specserve.cli.paths import DEFAULT_CONFIG
 from specserve.config import load_yaml
 from specserve.cores import usable_cores
 from specserve.engine import kernels
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import EnvironmentFailure
-from specserve.tools.download import fetch
-from specserve.tools.models import requantise
-from specserve.tools.paths import DEFAULT_CONFIG
 
 WORKER = Path(__file__).with_name("pass_worker.py")
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)

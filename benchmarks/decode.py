@@ -31,15 +31,15 @@ from common import (
     read_tasks,
     with_interference,
 )
+from specserve.cli.archive import prepared_handler
 from specserve.config import HandlerConfig
-from specserve.kv_cache import KVCache
+from specserve.core.generation import Generation
+from specserve.core.loading import Models, load_models, open_engines
+from specserve.core.scheduler import Scheduler
+from specserve.engine.kv_cache import KVCache
 from specserve.sequence import SamplingParams, SequenceStats, SpeculationParams
-from specserve.serving.generation import Generation
-from specserve.serving.loading import Models, load_models, open_engines
-from specserve.serving.scheduler import Scheduler
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.history import Pools
-from specserve.tools.archive import prepared_handler
 
 # Of an answer: family, prompt, its most tokens, temperature, seed and mode.
 Key = tuple[str, str, int, float, int, str]

@@ -44,8 +44,8 @@ from load import checked, specserve_modes, take_turns
 from pass_worker import Pass, Setting
 from peer_engines import Job, start
 from servers import Answer, Endpoint, specserve_processes, start_specserve, stream
+from specserve.cli.archive import prepared_document
 from specserve.engine.llama_model import LlamaModel
-from specserve.tools.archive import prepared_document
 
 LENGTHS, QUICK_LENGTHS = (1024, 4096, 8192, 16384), (1024, 4096)
 PARTS = PASSES, CONVERSATIONS, CLIENTS = "passes", "conversations", "clients"

@@ -34,9 +34,9 @@ from common import ResultsFile, Row, argument_parser, print_result, print_table
 from load import percentile, specserve_modes
 from peer_engines import Job, start
 from servers import Endpoint, events, specserve_endpoint, unique_prompts
+from specserve.cli.paths import PROJECT
+from specserve.cli.torchserve_process import State
 from specserve.config import load_yaml
-from specserve.tools.paths import PROJECT
-from specserve.tools.torchserve_process import State
 
 SLOTS = 8
 # The other server that is measured.

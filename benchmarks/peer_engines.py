@@ -21,13 +21,13 @@ from pathlib import Path
 from rich.console import Console
 
 from servers import ServerProcess
+from specserve.cli import files
+from specserve.cli.archive import handler_of
+from specserve.cli.models import prepare
+from specserve.cli.paths import PROJECT
 from specserve.config import cache_directory
 from specserve.cores import usable_cores
 from specserve.errors import EnvironmentFailure
-from specserve.tools import files
-from specserve.tools.archive import handler_of
-from specserve.tools.models import prepare
-from specserve.tools.paths import PROJECT
 
 PEERS = cache_directory() / "peers"
 LOCK = PROJECT / "requirements-peer.lock"

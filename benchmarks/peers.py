@@ -43,10 +43,10 @@ from decode import ADAPTIVE, FIXED, Lane, load_for_one, open_lanes
 from decode import PLAIN as OURS_PLAIN
 from peer_engines import SETTINGS, Job, start
 from servers import SLOTS, Answer, ServerProcess, receive, start_specserve, stream, unique_prompts
+from specserve.cli.archive import prepared_handler
+from specserve.core.generation import Generation
+from specserve.core.scheduler import Scheduler
 from specserve.errors import EnvironmentFailure
-from specserve.serving.generation import Generation
-from specserve.serving.scheduler import Scheduler
-from specserve.tools.archive import prepared_handler
 
 REQUEST_FAMILIES = ("code", "json", "prose", "chat", "summarise", "edit")
 PLAIN = "llama-server plain"

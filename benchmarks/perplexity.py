@@ -18,15 +18,15 @@ import numpy as np
 
 from common import Row as ResultRow
 from common import argument_parser, print_result, print_table
+from specserve.cli.download import fetch
+from specserve.cli.models import requantise
+from specserve.cli.paths import DEFAULT_CONFIG
 from specserve.config import CacheType, load_yaml
 from specserve.cores import usable_cores
 from specserve.engine import kernels
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
-from specserve.tools.download import fetch
-from specserve.tools.models import requantise
-from specserve.tools.paths import DEFAULT_CONFIG
 
 TEXTS = Path(__file__).parent / "texts"
 FAMILIES = ("code", "prose")

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import track
 
 from common import FAMILIES, Task, argument_parser, read_tasks
+from specserve.cli.archive import prepared_handler
 from specserve.cores import usable_cores
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
@@ -27,7 +28,6 @@ from specserve.sampling.distribution import confidence, race, to_distribution
 from specserve.sampling.noise import Noise
 from specserve.sequence import SamplingParams
 from specserve.speculation.measure import prefill
-from specserve.tools.archive import prepared_handler
 
 # A family with a schema or a prediction has the prompts of another family.
 RECORDED = [family for family, (file, extra) in FAMILIES.items() if extra is None and file != "long"]

@@ -29,8 +29,8 @@ from common import (
     with_interference,
 )
 from decode import ADAPTIVE, PLAIN, Mode, Run, load_for_one, open_lanes, run_side_by_side
+from specserve.cli.archive import prepared_handler
 from specserve.sequence import SpeculationParams
-from specserve.tools.archive import prepared_handler
 
 POOLED = Mode("with a pool", SpeculationParams(15, mode="auto", pool=("", "bank")))
 QUICK_TASKS = 4

@@ -25,12 +25,12 @@ from typing import Any
 import llguidance
 
 from common import print_result
+from specserve.cli.archive import prepared_handler
+from specserve.cli.paths import DEFAULT_CONFIG
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ConstraintError, RequestError
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.grammar.constraint import Constraint
-from specserve.tools.archive import prepared_handler
-from specserve.tools.paths import DEFAULT_CONFIG
 
 # Spellings of one instance that are tried.
 MOST_SPELLINGS = 200

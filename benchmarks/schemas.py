@@ -24,19 +24,19 @@ import llguidance
 from jsonschema.validators import validator_for
 
 from common import argument_parser, print_result
+from specserve.api.parse import parse_body
+from specserve.api.prompt import Tokenizer
+from specserve.api.request_schema import CompletionRequest
+from specserve.api.resolve import resolve
+from specserve.cli.archive import prepared_handler
 from specserve.config import HandlerConfig
+from specserve.core.budget import max_wait
+from specserve.core.generation import Generation
+from specserve.core.loading import Models, load_models
+from specserve.core.scheduler import Scheduler
 from specserve.errors import RequestError
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.grammar.schema import MAX_TEXT
-from specserve.serving.budget import max_wait
-from specserve.serving.generation import Generation
-from specserve.serving.loading import Models, load_models
-from specserve.serving.openai.parse import parse_body
-from specserve.serving.openai.prompt import Tokenizer
-from specserve.serving.openai.request_schema import CompletionRequest
-from specserve.serving.openai.resolve import resolve
-from specserve.serving.scheduler import Scheduler
-from specserve.tools.archive import prepared_handler
 
 PROMPT = "A short document in JSON:\n"
 

@@ -25,9 +25,9 @@ import psutil
 import requests
 
 from common import read_tasks
+from specserve.cli.paths import PROJECT
+from specserve.cli.torchserve_process import State
 from specserve.errors import EnvironmentFailure
-from specserve.tools.paths import PROJECT
-from specserve.tools.torchserve_process import State
 
 SLOTS = 8
 # Of `random_words`, with Qwen's tokeniser.

@@ -29,13 +29,13 @@ from rich.console import Console
 from rich.table import Table
 
 from common import print_result
+from specserve.core.budget import max_wait
+from specserve.core.generation import Generation
+from specserve.core.scheduler import Scheduler
 from specserve.engine.base import FloatArray, Row
-from specserve.kv_cache import KVCache
+from specserve.engine.kv_cache import KVCache
 from specserve.sampling.logits import TargetDistributions
 from specserve.sequence import BySequence, SamplingParams, SpeculationParams
-from specserve.serving.budget import max_wait
-from specserve.serving.generation import Generation
-from specserve.serving.scheduler import Scheduler
 from specserve.speculation.acceptance import Acceptance
 from specserve.speculation.cost import Cost, CostTable
 from specserve.speculation.draft_model import DraftModel

@@ -28,8 +28,8 @@ import requests
 
 from common import argument_parser, print_result
 from servers import Endpoint, random_words, specserve_endpoint, start_specserve
+from specserve.cli.torchserve_process import State
 from specserve.config import load_yaml
-from specserve.tools.torchserve_process import State
 
 Body = dict[str, Any]
 

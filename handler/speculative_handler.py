@@ -1,6 +1,6 @@
 """The archive's entry point; TorchServe wants exactly one class defined in it."""
 
-from specserve.serving.torchserve import Handler
+from specserve.torchserve.handler import Handler
 
 
 class SpeculativeHandler(Handler):

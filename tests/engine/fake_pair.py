@@ -13,7 +13,9 @@ import numpy as np
 from constraints import Alternating
 from costs import proportional
 from fake_engine import FakeEngine, FakeVocabulary
-from specserve.kv_cache import KVCache
+from specserve.core.generation import Generation
+from specserve.core.scheduler import Scheduler
+from specserve.engine.kv_cache import KVCache
 from specserve.observability.records import EndRecord, Observer
 from specserve.sampling.distribution import to_distribution
 from specserve.sampling.logits import penalise
@@ -26,8 +28,6 @@ from specserve.sequence import (
     SpeculationParams,
     Verification,
 )
-from specserve.serving.generation import Generation
-from specserve.serving.scheduler import Scheduler
 from specserve.speculation.cost import Cost
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters

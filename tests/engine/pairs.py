@@ -9,20 +9,21 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from specserve.api.chat_template import chat_template_of
+from specserve.api.parse import parse_body
+from specserve.api.prompt import Tokenizer
+from specserve.api.request_schema import CompletionRequest
+from specserve.api.resolve import resolve
+from specserve.cli.tiny_models import write_tiny
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
+from specserve.core.generation import Generation
+from specserve.core.loading import load_models
+from specserve.core.prefix_store import PrefixStore
+from specserve.core.scheduler import Scheduler
 from specserve.engine import kernels
 from specserve.engine.kernels import Mode
 from specserve.engine.llama_model import write_pure_q4_0
 from specserve.sequence import Sequence
-from specserve.serving.generation import Generation
-from specserve.serving.loading import load_models
-from specserve.serving.openai.parse import parse_body
-from specserve.serving.openai.prompt import Tokenizer
-from specserve.serving.openai.request_schema import CompletionRequest
-from specserve.serving.openai.resolve import resolve
-from specserve.serving.prefix_store import PrefixStore
-from specserve.serving.scheduler import Scheduler
-from specserve.tools.tiny_models import write_tiny
 
 # No pool: what an answer wrote would be drafted for the next one.
 PLAIN = {"mode": "off", "pool": ""}
@@ -89,6 +90,7 @@ class Pair:
         with mock.patch.object(kernels, "speed", return_value=2.0):
             self.models = load_models(config)
         self.vocabulary = self.models.vocabulary
+        self.chat_template = chat_template_of(self.vocabulary)
 
     def scheduler(self, *, keeps_prefixes: bool = False, store: PrefixStore | None = None) -> Scheduler:
         """A scheduler that keeps the tokens of finished sequences in the cache, or none, and in the store."""
@@ -124,5 +126,5 @@ class Pair:
 
     def chat_prompt(self, *messages: Mapping[str, str]) -> str:
         """The messages rendered by the model's chat template."""
-        assert self.models.chat_template is not None
-        return self.models.chat_template.render(messages)
+        assert self.chat_template is not None
+        return self.chat_template.render(messages)

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from attention_cases import AttentionCase, conversations
 from kernel_products import SUPPORTED_VARIANTS, needs_kernels
 from planted import build_library
+from specserve.cli import tiny_models
+from specserve.cli.tiny_models import write_tiny
 from specserve.config import CacheType
 from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import EngineError
-from specserve.tools import tiny_models
-from specserve.tools.tiny_models import write_tiny
 from tiny_formats import quantise_as
 
 pytestmark = needs_kernels

@@ -10,9 +10,9 @@ import pytest
 from costs import table
 from fake_engine import FakeEngine
 from fake_pair import ENDLESS, FakePair, RecordingObserver
+from specserve.core.generation import Generation
 from specserve.engine.base import FloatArray, Row
 from specserve.sequence import SpeculationMode
-from specserve.serving.generation import Generation
 from specserve.speculation.cost import Cost
 
 

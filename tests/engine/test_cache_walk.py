@@ -9,11 +9,11 @@ from random import Random
 import pytest
 
 from kernel_products import SUPPORTED_VARIANTS, needs_kernels
+from specserve.cli.tiny_models import ARCHITECTURES, write_tiny
 from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
-from specserve.tools.tiny_models import ARCHITECTURES, write_tiny
 from tiny_formats import FORMATS, quantise_as
 
 SLOTS, LENGTH, ALTERNATIVES = 3, 96, 4

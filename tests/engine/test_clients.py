@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_pair import ENDLESS, SLOTS, FakePair, RecordingObserver
+from specserve.core import admission, prefix_copies
+from specserve.core.generation import Generation
+from specserve.core.prefix_store import PrefixStore
 from specserve.observability.records import EndRecord
 from specserve.sequence import RequestInfo
-from specserve.serving import admission, prefix_copies
-from specserve.serving.generation import Generation
-from specserve.serving.prefix_store import PrefixStore
 from specserve.speculation.step import Step
 
 CHUNK = 64
@@ -331,7 +331,7 @@ class Panic(BaseException):
 @pytest.mark.parametrize(
     "where",
     [
-        "specserve.serving.generation.Generation._detokenize",
+        "specserve.core.generation.Generation._detokenize",
         "specserve.speculation.step.Step.compute_mask",
         "specserve.speculation.round._verify",
         "specserve.speculation.proposers.PredictionProposer.propose",

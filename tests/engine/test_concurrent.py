@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from pairs import KERNELS, PLAIN, Pair, TinyFiles, fixed_gamma
-from specserve.serving import admission
-from specserve.serving.generation import Generation
-from specserve.serving.prefix_store import BLOCK_TOKENS, PrefixStore
-from specserve.tools.tiny_models import ARCHITECTURES
+from specserve.cli.tiny_models import ARCHITECTURES
+from specserve.core import admission
+from specserve.core.generation import Generation
+from specserve.core.prefix_store import BLOCK_TOKENS, PrefixStore
 
 pytestmark = pytest.mark.skipif(
     KERNELS == "off", reason="with llama.cpp's attention logits depend on other sequences: unset SPECSERVE_TEST_KERNELS"

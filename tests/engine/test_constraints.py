@@ -17,13 +17,13 @@ from scipy.stats import binomtest
 from costs import flat
 from fake_engine import FakeEngine, FakeVocabulary
 from fake_pair import SLOTS, FakePair
+from specserve.core.generation import Generation
 from specserve.errors import ConstraintError, MaskDeferred
 from specserve.grammar import constraint as constraint_module
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.grammar.constraint import Constraint
 from specserve.sampling.distribution import to_distribution
 from specserve.sequence import SamplingParams, SequenceStats, SpeculationMode, Verification
-from specserve.serving.generation import Generation
 from specserve.speculation.rejection import RULES
 
 FALSE_ALARM_RATE = 1e-4

@@ -8,10 +8,10 @@ import pytest
 
 from fake_placement import FakeMachine, placement_on
 from measured_engine import MeasuredEngine
+from specserve.core.costs import Costs
 from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.errors import EngineError, ModelLoadError
-from specserve.serving.costs import Costs
 from specserve.speculation.cost import Cost
 
 

@@ -16,14 +16,14 @@ from costs import proportional
 from fake_engine import FakeEngine, NoEndToken
 from fake_pair import VOCABULARY, FakePair
 from server import free_ports
+from specserve.cli import doctor, torchserve_process
+from specserve.cli.doctor import check_costs, check_greedy, check_port, check_software, check_threads, greedy_answer
+from specserve.cli.torchserve_process import State
 from specserve.cores import Usable
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.invariance import Invariance
+from specserve.engine.kv_cache import KVCache
 from specserve.engine.llama_model import LlamaModel
-from specserve.kv_cache import KVCache
-from specserve.tools import doctor, torchserve_process
-from specserve.tools.doctor import check_costs, check_greedy, check_port, check_software, check_threads, greedy_answer
-from specserve.tools.torchserve_process import State
 
 PROJECT = Path(__file__).parents[2]
 TOPICS = ["machine", "software", "port", "kernels", "models", "repeating", "pair", "costs", "threads", "greedy"]

@@ -11,13 +11,13 @@ import pytest
 from numpy.typing import NDArray
 
 from kernel_products import SUPPORTED_VARIANTS, needs_kernels
+from specserve.cli import tiny_models
+from specserve.cli.tiny_models import write_tiny
 from specserve.engine import draft_head, kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.draft_head import GROUP, DraftHead
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
-from specserve.tools import tiny_models
-from specserve.tools.tiny_models import write_tiny
 from tiny_formats import quantise_as
 
 SIZE = 100 * GROUP

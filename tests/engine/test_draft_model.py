@@ -8,7 +8,7 @@ from constraints import Alternating
 from costs import proportional
 from fake_engine import FakeEngine, NoEndToken
 from fake_pair import ENDLESS, GREEDY, SLOTS, VOCABULARY, FakePair, plain_greedy
-from specserve.kv_cache import KVCache
+from specserve.engine.kv_cache import KVCache
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.step import Draft, Step

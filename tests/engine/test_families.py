@@ -11,14 +11,14 @@ import pytest
 from gguf import GGUFWriter
 
 from pairs import KERNELS, PLAIN, Pair, TinyFiles, fixed_gamma
+from specserve.cli import tiny_models as tiny
+from specserve.cli.tiny_models import ARCHITECTURES, END_OF_TEXT
 from specserve.config import ModelConfig
+from specserve.core import loading
 from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ModelLoadError, RequestError
-from specserve.serving import loading
-from specserve.tools import tiny_models as tiny
-from specserve.tools.tiny_models import ARCHITECTURES, END_OF_TEXT
 
 PROMPTS = ["The quick brown fox", "def accept(p, q):", "héllo 世界 🙂, once upon a time there was a"]
 GAMMAS = [1, 3, 7]
@@ -173,7 +173,7 @@ def test_a_chat_is_rendered_by_the_models_template_and_has_at_most_one_bos_token
 
 
 def test_a_model_without_a_chat_template_loads_with_none(files: TinyFiles) -> None:
-    assert Pair(files.config("gpt2")).models.chat_template is None
+    assert Pair(files.config("gpt2")).chat_template is None
 
 
 def test_output_can_fill_the_context_to_its_last_token(pair: Pair) -> None:

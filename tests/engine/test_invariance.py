@@ -12,15 +12,15 @@ import pytest
 
 from fake_engine import FakeEngine
 from kernel_products import SUPPORTED_VARIANTS, needs_kernels
+from specserve.cli import tiny_models
+from specserve.cli.tiny_models import ARCHITECTURES, write_tiny
 from specserve.config import HandlerConfig, ModelConfig
+from specserve.core.loading import load_models
 from specserve.engine import kernels
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.engine.invariance import Invariance, probe
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
-from specserve.serving.loading import load_models
-from specserve.tools import tiny_models
-from specserve.tools.tiny_models import ARCHITECTURES, write_tiny
 from tiny_formats import FORMATS, quantise_as
 
 SLOT_TOKENS = 512

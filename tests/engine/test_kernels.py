@@ -23,12 +23,12 @@ from kernel_products import (
     quantised,
 )
 from planted import build_library
+from specserve.cli import tiny_models
+from specserve.cli.tiny_models import write_tiny
 from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
-from specserve.tools import tiny_models
-from specserve.tools.tiny_models import write_tiny
 from tiny_formats import quantise_as
 
 pytestmark = needs_kernels

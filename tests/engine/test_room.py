@@ -20,9 +20,9 @@ from fake_pair import (
     FakePair,
     RecordingObserver,
 )
+from specserve.core import admission, prefix_cache
+from specserve.core.generation import Generation
 from specserve.sequence import SamplingParams
-from specserve.serving import admission, prefix_cache
-from specserve.serving.generation import Generation
 
 # The longest sequence of these tests fits alone.
 LONGEST = 40

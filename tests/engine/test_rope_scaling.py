@@ -12,11 +12,11 @@ import pytest
 from gguf import GGUFWriter, RopeScalingType
 
 from pairs import Pair, TinyFiles
+from specserve.cli import tiny_models as tiny
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ModelLoadError
-from specserve.tools import tiny_models as tiny
 
 ORIGINAL, FACTOR = 512, 4
 LENGTH = 600

@@ -10,9 +10,9 @@ from constraints import Alternating, Shared, Slow
 from costs import FixedCost, flat, proportional
 from fake_engine import FakeEngine
 from fake_pair import ENDLESS, SLOTS, VOCABULARY, FakePair, RecordingObserver, plain_greedy
+from specserve.core.budget import max_wait
+from specserve.core.generation import Generation
 from specserve.sequence import DrafterName, SamplingParams, SpeculationParams
-from specserve.serving.budget import max_wait
-from specserve.serving.generation import Generation
 from specserve.speculation.cost import CostTable
 
 LONG = [n % 23 for n in range(300)]

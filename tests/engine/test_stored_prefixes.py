@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from fake_engine import FakeEngine
 from fake_pair import ENDLESS, SEEDED, SLOTS, FakePair, plain_greedy
+from specserve.core.generation import Generation
+from specserve.core.prefix_store import BLOCK_TOKENS, PrefixStore
 from specserve.errors import EngineError
 from specserve.sequence import Owner, SamplingParams
-from specserve.serving.generation import Generation
-from specserve.serving.prefix_store import BLOCK_TOKENS, PrefixStore
 
 TOKEN_BYTES = 24
 BLOCK_BYTES = BLOCK_TOKENS * (TOKEN_BYTES + 4)

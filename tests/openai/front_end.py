@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,22 +14,21 @@ from constraints import AlternatingGrammars
 from costs import flat
 from fake_engine import FakeEngine, FakeVocabulary
 from fake_placement import FakeMachine, placement_on
+from specserve.api.answer import AnswerReader, Call, Part
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
+from specserve.core.costs import Costs
+from specserve.core.engine_loop import engine_thread
+from specserve.core.loading import Models
 from specserve.engine.kernels import Kernels
-from specserve.kv_cache import KVCache
+from specserve.engine.kv_cache import KVCache
 from specserve.observability.metrics import Served
-from specserve.serving import torchserve
-from specserve.serving.answer import AnswerReader, Call, Part
-from specserve.serving.chat_template import ChatTemplate
-from specserve.serving.costs import Costs
-from specserve.serving.engine_loop import engine_thread
-from specserve.serving.loading import Models
-from specserve.serving.torchserve import Handler
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.history import Pools
 from specserve.speculation.policy import Controller
 from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
+from specserve.torchserve import handler as torchserve
+from specserve.torchserve.handler import Handler
 
 SLOTS = 4
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
@@ -61,6 +59,7 @@ class FrontEnd:
         self.draft = FakeEngine(vocabulary=200, n_slots=SLOTS, blend=0.3)
         self.handler = Handler()
         vocabulary: Any = Vocabulary(200)
+        vocabulary.template = chat_template
         grammars = grammars or AlternatingGrammars(200)
         config = HandlerConfig(
             model_id="tiny",
@@ -95,8 +94,6 @@ class FrontEnd:
             config,
             pools,
         )
-        if chat_template is not None:
-            models = replace(models, chat_template=ChatTemplate(chat_template, bos="", eos=""))
         self._engine_thread = engine_thread()
         with mock.patch.object(torchserve, "engine_thread", return_value=self._engine_thread):
             self.handler.start(config, lambda _config: models, Served("qwen", "1.0"))

@@ -10,11 +10,11 @@ import pytest
 
 from front_end import FrontEnd
 from pairs import Pair, TinyFiles
+from specserve.api.chat_template import ChatTemplate
+from specserve.api.parse import parse_body
+from specserve.api.request_schema import ChatRequest
+from specserve.cli import tiny_models
 from specserve.errors import RequestError
-from specserve.serving.chat_template import ChatTemplate
-from specserve.serving.openai.parse import parse_body
-from specserve.serving.openai.request_schema import ChatRequest
-from specserve.tools import tiny_models
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello <b>"}]
 # The parts of SmolLM3's template that are beyond Jinja.

@@ -10,10 +10,10 @@ import pytest
 
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
+from specserve.api.parse import parse_body
+from specserve.api.prompt import Prompt, Tokenizer
+from specserve.api.request_schema import ChatRequest, CompletionRequest
 from specserve.errors import RequestError
-from specserve.serving.openai.parse import parse_body
-from specserve.serving.openai.prompt import Prompt, Tokenizer
-from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
 from test_requests import CONFIG, generations_of, refusal, sequence_of
 
 COMPLETION: dict[str, Any] = {"prompt": "hello"}

@@ -13,22 +13,22 @@ from hypothesis import strategies as st
 
 from bodies import anything, chats, completions, infills, messages, nested, responses
 from front_end import FrontEnd
+from specserve.api import dialects
+from specserve.api.anthropic import CountRequest, MessagesRequest
+from specserve.api.call_formats import FORMATS
+from specserve.api.infill import InfillRequest, infill_prompt
+from specserve.api.parse import parse_body
+from specserve.api.prompt import Prompt, Tokenizer
+from specserve.api.request_schema import ChatRequest, CompletionRequest
+from specserve.api.resolve import resolve
+from specserve.api.response import Response
+from specserve.api.responses import ResponsesRequest
+from specserve.cli.tiny_models import write_tiny
 from specserve.config import HandlerConfig, ModelConfig
+from specserve.core.generation import Generation
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import RequestError
 from specserve.grammar.compiler import GrammarCompiler
-from specserve.serving.anthropic import CountRequest, MessagesRequest
-from specserve.serving.call_formats import FORMATS
-from specserve.serving.generation import Generation
-from specserve.serving.infill import InfillRequest, infill_prompt
-from specserve.serving.openai import dialects
-from specserve.serving.openai.parse import parse_body
-from specserve.serving.openai.prompt import Prompt, Tokenizer
-from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
-from specserve.serving.openai.resolve import resolve
-from specserve.serving.openai.response import Response
-from specserve.serving.responses import ResponsesRequest
-from specserve.tools.tiny_models import write_tiny
 
 CONFIG = HandlerConfig(
     model_id="tiny",

@@ -20,15 +20,16 @@ import pytest
 from constraints import Alternating, AlternatingGrammars
 from fake_engine import FakeVocabulary
 from front_end import SLOTS, FakeContext, FrontEnd
+from specserve.api import parser, routes
+from specserve.api.openapi import openapi
+from specserve.api.response import ChoicesResponse, GenerationResponse
+from specserve.api.routes import Routes
+from specserve.core.costs import Costs
+from specserve.core.engine_loop import EngineLoop
+from specserve.core.generation import Generation
+from specserve.core.scheduler import Scheduler
 from specserve.observability.metrics import Metrics
-from specserve.serving import parser, routes, torchserve
-from specserve.serving.costs import Costs
-from specserve.serving.engine_loop import EngineLoop
-from specserve.serving.generation import Generation
-from specserve.serving.openai.response import ChoicesResponse, GenerationResponse
-from specserve.serving.openapi import openapi
-from specserve.serving.routes import Routes
-from specserve.serving.scheduler import Scheduler
+from specserve.torchserve import handler as torchserve
 
 
 @pytest.fixture
@@ -355,7 +356,7 @@ def test_a_new_request_interrupts_a_long_time_slice(monkeypatch: pytest.MonkeyPa
         started.set()
 
     monkeypatch.setattr(Scheduler, "run_round", announced_round)
-    monkeypatch.setattr("specserve.serving.engine_loop.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("specserve.core.engine_loop.time", SimpleNamespace(monotonic=lambda: next(clock)))
     long = front_end.post({**BODY, "max_tokens": 200, "ignore_eos": True, "speculation": {"mode": "off"}})
     front_end.waits_for_slice = False
     front_end.handle_once()

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
+from specserve.api.infill import InfillRequest, indented, infill_prompt
+from specserve.api.parse import parse_body
+from specserve.api.prompt import Tokenizer
 from specserve.errors import RequestError
-from specserve.serving.infill import InfillRequest, indented, infill_prompt
-from specserve.serving.openai.parse import parse_body
-from specserve.serving.openai.prompt import Tokenizer
 from test_requests import CONFIG
 
 PREFIX, SUFFIX, MIDDLE, REPOSITORY, FILE = range(200, 205)

@@ -12,11 +12,11 @@ import jsonschema
 import pytest
 
 from front_end import FrontEnd, ScriptedReader, named_events
+from specserve.api.answer import Arguments, Call, Part, Reasoning, Text
+from specserve.api.anthropic import CountRequest, MessagesRequest
+from specserve.api.parse import parse_body
+from specserve.api.request_schema import ChatRequest
 from specserve.errors import RequestError
-from specserve.serving.answer import Arguments, Call, Part, Reasoning, Text
-from specserve.serving.anthropic import CountRequest, MessagesRequest
-from specserve.serving.openai.parse import parse_body
-from specserve.serving.openai.request_schema import ChatRequest
 
 ROUTE = "v1/messages"
 HELLO = {"role": "user", "content": "hello"}

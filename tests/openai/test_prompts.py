@@ -9,10 +9,10 @@ import pytest
 from gguf import GGUFWriter
 
 from pairs import PLAIN, Pair, TinyFiles, fixed_gamma
-from specserve.serving.openai.parse import parse_body
-from specserve.serving.openai.prompt import Tokenizer
-from specserve.serving.openai.request_schema import ChatRequest
-from specserve.tools import tiny_models
+from specserve.api.parse import parse_body
+from specserve.api.prompt import Tokenizer
+from specserve.api.request_schema import ChatRequest
+from specserve.cli import tiny_models
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 
@@ -36,9 +36,9 @@ def tokens_of(pair: Pair, prompt: str | list[int], **fields: Any) -> list[int]:
 
 def chat_tokens(pair: Pair, **fields: Any) -> list[int]:
     """A chat's prompt."""
-    assert pair.models.chat_template is not None
+    assert pair.chat_template is not None
     request = parse_body({**HELLO, **fields}, ChatRequest)
-    return Tokenizer(pair.vocabulary, pair.config).chat(request, pair.models.chat_template.prompt).tokens
+    return Tokenizer(pair.vocabulary, pair.config).chat(request, pair.chat_template.prompt).tokens
 
 
 def named(pair: Pair, name: str) -> int:
@@ -169,7 +169,7 @@ def test_a_name_that_is_no_control_token_is_tokenized_with_the_text_around_it(
     family: str, request: pytest.FixtureRequest
 ) -> None:
     pair: Pair = request.getfixturevalue(family)
-    vocabulary, template = pair.vocabulary, pair.models.chat_template
+    vocabulary, template = pair.vocabulary, pair.chat_template
     assert template is not None
     before, end = {"qwen": ("<|im_start|>", "<|im_end|>"), "llama": ("</s>", "</s>")}[family]
     said = conversation(tool=f"Found.\U000f0000{end} there")
@@ -190,7 +190,7 @@ def test_a_name_that_is_no_control_token_is_tokenized_with_the_text_around_it(
 def test_a_text_without_a_control_token_is_tokenized_as_ever(qwen: Pair, text: str) -> None:
     said = {**conversation(tool=text), "tools": None}
     del said["messages"][2]["tool_calls"]
-    template = qwen.models.chat_template
+    template = qwen.chat_template
     assert template is not None
     rendered = template.prompt(parse_body(said, ChatRequest))
     assert chat_tokens(qwen, **said) == qwen.vocabulary.encode(rendered, special=True)

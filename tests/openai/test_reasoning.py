@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
-from specserve.serving.answer import AnswerReader, Reasoning, Text
-from specserve.serving.chat_template import ChatTemplate
-from specserve.serving.openai.parse import parse_body
-from specserve.serving.openai.request_schema import ChatRequest
-from specserve.serving.reasoning import ReasoningReader, ThinkingTags, thinking_tags
-from specserve.tools import tiny_models
+from specserve.api.answer import AnswerReader, Reasoning, Text
+from specserve.api.chat_template import ChatTemplate
+from specserve.api.parse import parse_body
+from specserve.api.reasoning import ReasoningReader, ThinkingTags, thinking_tags
+from specserve.api.request_schema import ChatRequest
+from specserve.cli import tiny_models
 
 TAGS = ThinkingTags("<think>", "</think>")
 MESSAGES = [{"role": "user", "content": "Hello"}]

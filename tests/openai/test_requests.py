@@ -12,14 +12,14 @@ from pydantic import ValidationError
 
 from constraints import AlternatingGrammars
 from fake_engine import FakeVocabulary
+from specserve.api.parse import parse_body
+from specserve.api.prompt import Prompt, Tokenizer
+from specserve.api.request_schema import ChatRequest, CompletionRequest
+from specserve.api.resolve import resolve
+from specserve.api.response import Response
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
+from specserve.core.generation import Generation
 from specserve.errors import RequestError
-from specserve.serving.generation import Generation
-from specserve.serving.openai.parse import parse_body
-from specserve.serving.openai.prompt import Prompt, Tokenizer
-from specserve.serving.openai.request_schema import ChatRequest, CompletionRequest
-from specserve.serving.openai.resolve import resolve
-from specserve.serving.openai.response import Response
 
 VOCABULARY = FakeVocabulary(200)
 CONFIG = HandlerConfig(

@@ -9,8 +9,8 @@ import jsonschema
 import pytest
 
 from front_end import FrontEnd
-from specserve.serving.openai import response_schema as schema
-from specserve.serving.openapi import openapi
+from specserve.api import response_schema as schema
+from specserve.api.openapi import openapi
 
 QUESTIONS: dict[str, dict[str, Any]] = {
     "v1/completions": {"prompt": "hello"},

@@ -9,16 +9,16 @@ import pytest
 
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
-from specserve.sequence import TokenScore
-from specserve.serving.generation import OutputToken
-from specserve.serving.openai.logprobs import (
+from specserve.api.logprobs import (
     MAX_RESPONSE_BYTES,
     ResponseSize,
     chat_logprobs,
     completion_logprobs,
     output_positions,
 )
-from specserve.serving.openai.response_schema import as_json
+from specserve.api.response_schema import as_json
+from specserve.core.generation import OutputToken
+from specserve.sequence import TokenScore
 
 # Tokens that differ in JSON: 128 spaces, a four-byte character, half of one, a letter, and characters to escape.
 PIECES = [b" " * 128, "🙂".encode(), b"\xf0\x9f", b"a", b'"\\\n' * 20]

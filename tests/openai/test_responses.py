@@ -15,11 +15,11 @@ from pydantic import TypeAdapter
 
 import test_messages
 from front_end import FrontEnd, ScriptedReader, named_events
+from specserve.api.answer import Arguments, Call, Part, Reasoning, Text
+from specserve.api.parse import parse_body
+from specserve.api.request_schema import ChatRequest
+from specserve.api.responses import ResponsesRequest
 from specserve.errors import RequestError
-from specserve.serving.answer import Arguments, Call, Part, Reasoning, Text
-from specserve.serving.openai.parse import parse_body
-from specserve.serving.openai.request_schema import ChatRequest
-from specserve.serving.responses import ResponsesRequest
 
 ROUTE = "v1/responses"
 GREEDY: dict[str, Any] = {"input": "hello", "max_output_tokens": 30, "temperature": 0}

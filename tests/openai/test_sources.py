@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
+from specserve.api.logprobs import ResponseSize
+from specserve.api.openapi import openapi
+from specserve.core.generation import Generation
 from specserve.sequence import SamplingParams, Source, SpeculationParams
-from specserve.serving.generation import Generation
-from specserve.serving.openai.logprobs import ResponseSize
-from specserve.serving.openapi import openapi
 from test_detokenizer import split
 
 WITH_SOURCES = {"sources": True}

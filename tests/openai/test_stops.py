@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fake_engine import FakeVocabulary
+from specserve.core.detokenizer import with_control_tokens
+from specserve.core.generation import Generation
 from specserve.sequence import SamplingParams, SpeculationParams, TokenScore
-from specserve.serving.detokenizer import with_control_tokens
-from specserve.serving.generation import Generation
 
 CONTROLS = {200: b"<|a|>", 201: b"<|bb|>", 202: b"<s>"}
 

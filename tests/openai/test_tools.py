@@ -13,12 +13,12 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
+from specserve.api import response_schema as schema
+from specserve.api.chat_template import ChatTemplate
+from specserve.api.parse import parse_body
+from specserve.api.request_schema import ChatRequest
 from specserve.errors import RequestError
 from specserve.grammar.compiler import GrammarCompiler
-from specserve.serving.chat_template import ChatTemplate
-from specserve.serving.openai import response_schema as schema
-from specserve.serving.openai.parse import parse_body
-from specserve.serving.openai.request_schema import ChatRequest
 from test_response_schema import check
 
 ROUTE = "v1/chat/completions"

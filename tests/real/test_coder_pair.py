@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 
 from server import Server, running, worker
+from specserve.cli.models import prepare
+from specserve.cli.paths import DEFAULT_CONFIG
 from specserve.config import load_yaml
-from specserve.tools.models import prepare
-from specserve.tools.paths import DEFAULT_CONFIG
 
 pytestmark = pytest.mark.real
 

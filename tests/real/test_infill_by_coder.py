@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from server import Server, running
-from specserve.tools.paths import DEFAULT_CONFIG
+from specserve.cli.paths import DEFAULT_CONFIG
 
 pytestmark = pytest.mark.real
 

@@ -14,13 +14,15 @@ import yaml
 
 from costs import proportional
 from kernel_products import SUPPORTED_VARIANTS
+from specserve.cli.models import prepare
+from specserve.cli.paths import DEFAULT_CONFIG, PROJECT, models_directory
 from specserve.config import load_yaml
 from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.invariance import Invariance, probe
+from specserve.engine.kv_cache import KVCache
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
-from specserve.kv_cache import KVCache
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.offers import Offer
@@ -29,8 +31,6 @@ from specserve.speculation.proposers import Proposer
 from specserve.speculation.rejection import Verdict, accept_equal
 from specserve.speculation.round import run_round
 from specserve.speculation.step import Step
-from specserve.tools.models import prepare
-from specserve.tools.paths import DEFAULT_CONFIG, PROJECT, models_directory
 
 pytestmark = pytest.mark.real
 

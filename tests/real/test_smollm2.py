@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from pairs import PLAIN, Pair, fixed_gamma
+from specserve.cli.archive import prepared_handler
+from specserve.cli.models import prepare
+from specserve.cli.paths import CONFIG, DEFAULT_CONFIG
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
 from specserve.errors import ModelLoadError
 from specserve.sequence import Sequence
-from specserve.tools.archive import prepared_handler
-from specserve.tools.models import prepare
-from specserve.tools.paths import CONFIG, DEFAULT_CONFIG
 
 pytestmark = pytest.mark.real
 

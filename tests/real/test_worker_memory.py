@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from server import Server, running, worker
-from specserve.tools.models import prepare
-from specserve.tools.paths import CONFIG
+from specserve.cli.models import prepare
+from specserve.cli.paths import CONFIG
 
 pytestmark = pytest.mark.real
 

@@ -182,8 +182,20 @@ def _logits(context: tuple[int, ...], width: int, blend: float, sharpness: float
 class FakeVocabulary:
     """Tokens are the bytes 0 to size - 2; the last token is the end token."""
 
+    template: str | None = None
+
     def __init__(self, size: int) -> None:
         self.size = size
+
+    def chat_template(self) -> str | None:
+        """Return the template that the test has set."""
+        return self.template
+
+    def bos_text(self) -> str:
+        """Return no text."""
+        return ""
+
+    eos_text = bos_text
 
     def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
         """Return one token per byte; there are no special tokens."""

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from specserve.engine.llama import LlamaEngine
 from specserve.errors import EngineError
-from specserve.serving.torchserve import Handler
+from specserve.torchserve.handler import Handler
 
 forward = LlamaEngine.forward
 

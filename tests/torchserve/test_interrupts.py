@@ -14,7 +14,7 @@ pytestmark = pytest.mark.server
 # `scripts/serve`, with signals to itself before the first call that has these words in its arguments returns.
 PROGRAM = """
 import os, signal, sys
-from specserve.tools import cli, server, torchserve_process
+from specserve.cli import cli, server, torchserve_process
 
 words, names = sys.argv.pop(1), sys.argv.pop(1)
 

@@ -21,7 +21,7 @@ import pytest
 import requests
 
 from server import PATIENCE_SECONDS, PROJECT, free_ports, tiny_config, until
-from specserve.tools.torchserve_process import java_home
+from specserve.cli.torchserve_process import java_home
 
 pytestmark = pytest.mark.server
 

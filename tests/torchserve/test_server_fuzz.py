@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
 
 from bodies import anything, chats, completions
 from server import PATIENCE_SECONDS, Server, running, tiny_config, worker
-from specserve.serving.openapi import openapi
+from specserve.api.openapi import openapi
 
 pytestmark = pytest.mark.server
 

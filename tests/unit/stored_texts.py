@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from specserve.serving.prefix_store import BLOCK_TOKENS, PrefixStore
+from specserve.core.prefix_store import BLOCK_TOKENS, PrefixStore
 
 TOKEN_BYTES = 16
 NOBODY = ("", "")

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specserve.api.answer import AnswerReader, Arguments, Call, Part, Text
+from specserve.api.call_formats import FORMATS
 from specserve.grammar.call_form import CallForm
-from specserve.serving.answer import AnswerReader, Arguments, Call, Part, Text
-from specserve.serving.call_formats import FORMATS
 
 NAMES = frozenset({"get", "get_time", "run-2"})
 DEEP = '{"a": [1, {"b": "}] \\" {"}], "c": ""}'

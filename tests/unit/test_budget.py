@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costs import FixedCost
-from specserve.serving.budget import prefill_chunk
+from specserve.core.budget import prefill_chunk
 from specserve.speculation.cost import Cost, CostTable
 from work import lines_run
 

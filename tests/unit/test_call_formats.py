@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specserve.serving.call_formats import FORMATS, format_of
+from specserve.api.call_formats import FORMATS, format_of
 
 # How templates write calls of earlier turns, or tell the model to.
 TEMPLATES = {

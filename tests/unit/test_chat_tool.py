@@ -13,8 +13,8 @@ import pytest
 from requests import Session
 from rich.console import Console
 
-from specserve.tools.chat import Chat, summary
-from specserve.tools.torchserve_process import State
+from specserve.cli.chat import Chat, summary
+from specserve.cli.torchserve_process import State
 
 USAGE = {"completion_tokens": 30}
 SECONDS = {"prefill": 9.0, "draft": 0.25, "target": 0.75, "other": 0.5, "plain_estimate": 3.0}

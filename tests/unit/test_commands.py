@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from specserve import __version__
+from specserve.cli import __main__ as specserve
+from specserve.cli import cli, paths
 from specserve.errors import ConfigError, EnvironmentFailure
-from specserve.tools import __main__ as specserve
-from specserve.tools import cli, paths
 
 SCRIPTS = sorted(path for path in (paths.PROJECT / "scripts").iterdir() if path.suffix not in {".sh", ".cmake"})
 # For those who work on specserve; the others are for those who use it.
@@ -24,13 +24,13 @@ DEVELOPERS = {"check", "test", "test_clients"}
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own, as scripts/ do."""
-    command = [sys.executable, "-m", "specserve.tools", *arguments]
+    command = [sys.executable, "-m", "specserve.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_a_path_that_the_locale_cannot_spell_is_read_as_utf_8() -> None:
     """Its characters were halves of surrogate pairs, and the first file with its name was a traceback."""
-    code = "from specserve.tools import cli; cli.run(lambda arguments: print(ascii(arguments)) or 0)"
+    code = "from specserve.cli import cli; cli.run(lambda arguments: print(ascii(arguments)) or 0)"
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
     ran = subprocess.run([sys.executable, "-c", code, "/ü"], env=environment, capture_output=True, check=False)
     assert (ran.stdout, ran.returncode) == (b"['/\\xfc']\n", 0)
@@ -48,7 +48,7 @@ def test_every_script_for_users_calls_the_verb_of_its_name() -> None:
     assert {path.name for path in SCRIPTS} == DEVELOPERS | set(cli.VERBS)
     for path in SCRIPTS:
         if path.name not in DEVELOPERS:
-            assert path.read_text().endswith(f'\nexec "$PYTHON" -m specserve.tools {path.name} "$@"\n')
+            assert path.read_text().endswith(f'\nexec "$PYTHON" -m specserve.cli {path.name} "$@"\n')
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
@@ -71,7 +71,7 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str
 
 
 def test_text_that_the_locale_cannot_spell_is_no_traceback() -> None:
-    program = "from specserve.tools import cli; cli.run(lambda _arguments: cli.say(input() + ' \u4e16') or 0)"
+    program = "from specserve.cli import cli; cli.run(lambda _arguments: cli.say(input() + ' \u4e16') or 0)"
     latin = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     outcome = subprocess.run(
         [sys.executable, "-c", program], input=b"gr\xfcn\n", capture_output=True, env=latin, check=False
@@ -100,14 +100,14 @@ def test_advice_names_the_command_in_the_way_in_which_it_was_called(monkeypatch:
     monkeypatch.setattr(sys, "argv", ["/anywhere/bin/specserve", "archive"])
     with pytest.raises(ConfigError, match=r"^archive: unrecognized arguments: --fast; `specserve archive --help`"):
         specserve.main(["archive", "--fast"])
-    monkeypatch.setattr(sys, "argv", ["/anywhere/specserve/tools/__main__.py", "archive"])
+    monkeypatch.setattr(sys, "argv", ["/anywhere/specserve/cli/__main__.py", "archive"])
     with pytest.raises(ConfigError, match=r"^archive: unrecognized arguments: --fast; `scripts/archive --help`"):
         specserve.main(["archive", "--fast"])
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cli.VERBS, "sing", cli.Verb("song", "Sing."))
-    with pytest.raises(EnvironmentFailure, match=r"^sing needs the package specserve\.tools\.song, .*scripts/sing"):
+    with pytest.raises(EnvironmentFailure, match=r"^sing needs the package specserve\.cli\.song, .*scripts/sing"):
         specserve.main(["sing"])
 
 
@@ -119,7 +119,7 @@ def test_a_package_without_the_repository_is_one_sentence(tmp_path: Path, monkey
 
 def test_help_and_version_import_no_tool() -> None:
     program = (
-        "import sys; from specserve.tools.__main__ import main; main(['--help'])\n"
+        "import sys; from specserve.cli.__main__ import main; main(['--help'])\n"
         "print(sorted({'requests', 'rich', 'llama_cpp', 'numpy'} & set(sys.modules)))"
     )
     outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

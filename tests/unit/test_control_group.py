@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specserve.cli import paths
 from specserve.config import load_yaml
 from specserve.observability import control_group
 from specserve.observability.control_group import Holdback
-from specserve.tools import paths
 
 
 def holdback_with(speedup: float, sequences: int, seed: int, spread: float = 0.5) -> Holdback:

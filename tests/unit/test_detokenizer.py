@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.serving.detokenizer import Detokenizer
+from specserve.core.detokenizer import Detokenizer
 from work import lines_run
 
 

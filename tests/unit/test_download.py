@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import huggingface_hub.constants
 import pytest
 
+from specserve.cli import download, files
+from specserve.cli.download import fetch
 from specserve.config import ModelConfig
 from specserve.errors import ConfigError, EnvironmentFailure
-from specserve.tools import download, files
-from specserve.tools.download import fetch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -338,7 +338,7 @@ def test_concurrent_fetches_download_a_file_once(models: Path, config: Path, mon
 
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "specserve.tools", "fetch_models", *arguments]
+    command = [sys.executable, "-m", "specserve.cli", "fetch_models", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

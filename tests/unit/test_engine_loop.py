@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fake_placement import FakeMachine, placement_on
-from specserve.serving.engine_loop import EngineLoop, IdleWork, engine_thread
+from specserve.core.engine_loop import EngineLoop, IdleWork, engine_thread
 
 
 class FakeScheduler:

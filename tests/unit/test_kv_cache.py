@@ -8,8 +8,8 @@ import pytest
 
 from fake_engine import FakeEngine
 from specserve.engine.base import Row
+from specserve.engine.kv_cache import KVCache
 from specserve.errors import EngineError
-from specserve.kv_cache import KVCache
 
 TEXT = [7, 3, 9, 1, 4, 8]
 NOBODY = ("", "")

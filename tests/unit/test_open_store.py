@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from specserve.config import HandlerConfig
-from specserve.serving import loading
-from specserve.serving.loading import open_store
+from specserve.core import loading
+from specserve.core.loading import open_store
 
 MIB = 2**20
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from result_tables import RESULTS, read_results
-from specserve.tools.paths import PROJECT
+from specserve.cli.paths import PROJECT
 from tables import PAGE, page
 
 PARTS = ("handler", "tests", "benchmarks", "config")

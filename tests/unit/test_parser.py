@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from specserve.serving.incoming import Incoming
-from specserve.serving.openai.response import Response
-from specserve.serving.parser import LONG_BODY, Parser
+from specserve.api.incoming import Incoming
+from specserve.api.parser import LONG_BODY, Parser
+from specserve.api.response import Response
 
 MIB = 2**20
 

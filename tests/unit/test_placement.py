@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from fake_placement import FakeMachine, FakePool, placement_on
 from specserve.config import HandlerConfig
+from specserve.core import loading
 from specserve.cores import Usable
 from specserve.engine.placement import Workers, fastest, read_usage, speed
-from specserve.serving import loading
 
 shares = st.lists(st.floats(0.05, 1.0), min_size=1, max_size=5)
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from specserve.config import HandlerConfig, parse_handler
+from specserve.core.pool import fitted
 from specserve.errors import ConfigError, ModelLoadError
-from specserve.serving.pool import fitted
 
 GIB = 2**30
 MODELS = {"model_id": "m", "target": {"path": "t.gguf"}}

@@ -9,10 +9,10 @@ import pytest
 
 from costs import flat
 from fake_engine import FakeEngine
+from specserve.core.prefix_cache import Admission, PrefixCache
 from specserve.engine.base import Row
-from specserve.kv_cache import KVCache
+from specserve.engine.kv_cache import KVCache
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
-from specserve.serving.prefix_cache import Admission, PrefixCache
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.policy import Controller
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from specserve.core import prefix_store
+from specserve.core.prefix_store import BLOCK_TOKENS, Block, PrefixStore
 from specserve.errors import EngineError
 from specserve.sequence import Owner
-from specserve.serving import prefix_store
-from specserve.serving.prefix_store import BLOCK_TOKENS, Block, PrefixStore
 from stored_texts import BLOCK_BYTES, NOBODY, TOKEN_BYTES, Text, added, joined, store_of, stored, tokens_of
 
 

@@ -16,12 +16,12 @@ import gguf
 import pytest
 import yaml
 
+from specserve.cli import archive as archiving
+from specserve.cli import cli, files, models, paths
+from specserve.cli.archive import archive
+from specserve.cli.tiny_models import write_tiny
 from specserve.engine import kernel_library
 from specserve.errors import ConfigError, EnvironmentFailure, ModelLoadError
-from specserve.tools import archive as archiving
-from specserve.tools import cli, files, models, paths
-from specserve.tools.archive import archive
-from specserve.tools.tiny_models import write_tiny
 
 NUMBERS = ["minWorkers", "maxWorkers", "startupTimeout"]
 

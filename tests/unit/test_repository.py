@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from specserve import __version__
-from specserve.tools.paths import PROJECT
+from specserve.cli.paths import PROJECT
 
 GITHUB = PROJECT / ".github"
 PRE_COMMIT = PROJECT / ".pre-commit-config.yaml"

@@ -15,10 +15,10 @@ import psutil
 import pytest
 import yaml
 
+from specserve.cli import paths, server, torchserve_process
+from specserve.cli.server import client_example, load_failure, summary, wait_until_ready
+from specserve.cli.torchserve_process import Ports, State, escaped, java_home, properties, require_free, running
 from specserve.errors import ConfigError, EnvironmentFailure, ModelLoadError
-from specserve.tools import paths, server, torchserve_process
-from specserve.tools.server import client_example, load_failure, summary, wait_until_ready
-from specserve.tools.torchserve_process import Ports, State, escaped, java_home, properties, require_free, running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from specserve.cli.tiny_models import ARCHITECTURES, ROLES, write_tiny
 from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ConfigError
-from specserve.tools.tiny_models import ARCHITECTURES, ROLES, write_tiny
 
 TEXTS = [
     "héllo 世界 🙂",

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from specserve.cli.report import Piece, main, page, summarise, whole_characters
 from specserve.config import TraceConfig
 from specserve.errors import ConfigError
 from specserve.observability.metrics import Served
@@ -19,7 +20,6 @@ from specserve.observability.records import EndRecord
 from specserve.observability.trace import Trace, open_traces
 from specserve.sequence import DrafterName, Group, RequestInfo
 from specserve.speculation.step import Step
-from specserve.tools.report import Piece, main, page, summarise, whole_characters
 from steps import finished_step
 
 WORDS = {1: b"def ", 2: b"sort", 3: b"(<b>", 4: b")", 5: b"\xff"}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from servers import Endpoint
+from specserve.cli.paths import DEFAULT_CONFIG
 from specserve.config import load_yaml
-from specserve.tools.paths import DEFAULT_CONFIG
 from streaming_server import streaming_server
 from worst_cases import CASES, Case, Measure, Stream
 

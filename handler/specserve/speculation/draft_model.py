@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from specserve.engine.base import FloatArray, Row
+from specserve.engine.kv_cache import KVCache, worth_waiting
 from specserve.errors import DraftError, EngineError
-from specserve.kv_cache import KVCache, worth_waiting
 from specserve.sequence import common_prefix
 from specserve.speculation.cost import Cost
 from specserve.speculation.step import Step

@@ -34,8 +34,8 @@ from contextlib import suppress
 from operator import mul
 from time import perf_counter
 
+from specserve.engine.kv_cache import KVCache
 from specserve.errors import ConstraintError, MaskDeferred
-from specserve.kv_cache import KVCache
 from specserve.sampling.distribution import FloatArray, is_greedy
 from specserve.sampling.logits import TargetDistributions, score
 from specserve.speculation.charges import charge

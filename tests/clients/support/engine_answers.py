@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from specserve.cli import tiny_models as tiny
+from specserve.cli.models import prepare
 from specserve.engine import kernels
 from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
-from specserve.tools import tiny_models as tiny
-from specserve.tools.models import prepare
 
 
 def target(config: str) -> str:

@@ -1,0 +1,1 @@
+"""OpenAI's, Anthropic's and llama.cpp's HTTP protocols: requests in, answers out."""

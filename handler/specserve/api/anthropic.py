@@ -1,0 +1,309 @@
+"""Anthropic's v1/messages, as a translation: a request becomes a chat, and its answer the blocks of a message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from specserve.api.blocks import Block, BlocksResponse, Event, arguments_of, generation_fields
+from specserve.api.body import Body, Items, Part, Text
+from specserve.api.client_tools import ANTHROPIC, is_hosted, not_known
+from specserve.api.parse import parse_body
+from specserve.api.prompt import PromptTooLong
+from specserve.api.request_schema import ChatRequest, GenerationRequest, StopString
+from specserve.errors import RequestError
+
+Json = dict[str, Any]
+
+# How a block begins whose end differs from conversation to conversation, so that nothing behind it would be cached.
+_BILLING = "x-anthropic-billing-header:"
+_ERRORS = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
+# By which Anthropic's client knows that it has to send whole conversations.
+_NO_THREADS = "thread_unsupported_request"
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# By kind of block: its type, the field of its text, and the type of more of it.
+_KINDS = {
+    "reasoning": ("thinking", "thinking", "thinking_delta"),
+    "text": ("text", "text", "text_delta"),
+    "call": ("tool_use", "partial_json", "input_json_delta"),
+}
+
+
+class AnthropicBody(Body):
+    """An object of a request, without the fields that only matter to Anthropic's own servers."""
+
+    also_known = frozenset({"cache_control", "citations", "signature", "data", "caller", "budget_tokens", "display"})
+
+
+class TextBlock(AnthropicBody):
+    """A block of text."""
+
+    type: Literal["text"]
+    text: Text
+
+
+Texts = Text | Items[TextBlock]
+
+
+class ContentBlock(AnthropicBody, Part):
+    """A block of a message: text, thinking, the use of a tool, or its result."""
+
+    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    text: Text = ""
+    thinking: Text = ""
+    id: Text = ""
+    name: Text = ""
+    input: dict[str, Any] | None = None
+    tool_use_id: Text = ""
+    content: Texts | None = None
+    is_error: bool | None = None
+
+
+class MessagesMessage(AnthropicBody):
+    """A message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Text | Items[ContentBlock]
+
+    def messages(self) -> Iterator[Json]:
+        """Yield it as messages of a chat, where each result of a tool is one."""
+        blocks = [] if isinstance(self.content, str) else self.content
+        for block in blocks:
+            if block.type == "tool_result":
+                content = ("Error: " if block.is_error else "") + _text(block.content or "")
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+        message: Json = {"role": self.role}
+        if isinstance(self.content, str):
+            message["content"] = self.content
+        elif texts := [block.text for block in blocks if block.type == "text"]:
+            message["content"] = "\n".join(texts)
+        if thoughts := [block.thinking for block in blocks if block.type == "thinking"]:
+            message["reasoning_content"] = "".join(thoughts)
+        if calls := [_call(block) for block in blocks if block.type == "tool_use"]:
+            message["tool_calls"] = calls
+        if message.keys() & {"content", "tool_calls"}:
+            yield message
+
+
+class MessagesTool(AnthropicBody):
+    """A tool; those with types of their own are described by Anthropic, and run by the client or Anthropic."""
+
+    type: str | None = None
+    name: Text = ""
+    description: Text | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def is_offered(self) -> bool:
+        """Whether the model is told of it."""
+        return not is_hosted(self.type or "")
+
+    def function(self) -> Json:
+        """Return it as a tool of a chat.
+
+        Raises:
+            RequestError: 400; the client runs it, and its schema is not known.
+        """
+        if self.type not in {None, "custom", *ANTHROPIC}:
+            raise not_known(self.type or "")
+        description, parameters = ANTHROPIC.get(self.type or "", (self.description, self.input_schema))
+        function = {"name": self.name, "description": description, "parameters": parameters}
+        return {"type": "function", "function": function | {"strict": self.strict}}
+
+
+class MessagesToolChoice(AnthropicBody):
+    """Whether a tool has to be used, and which."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(AnthropicBody):
+    """Whether the model thinks first, where its chat template has a variable for that."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class OutputFormat(AnthropicBody):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(AnthropicBody):
+    """The form of the answer."""
+
+    format: OutputFormat | None = None
+
+
+class CountRequest(GenerationRequest):
+    """The body of v1/messages/count_tokens."""
+
+    also_known = GenerationRequest.also_known | AnthropicBody.also_known
+
+    messages: Annotated[Items[MessagesMessage], Field(min_length=1)]
+    system: Texts | None = None
+    tools: Items[MessagesTool] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    stop_sequences: Items[StopString] | None = None
+    temperature: float | None = Field(default=1.0, ge=0, le=1)
+    metadata: dict[str, Any] | None = None
+    thread: Any = None
+    n: Literal[1] | None = None
+
+    def _not_offered(self) -> Iterator[str]:
+        for index, tool in enumerate(self.tools or []):
+            if not tool.is_offered:
+                yield f"tools[{index}].{tool.type}"
+
+    def _system(self) -> Texts:
+        """Return the text of the system without what Claude Code sends there for Anthropic, which varies."""
+        if isinstance(self.system, str):
+            return self.system
+        return [block for block in self.system or [] if not block.text.startswith(_BILLING)]
+
+    def chat(self) -> ChatRequest:
+        """Translate it to a chat.
+
+        Raises:
+            RequestError: 400; a field is wrong.
+        """
+        if self.thread is not None:
+            sentence = "This server keeps no threads: send the whole conversation without 'thread'."
+            raise RequestError(sentence, param="thread", code=_NO_THREADS)
+        chat = generation_fields(self)
+        system = _text(self._system())
+        messages: list[Json] = [{"role": "system", "content": system}] if system else []
+        for message in self.messages:
+            messages.extend(message.messages())
+        last = messages[-1] if messages else {}
+        family = (self.metadata or {}).get("prompt_family")
+        written = (self.output_config and self.output_config.format) or self.output_format
+        described = written and {"name": "answer", "schema": written.json_schema}
+        choice = self.tool_choice or MessagesToolChoice(type="auto")
+        tools = [tool for tool in self.tools or [] if tool.is_offered]
+        named = {"type": "function", "function": {"name": choice.name}}
+        chat |= {
+            "messages": messages,
+            # A text of the assistant at the end is the beginning of the answer.
+            "continue_final_message": last.get("role") == "assistant" and "tool_calls" not in last,
+            "metadata": {"prompt_family": family} if family else None,
+            "stop": self.stop_sequences or self.stop,
+            "tools": [tool.function() for tool in tools] or None,
+            "tool_choice": _CHOICES.get(choice.type, named),
+            "parallel_tool_calls": not choice.disable_parallel_tool_use,
+            "response_format": {"type": "json_schema", "json_schema": described} if described else self.response_format,
+            "chat_template_kwargs": self.thinking and {"enable_thinking": self.thinking.type != "disabled"},
+        }
+        return parse_body(chat, ChatRequest)
+
+
+class MessagesRequest(CountRequest):
+    """The body of v1/messages."""
+
+    max_tokens: int = Field(ge=0)
+
+
+class MessagesResponse(BlocksResponse):
+    """Writes the response of v1/messages."""
+
+    keep_alive = 'event: ping\ndata: {"type": "ping"}\n\n'
+
+    @staticmethod
+    def error_body(error: RequestError) -> Json:
+        """Return the body of the response to a request that is refused or fails, in Anthropic's shape."""
+        message = error.renamed({"stop": "stop_sequences", "response_format": "output_config.format"}).message
+        if isinstance(error, PromptTooLong):
+            # Clients know by these words that they have to shorten the conversation, and by the numbers how much.
+            message = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
+        body = {"type": _ERRORS.get(error.status, "api_error"), "message": message}
+        details = {"details": {"error_code": _NO_THREADS}} if error.code == _NO_THREADS else {}
+        return {"type": "error", "error": body | details}
+
+    def _whole(self) -> Event:
+        [generation] = self.generations
+        reason = self._finish_reason(0, generation) or "stop"
+        stop = generation.stop if reason == "stop" else ""
+        return self._message() | {
+            "content": [self._content(block) for block in self._blocks],
+            "stop_reason": "stop_sequence" if stop else _STOP_REASONS[reason],
+            "stop_sequence": stop or None,
+            "speculation": self._totals()["speculation"],
+        }
+
+    def _message(self) -> Json:
+        """Return the message as far as it is known before its content."""
+        [generation] = self.generations
+        return {
+            "id": f"msg_{self._request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {
+                # Without those that were cached.
+                "input_tokens": generation.prompt_length - generation.cached_tokens,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": generation.cached_tokens,
+                "output_tokens": generation.generated,
+            },
+        }
+
+    def _content(self, block: Block) -> Json:
+        """Return a block as it is by now."""
+        kind, field, _ = _KINDS[block.kind]
+        if block.call is not None:
+            return {"type": kind, "id": block.call.id, "name": block.call.name, "input": arguments_of(block)}
+        return {"type": kind, field: block.text} | ({"signature": ""} if block.kind == "reasoning" else {})
+
+    def _beginning(self) -> Iterator[Event]:
+        yield {"type": "message_start", "message": self._message()}
+
+    def _block_beginning(self, block: Block) -> Iterator[Event]:
+        yield {"type": "content_block_start", "index": block.index, "content_block": self._content(block)}
+        if block.index == 0:
+            yield {"type": "ping"}
+
+    def _block_news(self, block: Block, text: str) -> Iterator[Event]:
+        _, field, kind = _KINDS[block.kind]
+        yield {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, field: text}}
+
+    def _block_end(self, block: Block) -> Iterator[Event]:
+        yield {"type": "content_block_stop", "index": block.index}
+
+    def _end(self) -> Iterator[Event]:
+        message = self._whole()
+        delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+        yield {
+            "type": "message_delta",
+            "delta": delta,
+            "usage": message["usage"],
+            "speculation": message["speculation"],
+        }
+        yield {"type": "message_stop"}
+
+    def _failure(self, error: RequestError) -> Iterator[Event]:
+        yield self.error_body(error)
+
+
+def _call(block: ContentBlock) -> Json:
+    """Return the use of a tool as a call of a chat."""
+    function = {"name": block.name, "arguments": json.dumps(block.input or {}, ensure_ascii=False)}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _text(content: Texts) -> str:
+    """Join the blocks of a content to its text."""
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)

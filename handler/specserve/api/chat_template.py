@@ -1,0 +1,315 @@
+"""The chat template of a GGUF: rendered as by transformers, in a sandbox, and off if it cannot be used."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from functools import partial
+from hashlib import sha256
+from typing import Any, NoReturn
+
+from jinja2 import Environment, TemplateError, meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from specserve.api.call_formats import format_of
+from specserve.api.prompt import Prepare
+from specserve.api.reasoning import thinking_tags
+from specserve.api.request_schema import ChatRequest
+from specserve.engine.llama_model import LlamaModel
+from specserve.errors import RequestError
+from specserve.grammar.call_form import ARGUMENTS, NAME
+
+logger = logging.getLogger(__name__)
+
+# What a template's code may raise, and what Python's compiler raises for a template that Jinja can parse.
+_FAILURES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, SyntaxError)
+# Templates that llama.cpp knows by their names. It knows fifty; only this one is found in files.
+_BY_NAME = {
+    "chatml": "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+}
+# Characters of the ids of calls in Mistral's templates, which refuse others.
+_SHORT = 9
+# The content of a message that no template contains.
+_MARKER = "\ue000last message\ue000"
+_HELLO = {"role": "user", "content": "Hello"}
+# Qwen2.5-Coder's template shows the form of a call with doubled braces in a string, where they are no Jinja; its models
+# then write calls that have them. The template of Qwen2.5 has single ones.
+_DOUBLED, _SINGLE = (
+    f'{begin}\\"name\\": <function-name>, \\"arguments\\": <args-json-object>{end}'
+    for begin, end in (("{{", "}}"), ("{", "}"))
+)
+# Conversations of which a usable template can render one.
+_TRIALS = ([_HELLO], [{"role": "system", "content": "Be brief."}, _HELLO])
+# The variables by which templates are told whether to reason, for `reasoning_effort`.
+_THINKING_VARIABLES = ("enable_thinking", "thinking")
+
+
+class ChatTemplate:
+    """Renders the chat template of a GGUF, which is untrusted code, in Jinja's sandbox.
+
+    `problem` says why no chat can be rendered, None if one can.
+
+    Args:
+        source: Jinja, or a name that llama.cpp knows.
+        bos: the text of the BOS token.
+        eos: the text of the EOS token.
+    """
+
+    def __init__(self, source: str, *, bos: str, eos: str) -> None:
+        environment = _environment()
+        self._tokens = {"bos_token": bos, "eos_token": eos}
+        self.problem: str | None = None
+        source = source.replace(_DOUBLED, _SINGLE)
+        # How the model writes calls of tools, and reasoning.
+        found = format_of(source)
+        self.calls = found.syntax
+        self.thinking = thinking_tags(source)
+        self._wants_short_ids = f"length != {_SHORT}" in source
+        try:
+            parsed = environment.parse(_BY_NAME.get(source, source))
+            # Where the table does not have a template's own format, what it says about tools is of no use.
+            self._knows_tools = bool(found.marks) and "tools" in meta.find_undeclared_variables(parsed)
+            self._template = environment.from_string(parsed)
+        except _FAILURES as error:
+            self.problem = f"it does not compile: {_reason(error)}"
+        else:
+            self.problem = self._trial_problem() if "{" in source or source in _BY_NAME else f"it is '{source[:40]}'"
+
+    def prompt(self, request: ChatRequest, prepare: Prepare = lambda part: part) -> str:
+        """Render the prompt for the assistant's next message.
+
+        Args:
+            request: the chat.
+            prepare: applied to messages, tools and variables of the request before they are rendered.
+
+        Raises:
+            RequestError: 400; there is no usable template, it refuses these messages, or a field would change it.
+        """
+        if self.problem is not None:
+            raise RequestError(
+                f"Chats are off, since the model's chat template cannot be used ({self.problem}); use v1/completions.",
+                code="unsupported_value",
+            )
+        messages = [prepare(message.for_template()) for message in request.messages]
+        tools = [prepare(tool.for_template()) for tool in request.tools or [] if request.tool_choice != "none"]
+        continues = bool(request.continue_final_message)
+        begins = request.add_generation_prompt is not False and not continues
+        variables: dict[str, Any] = {"add_generation_prompt": begins}
+        if (effort := request.reasoning_effort) is not None:
+            variables |= {"reasoning_effort": effort, **dict.fromkeys(_THINKING_VARIABLES, effort != "none")}
+        if request.follows_grammar or request.requires_call:
+            # The grammar holds from the first token on, and would forbid to reason; a template that opens the reasoning
+            # in any case leaves it empty then.
+            variables |= dict.fromkeys(_THINKING_VARIABLES, False)
+        variables |= prepare(request.chat_template_kwargs or {})
+        text = self.render(messages, tools, variables)
+        if not continues:
+            return text
+        # What the template writes after the last message, which may have the same characters.
+        marked = self.render([*messages[:-1], {**messages[-1], "content": _MARKER}], tools, variables)
+        after = marked.rpartition(_MARKER)[2]
+        return _up_to_the_end_of(messages[-1]["content"], text[: len(text) - len(after) * text.endswith(after)])
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Render these messages, with the tools, and if no variable says otherwise the beginning of the next one.
+
+        Raises:
+            RequestError: 400; the template refuses these messages.
+        """
+        if self._wants_short_ids:
+            messages = [*map(_with_short_ids, messages)]
+        try:
+            try:
+                return self._rendered(self._form(messages, tools), tools, variables or {})
+            except _RefusedError as refusal:
+                with suppress(*_FAILURES):
+                    return self._rendered(self._form(messages, tools, is_refused=True), tools, variables or {})
+                raise refusal from None
+        except _FAILURES as error:
+            raise RequestError(
+                f"The model's chat template refuses these messages: {_reason(error)}.",
+                param="messages",
+                code="invalid_value",
+            ) from error
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
+        # As transformers calls templates, many of which test `tools is none`.
+        fixed = {
+            "messages": messages,
+            "tools": (self._knows_tools and tools) or None,
+            "documents": None,
+            **self._tokens,
+        }
+        return self._template.render({"add_generation_prompt": True, **variables, **fixed})
+
+    def _form(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, is_refused: bool = False
+    ) -> Sequence[Mapping[str, Any]]:
+        """Return messages as the template takes them; if it refuses those, with one call each, or no system message."""
+        if self._knows_tools:
+            return _one_call_each(messages) if is_refused else messages
+        return self._told(messages, tools, role="user" if is_refused else "system")
+
+    def _told(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, role: str
+    ) -> list[Mapping[str, Any]]:
+        """Put the tools, their calls and answers into the texts of messages, for a template that knows no tools.
+
+        Args:
+            messages: as for a template that does.
+            tools: of the request.
+            role: of the message that tells of them, which is the first one if that has this role.
+        """
+        own = self.calls.forms[0]
+        written = own.begin + own.call + own.end
+        told: list[Mapping[str, Any]] = []
+        after_answer = False
+        for message in messages:
+            content, is_answer = message["content"], message["role"] == "tool"
+            if is_answer:
+                content = f"<tool_response>\n{content}\n</tool_response>"
+            if (is_answer or (after_answer and message["role"] == "user")) and told and told[-1]["role"] == "user":
+                # Many templates want the roles to alternate.
+                told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n{content}"}
+                continue
+            after_answer = is_answer
+            called = [call["function"] for call in message.get("tool_calls", ())]
+            calls = [
+                written.replace(NAME, call["name"]).replace(ARGUMENTS, json.dumps(call["arguments"])) for call in called
+            ]
+            kept = {"role": "user"} if is_answer else {k: v for k, v in message.items() if k != "tool_calls"}
+            told.append({**kept, "content": "\n".join([content] * bool(content) + calls)})
+        if tools:
+            listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+            example = written.replace(NAME, "the function's name").replace(ARGUMENTS, '{"argument": "value"}')
+            text = f"These functions can be called:\n{listed}\n\nTo call one, write\n{example}"
+            first = told.pop(0)["content"] if told[0]["role"] == role else ""
+            both = [first, text] if role == "system" else [text, first]
+            told.insert(0, {"role": role, "content": "\n\n".join(filter(None, both))})
+        return told
+
+    def _trial_problem(self) -> str | None:
+        """Say why none of the trial conversations can be rendered; a template's own refusal of one is no problem."""
+        problems = []
+        for messages in _TRIALS:
+            try:
+                text = self._rendered(messages, (), {})
+            except _RefusedError:
+                return None
+            except _FAILURES as error:
+                problems.append(f"it fails: {_reason(error)}")
+            else:
+                if _HELLO["content"] in text:
+                    return None
+                problems.append("it leaves out the text of a message")
+        return problems[0]
+
+
+def _one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Split messages with several calls into one for each, followed by its answer."""
+    split: list[Mapping[str, Any]] = []
+    answers = {message.get("tool_call_id"): message for message in messages if message["role"] == "tool"}
+    moved: set[int] = set()
+    for message in messages:
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            split += [] if id(message) in moved else [message]
+            continue
+        for index, call in enumerate(calls):
+            split.append({**message, "content": "" if index else message["content"], "tool_calls": [call]})
+            if (answer := answers.get(call["id"])) is not None:
+                moved.add(id(answer))
+                split.append(answer)
+    return split
+
+
+def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Replace the ids of calls by nine characters each, as Mistral's templates demand."""
+
+    def short(name: str) -> str:
+        return name if len(name) == _SHORT and name.isalnum() else sha256(name.encode()).hexdigest()[:_SHORT]
+
+    given = {"tool_call_id": short(message["tool_call_id"])} if "tool_call_id" in message else {}
+    calls = [{**call, "id": short(call["id"])} for call in message.get("tool_calls") or ()]
+    return {**message, **given, **({"tool_calls": calls} if calls else {})}
+
+
+def _up_to_the_end_of(content: str, text: str) -> str:
+    """Cut a rendered text after its last message, whose white space at the end many templates take off."""
+    stripped = content.rstrip()
+    before, found, after = text.rpartition(stripped.lstrip() or text)
+    if not stripped or not found:
+        sentence = "The final message is empty, or the chat template changes it, so it cannot be continued."
+        raise RequestError.invalid("continue_final_message", sentence)
+    trailing = content[len(stripped) :]
+    return before + found + trailing * after.startswith(trailing)
+
+
+class _RefusedError(TemplateError):
+    """A template has called `raise_exception`."""
+
+
+class _Generation(Extension):
+    """Renders as it is what `{% generation %}` marks for training, the assistant's own text."""
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Parse the statements up to `endgeneration`, in a scope of their own as in transformers."""
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Make the environment that transformers gives templates."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+    )
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _strftime_now
+    # Jinja's own filter escapes HTML; chat templates expect this one.
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    return environment
+
+
+def _reason(error: Exception) -> str:
+    """Put an error as the end of a sentence; Jinja's own text may have lines of the template in it."""
+    return str(error.message if isinstance(error, TemplateError) else error).rstrip(".")
+
+
+def _raise(message: str) -> NoReturn:
+    raise _RefusedError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)
+
+
+def chat_template_of(model: LlamaModel) -> ChatTemplate | None:
+    """Return a model's chat template, None if it has none; the log tells of one that cannot be used."""
+    source = model.chat_template()
+    if not source:
+        return None
+    template = ChatTemplate(source, bos=model.bos_text(), eos=model.eos_text())
+    if template.problem is not None:
+        logger.error(
+            "specserve: v1/chat/completions is off, since the model's chat template cannot be used (%s); "
+            "v1/completions goes on.",
+            template.problem,
+        )
+    return template

@@ -1,0 +1,216 @@
+"""The route infill as llama.cpp's editor plug-ins use it: what stands between two texts, in llama.cpp's shape.
+
+The prompt and the response are those of llama.cpp's server (tools/server of ggml-org/llama.cpp: `format_prompt_infill`,
+`process_token`, `server_task_result_cmpl_final`). Its sampler `infill` keeps little but the most probable token, so a
+request without a temperature is greedy here; which samplers run, and in which order, is not chosen by `samplers`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from specserve.api.body import Body, Items, Text
+from specserve.api.dialects import KNOWN
+from specserve.api.prompt import Prompt, Tokenizer
+from specserve.api.request_schema import CompletionRequest, GenerationRequest
+from specserve.api.response import Response
+from specserve.api.response_schema import as_json
+from specserve.core.generation import Generation
+from specserve.engine.base import Vocabulary
+from specserve.errors import RequestError
+
+# Tokens of prefix, prompt and suffix together, as many as llama.cpp's `n_batch` by default; three quarters are the
+# prefix's. A smaller context leaves a quarter of itself to the answer and other files.
+_LOCAL_TOKENS = 2048
+# Indentation beyond it is not told apart, in characters.
+_MAX_INDENT = 1024
+
+
+class File(Body):
+    """A piece of another file."""
+
+    also_known: ClassVar[frozenset[str]] = frozenset({"time"})
+
+    text: Text = ""
+    filename: Text = "tmp"
+
+
+class InfillRequest(GenerationRequest):
+    """The body of infill: the text before and after the gap, `prompt` being the beginning of its line."""
+
+    also_known: ClassVar[frozenset[str]] = KNOWN | {"samplers", "t_max_prompt_ms"}
+
+    input_prefix: Text = ""
+    input_suffix: Text = ""
+    input_extra: Items[File] | None = None
+    prompt: Text = ""
+    n: Literal[1] | None = None
+    truncate_prompt_tokens: None = None
+    n_indent: int | None = None
+    response_fields: Annotated[Items[str], Field(max_length=64)] | None = None
+
+    def completion(self, prompt: Prompt) -> CompletionRequest:
+        """Return the same request for a completion of this prompt."""
+        # Both models have the fields of a generation, which are validated.
+        shared = {name: getattr(self, name) for name in self.model_fields_set & GenerationRequest.model_fields.keys()}
+        fields = {name: value for name, value in shared.items() if value is not None}
+        return CompletionRequest.model_construct(
+            **{"temperature": 0.0, "max_tokens": -1, **fields, "n": 1, "prompt": prompt.tokens}
+        )
+
+
+def infill_prompt(request: InfillRequest, tokenizer: Tokenizer, vocabulary: Vocabulary) -> Prompt:
+    """Return the prompt: other files, then the text around the gap, each cut at the end that is far from the gap.
+
+    Raises:
+        RequestError: 400; the model cannot fill in the middle.
+    """
+    context = tokenizer.context_length
+    local = min(_LOCAL_TOKENS, context * 3 // 4)
+    prefix, prompt, suffix = (
+        tokenizer.part(text, local, keeps_end=keeps_end)
+        for text, keeps_end in ((request.input_prefix, True), (request.prompt, True), (request.input_suffix, False))
+    )
+    before = [*prefix, *prompt][-(3 * (local // 4)) :]
+    # The tokens that the model has for it, and maybe a BOS token, are four.
+    around = vocabulary.infill(before, suffix[: local // 4 - 4])
+    if around is None:
+        raise RequestError("This model has no tokens for filling in the middle.", code="unsupported_value")
+    limited = request.max_tokens is not None and request.max_tokens >= 0
+    room = context - local - min(2 * (request.max_tokens or 0) if limited else context, context // 4)
+    others = _other_files(request.input_extra or [], tokenizer, vocabulary, room)
+    return Prompt([*others[len(others) - min(room, len(others)) :], *around], "")
+
+
+def _other_files(files: list[File], tokenizer: Tokenizer, vocabulary: Vocabulary, room: int) -> list[int]:
+    """Return the tokens of other files, each after its name; the last ones if not all have room."""
+    repository, separator = vocabulary.file_separators()
+
+    def text(content: str) -> list[int]:
+        return tokenizer.part(content, room, keeps_end=True)
+
+    if separator is None:
+        # Without tokens for it llama.cpp separates them so.
+        return [token for file in files for token in [*text("\n\n--- snippet ---\n\n"), *text(file.text)]]
+    tokens = [separator, *text("filename\n")]
+    for file in reversed(files):
+        if len(tokens) > room:
+            return tokens
+        tokens = [separator, *text(f"{file.filename}\n"), *text(file.text), *tokens]
+    return tokens if repository is None else [repository, *text("myproject\n"), *tokens]
+
+
+class InfillResponse(Response):
+    """Writes what is filled in, whole or as a stream.
+
+    Args:
+        request: what is asked for.
+        generation: writes it.
+        model: the id that the request has named.
+    """
+
+    def __init__(self, request: InfillRequest, generation: Generation, *, model: str) -> None:
+        super().__init__(generations=[generation])
+        self.streams = bool(request.stream)
+        self._request = request
+        self._generation = generation
+        self._model = model
+        self._content = ""
+        self._sent = 0
+        self._is_cut = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it is complete, also by a line that is indented too little; then the generation is cancelled."""
+        if not (self._is_cut or self.error) and (new := self._generation.take_text()):
+            content = self._content + new
+            self._content = indented(content, self._request.n_indent or 0, len(self._content))
+            self._is_cut = len(self._content) < len(content)
+        return self._is_cut or super().done
+
+    def text(self) -> str:
+        """Return the whole response, or the error object, as JSON text."""
+        if self.error:
+            return Response.refusal(self.error).text()
+        whole = self._whole(self._content)
+        fields = self._request.response_fields
+        return as_json(whole if fields is None else _chosen(whole, fields))
+
+    def next_events(self) -> str:
+        """Return the stream's events since the last call."""
+        if self.error:
+            return f"data: {Response.refusal(self.error).text()}\n\n"
+        done = self.done
+        new, self._sent = self._content[self._sent :], len(self._content)
+        counts = {"tokens_predicted": self._generation.generated, "tokens_evaluated": self._generation.prompt_length}
+        events = [{"index": 0, "content": new, "tokens": [], "stop": False, "id_slot": -1, **counts}] if new else []
+        events += [self._whole("")] if done else []
+        return "".join(f"data: {as_json(event)}\n\n" for event in events)
+
+    def _whole(self, content: str) -> dict[str, Any]:
+        generation, stats = self._generation, self._generation.stats
+        predicted, prompt = generation.generated, generation.prompt_length - generation.cached_tokens
+        by_reason = {"length": "limit", "stop": "eos" if generation.ended_by_eos else "word"}
+        return {
+            "index": 0,
+            "content": content,
+            "tokens": [],
+            "id_slot": -1,
+            "stop": True,
+            "model": self._model,
+            "tokens_predicted": predicted,
+            "tokens_evaluated": generation.prompt_length,
+            "has_new_line": "\n" in self._content,
+            # As llama.cpp means it: of the answer, by the context's end.
+            "truncated": False,
+            "stop_type": by_reason.get(generation.finish_reason or "length"),
+            "stopping_word": "",
+            "tokens_cached": len(generation.tokens),
+            "timings": {
+                "cache_n": generation.cached_tokens,
+                **_rates("prompt", prompt, stats.prefill_seconds),
+                **_rates("predicted", predicted, stats.decode_seconds),
+                "draft_n": stats.drafted,
+                "draft_n_accepted": stats.accepted,
+            },
+        }
+
+
+def indented(text: str, indent: int, checked: int) -> str:
+    """Return a text up to its first line after the first that is indented by less, with that indentation.
+
+    Args:
+        text: none of whose first `checked` characters is cut off.
+        indent: in spaces and tabs.
+        checked: number of characters.
+    """
+    indent = min(indent, _MAX_INDENT)
+    if indent <= 0:
+        return text
+    less = re.compile(f"\n[ \t]{{0,{indent - 1}}}(?=[^ \t])").search(text, max(0, checked - indent))
+    return text[: less.end()] if less else text
+
+
+def _rates(name: str, tokens: int, seconds: float) -> dict[str, float]:
+    return {
+        f"{name}_n": tokens,
+        f"{name}_ms": round(1000 * seconds, 3),
+        f"{name}_per_token_ms": round(1000 * seconds / tokens, 3) if tokens else 0.0,
+        f"{name}_per_second": round(tokens / seconds, 3) if seconds else 0.0,
+    }
+
+
+def _chosen(whole: Mapping[str, Any], fields: list[str]) -> dict[str, Any]:
+    """Return these fields, by their paths; what does not exist is left out."""
+    chosen: dict[str, Any] = {}
+    for path in fields:
+        value: Any = whole
+        for name in path.split("/"):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if value is not None:
+            chosen[path] = value
+    return chosen

@@ -1,0 +1,200 @@
+"""`scripts/chat`: a chat in the terminal that shows who wrote each token, and what speculation gains."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+import requests
+from rich.console import Console
+from rich.segment import Segment, Segments
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from specserve.cli import cli
+from specserve.cli.server import base_url, session
+from specserve.cli.torchserve_process import State
+from specserve.errors import ConfigError, EnvironmentFailure, RequestError
+
+_TIMEOUT_SECONDS = (10, 300)  # to connect, and between two pieces of text
+# By the source of a piece in the API's field `sources`.
+_COLOURS = {"model": "green", "lookup": "cyan", "prediction": "magenta", "grammar": "yellow", "target": None}
+_STYLES = {source: Style(color=colour) for source, colour in _COLOURS.items()}
+_LEGEND = Text.assemble(("draft model", "green"), ", ", ("lookup", "cyan"), ", target; /help lists the commands")
+_MODES = {"/fast": "auto", "/plain": "off"}
+_HELP = """\
+/fast     speculate, as the server is configured
+/plain    decode without drafts
+/compare  ask the last question both ways, side by side
+/new      forget the conversation
+/quit     end, as Ctrl-D does; Ctrl-C stops an answer"""
+# A model may write control characters, which a terminal would obey.
+_VISIBLE = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def summary(usage: dict[str, Any], account: dict[str, Any], seconds: float) -> str:
+    """Return tokens a second, tokens a round, and what plain decoding would have taken, as a sentence."""
+    tokens = usage["completion_tokens"]
+    figures = f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s"
+    if account["mode"] == "off":
+        return f"{figures}, without drafts"
+    figures += f", {account['mean_acceptance_length']:.2f} tokens a round"
+    if account["estimated_speedup"] is None:
+        return figures
+    took = account["seconds"]
+    decoding = took["draft"] + took["target"] + took["other"]
+    figures += f"; decoding took {decoding:.2f} s, without drafts {took['plain_estimate']:.2f} s by estimate"
+    return f"{figures} (speed-up {account['estimated_speedup']:.2f})"
+
+
+class Chat:
+    """A conversation with the server of `state` on `host`; every request has `fields`."""
+
+    def __init__(self, state: State, host: str, fields: dict[str, object], console: Console) -> None:
+        self._url = base_url(state, host)
+        self._session = session(state.key("inference"))
+        self._fields = fields
+        self._console = console
+        self._messages: list[dict[str, str]] = []
+        self._mode = "/fast"
+
+    def greeting(self) -> Text:
+        """Return the server's model, and what the colours mean.
+
+        Raises:
+            EnvironmentFailure: there is no server, or it refuses.
+        """
+        try:
+            with self._answered("GET", "models") as answer:
+                return Text.assemble(answer.json()["data"][0]["id"], ": ", _LEGEND)
+        except RequestError as error:
+            raise EnvironmentFailure(f"{self._url}: {error}") from error
+
+    def run(self) -> None:
+        """Read questions and commands until the input or the user ends it."""
+        while True:
+            try:
+                line = input(f"{self._mode[1:]}> " if sys.stdin.isatty() else "").strip()
+                if line == "/quit":
+                    return
+                self._obey(line)
+            except EOFError:
+                self._console.print()
+                return
+            except KeyboardInterrupt:
+                self._console.print()
+            except RequestError as error:
+                self._console.print(f"\n{error}", style="red", markup=False)
+
+    def _obey(self, line: str) -> None:
+        if line in _MODES:
+            self._mode = line
+        elif line == "/compare":
+            self._compare()
+        elif line == "/new":
+            self._messages.clear()
+        elif line.startswith("/") and len(line.split()) == 1:
+            self._console.print(_HELP)
+        elif line:
+            self._ask(line)
+
+    def _ask(self, question: str) -> None:
+        messages = [*self._messages, {"role": "user", "content": question}]
+        text, figures = self._answer(messages, self._mode, show=True)
+        self._messages = [*messages, {"role": "assistant", "content": text.plain}]
+        self._console.print(f"\n{figures}\n", style="dim", soft_wrap=True)
+
+    def _compare(self) -> None:
+        if not self._messages:
+            raise RequestError("There is no question yet to ask both ways.")
+        table = Table(expand=True, show_footer=True)
+        texts = []
+        for mode in ("/plain", "/fast"):
+            with self._console.status(f"asking {mode}"):
+                text, figures = self._answer(self._messages[:-1], mode)
+            table.add_column(mode, footer=figures, ratio=1, overflow="fold")
+            texts.append(text)
+        table.add_row(*texts)
+        self._console.print(table)
+
+    def _answer(self, messages: list[dict[str, str]], mode: str, *, show: bool = False) -> tuple[Text, str]:
+        """Return an answer, coloured by source, and its figures; as far as it came if it is interrupted."""
+        text, figures = Text(), "stopped"
+        begun = time.monotonic()
+        with contextlib.suppress(KeyboardInterrupt), contextlib.closing(self._chunks(messages, mode)) as chunks:
+            for chunk in chunks:
+                if chunk.get("usage"):
+                    figures = summary(chunk["usage"], chunk["speculation"], time.monotonic() - begun)
+                for piece, source in (pair for choice in chunk["choices"] for pair in choice["sources"]):
+                    segment = Segment(piece.translate(_VISIBLE), _STYLES[source])
+                    text.append(*segment[:2])
+                    if show:
+                        self._console.print(Segments([segment]), end="", soft_wrap=True)
+        return text, figures
+
+    def _chunks(self, messages: list[dict[str, str]], mode: str) -> Generator[dict[str, Any], None, None]:
+        options = {"speculation": {"mode": _MODES[mode], "sources": True}, "stream_options": {"include_usage": True}}
+        body = {**self._fields, **options, "messages": messages, "stream": True}
+        with self._answered("POST", "chat/completions", json=body, stream=True) as answer:
+            for line in filter(None, answer.iter_lines()):
+                data = line.decode().removeprefix("data: ")
+                if data == "[DONE]":
+                    return
+                event = json.loads(data)
+                if "error" in event:
+                    raise RequestError(event["error"]["message"])
+                yield event
+        raise EnvironmentFailure(
+            f"the server ended in the middle of an answer; start it again with {cli.command('serve')}."
+        )
+
+    @contextlib.contextmanager
+    def _answered(self, method: str, route: str, **options: Any) -> Iterator[requests.Response]:
+        """Yield the response; leaving it early closes the connection, and so ends the answer on the server."""
+        try:
+            with self._session.request(method, f"{self._url}/{route}", timeout=_TIMEOUT_SECONDS, **options) as answer:
+                if not answer.ok:
+                    raise RequestError(_reason(answer))
+                yield answer
+        except requests.RequestException as error:
+            advice = f"start a server with {cli.command('serve')}, or name the port of another one with --port"
+            raise EnvironmentFailure(f"nothing answers at {self._url}; {advice}.") from error
+
+
+def _reason(answer: requests.Response) -> str:
+    """Return why a request is refused, in the words of the handler or of TorchServe's front end."""
+    try:
+        body = answer.json()
+        return str(body.get("error", body)["message"])
+    except (LookupError, TypeError, AttributeError, ValueError):
+        return f"status {answer.status_code}."
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Chat until the input ends."""
+    parser = cli.Parser("chat")
+    parser.add_argument("--port", type=int, default=8080, help="the first of its five ports (default: 8080)")
+    parser.add_argument("--host", default="127.0.0.1", help="its address (default: 127.0.0.1)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="of an answer (default: the rest of the context)")
+    options = parser.parse_args(arguments)
+    if options.max_tokens is not None and options.max_tokens < 1:
+        raise ConfigError(f"--max-tokens {options.max_tokens}: must be at least 1.")
+    console = Console(highlight=False)
+    # Greedy, so that both answers of /compare are the same text.
+    fields = {"max_tokens": options.max_tokens, "temperature": 0}
+    chat = Chat(State.of(options.port), options.host, fields, console)
+    greeting = chat.greeting()
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: PLC0415 - editing and history for input()
+
+            # What is pasted is one question, however many lines it has.
+            readline.parse_and_bind("set enable-bracketed-paste on")
+        console.print(greeting)
+    chat.run()
+    return 0

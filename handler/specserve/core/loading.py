@@ -1,0 +1,303 @@
+"""Loads the models of a configuration, opens their engines, and measures them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from specserve.config import CacheType, HandlerConfig, ModelConfig
+from specserve.core.costs import Costs
+from specserve.core.pool import DRAFT_LENGTH, fitted
+from specserve.core.prefix_store import PrefixStore
+from specserve.cores import usable_cores
+from specserve.engine import kernels
+from specserve.engine.draft_head import DraftHead
+from specserve.engine.invariance import Invariance, probe
+from specserve.engine.kernels import Kernels, Share
+from specserve.engine.kv_cache import KVCache
+from specserve.engine.llama import LlamaEngine
+from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
+from specserve.engine.placement import Placement, Workers
+from specserve.engine.thread_pool import ThreadPool
+from specserve.errors import ModelLoadError
+from specserve.grammar.compiler import GrammarCompiler
+from specserve.memory import free_memory
+from specserve.speculation.cost import Cost
+from specserve.speculation.draft_model import DraftModel
+from specserve.speculation.drafters import Drafters
+from specserve.speculation.history import History, Pools
+from specserve.speculation.policy import Controller
+from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
+
+logger = logging.getLogger(__name__)
+
+# The most rows of a forward pass with logits, which are the largest buffers by far: 0.6 MB a row for 151,936 tokens,
+# twice.
+_MAX_LOGITS = 64
+# The most alternatives to drafts in a pass of the target (speculation/alternatives.py): on no machine seen more pay.
+_MAX_ALTERNATIVES = 8
+# The ratio of draft to target step time above which the log warns: a draft has then to be accepted every other time to
+# pay at all.
+_HIGH_COST_RATIO = 0.5
+# The share of the available memory that prefixes may fill by default: it leaves a quarter for each of two more workers
+# and another one for all else that the machine does.
+_PREFIX_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Models:
+    """The loaded models, ready to serve.
+
+    `costs` are those of forward passes; `kernels` says which kernels compute them. `config` has the numbers of tokens
+    that are served (pool.py). `invariance` is the target's, None if it was not measured. The draft model's does not
+    matter: with greedy and coupled verification the output does not depend on the drafts.
+    """
+
+    vocabulary: LlamaModel
+    grammars: GrammarCompiler
+    target: KVCache
+    drafters: Drafters
+    costs: Costs
+    kernels: Kernels
+    config: HandlerConfig
+    pools: Pools
+    draft: LlamaModel | None = None
+    invariance: Invariance | None = None
+
+
+def load_models(config: HandlerConfig) -> Models:
+    """Load target and draft model, check that they match, and measure what their forward passes cost.
+
+    A draft model that cannot be read, or for which there is no memory, is left out.
+
+    Raises:
+        ModelLoadError: the target's file is missing or unusable, or the draft model does not match it.
+    """
+    placement = _placement(config)
+    in_use = kernels.use(config.kernels, threads=placement.usable.threads)
+    logger.info("specserve: %s", in_use.sentence)
+    target_model = LlamaModel(_path(config.target))
+    draft_model = None if config.draft is None else _draft_model(config.draft)
+    if draft_model is not None:
+        check_same_vocabulary(target_model, draft_model)
+    config = fitted(config, target_model, draft_model, free_memory())
+    grammars = GrammarCompiler(target_model, config.grammar_seconds)
+    # Otherwise all streams would wait for it when the first grammar comes. Threads that it starts inherit the cores of
+    # this one, which is bound to one core from the first pass on.
+    grammars.prepare()
+    costs = Costs(placement)
+    pools = _pools(config, target_model)
+    target, drafters = open_engines(target_model, draft_model, config, costs, pools)
+    return Models(
+        vocabulary=target_model,
+        grammars=grammars,
+        target=KVCache(target),
+        drafters=drafters,
+        costs=costs,
+        kernels=in_use,
+        config=config,
+        pools=pools,
+        draft=draft_model,
+        invariance=_measured_invariance(target),
+    )
+
+
+def _draft_model(config: ModelConfig) -> LlamaModel | None:
+    try:
+        return LlamaModel(_path(config))
+    except ModelLoadError as error:
+        _go_on_without(error)
+        return None
+
+
+def _placement(config: HandlerConfig) -> Placement:
+    """Where the compute threads run; workers of one user divide the cores unless the operator has chosen them."""
+    usable = usable_cores(config.cores, config.threads)
+    workers = None
+    if config.cores is None:
+        try:
+            workers = Workers(usable.cores)
+        except OSError as error:
+            logger.warning("specserve: other workers cannot be seen (%s); give each its own `cores`", error)
+    if config.threads and config.threads > usable.threads:
+        logger.warning("specserve: `threads: %d`, but only %d cores may be used", config.threads, usable.threads)
+    return Placement(usable, ThreadPool(), workers)
+
+
+def open_engines(
+    target_model: LlamaModel, draft_model: LlamaModel | None, config: HandlerConfig, costs: Costs, pools: Pools
+) -> tuple[LlamaEngine, Drafters]:
+    """Open engines for loaded models, with their drafters; a model may have several engines.
+
+    Args:
+        target_model: its weights.
+        draft_model: the draft model's.
+        config: with the numbers of tokens that are served (`Models.config`).
+        costs: of their passes.
+        pools: of finished answers.
+
+    Raises:
+        ModelLoadError: there is no memory for the target's cache, or a forward pass of it failed.
+    """
+    target = _engine(
+        target_model,
+        config,
+        costs.placement,
+        _MAX_LOGITS,
+        n_cells=config.cache_tokens,
+        max_alternatives=_MAX_ALTERNATIVES if draft_model else 0,
+        cache_type=config.cache_type,
+    )
+    target_cost = costs.measure(target, target_model.path)
+    draft, draft_cost = None, None
+    if draft_model is not None:
+        try:
+            draft, draft_cost = _open_draft(draft_model, target_model, config, costs, target_cost)
+        except ModelLoadError as error:
+            _go_on_without(error)
+        else:
+            _report_cost(draft_cost.seconds(1, 0), target_cost.seconds(1, 0))
+    drafters = Drafters(
+        Controller(target_cost, draft_cost),
+        PredictionProposer(),
+        GrammarProposer(),
+        LookupProposer(pools),
+        model=draft,
+        vocabulary=target_model.size,
+        end_tokens=target_model.end_tokens(),
+    )
+    return target, drafters
+
+
+def _pools(config: HandlerConfig, model: LlamaModel) -> Pools:
+    """What lookups search beside a sequence's own text: finished answers, and the operator's files.
+
+    Raises:
+        ModelLoadError: a file cannot be read.
+    """
+    pools = Pools(config.speculation.history_tokens)
+    texts = []
+    for path in config.speculation.corpus:
+        try:
+            texts.append(model.encode(path.read_text(encoding="utf-8", errors="replace"), begin=False))
+        except OSError as error:
+            raise ModelLoadError(f"handler.speculation.corpus: {path} cannot be read: {error.strerror}.") from error
+    if texts:
+        pools.corpus = History(sum(map(len, texts)) + 2 * len(texts))
+        for text in texts:
+            pools.corpus.add(text)
+    return pools
+
+
+def _open_draft(
+    draft_model: LlamaModel,
+    target_model: LlamaModel,
+    config: HandlerConfig,
+    costs: Costs,
+    target_cost: Cost,
+) -> tuple[DraftModel, Cost]:
+    # The target's, which end answers; the draft's own may be others.
+    head = DraftHead(draft_model.size, [token for token in target_model.end_tokens() if token < draft_model.size])
+    short = config.model_copy(update={"context_length": min(config.context_length, DRAFT_LENGTH)})
+    engine = _engine(draft_model, short, costs.placement, max(_MAX_LOGITS // 2, config.sequences), head=head)
+    try:
+        cost = costs.measure(engine, draft_model.path, target_cost)
+    except ModelLoadError:
+        engine.close()
+        raise
+    draft = DraftModel(
+        KVCache(engine),
+        cost,
+        window=config.speculation.window,
+        max_rows=config.prefill_rows,
+        vocabulary=target_model.size,
+        context_length=engine.slot_length,
+    )
+    return draft, cost
+
+
+def _go_on_without(error: ModelLoadError) -> None:
+    logger.error("specserve: %s Serving goes on without the draft model.", error)
+
+
+def _path(model: ModelConfig) -> Path:
+    if model.path is None:
+        raise ModelLoadError(f"{model.file}: the archive has no path of this file; build it with scripts/archive.")
+    return model.path
+
+
+def _engine(
+    model: LlamaModel,
+    config: HandlerConfig,
+    placement: Placement,
+    max_logits: int,
+    *,
+    n_cells: int | None = None,
+    head: DraftHead | None = None,
+    max_alternatives: int = 0,
+    cache_type: CacheType = "f16",
+) -> LlamaEngine:
+    engine = LlamaEngine(
+        model,
+        n_slots=config.sequences,
+        context_length=config.context_length,
+        n_cells=n_cells,
+        threads=placement.usable.threads,
+        max_rows=config.prefill_rows + _MAX_LOGITS,
+        max_logits=max(max_logits, config.sequences),
+        head=head,
+        max_alternatives=max_alternatives,
+        pool=placement.pool,
+        cache_type=cache_type,
+    )
+    _report_share(model, engine.computed)
+    return engine
+
+
+def _report_cost(draft: float, target: float) -> None:
+    ratio = draft / target
+    logger.info(
+        "specserve: a pass of one token takes %.1f ms on the target and %.1f ms on the draft model, a ratio of %.2f",
+        1000 * target,
+        1000 * draft,
+        ratio,
+    )
+    if ratio > _HIGH_COST_RATIO:
+        logger.warning(
+            "specserve: the draft model takes more than half of the target's time, so speculation will hardly pay; "
+            "choose a smaller draft or requantise it (scripts/prepare)."
+        )
+
+
+def _measured_invariance(target: LlamaEngine) -> Invariance:
+    # Where llama.cpp computes something, lengths and numbers of rows matter for which specserve's kernels have no case.
+    invariance = probe(target, thorough=not all(target.computed))
+    level = logging.INFO if invariance.single_sequence else logging.WARNING
+    logger.log(level, "specserve: %s", invariance.sentence)
+    return invariance
+
+
+def _report_share(model: LlamaModel, computed: Share) -> None:
+    """Log what specserve's kernels leave to llama.cpp's although they are in use."""
+    parts = {"matrix products": computed.products, "attention": computed.attention}
+    if kernels.in_use().variant and (left := [part for part, ours in parts.items() if not ours]):
+        logger.warning(
+            "specserve: %s: llama.cpp's own kernels compute %s of this model, in part or whole, so a draft token costs "
+            "more than it could (specserve's are for weights in %s)",
+            model.path,
+            " and ".join(left),
+            ", ".join(kernels.in_use().formats),
+        )
+
+
+def open_store(config: HandlerConfig, models: Models) -> PrefixStore | None:
+    """Make the store of the target's prefixes; None if there is to be none, or the engine cannot save any."""
+    token_bytes, mebibytes = models.target.token_bytes, config.prefix_cache_mib
+    if mebibytes is None:
+        mebibytes = int(_PREFIX_SHARE * free_memory()) >> 20
+    if token_bytes is None or not mebibytes or not config.keep_prefixes:
+        return None
+    max_bytes = mebibytes << 20
+    logger.info("specserve: up to %d MiB of host memory keep prefixes: %d tokens", mebibytes, max_bytes // token_bytes)
+    return PrefixStore(token_bytes, max_bytes)

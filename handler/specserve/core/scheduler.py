@@ -1,0 +1,302 @@
+"""Continuous batching: admits sequences, plans a round over all that run, runs it, and ends what is complete.
+
+All sequences share the cells of the target's KV cache. Who is admitted is promised some (admission.py); where running
+sequences need more than there are, one of the client that has most is preempted: it loses its slot, and waits before
+the others of its client until its tokens fit again. What of them is no longer cached by then is prefilled, generated
+tokens included.
+
+Prefills share a round's rows: the one with the least left comes first, so that a short prompt waits for no long one,
+unless it has overtaken an older one by more than that one's credit, a quarter of what it has prefilled.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import abc
+from collections.abc import Callable, Mapping
+from time import perf_counter
+
+from specserve.core.admission import LONG_PREFILL, Waiting
+from specserve.core.budget import prefill_chunk
+from specserve.core.generation import Generation
+from specserve.core.prefix_cache import PrefixCache
+from specserve.core.prefix_store import PrefixStore
+from specserve.core.recorder import Recorder
+from specserve.engine.kv_cache import KVCache
+from specserve.errors import Contained, EngineError
+from specserve.observability.records import Observer
+from specserve.sequence import Sequence
+from specserve.speculation.drafters import Drafters
+from specserve.speculation.round import run_round
+from specserve.speculation.step import Step
+
+logger = logging.getLogger(__name__)
+
+# Prompt tokens of later sequences that may be prefilled before those of any other, and as a part of what that one has
+# read: so it takes at most a quarter longer (load.py).
+_OVERTAKING_TOKENS, _OVERTAKING = LONG_PREFILL, 0.25
+# How much longer the chunks of others may make the pass that gives a prompt its first token.
+_FIRST_TOKEN_PASS = 2.0
+
+
+class Scheduler:
+    """Runs rounds over all running sequences; has no threads of its own.
+
+    Args:
+        target: the target's KV cache.
+        drafters: all drafters, with their controller. It knows what forward passes cost.
+        prefill_rows: the most prompt tokens in a round; the engine has room for these and `max_logits` rows in a pass.
+        keeps_prefixes: whether the tokens of finished sequences stay cached until their room is needed.
+        max_wait_seconds: the most that each of these may add to a round: prefill, grammar masks, and drafts if several
+            requests are running.
+        begin_masks: told the seconds that the grammar masks of a round may take; the rest has to wait.
+        clock: seconds, for statistics and costs.
+        observers: told of every round and of every end.
+        store: keeps the target's prefixes when they leave its cache; None for none.
+    """
+
+    def __init__(
+        self,
+        target: KVCache,
+        drafters: Drafters,
+        *,
+        prefill_rows: int,
+        keeps_prefixes: bool = True,
+        max_wait_seconds: float = math.inf,
+        begin_masks: Callable[[float], None] | None = None,
+        clock: Callable[[], float] = perf_counter,
+        observers: abc.Sequence[Observer] = (),
+        store: PrefixStore | None = None,
+    ) -> None:
+        self._target = target
+        self._drafters = drafters
+        self._controller = drafters.controller
+        self._prefill_rows = prefill_rows
+        self.max_wait_seconds = max_wait_seconds
+        self._begin_masks = begin_masks
+        self._clock = clock
+        self._recorder = Recorder(clock, observers)
+        self._cache = PrefixCache(target, drafters, keeps_prefixes=keeps_prefixes, store=store)
+        # In the order of admission: the oldest first.
+        self._running: list[Generation] = []
+        self._waiting = Waiting(self._running, target, self._cache, self._recorder, clock)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any sequence is unfinished."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def awaiting_first_token(self) -> int:
+        """Number of sequences in prefill or about to be; others in the queue wait for an answer to end."""
+        prefilling = sum(not self._cache.decodes(generation) for generation in self._running)
+        return prefilling + self._waiting.about_to_start
+
+    @property
+    def running(self) -> int:
+        """Number of sequences in slots."""
+        return len(self._running)
+
+    @property
+    def queued(self) -> int:
+        """Number of sequences without a slot."""
+        return len(self._waiting)
+
+    @property
+    def cached_tokens(self) -> tuple[int, int]:
+        """Tokens in the target's cache: of running sequences, and of others, for prompts that begin alike."""
+        used = self._target.n_cells - self._target.free_cells
+        return self._target.pinned_cells, used - self._target.pinned_cells
+
+    def submit(self, generation: Generation, waited: float = 0.0) -> None:
+        """Queue a sequence that arrived `waited` seconds ago; it waits for a slot."""
+        generation.timestamps.arrival = self._clock() - waited
+        self._waiting.add(generation)
+
+    def cancel(self, generation: Generation) -> None:
+        """Drop a sequence; its slot is free in the next round, with its tokens. One that has ended stays as it is."""
+        if generation in self._waiting:
+            self._waiting.remove(generation)
+            self._recorder.record_ends([generation])
+        elif generation in self._running:
+            self._running.remove(generation)
+            self._release(generation)
+            self._recorder.record_ends([generation])
+
+    def fail_all(self, reason: Exception) -> None:
+        """End every running sequence with an error, where a round has raised; queued ones stay."""
+        self._fail(dict.fromkeys(self._running, reason))
+        self._recorder.record_ends(self._end_completed())
+
+    def run_round(self) -> None:
+        """Run a round over what is scheduled, if anything is.
+
+        A failed forward pass ends every sequence of the round with an error; the scheduler goes on.
+        """
+        steps = self._schedule()
+        if not steps:
+            return
+        started = self._clock()
+        if self._begin_masks is not None:
+            # Grammar masks may delay other sequences as long as prefill may.
+            self._begin_masks(self.max_wait_seconds)
+        try:
+            run_round(self._target, self._drafters, steps, self._clock, awaiting_first_token=self.awaiting_first_token)
+        except EngineError as error:
+            self._fail({step.sequence: error for step in steps})
+            self._recorder.record_ends(self._end_completed())
+        else:
+            self._postprocess(steps, started)
+
+    def check_caches(self) -> None:
+        """Compare the records of both KV caches with what the engines hold; for idle times."""
+        self._cache.check()
+
+    def store_prefixes(self, interrupted: Callable[[], bool]) -> None:
+        """Copy all that finished sequences have left in the target's cache to the store; for idle times."""
+        while not interrupted() and self._cache.store():
+            continue
+
+    def empty_slot(self, n_cells: int) -> None:
+        """Empty a slot of both KV caches unless one is empty, and free so many cells; for idle times."""
+        self._cache.empty_slot(n_cells)
+
+    def _schedule(self) -> list[Step]:
+        """Admit what fits, and plan the round: all sequences that decode, and prefill chunks of others.
+
+        A sequence in prefill has no drafts, so that its first token comes sooner.
+        """
+        self._waiting.admit()
+        if failed := self._cache.copies.run(self._cache.make_room):
+            self._fail(failed)
+            self._recorder.record_ends(self._end_completed())
+        # What comes back takes room, too.
+        self._preempt_until_the_rest_fits()
+        decoding = [generation for generation in self._running if self._cache.decodes(generation)]
+        steps = self._decode_steps(decoding) if decoding else []
+        if len(steps) < len(self._running):
+            steps += self._prefill_steps(steps)
+        self._cache.make_room(sum(step.rows + step.max_drafts for step in steps))
+        # A fixed order (llama.cpp's kernels add by the order of the batch); one that was deferred gets its mask first.
+        return sorted(steps, key=lambda step: (-step.sequence.deferrals, step.sequence.slot))
+
+    def _preempt_until_the_rest_fits(self) -> None:
+        """Preempt sequences until there is a cell for each that decodes and for one prefill."""
+        while len(self._running) > 1:
+            decoding = sum(map(self._cache.decodes, self._running))
+            if decoding + (decoding < len(self._running)) <= self._cache.room:
+                return
+            self._waiting.preempt_one()
+
+    def _decode_steps(self, decoding: list[Generation]) -> list[Step]:
+        """A step for each sequence that decodes, with the most drafts that it may have."""
+        # No other request is in a slot if all are of one; queued ones mostly wait for an answer to end.
+        is_shared = len({generation.info.request for generation in self._running}) > 1
+        max_drafts = self._controller.max_drafts(
+            decoding,
+            # Every running sequence may need the logits of one row beside those of its drafts.
+            max_rows=min(self._target.engine.max_logits, self._cache.room) - len(self._running),
+            max_wait_seconds=self.max_wait_seconds if is_shared else math.inf,
+            kv_len=self._kv_len(),
+            draft_kv_len=self._drafters.draft_kv_len(decoding),
+        )
+        return [self._step(generation, 1, gamma) for generation, gamma in zip(decoding, max_drafts, strict=True)]
+
+    def _prefill_steps(self, decode_steps: list[Step]) -> list[Step]:
+        """Prefill chunks beside these steps, in the order of `_prefill_order`."""
+        decode_rows = sum(1 + step.max_drafts for step in decode_steps)
+        logits_left = self._target.engine.max_logits - decode_rows
+        policy = self._controller.policy
+        likely_rows = sum(1 + policy(step.sequence).is_certain * step.max_drafts for step in decode_steps)
+        # Balances the delay of those that decode against the wait of all others (budget.py).
+        decoding = {step.sequence.slot for step in decode_steps}
+        rows_left = prefill_chunk(
+            self._controller.target_cost,
+            self._target.kv_len({generation.slot for generation in self._running} - decoding),
+            rows=likely_rows,
+            decoding=len(decode_steps),
+            others=len(self._waiting) + len(self._running) - len(decode_steps),
+            max_rows=min(self._prefill_rows, self._cache.room - decode_rows),
+            max_wait_seconds=self.max_wait_seconds,
+        )
+        steps: list[Step] = []
+        for generation in self._prefill_order():
+            rows = min(rows_left, self._cache.pending(generation))
+            if generation.scores_prompt:
+                rows = min(rows, logits_left)
+            if rows <= 0 or logits_left <= 0:
+                break
+            steps.append(self._step(generation, rows, 0))
+            rows_left -= rows
+            logits_left -= rows if generation.scores_prompt else 1
+            if len(steps) == 1 and rows == self._cache.pending(generation):
+                rows_left = min(rows_left, self._rows_beside_first_token(likely_rows + rows, rows_left))
+        self._count_overtaking(steps)
+        return steps
+
+    def _prefill_order(self) -> list[Generation]:
+        """The sequences in prefill: who was overtaken enough, then who has the least left."""
+        prefilling = [g for g in self._running if not self._cache.decodes(g) and not self._cache.copies.are_running(g)]
+
+        def place(generation: Generation) -> tuple[bool, int]:
+            credit = _OVERTAKING_TOKENS + _OVERTAKING * self._target.end(generation.slot)
+            return (False, 0) if generation.overtaken > credit else (True, self._cache.pending(generation))
+
+        return sorted(prefilling, key=place)
+
+    def _rows_beside_first_token(self, rows: int, most: int) -> int:
+        """How many rows others may add to the pass that gives a prompt its first token."""
+        seconds = self._controller.target_cost.curve(rows + most, self._kv_len())
+        return int((seconds[rows + 1 : rows + most + 1] <= _FIRST_TOKEN_PASS * seconds[rows]).sum())
+
+    def _count_overtaking(self, steps: list[Step]) -> None:
+        """Count for each prefill how much was read of those that were admitted after it."""
+        rows = {step.sequence: step.rows for step in steps}
+        later = 0
+        for generation in reversed(self._running):
+            if not self._cache.decodes(generation):
+                generation.overtaken += later
+                later += rows.get(generation, 0)
+
+    def _step(self, generation: Generation, rows: int, max_drafts: int) -> Step:
+        cached = self._target.end(generation.slot)
+        return Step(generation, cached, rows, max_drafts, running=len(self._running))
+
+    def _kv_len(self) -> int:
+        return self._target.kv_len([generation.slot for generation in self._running])
+
+    def _postprocess(self, steps: list[Step], started: float) -> None:
+        """Finish a round: turn new tokens into text, end what is complete, and record what each sequence got."""
+        self._fail({step.sequence: step.error for step in steps if step.error})
+        for generation in self._running:
+            if generation.done:
+                continue
+            with Contained(generation.info.request, generation.fail):
+                generation.read_new_tokens()
+                if generation.max_tokens == 0 and not self._cache.pending(generation):
+                    generation.end_without_tokens()
+        ended = self._end_completed()
+        self._recorder.record_round(steps, started)
+        self._recorder.record_ends(ended)
+        self._cache.store()
+
+    def _fail(self, errors: Mapping[Sequence, Exception]) -> None:
+        """Mark sequences as failed; nothing of them stays cached."""
+        for generation in self._running:
+            if generation in errors:
+                logger.error("specserve: a sequence failed: %s", errors[generation])
+                generation.fail(errors[generation])
+                self._cache.clear(generation)
+
+    def _end_completed(self) -> list[Generation]:
+        """Free the slots of sequences that are complete or have failed, and return these."""
+        ended = [generation for generation in self._running if generation.done]
+        for generation in ended:
+            self._running.remove(generation)
+            self._release(generation)
+        return ended
+
+    def _release(self, generation: Generation) -> None:
+        self._cache.release(generation)
+        self._waiting.slot_is_free()

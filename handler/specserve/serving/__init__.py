@@ -1,1 +1,0 @@
-"""From HTTP requests to rounds and back: OpenAI's objects, the scheduler, TorchServe's protocol."""

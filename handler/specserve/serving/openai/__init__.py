@@ -1,1 +1,0 @@
-"""OpenAI's HTTP surface: requests, responses, streams, chat templates."""

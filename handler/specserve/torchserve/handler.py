@@ -1,0 +1,300 @@
+"""The TorchServe handler with continuous batching; only it and types.py call TorchServe.
+
+TorchServe calls `handle` again and again while requests are live. Each call has an entry per live request, with its id:
+
+- The entry has the request's body in every call until its first reply (an empty chunk is one), which also sets the HTTP
+  status.
+- The entry's function in `context.stopping_criteria` says what a reply is: a whole response (it returns None), a chunk
+  (False) or the last chunk (True).
+- Where a call has no reply yet, it deletes the entry's id from `context.request_ids`: then nothing is sent, and the
+  entry comes again with the next call.
+- What a call raises TorchServe answers to all entries, so whatever one of them raises is kept to that one.
+
+Four threads share the work:
+
+- TorchServe's thread runs `handle`: it owns the responses, and replies.
+- The engine thread runs rounds, in slices of some milliseconds (engine_loop.py). During a slice it owns the scheduler,
+  all generations that were submitted, both models, the metrics and the trace; between slices TorchServe's thread does.
+- The parser's two threads turn bodies into responses with generations (parser.py); an error is a response, too.
+  `Parser.begin` answers routes that generate nothing, in TorchServe's thread.
+
+A call waits for the slice that the last one started, takes new requests, runs a slice if none had been started,
+replies, and starts the next one, which runs while TorchServe sends the replies; none if a new prompt is to be
+prefilled.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from specserve.api.parser import LONG_BODY, Parser
+from specserve.api.response import Response
+from specserve.api.routes import Routes
+from specserve.config import HandlerConfig, parse_handler
+from specserve.core.budget import max_wait
+from specserve.core.engine_loop import EngineLoop, engine_thread
+from specserve.core.loading import Models, load_models, open_store
+from specserve.core.scheduler import Scheduler
+from specserve.errors import Contained, RequestError, SpecserveError
+from specserve.observability.control_group import Holdback
+from specserve.observability.metrics import Gauges, Metrics, Sample, Served
+from specserve.observability.records import StoreRecord
+from specserve.observability.trace import open_traces
+from specserve.speculation.measure import MEASURED_CELLS
+from specserve.torchserve.types import (
+    NO_GRPC,
+    PHRASES,
+    Context,
+    came_by_grpc,
+    last_chunk,
+    more_to_come,
+    receive,
+    receive_bodies_as_bytes,
+    sender,
+    whole_response,
+)
+
+logger = logging.getLogger(__name__)
+
+# How long a first reply without content is held back, of a stream and of a whole response, in seconds, so that an error
+# can have an HTTP status of its own. Until then TorchServe sends the request's body with every call, so after a long
+# body the status is sent at once.
+_STREAM_STATUS_SECONDS, _STATUS_SECONDS = 1.0, 2.0
+# How long nothing is sent after that: proxies give up after 60 seconds of silence, many clients after 300.
+_SILENCE_SECONDS = 10.0
+# JSON allows it before an object.
+_WHITE_SPACE = " "
+
+
+class Handler:
+    """Has new requests parsed, runs the scheduler, and replies to every entry."""
+
+    def initialize(self, context: Context) -> None:
+        """Load the models; a failure is one sentence in the worker's log, and the worker exits.
+
+        Raises:
+            RuntimeError: the model cannot be loaded; TorchServe expects this type.
+        """
+        try:
+            config = parse_handler(context.model_yaml_config.get("handler"), "the archive's model YAML")
+            served = Served(context.model_name, context.manifest["model"]["modelVersion"])
+            self.start(config, load_models, served, sender(context.metrics))
+        except SpecserveError as error:
+            logger.error("specserve cannot load: %s", error)
+            raise RuntimeError(str(error)) from error
+
+    def start(
+        self,
+        config: HandlerConfig,
+        load: Callable[[HandlerConfig], Models],
+        served: Served,
+        send: Callable[[Sample], None] | None = None,
+    ) -> None:
+        """Load the models and begin to serve; `send` is given every sample of a metric; None sends none.
+
+        Raises:
+            SpecserveError: a model cannot be loaded, or the trace cannot be written.
+        """
+        receive_bodies_as_bytes()
+        # OpenMP's compute threads belong to the thread that first runs a pass, so models are loaded in that one.
+        thread = engine_thread()
+        models = thread.submit(load, config).result()
+        self._models = models
+        self._config = config = models.config
+        # Requests drawn to run without drafts, which show how much drafts bring.
+        self._holdback = Holdback(config.speculation.holdback)
+        self._store = open_store(config, models)
+        self._metrics = Metrics(served, self._holdback, send, time.monotonic)
+        self._scheduler = Scheduler(
+            models.target,
+            models.drafters,
+            prefill_rows=config.prefill_rows,
+            keeps_prefixes=config.keep_prefixes,
+            max_wait_seconds=max_wait(config.max_wait_ms, models.drafters.controller.target_cost),
+            begin_masks=models.grammars.begin_round,
+            observers=[self._metrics, *open_traces(config.trace, served, models.vocabulary.piece)],
+            store=self._store,
+        )
+        self._routes = Routes(config, models, self._scheduler, self._holdback, served.model)
+        self._loop = EngineLoop(
+            self._scheduler,
+            thread,
+            config.time_slice_ms / 1000,
+            models.costs.placement,
+            idle_work=self._work_while_idle,
+        )
+        self._parser = Parser(self._routes)
+        self._responses: dict[str, Response] = {}
+        self._metrics_failed = False
+
+    def handle(self, data: list[dict[str, Any]], context: Context) -> list[str]:
+        """Take new requests, forget old ones, and reply to every entry with what a slice of rounds has produced."""
+        called = time.monotonic()
+        entries = dict(context.request_ids)
+        # Requests have come or gone, or are being parsed.
+        others_than_before = set(entries.values()) != self._responses.keys()
+        if others_than_before:
+            # End the slice after its current round.
+            self._loop.interrupt()
+        # False if the last call started none.
+        ran_meanwhile = self._loop.join()
+        self._forget_absent(set(entries.values()))
+        self._parse_new(data, context, called)
+        self._submit_parsed()
+        if not ran_meanwhile and self._scheduler.busy:
+            self._loop.run()
+        replies = [""] * len(data)
+        context.stopping_criteria = [whole_response] * len(data)
+        for index, request_id in entries.items():
+            response = self._responses.get(request_id)
+            if response is None:
+                # It is still being parsed.
+                del context.request_ids[index]
+            else:
+                replies[index] = self._reply_or_fail(context, index, response)
+        try:
+            self._emit_metrics()
+        except Exception:
+            if not self._metrics_failed:
+                logger.exception("specserve: metrics cannot be sent; this is not logged again")
+            self._metrics_failed = True
+        self._loop.start()
+        return replies
+
+    def _forget_absent(self, present: set[str]) -> None:
+        """Forget the requests without an entry: they are answered, or their clients have left."""
+        self._parser.forget_absent(present)
+        for request_id in self._responses.keys() - present:
+            self._cancel(request_id, self._responses.pop(request_id))
+
+    def _parse_new(self, data: list[dict[str, Any]], context: Context, called: float) -> None:
+        """Begin to parse the requests that came with this call."""
+        for index, request_id in context.request_ids.items():
+            if request_id in self._responses or request_id in self._parser:
+                continue
+            with Contained(request_id, partial(self._refuse, request_id)):
+                incoming = receive(context, index, data[index])
+                if came_by_grpc(incoming):
+                    self._refuse(request_id, NO_GRPC)
+                    # It has none; only a last chunk ends unary and streaming calls alike.
+                    self._responses[request_id].status_sent = True
+                else:
+                    self._parser.begin(incoming, called)
+
+    def _refuse(self, request_id: str, error: RequestError) -> None:
+        self._responses[request_id] = Response.refusal(error)
+
+    def _submit_parsed(self) -> None:
+        """Submit the parsed requests; `take` waits briefly for those that are being parsed."""
+        parsed = self._parser.take(idle=not self._scheduler.busy)
+        for request_id, (_, arrival, size, future) in parsed.items():
+            with Contained(request_id, partial(self._refuse, request_id)):
+                self._responses[request_id] = future.result()
+            response = self._responses[request_id]
+            seconds = _STREAM_STATUS_SECONDS if response.streams else _STATUS_SECONDS
+            response.silent_until = arrival + (seconds if size <= LONG_BODY else 0.0)
+            with Contained(request_id, response.fail):
+                for generation in response.generations:
+                    if not generation.done:
+                        self._scheduler.submit(generation, time.monotonic() - arrival)
+
+    def _cancel(self, request_id: str, response: Response) -> None:
+        for generation in response.generations:
+            with Contained(request_id, response.fail):
+                self._scheduler.cancel(generation)
+
+    def _reply_or_fail(self, context: Context, index: int, response: Response) -> str:
+        """What this call sends to one entry; where writing that raises, the error."""
+        for _ in range(2):
+            with Contained(context.request_ids[index], response.fail):
+                reply = self._reply(context, index, response)
+                if reply:
+                    response.silent_until = time.monotonic() + _SILENCE_SECONDS
+                return reply
+        # Its protocol's error cannot be written either.
+        context.stopping_criteria[index] = last_chunk
+        return ""
+
+    def _reply(self, context: Context, index: int, response: Response) -> str:
+        """What this call sends to one entry.
+
+        An error makes a response done; before the status is sent, it turns a stream into a whole response.
+
+        | the response              | what is sent                                                              |
+        | ------------------------- | ------------------------------------------------------------------------- |
+        | a stream with new events  | these, as a chunk                                                         |
+        | a stream that is done     | the last events, as the last chunk, after an empty one if it is the first |
+        | whole, done               | the body, as a whole response; as the last chunk if the status was sent   |
+        | with nothing to send yet  | a sign of life if one is due; else an empty chunk if the status was sent  |
+        """
+        if response.done:
+            # After an error the other choices are of no use, nor is what follows a text that is complete.
+            self._cancel(context.request_ids[index], response)
+        if response.streams and (response.status_sent or not response.error):
+            return self._next_chunk(context, index, response)
+        if not response.done:
+            return self._keep_open(context, index, response, "application/json")
+        text = response.text()
+        if response.status_sent:
+            context.stopping_criteria[index] = last_chunk
+        else:
+            self._set_status(context, index, response, "application/json")
+        return text
+
+    def _keep_open(self, context: Context, index: int, response: Response, content_type: str) -> str:
+        """Send a sign of life, or an empty chunk, by which TorchServe notices that a client left; at first nothing."""
+        is_due = time.monotonic() >= response.silent_until
+        if not (is_due or response.status_sent):
+            # The entry comes again with the next call, its status still open.
+            del context.request_ids[index]
+            return ""
+        self._set_status(context, index, response, content_type)
+        context.stopping_criteria[index] = more_to_come
+        return (response.keep_alive if response.streams else _WHITE_SPACE) if is_due else ""
+
+    def _next_chunk(self, context: Context, index: int, response: Response) -> str:
+        """A stream's next events."""
+        # A first chunk that is also the last one would hang the client, so an empty one comes before it.
+        is_last = response.done and response.status_sent
+        events = "" if response.done and not is_last else response.next_events()
+        if not events and not response.done:
+            return self._keep_open(context, index, response, "text/event-stream")
+        self._set_status(context, index, response, "text/event-stream")
+        context.stopping_criteria[index] = last_chunk if is_last else more_to_come
+        return events
+
+    def _set_status(self, context: Context, index: int, response: Response, content_type: str) -> None:
+        """Set the status, the content type and further headers, once; TorchServe sends them with the reply."""
+        if not response.status_sent:
+            context.set_response_status(response.status, PHRASES[response.status], index)
+            context.set_response_content_type(index, content_type)
+            for name, value in response.headers.items():
+                context.set_response_header(index, name, value)
+            response.status_sent = True
+
+    def _work_while_idle(self, interrupted: Callable[[], bool]) -> None:
+        if not interrupted():
+            self._scheduler.check_caches()
+        self._scheduler.store_prefixes(interrupted)
+        if self._models.costs.doubtful and not interrupted():
+            self._scheduler.empty_slot(MEASURED_CELLS)
+            self._models.costs.measure_doubtful(interrupted)
+
+    def _emit_metrics(self) -> None:
+        self._metrics.emit(
+            Gauges(
+                self._scheduler.running,
+                self._scheduler.queued,
+                self._config.sequences,
+                self._config.cache_tokens,
+                *self._scheduler.cached_tokens,
+                own_kernels=self._models.kernels.variant is not None,
+                threads=len(self._models.costs.placement.cores),
+                draft_model=None if self._config.draft is None else self._models.drafters.model is not None,
+            ),
+            self._store.record if self._store else StoreRecord(),
+        )

@@ -1,0 +1,106 @@
+"""The parts of TorchServe's interface that the handler uses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from ts.metrics.metric_type_enum import MetricTypes
+
+from specserve.api.incoming import Incoming
+from specserve.errors import RequestError
+from specserve.observability.metrics import ALL, Sample
+
+StoppingCriterion = Callable[[object], bool | None]
+PHRASES = {200: "OK", 400: "Bad Request", 404: "Not Found", 500: "Internal Server Error", 503: "Service Unavailable"}
+
+# What all gRPC requests are told: TorchServe passes on neither route nor key, and ends a stream after its first chunk.
+NO_GRPC = RequestError("This server has no gRPC API: send the request as JSON by HTTP.", code="unsupported_protocol")
+# Headers that TorchServe makes for requests by gRPC.
+_OF_GRPC = "ts_request_sequence_"
+
+
+class MetricsCache(Protocol):
+    """TorchServe's metrics cache."""
+
+    def add_metric_to_cache(
+        self, metric_name: str, unit: str, dimension_names: list[str], metric_type: MetricTypes
+    ) -> Any:
+        """A metric with `add_or_update(value, dimension_values)`."""
+
+
+class Context(Protocol):
+    """TorchServe's context of one call of `handle`."""
+
+    model_name: str
+    manifest: dict[str, Any]
+    model_yaml_config: dict[str, Any]
+    metrics: MetricsCache
+    request_ids: dict[int, str]
+    stopping_criteria: list[StoppingCriterion]
+
+    def get_all_request_header(self, idx: int) -> dict[str, Any]:
+        """The headers of the entry's request and `url_path`, which is what follows the version in the URL."""
+
+    def set_response_status(self, code: int, phrase: str, idx: int) -> None:
+        """Set the HTTP status of the entry's response."""
+
+    def set_response_content_type(self, idx: int, value: str) -> None:
+        """Set the content type of the entry's response."""
+
+    def set_response_header(self, idx: int, key: str, value: str) -> None:
+        """Set a header of the entry's response."""
+
+
+def receive(context: Context, index: int, data: Mapping[str, Any]) -> Incoming:
+    """Read a request that TorchServe hands over.
+
+    It has headers as the client has spelt them, of several with one spelling the last, and among them what it knows of
+    the parts of a form, as dictionaries by their names.
+    """
+    given = {name: value for name, value in context.get_all_request_header(index).items() if isinstance(value, str)}
+    headers: dict[str, str] = {}
+    for name, value in sorted(given.items()):
+        headers[name.lower()] = ", ".join(filter(None, [headers.get(name.lower()), value]))
+    # In this spelling it is TorchServe's, not the client's.
+    route = given.get("url_path", "").strip("/")
+    body, size = data.get("body", data.get("data")), sum(map(len, data.values()))
+    return Incoming(context.request_ids[index], route, body, size, headers)
+
+
+def came_by_grpc(incoming: Incoming) -> bool:
+    """Tell whether a request came by gRPC, whose headers TorchServe does not pass on; by HTTP it always has some."""
+    return all(name.startswith(_OF_GRPC) for name in incoming.headers)
+
+
+def receive_bodies_as_bytes() -> None:
+    """Make TorchServe pass bodies on as bytes; it asks the environment before each.
+
+    It would parse JSON in the thread that replies to all streams, and a waiting body again in every call: twelve dense
+    bodies of a megabyte delay streams by more than a second.
+    """
+    os.environ["TS_DECODE_INPUT_REQUEST"] = "false"
+
+
+def sender(cache: MetricsCache) -> Callable[[Sample], None]:
+    """A function that hands samples to TorchServe, where Prometheus reads them."""
+    known = {
+        metric: cache.add_metric_to_cache(metric.name, "count", list(metric.labels), MetricTypes(metric.kind))
+        for metric in ALL
+    }
+    return lambda sample: known[sample.metric].add_or_update(sample.value, list(sample.labels))
+
+
+def whole_response(_reply: object) -> None:
+    """The reply is a whole response."""
+
+
+def more_to_come(_reply: object) -> bool:
+    """The reply is a chunk, and others follow."""
+    return False
+
+
+def last_chunk(_reply: object) -> bool:
+    """The reply is the last chunk."""
+    return True

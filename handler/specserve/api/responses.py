@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import dropwhile
 from typing import Any, Literal
 
@@ -15,7 +15,6 @@ from specserve.api.logprobs import chat_logprobs, output_positions
 from specserve.api.parse import parse_body
 from specserve.api.request_schema import ChatRequest, GenerationRequest
 from specserve.api.response_items import Item, messages_of
-from specserve.api.response_schema import ResponseObject, TokenLogprob
 from specserve.api.response_tools import Offered, ResponsesTool, ResponsesToolChoice
 from specserve.errors import RequestError
 
@@ -138,11 +137,11 @@ class ResponsesResponse(BlocksResponse):
         defaults = {name: value for name, value in _DEFAULTS.items() if echoed[name] is None}
         self._echoed = echoed | defaults | {"tools": [tool.model_dump(exclude_none=True) for tool in tools]}
         self._offered = {offered.function.get("name"): offered for offered in request.offered()}
-        self._logprobs: dict[int, list[TokenLogprob]] = {}
+        self._logprobs: dict[int, list[Json]] = {}
         self._sent = 0
 
     @staticmethod
-    def error_body(error: RequestError) -> ResponseObject | Mapping[str, Any]:
+    def error_body(error: RequestError) -> Json:
         """Return the body of the response to a request that is refused or fails."""
         names = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
         return BlocksResponse.error_body(error.renamed(names))
@@ -155,8 +154,8 @@ class ResponsesResponse(BlocksResponse):
     def _whole(self) -> Event:
         totals = self._totals()
         usage = totals["usage"]
-        cached = {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0}
-        reasoning = {"reasoning_tokens": usage.completion_tokens_details.reasoning_tokens or 0}
+        cached = {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"], "cache_write_tokens": 0}
+        reasoning = {"reasoning_tokens": usage["completion_tokens_details"].get("reasoning_tokens", 0)}
         output = [self._item(block, done=True) for block in self._blocks]
         for index, scores in self._logprobs.items():
             output[index]["content"][0]["logprobs"] = scores
@@ -166,11 +165,11 @@ class ResponsesResponse(BlocksResponse):
         reason = "max_output_tokens" if self.generations[0].finish_reason == "length" else None
         response["incomplete_details"] = {"reason": reason} if self._is_cut else None
         response["usage"] = {
-            "input_tokens": usage.prompt_tokens,
+            "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": cached,
-            "output_tokens": usage.completion_tokens,
+            "output_tokens": usage["completion_tokens"],
             "output_tokens_details": reasoning,
-            "total_tokens": usage.total_tokens,
+            "total_tokens": usage["total_tokens"],
         }
         return response
 
@@ -178,8 +177,7 @@ class ResponsesResponse(BlocksResponse):
     def _is_cut(self) -> bool:
         """Whether the tokens ran out, or a stop string ended a call within its arguments."""
         [generation] = self.generations
-        reader = self._readers.get(generation)
-        is_within_call = reader is not None and reader.is_within_call
+        is_within_call = self._readers[generation].is_within_call
         return generation.finish_reason == "length" or (generation.done and is_within_call)
 
     def _object(self, status: str, **fields: Any) -> Json:
@@ -246,10 +244,10 @@ class ResponsesResponse(BlocksResponse):
         fields: Json = {}
         if block.kind == "text":
             [generation] = self.generations
-            tokens = generation.take_tokens() if self._form.top_logprobs is not None else []
+            tokens = generation.take_tokens() if self._form.request.scores is not None else []
             # Those of the reasoning before it were released with it.
             positions = output_positions(token for token in tokens if token.offset >= self._readers[generation].length)
-            fields["logprobs"] = chat_logprobs(positions, self._vocabulary).content
+            fields["logprobs"] = chat_logprobs(self._counted(positions), self._vocabulary)["content"]
             self._logprobs.setdefault(block.index, []).extend(fields["logprobs"])
         # The JSON around the text of a custom tool is not shown, so that comes at its end, as do objects.
         if name is not None and self._kind(block) != "custom_tool_call":

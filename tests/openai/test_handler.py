@@ -589,7 +589,8 @@ def test_what_one_request_raises_fails_that_request_alone(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
     original = getattr(owner, name)
-    for error, stream_first in ((KeyError("gone"), False), (Panic("index out of bounds"), True)):
+    failures: list[tuple[BaseException, bool]] = [(KeyError("gone"), False), (Panic("index out of bounds"), True)]
+    for error, stream_first in failures:
         front_end, errors = FrontEnd(), [error]
 
         def failing(*arguments: Any, errors: list[BaseException] = errors, **options: Any) -> Any:

@@ -255,7 +255,8 @@ def test_fields_without_effect_are_accepted() -> None:
 
 
 def test_a_body_that_is_not_a_json_object_is_refused() -> None:
-    for body in (b"{", bytearray(b"[1, 2"), "nonsense", b"\xff", [], 5, None):
+    bodies: list[object] = [b"{", bytearray(b"[1, 2"), "nonsense", b"\xff", [], 5, None]
+    for body in bodies:
         assert refusal(body).status == 400
 
 
@@ -342,11 +343,12 @@ def test_a_prediction_is_tokenized_even_without_a_draft_model() -> None:
 
 def test_response_formats_become_constraints() -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": {}, "strict": True}}
-    for fields in (
+    forms: list[dict[str, Any]] = [
         *({"grammar": "root ::= x"}, {"guided_regex": "a+"}, {"guided_choice": ["a"]}),
         *({"structured_outputs": {"json": {}}}, {"response_format": {"type": "json_object"}}),
         {"response_format": schema},
-    ):
+    ]
+    for fields in forms:
         assert sequence_of(**fields).constraint is not None, fields
 
 

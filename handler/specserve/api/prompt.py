@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -18,8 +19,9 @@ from specserve.errors import RequestError
 # A message, a tool or variables, as the chat template gets them, and what is done to each before.
 Part = dict[str, Any]
 Prepare = Callable[[Part], Part]
-# Characters of private use: a text that has some of them leaves others.
-_PRIVATE_USE = range(0xF0000, 0x110000)
+# Characters of private use that no font has, in a prompt in the places of names of control tokens that are plain text.
+_PLACES = range(0x10F000, 0x110000)
+_HIDDEN = re.compile("[\U0010f000-\U0010ffff]")
 
 # Bytes per token, on average over a whole text: a text with more is tokenized in part first, and one with more than the
 # longest tokens have is not tokenized, which takes more than linear time.
@@ -105,48 +107,43 @@ class Tokenizer:
         Raises:
             RequestError: 400; it is too long, or it is empty and the model needs at least one token.
         """
-        parts: list[Part] = []
+        text = render(request, self._hide)
+        shown = self._shown(text)
+        tokens = self._tokens(shown, "messages", special=True)
+        if shown != text:
+            tokens = self._with_plain(text)
+        return Prompt(self._not_empty(self._cut(tokens, request), "messages"), shown)
 
-        def kept(part: Part) -> Part:
-            parts.append(part)
-            return part
-
-        text = render(request, kept)
-        tokens = self._tokens(text, "messages", special=True)
-        names = self._control_names(tokens)
-        plain = json.dumps([part for part in parts if self._is_plain(part)], ensure_ascii=False)
-        if spelled := [name for name in names if _in_json(name) in plain]:
-            taken = frozenset(text)
-            free = (character for character in map(chr, _PRIVATE_USE) if character not in taken)
-            places = dict(zip(spelled, free, strict=False))
-
-            def replaced(part: Part) -> Part:
-                return _replaced(part, places) if self._is_plain(part) else part
-
-            tokens = self._with_plain(render(request, replaced), names, places)
-        return Prompt(self._not_empty(self._cut(tokens, request), "messages"), text)
-
-    def _is_plain(self, part: Part) -> bool:
-        """Whether names of control tokens are plain text in a part of a chat."""
-        return self._control_tokens == "none" or (self._control_tokens == "messages" and part.get("role") == "tool")
-
-    def _control_names(self, tokens: Iterable[int]) -> list[str]:
-        """Return the names of the control tokens among these, the longest first."""
+    @cached_property
+    def _places(self) -> dict[str, str]:
+        """By the names of control tokens, the longest first, the characters in their place."""
         vocabulary = self._vocabulary
-        names = [vocabulary.name(token).decode(errors="replace") for token in {*tokens} if not vocabulary.piece(token)]
-        return sorted(filter(None, names), key=len, reverse=True)
+        names = {vocabulary.name(token).decode(errors="replace") for token in _control_tokens(vocabulary)} - {""}
+        return dict(zip(sorted(names, key=lambda name: (-len(name), name)), map(chr, _PLACES), strict=False))
 
-    def _with_plain(self, text: str, names: Iterable[str], places: Mapping[str, str]) -> list[int]:
-        """Tokenize a text with characters in the places of names that are plain text.
+    def _hide(self, part: Part) -> Part:
+        """Return a part of a chat, with characters in the places of names that are plain text there."""
+        if self._control_tokens == "all" or (self._control_tokens == "messages" and part.get("role") != "tool"):
+            return part
+        written = json.dumps(part, ensure_ascii=False)
+        for name, place in self._places.items():
+            written = written.replace(json.dumps(name, ensure_ascii=False)[1:-1], place)
+        hidden: Part = json.loads(written)
+        return hidden
 
-        The text between two control tokens is tokenized by itself, with these names or without.
-        """
-        spelled = str.maketrans({place: name for name, place in places.items()})
-        stretches = re.split(f"({'|'.join(map(re.escape, names))})", text)
+    def _shown(self, text: str) -> str:
+        """Return a text with the names of control tokens in their places again."""
+        if not _HIDDEN.search(text):
+            return text
+        return text.translate({ord(place): name for name, place in self._places.items()})
+
+    def _with_plain(self, text: str) -> list[int]:
+        """Tokenize a text with names that are plain text, each stretch between two control tokens as one."""
+        stretches = re.split(f"({'|'.join(map(re.escape, self._places))})", text)
         tokens: list[int] = []
-        for is_plain, group in groupby(stretches, lambda stretch: stretch != stretch.translate(spelled)):
-            joined = "".join(group).translate(spelled)
-            tokens += self._vocabulary.encode(joined, special=not is_plain, begin=not tokens)
+        for is_plain, group in groupby(stretches, lambda stretch: bool(_HIDDEN.search(stretch))):
+            stretch = self._shown("".join(group))
+            tokens += self._vocabulary.encode(stretch, special=not is_plain, begin=not tokens)
         return tokens
 
     @property
@@ -188,14 +185,6 @@ class Tokenizer:
         return [start]
 
 
-def _in_json(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _replaced(part: Part, places: Mapping[str, str]) -> Part:
-    """Return a part with the names in all its texts replaced."""
-    written = json.dumps(part, ensure_ascii=False)
-    for name, place in places.items():
-        written = written.replace(_in_json(name), place)
-    result: Part = json.loads(written)
-    return result
+def _control_tokens(vocabulary: Vocabulary) -> list[int]:
+    """Return the tokens that have a name and no text."""
+    return [token for token in range(vocabulary.size) if not vocabulary.piece(token)]

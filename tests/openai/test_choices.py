@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -69,31 +68,6 @@ def test_an_empty_candidate_is_scored_by_its_eos_token(front_end: FrontEnd) -> N
     assert any(texts(every))
     best = answer_to(front_end, {**likely_end, "n": 1, "best_of": 8})
     assert texts(best) != [""]
-
-
-@pytest.mark.parametrize("route", ["v1/completions", CHAT_ROUTE])
-def test_a_stream_of_several_choices_equals_the_whole_response(front_end: FrontEnd, route: str) -> None:
-    body = {**(CHAT if route == CHAT_ROUTE else BODY), "n": 6, "logprobs": True if route == CHAT_ROUTE else 2}
-    whole = answer_to(front_end, body, route)
-    stream = front_end.post({**body, "stream": True, "stream_options": {"include_usage": True}}, route)
-    front_end.run()
-    *events, last = front_end.events(stream)
-    pieces: dict[int, str] = defaultdict(str)
-    tokens: dict[int, list[Any]] = defaultdict(list)
-    ends: dict[int, list[str | None]] = defaultdict(list)
-    for event in events:
-        [choice] = event["choices"]
-        index = choice["index"]
-        pieces[index] += choice["delta"].get("content", "") if route == CHAT_ROUTE else choice["text"]
-        logprobs = choice["logprobs"] or {}
-        tokens[index] += logprobs.get("content" if route == CHAT_ROUTE else "text_offset", [])
-        ends[index].append(choice["finish_reason"])
-    for choice in whole["choices"]:
-        index, logprobs = choice["index"], choice["logprobs"]
-        assert pieces[index] == (choice["message"]["content"] if route == CHAT_ROUTE else choice["text"])
-        assert tokens[index] == (logprobs["content"] if route == CHAT_ROUTE else logprobs["text_offset"])
-        assert ends[index] == [None] * (len(ends[index]) - 1) + [choice["finish_reason"]]
-    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
 
 
 def test_text_offsets_point_at_the_tokens_of_prompt_and_output(front_end: FrontEnd) -> None:

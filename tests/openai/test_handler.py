@@ -11,7 +11,7 @@ import threading
 import time
 from functools import partial
 from importlib import import_module
-from itertools import chain, count, cycle, repeat
+from itertools import chain, count, repeat
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -57,43 +57,10 @@ def test_a_completion_is_openais_object_with_usage_and_speculation(front_end: Fr
     assert front_end.content_type[request_id] == "application/json"
 
 
-def test_a_stream_has_the_text_of_the_whole_response(front_end: FrontEnd) -> None:
-    whole, stream = front_end.post(BODY), front_end.post({**BODY, "stream": True})
-    front_end.run()
-    events = front_end.events(stream)
-    assert "".join(e["choices"][0]["text"] for e in events) == front_end.answer(whole)["choices"][0]["text"]
-    assert [e["choices"][0]["finish_reason"] for e in events[:-1]] == [None] * (len(events) - 1)
-    assert events[-1]["choices"][0]["finish_reason"]
-    assert all("usage" not in event for event in events)
-    assert front_end.content_type[stream] == "text/event-stream"
-
-
 def test_the_first_chunk_carries_the_first_text(front_end: FrontEnd) -> None:
     stream = front_end.post({**BODY, "stream": True})
     front_end.handle_once()
     assert '"text": "' in front_end.chunks[stream][0]
-
-
-def test_wall_clock_jumps_change_no_text_and_no_measured_seconds(
-    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = front_end.post(BODY)
-    front_end.run()
-    hours = cycle((3600.0, -7200.0, 86_400.0))
-    monkeypatch.setattr(time, "time", lambda: 1e9 + next(hours))
-    started = time.monotonic()
-    whole, stream = front_end.post(BODY), front_end.post({**BODY, "stream": True, "stream_options": USAGE})
-    front_end.run()
-    text = front_end.answer(before)["choices"][0]["text"]
-    answer, events = front_end.answer(whole), front_end.events(stream)
-    assert answer["choices"][0]["text"] == text
-    assert "".join(event["choices"][0]["text"] for event in events[:-1]) == text
-    assert abs(answer["created"] - 1e9) <= 86_400
-    assert len({event["created"] for event in events}) == 1
-    for statistics in (answer["speculation"], events[-1]["speculation"]):
-        measured = [seconds for name, seconds in statistics["seconds"].items() if name != "plain_estimate"]
-        assert min(measured) >= 0
-        assert sum(measured) < time.monotonic() - started
 
 
 def test_streams_continue_while_a_request_is_parsed(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,23 +313,6 @@ def test_a_streams_status_waits_for_its_first_event(front_end: FrontEnd) -> None
     assert front_end.status[failing] == 500
 
 
-def test_a_queued_stream_gets_its_status_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    deadlines: list[tuple[float, set[str]]] = [(60.0, set()), (0.0, {": \n\n", ""})]
-    for seconds, chunks in deadlines:
-        front_end = FrontEnd()
-        monkeypatch.setattr(torchserve, "_STREAM_STATUS_SECONDS", seconds)
-        for _ in range(8):
-            front_end.post({**BODY, "max_tokens": 100, "ignore_eos": True})
-        front_end.handle_once()
-        waiting = front_end.post({**BODY, "stream": True})
-        for _ in range(3):
-            front_end.handle_once()
-        assert set(front_end.chunks[waiting]) == chunks
-        front_end.run()
-        assert front_end.status[waiting] == 200
-        assert front_end.events(waiting)
-
-
 class Clock:
     """Stands in for `time` in torchserve.py; a call of handle() takes two seconds and a half."""
 
@@ -491,26 +441,6 @@ def test_streams_wait_once_for_a_long_parse_whatever_comes_behind_it(
     release.set()
     monkeypatch.undo()
     front_end.run()
-
-
-def test_long_bodies_are_refused_while_too_many_bytes_wait_to_be_parsed(
-    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first blocks the tokenizer until the test sets an event. Short bodies, and one alone, are always accepted."""
-    monkeypatch.setattr(parser, "_PARSE_SECONDS", 0.01)
-    monkeypatch.setattr(parser, "_MAX_WAITING_BYTES", 300_000)
-    release = block_tokenizer(monkeypatch)
-    lengths = (150_000, 100_000, 100_000, 50_000)
-    first, second, refused, short = (front_end.post({**BODY, "user": "x" * length}) for length in lengths)
-    front_end.handle_once()
-    assert front_end.status == {refused: 503}
-    assert "send this one again" in front_end.answer(refused)["error"]["message"]
-    release.set()
-    front_end.run()
-    assert [front_end.status[request_id] for request_id in (first, second, short)] == [200, 200, 200]
-    again = front_end.post({**BODY, "user": "x" * 400_000})
-    front_end.run()
-    assert front_end.status[again] == 200
 
 
 def test_a_grammar_that_becomes_too_costly_after_the_status_is_an_error_object(

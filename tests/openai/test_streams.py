@@ -20,7 +20,7 @@ ENDS: list[dict[str, Any]] = [
     {"logit_bias": {**ASCII_ONLY, "199": 4}, "max_tokens": 60, "temperature": 1, "seed": 3},
     {"logit_bias": {"199": 100}},
     {"response_format": {"type": "json_object"}},
-    {"n": 3, "seed": 1, "temperature": 1},
+    {"n": 6, "seed": 1, "temperature": 1},
     {"speculation": {"sources": True}},
     {"stream_options": {"include_usage": True}},
     {"ignore_eos": True, "max_tokens": 100},

@@ -1,4 +1,4 @@
-"""The chat template of a GGUF: rendered as by transformers, in a sandbox, and off if it cannot be used."""
+"""The chat template of a GGUF, rendered in a sandbox as transformers renders it."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from specserve.grammar.call_form import ARGUMENTS, NAME
 
 logger = logging.getLogger(__name__)
 
-# What a template's code may raise, and what Python's compiler raises for a template that Jinja can parse.
+# What a template may raise when it is rendered, and Python's compiler for one that Jinja can parse.
 _FAILURES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, SyntaxError)
-# Templates that llama.cpp knows by their names. It knows fifty; only this one is found in files.
+# llama.cpp knows fifty templates by name; only this name is found in files.
 _BY_NAME = {
     "chatml": "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 }
-# Characters of the ids of calls in Mistral's templates, which refuse others.
+# Mistral's templates demand call ids of this length.
 _SHORT = 9
-# Stands for the content of a message; no template contains it.
+# Stands in for a message's content; no template contains it.
 _MARKER = "\ue000last message\ue000"
-# Qwen2.5-Coder's template shows the form of a call with doubled braces in a string, where they are no Jinja; its models
-# then write calls that have them. The template of Qwen2.5 has single ones.
+# Qwen2.5-Coder's template shows the form of a tool call with doubled braces, and its models then write them; that of
+# Qwen2.5 has single ones.
 _DOUBLED, _SINGLE = (
     f'{begin}\\"name\\": <function-name>, \\"arguments\\": <args-json-object>{end}'
     for begin, end in (("{{", "}}"), ("{", "}"))
 )
-# The variables by which templates are told whether to reason, for `reasoning_effort`.
+# The template variables that switch reasoning, set by `reasoning_effort`.
 _THINKING_VARIABLES = ("enable_thinking", "thinking")
 
 
 class ChatTemplate:
     """Renders the chat template of a GGUF, which is untrusted code, in Jinja's sandbox.
 
-    `problem` says why no chat can be rendered, None if one can.
+    `problem` says why it cannot be used; None if it can.
 
     Args:
         source: Jinja, or a name that llama.cpp knows.
@@ -63,14 +63,14 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self.problem: str | None = None
         source = source.replace(_DOUBLED, _SINGLE)
-        # How the model writes calls of tools, and reasoning.
+        # How the model writes tool calls and reasoning.
         found = format_of(source)
         self.calls = found.syntax
         self.thinking = thinking_tags(source)
         self._wants_short_ids = f"length != {_SHORT}" in source
         try:
             parsed = environment.parse(_BY_NAME.get(source, source))
-            # Where the table does not have a template's own format, what it says about tools is of no use.
+            # A template's own tool format is used only if the table of formats has it.
             self._knows_tools = bool(found.marks) and "tools" in meta.find_undeclared_variables(parsed)
             self._template = environment.from_string(parsed)
         except _FAILURES as error:
@@ -101,8 +101,7 @@ class ChatTemplate:
         if (effort := request.reasoning_effort) is not None:
             variables |= {"reasoning_effort": effort, **dict.fromkeys(_THINKING_VARIABLES, effort != "none")}
         if request.follows_grammar or request.requires_call:
-            # The grammar holds from the first token on, and would forbid to reason; a template that opens the reasoning
-            # in any case leaves it empty then.
+            # The grammar holds from the first token on and would forbid the reasoning.
             variables |= dict.fromkeys(_THINKING_VARIABLES, False)
         variables |= prepare(request.chat_template_kwargs or {})
         if not continues:
@@ -120,7 +119,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render these messages, with the tools, and if no variable says otherwise the beginning of the next one.
+        """Render messages and tools, and the beginning of the next message unless a variable says otherwise.
 
         Raises:
             RequestError: 400; the template refuses these messages.
@@ -156,7 +155,7 @@ class ChatTemplate:
     def _form(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, is_refused: bool = False
     ) -> Sequence[Mapping[str, Any]]:
-        """Return messages as the template takes them; if it refuses those, with one call each, or no system message."""
+        """Adapt messages to the template; after a refusal also with one call a message, or without a system message."""
         if self._knows_tools:
             return _one_call_each(messages) if is_refused else messages
         return self._told(messages, tools, role="user" if is_refused else "system")
@@ -164,12 +163,12 @@ class ChatTemplate:
     def _told(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, role: str
     ) -> list[Mapping[str, Any]]:
-        """Put the tools, their calls and answers into the texts of messages, for a template that knows no tools.
+        """Write tools, calls and results as text, for a template that knows no tools.
 
         Args:
-            messages: as for a template that does.
+            messages: as for a template that knows them.
             tools: of the request.
-            role: of the message that tells of them, which is the first one if that has this role.
+            role: of the message that lists the tools; the first message is extended if it has this role.
         """
         own = self.calls.forms[0]
         written = own.begin + own.call + own.end
@@ -180,7 +179,7 @@ class ChatTemplate:
             if is_answer:
                 content = f"<tool_response>\n{content}\n</tool_response>"
             if (is_answer or (after_answer and message["role"] == "user")) and told and told[-1]["role"] == "user":
-                # Many templates want the roles to alternate.
+                # Many templates demand that roles alternate.
                 told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n{content}"}
                 continue
             after_answer = is_answer
@@ -200,7 +199,7 @@ class ChatTemplate:
         return told
 
     def _trial_problem(self) -> str | None:
-        """Say why a question cannot be rendered; a template may refuse one without a system message."""
+        """Say why a question cannot be rendered; it is fine if the template demands a system message."""
         try:
             text = self._rendered([{"role": "user", "content": _MARKER}], (), {})
         except _RefusedError:
@@ -211,7 +210,7 @@ class ChatTemplate:
 
 
 def _one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Split messages with several calls into one for each, followed by its answer."""
+    """Split a message with several calls into one message a call, each followed by its result."""
     split: list[Mapping[str, Any]] = []
     answers = {message.get("tool_call_id"): message for message in messages if message["role"] == "tool"}
     moved: set[int] = set()
@@ -229,7 +228,7 @@ def _one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, A
 
 
 def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Replace the ids of calls by nine characters each, as Mistral's templates demand."""
+    """Replace call ids by nine characters each, as Mistral's templates demand."""
 
     def short(name: str) -> str:
         return name if len(name) == _SHORT and name.isalnum() else sha256(name.encode()).hexdigest()[:_SHORT]
@@ -244,7 +243,7 @@ class _RefusedError(TemplateError):
 
 
 class _Generation(Extension):
-    """Renders as it is what `{% generation %}` marks for training, the assistant's own text."""
+    """Renders what `{% generation %}` encloses; transformers masks it for training."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
@@ -257,7 +256,7 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Make the environment that transformers gives templates."""
+    """Return an environment like the one of transformers."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
@@ -269,7 +268,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _reason(error: Exception) -> str:
-    """Put an error as the end of a sentence; Jinja's own text may have lines of the template in it."""
+    """Return an error's message as the end of a sentence, without the lines of the template that Jinja adds."""
     return str(error.message if isinstance(error, TemplateError) else error).rstrip(".")
 
 
@@ -282,7 +281,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 def chat_template_of(model: LlamaModel) -> ChatTemplate | None:
-    """Return a model's chat template, None if it has none; the log tells of one that cannot be used."""
+    """Return a model's chat template, None if it has none; one that cannot be used is logged."""
     source = model.chat_template()
     if not source:
         return None

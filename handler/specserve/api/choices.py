@@ -34,7 +34,7 @@ class _Choice:
         index: in the response.
         generation: writes it.
         prompt: is answered.
-        scored: the generation that scores the prompt, if that is wanted.
+        scored: the generation that scores the prompt, if scores are wanted.
         sources: who wrote text that is held back, since it may belong to a call or to the reasoning.
     """
 
@@ -48,7 +48,7 @@ class _Choice:
 
     @property
     def has_news(self) -> bool:
-        """Whether something can be sent; the scores of the prompt are all there, which come with the first event."""
+        """Whether something can be sent; the first event waits for all scores of the prompt."""
         scored, generation = self.scored, self.generation
         if self.ended or not (generation.has_text or generation.done):
             return False
@@ -61,12 +61,12 @@ class ChoicesResponse(GenerationResponse, ABC):
     prefix: ClassVar[str]
     # The name of the whole response, and of an event.
     objects: ClassVar[tuple[str, str]]
-    # Whether the first event of a choice says something even without text.
+    # Whether the first event of a choice is sent even without text.
     begins_with_role: ClassVar[bool] = False
 
     def __init__(self, form: ResponseForm, candidates: list[list[Generation]], **options: Any) -> None:
         super().__init__(form, candidates, **options)
-        # Of several candidates; a stream has all.
+        # A stream returns all candidates.
         self._choices = self._chosen(form.request.candidates)
 
     @abstractmethod
@@ -83,7 +83,7 @@ class ChoicesResponse(GenerationResponse, ABC):
         """Return the log-probabilities of these tokens."""
 
     def _chosen(self, count: int) -> list[_Choice]:
-        """Return the best candidates of each prompt, by their mean log-probability; in their order if that is all."""
+        """Return the `count` best candidates of each prompt by mean log-probability; all of them stay in order."""
         chosen = []
         for prompt, group in zip(self._form.prompts, self._candidates, strict=True):
             best = group if count == len(group) else sorted(group, key=lambda each: -each.mean_logprob)[:count]
@@ -124,7 +124,7 @@ class ChoicesResponse(GenerationResponse, ABC):
         return events
 
     def _news(self, choice: _Choice) -> Iterator[Json]:
-        """Return what the events since the last call say of a choice."""
+        """Yield the news of a choice since the last call, and its end."""
         new = self._new(choice)
         if new is not None:
             yield new
@@ -133,7 +133,7 @@ class ChoicesResponse(GenerationResponse, ABC):
             yield self._written(choice, None, None, first=False)
 
     def _new(self, choice: _Choice) -> Json | None:
-        """Return what is new of a choice, at first with an echoed prompt; None if a stream has nothing to say."""
+        """Return the news of a choice, at first with an echoed prompt; None if a stream has nothing to send."""
         request, generation, first = self._form.request, choice.generation, not choice.begun
         choice.begun = True
         echo = choice.prompt if request.echoes else None
@@ -202,7 +202,7 @@ class ChatResponse(ChoicesResponse):
         return {"delta": delta | others}
 
     def _calls(self, parts: list[Part]) -> list[Json]:
-        """Return the calls of which there is anything new; an event has each call once."""
+        """Return the tool calls with news; an event has each call once."""
         calls: dict[int, Json] = {}
         for part in parts:
             if isinstance(part, Call):

@@ -9,10 +9,10 @@ from typing import Any
 from specserve.api.structured_output import OTHER_NAMES, with_structure
 from specserve.errors import RequestError
 
-# Of OpenAI's, about accounts and caches; others are ignored as unknown fields are.
+# OpenAI's fields about accounts and caches, which never change an answer.
 _WITHOUT_EFFECT = "user store service_tier safety_identifier prompt_cache_key prompt_cache_retention"
-# Would change the answer, which cannot be done: only null and what says "off" are taken, or the value below. `echo` and
-# `add_special_tokens` are those of chats.
+# Fields that would change the answer and are not implemented: null and "off" are accepted, or the value in the table.
+# `echo` and `add_special_tokens` are those of chats.
 _OFF = """
 functions audio web_search_options
 echo add_special_tokens use_beam_search prompt_embeds logprob_token_ids return_token_ids return_tokens_as_token_ids
@@ -39,7 +39,7 @@ KNOWN = OTHER_NAMES.union(_WITHOUT_EFFECT.split(), _ONLY, _NAMES, ["n_probs"])
 
 
 def translated(body: dict[str, Any], fields: Container[str]) -> dict[str, Any]:
-    """Return a body whose fields have the names and forms that are used here.
+    """Return a body with our names and forms for its fields.
 
     Args:
         body: of a request; not changed.
@@ -48,7 +48,7 @@ def translated(body: dict[str, Any], fields: Container[str]) -> dict[str, Any]:
     Raises:
         RequestError: 400; a field would change the answer and cannot be done, or several ask for a structure.
     """
-    # Without a penalty, llama.cpp's window of it has no effect either.
+    # llama.cpp's window of the penalties has no effect without a penalty.
     penalised = any(body.get(name) not in (None, neutral) for name, neutral in _PENALTIES.items())
     unsupported = _ONLY if "logprobs" in fields else {**_ONLY, "n_probs": False}
     for name, only in unsupported.items():
@@ -66,7 +66,7 @@ def translated(body: dict[str, Any], fields: Container[str]) -> dict[str, Any]:
 
 
 def names_sent(body: dict[str, Any], fields: Container[str]) -> dict[str, str]:
-    """Return the other names under which a body has fields of its route, by the names that are used here."""
+    """Return the aliases that a body uses, by our names for the fields."""
     names = {name: other for other, name in _NAMES.items()}
     if body.get("n_probs"):
         names["top_logprobs" if "messages" in fields else "logprobs"] = "n_probs"

@@ -28,6 +28,6 @@ class Incoming:
 
     @cached_property
     def client(self) -> str:
-        """Whose it is: requests with one key share what others must not see. The key itself is kept nowhere."""
+        """The client, as a hash of the API key, which itself is kept nowhere; clients see nothing of each other."""
         key = self.headers.get("authorization") or self.headers.get("x-api-key", "")
         return hashlib.sha256(key.encode()).hexdigest()[:16]

@@ -1,12 +1,12 @@
-"""Parses requests in threads of their own, so that rounds go on meanwhile.
+"""Parses requests in threads of their own, so that the engine goes on meanwhile.
 
-Long bodies have a thread for themselves: a megabyte may take two seconds to tokenise, for which no short one waits. In
-each thread clients take turns.
+Long bodies have a thread to themselves: tokenizing a megabyte may take two seconds, and no short body waits for it.
+Within each thread clients take turns.
 
-The threads turn bodies into generations, which are their own until they are submitted. What they share with each other
-and the engine thread is safe without a lock, as their owners say: the vocabulary (only read, but for its cache of
-tokens' texts, where all write the same), compiled grammars, `CompiledGrammar.failures` and grammar matchers
-(grammar/constraint.py), and `Holdback.draw` (observability/control_group.py).
+The threads turn bodies into generations, which no other thread touches until they are submitted. They share with each
+other and with the engine thread only what is safe without a lock: the vocabulary (read only, but for a cache of token
+texts where all threads write the same), compiled grammars and matchers (grammar/constraint.py), and `Holdback.draw`
+(observability/control_group.py).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from specserve.api.response import Response
 from specserve.api.routes import Routes
 from specserve.errors import Contained, RequestError
 
-# A body longer than this is long, in bytes: a megabyte takes up to 30 ms to read.
+# Bytes from which a body is long; parsing the JSON of a megabyte takes up to 30 ms.
 LONG_BODY = 64 * 1024
-# Bytes of long bodies that may wait to be parsed together; a client's further one is refused, unless it is its first.
+# Bytes of all long bodies that may wait. Beyond it a client that has one waiting is refused.
 _MAX_WAITING_BYTES = 2 * 1024 * 1024
-# How long to wait for new requests, in seconds; most take a few milliseconds. Compiling a grammar may take half a
-# second and tokenising half a megabyte a whole one. No round runs during the wait; after it they go on.
+# Seconds that the engine waits for new requests, most of which take milliseconds; compiling a grammar may take half a
+# second, tokenizing half a megabyte a whole one.
 _PARSE_SECONDS = 0.1
 
 _BUSY = RequestError(
@@ -39,7 +39,7 @@ _BUSY = RequestError(
 
 
 class Parsing(NamedTuple):
-    """A new request: whose it is, when it arrived, the bytes of its body, and its response once it is parsed."""
+    """A new request: its client, its time of arrival, its size in bytes, and its response once it is parsed."""
 
     client: str
     arrival: float
@@ -57,7 +57,7 @@ class _Thread:
     def __init__(self, parse: Callable[[Incoming], Response]) -> None:
         self._parse = parse
         self._thread = ThreadPoolExecutor(1, "parser")
-        # By client, whose turn it is first.
+        # By client, the one whose turn it is first.
         self._waiting: OrderedDict[str, deque[tuple[Incoming, Future[Response]]]] = OrderedDict()
         self._lock = Lock()
 
@@ -76,13 +76,13 @@ class _Thread:
                 self._waiting[client] = requests
         if not answered.set_running_or_notify_cancel():
             return
-        # Where even its error has no response, the request has to end all the same.
+        # `respond` contains errors itself; if even writing the error fails, the request still has to end.
         with Contained(incoming.request_id, answered.set_exception):
             answered.set_result(self._parse(incoming))
 
 
 class Parser:
-    """Has requests parsed, and knows them by TorchServe's id.
+    """Assigns requests to the two threads, and keeps track of them by TorchServe's id.
 
     Args:
         routes: parse them.
@@ -99,7 +99,7 @@ class Parser:
         return request_id in self._parsing
 
     def begin(self, incoming: Incoming, arrival: float) -> None:
-        """Parse what is to be generated in one of the threads; other routes ask the scheduler and are answered here.
+        """Start to parse a request. Routes that generate nothing ask the scheduler, so they are answered at once.
 
         Args:
             incoming: the request.
@@ -116,15 +116,15 @@ class Parser:
         self._parsing[incoming.request_id] = Parsing(incoming.client, arrival, size, answered)
 
     def _has_too_much(self, incoming: Incoming) -> bool:
-        """Whether a long body is one too many, of a client that has another one waiting."""
+        """Whether the long bodies would exceed the limit, and the client already has one waiting."""
         others = [other for other in self._parsing.values() if other.size > LONG_BODY and not other.response.done()]
         waiting = sum(other.size for other in others)
         return waiting + incoming.size > _MAX_WAITING_BYTES and incoming.client in {other.client for other in others}
 
     def take(self, *, idle: bool) -> dict[str, Parsing]:
-        """Take the requests that are parsed, after a short wait for new ones.
+        """Return the parsed requests, after a short wait for new ones.
 
-        Streams wait once for a long parse, and not again for what has come since.
+        While others stream, it waits only once for a long parse, whatever arrives meanwhile.
 
         Args:
             idle: nothing else runs, so waiting delays no request.

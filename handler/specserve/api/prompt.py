@@ -1,4 +1,4 @@
-"""Prompts as tokens: the tokenizer, with the limits of what it is given."""
+"""Tokenizes prompts, within limits."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from specserve.config import HandlerConfig
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 
-# A message, a tool or variables, as the chat template gets them, and what is done to each before.
+# A message, a tool or variables as the chat template gets them, and a function that is applied to each before.
 Part = dict[str, Any]
 Prepare = Callable[[Part], Part]
-# Characters of private use that no font has, in a prompt in the places of names of control tokens that are plain text.
+# Private-use characters that stand in for names of control tokens that have to stay plain text.
 _PLACES = range(0x10F000, 0x110000)
 _HIDDEN = re.compile("[\U0010f000-\U0010ffff]")
 
-# Bytes per token, on average over a whole text: a text with more is tokenized in part first, and one with more than the
-# longest tokens have is not tokenized, which takes more than linear time.
+# Average bytes per token. If a text has more, its beginning is tokenized first; a text with more than the longest token
+# has cannot fit and is not tokenized at all, since that takes more than linear time.
 BYTES_PER_TOKEN, _LONGEST_TOKEN = 8, 128
 
 
@@ -37,7 +37,7 @@ class Prompt:
 
 
 class PromptTooLong(RequestError):
-    """The context cannot hold a prompt; agents know OpenAI's sentence, and shorten the conversation.
+    """The context cannot hold a prompt; agents recognise OpenAI's sentence and shorten the conversation.
 
     Args:
         param: the field of the prompt.
@@ -94,7 +94,7 @@ class Tokenizer:
         return Prompt(self._not_empty(tokens, "prompt"), text)
 
     def _cut(self, tokens: list[int], request: GenerationRequest) -> list[int]:
-        """Return the last tokens of a prompt, as many as the request keeps; with -1 those that leave room to answer."""
+        """Return the last tokens of a prompt: as many as the request keeps, or with -1 as leave room for the answer."""
         kept = request.truncate_prompt_tokens
         if kept is None:
             return tokens
@@ -116,13 +116,13 @@ class Tokenizer:
 
     @cached_property
     def _places(self) -> dict[str, str]:
-        """By the names of control tokens, the longest first, the characters in their place."""
+        """Names of control tokens, the longest first, and the characters that stand in for them."""
         vocabulary = self._vocabulary
         names = {vocabulary.name(token).decode(errors="replace") for token in _control_tokens(vocabulary)} - {""}
         return dict(zip(sorted(names, key=lambda name: (-len(name), name)), map(chr, _PLACES), strict=False))
 
     def _hide(self, part: Part) -> Part:
-        """Return a part of a chat, with characters in the places of names that are plain text there."""
+        """Return a part of a chat with its plain-text names of control tokens replaced."""
         if self._control_tokens == "all" or (self._control_tokens == "messages" and part.get("role") != "tool"):
             return part
         written = json.dumps(part, ensure_ascii=False)
@@ -132,13 +132,13 @@ class Tokenizer:
         return hidden
 
     def _shown(self, text: str) -> str:
-        """Return a text with the names of control tokens in their places again."""
+        """Return a text with the replaced names restored."""
         if not _HIDDEN.search(text):
             return text
         return text.translate({ord(place): name for name, place in self._places.items()})
 
     def _with_plain(self, text: str) -> list[int]:
-        """Tokenize a text with names that are plain text, each stretch between two control tokens as one."""
+        """Tokenize a text with replaced names, each stretch between two control tokens as a whole."""
         stretches = re.split(f"({'|'.join(map(re.escape, self._places))})", text)
         tokens: list[int] = []
         for is_plain, group in groupby(stretches, lambda stretch: bool(_HIDDEN.search(stretch))):
@@ -152,18 +152,18 @@ class Tokenizer:
         return self._most
 
     def part(self, text: str, most: int, *, keeps_end: bool) -> list[int]:
-        """Tokenize the end or the beginning of a part of a prompt, at most so many tokens; without control tokens."""
+        """Tokenize the first or last `most` tokens of a part of a prompt, without control tokens."""
         characters = BYTES_PER_TOKEN * max(0, most)
         part = text[max(0, len(text) - characters) :] if keeps_end else text[:characters]
         tokens = self._vocabulary.encode(part, begin=False)
         return tokens[max(0, len(tokens) - most) :] if keeps_end else tokens[:most]
 
     def _tokens(self, text: str, param: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        """Tokenize a text; one with too many bytes is refused, and of a long one the beginning is tried first."""
+        """Tokenize a text, unless it is too long to fit."""
         try:
             n_bytes = len(text.encode())
         except UnicodeEncodeError as error:
-            # A chat template may print what is no field of text, such as the id of a call.
+            # A chat template may print fields that are not validated as text, such as a call id.
             raise RequestError.invalid(param, f"Invalid value for '{param}': it is not valid Unicode.") from error
         if n_bytes > _LONGEST_TOKEN * self._most:
             raise PromptTooLong(param, self._most, self._most + 1, at_least=True)
@@ -176,7 +176,7 @@ class Tokenizer:
         return self._vocabulary.encode(text, special=special, begin=begin)
 
     def _not_empty(self, tokens: list[int], param: str) -> list[int]:
-        """Return the tokens; instead of none, the model's start token."""
+        """Return the tokens, or the model's start token if there are none."""
         if tokens:
             return tokens
         start = self._vocabulary.bos_token()
@@ -186,5 +186,5 @@ class Tokenizer:
 
 
 def _control_tokens(vocabulary: Vocabulary) -> list[int]:
-    """Return the tokens that have a name and no text."""
+    """Return the tokens without text."""
     return [token for token in range(vocabulary.size) if not vocabulary.piece(token)]

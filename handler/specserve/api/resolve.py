@@ -1,4 +1,4 @@
-"""Resolves requests: what their fields mean together, with the defaults and limits of this server."""
+"""Turns valid requests into generations, within the defaults and limits of this server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from specserve.grammar.tool_calls import CallConstraint, CallSyntax, Reasoning
 from specserve.observability.records import family_label
 from specserve.sequence import Group, RequestInfo
 
-# Bytes of JSON that are expected of a token's text, of the name of who wrote it, and of a log-probability.
+# Expected bytes of JSON for a token's text, its source, and each log-probability.
 _TEXT_BYTES, _SOURCE_BYTES, _SCORE_BYTES = 8, 24, 80
 
 
@@ -33,8 +33,8 @@ class ResponseForm:
     Args:
         request: asks for it.
         prompts: of the request.
-        call_forms: how calls of tools are written, if there are any tools.
-        thinking: the tags around the model's reasoning; None where it is not told apart.
+        call_forms: how tool calls are written; none without tools.
+        thinking: the tags around the model's reasoning; None if it is returned as text.
         relaxed: keywords of tools' schemas that calls may break.
     """
 
@@ -50,7 +50,7 @@ class ResponseForm:
         return self.thinking is not None and self.prompts[0].text.rstrip().endswith(self.thinking.begin)
 
     def reader(self) -> ReasoningReader:
-        """Return what reads one answer's text."""
+        """Return a reader for the text of one answer."""
         tools = self.request.callable_tools if isinstance(self.request, ChatRequest) else {}
         return ReasoningReader(self.thinking, AnswerReader(self.call_forms, tools), begun=self.thinks_at_once)
 
@@ -80,7 +80,7 @@ def resolve(
     syntax = calls if calls and may_call else CallSyntax(())
     if not isinstance(request, ChatRequest) or request.forbids_reasoning:
         thinking = None
-    # Where the grammar holds from the first token on, it has the model's own form only.
+    # A grammar that holds from the first token on has only the model's own form.
     forms = syntax.forms if request.format == "text" else syntax.forms[:1]
     form = ResponseForm(request, prompts, forms, thinking)
     most_tokens = _most_tokens(request, prompts, config)
@@ -129,7 +129,7 @@ def resolve(
 def _info(
     request: GenerationRequest, config: HandlerConfig, request_id: str, client: str, *, held_back: bool
 ) -> RequestInfo:
-    """Return the labels of a request; those that leave speculation to a server with a controller are randomised."""
+    """Return the labels of a request; it is randomised if it leaves speculation to the controller."""
     asked, default = request.speculation_options.mode, config.speculation.mode
     randomised = request.speculation is None and default == "auto"
     group: Group = "holdback" if randomised and held_back else default if asked == "auto" else asked
@@ -138,7 +138,7 @@ def _info(
 
 
 def _most_tokens(request: GenerationRequest, prompts: list[Prompt], config: HandlerConfig) -> int:
-    """Return how many tokens an answer may have by the request, the operator, and the room in context and response.
+    """Return the most tokens of an answer by the request, the operator, and the room in context and response.
 
     Raises:
         RequestError: 400; there is no room for the prompts, or for what the request asks for.
@@ -147,14 +147,14 @@ def _most_tokens(request: GenerationRequest, prompts: list[Prompt], config: Hand
     if limit is not None and config.max_tokens is not None and limit > config.max_tokens:
         raise RequestError.invalid(request.limit_field, f"An answer has at most {config.max_tokens} tokens here.")
     for prompt in prompts:
-        # A prompt without output may fill the context.
+        # A prompt may fill the context if no output is wanted.
         if config.context_length - len(prompt.tokens) < (limit != 0):
             raise PromptTooLong(request.prompt_field, config.context_length, len(prompt.tokens))
     sources = request.speculation_options.sources
     scored = 0 if request.scores is None else (1 + request.scores) * _SCORE_BYTES
     room = MAX_RESPONSE_BYTES // request.answers
     if request.echoes:
-        # Scores spell a prompt's tokens again.
+        # Log-probabilities spell the tokens again.
         repeated = 1 + sources + (scored > 0)
         room -= sum(repeated * len(json.dumps(prompt.text)) + scored * len(prompt.tokens) for prompt in prompts)
     fitting = room // (len(prompts) * (_TEXT_BYTES + sources * _SOURCE_BYTES + scored))

@@ -1,4 +1,4 @@
-"""Responses of all protocols: what the handler asks of each, and what the answers to a request consist of."""
+"""The responses of all protocols: their interface to the handler, and what they have in common."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from specserve.errors import RequestError
 from specserve.sequence import SequenceStats
 
 Json = dict[str, Any]
-# Why an answer ended: by itself or a stop string, at its last allowed token, or with calls.
+# Why an answer ended: by itself or at a stop string, at its last allowed token, or with tool calls.
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Response:
-    """Holds the response to one request, complete unless generations write it, and what the client has of it.
+    """The response to one request, complete unless generations write it, and what of it was sent.
 
     Args:
         body: its JSON object.
@@ -31,7 +31,7 @@ class Response:
     """
 
     streams = False
-    # What a stream sends where it has nothing to say; no client takes it for content.
+    # What a silent stream sends; no client takes it for content.
     keep_alive: ClassVar[str] = ": \n\n"
 
     def __init__(
@@ -39,9 +39,9 @@ class Response:
     ) -> None:
         self.generations = generations
         self.status_sent = False
-        # When something is sent at the latest, by time.monotonic().
+        # The time of the next sign of life, by time.monotonic().
         self.silent_until = 0.0
-        # Sent with the status; the names of what was ignored become one.
+        # Sent with the status.
         self.headers: dict[str, str] = {}
         self.ignored: Sequence[str] = ()
         self._status = status
@@ -49,7 +49,7 @@ class Response:
         self._failed: RequestError | None = None
 
     def fail(self, error: RequestError) -> None:
-        """Make it the response to a request that has failed, whatever its generations say."""
+        """Replace the response by an error."""
         self._failed = error
 
     @staticmethod
@@ -59,12 +59,12 @@ class Response:
 
     @classmethod
     def refusal(cls, error: RequestError) -> Response:
-        """Make the response to a request that is refused, in the protocol of the class."""
+        """Return the response to a refused request, in this protocol."""
         return Response(cls.error_body(error), status=error.status)
 
     @property
     def error(self) -> RequestError | None:
-        """What it has failed with, or else the error of the first generation that has one."""
+        """Why it failed: its own error, or that of a generation."""
         return self._failed or next((generation.error for generation in self.generations if generation.error), None)
 
     @property
@@ -87,7 +87,7 @@ class Response:
 
 
 class GenerationResponse(Response):
-    """Knows what the response of a route that generates consists of, whatever its protocol.
+    """A response that generations write, whatever its protocol.
 
     Args:
         form: what it consists of.
@@ -116,7 +116,7 @@ class GenerationResponse(Response):
         self._model = model
         self._created = int(time.time())
         self._readers = {generation: form.reader() for generation in self.generations}
-        # How many bytes its log-probabilities take at most.
+        # Upper bound of the bytes of its log-probabilities.
         self._scored_bytes = 0
 
     def _parts(self, generation: Generation) -> list[Part]:
@@ -124,7 +124,7 @@ class GenerationResponse(Response):
         return self._readers[generation].read(generation.take_text(), done=generation.done)
 
     def _finish_reason(self, generation: Generation) -> FinishReason | None:
-        """Tell why an answer has ended, as far as it is read: `tool_calls` if it has any and the last is not cut."""
+        """Return why an answer ended: with `tool_calls` if it has any and the last is complete."""
         reader = self._readers[generation]
         has_calls = reader.calls > 0 and not reader.is_within_call
         return "tool_calls" if generation.finish_reason == "stop" and has_calls else generation.finish_reason
@@ -157,7 +157,7 @@ class GenerationResponse(Response):
         }
 
     def _totals(self) -> Json:
-        """Count what all candidates took, for the fields `usage` and `speculation`."""
+        """Return `usage` and `speculation`, over all candidates."""
         stats = self._stats()
         return {"usage": self._usage(stats), "speculation": speculation_of(stats, self.generations[0].speculation)}
 

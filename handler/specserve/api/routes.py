@@ -1,4 +1,4 @@
-"""The routes of the API: what each responds to the body of a request."""
+"""The routes of the API, and the response of each."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ logger = logging.getLogger(__name__)
 
 # Decimals of the numbers of v1/speculation.
 _DIGITS = 4
-# The response header that names the fields that were ignored, and how many names the log warns of.
+# The response header that names ignored fields, and how many different names the log warns of.
 _IGNORED_HEADER = "x-specserve-ignored"
 _MAX_WARNINGS = 100
 
 
 class Routes:
-    """Makes the response to a request: one to be generated, or one that is complete.
+    """Maps requests to responses, which are complete or to be generated.
 
     Args:
         config: of the server.
         models: as loaded.
-        scheduler: asked by routes that do not generate, so these may not run beside a round.
+        scheduler: asked by routes that generate nothing, which therefore may not run during a step of the engine.
         holdback: draws the control group.
         name: of the model in TorchServe, which is one of its ids.
     """
@@ -84,17 +84,17 @@ class Routes:
         }
 
     def generates(self, route: str) -> bool:
-        """Tell whether a route generates text, or reads one as those that do."""
+        """Whether a route tokenizes, and is parsed in a thread of its own."""
         return route in self._generating
 
     @staticmethod
     def refusal(route: str, error: RequestError) -> Response:
-        """Make the response to a request that is refused, in the shape of its route's protocol."""
+        """Return the response to a refused request, in the protocol of its route."""
         others: dict[str, type[Response]] = {"v1/messages": MessagesResponse, "v1/responses": ResponsesResponse}
         return others.get(route.removesuffix("/count_tokens"), Response).refusal(error)
 
     def respond(self, incoming: Incoming) -> Response:
-        """Make the response to a request; whatever is wrong with that is an error response."""
+        """Return the response to a request; any failure becomes an error response."""
         errors: list[RequestError] = []
         with Contained(incoming.request_id, errors.append):
             return self._respond(incoming)
@@ -118,7 +118,7 @@ class Routes:
         raise RequestError(message, status=404, code="unknown_url")
 
     def _speculation(self) -> Json:
-        """Tell what this server runs, what that costs here, and what its controller has learned, without measuring."""
+        """Return what this server runs, its measured costs and its learned acceptance; nothing is measured now."""
         config, models, scheduler = self._config, self._models, self._scheduler
         limits, controller, holdback = config.speculation, models.drafters.controller, self._holdback.speedup()
         pairs = (("target", config.target, models.vocabulary), ("draft", config.draft, models.draft))
@@ -141,7 +141,7 @@ class Routes:
                 **calls()._asdict(),
             },
             "costs": {role: _table(cost) for role, cost in costs.items() if cost is not None},
-            # By drafter and kind of sampling: how often drafts are accepted, those of least confidence first.
+            # Acceptance rate by drafter and kind of sampling, from the least confident drafts to the most.
             "controller": {
                 f"{drafter}, {'sampled' if sampled else 'greedy'}": [round(rate, _DIGITS) for rate in rates]
                 for (drafter, sampled), rates in controller.acceptance.learned.items()
@@ -161,13 +161,13 @@ class Routes:
         }
 
     def _model(self, name: str) -> Json:
-        """Make one entry of v1/models, with the most tokens of prompt and answer by vLLM's name."""
+        """Return one entry of v1/models; vLLM calls the context length `max_model_len`."""
         known = {"id": name, "object": "model", "created": self._created, "owned_by": "specserve"}
         return known | {"max_model_len": self._config.context_length}
 
     def _named(self, request: Body, response: Response) -> Response:
-        """Name what was ignored of a request in its response's headers, and once in the log."""
-        # What is no letter, digit or mark of a path is percent-encoded: a comma, a line break, and all but ASCII.
+        """Name the ignored fields of a request in a response header, and each of them once in the log."""
+        # Commas, line breaks and everything beyond ASCII are percent-encoded.
         names = [quote(name, safe="[]$", errors="replace") for name in (*request.ignored, *response.ignored)]
         if names:
             response.headers[_IGNORED_HEADER] = ", ".join(names)
@@ -225,7 +225,7 @@ class Routes:
         prompts: list[Prompt],
         incoming: Incoming,
     ) -> Response:
-        """Make the response to a valid request, with its generations before their first round."""
+        """Return the response to a valid request, with its generations."""
         model = self._known_model(request.model)
         form, candidates = self._resolved(request, prompts, incoming)
         return kind(form, candidates, vocabulary=self._models.vocabulary, request_id=incoming.request_id, model=model)
@@ -233,7 +233,7 @@ class Routes:
     def _resolved(
         self, request: CompletionRequest | ChatRequest, prompts: list[Prompt], incoming: Incoming
     ) -> tuple[ResponseForm, list[list[Generation]]]:
-        """Resolve a valid request, which may be drawn for the control group."""
+        """Resolve a valid request; it may be drawn for the control group."""
         template = self._template
         return resolve(
             request,
@@ -249,7 +249,7 @@ class Routes:
         )
 
     def _known_model(self, model: str | None) -> str:
-        """Return the id that a request has named, or the first one.
+        """Return the model id that a request names, or the default.
 
         Raises:
             RequestError: 404; there is no such model.

@@ -23,13 +23,13 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool; functions are the only ones."""
+    """A tool; every tool is a function."""
 
     type: Literal["function"]
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """Return the tool as chat templates expect it, where many read fields that may be missing in a request."""
+        """Return the tool for chat templates, many of which read fields that a request may leave out."""
         function = self.function
         described = {"description": function.description or "", "parameters": function.parameters or _NO_ARGUMENTS}
         return {"type": "function", "function": {"name": function.name, **described}}
@@ -49,7 +49,7 @@ class NamedTool(Body):
 
 
 class AllowedToolsList(Body):
-    """Those of the tools that may be called, and whether one has to be."""
+    """The tools that may be called, and whether one has to be."""
 
     mode: Literal["auto", "required"]
     tools: Items[NamedTool]
@@ -111,7 +111,7 @@ class ToolFields(Body):
 
     @property
     def _named_tools(self) -> list[str] | None:
-        """The names in `tool_choice`; None where all tools may be called, or none."""
+        """The names in `tool_choice`; None if it names no tool."""
         choice = self.tool_choice
         if isinstance(choice, NamedTool):
             return [choice.function.name]

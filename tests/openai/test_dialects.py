@@ -28,40 +28,25 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "prompt_cache_key": "k",
     "prompt_cache_retention": "24h",
 }
+# Values that say "off", and values that do not.
+OFF: tuple[list[Any], list[Any]] = ([False, 0, [], {}], [True, 0.5, ["a"], {"a": 1}])
 # By field: values that leave the answer as it is, and values that would not.
 NEUTRAL: dict[str, tuple[list[Any], list[Any]]] = {
-    "functions": ([[]], [[{}]]),
+    **dict.fromkeys(("functions", "audio", "web_search_options", "use_beam_search", "prompt_embeds"), OFF),
+    **dict.fromkeys(("logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids", "kv_transfer_params"), OFF),
+    **dict.fromkeys(("vllm_xargs", "logits_processors", "documents", "chat_template", "mm_processor_kwargs"), OFF),
+    **dict.fromkeys(("n_indent", "post_sampling_probs", "min_keep", "xtc_probability", "dynatemp_range"), OFF),
+    **dict.fromkeys(("dry_multiplier", "mirostat", "lora"), OFF),
     "function_call": (["none"], ["auto"]),
     "modalities": ([["text"]], [["audio"], ["text", "audio"]]),
-    "audio": ([{}], [{"id": "a"}]),
-    "web_search_options": ([{}], [{"a": 1}]),
     "verbosity": (["medium"], ["low", "high"]),
-    "use_beam_search": ([False], [True]),
-    "prompt_embeds": ([], ["a"]),
     "prompt_logprobs": ([], [0, 1]),
-    "logprob_token_ids": ([], [[1]]),
     "truncation_side": (["left"], ["right"]),
-    "return_token_ids": ([False], [True]),
-    "return_tokens_as_token_ids": ([False], [True]),
-    "thinking_token_budget": ([], [5]),
-    "kv_transfer_params": ([{}], [{"a": 1}]),
-    "vllm_xargs": ([{}], [{"a": 1}]),
-    "logits_processors": ([[]], [["a"]]),
+    "thinking_token_budget": ([], [0, 5]),
     "include_reasoning": ([True], [False]),
-    "documents": ([[]], [[{"text": "a"}]]),
-    "chat_template": ([], ["{{ messages }}"]),
-    "mm_processor_kwargs": ([{}], [{"a": 1}]),
-    "n_indent": ([0], [4]),
-    "post_sampling_probs": ([False], [True]),
-    "min_keep": ([0], [2]),
     "typical_p": ([1, 1.0], [0.9]),
     "top_n_sigma": ([-1.0], [1.0]),
-    "xtc_probability": ([0, 0.0], [0.5]),
-    "dynatemp_range": ([0], [0.5]),
-    "dry_multiplier": ([0], [0.8]),
-    "mirostat": ([0], [1, 2]),
     "reasoning_budget": ([-1], [0]),
-    "lora": ([[]], [[{"id": 0}]]),
 }
 CHATS_ONLY = {"echo": ([False], [True]), "add_special_tokens": ([False], [True])}
 

@@ -414,25 +414,15 @@ def test_a_long_body_is_sent_to_the_handler_once(front_end: FrontEnd) -> None:
     assert front_end.status[refused] == 400
 
 
-def block_tokenizer(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Let every text wait for the event, at most ten seconds, before it is tokenized."""
-    release, encode = threading.Event(), FakeVocabulary.encode
-
-    def blocked(vocabulary: FakeVocabulary, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        assert release.wait(10)
-        return encode(vocabulary, text, special=special, begin=begin)
-
-    monkeypatch.setattr(FakeVocabulary, "encode", blocked)
-    return release
-
-
 def test_streams_wait_once_for_a_long_parse_whatever_comes_behind_it(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
     front_end.post({**BODY, "stream": True, "max_tokens": 40})
     front_end.handle_once()
-    release = block_tokenizer(monkeypatch)
+    release = threading.Event()
+    encode = FakeVocabulary.encode
+    monkeypatch.setattr(FakeVocabulary, "encode", lambda *a, **options: release.wait(10) and encode(*a, **options))
     monkeypatch.setattr(parser, "wait", lambda _futures, seconds: waits.append(seconds))
     for _ in range(3):
         front_end.post(BODY)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specserve.api.blocks import Block, BlocksResponse, Event, Stage, chat_format, generation_fields
+from specserve.api.blocks import Block, BlocksResponse, Event, Stage, generation_fields
 from specserve.api.body import Body, Items, Part, Text
 from specserve.api.client_tools import ANTHROPIC, is_hosted, undescribed
 from specserve.api.parse import parse_body
@@ -187,7 +187,7 @@ class CountRequest(GenerationRequest):
             "tools": [tool.function() for tool in self.tools or [] if not is_hosted(tool.type)] or None,
             "tool_choice": _CHOICES.get(choice.type, named),
             "parallel_tool_calls": not choice.disable_parallel_tool_use,
-            "response_format": chat_format(written) or self.response_format,
+            "response_format": written or self.response_format,
             "chat_template_kwargs": self.thinking and {"enable_thinking": self.thinking.type != "disabled"},
         }
         return parse_body(generation_fields(self) | chat, ChatRequest)

@@ -52,14 +52,6 @@ def generation_fields(request: GenerationRequest) -> dict[str, Any]:
     return {name: getattr(request, name) for name in GenerationRequest.model_fields if name in request.model_fields_set}
 
 
-def chat_format(written: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the format of a text, which has its schema beside its type, as the `response_format` of a chat."""
-    if not written or written.get("type") != "json_schema":
-        return written
-    schema = {name: value for name, value in written.items() if name != "type"}
-    return {"type": "json_schema", "json_schema": schema}
-
-
 class BlocksResponse(GenerationResponse, ABC):
     """Writes the one answer to a request as blocks; a stream's events and the whole response come from one reading."""
 

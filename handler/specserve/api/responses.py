@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from specserve.api.blocks import Block, BlocksResponse, Event, Stage, chat_format, generation_fields
+from specserve.api.blocks import Block, BlocksResponse, Event, Stage, generation_fields
 from specserve.api.body import Body, Items, Text
 from specserve.api.logprobs import chat_logprobs, output_positions
 from specserve.api.parse import parse_body
@@ -107,13 +107,15 @@ class ResponsesRequest(GenerationRequest):
         if text := "\n\n".join(filter(None, system)):
             rest.insert(0, {"role": "system", "content": text})
         choice = self.tool_choice
+        # A schema beside its type is also llama.cpp's form of a chat's.
+        written = self.text.format if self.text else None
         chat = generation_fields(self) | {
             "messages": rest,
             "max_tokens": self.max_tokens if self.max_output_tokens is None else self.max_output_tokens,
             "tools": [{"type": "function", "function": tool.function} for tool in self.offered()] or None,
             "tool_choice": choice.choice() if isinstance(choice, ResponsesToolChoice) else choice,
             "parallel_tool_calls": self.parallel_tool_calls,
-            "response_format": chat_format(self.text.format if self.text else None) or self.response_format,
+            "response_format": written or self.response_format,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
         }
         if self.top_logprobs or "message.output_text.logprobs" in (self.include or []):

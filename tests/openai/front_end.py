@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from pydantic import BaseModel
 
 from constraints import AlternatingGrammars
 from costs import flat
@@ -202,6 +203,21 @@ class FrontEnd:
         lines = [event.removeprefix("data: ") for event in events if not event.startswith(":")]
         assert lines[-1] == "[DONE]"
         return [json.loads(line) for line in lines[:-1]]
+
+
+# What responses have beside the fields of OpenAI's; the last as other servers name it.
+OURS = {"speculation", "sources", "reasoning_content"}
+
+
+def check(kind: type[BaseModel], text: str) -> None:
+    """A response or event is one of OpenAI's by the models of its own client, which lets other fields pass."""
+    found = kind.model_validate_json(text)
+    unknown = [found]
+    while unknown:
+        inner = unknown.pop()
+        assert {*(inner.model_extra or ())} <= OURS
+        for _, value in inner:
+            unknown += [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, BaseModel)]
 
 
 def named_events(text: str) -> list[Any]:

@@ -40,8 +40,7 @@ BROKEN = {
     "{% if messages %}{{ messages[-1].content | base64 }}{% endif %}": "No filter named 'base64'",
     "{{ messages[0].content.nothing.at_all }}": "it fails",
     "{{ 1 / 0 }}": "it fails",
-    "vicuna": "it is 'vicuna'",
-    "{# a comment #}user, assistant": "it leaves out the text of a message",
+    "vicuna": "it leaves out the text of a message",
     "{{ messages[0].role }}": "it leaves out the text of a message",
 }
 
@@ -105,48 +104,40 @@ def test_an_exception_raised_by_a_template_is_a_400_with_its_message() -> None:
     assert caught.value.param == "messages"
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_a_template_cannot_leave_its_sandbox() -> None:
+    for source in (
         "{{ messages.__class__.__mro__ }}",
         "{{ ''.__class__.__base__.__subclasses__() }}",
         "{{ messages.append(1) }}",
         "{{ cycler.__init__.__globals__.os.system('true') }}",
         "{{ messages[99].content }}",
         "{{ range(10 ** 9) | list }}",
-    ],
-)
-def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
-    with pytest.raises(RequestError):
-        rendered(source)
+    ):
+        with pytest.raises(RequestError):
+            rendered(source)
 
 
-@pytest.mark.parametrize(("source", "reason"), BROKEN.items())
-def test_an_unusable_template_is_a_problem_that_every_chat_gets_as_a_400(source: str, reason: str) -> None:
-    problem = template(source).problem
-    assert problem is not None
-    assert reason in problem
-    assert "\n" not in problem
-    with pytest.raises(RequestError) as caught:
-        prompt_of(source)
-    assert (caught.value.status, caught.value.code) == (400, "unsupported_value")
-    assert problem in caught.value.message
-    assert "use v1/completions" in caught.value.message
+def test_an_unusable_template_is_a_problem_that_every_chat_gets_as_a_400() -> None:
+    for source, reason in BROKEN.items():
+        problem = template(source).problem or ""
+        assert reason in problem
+        assert "\n" not in problem
+        with pytest.raises(RequestError) as caught:
+            prompt_of(source)
+        assert (caught.value.status, caught.value.code) == (400, "unsupported_value")
+        assert problem in caught.value.message
+        assert "use v1/completions" in caught.value.message
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_a_template_that_renders_or_refuses_a_question_is_usable() -> None:
+    for source in (
         # Gemma refuses system messages, other templates a chat without one.
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[0].content }}",
         "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[1].content }}",
-        "{{ messages[1].content.strip() }}",
         # Only chats that reach the unknown filter fail.
         "{% if tools %}{{ tools | base64 }}{% endif %}{{ messages[0].content }}{{ messages[-1].content }}",
-    ],
-)
-def test_a_template_that_renders_some_chat_is_usable(source: str) -> None:
-    assert template(source).problem is None
+    ):
+        assert template(source).problem is None
 
 
 def test_chat_template_kwargs_are_the_templates_variables() -> None:
@@ -160,12 +151,12 @@ def test_chat_template_kwargs_are_the_templates_variables() -> None:
     assert prompt_of(plain, chat_template_kwargs=without) == prompt_of(plain, **without)
 
 
-@pytest.mark.parametrize(("effort", "thinks"), [("none", "False"), ("low", "True"), ("high", "True")])
-def test_reasoning_effort_is_a_variable_and_switches_thinking(effort: str, thinks: str) -> None:
+def test_reasoning_effort_is_a_variable_and_switches_thinking() -> None:
     source = "{{ messages[0].content }}{{ reasoning_effort }} {{ enable_thinking }} {{ thinking }}"
-    assert prompt_of(source, reasoning_effort=effort) == f"Be brief.{effort} {thinks} {thinks}"
-    kwargs = {"enable_thinking": "maybe"}
-    assert "maybe" in prompt_of(source, reasoning_effort=effort, chat_template_kwargs=kwargs)
+    for effort, thinks in (("none", "False"), ("low", "True"), ("high", "True")):
+        assert prompt_of(source, reasoning_effort=effort) == f"Be brief.{effort} {thinks} {thinks}"
+        kwargs = {"enable_thinking": "maybe"}
+        assert "maybe" in prompt_of(source, reasoning_effort=effort, chat_template_kwargs=kwargs)
 
 
 def test_without_a_generation_prompt_the_text_ends_with_the_last_message() -> None:
@@ -173,23 +164,15 @@ def test_without_a_generation_prompt_the_text_ends_with_the_last_message() -> No
     assert prompt_of(plain).removesuffix("<|im_start|>assistant\n") == prompt_of(plain, add_generation_prompt=False)
 
 
-@pytest.mark.parametrize("content", ["Hi", "Hi, I ", "Hello <b>", "\n x\n\n"])
-def test_the_final_message_is_continued(content: str) -> None:
-    messages = [*MESSAGES, {"role": "assistant", "content": content}]
+def test_the_final_message_is_continued_as_it_is() -> None:
     chatml = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
-    request = parse_body({"messages": messages, "continue_final_message": True}, ChatRequest)
-    assert template(chatml).prompt(request) == f"[system]Be brief.[end][user]Hello <b>[end][assistant]{content}"
-    trimming = chatml.replace("m.content", "m.content | trim")
-    trimmed = f"[system]Be brief.[end][user]Hello <b>[end][assistant]{content.strip()}"
-    assert template(trimming).prompt(request) == trimmed
-
-
-@pytest.mark.parametrize("content", ["<", "i", ">", "<|im_end|>", "assistant", "a "])
-def test_a_short_beginning_is_not_looked_for_in_what_the_template_writes(content: str) -> None:
-    messages = [*MESSAGES, {"role": "assistant", "content": content}]
-    request = parse_body({"messages": messages, "continue_final_message": True}, ChatRequest)
-    before = prompt_of(tiny_models.CHATML)
-    assert template(tiny_models.CHATML).prompt(request) == before + content
+    for content in ("Hi", "Hi, I ", "Hello <b>", "\n x\n\n", "", "<", "[end]", "assistant"):
+        messages = [*MESSAGES, {"role": "assistant", "content": content}]
+        request = parse_body({"messages": messages, "continue_final_message": True}, ChatRequest)
+        for source in (chatml, chatml.replace("m.content", "m.content | trim")):
+            begun = f"[system]Be brief.[end][user]Hello <b>[end][assistant]{content}"
+            assert template(source).prompt(request) == begun
+        assert template(tiny_models.CHATML).prompt(request) == prompt_of(tiny_models.CHATML) + content
 
 
 CALLS = [{"id": f"call_{letter}", "function": {"name": letter, "arguments": "{}"}} for letter in "ab"]
@@ -252,13 +235,13 @@ def test_why_a_template_refuses_messages_is_what_it_said_first() -> None:
         called("{{ raise_exception('first!' if messages[0].role == 'system' else 'second!') }}")
 
 
-@pytest.mark.parametrize("content", ["", " \n", "Changed"])
-def test_a_final_message_without_text_or_that_the_template_changes_cannot_be_continued(content: str) -> None:
-    messages = [MESSAGES[1], {"role": "assistant", "content": content}]
+def test_a_final_message_that_the_template_changes_cannot_be_continued() -> None:
+    messages = [MESSAGES[1], {"role": "assistant", "content": "Changed"}]
     request = parse_body({"messages": messages, "continue_final_message": True}, ChatRequest)
-    with pytest.raises(RequestError) as caught:
-        template("{{ messages[0].content }}{{ messages[-1].content | upper }}").prompt(request)
-    assert caught.value.param == "continue_final_message"
+    for source in ("{{ messages[0].content }}{{ messages[-1].content | upper }}", "{{ messages[0].content }}"):
+        with pytest.raises(RequestError) as caught:
+            template(source).prompt(request)
+        assert caught.value.param == "continue_final_message"
 
 
 def test_completions_go_on_beside_an_unusable_template() -> None:

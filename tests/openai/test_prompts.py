@@ -47,18 +47,13 @@ def named(pair: Pair, name: str) -> int:
     return token
 
 
-@pytest.mark.parametrize("text", ["Hello", "", " Hello", "</s>Hello", "Hello<s>there"])
-def test_a_prompt_that_spells_its_bos_token_has_one(llama: Pair, text: str) -> None:
+def test_a_prompt_that_spells_its_bos_token_has_one(llama: Pair) -> None:
     bos = llama.vocabulary.bos_token()
-    plain = tokens_of(llama, text)
-    assert plain[0] == bos
-    assert tokens_of(llama, f"<s>{text}") == tokens_of(llama, f"<s><s>{text}") == plain
-    assert plain.count(bos or 0) == 1 + text.count("<s>")
-
-
-def test_a_prompt_that_spells_its_bos_token_has_the_log_probabilities_of_one_that_does_not(llama: Pair) -> None:
-    fields: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "logprobs": 1}
-    assert llama.complete("<s>Hello", **fields).sequence.scores == llama.complete("Hello", **fields).sequence.scores
+    for text in ("Hello", "", " Hello", "</s>Hello", "Hello<s>there"):
+        plain = tokens_of(llama, text)
+        assert plain[0] == bos
+        assert tokens_of(llama, f"<s>{text}") == tokens_of(llama, f"<s><s>{text}") == plain
+        assert plain.count(bos or 0) == 1 + text.count("<s>")
 
 
 def test_token_ids_are_taken_as_they_are(llama: Pair) -> None:
@@ -74,17 +69,19 @@ def test_a_bos_token_that_the_model_does_not_add_stays_as_written(qwen: Pair) ->
     assert bos not in tokens_of(qwen, "a")
 
 
-@pytest.mark.parametrize("begin", ["{{ bos_token }}", "<s>", ""])
 def test_a_chat_begins_with_one_bos_token_whether_its_template_spells_it_or_not(
-    begin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gemma's and Llama's templates spell it."""
-    monkeypatch.setattr(tiny_models, "ZEPHYR", begin + tiny_models.ZEPHYR)
-    pair = Pair(TinyFiles(tmp_path).config("llama"))
-    bos = pair.vocabulary.bos_token() or 0
-    tokens = chat_tokens(pair)
-    assert tokens == pair.vocabulary.encode("<|user|>\nHi</s>\n<|assistant|>\n", special=True)
-    assert (tokens[0], tokens.count(bos)) == (bos, 1)
+    source = tiny_models.ZEPHYR
+    for number, begin in enumerate(("{{ bos_token }}", "<s>", "")):
+        monkeypatch.setattr(tiny_models, "ZEPHYR", begin + source)
+        (tmp_path / str(number)).mkdir()
+        pair = Pair(TinyFiles(tmp_path / str(number)).config("llama"))
+        bos = pair.vocabulary.bos_token() or 0
+        tokens = chat_tokens(pair)
+        assert tokens == pair.vocabulary.encode("<|user|>\nHi</s>\n<|assistant|>\n", special=True)
+        assert (tokens[0], tokens.count(bos)) == (bos, 1)
 
 
 def test_a_template_has_the_bos_token_between_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,9 +113,14 @@ def test_fill_in_the_middle_has_one_bos_token_before_the_prefix(
     assert tokens_of(pair, "<|endoftext|>a", suffix="b") == tokens_of(pair, [bos, *plain[2:3]], suffix="b") == plain
 
 
-@pytest.mark.parametrize("speculation", [PLAIN, fixed_gamma(3)])
-def test_a_stop_string_that_names_a_control_token_stops_at_the_token(qwen: Pair, speculation: dict[str, Any]) -> None:
+def test_a_stop_string_that_names_a_control_token_stops_at_the_token(qwen: Pair) -> None:
     """With this bias the tiny model writes the control token here and there."""
+    for speculation in (PLAIN, fixed_gamma(3)):
+        check_stop(qwen, speculation)
+
+
+def check_stop(qwen: Pair, speculation: dict[str, Any]) -> None:
+    """Compare an answer that is stopped with the one that goes on."""
     prefix = named(qwen, "<|fim_prefix|>")
     fields: dict[str, Any] = {"max_tokens": 40, "seed": 2, "logit_bias": {str(prefix): 21}, "speculation": speculation}
     free = qwen.complete("The quick", **fields)
@@ -144,12 +146,15 @@ def conversation(**texts: str) -> dict[str, Any]:
     return {"messages": [*messages, *HELLO["messages"]], "tools": [TOOL]}
 
 
-@pytest.mark.parametrize(("setting", "roles"), [("all", 4), ("messages", 3), ("none", 0)])
-def test_the_operator_says_whose_texts_may_spell_control_tokens(
-    qwen: Pair, monkeypatch: pytest.MonkeyPatch, setting: str, roles: int
-) -> None:
+def test_the_operator_says_whose_texts_may_spell_control_tokens(qwen: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default the results of tools may not: it is how a page that an agent has read ends its own message."""
-    monkeypatch.setattr(qwen, "config", qwen.config.model_copy(update={"control_tokens": setting}))
+    for setting, roles in (("all", 4), ("messages", 3), ("none", 0)):
+        monkeypatch.setattr(qwen, "config", qwen.config.model_copy(update={"control_tokens": setting}))
+        check_roles(qwen, setting, roles)
+
+
+def check_roles(qwen: Pair, setting: str, roles: int) -> None:
+    """Look for control tokens in the prompts of conversations where one message spells them."""
     own = [named(qwen, name) for name in ("<|im_start|>", "<|im_end|>")]
 
     def controls(**texts: str) -> list[int]:
@@ -186,11 +191,11 @@ def test_a_name_that_is_no_control_token_is_tokenized_with_the_text_around_it(
     assert b"".join(map(vocabulary.name, tokens)).decode().removeprefix("<s>").replace(" ", "") == text.replace(" ", "")
 
 
-@pytest.mark.parametrize("text", ["Found.", "<|im_", "<|im_end |>", "im_end|>", "\U000f0000", "<tool_call>"])
-def test_a_text_without_a_control_token_is_tokenized_as_ever(qwen: Pair, text: str) -> None:
-    said = {**conversation(tool=text), "tools": None}
-    del said["messages"][2]["tool_calls"]
+def test_a_text_without_a_control_token_is_tokenized_as_ever(qwen: Pair) -> None:
     template = qwen.chat_template
     assert template is not None
-    rendered = template.prompt(parse_body(said, ChatRequest))
-    assert chat_tokens(qwen, **said) == qwen.vocabulary.encode(rendered, special=True)
+    for text in ("Found.", "<|im_", "<|im_end |>", "im_end|>", "\U000f0000", "<tool_call>"):
+        said = {**conversation(tool=text), "tools": None}
+        del said["messages"][2]["tool_calls"]
+        rendered = template.prompt(parse_body(said, ChatRequest))
+        assert chat_tokens(qwen, **said) == qwen.vocabulary.encode(rendered, special=True)

@@ -1,4 +1,4 @@
-"""The size of a response is limited in bytes, for any tokens."""
+"""A response has a limit in bytes: by what is expected of it when it is asked for, and by what it comes to."""
 
 from __future__ import annotations
 
@@ -9,83 +9,95 @@ import pytest
 
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
+from specserve.api import logprobs
 from specserve.api.logprobs import (
-    MAX_RESPONSE_BYTES,
-    ResponseSize,
     chat_logprobs,
     completion_logprobs,
+    most_bytes,
     output_positions,
 )
-from specserve.api.response_schema import as_json
+from specserve.api.parse import parse_body
+from specserve.api.prompt import Tokenizer
+from specserve.api.request_schema import ChatRequest
 from specserve.core.generation import OutputToken
+from specserve.errors import RequestError
 from specserve.sequence import TokenScore
+from test_requests import CONFIG, VOCABULARY, generations_of, groups_of
 
 # Tokens that differ in JSON: 128 spaces, a four-byte character, half of one, a letter, and characters to escape.
-PIECES = [b" " * 128, "🙂".encode(), b"\xf0\x9f", b"a", b'"\\\n' * 20]
-
-
-class LongTokens(FakeVocabulary):
-    """A vocabulary whose tokens are long in JSON."""
-
-    def piece(self, token: int) -> bytes:
-        return b"" if self.is_end_token(token) else PIECES[0]
-
-    def name(self, token: int) -> bytes:
-        return self.piece(token)
+PIECES = [b" " * 128, "🙂".encode(), b"\xf0\x9f", b"a", b'"\\\n' * 20, bytes(range(1, 30))]
 
 
 class Pieces(FakeVocabulary):
-    """A vocabulary whose tokens are PIECES in turn."""
+    """A vocabulary whose tokens are PIECES in turn, but for the end token."""
 
     def piece(self, token: int) -> bytes:
-        return PIECES[token % len(PIECES)]
+        return b"" if self.is_end_token(token) else PIECES[token % len(PIECES)]
 
     def name(self, token: int) -> bytes:
         return self.piece(token)
 
 
-@pytest.mark.parametrize("chat", [False, True])
-@pytest.mark.parametrize("top", [0, 5, 20])
-def test_the_estimated_size_is_between_the_size_and_twice_the_size(top: int, *, chat: bool) -> None:
-    vocabulary = Pieces(200)
-    scores = [TokenScore(n, -12.345678901234567 * n, [(n + i, -1.0 / 3 - i) for i in range(top)]) for n in range(60)]
-    tokens = [OutputToken(score, 128 * position) for position, score in enumerate(scores)]
-    text = b"".join(vocabulary.piece(score.token) for score in scores).decode("utf-8", errors="replace")
-    positions = output_positions(tokens)
-    logprobs = chat_logprobs(positions, vocabulary) if chat else completion_logprobs(positions, vocabulary, top=top)
-    size = ResponseSize(vocabulary, chat=chat)
-    for score in scores:
-        size.add_token(vocabulary.piece(score.token), score)
-    actual = len(as_json({"text": text, "logprobs": logprobs}))
-    assert actual - 100 <= size.bytes
-    # On v1/completions alternatives with equal text are written once but counted each time.
-    if chat or not top:
-        assert size.bytes <= 2 * actual
+def test_no_log_probabilities_take_more_bytes_than_are_counted() -> None:
+    vocabulary: Any = Pieces(200)
+    for top in (0, 5, 20):
+        scores = [
+            TokenScore(n, -12.345678901234567 * n, [(n + i, -1.0 / 3 - i) for i in range(top)]) for n in range(60)
+        ]
+        positions = output_positions(OutputToken(score, 128 * position) for position, score in enumerate(scores))
+        for written in (chat_logprobs(positions, vocabulary), completion_logprobs(positions, vocabulary, top=top)):
+            assert len(json.dumps(written)) <= most_bytes(positions, vocabulary) + 100
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_response_that_exceeds_the_limit_ends_with_an_error(monkeypatch: pytest.MonkeyPatch, *, stream: bool) -> None:
-    front_end = FrontEnd()
-    long_tokens: Any = LongTokens(200)
+def test_a_response_that_comes_to_more_than_the_limit_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    long_tokens: Any = Pieces(200)
     monkeypatch.setattr(FakeVocabulary, "piece", long_tokens.piece)
     monkeypatch.setattr(FakeVocabulary, "name", long_tokens.name)
+    monkeypatch.setattr(logprobs, "MAX_RESPONSE_BYTES", 2**19)
+    spaces = [token for token in range(199) if not token % len(PIECES)]
     messages = [{"role": "user", "content": "hi"}]
-    body = {"messages": messages, "n": 8, "max_tokens": 200, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
-    large = front_end.post({**body, "stream": stream}, "v1/chat/completions")
-    small = front_end.post({**body, "n": 1, "max_tokens": 4}, "v1/chat/completions")
-    front_end.run()
-    assert front_end.status[small] == 200
-    if stream:
-        assert front_end.events(large)[-1]["error"]["code"] == "response_too_large"
-        assert len(front_end.text(large)) < 2 * MAX_RESPONSE_BYTES
-    else:
-        assert len(front_end.text(large)) <= MAX_RESPONSE_BYTES
-        assert json.loads(front_end.text(large))["error"]["code"] == "response_too_large"
+    body = {"messages": messages, "n": 4, "max_tokens": 60, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
+    for stream in (False, True):
+        front_end = FrontEnd()
+        large = front_end.post({**body, "stream": stream, "allowed_token_ids": spaces}, "v1/chat/completions")
+        small = front_end.post({**body, "n": 1, "max_tokens": 4}, "v1/chat/completions")
+        front_end.run()
+        assert front_end.status[small] == 200
+        answer = front_end.events(large)[-1] if stream else front_end.answer(large)
+        assert answer["error"]["code"] == "response_too_large"
+        assert len(front_end.text(large)) < 2**20
 
 
-def test_prompt_scores_count_once_for_every_choice() -> None:
-    score = TokenScore(0, -1.0, [])
-    one, three = (ResponseSize(FakeVocabulary(200), chat=False, choices=n) for n in (1, 3))
-    one.add_prompt_scores([score])
-    three.add_prompt_scores([score])
-    assert three.bytes == 3 * one.bytes > 0
+def test_a_response_that_is_expected_to_be_too_large_is_refused_at_once() -> None:
+    wide = CONFIG.model_copy(update={"context_length": 4096})
+    vast = CONFIG.model_copy(update={"context_length": 200_000})
+    scored: dict[str, Any] = {"max_tokens": 4000, "logprobs": 5}
+    echo: dict[str, Any] = {"echo": True, "max_tokens": 0}
+    for fields, config, param in (
+        ({**scored, "prompt": ["a"] * 128}, wide, "logprobs"),
+        ({**echo, "prompt": "\N{GRINNING FACE}" * 6_000, "n": 128}, vast, "echo"),
+        ({**echo, "prompt": " " * 30_000, "logprobs": 0, "n": 4}, vast, "logprobs"),
+        ({"prompt": "a", "n": 128, "max_tokens": 10_000}, vast, "max_tokens"),
+    ):
+        with pytest.raises(RequestError, match="may take more than 8 MB") as caught:
+            groups_of(fields, config)
+        assert caught.value.param == param
+    assert len(groups_of({**scored, "prompt": ["a"] * 4}, wide)) == 4
+    assert len(groups_of({**echo, "prompt": " " * 100_000, "n": 8}, vast)[0]) == 8
+    assert len(groups_of({**echo, "prompt": " " * 30_000, "logprobs": 0, "n": 3}, vast)[0]) == 3
+
+
+def test_an_answer_without_a_limit_is_as_long_as_its_response_has_room() -> None:
+    config = CONFIG.model_copy(update={"context_length": 32768})
+
+    def most(**fields: Any) -> int:
+        request = parse_body({"messages": [{"role": "user", "content": "a"}], **fields}, ChatRequest)
+        [[generation, *_]] = generations_of(
+            request, [Tokenizer(VOCABULARY, config).chat(request, lambda *_: "a")], config
+        )
+        return generation.max_tokens
+
+    assert most() == most(logprobs=True) == 32767
+    assert 10_000 < most(logprobs=True, top_logprobs=5) < 32767
+    assert 4_000 < most(logprobs=True, top_logprobs=20) < 6_000
+    assert 400 < most(logprobs=True, top_logprobs=20, n=10) < 600

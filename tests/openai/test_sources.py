@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
-from specserve.api.logprobs import ResponseSize
-from specserve.api.openapi import openapi
 from specserve.core.generation import Generation
 from specserve.sequence import SamplingParams, Source, SpeculationParams
 from test_detokenizer import split
@@ -94,12 +92,17 @@ def test_an_incomplete_last_character_has_the_source_of_the_last_token() -> None
     assert generation.by_source() == [("a", "model"), ("\ufffd", "target")]
 
 
-@pytest.mark.parametrize("echo", [False, True])
-@pytest.mark.parametrize("stops", [None, [], ["first"], ["late", "late but longer"]])
-@pytest.mark.parametrize("route", ["v1/completions", "v1/chat/completions"])
-def test_the_pieces_of_a_chunk_join_to_its_text(route: str, stops: list[str] | None, *, echo: bool) -> None:
+@pytest.mark.parametrize(
+    ("route", "echo"), [("v1/completions", False), ("v1/completions", True), ("v1/chat/completions", False)]
+)
+def test_the_pieces_of_a_chunk_join_to_its_text(route: str, *, echo: bool) -> None:
     """Half of the fake model's tokens are bytes of multi-byte characters, most of them in invalid sequences."""
-    front_end = FrontEnd()
+    for stops in (None, ["first"], ["late", "late but longer"]):
+        check_pieces(FrontEnd(), route, stops, echo=echo)
+
+
+def check_pieces(front_end: FrontEnd, route: str, stops: list[str] | None, *, echo: bool) -> None:
+    """Compare the sources of a stream and of a whole response with their texts."""
     body = CHAT if "chat" in route else {**BODY, "echo": echo}
     plain = front_end.post({**body, "stream": True}, route)
     front_end.run()
@@ -166,21 +169,20 @@ def test_accepted_prediction_tokens_and_the_targets_have_different_sources() -> 
     assert sources[6] == [text[6], "target"]
 
 
-@pytest.mark.parametrize("drafter", ["auto", "model", "lookup"])
-def test_sources_agree_with_the_counts_of_the_speculation_object(drafter: str) -> None:
-    front_end = FrontEnd()
-    options = {"mode": "fixed", "gamma": 3, "drafter": drafter, **WITH_SOURCES}
-    request_id = front_end.post({**BODY, "logit_bias": ASCII_ONLY, "max_tokens": 120, "speculation": options})
-    front_end.run()
-    answer = front_end.answer(request_id)
-    counts = Counter(name for _, name in answer["choices"][0]["sources"])
-    accepted = {name: tally["accepted"] for name, tally in answer["speculation"]["drafters"].items()}
-    assert counts.total() == 120
-    assert {name: count for name, count in accepted.items() if count} == {
-        name: count for name, count in counts.items() if name != "target"
-    }
-    if drafter != "lookup":
-        assert counts["model"] > 0
+def test_sources_agree_with_the_counts_of_the_speculation_object() -> None:
+    for drafter in ("auto", "model", "lookup"):
+        front_end = FrontEnd()
+        options = {"mode": "fixed", "gamma": 3, "drafter": drafter, **WITH_SOURCES}
+        request_id = front_end.post({**BODY, "logit_bias": ASCII_ONLY, "max_tokens": 120, "speculation": options})
+        front_end.run()
+        answer = front_end.answer(request_id)
+        counts = Counter(name for _, name in answer["choices"][0]["sources"])
+        accepted = {name: tally["accepted"] for name, tally in answer["speculation"]["drafters"].items()}
+        assert counts.total() == 120
+        assert {name: count for name, count in accepted.items() if count} == {
+            name: count for name, count in counts.items() if name != "target"
+        }
+        assert drafter == "lookup" or counts["model"] > 0
 
 
 def test_without_drafts_the_only_source_is_the_target() -> None:
@@ -190,38 +192,15 @@ def test_without_drafts_the_only_source_is_the_target() -> None:
     assert {name for _, name in front_end.answer(request_id)["choices"][0]["sources"]} == {"target"}
 
 
-@pytest.mark.parametrize("speculation", [None, {}, {"mode": "fixed", "gamma": 2}, {"sources": False}])
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("route", ["v1/completions", "v1/chat/completions"])
-def test_a_response_has_no_sources_unless_requested(route: str, speculation: object, *, stream: bool) -> None:
+def test_a_response_has_no_sources_unless_requested() -> None:
     front_end = FrontEnd()
-    body = CHAT if "chat" in route else BODY
-    request_id = front_end.post({**body, "stream": stream, "speculation": speculation}, route)
+    requests = [
+        front_end.post({**body, "stream": stream, "speculation": speculation}, route)
+        for body, route in ((BODY, "v1/completions"), (CHAT, "v1/chat/completions"))
+        for stream in (False, True)
+        for speculation in (None, {}, {"mode": "fixed", "gamma": 2}, {"sources": False})
+    ]
     front_end.run()
-    assert front_end.status[request_id] == 200
-    assert '"sources"' not in front_end.text(request_id)
-
-
-def test_sources_must_be_a_boolean() -> None:
-    front_end = FrontEnd()
-    request_id = front_end.post({**BODY, "speculation": {"sources": "yes"}})
-    front_end.run()
-    assert front_end.status[request_id] == 400
-    assert front_end.answer(request_id)["error"]["param"] == "speculation.sources"
-
-
-def test_the_size_of_a_response_counts_sources() -> None:
-    plain, sourced = (ResponseSize(FakeVocabulary(200), chat=False, sources=sources) for sources in (False, True))
-    for size in (plain, sourced):
-        size.add_token(b'"\xf0', None)
-    assert sourced.bytes - plain.bytes >= len(', ["\\"\\ufffd", "prediction"]')
-
-
-def test_openapi_describes_sources() -> None:
-    schemas = openapi()["components"]["schemas"]
-    assert schemas["SpeculationOptions"]["properties"]["sources"]["type"] == "boolean"
-    for choice in ("CompletionChoice", "ChatChoice", "ChatChunkChoice"):
-        assert "sources" in schemas[choice]["properties"]
-        assert "sources" not in schemas[choice]["required"]
-    names = schemas["ChatChoice"]["properties"]["sources"]["items"]["prefixItems"][1]["enum"]
-    assert set(names) == {"model", "lookup", "prediction", "grammar", "target", "prompt"}
+    for request_id in requests:
+        assert front_end.status[request_id] == 200
+        assert '"sources"' not in front_end.text(request_id)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +14,8 @@ from specserve.core.generation import Generation
 from specserve.sequence import SamplingParams, SpeculationParams, TokenScore
 
 CONTROLS = {200: b"<|a|>", 201: b"<|bb|>", 202: b"<s>"}
+# How many tokens a round may decide: each alone, some, and all at once.
+ROUNDS = (1, 3, 100)
 
 
 class Controls(FakeVocabulary):
@@ -49,8 +50,9 @@ def written(
     """A generation that has been given these tokens, some in each round, and the texts it released."""
     strings, marks = with_control_tokens(stops, VOCABULARY)
     options: Any = {"max_tokens": len(tokens), "marks": marks, "top_logprobs": 0, **more}
-    sampling = SamplingParams(min_tokens=min_tokens)
-    generation = Generation([0], sampling, SpeculationParams(), VOCABULARY, strings, **options)
+    generation = Generation(
+        [0], SamplingParams(min_tokens=min_tokens), SpeculationParams(), VOCABULARY, strings, **options
+    )
     texts = []
     for begin in range(0, len(tokens), rounds):
         if generation.done:
@@ -64,37 +66,39 @@ def written(
     return generation, texts
 
 
-@pytest.mark.parametrize(
-    ("stops", "output", "text", "stopped_after"),
-    [
-        (["<|a|>"], "one<|a|>two", "one", 4),
-        (["<|a|>"], "<|a|>", "", 1),
-        (["never", "<|bb|>", "<|a|>"], "one<|a|>two<|bb|>", "one", 4),
-        # A control token that no stop string names.
-        (["<|a|>"], "one<|bb|>two", "onetwo", None),
-        # Text before and after the control token belongs to the stop string.
-        (["\n<|a|>user"], "one\n<|a|>user two", "one", 9),
-        (["\n<|a|>user"], "one\n<|a|>use", "one\nuse", None),
-        (["\n<|a|>user"], "one\n<|a|>\n<|a|>user", "one\n", 11),
-        (["ab<|a|>"], "abab<|a|>", "ab", 5),
-        (["<|a|><|bb|>"], "x<|a|><|a|><|bb|>", "x", 4),
-        (["<|a|><|bb|>"], "x<|bb|><|a|>", "x", None),
-        # Other stop strings are found across a control token, since the output shows no trace of it.
-        (["END", "<|a|>x"], "oneEN<|a|>D", "one", 7),
-        # Of several the first to end.
-        (["<|a|>two", "<|a|>"], "one<|a|>two", "one", 4),
-        (["e<|a|>", "<|a|>"], "one<|a|>two", "on", 4),
-    ],
-)
-@pytest.mark.parametrize("rounds", [1, 3, 100])
-def test_text_ends_before_the_stop_string(
-    stops: list[str], output: str, text: str, stopped_after: int | None, rounds: int
-) -> None:
-    tokens = spelled(output)
-    generation, texts = written(stops, tokens, rounds=rounds)
-    assert "".join(texts) == text
-    assert generation.finish_reason == ("stop" if stopped_after else "length")
-    assert generation.answer == tokens[:stopped_after]
+# By stop strings and output: its text, the stop string that ended it, and the tokens up to there.
+STOPPED: list[tuple[list[str], str, str, str, int | None]] = [
+    (["two", "never"], "one two three", "one ", "two", 7),
+    (["wo", "two"], "one two three", "one ", "two", 7),
+    (["tw", "thr"], "one t", "one t", "", None),
+    (["<|a|>"], "one<|a|>two", "one", "<|a|>", 4),
+    (["<|a|>"], "<|a|>", "", "<|a|>", 1),
+    (["never", "<|bb|>", "<|a|>"], "one<|a|>two<|bb|>", "one", "<|a|>", 4),
+    # A control token that no stop string names.
+    (["<|a|>"], "one<|bb|>two", "onetwo", "", None),
+    # Text before and after the control token belongs to the stop string.
+    (["\n<|a|>user"], "one\n<|a|>user two", "one", "\n<|a|>user", 9),
+    (["\n<|a|>user"], "one\n<|a|>use", "one\nuse", "", None),
+    (["\n<|a|>user"], "one\n<|a|>\n<|a|>user", "one\n", "\n<|a|>user", 11),
+    (["ab<|a|>"], "abab<|a|>", "ab", "ab<|a|>", 5),
+    (["<|a|><|bb|>"], "x<|a|><|a|><|bb|>", "x", "<|a|><|bb|>", 4),
+    (["<|a|><|bb|>"], "x<|bb|><|a|>", "x", "", None),
+    # Other stop strings are found across a control token, since the output shows no trace of it.
+    (["END", "<|a|>x"], "oneEN<|a|>D", "one", "END", 7),
+    # Of several the first to end.
+    (["<|a|>two", "<|a|>"], "one<|a|>two", "one", "<|a|>", 4),
+    (["e<|a|>", "<|a|>"], "one<|a|>two", "on", "e<|a|>", 4),
+]
+
+
+def test_text_ends_before_the_stop_string_which_the_generation_knows() -> None:
+    for stops, output, text, stop, stopped_after in STOPPED:
+        for rounds in ROUNDS:
+            tokens = spelled(output)
+            generation, texts = written(stops, tokens, rounds=rounds)
+            assert ("".join(texts), generation.stop) == (text, stop), (stops, output, rounds)
+            assert generation.finish_reason == ("stop" if stopped_after else "length")
+            assert generation.answer == tokens[:stopped_after]
 
 
 def test_a_stop_string_that_names_a_control_token_stops_at_its_name_written_as_text() -> None:
@@ -102,29 +106,9 @@ def test_a_stop_string_that_names_a_control_token_stops_at_its_name_written_as_t
     assert ("".join(texts), generation.finish_reason) == ("one", "stop")
 
 
-@pytest.mark.parametrize(
-    ("stops", "output", "stop"),
-    [
-        (["two", "never"], "one two three", "two"),
-        (["wo", "two"], "one two three", "two"),
-        (["\n<|a|>user", "<|bb|>"], "one\n<|a|>user", "\n<|a|>user"),
-        (["<|a|>"], "one<|a|>", "<|a|>"),
-        (["tw", "thr"], "one t", ""),
-    ],
-)
-@pytest.mark.parametrize("rounds", [1, 3, 100])
-def test_a_generation_knows_the_stop_string_that_ended_it(
-    stops: list[str], output: str, stop: str, rounds: int
-) -> None:
-    generation, _ = written(stops, spelled(output), rounds=rounds)
-    assert generation.stop == stop
-
-
 def test_text_is_withheld_only_while_it_may_begin_a_stop_string() -> None:
-    _, texts = written(["n<|a|>e"], spelled("on<|a|>d"))
-    assert texts == ["o", "", "", "nd"]
-    _, texts = written(["n<|a|>e", "<|bb|>"], spelled("on<|bb|>"))
-    assert texts == ["o", "", "n"]
+    assert written(["n<|a|>e"], spelled("on<|a|>d"))[1] == ["o", "", "", "nd"]
+    assert written(["n<|a|>e", "<|bb|>"], spelled("on<|bb|>"))[1] == ["o", "", "n"]
 
 
 def test_a_control_token_that_stops_has_no_log_probability_in_the_answer() -> None:
@@ -147,64 +131,49 @@ def test_stop_strings_of_text_alone_stop_where_they_did_before_others_named_cont
     assert alone[0].tokens == others[0].tokens
 
 
-@pytest.mark.parametrize("rounds", [1, 3, 100])
-@pytest.mark.parametrize(
-    ("stops", "output", "min_tokens", "text"),
-    [
-        (["b"], "abcab", 0, "a"),
-        (["b"], "abcab", 2, "abca"),
-        (["b"], "abcab", 4, "abca"),
-        (["b"], "abcab", 5, "abcab"),
-        # A stop string that ends after them ends the answer, and what they have said stays.
-        (["bca"], "abcab", 3, "abc"),
-        (["bca"], "abcab", 2, "ab"),
-        (["é"], "aéé", 3, "aé"),
-        (["<|a|>"], "x<|a|>y<|a|>z", 2, "xy"),
-    ],
-)
-def test_no_stop_string_ends_an_answer_before_its_least_number_of_tokens(
-    stops: list[str], output: str, min_tokens: int, text: str, rounds: int
-) -> None:
-    generation, texts = written(stops, spelled(output), rounds=rounds, min_tokens=min_tokens)
-    assert "".join(texts) == text
-    assert generation.generated >= min_tokens
+def test_no_stop_string_ends_an_answer_before_its_least_number_of_tokens() -> None:
+    """One that ends after them ends the answer, and what they have said stays."""
+    for stop, output, min_tokens, text in (
+        ("b", "abcab", 0, "a"),
+        ("b", "abcab", 2, "abca"),
+        ("b", "abcab", 5, "abcab"),
+        ("bca", "abcab", 3, "abc"),
+        ("bca", "abcab", 2, "ab"),
+        ("é", "aéé", 3, "aé"),
+        ("<|a|>", "x<|a|>y<|a|>z", 2, "xy"),
+    ):
+        for rounds in ROUNDS:
+            generation, texts = written([stop], spelled(output), rounds=rounds, min_tokens=min_tokens)
+            assert "".join(texts) == text, (stop, output, min_tokens, rounds)
+            assert generation.generated >= min_tokens
 
 
-@pytest.mark.parametrize("rounds", [1, 3, 100])
-def test_a_stop_string_is_part_of_the_text_if_the_request_wants_it(rounds: int) -> None:
-    for stops, output, text in ((["bc"], "abcd", "abc"), (["b", "bc"], "abcd", "ab"), (["<|a|>"], "ab<|a|>c", "ab")):
-        generation, texts = written(stops, spelled(output), rounds=rounds, includes_stop=True)
-        assert ("".join(texts), generation.finish_reason) == (text, "stop")
-
-
-@pytest.mark.parametrize("rounds", [1, 3, 100])
-def test_a_stop_token_ends_an_answer_as_eos_does(rounds: int) -> None:
+def test_a_stop_string_or_token_is_part_of_the_text_if_the_request_wants_it() -> None:
     [token] = spelled("b")
-    for included, text in ((False, "a"), (True, "ab")):
-        generation, texts = written(
-            [], spelled("abc"), rounds=rounds, stop_tokens=frozenset([token]), includes_stop=included
-        )
-        assert ("".join(texts), generation.finish_reason) == (text, "stop")
-        assert generation.ended_by_eos is not included
+    for rounds in ROUNDS:
+        for stops, output, text in ((["bc"], "abcd", "abc"), (["b", "bc"], "abcd", "ab"), (["<|a|>"], "a<|a|>c", "a")):
+            generation, texts = written(stops, spelled(output), rounds=rounds, includes_stop=True)
+            assert ("".join(texts), generation.finish_reason) == (text, "stop")
+        for included, text in ((False, "a"), (True, "ab")):
+            ends: Any = {"stop_tokens": frozenset([token]), "includes_stop": included}
+            generation, texts = written([], spelled("abc"), rounds=rounds, **ends)
+            assert ("".join(texts), generation.finish_reason) == (text, "stop")
+            assert generation.ended_by_eos is not included
 
 
 def test_control_tokens_are_spelled_if_the_request_wants_them() -> None:
     for spells_control, text in ((False, "onetwo"), (True, "one<|bb|>two")):
-        _, texts = written([], spelled("one<|bb|>two"), spells_control=spells_control)
-        assert "".join(texts) == text
+        assert "".join(written([], spelled("one<|bb|>two"), spells_control=spells_control)[1]) == text
 
 
-@pytest.mark.parametrize(
-    ("output", "text"),
-    [
+def test_after_its_time_an_answer_ends_with_its_line() -> None:
+    """The time begins with the first token, and is read at each line break."""
+    for output, text in (
         ("a\nbcd\ne\nf", "a\nbcd\n"),
         ("a\n<|a|>\nf", "a\n\n"),
         ("abcdefgh", "abcdefgh"),
         ("a\nb", "a\nb"),
-    ],
-)
-def test_after_its_time_an_answer_ends_with_its_line(output: str, text: str) -> None:
-    """The time begins with the first token, and is read at each line break."""
-    times = iter([10.0, 12.9, 13.1])
-    generation, texts = written([], spelled(output), max_seconds=3.0, clock=lambda: next(times))
-    assert ("".join(texts), generation.finish_reason) == (text, "length")
+    ):
+        times = iter([10.0, 12.9, 13.1])
+        generation, texts = written([], spelled(output), max_seconds=3.0, clock=lambda times=times: next(times))
+        assert ("".join(texts), generation.finish_reason) == (text, "length")

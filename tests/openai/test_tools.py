@@ -12,14 +12,12 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from fake_engine import FakeVocabulary
-from front_end import FrontEnd
-from specserve.api import response_schema as schema
+from front_end import FrontEnd, check
 from specserve.api.chat_template import ChatTemplate
 from specserve.api.parse import parse_body
 from specserve.api.request_schema import ChatRequest
 from specserve.errors import RequestError
 from specserve.grammar.compiler import GrammarCompiler
-from test_response_schema import check
 
 ROUTE = "v1/chat/completions"
 # A template of a known format, in short.
@@ -50,7 +48,7 @@ def answer(**fields: Any) -> Any:
     server = front_end()
     request_id = server.post({**BODY, **fields}, ROUTE)
     server.run()
-    check(schema.ChatCompletion, server.text(request_id))
+    check(ChatCompletion, server.text(request_id))
     return server.answer(request_id)
 
 
@@ -61,7 +59,7 @@ def events(**fields: Any) -> list[Any]:
     server.run()
     found = server.events(request_id)
     for event in found:
-        check(schema.ChatCompletionChunk, json.dumps(event))
+        check(ChatCompletionChunk, json.dumps(event))
     return found
 
 

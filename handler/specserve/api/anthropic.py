@@ -13,7 +13,8 @@ from specserve.api.body import Body, Items, Part, Text
 from specserve.api.client_tools import ANTHROPIC, is_hosted, undescribed
 from specserve.api.parse import parse_body
 from specserve.api.prompt import PromptTooLong
-from specserve.api.request_schema import ChatRequest, GenerationRequest, StopString
+from specserve.api.request_schema import ChatRequest, GenerationRequest
+from specserve.api.sampling_fields import StopString
 from specserve.errors import RequestError
 
 Json = dict[str, Any]
@@ -217,7 +218,7 @@ class MessagesResponse(BlocksResponse):
 
     def _whole(self) -> Event:
         [generation] = self.generations
-        reason = self._finish_reason(0, generation) or "stop"
+        reason = self._finish_reason(generation) or "stop"
         stop = generation.stop if reason == "stop" else ""
         return self._message() | {
             "content": [self._content(block) for block in self._blocks],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +13,6 @@ from pydantic_core import from_json
 from specserve.api.answer import Arguments, Call, Part, Reasoning, Text
 from specserve.api.request_schema import GenerationRequest
 from specserve.api.response import GenerationResponse
-from specserve.api.response_schema import as_json
 from specserve.errors import RequestError
 
 # A JSON object with the field `type`, which also names the event.
@@ -83,14 +83,14 @@ class BlocksResponse(GenerationResponse, ABC):
     def text(self) -> str:
         """Return the whole response, or the error, as JSON text."""
         if self.error:
-            return as_json(self.error_body(self.error))
+            return json.dumps(self.error_body(self.error))
         for _ in self._events():
             pass
-        return as_json(self._whole())
+        return json.dumps(self._whole())
 
     def next_events(self) -> str:
         """Return the stream's events since the last call, '' where nothing is new; when done, the end of the stream."""
-        return "".join(f"event: {event['type']}\ndata: {as_json(event)}\n\n" for event in self._events())
+        return "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in self._events())
 
     def _events(self) -> Iterator[Event]:
         [generation] = self.generations
@@ -103,7 +103,7 @@ class BlocksResponse(GenerationResponse, ABC):
         if self.error:
             yield self._failure(self.error)
             return
-        for part in self._parts(0, generation):
+        for part in self._parts(generation):
             yield from self._add(part)
         if generation.done:
             # An answer without anything else is an empty text.

@@ -1,4 +1,4 @@
-"""What the models of request bodies share: how strictly they validate, and which fields they do not know."""
+"""What the models of request bodies share: strict validation, and the names of fields that are ignored."""
 
 from __future__ import annotations
 
@@ -6,39 +6,48 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from specserve.errors import RequestError
 
-# Unknown fields of a request that are named, and characters of each; a body may have a million.
-_MAX_UNKNOWN, _MAX_NAME = 16, 100
+# Ignored fields of a request that are named, and characters of each name; a body may have a million.
+_MAX_NAMES, _MAX_NAME = 16, 100
 
 
 class Body(BaseModel):
-    """A JSON object of a request; `unknown` has the paths of fields that no model of it knows, the first few."""
+    """A JSON object of a request; pydantic keeps the fields that it does not know in `model_extra`."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     # Names that are known although they are no fields.
     also_known: ClassVar[frozenset[str]] = frozenset()
-    _unknown: list[str] = PrivateAttr(default_factory=list)
 
     @property
     def unknown(self) -> list[str]:
-        """The paths of the unknown fields of the body that `note_unknown` was given."""
-        return self._unknown
+        """The paths of unknown fields, the first few: `messages[0].weight`."""
+        return _cut(_unknown(self))
 
     @property
     def ignored(self) -> list[str]:
-        """The paths of all that is ignored: the unknown fields, and the tools that the model is not offered."""
-        return self._unknown + [path[:_MAX_NAME] for path in islice(self._not_offered(), _MAX_UNKNOWN)]
+        """The paths of all that is ignored: unknown fields, and tools that the model is not offered."""
+        return self.unknown + _cut(self._not_offered())
 
     def _not_offered(self) -> Iterator[str]:
         return iter(())
 
-    def note_unknown(self, body: object) -> None:
-        """Find the unknown fields of the body that this was made from."""
-        self._unknown = [path[:_MAX_NAME] for path in islice(_unknown(self, body, ""), _MAX_UNKNOWN)]
+
+def _unknown(body: Body, path: str = "") -> Iterator[str]:
+    yield from (path + name for name in body.model_extra or () if name not in body.also_known)
+    for name, value in body:
+        parts = value if isinstance(value, list) and value and isinstance(value[0], Body) else []
+        for index, part in enumerate(parts):
+            yield from _unknown(part, f"{path}{name}[{index}].")
+        if isinstance(value, Body):
+            yield from _unknown(value, f"{path}{name}.")
+
+
+def _cut(paths: Iterator[str]) -> list[str]:
+    return [path[:_MAX_NAME] for path in islice(paths, _MAX_NAMES)]
 
 
 class Part(Body):
@@ -53,21 +62,6 @@ class Part(Body):
             sentence = f"must be a part of type {types}; images, audio and files are not supported"
             raise PydanticCustomError("other_part", "{sentence}", {"sentence": sentence})
         return part
-
-
-def _unknown(value: object, body: object, path: str) -> Iterator[str]:
-    """Yield the paths of unknown fields, in the order of the body: `messages[0].weight`."""
-    if isinstance(value, Body) and isinstance(body, dict):
-        fields = {field.alias or name: name for name, field in type(value).model_fields.items()}
-        for name, inner in body.items():
-            inside = f"{path}.{name}" if path else name
-            if name in fields:
-                yield from _unknown(getattr(value, fields[name]), inner, inside)
-            elif name not in value.also_known:
-                yield inside
-    elif isinstance(value, list) and isinstance(body, list) and value and isinstance(value[0], Body):
-        for index, (part, inner) in enumerate(zip(value, body, strict=False)):
-            yield from _unknown(part, inner, f"{path}[{index}]")
 
 
 def at_most(count: int) -> BeforeValidator:

@@ -7,6 +7,7 @@ request without a temperature is greedy here; which samplers run, and in which o
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -18,7 +19,6 @@ from specserve.api.dialects import KNOWN
 from specserve.api.prompt import Prompt, Tokenizer
 from specserve.api.request_schema import CompletionRequest, GenerationRequest
 from specserve.api.response import Response
-from specserve.api.response_schema import as_json
 from specserve.core.generation import Generation
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
@@ -138,7 +138,7 @@ class InfillResponse(Response):
             return Response.refusal(self.error).text()
         whole = self._whole(self._content)
         fields = self._request.response_fields
-        return as_json(whole if fields is None else _chosen(whole, fields))
+        return json.dumps(whole if fields is None else _chosen(whole, fields))
 
     def next_events(self) -> str:
         """Return the stream's events since the last call."""
@@ -149,7 +149,7 @@ class InfillResponse(Response):
         counts = {"tokens_predicted": self._generation.generated, "tokens_evaluated": self._generation.prompt_length}
         events = [{"index": 0, "content": new, "tokens": [], "stop": False, "id_slot": -1, **counts}] if new else []
         events += [self._whole("")] if done else []
-        return "".join(f"data: {as_json(event)}\n\n" for event in events)
+        return "".join(f"data: {json.dumps(event)}\n\n" for event in events)
 
     def _whole(self, content: str) -> dict[str, Any]:
         generation, stats = self._generation, self._generation.stats

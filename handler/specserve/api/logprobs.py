@@ -1,84 +1,24 @@
-"""Log-probabilities in OpenAI's forms: tokens as text, with their offsets; and how many bytes a response takes."""
+"""Log-probabilities in OpenAI's forms: tokens as text, with their offsets; and how many bytes they take at most."""
 
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specserve.api.prompt import Prompt
-from specserve.api.response_schema import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 from specserve.core.generation import OutputToken
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.sequence import TokenScore
 
-# Of one response, in bytes. Writing 8 MiB of JSON takes up to 0.5 s without a round (benchmarks/worst_cases.py), and
-# TorchServe keeps it with those of other requests in memory (max_response_size in config/config.properties).
+# Bytes of one response that are expected at most when it is asked for. It may take twice as many: to write 16 MiB of
+# JSON takes up to a second without a round (benchmarks/worst_cases.py), and TorchServe keeps it with those of other
+# requests in memory (max_response_size in config/config.properties).
 MAX_RESPONSE_BYTES = 8 * 2**20
-# A float of the greatest length in JSON, and the bytes of separators or of an offset beside a token.
-_NUMBER = -123.45678901234567
-_SEPARATORS = 4
-# What stands in JSON around a piece of text and its source.
-_SOURCE_BYTES = len(', ["", "prediction"]')
-
-
-class ResponseSize:
-    """Keeps an upper bound of the bytes of one response's JSON, while the tokens of all its sequences come.
-
-    Args:
-        vocabulary: the target's.
-        chat: whether scores have the form of v1/chat/completions, which spells tokens as bytes too.
-        sources: whether the text is repeated beside its sources.
-        choices: how many choices repeat the prompt's scores.
-        initial: bytes that are known in advance.
-    """
-
-    def __init__(
-        self, vocabulary: Vocabulary, *, chat: bool, sources: bool = False, choices: int = 1, initial: int = 0
-    ) -> None:
-        self._vocabulary = vocabulary
-        self._chat = chat
-        self._sources = sources
-        self._choices = choices
-        self.bytes = initial
-        self._entry_bytes: dict[int, int] = {}
-
-    def add_token(self, piece: bytes, score: TokenScore | None) -> None:
-        """Add a token of the output.
-
-        Raises:
-            RequestError: 400; the response has become too large.
-        """
-        text = len(json.dumps(piece.decode("utf-8", errors="replace"))) - 2
-        source = text + _SOURCE_BYTES if self._sources else 0
-        self._add(text + source + (self._score_bytes(score) if score else 0))
-
-    def add_prompt_scores(self, scores: Iterable[TokenScore]) -> None:
-        """Add log-probabilities of the prompt; raises like `add_token`."""
-        self._add(self._choices * sum(map(self._score_bytes, scores)))
-
-    def _score_bytes(self, score: TokenScore) -> int:
-        # v1/completions lists the token both beside the alternatives and among them.
-        return sum(map(self._bytes_of, [score.token, score.token, *(token for token, _ in score.top)]))
-
-    def _bytes_of(self, token: int) -> int:
-        known = self._entry_bytes.get(token)
-        if known is None:
-            name = _spelling(token, self._vocabulary)
-            form = _entry(token, _NUMBER, self._vocabulary) if self._chat else {name: _NUMBER}
-            known = self._entry_bytes[token] = len(json.dumps(form)) + _SEPARATORS
-        return known
-
-    def _add(self, count: int) -> None:
-        self.bytes += count
-        if self.bytes > MAX_RESPONSE_BYTES:
-            raise RequestError(
-                f"The response takes more than {MAX_RESPONSE_BYTES // 2**20} MB: ask for fewer answers, tokens or "
-                "log-probabilities.",
-                code="response_too_large",
-            )
+# Bytes of JSON at most for a token with its log-probability, beside its name, and for each byte of the name: twelve are
+# two escapes, or one and a number in a list.
+_ENTRY_BYTES, _NAME_BYTES = 90, 12
 
 
 class Position(NamedTuple):
@@ -87,6 +27,26 @@ class Position(NamedTuple):
     token: int
     score: TokenScore | None
     offset: int
+
+
+def most_bytes(positions: Sequence[Position], vocabulary: Vocabulary) -> int:
+    """Return how many bytes of JSON these tokens and their alternatives take at most."""
+    alternatives = [token for position in positions if position.score for token, _ in position.score.top]
+    names = (vocabulary.name(token) for token in [*(position.token for position in positions), *alternatives])
+    return sum(_ENTRY_BYTES + _NAME_BYTES * len(name) for name in names)
+
+
+def check_size(n_bytes: int) -> None:
+    """Refuse to write a response that takes many more bytes than were expected.
+
+    Raises:
+        RequestError: 400; it is too large.
+    """
+    if n_bytes > 2 * MAX_RESPONSE_BYTES:
+        raise RequestError(
+            "The response becomes too large: ask for fewer answers, tokens or log-probabilities.",
+            code="response_too_large",
+        )
 
 
 def output_positions(tokens: Iterable[OutputToken], shift: int = 0) -> list[Position]:
@@ -100,20 +60,20 @@ def prompt_positions(prompt: Prompt, scores: list[TokenScore], vocabulary: Vocab
     return list(map(Position, prompt.tokens, [None, *scores], offsets))
 
 
-def completion_logprobs(positions: Sequence[Position], vocabulary: Vocabulary, *, top: int) -> CompletionLogprobs:
+def completion_logprobs(positions: Sequence[Position], vocabulary: Vocabulary, *, top: int) -> dict[str, Any]:
     """Return the form of v1/completions; with `top` 0 it has no alternatives."""
     scores = [position.score for position in positions]
-    return CompletionLogprobs(
-        tokens=[_spelling(position.token, vocabulary) for position in positions],
-        token_logprobs=[None if score is None else score.logprob for score in scores],
-        top_logprobs=[None if score is None else _best(score, vocabulary) for score in scores] if top else None,
-        text_offset=[position.offset for position in positions],
-    )
+    return {
+        "tokens": [_spelling(position.token, vocabulary) for position in positions],
+        "token_logprobs": [score and score.logprob for score in scores],
+        "top_logprobs": [score and _best(score, vocabulary) for score in scores] if top else None,
+        "text_offset": [position.offset for position in positions],
+    }
 
 
-def chat_logprobs(positions: Sequence[Position], vocabulary: Vocabulary) -> ChatLogprobs:
+def chat_logprobs(positions: Sequence[Position], vocabulary: Vocabulary) -> dict[str, Any]:
     """Return the form of v1/chat/completions, with all alternatives that were kept."""
-    content: list[TokenLogprob] = [
+    content = [
         {
             **_entry(score.token, score.logprob, vocabulary),
             "top_logprobs": [_entry(token, logprob, vocabulary) for token, logprob in score.top],
@@ -121,7 +81,7 @@ def chat_logprobs(positions: Sequence[Position], vocabulary: Vocabulary) -> Chat
         for _, score, _ in positions
         if score is not None
     ]
-    return ChatLogprobs(content=content, refusal=None)
+    return {"content": content, "refusal": None}
 
 
 def _best(score: TokenScore, vocabulary: Vocabulary) -> dict[str, float]:
@@ -132,7 +92,7 @@ def _best(score: TokenScore, vocabulary: Vocabulary) -> dict[str, float]:
     return best
 
 
-def _entry(token: int, logprob: float, vocabulary: Vocabulary) -> TopLogprob:
+def _entry(token: int, logprob: float, vocabulary: Vocabulary) -> dict[str, Any]:
     """Return a token with its log-probability, in the form of v1/chat/completions."""
     name = vocabulary.name(token)
     return {"token": name.decode("utf-8", errors="replace"), "logprob": logprob, "bytes": list(name)}

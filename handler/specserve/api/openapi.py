@@ -1,99 +1,59 @@
-"""The OpenAPI document of the routes, generated from the schemas of requests and responses."""
+"""The OpenAPI document of the routes: the bodies of requests, from the models that validate them."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic.json_schema import models_json_schema
 
 import specserve
-from specserve.api import anthropic, infill, request_schema, response_schema, responses
+from specserve.api.anthropic import CountRequest, MessagesRequest
+from specserve.api.infill import InfillRequest
+from specserve.api.request_schema import ChatRequest, CompletionRequest
+from specserve.api.responses import ResponsesRequest
 
-Json = dict[str, Any]
-
-_REQUESTS = (
-    *(request_schema.CompletionRequest, request_schema.ChatRequest, responses.ResponsesRequest),
-    *(anthropic.MessagesRequest, anthropic.CountRequest, infill.InfillRequest),
-)
-_RESPONSES = (
-    *("Completion", "CompletionChunk", "ChatCompletion", "ChatCompletionChunk"),
-    *("Model", "ModelList", "SpeculationStatus", "ErrorResponse", "FrontEndError"),
-)
+_POST = {
+    "/v1/completions": ("Continue texts", CompletionRequest),
+    "/v1/chat/completions": ("Answer a chat", ChatRequest),
+    "/v1/responses": ("Answer a chat, in OpenAI's later form", ResponsesRequest),
+    "/v1/messages": ("Answer a chat, in Anthropic's form", MessagesRequest),
+    "/v1/messages/count_tokens": ("Count the tokens of such a chat", CountRequest),
+    "/infill": ("Fill the gap between two texts, in llama.cpp's form", InfillRequest),
+}
+_GET = {
+    "/v1/models": "The models of this server",
+    "/v1/models/{id}": "One model of this server",
+    "/v1/speculation": "Models, kernels, costs and controller of this server",
+    "/v1/openapi.json": "This document",
+}
+_OBJECT = {"application/json": {"schema": {"type": "object"}}}
 
 
 @cache
-def openapi() -> Json:
-    """Make the document, OpenAPI 3.1."""
-    shapes: list[tuple[str, Literal["validation", "serialization"], TypeAdapter[Any]]] = [
-        *((request.__name__, "validation", TypeAdapter(request)) for request in _REQUESTS),
-        *((name, "serialization", TypeAdapter(getattr(response_schema, name))) for name in _RESPONSES),
-    ]
-    _, schemas = TypeAdapter.json_schemas(shapes, ref_template="#/components/schemas/{model}")
+def openapi() -> dict[str, Any]:
+    """Make the document, OpenAPI 3.1; the references of each protocol describe its responses."""
+    shapes: list[Any] = [(kind, "validation") for _, kind in _POST.values()]
+    _, schemas = models_json_schema(shapes, ref_template="#/components/schemas/{model}")
+    paths: dict[str, Any] = {path: {"get": _operation(summary)} for path, summary in _GET.items()}
+    for path, (summary, kind) in _POST.items():
+        content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
+        operation = _operation(summary) | {"requestBody": {"required": True, "content": content}}
+        operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "object"}}
+        paths[path] = {"post": operation}
     model_id = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-    about_server = "Models, kernels, costs and controller of this server"
+    paths["/v1/models/{id}"]["parameters"] = [model_id]
     return {
         "openapi": "3.1.0",
-        "info": {
-            "title": "specserve",
-            "version": specserve.__version__,
-            "description": "OpenAI's and Anthropic's routes over a GGUF model, with speculative decoding.",
-        },
+        "info": {"title": "specserve", "version": specserve.__version__},
         # Relative to this document: the host, model name and version that it was fetched from.
         "servers": [{"url": ".."}],
         "security": [{"key": []}],
-        "paths": {
-            "/v1/completions": {"post": _generation("Continue texts", "CompletionRequest", "Completion")},
-            "/v1/chat/completions": {"post": _generation("Answer a chat", "ChatRequest", "ChatCompletion")},
-            "/v1/responses": {"post": _translation("Answer a chat, in OpenAI's later form", "ResponsesRequest")},
-            "/v1/messages": {"post": _translation("Answer a chat, in Anthropic's form", "MessagesRequest")},
-            "/v1/messages/count_tokens": {"post": _translation("Count the tokens of such a chat", "CountRequest")},
-            "/infill": {"post": _translation("Fill the gap between two texts, in llama.cpp's form", "InfillRequest")},
-            "/v1/models": {"get": _operation("The models of this server", _json("ModelList"))},
-            "/v1/models/{id}": {
-                "get": {**_operation("One model of this server", _json("Model")), "parameters": [model_id]}
-            },
-            "/v1/speculation": {"get": _operation(about_server, _json("SpeculationStatus"))},
-            "/v1/openapi.json": {
-                "get": _operation("This document", {"application/json": {"schema": {"type": "object"}}}),
-            },
-        },
+        "paths": paths,
         "components": {"schemas": schemas["$defs"], "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     }
 
 
-def _generation(summary: str, request: str, response: str) -> Json:
-    """Describe a route that generates; an event of its stream has a chunk as JSON text, or `[DONE]`."""
-    chunk = {"type": "string", "contentMediaType": "application/json", "contentSchema": _reference(f"{response}Chunk")}
-    data = {"anyOf": [{"const": "[DONE]"}, chunk]}
-    event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
-    answer = _json(response) | {"text/event-stream": {"schema": event}}
-    return {**_operation(summary, answer), "requestBody": {"required": True, "content": _json(request)}}
-
-
-def _translation(summary: str, request: str) -> Json:
-    """Describe a route of another form, whose own references have its responses, events and errors."""
-    answer = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "object"}}}
-    described = _operation(summary, answer)
-    described["responses"]["default"]["content"] = {"application/json": {"schema": {"type": "object"}}}
-    return {**described, "requestBody": {"required": True, "content": _json(request)}}
-
-
-def _operation(summary: str, content: Json) -> Json:
-    """Describe a route: its answer, and the errors that all routes have."""
-    errors = {"anyOf": [_reference("ErrorResponse"), _reference("FrontEndError")]}
-    refused = {
-        "description": "Refused or failed: by the model's worker, or before it by TorchServe.",
-        "content": {"application/json": {"schema": errors}},
-    }
-    return {"summary": summary, "responses": {"200": {"description": "OK", "content": content}, "default": refused}}
-
-
-def _json(schema: str) -> Json:
-    """Describe JSON content that follows one of the schemas."""
-    return {"application/json": {"schema": _reference(schema)}}
-
-
-def _reference(schema: str) -> Json:
-    """Refer to one of the schemas."""
-    return {"$ref": f"#/components/schemas/{schema}"}
+def _operation(summary: str) -> dict[str, Any]:
+    responses = {"200": {"description": "OK", "content": {**_OBJECT}}}
+    return {"summary": summary, "responses": responses | {"default": {"description": "Refused", "content": _OBJECT}}}

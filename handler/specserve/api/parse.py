@@ -31,17 +31,11 @@ _NESTED = {
     *("input", "text", "reasoning", "system"),
 }
 
-
 AnyRequest = TypeVar("AnyRequest", bound=Body)
 
 
-def parse_body(body: object, kind: type[AnyRequest], *, refuses_unknown: bool = False) -> AnyRequest:
-    """Validate a request's body as TorchServe hands it over: a mapping, or bytes where it was not JSON.
-
-    Args:
-        body: the request's.
-        kind: of the request; the result's `unknown` has the fields of the body that this does not know.
-        refuses_unknown: whether such a field is an error.
+def parse_body(body: object, kind: type[AnyRequest]) -> AnyRequest:
+    """Validate a request's body: bytes as TorchServe hands them over, or a decoded JSON value.
 
     Raises:
         RequestError: 400; `param` names the field that is wrong.
@@ -57,15 +51,10 @@ def parse_body(body: object, kind: type[AnyRequest], *, refuses_unknown: bool = 
     if not isinstance(body, dict):
         raise RequestError("The request's body must be a JSON object; send it with content-type application/json.")
     try:
-        request = kind.model_validate(body)
+        return kind.model_validate(body)
     except ValidationError as error:
         explained = _explain(error.errors(include_url=False, include_input=False))
         raise explained.renamed(names_sent(body, kind.model_fields)) from error
-    request.note_unknown(body)
-    if refuses_unknown and request.unknown:
-        param = request.unknown[0].encode(errors="replace").decode()
-        raise RequestError(f"Unknown field: '{param}'.", param=param, code="unknown_parameter")
-    return request
 
 
 def _explain(errors: list[Any]) -> RequestError:
@@ -73,10 +62,10 @@ def _explain(errors: list[Any]) -> RequestError:
     # A field that may have several types has an error for each; the type that fits best is wrong furthest inside.
     same_field = (found for found in errors if found["loc"][:1] == errors[0]["loc"][:1])
     error = max(same_field, key=lambda found: len(found["loc"]))
+    if not error["loc"]:
+        return RequestError("The name of a field is not valid Unicode.", code="invalid_value")
     # pydantic adds the types it tried, such as "list[TextPart]".
     field, *inside = [part for part in error["loc"] if isinstance(part, int) or part.isidentifier()]
-    if field == "response_format":
-        inside = inside[1:]  # the first part is the format's type
     inside = inside if field in _NESTED else []
     param = field + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inside)
     if error["type"] == "missing":

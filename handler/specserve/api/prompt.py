@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from specserve.api.request_schema import ChatRequest, CompletionRequest, GenerationRequest
+from specserve.api.sampling_fields import check_tokens
 from specserve.config import HandlerConfig
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
@@ -20,8 +21,9 @@ Prepare = Callable[[Part], Part]
 # Characters of private use: a text that has some of them leaves others.
 _PRIVATE_USE = range(0xF0000, 0x110000)
 
-# The most bytes per token, on average over a whole text; tokenizing takes more than linear time.
-BYTES_PER_TOKEN = 8
+# Bytes per token, on average over a whole text: a text with more is tokenized in part first, and one with more than the
+# longest tokens have is not tokenized, which takes more than linear time.
+BYTES_PER_TOKEN, _LONGEST_TOKEN = 8, 128
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,6 @@ class Tokenizer:
         self._vocabulary = vocabulary
         self._most = config.context_length
         self._control_tokens = config.control_tokens
-        longest = max(len(vocabulary.name(token)) for token in range(vocabulary.size))
-        # 512 KiB for 4,096 tokens of up to 128 bytes.
-        self._most_bytes = self._most * longest
 
     def completion(self, request: CompletionRequest) -> list[Prompt]:
         """Tokenize the prompts of v1/completions; with a suffix they get the model's fill-in-the-middle form.
@@ -97,7 +96,7 @@ class Tokenizer:
         kept = request.truncate_prompt_tokens
         if kept is None:
             return tokens
-        kept = max(1, self._most - max(1, request.output_limit[1] or 1)) if kept == -1 else kept
+        kept = max(1, self._most - max(1, request.limit or 1)) if kept == -1 else kept
         return tokens[max(0, len(tokens) - kept) :]
 
     def chat(self, request: ChatRequest, render: Callable[[ChatRequest, Prepare], str]) -> Prompt:
@@ -169,7 +168,7 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             # A chat template may print what is no field of text, such as the id of a call.
             raise RequestError.invalid(param, f"Invalid value for '{param}': it is not valid Unicode.") from error
-        if n_bytes > self._most_bytes:
+        if n_bytes > _LONGEST_TOKEN * self._most:
             raise PromptTooLong(param, self._most, self._most + 1, at_least=True)
         beginning = text[: BYTES_PER_TOKEN * self._most]
         if len(beginning) < len(text):
@@ -187,12 +186,6 @@ class Tokenizer:
         if start is None:
             raise RequestError("The prompt is empty; this model needs at least one token.", param=param)
         return [start]
-
-
-def check_tokens(param: str, tokens: Iterable[int], vocabulary: Vocabulary) -> None:
-    """Refuse ids that are no tokens by a 400 that names their field."""
-    if any(not 0 <= token < vocabulary.size for token in tokens):
-        raise RequestError.invalid(param, f"Token ids must lie between 0 and {vocabulary.size - 1}.")
 
 
 def _in_json(text: str) -> str:

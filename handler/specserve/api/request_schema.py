@@ -1,4 +1,4 @@
-"""The requests of both routes as pydantic models; resolve.py says what they mean."""
+"""The requests of completions and chats as pydantic models, and what their fields mean together."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from pydantic_core import PydanticCustomError
 
 from specserve.api.body import Body, Items, Part, Text, at_most, disagreement
 from specserve.api.dialects import KNOWN, translated
+from specserve.api.sampling_fields import SamplingFields, StopString
+from specserve.api.speculation import SpeculationOptions
+from specserve.api.structured_output import StructuredOutput
 from specserve.api.tools import ToolCall, ToolFields
-from specserve.sequence import Verification
 
-# Entries of `stop`, of lists of tokens, and of `bad_words`, and answers to one request (SECURITY.md).
+# Entries of `stop`, and answers to one request (SECURITY.md).
 MAX_STOPS = 16
-MAX_TOKENS = 1024
-_MAX_WORDS = 64
 MAX_CHOICES = 128
-_INT64 = 2**63
 # OpenAI's default of `max_tokens` on v1/completions.
 _COMPLETION_TOKENS = 16
+# llama.cpp takes this number of tokens for "no limit".
+_UNLIMITED = -1
 
 
 class StreamOptions(Body):
@@ -28,27 +29,6 @@ class StreamOptions(Body):
     include_usage: bool = False
     include_obfuscation: bool = False
     continuous_usage_stats: bool = False
-
-
-class SpeculationOptions(Body):
-    """Speculation for this request: the server's default, off, or a fixed number of draft tokens per round.
-
-    With `sources` the response says who wrote what. Lookups search answers of the same `pool`; an empty one has none.
-    """
-
-    mode: Literal["auto", "off", "fixed"] = "auto"
-    gamma: int | None = Field(default=None, ge=1, le=32)
-    drafter: Literal["auto", "model", "lookup", "prediction", "grammar"] = "auto"
-    verification: Verification | None = None
-    sources: bool = False
-    pool: Annotated[Text, Field(max_length=200)] | None = None
-
-
-Bias = Annotated[float, Field(ge=-100, le=100)]
-# llama.cpp's [token or text, bias]; false is "never".
-BiasPair = Annotated[list[bool | float | Text], Field(min_length=2, max_length=2)]
-StopString = Annotated[Text, Field(max_length=1000)]
-Tokens = Annotated[Items[int], Field(max_length=MAX_TOKENS)]
 
 
 class TextPart(Part):
@@ -73,89 +53,30 @@ class Prediction(Body):
     content: Content
 
 
-class PlainText(Body):
-    """No constraint."""
-
-    type: Literal["text"]
-
-
-class JsonObject(Body):
-    """Any JSON object."""
-
-    also_known: ClassVar[frozenset[str]] = frozenset({"schema"})  # llama.cpp's, then it is a JsonSchema
-
-    type: Literal["json_object"]
-
-
-class SchemaDescription(Body):
-    """A JSON schema with OpenAI's fields around it."""
-
-    name: str | None = Field(default=None, max_length=64)
-    description: str | None = None
-    json_schema: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
-
-
-class JsonSchema(Body):
-    """JSON that follows a schema."""
-
-    also_known: ClassVar[frozenset[str]] = frozenset({"schema"})
-
-    type: Literal["json_schema"]
-    json_schema: SchemaDescription
-
-
-class Regex(Body):
-    """Text that matches a regular expression as a whole, as vLLM's `guided_regex` and `structured_outputs` ask for."""
-
-    type: Literal["regex"]
-    regex: Annotated[Text, Field(min_length=1)]
-
-
-ResponseFormat = Annotated[PlainText | JsonObject | JsonSchema | Regex, Field(discriminator="type")]
-
-
-class GenerationRequest(Body):
-    """The fields of both routes."""
+class GenerationRequest(SamplingFields, StructuredOutput):
+    """The fields of both routes, and of those that are translated to them."""
 
     also_known: ClassVar[frozenset[str]] = KNOWN
+    # The fields to which errors point.
+    prompt_field: ClassVar[str] = "prompt"
+    scores_field: ClassVar[str] = "logprobs"
 
     model: str | None = None
     max_tokens: int | None = Field(default=None, ge=-1)
-    min_tokens: int | None = Field(default=None, ge=0)
-    temperature: float | None = Field(default=1.0, ge=0, le=2)
-    top_p: float | None = Field(default=1.0, ge=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, le=_INT64 - 1)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    seed: int | None = Field(default=None, ge=-_INT64, le=_INT64 - 1)
-    logit_bias: (
-        Annotated[dict[str, Bias], Field(max_length=MAX_TOKENS), at_most(MAX_TOKENS)]
-        | Annotated[Items[BiasPair], Field(max_length=MAX_TOKENS)]
-        | None
-    ) = None
-    allowed_token_ids: Annotated[Tokens, Field(min_length=1)] | None = None
-    bad_words: Annotated[Items[StopString], Field(max_length=_MAX_WORDS)] | None = None
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
     stop: StopString | Annotated[Items[StopString], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Tokens | None = None
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    ignore_eos: bool | None = False
     t_max_predict_ms: float | None = None
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
     cache_prompt: bool | None = True
     cache_salt: Annotated[Text, Field(max_length=200)] | None = None
-    response_format: ResponseFormat | None = None
-    grammar: Annotated[Text, Field(min_length=1)] | None = None
     prediction: Prediction | None = None
     speculation: SpeculationOptions | None = None
     # Only its `prompt_family` has an effect.
-    metadata: Annotated[dict[str, str], Field(max_length=16), at_most(16)] | None = None
+    metadata: Annotated[dict[str, str], at_most(16)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -164,8 +85,8 @@ class GenerationRequest(Body):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
-        options = self.speculation or SpeculationOptions()
-        if self.grammar is not None and self.response_format is not None and self.response_format.type != "text":
+        options = self.speculation_options
+        if self.grammar is not None and self.format != "text":
             raise disagreement("grammar", "'grammar' and 'response_format' exclude each other")
         if self.ignore_eos and self.follows_grammar:
             raise disagreement("ignore_eos", "'ignore_eos' would never let an answer that follows a grammar end")
@@ -181,15 +102,54 @@ class GenerationRequest(Body):
         return self
 
     @property
-    def output_limit(self) -> tuple[str, int | None]:
-        """The field that limits the tokens of an answer, and its value; null is the same as leaving it out."""
-        default = type(self).model_fields["max_tokens"].default
-        return "max_tokens", default if self.max_tokens is None else self.max_tokens
+    def speculation_options(self) -> SpeculationOptions:
+        """What it says about speculation, or the defaults."""
+        return self.speculation or SpeculationOptions()
 
     @property
-    def follows_grammar(self) -> bool:
-        """Whether a grammar or a format holds from the first token on."""
-        return self.grammar is not None or (self.response_format is not None and self.response_format.type != "text")
+    def limit_field(self) -> str:
+        """The field that limits the tokens of an answer."""
+        return "max_tokens"
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of an answer; None is no limit, while null is the same as leaving the field out."""
+        given = getattr(self, self.limit_field)
+        limit: int | None = type(self).model_fields[self.limit_field].default if given is None else given
+        return None if limit == _UNLIMITED else limit
+
+    @property
+    def answers(self) -> int:
+        """How many answers to each prompt are returned."""
+        return self.n or 1
+
+    @property
+    def candidates(self) -> int:
+        """How many answers to each prompt are generated; the best of them are returned."""
+        return self.answers
+
+    @property
+    def echoes(self) -> bool:
+        """Whether an answer begins with its prompt."""
+        return False
+
+    @property
+    def scores(self) -> int | None:
+        """How many of the most probable tokens are returned at every position; None: no log-probabilities."""
+        return None
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [*filter(None, [self.stop] if isinstance(self.stop, str) else self.stop or [])]
+
+    @property
+    def usage_in_stream(self) -> Literal["none", "end", "all"]:
+        """Which events of a stream have the `usage`."""
+        options = self.stream_options or StreamOptions()
+        if not options.include_usage:
+            return "none"
+        return "all" if options.continuous_usage_stats else "end"
 
 
 class CompletionRequest(GenerationRequest):
@@ -210,13 +170,11 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _best_of_agrees(self) -> Self:
-        choices = self.n or 1
-        candidates = self.best_of or choices
-        if candidates < choices:
+        if self.candidates < self.answers:
             raise disagreement("best_of", "'best_of' may not be smaller than 'n'")
-        if self.stream and candidates > choices:
+        if self.stream and self.candidates > self.answers:
             raise disagreement("best_of", "'best_of' larger than 'n' cannot be streamed")
-        if len(self.prompts) * candidates > MAX_CHOICES:
+        if len(self.prompts) * self.candidates > MAX_CHOICES:
             raise disagreement("prompt", f"a request may ask for at most {MAX_CHOICES} answers in all")
         return self
 
@@ -228,9 +186,27 @@ class CompletionRequest(GenerationRequest):
         several = [prompt for prompt in self.prompt if not isinstance(prompt, int)]
         return [*several] or [[token for token in self.prompt if isinstance(token, int)]]
 
+    @property
+    def candidates(self) -> int:
+        """How many answers to each prompt are generated."""
+        return self.best_of or self.answers
+
+    @property
+    def echoes(self) -> bool:
+        """Whether an answer begins with its prompt."""
+        return bool(self.echo)
+
+    @property
+    def scores(self) -> int | None:
+        """How many of the most probable tokens are returned at every position."""
+        return self.logprobs
+
 
 class Message(Body):
     """One message of a chat; an answer to a call has the role `tool`, and the id of the call."""
+
+    # Fields of a response's message, which clients send back in the next turn.
+    also_known: ClassVar[frozenset[str]] = frozenset({"annotations"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -238,12 +214,9 @@ class Message(Body):
     tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: Text | None = None
-
-    # Fields of a response's message, which clients send back in the next turn.
     refusal: None = None
     function_call: None = None
     audio: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
@@ -267,6 +240,9 @@ class Message(Body):
 class ChatRequest(GenerationRequest, ToolFields):
     """The body of v1/chat/completions."""
 
+    prompt_field: ClassVar[str] = "messages"
+    scores_field: ClassVar[str] = "top_logprobs"
+
     messages: Annotated[Items[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(default=None, ge=-1)
 
@@ -277,28 +253,28 @@ class ChatRequest(GenerationRequest, ToolFields):
     continue_final_message: bool | None = False
     # Without effect where the chat template does not read them.
     reasoning_effort: str | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], at_most(64)] | None = None
     reasoning_format: Literal["none", "auto", "deepseek", "deepseek-legacy"] | None = None
 
     @model_validator(mode="after")
-    def _logprobs_agree(self) -> Self:
+    def _chat_agrees(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise disagreement("top_logprobs", "'top_logprobs' needs 'logprobs': true")
-        return self
-
-    @model_validator(mode="after")
-    def _tools_agree(self) -> Self:
-        if self.callable_tools and (self.grammar is not None or isinstance(self.response_format, Regex)):
+        if self.callable_tools and (self.grammar is not None or self.format == "regex"):
             raise disagreement("grammar", "a grammar or a regular expression and 'tools' exclude each other")
         if self.requires_call and self.ignore_eos:
             raise disagreement("ignore_eos", "'ignore_eos' would never let an answer that has to be a call end")
         return self
 
     @property
-    def output_limit(self) -> tuple[str, int | None]:
-        """The field that limits the tokens of an answer, and its value."""
-        newer = self.max_completion_tokens
-        return super().output_limit if newer is None else ("max_completion_tokens", newer)
+    def limit_field(self) -> str:
+        """The field that limits the tokens of an answer; the newer one comes first."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def scores(self) -> int | None:
+        """How many of the most probable tokens are returned at every position."""
+        return self.top_logprobs or 0 if self.logprobs else None
 
     @property
     def forbids_reasoning(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import dropwhile
 from typing import Any, Literal
 
@@ -14,7 +14,6 @@ from specserve.api.logprobs import chat_logprobs, output_positions
 from specserve.api.parse import parse_body
 from specserve.api.request_schema import ChatRequest, GenerationRequest
 from specserve.api.response_items import Item, Offered, ResponsesTool, ResponsesToolChoice, messages_of
-from specserve.api.response_schema import ResponseObject, TokenLogprob
 from specserve.errors import RequestError
 
 Json = dict[str, Any]
@@ -137,11 +136,11 @@ class ResponsesResponse(BlocksResponse):
         tools = [tool for tool in request.tools or [] if not tool.is_hosted]
         self._echoed["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
         self._offered = {offered.function["name"]: offered for offered in request.offered()}
-        self._logprobs: dict[int, list[TokenLogprob]] = {}
+        self._logprobs: dict[int, list[Json]] = {}
         self._sent = 0
 
     @staticmethod
-    def error_body(error: RequestError) -> ResponseObject | Mapping[str, Any]:
+    def error_body(error: RequestError) -> Json:
         """Return the body of the response to a request that is refused or fails."""
         names = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
         return BlocksResponse.error_body(error.renamed(names))
@@ -162,13 +161,14 @@ class ResponsesResponse(BlocksResponse):
         response = self._object("incomplete" if self._is_cut else "completed", **totals, output=output)
         reason = "max_output_tokens" if generation.finish_reason == "length" else None
         response["incomplete_details"] = {"reason": reason} if self._is_cut else None
-        cached, reasoning = usage.prompt_tokens_details.cached_tokens, usage.completion_tokens_details.reasoning_tokens
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        reasoning = usage["completion_tokens_details"].get("reasoning_tokens", 0)
         response["usage"] = {
-            "input_tokens": usage.prompt_tokens,
+            "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-            "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": reasoning or 0},
-            "total_tokens": usage.total_tokens,
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": reasoning},
+            "total_tokens": usage["total_tokens"],
         }
         return response
 
@@ -176,8 +176,7 @@ class ResponsesResponse(BlocksResponse):
     def _is_cut(self) -> bool:
         """Whether the tokens ran out, or a stop string ended a call within its arguments."""
         [generation] = self.generations
-        reader = self._readers.get(generation)
-        is_within_call = reader is not None and reader.is_within_call
+        is_within_call = self._readers[generation].is_within_call
         return generation.finish_reason == "length" or (generation.done and is_within_call)
 
     def _object(self, status: str, **fields: Any) -> Json:
@@ -221,12 +220,12 @@ class ResponsesResponse(BlocksResponse):
         # Scores come with their tokens and in the whole response only: to write megabytes of them takes long.
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
-    def _new_logprobs(self, block: Block) -> list[TokenLogprob]:
+    def _new_logprobs(self, block: Block) -> list[Json]:
         """Return the log-probabilities of the tokens since the last call, without those of the reasoning before."""
         [generation] = self.generations
-        tokens = generation.take_tokens() if self._form.top_logprobs is not None else []
+        tokens = generation.take_tokens() if self._form.request.scores is not None else []
         positions = output_positions(token for token in tokens if token.offset >= self._readers[generation].length)
-        scores = chat_logprobs(positions, self._vocabulary).content
+        scores: list[Json] = chat_logprobs(self._counted(positions), self._vocabulary)["content"]
         self._logprobs.setdefault(block.index, []).extend(scores)
         return scores
 

@@ -5,47 +5,42 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 from urllib.parse import quote
 
 import specserve
 from specserve.api.anthropic import CountRequest, MessagesRequest, MessagesResponse
 from specserve.api.body import Body
 from specserve.api.chat_template import chat_template_of
+from specserve.api.choices import ChatResponse, CompletionResponse
 from specserve.api.incoming import Incoming
 from specserve.api.infill import InfillRequest, InfillResponse, infill_prompt
 from specserve.api.openapi import openapi
-from specserve.api.parse import AnyRequest, parse_body
+from specserve.api.parse import parse_body
 from specserve.api.prompt import Prompt, Tokenizer
 from specserve.api.request_schema import ChatRequest, CompletionRequest
 from specserve.api.resolve import ResponseForm, resolve
-from specserve.api.response import ChatResponse, CompletionResponse, GenerationResponse, Response
-from specserve.api.response_schema import Model, ModelList, ResponseObject, SpeculationStatus
+from specserve.api.response import GenerationResponse, Json, Response
 from specserve.api.response_store import ResponseStore
 from specserve.api.responses import ResponsesRequest, ResponsesResponse
-from specserve.config import HandlerConfig, ModelConfig, processor
+from specserve.config import HandlerConfig, ModelConfig
 from specserve.core.generation import Generation
 from specserve.core.loading import Models
 from specserve.core.scheduler import Scheduler
 from specserve.engine.kernels import calls
-from specserve.engine.llama_model import LlamaModel, build_description
+from specserve.engine.llama_model import LlamaModel
 from specserve.errors import Contained, RequestError
 from specserve.observability.control_group import Holdback
 from specserve.speculation.cost import Cost
 
 logger = logging.getLogger(__name__)
 
-# Whose versions v1/speculation tells, and decimals of its numbers.
-_PACKAGES = ("llama-cpp-python", "llguidance", "numpy", "pydantic", "torchserve")
+# Decimals of the numbers of v1/speculation.
 _DIGITS = 4
 # The response header that names the fields that were ignored, and how many names the log warns of.
 _IGNORED_HEADER = "x-specserve-ignored"
 _MAX_WARNINGS = 100
-# Routes of others that need another kind of model, with or without "v1/", by their first part.
-_OTHER_MODELS = ("embedding", "embeddings", "rerank", "reranking", "score", "audio", "images", "moderations")
 
 
 class Routes:
@@ -82,8 +77,8 @@ class Routes:
             "v1/messages/count_tokens": self._count_tokens,
             "infill": self._infill,
         }
-        self._describing: dict[str, Callable[[], ResponseObject | Mapping[str, Any]]] = {
-            "v1/models": lambda: ModelList(object="list", data=[self._model(name) for name in self._model_ids]),
+        self._describing: dict[str, Callable[[], Json]] = {
+            "v1/models": lambda: {"object": "list", "data": [self._model(name) for name in self._model_ids]},
             "v1/speculation": self._speculation,
             "v1/openapi.json": openapi,
         }
@@ -118,49 +113,40 @@ class Routes:
             return Response(self._describing[route]())
         if route.startswith("v1/models/"):
             return Response(self._model(self._known_model(route.removeprefix("v1/models/"))))
-        if route.removeprefix("v1/").partition("/")[0] in _OTHER_MODELS:
-            raise RequestError(
-                f"This server generates text only, so it has no route '{route}'; run another server with a model for "
-                "that, for example llama.cpp's llama-server --embeddings for embeddings.",
-                status=404,
-                code="unknown_url",
-            )
         *most, last = filter(None, [*self._generating, *self._describing])
-        message = f"There is no route '{route}'; this server has {', '.join(most)} and {last}."
+        message = f"There is no route '{route}': this server generates text only, and has {', '.join(most)} and {last}."
         raise RequestError(message, status=404, code="unknown_url")
 
-    def _speculation(self) -> SpeculationStatus:
+    def _speculation(self) -> Json:
         """Tell what this server runs, what that costs here, and what its controller has learned, without measuring."""
         config, models, scheduler = self._config, self._models, self._scheduler
         limits, controller, holdback = config.speculation, models.drafters.controller, self._holdback.speedup()
         pairs = (("target", config.target, models.vocabulary), ("draft", config.draft, models.draft))
         costs = {"target": controller.target_cost, "draft": controller.draft_cost}
-        return SpeculationStatus(
-            object="speculation",
-            model=config.model_id,
-            versions={"specserve": specserve.__version__, **{name: _version(name) for name in _PACKAGES}},
-            build=build_description(),
-            processor=next((line for line in processor().splitlines() if line.startswith("model name")), ""),
-            threads=models.costs.placement.usable.threads,
-            cores=list(models.costs.placement.cores),
-            models={
+        return {
+            "object": "speculation",
+            "model": config.model_id,
+            "version": specserve.__version__,
+            "threads": models.costs.placement.usable.threads,
+            "cores": list(models.costs.placement.cores),
+            "models": {
                 role: _model_facts(file, model) for role, file, model in pairs if file is not None and model is not None
             },
-            batch_invariance={"sentence": "not measured"}
+            "batch_invariance": {"sentence": "not measured"}
             if models.invariance is None
             else {**models.invariance._asdict(), "sentence": models.invariance.sentence},
-            kernels={
+            "kernels": {
                 **models.kernels._asdict(),
                 "prefetch": tuple(map(str, models.kernels.prefetch)),
                 **calls()._asdict(),
             },
-            costs={role: _table(cost) for role, cost in costs.items() if cost is not None},
+            "costs": {role: _table(cost) for role, cost in costs.items() if cost is not None},
             # By drafter and kind of sampling: how often drafts are accepted, those of least confidence first.
-            controller={
+            "controller": {
                 f"{drafter}, {'sampled' if sampled else 'greedy'}": [round(rate, _DIGITS) for rate in rates]
                 for (drafter, sampled), rates in controller.acceptance.learned.items()
             },
-            limits={
+            "limits": {
                 "mode": limits.mode,
                 "gamma": limits.gamma,
                 "max_gamma": limits.max_gamma,
@@ -169,19 +155,15 @@ class Routes:
                 "max_wait_ms": round(1000 * scheduler.max_wait_seconds),
                 "cache_tokens": config.cache_tokens,
             },
-            sequences={"live": scheduler.running, "waiting": scheduler.queued, "slots": config.sequences},
-            draft_model_up=models.drafters.model is not None,
-            holdback=None if holdback is None else holdback._asdict(),
-        )
+            "sequences": {"live": scheduler.running, "waiting": scheduler.queued, "slots": config.sequences},
+            "draft_model_up": models.drafters.model is not None,
+            "holdback": None if holdback is None else holdback._asdict(),
+        }
 
-    def _model(self, name: str) -> Model:
-        """Make one entry of v1/models."""
-        length = self._config.context_length
-        return Model(id=name, object="model", created=self._created, owned_by="specserve", max_model_len=length)
-
-    def _parsed(self, incoming: Incoming, kind: type[AnyRequest]) -> AnyRequest:
-        """Validate a body; unknown fields are refused if the operator wants that."""
-        return parse_body(incoming.body, kind, refuses_unknown=self._config.unknown_fields == "refuse")
+    def _model(self, name: str) -> Json:
+        """Make one entry of v1/models, with the most tokens of prompt and answer by vLLM's name."""
+        known = {"id": name, "object": "model", "created": self._created, "owned_by": "specserve"}
+        return known | {"max_model_len": self._config.context_length}
 
     def _named(self, request: Body, response: Response) -> Response:
         """Name what was ignored of a request in its response's headers, and once in the log."""
@@ -196,16 +178,16 @@ class Routes:
         return response
 
     def _complete(self, incoming: Incoming) -> Response:
-        request = self._parsed(incoming, CompletionRequest)
+        request = parse_body(incoming.body, CompletionRequest)
         prompts = self._tokenizer.completion(request)
         return self._named(request, self._generate(CompletionResponse, request, prompts, incoming))
 
     def _chat(self, incoming: Incoming) -> Response:
-        request = self._parsed(incoming, ChatRequest)
+        request = parse_body(incoming.body, ChatRequest)
         return self._named(request, self._generate(ChatResponse, request, [self._chat_prompt(request)], incoming))
 
     def _create_response(self, incoming: Incoming) -> Response:
-        request = self._parsed(incoming, ResponsesRequest)
+        request = parse_body(incoming.body, ResponsesRequest)
         messages = self._store.messages(incoming.client, request.previous_response_id) + request.messages()
         chat = request.chat(messages)
         keeps = self._config.responses_store > 0 and request.store is not False
@@ -214,12 +196,12 @@ class Routes:
         return self._named(request, self._generate(kind, chat, [self._chat_prompt(chat)], incoming))
 
     def _create_message(self, incoming: Incoming) -> Response:
-        request = self._parsed(incoming, MessagesRequest)
+        request = parse_body(incoming.body, MessagesRequest)
         chat = request.chat()
         return self._named(request, self._generate(MessagesResponse, chat, [self._chat_prompt(chat)], incoming))
 
     def _count_tokens(self, incoming: Incoming) -> Response:
-        request = self._parsed(incoming, CountRequest)
+        request = parse_body(incoming.body, CountRequest)
         chat = request.chat()
         self._known_model(chat.model)
         return self._named(request, Response({"input_tokens": len(self._chat_prompt(chat).tokens)}))
@@ -230,8 +212,8 @@ class Routes:
         return self._tokenizer.chat(request, self._template.prompt)
 
     def _infill(self, incoming: Incoming) -> Response:
-        request, models = self._parsed(incoming, InfillRequest), self._models
-        prompt = infill_prompt(request, self._tokenizer, models.vocabulary)
+        request = parse_body(incoming.body, InfillRequest)
+        prompt = infill_prompt(request, self._tokenizer, self._models.vocabulary)
         _, [[generation]] = self._resolved(request.completion(prompt), [prompt], incoming)
         generation.warm_cache()
         return self._named(request, InfillResponse(request, generation, model=self._known_model(request.model)))
@@ -252,18 +234,18 @@ class Routes:
         self, request: CompletionRequest | ChatRequest, prompts: list[Prompt], incoming: Incoming
     ) -> tuple[ResponseForm, list[list[Generation]]]:
         """Resolve a valid request, which may be drawn for the control group."""
-        models, held_back = self._models, self._holdback.draw()
+        template = self._template
         return resolve(
             request,
             prompts,
-            models.vocabulary,
-            models.grammars,
+            self._models.vocabulary,
+            self._models.grammars,
             self._config,
-            calls=None if self._template is None else self._template.calls,
-            thinking=None if self._template is None else self._template.thinking,
+            calls=template.calls if template else None,
+            thinking=template.thinking if template else None,
             request_id=incoming.request_id,
             client=incoming.client,
-            held_back=held_back,
+            held_back=self._holdback.draw(),
         )
 
     def _known_model(self, model: str | None) -> str:
@@ -282,13 +264,6 @@ class Routes:
                 code="model_not_found",
             )
         return model
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _model_facts(file: ModelConfig, model: LlamaModel) -> dict[str, str | int | None]:

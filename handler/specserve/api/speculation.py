@@ -1,32 +1,84 @@
-"""The object `speculation` of responses, made from what was counted."""
+"""The object `speculation`: of a request, which says how drafts are made, and of a response, which counts them."""
 
 from __future__ import annotations
 
-from specserve.api import response_schema as schema
-from specserve.sequence import SequenceStats, SpeculationParams
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from specserve.api.body import Body, Text
+from specserve.config import HandlerConfig
+from specserve.errors import RequestError
+from specserve.sequence import Group, SequenceStats, SpeculationParams, Verification
 
 
-def speculation_of(stats: SequenceStats, params: SpeculationParams) -> schema.Speculation:
-    """Tell how a request was drafted and verified."""
-    return schema.Speculation(
-        mode=params.mode,
-        verification=params.verification,
-        rounds=stats.rounds,
-        drafted_tokens=stats.drafted,
-        accepted_tokens=stats.accepted,
-        mean_acceptance_length=round(stats.mean_acceptance_length, 3),
-        gamma_histogram={str(gamma): count for gamma, count in sorted(stats.gammas.items())},
-        drafters={
-            name: schema.DrafterCounts(drafted=drafted, accepted=stats.accepted_by[name])
+class SpeculationOptions(Body):
+    """Speculation for this request: the server's default, off, or a fixed number of draft tokens per round.
+
+    With `sources` the response says who wrote what. Lookups search answers of the same `pool`; an empty one has none.
+    """
+
+    mode: Literal["auto", "off", "fixed"] = "auto"
+    gamma: int | None = Field(default=None, ge=1, le=32)
+    drafter: Literal["auto", "model", "lookup", "prediction", "grammar"] = "auto"
+    verification: Verification | None = None
+    sources: bool = False
+    pool: Annotated[Text, Field(max_length=200)] | None = None
+
+    def params(
+        self, config: HandlerConfig, group: Group, client: str, *, greedy: bool, seeded: bool
+    ) -> SpeculationParams:
+        """Return how drafts are made and verified, within the operator's limits.
+
+        Args:
+            config: of the server.
+            group: of the request; its mode, unless it is in the control group.
+            client: whose pools it uses.
+            greedy: whether the temperature is 0.
+            seeded: whether it has a seed.
+
+        Raises:
+            RequestError: 400; it is beyond the limits.
+        """
+        limits = config.speculation
+        if config.draft is None and self.drafter == "model":
+            raise RequestError.invalid("speculation.drafter", "This server has no draft model.")
+        mode = "off" if group == "holdback" else group
+        fixed = limits.gamma if self.gamma is None else self.gamma
+        gamma = {"auto": limits.max_gamma, "fixed": fixed, "off": 0}[mode]
+        if gamma > limits.max_gamma:
+            sentence = f"'speculation.gamma' may be at most {limits.max_gamma} on this server."
+            raise RequestError.invalid("speculation.gamma", sentence)
+        # With a seed the text has to repeat; the default is else the rule that accepts most. Greedy, all rules are the
+        # same, and `token` is the name that describes `accept_equal` best.
+        default: Verification = "token" if greedy else "coupled" if seeded else "block"
+        drafter = None if self.drafter == "auto" else self.drafter
+        pool = None if self.pool == "" else (client, self.pool or "default")
+        return SpeculationParams(gamma, self.verification or default, drafter, mode, pool)
+
+
+def speculation_of(stats: SequenceStats, params: SpeculationParams) -> dict[str, Any]:
+    """Return the object of a response."""
+    seconds = {
+        "prefill": stats.prefill_seconds,
+        "draft": stats.draft_seconds,
+        "target": stats.target_seconds,
+        "other": stats.other_seconds,
+        "plain_estimate": stats.plain_seconds,
+    }
+    return {
+        "mode": params.mode,
+        "verification": params.verification,
+        "rounds": stats.rounds,
+        "drafted_tokens": stats.drafted,
+        "accepted_tokens": stats.accepted,
+        "mean_acceptance_length": round(stats.mean_acceptance_length, 3),
+        "gamma_histogram": {str(gamma): count for gamma, count in sorted(stats.gammas.items())},
+        "drafters": {
+            name: {"drafted": drafted, "accepted": stats.accepted_by[name]}
             for name, drafted in stats.drafted_by.items()
         },
-        alternatives=schema.AlternativeCounts(read=stats.alternatives, adopted=stats.adopted),
-        seconds=schema.Seconds(
-            prefill=round(stats.prefill_seconds, 6),
-            draft=round(stats.draft_seconds, 6),
-            target=round(stats.target_seconds, 6),
-            other=round(stats.other_seconds, 6),
-            plain_estimate=round(stats.plain_seconds, 6),
-        ),
-        estimated_speedup=round(stats.plain_seconds / stats.decode_seconds, 3) if stats.decode_seconds else None,
-    )
+        "alternatives": {"read": stats.alternatives, "adopted": stats.adopted},
+        "seconds": {name: round(spent, 6) for name, spent in seconds.items()},
+        "estimated_speedup": round(stats.plain_seconds / stats.decode_seconds, 3) if stats.decode_seconds else None,
+    }

@@ -99,19 +99,23 @@ class ToolFields(Body):
 
     @model_validator(mode="after")
     def _choice_agrees(self) -> Self:
-        names = [tool.function.name for tool in self.tools or []]
-        known = frozenset(names)
-        if len(known) < len(names):
+        names, named = [tool.function.name for tool in self.tools or []], self._named_tools
+        if len({*names}) < len(names):
             raise disagreement("tools", "each tool needs a name of its own")
-        choice = self.tool_choice
-        named = [choice] if isinstance(choice, NamedTool) else []
-        named = choice.allowed_tools.tools if isinstance(choice, AllowedTools) else named
-        unknown = next((tool.function.name for tool in named if tool.function.name not in known), None)
-        if unknown is not None or (isinstance(choice, AllowedTools) and not named):
-            raise disagreement("tool_choice", f"'tool_choice' names no tool of 'tools': '{unknown or ''}'")
-        if choice == "required" and not names:
+        unknown = [name for name in named or () if name not in names]
+        if unknown or named == []:
+            raise disagreement("tool_choice", f"'tool_choice' names no tool of 'tools': '{''.join(unknown[:1])}'")
+        if self.tool_choice == "required" and not names:
             raise disagreement("tool_choice", "'tool_choice': 'required' needs 'tools'")
         return self
+
+    @property
+    def _named_tools(self) -> list[str] | None:
+        """The names in `tool_choice`; None where all tools may be called, or none."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            return [choice.function.name]
+        return [tool.function.name for tool in choice.allowed_tools.tools] if isinstance(choice, AllowedTools) else None
 
     @property
     def requires_call(self) -> bool:
@@ -128,10 +132,6 @@ class ToolFields(Body):
     @property
     def callable_tools(self) -> dict[str, dict[str, Any]]:
         """The tools that may be called, by name, and the JSON schemas of their arguments."""
-        choice, names = self.tool_choice, None
-        if isinstance(choice, NamedTool):
-            names = {choice.function.name}
-        elif isinstance(choice, AllowedTools):
-            names = {tool.function.name for tool in choice.allowed_tools.tools}
-        tools = [tool.function for tool in self.tools or [] if choice != "none"]
-        return {tool.name: tool.parameters or {} for tool in tools if names is None or tool.name in names}
+        named = [] if self.tool_choice == "none" else self._named_tools
+        tools = [tool.function for tool in self.tools or []]
+        return {tool.name: tool.parameters or {} for tool in tools if named is None or tool.name in named}

@@ -7,7 +7,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from specserve.core.detokenizer import Detokenizer
 from specserve.engine.base import Vocabulary
@@ -23,20 +23,6 @@ class OutputToken(NamedTuple):
 
     score: TokenScore
     offset: int
-
-
-class SizeLimit(Protocol):
-    """Counts the bytes of one response, which several sequences may share."""
-
-    def add_token(self, piece: bytes, score: TokenScore | None) -> None:
-        """Add a token of the output.
-
-        Raises:
-            RequestError: 400; the response has become too large.
-        """
-
-    def add_prompt_scores(self, scores: Iterable[TokenScore]) -> None:
-        """Add log-probabilities of the prompt; raises like `add_token`."""
 
 
 class Generation(Sequence):
@@ -55,7 +41,6 @@ class Generation(Sequence):
         max_seconds: since its first token; later it ends with its next line, as by llama.cpp's `t_max_predict_ms`. Not
             limited if 0 or less.
         tags: the texts of control tokens that are read as text, by token.
-        size: counts the bytes of the response.
         clock: seconds.
         options: further arguments of `Sequence`.
     """
@@ -74,7 +59,6 @@ class Generation(Sequence):
         spells_control: bool = False,
         max_seconds: float = 0.0,
         tags: Mapping[int, str] | None = None,
-        size: SizeLimit | None = None,
         clock: Callable[[], float] = time.monotonic,
         **options: Any,
     ) -> None:
@@ -95,8 +79,6 @@ class Generation(Sequence):
         self._clock = clock
         self._deadline: float | None = None
         self._tags = {token: tag.encode() for token, tag in (tags or {}).items()}
-        self._size = size
-        self._prompt_scores_counted = 0
         # By token, the first and the last character of its text; the tokens that `take_tokens` has returned.
         self._spans: list[tuple[int, int]] = []
         self._taken = 0
@@ -149,19 +131,6 @@ class Generation(Sequence):
 
         Tokens after the end are dropped, and so is EOS.
         """
-        try:
-            if self._size is not None:
-                self._size.add_prompt_scores(self.prompt_scores[self._prompt_scores_counted :])
-                self._prompt_scores_counted = len(self.prompt_scores)
-            self._detokenize()
-        except RequestError as error:
-            self.fail(error)
-
-    def end_without_tokens(self) -> None:
-        """End a sequence with `max_tokens` 0 whose prompt is prefilled."""
-        self._end("length")
-
-    def _detokenize(self) -> None:
         if self._deadline is None and self.generated and self._max_seconds > 0:
             self._deadline = self._clock() + self._max_seconds
         while self.finish_reason is None and len(self._spans) < self.generated:
@@ -176,14 +145,15 @@ class Generation(Sequence):
             self._text.push(piece, may_stop=may_stop)
             if token in self._marks:
                 self._text.push_mark(self._marks[token], may_stop=may_stop)
-            if self._size is not None:
-                scored = self.top_logprobs is not None
-                self._size.add_token(piece, self.scores[len(self._spans)] if scored else None)
             self._spans.append((begin, self._text.length))
             if self._text.stopped or is_stop or self._grammar_is_complete():
                 self._end("stop")
             elif len(self._spans) >= self.max_tokens or (b"\n" in piece and self._is_late()):
                 self._end("length")
+
+    def end_without_tokens(self) -> None:
+        """End a sequence with `max_tokens` 0 whose prompt is prefilled."""
+        self._end("length")
 
     def _is_late(self) -> bool:
         return self._deadline is not None and self._clock() > self._deadline

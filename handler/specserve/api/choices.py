@@ -1,0 +1,228 @@
+"""OpenAI's responses that consist of choices: completions and chats, whole or as a stream."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from specserve.api.answer import Arguments, Call, Part, Reasoning, Text
+from specserve.api.logprobs import (
+    Position,
+    chat_logprobs,
+    check_size,
+    completion_logprobs,
+    output_positions,
+    prompt_positions,
+)
+from specserve.api.prompt import Prompt
+from specserve.api.resolve import ResponseForm
+from specserve.api.response import GenerationResponse, Json
+from specserve.core.generation import Generation
+from specserve.sequence import Source
+
+_END = "data: [DONE]\n\n"
+
+
+@dataclass
+class _Choice:
+    """One of the choices of a response, and what the client has of it.
+
+    Args:
+        index: in the response.
+        generation: writes it.
+        prompt: is answered.
+        scored: the generation that scores the prompt, if that is wanted.
+        sources: who wrote text that is held back, since it may belong to a call or to the reasoning.
+    """
+
+    index: int
+    generation: Generation
+    prompt: Prompt
+    scored: Generation
+    begun: bool = False
+    ended: bool = False
+    sources: list[tuple[str, Source | Literal["prompt"]]] = field(default_factory=list)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something can be sent; the scores of the prompt are all there, which come with the first event."""
+        scored, generation = self.scored, self.generation
+        if self.ended or not (generation.has_text or generation.done):
+            return False
+        return not scored.scores_prompt or len(scored.prompt_scores) == scored.prompt_length - 1
+
+
+class ChoicesResponse(GenerationResponse, ABC):
+    """Writes OpenAI's responses that consist of choices, whole or as a stream."""
+
+    prefix: ClassVar[str]
+    # The name of the whole response, and of an event.
+    objects: ClassVar[tuple[str, str]]
+    # Whether the first event of a choice says something even without text.
+    begins_with_role: ClassVar[bool] = False
+
+    def __init__(self, form: ResponseForm, candidates: list[list[Generation]], **options: Any) -> None:
+        super().__init__(form, candidates, **options)
+        # Of several candidates; a stream has all.
+        self._choices = self._chosen(form.request.candidates)
+
+    @abstractmethod
+    def _content(self, parts: list[Part] | None, *, first: bool) -> Json:
+        """Return the field of a choice that has its content.
+
+        Args:
+            parts: what is new; None at the end of a stream, whose last event has no text as in OpenAI's.
+            first: whether it begins the choice.
+        """
+
+    @abstractmethod
+    def _logprobs(self, positions: list[Position]) -> Json:
+        """Return the log-probabilities of these tokens."""
+
+    def _chosen(self, count: int) -> list[_Choice]:
+        """Return the best candidates of each prompt, by their mean log-probability; in their order if that is all."""
+        chosen = []
+        for prompt, group in zip(self._form.prompts, self._candidates, strict=True):
+            best = group if count == len(group) else sorted(group, key=lambda each: -each.mean_logprob)[:count]
+            chosen += [(generation, prompt, group[0]) for generation in best]
+        return [_Choice(index, *choice) for index, choice in enumerate(chosen)]
+
+    def _object(self, choices: list[Json]) -> Json:
+        return {
+            "id": f"{self.prefix}-{self._request_id}",
+            "object": self.objects[self.streams],
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def text(self) -> str:
+        """Return the whole response, or the error object, as JSON text."""
+        if self.error:
+            return json.dumps(self.error_body(self.error))
+        choices = [new for choice in self._chosen(self._form.request.answers) if (new := self._new(choice))]
+        text = json.dumps(self._object(choices) | self._totals())
+        check_size(len(text))
+        return text
+
+    def next_events(self) -> str:
+        """Return the stream's events since the last call, '' where nothing is new; when done, the end of the stream."""
+        if self.error:
+            return _event(self.error_body(self.error)) + _END
+        usage = self._form.request.usage_in_stream
+        choices = [new for choice in self._choices if choice.has_news for new in self._news(choice)]
+        counts: Json = {} if usage == "none" else {"usage": None}
+        if choices and usage == "all":
+            counts = {"usage": self._usage(self._stats())}
+        events = "".join(_event(self._object([choice]) | counts) for choice in choices)
+        if all(choice.ended for choice in self._choices):
+            events += "" if usage == "none" else _event(self._object([]) | self._totals())
+            events += _END
+        return events
+
+    def _news(self, choice: _Choice) -> Iterator[Json]:
+        """Return what the events since the last call say of a choice."""
+        new = self._new(choice)
+        if new is not None:
+            yield new
+        if choice.generation.done:
+            choice.ended = True
+            yield self._written(choice, None, None, first=False)
+
+    def _new(self, choice: _Choice) -> Json | None:
+        """Return what is new of a choice, at first with an echoed prompt; None if a stream has nothing to say."""
+        request, generation, first = self._form.request, choice.generation, not choice.begun
+        choice.begun = True
+        echo = choice.prompt if request.echoes else None
+        parts = self._parts(generation)
+        positions: list[Position] | None = None
+        if request.scores is not None:
+            positions = output_positions(generation.take_tokens(), len(echo.text) if echo else 0)
+            if echo and first:
+                positions = prompt_positions(echo, choice.scored.prompt_scores, self._vocabulary) + positions
+        if echo and first and echo.text:
+            parts = [Text(echo.text), *parts]
+            choice.sources.append((echo.text, "prompt"))
+        choice.sources += generation.by_source() if request.speculation_options.sources else []
+        if self.streams and not (parts or positions or (first and self.begins_with_role)):
+            return None
+        return self._written(choice, parts, positions, first=first)
+
+    def _written(
+        self, choice: _Choice, parts: list[Part] | None, positions: list[Position] | None, *, first: bool
+    ) -> Json:
+        """Return a choice of the response or of an event; `parts` is None at the end of a stream."""
+        ends = parts is None or not self.streams
+        written = {
+            "index": choice.index,
+            **self._content(parts, first=first),
+            "logprobs": None if positions is None else self._logprobs(self._counted(positions)),
+            "finish_reason": self._finish_reason(choice.generation) if ends else None,
+        }
+        if self._form.request.speculation_options.sources:
+            written["sources"], choice.sources = choice.sources, []
+        return written
+
+
+class CompletionResponse(ChoicesResponse):
+    """Writes the response of v1/completions."""
+
+    prefix = "cmpl"
+    objects = "text_completion", "text_completion"
+
+    def _content(self, parts: list[Part] | None, *, first: bool) -> Json:
+        del first  # Only a chat's choices begin with something else.
+        return {"text": _text(parts or [])}
+
+    def _logprobs(self, positions: list[Position]) -> Json:
+        return completion_logprobs(positions, self._vocabulary, top=self._form.request.scores or 0)
+
+
+class ChatResponse(ChoicesResponse):
+    """Writes the response of v1/chat/completions."""
+
+    prefix = "chatcmpl"
+    objects = "chat.completion", "chat.completion.chunk"
+    begins_with_role = True
+
+    def _content(self, parts: list[Part] | None, *, first: bool) -> Json:
+        if parts is None:
+            return {"delta": {}}
+        text, calls = _text(parts), self._calls(parts)
+        reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        others = ({"reasoning_content": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})
+        if not self.streams:
+            content = text if text or not calls else None
+            return {"message": {"role": "assistant", "content": content, "refusal": None, **others}}
+        delta: Json = {"role": "assistant"} if first else {}
+        delta |= {"content": text} if text or first or not others else {}
+        return {"delta": delta | others}
+
+    def _calls(self, parts: list[Part]) -> list[Json]:
+        """Return the calls of which there is anything new; an event has each call once."""
+        calls: dict[int, Json] = {}
+        for part in parts:
+            if isinstance(part, Call):
+                place = {"index": part.index} if self.streams else {}
+                function = {"name": part.name, "arguments": ""}
+                calls[part.index] = place | {"id": part.id, "type": "function", "function": function}
+            elif isinstance(part, Arguments):
+                call = calls.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += part.text
+        return [*calls.values()]
+
+    def _logprobs(self, positions: list[Position]) -> Json:
+        return chat_logprobs(positions, self._vocabulary)
+
+
+def _text(parts: list[Part]) -> str:
+    """Join the text among the parts."""
+    return "".join(part.text for part in parts if isinstance(part, Text))
+
+
+def _event(data: Json) -> str:
+    """Write one server-sent event."""
+    return f"data: {json.dumps(data)}\n\n"

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic_core import from_json
 
 from specserve.api.answer import Arguments, Call, Part, Reasoning, Text
+from specserve.api.body import Body
 from specserve.api.request_schema import GenerationRequest
 from specserve.api.response import GenerationResponse
 from specserve.errors import RequestError
@@ -21,6 +22,12 @@ Stage = Literal["begin", "more", "end"]
 Kind = Literal["reasoning", "text", "call"]
 
 _KINDS: dict[type, Kind] = {Reasoning: "reasoning", Text: "text", Call: "call", Arguments: "call"}
+
+
+class TextForm(Body):
+    """How a text is to be; `format` is validated as the `response_format` of a chat."""
+
+    format: dict[str, Any] | None = None
 
 
 @dataclass

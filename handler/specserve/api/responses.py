@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from specserve.api.blocks import Block, BlocksResponse, Event, Stage, generation_fields
+from specserve.api.blocks import Block, BlocksResponse, Event, Stage, TextForm, generation_fields
 from specserve.api.body import Body, Items, Text
 from specserve.api.logprobs import chat_logprobs, output_positions
 from specserve.api.parse import parse_body
@@ -46,12 +46,6 @@ _ECHOED: Json = {
 }
 
 
-class ResponsesText(Body):
-    """How the text is to be; `format` is validated as the `response_format` of a chat."""
-
-    format: dict[str, Any] | None = None
-
-
 class ResponsesReasoning(Body):
     """How the model is to think; there are no summaries of it."""
 
@@ -68,7 +62,7 @@ class ResponsesRequest(GenerationRequest):
     tools: Items[ResponsesTool] | None = None
     tool_choice: str | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    text: ResponsesText | None = None
+    text: TextForm | None = None
     reasoning: ResponsesReasoning | None = None
     max_output_tokens: int | None = Field(default=None, ge=0)
     top_logprobs: int | None = Field(default=None, ge=0, le=20)

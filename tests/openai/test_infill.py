@@ -93,7 +93,8 @@ def test_the_prompt_is_llama_cpps(monkeypatch: pytest.MonkeyPatch) -> None:
     gap = "<PRE>def f():\n    ret<SUF>\nf()\n<MID>"
     assert prompt_of() == f"<REPO>myproject\n<FILE>a.py\na = 1\n<FILE>filename\n{gap}"
     assert prompt_of(input_extra=None) == f"<REPO>myproject\n<FILE>filename\n{gap}"
-    assert prompt_of(input_extra=[{"text": "b"}]) == f"<REPO>myproject\n<FILE>tmp\nb<FILE>filename\n{gap}"
+    two = [{"text": "b"}, {"text": "c", "filename": "c.py"}]
+    assert prompt_of(input_extra=two) == f"<REPO>myproject\n<FILE>tmp\nb<FILE>c.py\nc<FILE>filename\n{gap}"
     assert prompt_of(separators=False) == f"\n\n--- snippet ---\n\na = 1\n{gap}"
     assert asked == {False}
     vocabulary = FakeVocabulary(200)

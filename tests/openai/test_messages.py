@@ -288,7 +288,10 @@ def test_tools_of_anthropics_servers_are_ignored_unless_the_request_demands_one(
 
 # By type and name of a tool that clients run: inputs that its schema takes, and some that it refuses.
 CLIENT_RUN: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {
-    ("bash_20250124", "bash"): ([{"command": "ls"}, {"restart": True}], [{}, {"command": 1}]),
+    ("bash_20250124", "bash"): (
+        [{"command": "ls"}, {"restart": True}],
+        [{}, {"command": 1}, {"command": "ls", "x": 1}],
+    ),
     ("text_editor_20250728", "str_replace_based_edit_tool"): (
         [
             {"command": "view", "path": "a.py"},

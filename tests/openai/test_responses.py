@@ -102,7 +102,7 @@ def test_what_is_streamed_is_what_is_whole(front_end: FrontEnd) -> None:
 
 
 def test_a_response_repeats_its_request_and_counts_tokens(front_end: FrontEnd) -> None:
-    fields = {"instructions": "Be brief.", "metadata": {"a": "b"}, "tools": [READ], "top_p": 0.5}
+    fields = {"instructions": "Be brief.", "metadata": {"a": "b"}, "tools": [READ, {"type": "mcp"}], "top_p": 0.5}
     answer = whole(front_end, **fields, tool_choice="none")
     assert [answer[name] for name in ("instructions", "metadata", "top_p")] == ["Be brief.", {"a": "b"}, 0.5]
     assert [tool["name"] for tool in answer["tools"]] == ["read"]
@@ -151,6 +151,7 @@ def test_reasoning_text_and_calls_are_items_with_openais_events(
     assert (call["call_id"], call["name"], call["arguments"]) == ("call_a", "read", '{"path": "a.py"}')
     assert (custom["type"], custom["call_id"], custom["input"]) == ("custom_tool_call", "call_b", "+ a\n+ b")
     assert len({item["id"] for item in answer["output"]}) == 4
+    assert [item["status"] for item in answer["output"]] == [*["completed"] * 3, "incomplete"]
     scored = whole(front_end, **fields, include=["message.output_text.logprobs"])
     assert scored["output"][1]["content"][0]["logprobs"]
 
@@ -361,7 +362,8 @@ def test_tools_that_openais_clients_run_are_offered_and_called_in_their_own_item
         events = streamed(front_end, **fields)
         assert [event["type"] for event in events[2:-1]] == ["response.output_item.added", "response.output_item.done"]
         assert events[-1]["response"]["output"][0][field] == arguments
-        call, result = messages_of(input=[item, {"type": f"{kind}_call_output", "call_id": "call_a", "output": output}])
+        back = {**item, field: {**arguments, "user": None}}
+        call, result = messages_of(input=[back, {"type": f"{kind}_call_output", "call_id": "call_a", "output": output}])
         assert call["tool_calls"][0]["function"] == {"name": kind, "arguments": json.dumps(arguments)}
         assert result == {"role": "tool", "tool_call_id": "call_a", "content": text}
     with pytest.raises(RequestError, match="'computer'") as refusal:

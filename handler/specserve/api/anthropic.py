@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specserve.api.blocks import Block, BlocksResponse, Event, Stage, chat_format, generation_fields
+from specserve.api.blocks import Block, BlocksResponse, Event, Stage, TextForm, generation_fields
 from specserve.api.body import Body, Items, Part, Text
 from specserve.api.client_tools import ANTHROPIC, is_hosted, undescribed
 from specserve.api.parse import parse_body
@@ -130,12 +130,6 @@ class Thinking(AnthropicBody):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class OutputConfig(AnthropicBody):
-    """The form of the answer; `format` is validated as the `response_format` of a chat."""
-
-    format: dict[str, Any] | None = None
-
-
 class CountRequest(GenerationRequest):
     """The body of v1/messages/count_tokens."""
 
@@ -146,7 +140,7 @@ class CountRequest(GenerationRequest):
     tools: Items[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
+    output_config: TextForm | None = None
     output_format: dict[str, Any] | None = None
     stop_sequences: Items[StopString] | None = None
     temperature: float | None = Field(default=1.0, ge=0, le=1)
@@ -188,7 +182,7 @@ class CountRequest(GenerationRequest):
             "tools": [tool.function() for tool in self.tools or [] if not is_hosted(tool.type)] or None,
             "tool_choice": _CHOICES.get(choice.type, named),
             "parallel_tool_calls": not choice.disable_parallel_tool_use,
-            "response_format": chat_format(written) or self.response_format,
+            "response_format": written or self.response_format,
             "chat_template_kwargs": self.thinking and {"enable_thinking": self.thinking.type != "disabled"},
         }
         return parse_body(generation_fields(self) | chat, ChatRequest)

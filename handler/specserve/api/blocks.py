@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic_core import from_json
 
 from specserve.api.answer import Arguments, Call, Part, Reasoning, Text
+from specserve.api.body import Body
 from specserve.api.request_schema import GenerationRequest
 from specserve.api.response import GenerationResponse
 from specserve.errors import RequestError
@@ -21,6 +22,12 @@ Stage = Literal["begin", "more", "end"]
 Kind = Literal["reasoning", "text", "call"]
 
 _KINDS: dict[type, Kind] = {Reasoning: "reasoning", Text: "text", Call: "call", Arguments: "call"}
+
+
+class TextForm(Body):
+    """How a text is to be; `format` is validated as the `response_format` of a chat."""
+
+    format: dict[str, Any] | None = None
 
 
 @dataclass
@@ -50,14 +57,6 @@ class Block:
 def generation_fields(request: GenerationRequest) -> dict[str, Any]:
     """Return the fields of any generation that a request sets, for the chat that it becomes."""
     return {name: getattr(request, name) for name in GenerationRequest.model_fields if name in request.model_fields_set}
-
-
-def chat_format(written: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the format of a text, which has its schema beside its type, as the `response_format` of a chat."""
-    if not written or written.get("type") != "json_schema":
-        return written
-    schema = {name: value for name, value in written.items() if name != "type"}
-    return {"type": "json_schema", "json_schema": schema}
 
 
 class BlocksResponse(GenerationResponse, ABC):

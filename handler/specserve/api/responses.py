@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from specserve.api.blocks import Block, BlocksResponse, Event, Stage, chat_format, generation_fields
+from specserve.api.blocks import Block, BlocksResponse, Event, Stage, TextForm, generation_fields
 from specserve.api.body import Body, Items, Text
 from specserve.api.logprobs import chat_logprobs, output_positions
 from specserve.api.parse import parse_body
@@ -46,12 +46,6 @@ _ECHOED: Json = {
 }
 
 
-class ResponsesText(Body):
-    """How the text is to be; `format` is validated as the `response_format` of a chat."""
-
-    format: dict[str, Any] | None = None
-
-
 class ResponsesReasoning(Body):
     """How the model is to think; there are no summaries of it."""
 
@@ -68,7 +62,7 @@ class ResponsesRequest(GenerationRequest):
     tools: Items[ResponsesTool] | None = None
     tool_choice: str | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    text: ResponsesText | None = None
+    text: TextForm | None = None
     reasoning: ResponsesReasoning | None = None
     max_output_tokens: int | None = Field(default=None, ge=0)
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -106,13 +100,15 @@ class ResponsesRequest(GenerationRequest):
         if text := "\n\n".join(filter(None, system)):
             rest.insert(0, {"role": "system", "content": text})
         choice = self.tool_choice
+        # A schema beside its type is also llama.cpp's form of a chat's.
+        written = self.text.format if self.text else None
         chat = generation_fields(self) | {
             "messages": rest,
             "max_tokens": self.max_tokens if self.max_output_tokens is None else self.max_output_tokens,
             "tools": [{"type": "function", "function": tool.function} for tool in self.offered()] or None,
             "tool_choice": choice.choice() if isinstance(choice, ResponsesToolChoice) else choice,
             "parallel_tool_calls": self.parallel_tool_calls,
-            "response_format": chat_format(self.text.format if self.text else None) or self.response_format,
+            "response_format": written or self.response_format,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
         }
         if self.top_logprobs or "message.output_text.logprobs" in (self.include or []):

@@ -177,3 +177,19 @@ def test_an_exception_before_or_in_a_round_is_a_500_for_its_requests_only(
         front_end.run()
     assert front_end.status[failing] == 500
     assert texts(answer_to(front_end, BODY))
+
+
+def test_the_first_event_of_each_choice_waits_for_all_scores_of_its_prompt(front_end: FrontEnd) -> None:
+    """A choice that reuses a cached prefix is ahead of the one that scores the prompt, which reuses nothing."""
+    prompt = "a prompt that takes several chunks to be read " * 4
+    answer_to(front_end, {"prompt": prompt, "max_tokens": 1})
+    body = {**BODY, "prompt": prompt, "echo": True, "logprobs": 1, "n": 3, "stream": True}
+    stream = front_end.post(body)
+    front_end.run()
+    first: dict[int, Any] = {}
+    for event in front_end.events(stream):
+        [choice] = event["choices"]
+        first.setdefault(choice["index"], choice["logprobs"])
+    assert len(first) == 3
+    assert all(logprobs["tokens"][: len(prompt)] == [*prompt] for logprobs in first.values())
+    assert all(None not in logprobs["token_logprobs"][1:] for logprobs in first.values())

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from charts import best_settings
 from common import Row
-from long_prompts_table import long_prompts
 from result_tables import Column, Results, on_machines, own_titles, read_results, section, table
 
 PAGE = Path(__file__).parent / "RESULTS.md"
@@ -186,6 +185,33 @@ def other_engines(results: Results) -> list[str]:
     return section("How fast are other engines?", answer, table("", KINDS, columns), results, names)
 
 
+def long_prompts(results: Results) -> list[str]:
+    """Prefill, decoding and further turns, by the tokens of a prompt (long_prompts.py)."""
+    columns: dict[str, Column] = {}
+    servers = {
+        "specserve auto": "`auto`",
+        "specserve off": "`off`",
+        "llama-server plain": "llama-server",
+        "ik_llama.cpp plain": "ik_llama.cpp",
+    }
+    titles = {
+        "prefill_ms": "prefill, ms a token",
+        "tokens_per_second": "an edit, tokens a second",
+        "second_turn_s": "second turn, first token, s",
+        "third_turn_share": "third turn, after others have filled the cache, as a share of the first",
+    }
+    names = on_machines(results, "long_prompts")
+    for name, machine in names.items():
+        for row in results[name]["rows"]:
+            column = columns.setdefault(f"{row['tokens']:,} tokens, {machine}", {})
+            for key in titles:
+                if row.get(key) is not None:
+                    figure = f"{row[key]:.3g} {servers[row['server']]}"
+                    column[key] = f"{column[key]}, {figure}" if key in column else figure
+    answer = "One client; prompts are parts of Python's library, and most of an edit is in its prompt."
+    return section("What do long prompts cost?", answer, table("", titles, columns), results, names)
+
+
 def perplexity(results: Results) -> list[str]:
     """Perplexity with llama.cpp's kernels and with ours (perplexity.py)."""
     columns: dict[str, Column] = {}
@@ -260,28 +286,6 @@ def recurring(results: Results) -> list[str]:
     return section("What does recurring work gain?", answer, [], results, names)
 
 
-def torchserve(results: Results) -> list[str]:
-    """What TorchServe adds, and what a cached prefix saves (load.py)."""
-    columns: dict[str, Column] = {}
-    names = on_machines(results, "overhead", "prefix")
-    titles = {
-        "overhead of a request": "TorchServe's part of a request, ms",
-        "overhead of a call": "its part of each further call of a stream, ms",
-        "cold_s": "first token after a new prompt of 1,500 tokens, s",
-        "cached_s": "the same, cached, s",
-        "cached_in_use_s": "the same, cached and in use by another stream, s",
-    }
-    for name, machine in names.items():
-        for row in results[name]["rows"]:
-            if not row["server"].startswith("specserve"):
-                continue
-            values = {row["load"]: row["ms"]} if "ms" in row else row
-            columns.setdefault(machine, {}).update({key: f"{values[key]}" for key in values if key in titles})
-    answer = "Medians of 20 requests and streams."
-    lines = table("", titles, columns)
-    return section("What does TorchServe add, and a cached prefix save?", answer, lines, results, names)
-
-
 def neighbours(results: Results) -> list[str]:
     """The share of its quiet speed that a server keeps beside other processes (neighbours.py)."""
     columns: dict[str, Column] = {}
@@ -328,7 +332,6 @@ QUESTIONS = (
     schemas,
     tools,
     recurring,
-    torchserve,
     neighbours,
     worst_cases,
 )

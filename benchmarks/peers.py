@@ -1,12 +1,10 @@
 """How fast is this engine beside other CPU engines, on the same GGUF files and with the same number of threads?
 
-`requests`: greedy answers of one client. All answer side by side: an engine works only in its turns, and the one with
-the shortest answer has the next one. Ratios are to llama-server's plain answer to the same prompt.
-`clients`: several clients at once over HTTP, as in load.py.
-`passes`: cost_curve.py with all engines: ours, llama.cpp, ik_llama.cpp and OpenVINO GenAI.
+Greedy answers of one client. All answer side by side: an engine works only in its turns, and the one with the shortest
+answer has the next one. Ratios are to llama-server's plain answer to the same prompt. load.py compares several clients.
 Engines are built the first time (peer_engines.py). One that cannot be built or run is named with the reason.
 
-    .venv/bin/python benchmarks/peers.py requests|clients|passes [--quick] [--settings NAME ...] [--results FILE]
+    .venv/bin/python benchmarks/peers.py [--quick] [--settings NAME ...] [--results FILE]
 """
 
 from __future__ import annotations
@@ -25,8 +23,6 @@ from time import perf_counter
 from rich.console import Console
 from rich.progress import track
 
-import cost_curve
-import load
 from common import (
     FAMILIES,
     MAX_INTERFERENCE,
@@ -42,7 +38,7 @@ from common import (
 from decode import ADAPTIVE, FIXED, Lane, load_for_one, open_lanes
 from decode import PLAIN as OURS_PLAIN
 from peer_engines import SETTINGS, Job, start
-from servers import SLOTS, Answer, ServerProcess, receive, start_specserve, stream, unique_prompts
+from servers import Answer, ServerProcess, receive
 from specserve.cli.archive import prepared_handler
 from specserve.core.generation import Generation
 from specserve.core.scheduler import Scheduler
@@ -56,14 +52,7 @@ QUICK_SETTINGS = (
     "llama-server ngram-simple",
     "ik_llama.cpp plain",
     "ik_llama.cpp draft 3",
-    "OpenVINO plain",
-    "OpenVINO draft 3",
-    "llama-cpp-python plain",
-    "llama-cpp-python lookup 10",
 )
-CLIENTS = (1, 2, 4, 8, 16)
-# The plain setting of every engine, and llama-server's draft model.
-CLIENT_SETTINGS = (PLAIN, "llama-server draft 3", "ik_llama.cpp plain", "OpenVINO plain", "llama-cpp-python plain")
 TURN_SECONDS = 1.0
 # Servers beside the one that ratios are to: repacked weights and caches must fit into memory together.
 SERVERS_AT_A_TIME = 4
@@ -270,55 +259,22 @@ def compare_requests(config: Path, settings: Sequence[str], tasks: list[Task], r
     print_result("peers", names, rows, notes, measured="requests")
 
 
-def compare_clients(config: Path, settings: Sequence[str], results: ResultsFile, *, port: int, quick: bool) -> None:
-    """Print a table and one JSON object."""
-    job = Job.of(config, slots=SLOTS)
-    with ExitStack() as stack:
-        processes, failures = start(stack, job, settings)
-        endpoints = [
-            *load.specserve_modes(start_specserve(stack, config, port)),
-            *(process.endpoint(name) for name, process in processes.items()),
-        ]
-        for endpoint in endpoints:
-            load.checked(endpoint, stream(endpoint, unique_prompts(1)[0], 8))
-        rows = load.measure(load.closed_loops(CLIENTS), endpoints, results, turns=1 if quick else 2)
-    print_table("streams", rows, omit=["first_error"])
-    notes = [*load.NOTES, *(f"{name} did not run: {reason}" for name, reason in failures.items())]
-    print(*notes, sep="\n")
-    files = {"target": job.target.name, "draft": job.draft.name if job.draft else None}
-    print_result("peers", files, rows, notes, measured="clients")
-
-
 def main() -> None:
-    """Compare requests, clients or passes."""
-    parser = argument_parser(
-        __doc__,
-        quick="requests: two prompts a family, fewer settings; clients: one turn; passes: one file, few passes",
-    )
-    parser.add_argument("what", choices=("requests", "clients", "passes"), help="what is compared")
+    """Compare the answers of one client."""
+    parser = argument_parser(__doc__, quick="two prompts a family, fewer settings")
     parser.add_argument(
         "--settings", nargs="+", choices=SETTINGS, metavar="NAME", help=f"of other engines: {', '.join(SETTINGS)}"
     )
-    parser.add_argument("--prompts", type=int, help="requests: number of prompts of each family")
-    parser.add_argument(
-        "--families", nargs="+", choices=FAMILIES, default=REQUEST_FAMILIES, help="requests: only these"
-    )
-    parser.add_argument("--port", type=int, default=9800, help="clients: the first of five free ports")
-    parser.add_argument("--results", type=Path, help="file that keeps every answer or load, to resume from")
+    parser.add_argument("--prompts", type=int, help="number of prompts of each family")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=REQUEST_FAMILIES, help="only these")
+    parser.add_argument("--results", type=Path, help="file that keeps every answer, from which a run is resumed")
     options = parser.parse_args()
     # Without this a terminated run would leave the servers running.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    results = ResultsFile(options.results)
-    if options.what == "passes":
-        cost_curve.measure("peers", list(cost_curve.ENGINES), quick=options.quick)
-    elif options.what == "clients":
-        settings = options.settings or CLIENT_SETTINGS
-        compare_clients(options.config, settings, results, port=options.port, quick=options.quick)
-    else:
-        limit = options.prompts or (2 if options.quick else None)
-        tasks = [task for family in options.families for task in read_tasks(family, limit)]
-        settings = options.settings or (QUICK_SETTINGS if options.quick else SETTINGS)
-        compare_requests(options.config, settings, tasks, results)
+    limit = options.prompts or (2 if options.quick else None)
+    tasks = [task for family in options.families for task in read_tasks(family, limit)]
+    settings = options.settings or (QUICK_SETTINGS if options.quick else SETTINGS)
+    compare_requests(options.config, settings, tasks, ResultsFile(options.results))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import secrets
@@ -53,17 +52,14 @@ class ServerProcess:
     Args:
         command: the command line, which takes `--port` too.
         log: where its output goes.
-        environment: what is added to the environment.
-        ready: a route that answers when the model is loaded.
     """
 
-    def __init__(self, command: list[str | Path], log: Path, *, environment: dict[str, str], ready: str) -> None:
+    def __init__(self, command: list[str | Path], log: Path) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port: int = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
-        self._ready = ready
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w", encoding="utf-8") as output:
             self._process = subprocess.Popen(
@@ -71,7 +67,6 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | environment,
                 # ik_llama.cpp's server writes llama.log into its working directory.
                 cwd=log.parent,
                 # As ours, and as a service: Linux divides the cores by sessions (benchmarks/neighbours.py).
@@ -87,7 +82,7 @@ class ServerProcess:
         until = time.monotonic() + LOAD_TIMEOUT_SECONDS
         while self._process.poll() is None and time.monotonic() < until:
             try:
-                if requests.get(self.url + self._ready, timeout=5).ok:
+                if requests.get(self.url + "/health", timeout=5).ok:
                     return
             except requests.RequestException:
                 pass

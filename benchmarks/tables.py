@@ -88,7 +88,7 @@ def fixed_numbers(results: Results) -> list[str]:
 
 
 def several_clients(results: Results) -> list[str]:
-    """Tokens a second and time to first token, by clients (peers.py clients, load.py)."""
+    """Tokens a second and time to first token, by clients (load.py)."""
     columns: dict[str, Column] = {}
     servers = {"specserve auto": "`auto`", "specserve off": "`off`", "llama-server plain": "llama-server"}
     for name, machine in on_machines(results, "clients").items():
@@ -107,7 +107,7 @@ def several_clients(results: Results) -> list[str]:
     titles = {load: load.removesuffix(" clients") for load in own_titles(columns)}
     answer = (
         "Tokens per second of all clients together, and the median time to first token, for streams of up to 96 tokens "
-        "after prompts of about 250 ([chart](results/clients-zen5.svg)). The last two columns are separate runs, on "
+        "after prompts of about 250. The last two columns are separate runs, on "
         "Zen 4 with up to 256 tokens."
     )
     names = on_machines(results, "clients", "load")
@@ -134,7 +134,7 @@ def mixed_lengths(results: Results) -> list[str]:
 
 
 def cost_of_a_pass(results: Results) -> list[str]:
-    """Milliseconds of a pass by its rows (cost_curve.py, peers.py passes)."""
+    """Milliseconds of a pass by its rows (cost_curve.py)."""
     columns: dict[str, Column] = {}
     growth = []
     for name, machine in on_machines(results, "cost_curve").items():
@@ -147,20 +147,12 @@ def cost_of_a_pass(results: Results) -> list[str]:
         }
         ours, theirs = (times[engine, 8] / times[engine, 1] for engine in ("ours", "llama.cpp"))
         growth.append(f"{ours:.1f} times ({machine}; llama.cpp's kernels {theirs:.1f})")
-    engines = ("ours", "ik_llama.cpp")
-    for name, machine in on_machines(results, "passes").items():
-        passes = [row for row in results[name]["rows"] if row["file"] == TARGET]
-        times = {(row["engine"], row["rows"]): _milliseconds(row) for row in passes}
-        columns[f"{machine}: {' / '.join(engines)}"] = {
-            count: " / ".join(f"{time:.1f}" if (time := times.get((engine, count))) else "-" for engine in engines)
-            for _, count in times
-        }
     titles = {count: f"{count}" for count in (1, 4, 8, 16)} | {512: "each of a prompt of 512"}
     answer = (
         f"Eight tokens cost {', '.join(growth)} as much as one. Milliseconds of the 1.5B; in brackets our time over "
         "the least that memory and arithmetic allow."
     )
-    names = on_machines(results, "cost_curve", "passes")
+    names = on_machines(results, "cost_curve")
     return section("What does a forward pass cost?", answer, table("tokens", titles, columns), results, names)
 
 
@@ -170,9 +162,9 @@ def _milliseconds(row: Row) -> float:
 
 
 def other_engines(results: Results) -> list[str]:
-    """The best settings of each engine, by kind of text (peers.py requests)."""
+    """The best settings of each engine, by kind of text (peers.py)."""
     columns: dict[str, Column] = {}
-    engines = ("specserve", "llama-server", "ik_llama.cpp", "OpenVINO", "llama-cpp-python")
+    engines = ("specserve", "llama-server", "ik_llama.cpp")
     names = on_machines(results, "requests")
     for name, machine in list(names.items())[:1]:
         best = {(row["family"], row["mode"].partition(",")[0]): row for row in best_settings(results[name]["rows"])}

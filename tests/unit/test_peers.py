@@ -13,8 +13,8 @@ import pytest
 import peer_engines
 from charts import best_settings
 from common import Row, Task
-from peer_engines import DRAFT, ENGINES, SETTINGS, Command, Engine, Job
-from peers import CLIENT_SETTINGS, QUICK_SETTINGS, Ours, Peer, answer_side_by_side, summarise
+from peer_engines import DRAFT, ENGINES, SETTINGS, Engine, Job
+from peers import QUICK_SETTINGS, Ours, Peer, answer_side_by_side, summarise
 from servers import ServerProcess, stream
 from specserve.errors import EnvironmentFailure
 
@@ -49,14 +49,14 @@ SERVER = """
 def fake_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An engine "fake" whose settings are options of SERVER; "dead" exits at once and "missing" cannot be built."""
 
-    def missing(_: Job) -> Command:
+    def missing(_: Job) -> list[str | Path]:
         raise EnvironmentFailure("cmake is not on PATH")
 
     server: list[str | Path] = [sys.executable, "-c", textwrap.dedent(SERVER)]
     settings = {"plain": (), "draft 3": ("--draft", DRAFT), "broken": ("broken",)}
-    monkeypatch.setitem(ENGINES, "fake", Engine(lambda _: Command(server), settings))
+    monkeypatch.setitem(ENGINES, "fake", Engine(lambda _: server, settings))
     dead: list[str | Path] = [sys.executable, "-c", "raise SystemExit('no such instruction')"]
-    monkeypatch.setitem(ENGINES, "dead", Engine(lambda _: Command(dead), {"plain": ()}))
+    monkeypatch.setitem(ENGINES, "dead", Engine(lambda _: dead, {"plain": ()}))
     monkeypatch.setitem(ENGINES, "missing", Engine(missing, {"plain": ()}))
     monkeypatch.setattr(peer_engines, "PEERS", tmp_path)
 
@@ -77,7 +77,7 @@ def test_engines_that_cannot_be_built_or_started_are_reported() -> None:
 
 @pytest.mark.usefixtures("fake_engine")
 def test_draft_models_path_is_inserted_into_the_options() -> None:
-    assert peer_engines.command(job(), "fake draft 3").arguments[-2:] == ["--draft", "draft.gguf"]
+    assert peer_engines.command(job(), "fake draft 3")[-2:] == ["--draft", "draft.gguf"]
     with pytest.raises(EnvironmentFailure, match="no draft model"):
         peer_engines.command(job(draft=None), "fake draft 3")
 
@@ -147,7 +147,7 @@ def test_engine_with_the_shortest_answer_has_the_next_turn() -> None:
 def test_last_chunk_gives_tokens_and_timings() -> None:
     with ExitStack() as stack:
         arguments: list[str | Path] = [sys.executable, "-c", textwrap.dedent(SERVER), "one", "two"]
-        process = ServerProcess(arguments, Path("/dev/null"), environment={}, ready="/health")
+        process = ServerProcess(arguments, Path("/dev/null"))
         stack.callback(process.stop)
         process.wait_ready()
         answer = stream(process.endpoint("fake"), "Hello", 4)
@@ -199,7 +199,6 @@ def test_chart_has_each_engines_best_setting_and_our_adaptive_mode() -> None:
 
 def test_compared_settings_exist() -> None:
     assert set(QUICK_SETTINGS) <= set(SETTINGS)
-    assert set(CLIENT_SETTINGS) <= set(SETTINGS)
 
 
 def test_built_packages_are_pinned_with_hashes() -> None:

@@ -1,11 +1,11 @@
 """What does each client get when several send requests at once over HTTP, from this server and from llama-server?
 
-Clients stream completions of prompts that share no prefix. Closed loop: each client sends its next request when the
-last one is answered. Open loop: requests arrive at random at a rate. The servers take turns, so that all are measured
+Clients stream completions of prompts that share no prefix. Each client sends its next request when the
+last one is answered. The servers take turns, so that all are measured
 within the same minutes. `--mixed` measures instead how long short prompts wait for their first token beside the
 prefill of a long one.
 
-    .venv/bin/python benchmarks/load.py [--quick] [--config FILE] [--clients 1 2 4 8] [--rate 0.2] [--results FILE]
+    .venv/bin/python benchmarks/load.py [--quick] [--config FILE] [--clients 1 2 4 8] [--results FILE]
         [--settings NAME ...]
 """
 
@@ -28,7 +28,6 @@ from servers import (
     Answer,
     Endpoint,
     closed_loop,
-    open_loop,
     random_words,
     start_specserve,
     stream,
@@ -192,9 +191,8 @@ def main() -> None:
     """Start the servers, measure, and print a table and one JSON object."""
     parser = argument_parser(__doc__, quick="1 and 4 clients, one turn, by default without other servers")
     parser.add_argument("--port", type=int, default=9800, help="the first of five free ports")
-    parser.add_argument("--clients", nargs="*", type=int, help="clients of a closed loop (default: 1 2 4 8 16)")
-    parser.add_argument("--rate", nargs="*", type=float, default=[], help="requests a second of an open loop")
-    parser.add_argument("--requests", type=int, default=2, help="of each client in a turn; of an open loop, times 8")
+    parser.add_argument("--clients", nargs="*", type=int, help="clients at a time (default: 1 2 4 8 16)")
+    parser.add_argument("--requests", type=int, default=2, help="of each client in a turn")
     parser.add_argument("--turns", type=int, help="of every server under each load (default: 2)")
     parser.add_argument("--max-tokens", type=int, default=96, help="of an answer")
     of_others = f"of other servers (default: {', '.join(OTHERS)}; --quick: none)"
@@ -205,11 +203,6 @@ def main() -> None:
     clients = options.clients if options.clients is not None else ((1, 4) if options.quick else CLIENTS)
     turns = options.turns or (1 if options.quick else 2)
     loads = closed_loops(clients, options.requests, options.max_tokens)
-    number = options.requests * SLOTS
-    loads |= {
-        f"{rate} a second": partial(open_loop, rate=rate, number=number, max_tokens=options.max_tokens)
-        for rate in options.rate
-    }
     results = ResultsFile(options.results)
     _, handler = load_yaml(options.config)
     with ExitStack() as stack:

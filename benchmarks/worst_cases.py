@@ -55,8 +55,8 @@ class Case:
 
     name: str
     limit: str
-    route: str
     body: Callable[[], Body]
+    route: str = COMPLETION
     # Sent at the same time, each by a client of its own.
     copies: int = 1
     # Whether the prompt is in the cache, since reading it takes longer than clients wait: all answers begin at once.
@@ -200,73 +200,66 @@ CASES = [
     Case(
         "an ambiguous grammar, 15 drafts, 8 answers",
         "masks within `max_wait_ms` a round",
-        COMPLETION,
         lambda: by_grammar(AMBIGUOUS, n=8, speculation={"mode": "fixed", "gamma": MOST_DRAFTS}),
     ),
-    Case("a grammar with many lexer states", "50,000 states", COMPLETION, lambda: by_grammar(EXPONENTIAL, n=8)),
-    Case("3,000 strings of different lengths", "4,000 subschemas", COMPLETION, lambda: schema(wide_schema())),
-    Case("an enumeration of 17,000 words", "256 KiB", COMPLETION, lambda: schema({"enum": words(17_000)}, n=8)),
-    Case("long strings by a pattern, 8 answers", "50,000 states", COMPLETION, lambda: schema(long_strings(), n=8)),
-    Case("400 tools, 8 answers", "500 items in a row", CHAT, lambda: calls({f"t{n}": {} for n in range(400)}, n=8)),
-    Case("a tool of 200 kB", "the context, 256 KiB of schemas", CHAT, lambda: calls({"t": wide_arguments()})),
+    Case("a grammar with many lexer states", "50,000 states", lambda: by_grammar(EXPONENTIAL, n=8)),
+    Case("3,000 strings of different lengths", "4,000 subschemas", lambda: schema(wide_schema())),
+    Case("an enumeration of 17,000 words", "256 KiB", lambda: schema({"enum": words(17_000)}, n=8)),
+    Case("long strings by a pattern, 8 answers", "50,000 states", lambda: schema(long_strings(), n=8)),
+    Case(
+        "400 tools, 8 answers", "500 items in a row", lambda: calls({f"t{n}": {} for n in range(400)}, n=8), route=CHAT
+    ),
+    Case("a tool of 200 kB", "the context, 256 KiB of schemas", lambda: calls({"t": wide_arguments()}), route=CHAT),
     Case(
         "40 recursive tools, 8 answers",
         "llguidance's limits",
-        CHAT,
         lambda: calls({f"t{n}": tree(n) for n in range(40)}, n=8),
+        route=CHAT,
     ),
     Case(
         "newcomers beside a prompt of a megabyte of spaces",
         "its length",
-        COMPLETION,
         lambda: {"prompt": " " * 1_000_000},
         newcomers=True,
     ),
-    Case("a prompt of 500 kB of spaces", "tokenised beside rounds", COMPLETION, lambda: {"prompt": " " * 500_000}),
+    Case("a prompt of 500 kB of spaces", "tokenised beside rounds", lambda: {"prompt": " " * 500_000}),
     Case(
         "128 prompts of 7 kB",
         "1 MiB of body",
-        COMPLETION,
         lambda: {"prompt": [f"{n}" + "=-" * 3_500 for n in range(128)], "max_tokens": 1},
     ),
     Case(
         "a prediction and a prompt of one word, 15 drafts, 8 answers",
         "drafts as `max_wait_ms` allows",
-        COMPLETION,
         lambda: repeated("a " * 3000, prediction={"type": "content", "content": "a " * 3000}),
         cached=True,
     ),
     Case(
         "a lookup in a prompt of one word, 15 drafts, 8 answers",
         "an index a prompt, 32,768 tokens a round",
-        COMPLETION,
         lambda: repeated("a " * 3900),
         cached=True,
     ),
     Case(
         "15 drafts a round by a model, 8 answers",
         "drafts as `max_wait_ms` allows",
-        COMPLETION,
         lambda: repeated("Once upon a time", speculation={"drafter": "model"}, seed=1),
     ),
     Case(
         "newcomers beside a prompt of 4,000 tokens",
         "prefills share a round",
-        COMPLETION,
         lambda: {"prompt": random_words(LONG), "max_tokens": 1},
         newcomers=True,
     ),
     Case(
         "newcomers beside a prompt of 30,000 tokens",
         "prefills share a round",
-        COMPLETION,
         lambda: {"prompt": random_words(LONGEST), "max_tokens": 1},
         newcomers=True,
     ),
     Case(
         "a prefix of 30,000 tokens that comes back from host memory",
         "copied within `max_wait_ms` a round",
-        COMPLETION,
         lambda: {"prompt": random_words(LONGEST), "max_tokens": 1},
         cached=True,
         displaced=True,
@@ -274,51 +267,45 @@ CASES = [
     Case(
         "every field of sampling, 15 drafts, 8 answers",
         "drafts as `max_wait_ms` allows",
-        COMPLETION,
         lambda: sampled(speculation={"mode": "fixed", "gamma": MOST_DRAFTS, "drafter": "model"}),
     ),
     Case(
         "16 stop strings of 1,000 characters, 8 answers",
         "a table each",
-        COMPLETION,
         lambda: {"prompt": " " * 3000, "n": 8, "max_tokens": 100, "stop": stop_strings(), "ignore_eos": True},
     ),
     Case(
         "20 alternatives everywhere, 8 answers",
         "8 MiB of response",
-        CHAT,
         lambda: chat(" " * 3000, n=8, max_tokens=200, logprobs=True, top_logprobs=20),
+        route=CHAT,
     ),
     Case(
         "best_of, echo and log-probabilities together",
         "8 MiB of response",
-        COMPLETION,
         lambda: {"prompt": "a b " * 900, "best_of": 20, "n": 8, "echo": True, "logprobs": 5, "max_tokens": 20},
     ),
     Case(
         "a whole answer by a grammar behind a megabyte of body",
         "handed over once",
-        COMPLETION,
         lambda: by_grammar("root ::= [a-z ]{2000}", user="x" * 1_000_000, max_tokens=100),
     ),
     Case(
         "a megabyte that is a dense list, from 12 clients",
         "`batchSize`, 1 MiB of body",
-        CHAT,
         lambda: chat([[]] * 260_000),
         copies=12,
+        route=CHAT,
     ),
     Case(
         "bodies of a megabyte that take long to read, from 12 clients",
         "handed over until they are read",
-        COMPLETION,
         lambda: {"prompt": [f"{n}" + "=-" * 3_500 for n in range(128)], "max_tokens": 1},
         copies=12,
     ),
     Case(
         "whole answers behind 60 kB of body, from 12 clients",
         "2 s until their status is open",
-        COMPLETION,
         lambda: by_grammar("root ::= [a-z ]{2000}", user="x" * 60_000, max_tokens=100),
         copies=12,
     ),

@@ -23,7 +23,7 @@ from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.policy import Candidate, Controller, Prices, choose_for_model
 from specserve.speculation.proposers import Proposer
 from specserve.speculation.rejection import RULES
-from specserve.speculation.step import Draft, Step
+from specserve.speculation.step import Draft, Refused, Step
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +139,8 @@ class Drafters:
                 step.add(Draft(token, q, proposer.name, stated), probability)
             if len(step.drafts) > before:
                 return len(step.drafts) - before
+            if not step.drafts:
+                step.refused.append(Refused(tokens[0], proposer.name, confidences[0]))
         return 0
 
     def _choose(self, drafting: list[Step], rows: int, prices: Prices) -> list[Step]:

@@ -31,6 +31,17 @@ class Draft(NamedTuple):
     confidence: float
 
 
+class Refused(NamedTuple):
+    """The first token of an offer for a round's first position, nothing of which was drafted.
+
+    p_0 shows all the same if it was right, so its drafter learns.
+    """
+
+    token: int
+    drafter: DrafterName
+    confidence: float
+
+
 class Alternative(NamedTuple):
     """A token that may be recovered where the draft at `draft_index` is the first to be rejected.
 
@@ -65,6 +76,7 @@ class Step:
     Drafting adds:
 
         drafts: in order.
+        refused: one for each drafter whose offer was refused.
         possible: alternatives that the target could read.
         alternatives: those of them that it reads.
         p_all_accepted: the estimated probability that all drafts are accepted.
@@ -95,6 +107,7 @@ class Step:
     max_drafts: int = 0
     running: int = 1
     drafts: list[Draft] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
     possible: list[Alternative] = field(default_factory=list)
     alternatives: list[Alternative] = field(default_factory=list)
     p_all_accepted: float = 1.0

@@ -9,7 +9,6 @@ import socket
 import sys
 import threading
 import time
-from functools import partial
 from importlib import import_module
 from itertools import chain, count, cycle, repeat
 from types import ModuleType, SimpleNamespace
@@ -24,7 +23,6 @@ from specserve.api import parser, routes
 from specserve.api.openapi import openapi
 from specserve.api.response import ChoicesResponse, GenerationResponse
 from specserve.api.routes import Routes
-from specserve.core.engine_loop import EngineLoop
 from specserve.core.generation import Generation
 from specserve.core.scheduler import Scheduler
 from specserve.observability.metrics import Metrics

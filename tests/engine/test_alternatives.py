@@ -17,7 +17,7 @@ from specserve.sampling.distribution import FloatArray, to_distribution
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams, Verification
 from specserve.speculation.acceptance import Acceptance
 from specserve.speculation.alternatives import choose_alternatives, note_possible
-from specserve.speculation.gain import RoundCosts
+from specserve.speculation.policy import Prices
 from specserve.speculation.rejection import RULES, sample_coupled
 from specserve.speculation.step import Alternative, Draft, Step
 
@@ -89,8 +89,8 @@ def test_there_are_no_more_alternatives_than_tokens_that_can_be_sampled(verifica
     assert {alternative.token for alternative in found} < likeliest
 
 
-def costs_of(target: list[float], rate: float) -> RoundCosts:
-    return RoundCosts(lambda rows: target[rows], lambda _rows: 0.0, rate)
+def costs_of(target: list[float], rate: float) -> Prices:
+    return Prices(lambda rows: rate * target[rows], lambda _rows: 0.0)
 
 
 @given(
@@ -134,7 +134,7 @@ def test_recovered_alternatives_give_the_same_text_in_fewer_rounds(samplings: li
     for sampling in samplings:
         answers, adopted = [], []
         for most in (0, 8):
-            pair = FakePair(costs=(flat(), flat(0.3)), blend=0.45)
+            pair = FakePair(costs=(flat(), flat(0.2)), blend=0.45)
             pair.target.max_alternatives = most
             generation = pair.submit(
                 [1, 2, 3], gamma=8, mode="auto", verification="coupled", sampling=sampling, max_tokens=300
@@ -152,7 +152,7 @@ def test_recovered_alternatives_give_the_same_text_in_fewer_rounds(samplings: li
 
 
 def test_a_fixed_number_of_drafts_has_no_alternatives() -> None:
-    pair = FakePair(costs=(flat(), flat(0.01)), blend=0.45)
+    pair = FakePair(costs=(flat(), flat(0.2)), blend=0.45)
     stats = pair.submit([1, 2, 3], gamma=8, sampling=ENDLESS, max_tokens=100).stats
     pair.run()
     assert stats.drafted > 0
@@ -161,7 +161,7 @@ def test_a_fixed_number_of_drafts_has_no_alternatives() -> None:
 
 def test_log_probabilities_sources_and_records_count_the_token_after_an_alternative() -> None:
     observer = RecordingObserver()
-    pair = FakePair(costs=(flat(), flat(0.3)), blend=0.45, observers=[observer])
+    pair = FakePair(costs=(flat(), flat(0.2)), blend=0.45, observers=[observer])
     generation = pair.submit(
         [1, 2, 3], gamma=8, mode="auto", sampling=ENDLESS, max_tokens=60, top_logprobs=1, keeps_sources=True
     )
@@ -177,7 +177,7 @@ def test_log_probabilities_sources_and_records_count_the_token_after_an_alternat
 
 
 def test_an_answer_under_a_grammar_is_the_same_with_alternatives() -> None:
-    plain, pair = (FakePair(costs=(flat(), flat(0.3)), blend=0.45) for _ in range(2))
+    plain, pair = (FakePair(costs=(flat(), flat(0.2)), blend=0.45) for _ in range(2))
     expected = plain.submit([1, 2], gamma=0, mode="off", constraint=Alternating(24), max_tokens=40)
     plain.run()
     found = pair.submit([1, 2], gamma=8, mode="auto", constraint=Alternating(24), max_tokens=40)
@@ -190,12 +190,12 @@ def test_an_alternative_counts_only_if_the_mask_after_it_is_in_time(
     masks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A round has time for so many masks. Where the one after an alternative is late, the next round decides."""
-    plain = FakePair(costs=(flat(), flat(0.3)), blend=0.45)
+    plain = FakePair(costs=(flat(), flat(0.2)), blend=0.45)
     constraint = Alternating(VOCABULARY)
     expected = plain.submit([1, 2], gamma=0, mode="off", constraint=constraint, max_tokens=200, sampling=ENDLESS)
     plain.run()
     shared, observer = Shared(masks), RecordingObserver()
-    pair = FakePair(costs=(flat(), flat(0.3)), blend=0.45, begin_masks=shared.begin_round, observers=[observer])
+    pair = FakePair(costs=(flat(), flat(0.2)), blend=0.45, begin_masks=shared.begin_round, observers=[observer])
     adopt = pair.target.adopt
     adoptions: list[int] = []
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from specserve.sampling.distribution import FloatArray
 from specserve.speculation.acceptance import Acceptance
-from specserve.speculation.gain import RoundCosts, rows_worth_adding
+from specserve.speculation.policy import Prices, rows_worth_adding
 from specserve.speculation.rejection import RULES, likeliest
 from specserve.speculation.step import Alternative, Draft, Step
 
@@ -53,7 +53,7 @@ def note_possible(step: Step, logits: FloatArray, draft: Draft, probability: flo
             break
         mass = draft.confidence * math.exp(value - best) if greedy else value
         share = min(1.0, mass / left)
-        gain = rejected * acceptance.of_alternative(sequence, share)
+        gain = rejected * acceptance.of_token(sequence, "alternative", share)
         step.possible.append(Alternative(index, token, share, gain))
         rejected, left = rejected - gain, left - mass
         chosen.append((token, value))
@@ -63,7 +63,7 @@ def note_possible(step: Step, logits: FloatArray, draft: Draft, probability: flo
 
 
 def choose_alternatives(
-    steps: abc.Sequence[Step], max_alternatives: int, rows: int, costs: RoundCosts, end_tokens: Container[int]
+    steps: abc.Sequence[Step], max_alternatives: int, rows: int, prices: Prices, end_tokens: Container[int]
 ) -> None:
     """Let the target read the alternatives that are likely to be recovered, as many as pay for their rows.
 
@@ -73,7 +73,7 @@ def choose_alternatives(
         steps: with all their drafts, which have left rows to them or not (`Step.rows_left`).
         max_alternatives: of the pass.
         rows: of the target's pass by now.
-        costs: of this round.
+        prices: of this round.
         end_tokens: those that end an answer.
     """
     possible = [
@@ -81,7 +81,7 @@ def choose_alternatives(
     ]
     possible.sort(key=lambda pair: pair[0].gain, reverse=True)
     gains = [alternative.gain - _LEAST_GAIN for alternative, _ in possible[:max_alternatives]]
-    length, _ = rows_worth_adding(gains, rows, costs)
+    length, _ = rows_worth_adding(gains, rows, prices)
     for alternative, step in possible[:length]:
         if step.rows_left > 0:
             step.alternatives.append(alternative)

@@ -11,7 +11,7 @@ from specserve.engine.base import FloatArray, Row
 from specserve.engine.kv_cache import KVCache, worth_waiting
 from specserve.errors import DraftError, EngineError
 from specserve.sequence import common_prefix
-from specserve.speculation.cost import Cost
+from specserve.speculation.costs import PassCosts
 from specserve.speculation.step import Step
 
 # The most rows of a pass that other sequences wait for. With 16 instead of 32 two clients' 99th percentile of gaps is
@@ -51,7 +51,7 @@ class DraftModel:
     """
 
     def __init__(
-        self, cache: KVCache, cost: Cost, *, window: int, max_rows: int, vocabulary: int, context_length: int
+        self, cache: KVCache, cost: PassCosts, *, window: int, max_rows: int, vocabulary: int, context_length: int
     ) -> None:
         self.cache = cache
         self._cost = cost
@@ -100,6 +100,11 @@ class DraftModel:
             {index: self._fitted(row) for index, row in zip(complete, logits, strict=True)},
             [by_slot[step.sequence.slot] for step in steps],
         )
+
+    @property
+    def pass_seconds(self) -> float:
+        """What the last pass took, by the costs of passes."""
+        return self._cost.seconds(*self._last)
 
     def observe_cost(self, seconds: float) -> None:
         """Tell the cost model what the last pass, and drafting from its logits, took."""

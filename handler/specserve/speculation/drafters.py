@@ -18,10 +18,9 @@ from specserve.errors import ConstraintError, DraftError, MaskDeferred
 from specserve.sampling.distribution import FloatArray, argmax, confidence, is_greedy, one_hot, to_distribution
 from specserve.sampling.logits import process_logits
 from specserve.sequence import Sequence
-from specserve.speculation.alternatives import choose_alternatives
+from specserve.speculation.alternatives import choose_alternatives, note_possible
 from specserve.speculation.draft_model import DraftModel
-from specserve.speculation.gain import Candidate, RoundCosts, choose_for_model
-from specserve.speculation.policy import SHORT_CATCH_UP, Controller
+from specserve.speculation.policy import Candidate, Controller, Prices, choose_for_model
 from specserve.speculation.proposers import Proposer
 from specserve.speculation.rejection import RULES
 from specserve.speculation.step import Draft, Refused, Step
@@ -87,14 +86,14 @@ class Drafters:
             return
         rows = sum(step.rows for step in steps)
         decoding = [step.sequence for step in steps if not step.in_prefill]
-        costs = self.controller.costs(decoding, kv_len, self.draft_kv_len(decoding) or 0, awaiting_first_token)
-        drafting = self.controller.begin_round(steps, rows, costs)
+        prices = self.controller.prices(decoding, kv_len, self.draft_kv_len(decoding) or 0, awaiting_first_token)
+        drafting = self.controller.begin_round(steps, rows, prices)
         for proposer in self._proposers:
             proposer.begin_round()
         for step in drafting:
             with step.contained():
-                rows += self._draft_offer(step, rows, costs)
-        while self.model and (chosen := self._choose(drafting, rows, costs)):
+                rows += self._draft_offer(step, rows, prices)
+        while self.model and (chosen := self._choose(drafting, rows, prices)):
             began = self._clock()
             try:
                 logits, n_read = self.model.read(chosen, is_shared=len(decoding) > 1)
@@ -103,29 +102,26 @@ class Drafters:
                 self.model = None
                 return
             read = self._clock()
-            seconds_per_row = costs.draft_pass(sum(n_read)) / max(1, sum(n_read))
+            seconds_per_row = self.model.pass_seconds / max(1, sum(n_read))
             for index, step in enumerate(chosen):
                 step.draft_model_seconds += seconds_per_row * n_read[index]
-                if n_read[index] > SHORT_CATCH_UP:
-                    # All but the row that it would have read anyway.
-                    step.long_catch_up_seconds += seconds_per_row * (n_read[index] - 1)
                 with step.contained():
                     if index not in logits or not self._draw(logits[index], step):
                         step.model_ended = True
                     else:
                         rows += 1
-                        rows += self._draft_offer(step, rows, costs)
+                        rows += self._draft_offer(step, rows, prices)
             # Drawing belongs to the cost of a pass, grammar masks do not.
             has_masks = any(step.sequence.constraint is not None for step in chosen)
             self.model.observe_cost((read if has_masks else self._clock()) - began)
-        choose_alternatives(drafting, max_alternatives, rows, costs, self._end_tokens)
+        choose_alternatives(drafting, max_alternatives, rows, prices, self._end_tokens)
 
-    def _draft_offer(self, step: Step, rows: int, costs: RoundCosts) -> int:
+    def _draft_offer(self, step: Step, rows: int, prices: Prices) -> int:
         """Draft what the first proposer offers that is worth verifying; returns how many tokens that is."""
         sequence = step.sequence
         if step.rows_left <= 0 or not step.compute_mask() or step.is_over(self._end_tokens):
             return 0
-        policy, acceptance = self.controller.policy(sequence), self.controller.acceptance
+        controller, acceptance = self.controller, self.controller.acceptance
         for proposer in self._proposers:
             if sequence.speculation.drafter not in {None, proposer.name}:
                 continue
@@ -134,7 +130,7 @@ class Drafters:
             if not tokens:
                 continue
             probabilities = [acceptance.of_token(sequence, proposer.name, stated) for stated in confidences]
-            length = policy.offer_length(step, probabilities, self._candidate(step, costs), rows, costs)
+            length = controller.offer_length(step, probabilities, self._candidate(step, prices), rows, prices)
             before = len(step.drafts)
             for token, stated, probability in zip(tokens[:length], confidences, probabilities, strict=False):
                 if not step.allows(token):
@@ -147,20 +143,20 @@ class Drafters:
                 step.refused.append(Refused(tokens[0], proposer.name, confidences[0]))
         return 0
 
-    def _choose(self, drafting: list[Step], rows: int, costs: RoundCosts) -> list[Step]:
+    def _choose(self, drafting: list[Step], rows: int, prices: Prices) -> list[Step]:
         """The steps whose next token the model drafts now."""
-        able = [(step, self._candidate(step, costs)) for step in drafting if step.rows_left > 0 and not step.error]
+        able = [(step, self._candidate(step, prices)) for step in drafting if step.rows_left > 0 and not step.error]
         candidates = [(step, candidate) for step, candidate in able if candidate]
-        chosen, _ = choose_for_model([candidate for _, candidate in candidates], rows, costs)
+        chosen, _ = choose_for_model([candidate for _, candidate in candidates], rows, prices)
         return [candidates[index][0] for index in chosen]
 
-    def _candidate(self, step: Step, costs: RoundCosts) -> Candidate | None:
+    def _candidate(self, step: Step, prices: Prices) -> Candidate | None:
         """What is known of a step before the model drafts its next token; None where it cannot or may not."""
         if self.model is None or step.sequence.speculation.drafter not in {None, "model"} or step.model_ended:
             return None
         if not self.model.can_read(step) or not step.compute_mask() or step.is_over(self._end_tokens):
             return None
-        return self.controller.policy(step.sequence).candidate(step, self.model.catch_up(step), costs)
+        return self.controller.candidate(step, self.model.catch_up(step), prices)
 
     def _draw(self, logits: FloatArray, step: Step) -> bool:
         """Draw a draft token from the model's logits; False where the grammar leaves none."""
@@ -178,6 +174,7 @@ class Drafters:
         stated = confidence(shaped)
         probability = self.controller.acceptance.of_token(sequence, "model", stated)
         draft = Draft(token, q, "model", stated)
-        self.controller.policy(sequence).note_alternatives(step, shaped, draft, probability)
+        if sequence.speculation.mode == "auto":
+            note_possible(step, shaped, draft, probability, self.controller.acceptance)
         step.add(draft, probability)
         return True

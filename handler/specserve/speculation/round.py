@@ -38,7 +38,7 @@ from specserve.engine.kv_cache import KVCache
 from specserve.errors import ConstraintError, MaskDeferred
 from specserve.sampling.distribution import FloatArray, is_greedy
 from specserve.sampling.logits import TargetDistributions, score
-from specserve.speculation.charges import charge
+from specserve.speculation.costs import share_time
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.policy import Controller
 from specserve.speculation.rejection import RULES, accept_equal
@@ -84,7 +84,7 @@ def run_round(
     logits = target.forward([row for step in steps for row in step.target_rows()])
     passed = clock()
     cost = drafters.controller.target_cost
-    charge(steps, cost, kv_len, draft_seconds=drafted - started, target_seconds=passed - drafted)
+    share_time(steps, cost, kv_len, draft_seconds=drafted - started, target_seconds=passed - drafted)
     first = 0
     for step in steps:
         end = first + step.rows_with_logits + step.draft_rows
@@ -166,7 +166,7 @@ def _decide(controller: Controller, step: Step, logits: FloatArray) -> int:
     if not decided:
         sequence.deferrals += 1
         return 0
-    controller.policy(sequence).learn(step, p, decided)
+    controller.learn(step, p, decided)
     sequence.deferrals = 0
     sequence.round_number += 1
     if sequence.top_logprobs is not None:

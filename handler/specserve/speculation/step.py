@@ -81,10 +81,7 @@ class Step:
         alternatives: those of them that it reads.
         p_all_accepted: the estimated probability that all drafts are accepted.
         model_ended: whether the draft model drafts no more in this round.
-        learns_from_target: whether the target's confidence after the accepted drafts is computed, from which the next
-            acceptance of the draft model is estimated; it takes 0.2 ms, and the policy may do without.
         draft_model_seconds: the part of the draft model's passes, by the cost model.
-        long_catch_up_seconds: the part of these in which the model read more than a few tokens (policy.py).
 
     Verification adds:
 
@@ -94,7 +91,7 @@ class Step:
         is_decode_round: whether it decided tokens, and was no prefill.
         error: why the sequence failed.
 
-    The charges (charges.py) are:
+    The time shares (costs.py) are:
 
         plain_seconds: what the target's pass would have taken of its time, had no sequence drafted.
         target_drafts_seconds: of the target's pass, for the drafts.
@@ -115,9 +112,7 @@ class Step:
     alternatives: list[Alternative] = field(default_factory=list)
     p_all_accepted: float = 1.0
     model_ended: bool = False
-    learns_from_target: bool = True
     draft_model_seconds: float = 0.0
-    long_catch_up_seconds: float = 0.0
     n_accepted: int = 0
     n_decided: int = 0
     adopted: bool = False

@@ -41,8 +41,8 @@ from specserve.speculation.cost import Cost, CostTable
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.gain import Candidate, RoundCosts
+from specserve.speculation.ngram import LookupProposer
 from specserve.speculation.policy import Controller, Policy
-from specserve.speculation.proposers import LookupProposer
 from specserve.speculation.step import Step
 
 # The fake vocabulary belongs to the tests.
@@ -537,7 +537,7 @@ def compare(target: CostTable, draft: CostTable, recordings: list[Recording], or
 
 
 # Modules of speculation/ whose constants --sensitivity changes, one at a time.
-_CONSTANTS = ("acceptance", "alternatives", "charges", "policy", "offers")
+_CONSTANTS = ("acceptance", "alternatives", "charges", "policy")
 
 
 def constants() -> Iterator[tuple[str, tuple[float, float]]]:

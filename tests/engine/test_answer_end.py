@@ -22,8 +22,8 @@ from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.sampling.distribution import FloatArray
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationMode, Verification
-from specserve.speculation.offers import Offer
-from specserve.speculation.proposers import LookupProposer, Proposer
+from specserve.speculation.ngram import LookupProposer
+from specserve.speculation.proposers import Proposal, Proposer
 from specserve.speculation.step import Draft, Step
 
 # Prompts whose greedy answers have 1 to 11 tokens, and more drafts than that.
@@ -67,10 +67,10 @@ def scripted(drafter: DrafterName, script: list[int], asked: list[list[int]]) ->
     class Scripted(Proposer):
         name: ClassVar[DrafterName] = drafter
 
-        def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Offer:
+        def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Proposal:
             asked.append(drafts)
             tokens = script[sequence.generated + len(drafts) :][:max_tokens]
-            return Offer(tokens, [0.9] * len(tokens))
+            return Proposal(tokens, [0.9] * len(tokens))
 
     return Scripted()
 

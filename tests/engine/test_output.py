@@ -25,7 +25,8 @@ from specserve.sampling.noise import Noise, Purpose
 from specserve.sequence import SamplingParams, Verification
 from specserve.speculation import drafters
 from specserve.speculation import round as round_module
-from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
+from specserve.speculation.ngram import LookupProposer, PredictionProposer
+from specserve.speculation.proposers import GrammarProposer
 from specserve.speculation.rejection import RULES
 from specserve.speculation.step import Draft, Step
 

@@ -89,8 +89,6 @@ class Drafters:
         decoding = [step.sequence for step in steps if not step.in_prefill]
         costs = self.controller.costs(decoding, kv_len, self.draft_kv_len(decoding) or 0, awaiting_first_token)
         drafting = self.controller.begin_round(steps, rows, costs)
-        for proposer in self._proposers:
-            proposer.begin_round()
         for step in drafting:
             with step.contained():
                 rows += self._draft_offer(step, rows, costs)

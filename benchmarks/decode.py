@@ -124,7 +124,9 @@ def open_lanes(models: Models, modes: list[Mode]) -> list[Lane]:
     """A lane for each mode, of one sequence each."""
     lanes = []
     for mode in modes:
-        target, drafters = open_engines(models.vocabulary, models.draft, models.config, models.costs, Pools(_HISTORY))
+        target, drafters = open_engines(
+            models.vocabulary, models.draft, models.config, models.placement, Pools(_HISTORY)
+        )
         lanes.append(Lane(mode, models, models.config, KVCache(target), drafters))
     return lanes
 

@@ -28,7 +28,7 @@ from specserve.sequence import (
     SpeculationParams,
     Verification,
 )
-from specserve.speculation.cost import Cost
+from specserve.speculation.costs import PassCosts
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.ngram import PredictionProposer
@@ -71,7 +71,7 @@ class FakePair:
         draft_width: int | None = None,
         window: int = 4096,
         draft_context: int = 8192,
-        costs: tuple[Cost, Cost] | None = None,
+        costs: tuple[PassCosts, PassCosts] | None = None,
         proposers: abc.Sequence[Proposer] | None = None,
         n_cells: int | None = None,
         **options: Any,

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from specserve.speculation.cost import Cost
 
 from constraints import Alternating
 from costs import FixedCost, flat, proportional, table
@@ -15,7 +16,6 @@ from fake_pair import VOCABULARY, FakePair, RecordingObserver, detokenize, plain
 from specserve.sampling.distribution import FloatArray
 from specserve.sequence import SamplingParams, Verification
 from specserve.speculation import round as round_module
-from specserve.speculation.cost import Cost
 from specserve.speculation.rejection import RULES
 from specserve.speculation.step import Step
 
@@ -124,7 +124,7 @@ def test_round_time_is_charged_to_the_sequences_that_lengthen_it() -> None:
     pair.submit([7] * 30, request="prefilled")
     pair.step()
     last = {step.sequence.info.request: step for step in observer.rounds[-3:]}
-    target = {request: step.target_seconds for request, step in last.items()}
+    target = {request: step.seconds.target for request, step in last.items()}
     expected = {"plain": 6, "drafted": 6 + 3, "prefilled": 5}
     total = sum(expected.values()) / sum(target.values())
     assert {request: total * seconds for request, seconds in target.items()} == pytest.approx(expected)

@@ -16,7 +16,6 @@ from fake_engine import FakeEngine, FakeVocabulary
 from fake_placement import FakeMachine, placement_on
 from specserve.api.answer import AnswerReader, Call, Part
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
-from specserve.core.costs import Costs
 from specserve.core.engine_loop import engine_thread
 from specserve.core.loading import Models
 from specserve.engine.kernels import Kernels
@@ -75,7 +74,6 @@ class FrontEnd:
         )
         controller = Controller(flat(0.01), flat(0.001))
         pools = Pools(1000)
-        self.costs = Costs(placement_on(FakeMachine()))
         models = Models(
             vocabulary,
             grammars,
@@ -89,7 +87,7 @@ class FrontEnd:
                 vocabulary=200,
                 end_tokens=vocabulary.end_tokens(),
             ),
-            self.costs,
+            placement_on(FakeMachine()),
             Kernels(None, (), (), "a fake engine computes"),
             config,
             pools,

@@ -34,6 +34,6 @@ def finished_step(
     step = Step(sequence, cached=49 + position, rows=1)
     step.drafts = [Draft(7, None, drafter, 0.5) for drafter in drafters]
     step.n_accepted, step.n_decided, step.is_decode_round = accepted, len(tokens), is_decode_round
-    step.draft_seconds, step.target_seconds, step.other_seconds = seconds
+    step.seconds.draft, step.seconds.target, step.seconds.other = seconds
     sequence.tokens += tokens
     return step

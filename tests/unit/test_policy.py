@@ -8,14 +8,14 @@ from itertools import combinations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from specserve.speculation.charges import Balance
+from specserve.speculation.gain import Candidate, RoundCosts, choose_for_model, offer_length, rows_worth_adding
 
 from constraints import Alternating
 from costs import FixedCost, flat, proportional, stairs, table
 from specserve.sampling.distribution import one_hot
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams
 from specserve.speculation.acceptance import Observation
-from specserve.speculation.charges import Balance
-from specserve.speculation.gain import Candidate, RoundCosts, choose_for_model, offer_length, rows_worth_adding
 from specserve.speculation.policy import Controller
 from specserve.speculation.step import Draft, Step
 
@@ -178,8 +178,8 @@ def count_round(
 ) -> None:
     """Account for a round whose plain pass takes a second, and in which this drafter drafted a token."""
     step = Step(sequence(), 0, 1, 8)
-    step.draft_model_seconds = step.long_catch_up_seconds = catch_up_seconds
-    step.plain_seconds, step.target_drafts_seconds = 1.0, extra_seconds
+    step.seconds.draft_model = step.long_catch_up_seconds = catch_up_seconds
+    step.seconds.plain, step.seconds.target_drafts = 1.0, extra_seconds
     if drafter:
         step.add(Draft(1, one_hot(1, 2), drafter, 0.9), 0.9)
     step.n_decided = tokens

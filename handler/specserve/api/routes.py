@@ -34,7 +34,7 @@ from specserve.engine.kernels import calls
 from specserve.engine.llama_model import LlamaModel, build_description
 from specserve.errors import Contained, RequestError
 from specserve.observability.control_group import Holdback
-from specserve.speculation.cost import Cost
+from specserve.speculation.costs import PassCosts
 
 logger = logging.getLogger(__name__)
 
@@ -141,8 +141,8 @@ class Routes:
             versions={"specserve": specserve.__version__, **{name: _version(name) for name in _PACKAGES}},
             build=build_description(),
             processor=next((line for line in processor().splitlines() if line.startswith("model name")), ""),
-            threads=models.costs.placement.usable.threads,
-            cores=list(models.costs.placement.cores),
+            threads=models.placement.usable.threads,
+            cores=list(models.placement.cores),
             models={
                 role: _model_facts(file, model) for role, file, model in pairs if file is not None and model is not None
             },
@@ -302,7 +302,7 @@ def _model_facts(file: ModelConfig, model: LlamaModel) -> dict[str, str | int | 
     }
 
 
-def _table(cost: Cost) -> dict[str, list[int] | list[float]]:
+def _table(cost: PassCosts) -> dict[str, list[int] | list[float]]:
     near, *_, far = cost.table.seconds
     return {
         "rows": list(cost.table.rows),

@@ -31,7 +31,7 @@ from specserve.engine.llama_model import LlamaModel, build_description, check_sa
 from specserve.errors import EngineError, EnvironmentFailure, ModelLoadError
 from specserve.sequence import SamplingParams, SpeculationParams
 from specserve.sequence import Sequence as TokenSequence
-from specserve.speculation.cost import Cost
+from specserve.speculation.costs import PassCosts
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.measure import measure, prefill, timed
@@ -90,7 +90,7 @@ def examine(handler: HandlerConfig, prepared: Prepared, state: State) -> Iterato
         model, target = stack.enter_context(_loaded(prepared.target, threads))
         invariance = probe(target, thorough=True)
         yield Finding("repeating", f"{invariance.sentence}.", facts=invariance._asdict())
-        target_cost = Cost(measure(target))
+        target_cost = PassCosts(measure(target))
         if prepared.draft is None:
             yield check_costs(target_cost, None)
             yield check_threads(model, threads)
@@ -98,7 +98,7 @@ def examine(handler: HandlerConfig, prepared: Prepared, state: State) -> Iterato
         draft_model, draft = stack.enter_context(_loaded(prepared.draft, threads))
         check_same_vocabulary(model, draft_model)
         yield Finding("pair", f"Target and draft have one vocabulary, of {model.size} tokens.")
-        draft_cost = Cost(measure(draft))
+        draft_cost = PassCosts(measure(draft))
         yield check_costs(target_cost, draft_cost)
         yield check_threads(model, threads)
         drafting = DraftModel(
@@ -184,7 +184,7 @@ def check_files(prepared: Prepared) -> Finding:
     return Finding("models", f"{shown}.", facts=facts)
 
 
-def check_costs(target: Cost, draft: Cost | None) -> Finding:
+def check_costs(target: PassCosts, draft: PassCosts | None) -> Finding:
     """Compare passes of several rows, and the draft's passes, with a step of the target."""
     step = target.seconds(1, KV_LEN)
     curve = {rows: target.seconds(rows, KV_LEN) / step for rows in target.table.rows}

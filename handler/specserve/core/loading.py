@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specserve.config import CacheType, HandlerConfig, ModelConfig
-from specserve.core.costs import Costs
 from specserve.core.pool import DRAFT_LENGTH, fitted
 from specserve.core.prefix_store import PrefixStore
 from specserve.cores import usable_cores
@@ -17,15 +16,16 @@ from specserve.engine.invariance import Invariance, probe
 from specserve.engine.kernels import Kernels, Share
 from specserve.engine.kv_cache import KVCache
 from specserve.engine.llama import LlamaEngine
-from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
+from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
 from specserve.engine.placement import Placement, Workers
 from specserve.engine.thread_pool import ThreadPool
-from specserve.errors import ModelLoadError
+from specserve.errors import EngineError, ModelLoadError
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.memory import free_memory
-from specserve.speculation.cost import Cost
+from specserve.speculation.costs import PassCosts
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
+from specserve.speculation.measure import measured_costs
 from specserve.speculation.ngram import LookupProposer, Pools, PredictionProposer
 from specserve.speculation.policy import Controller
 from specserve.speculation.proposers import GrammarProposer
@@ -49,16 +49,16 @@ _PREFIX_SHARE = 0.25
 class Models:
     """The loaded models, ready to serve.
 
-    `costs` are those of forward passes; `kernels` says which kernels compute them. `config` has the numbers of tokens
-    that are served (pool.py). `invariance` is the target's, None if it was not measured. The draft model's does not
-    matter: with greedy and coupled verification the output does not depend on the drafts.
+    `placement` chooses the cores of forward passes; `kernels` says which kernels compute them. `config` has the numbers
+    of tokens that are served (pool.py). `invariance` is the target's, None if it was not measured. The draft model's
+    does not matter: with greedy and coupled verification the output does not depend on the drafts.
     """
 
     vocabulary: LlamaModel
     grammars: GrammarCompiler
     target: KVCache
     drafters: Drafters
-    costs: Costs
+    placement: Placement
     kernels: Kernels
     config: HandlerConfig
     pools: Pools
@@ -86,15 +86,14 @@ def load_models(config: HandlerConfig) -> Models:
     # Otherwise all streams would wait for it when the first grammar comes. Threads that it starts inherit the cores of
     # this one, which is bound to one core from the first pass on.
     grammars.prepare()
-    costs = Costs(placement)
     pools = _pools(config, target_model)
-    target, drafters = open_engines(target_model, draft_model, config, costs, pools)
+    target, drafters = open_engines(target_model, draft_model, config, placement, pools)
     return Models(
         vocabulary=target_model,
         grammars=grammars,
         target=KVCache(target),
         drafters=drafters,
-        costs=costs,
+        placement=placement,
         kernels=in_use,
         config=config,
         pools=pools,
@@ -126,7 +125,7 @@ def _placement(config: HandlerConfig) -> Placement:
 
 
 def open_engines(
-    target_model: LlamaModel, draft_model: LlamaModel | None, config: HandlerConfig, costs: Costs, pools: Pools
+    target_model: LlamaModel, draft_model: LlamaModel | None, config: HandlerConfig, placement: Placement, pools: Pools
 ) -> tuple[LlamaEngine, Drafters]:
     """Open engines for loaded models, with their drafters; a model may have several engines.
 
@@ -134,7 +133,7 @@ def open_engines(
         target_model: its weights.
         draft_model: the draft model's.
         config: with the numbers of tokens that are served (`Models.config`).
-        costs: of their passes.
+        placement: of their compute threads.
         pools: of finished answers.
 
     Raises:
@@ -143,17 +142,17 @@ def open_engines(
     target = _engine(
         target_model,
         config,
-        costs.placement,
+        placement,
         _MAX_LOGITS,
         n_cells=config.cache_tokens,
         max_alternatives=_MAX_ALTERNATIVES if draft_model else 0,
         cache_type=config.cache_type,
     )
-    target_cost = costs.measure(target, target_model.path)
+    target_cost = _pass_costs(target, target_model, placement)
     draft, draft_cost = None, None
     if draft_model is not None:
         try:
-            draft, draft_cost = _open_draft(draft_model, target_model, config, costs, target_cost)
+            draft, draft_cost = _open_draft(draft_model, target_model, config, placement, target_cost)
         except ModelLoadError as error:
             _go_on_without(error)
         else:
@@ -189,15 +188,15 @@ def _open_draft(
     draft_model: LlamaModel,
     target_model: LlamaModel,
     config: HandlerConfig,
-    costs: Costs,
-    target_cost: Cost,
-) -> tuple[DraftModel, Cost]:
+    placement: Placement,
+    target_cost: PassCosts,
+) -> tuple[DraftModel, PassCosts]:
     # The target's, which end answers; the draft's own may be others.
     head = DraftHead(draft_model.size, [token for token in target_model.end_tokens() if token < draft_model.size])
     short = config.model_copy(update={"context_length": min(config.context_length, DRAFT_LENGTH)})
-    engine = _engine(draft_model, short, costs.placement, max(_MAX_LOGITS // 2, config.sequences), head=head)
+    engine = _engine(draft_model, short, placement, max(_MAX_LOGITS // 2, config.sequences), head=head)
     try:
-        cost = costs.measure(engine, draft_model.path, target_cost)
+        cost = _pass_costs(engine, draft_model, placement, target_cost)
     except ModelLoadError:
         engine.close()
         raise
@@ -210,6 +209,22 @@ def _open_draft(
         context_length=engine.slot_length,
     )
     return draft, cost
+
+
+def _pass_costs(
+    engine: LlamaEngine, model: LlamaModel, placement: Placement, target: PassCosts | None = None
+) -> PassCosts:
+    """The costs of a model's passes; those of a draft model follow the target's.
+
+    Raises:
+        ModelLoadError: a forward pass failed.
+    """
+    code = f"{kernels.identity()} {build_description()} {'a draft' if target else ''}"
+    try:
+        table = measured_costs(engine, model.path, threads=placement.usable.threads, kernels=code)
+    except EngineError as error:
+        raise ModelLoadError(f"{model.path}: its forward passes cannot be timed: {error}") from error
+    return PassCosts(table, target=target)
 
 
 def _go_on_without(error: ModelLoadError) -> None:

@@ -251,11 +251,11 @@ def test_taking_back_a_drawn_end_token_would_change_the_distribution(
     """It gains no token, so it looks as if it could be left out; but that would be decided after it is drawn."""
     add_any = Step.add
 
-    def add(self: Step, draft: Draft, acceptance: float) -> None:
+    def add(self: Step, draft: Draft) -> None:
         if draft.token == WIDTH - 1:
             self.model_ended = True
         else:
-            add_any(self, draft, acceptance)
+            add_any(self, draft)
 
     monkeypatch.setattr(Step, "add", add)
     assert pvalue(verification) < FALSE_ALARM_RATE

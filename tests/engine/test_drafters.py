@@ -62,11 +62,10 @@ def test_a_sequence_drafts_when_so_few_are_left_that_the_draft_model_pays() -> N
         pair.submit([n, 1], gamma=4, mode="auto", max_tokens=20, sampling=ENDLESS)
     long = pair.submit([5, 1], gamma=4, mode="auto", max_tokens=120, sampling=ENDLESS)
     pair.run_until(lambda: long.generated > 1)
-    expected = pair.controller.acceptance.of(long).next_acceptance
+    expected = pair.controller.acceptance.of_next(long)
     pair.run_until(lambda: long.generated > 15)
     assert long.stats.drafted == 0
-    # The target's confidence is not computed where not even likely drafts pay.
-    assert pair.controller.acceptance.of(long).next_acceptance == expected
+    assert pair.controller.acceptance.of_next(long) == expected
     pair.run(long)
     assert long.stats.accepted > 40
 

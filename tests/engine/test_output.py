@@ -231,10 +231,10 @@ def drop_drafts_of_low_probability(patch: pytest.MonkeyPatch) -> None:
     """A controller must not do this: decide by the sampled token whether it is drafted."""
     add_any = Step.add
 
-    def add(self: Step, draft: Draft, acceptance: float) -> None:
+    def add(self: Step, draft: Draft) -> None:
         assert draft.q is not None
         if draft.q[draft.token] > 0.3:
-            add_any(self, draft, acceptance)
+            add_any(self, draft)
         else:
             self.model_ended = True
 

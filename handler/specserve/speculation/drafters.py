@@ -1,9 +1,11 @@
 """Drafts the tokens of a round: what a proposer has for nothing, or one by one by the draft model (policy.py decides).
 
 The proposers (proposers.py, ngram.py) are asked first and again after every token of the draft model, so one draft may
-mix drafters. A drawn token is never taken back, and whether a further one is drawn is decided before it is, also by what
-was drawn for other sequences, with numbers that no two share: the length of a draft is a stopping time, which every rule
-of rejection.py allows.
+mix drafters.
+
+A drawn token is never taken back. Whether a further one is drawn is decided before it is, also by what was drawn for
+other sequences, with numbers that no two share. So the length of a draft is a stopping time, which every rule of
+rejection.py allows.
 
 An end token ends the drafts of a step, and so does the end of a grammar. Under a grammar a token is drafted only after
 the mask at its position is computed, so verification lacks at most the mask after all drafts.
@@ -120,7 +122,7 @@ class Drafters:
                 if not step.allows(draft.token):
                     break
                 q = None if is_greedy(sequence.sampling) else one_hot(draft.token, self._vocabulary)
-                step.drafts.append(draft._replace(q=q))
+                step.add(draft._replace(q=q))
             if len(step.drafts) > before:
                 return len(step.drafts) - before
             if not step.drafts:
@@ -185,5 +187,5 @@ class Drafters:
         draft = Draft(token, q, "model", stated, acceptance.of_token(sequence, "model", stated))
         if sequence.speculation.mode == "auto":
             draft = draft._replace(alternatives=alternatives_to(draft, step, shaped, acceptance))
-        step.drafts.append(draft)
+        step.add(draft)
         return True

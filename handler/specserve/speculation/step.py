@@ -181,6 +181,10 @@ class Step:
         """How many more tokens may be drafted, or read as alternatives."""
         return self.max_drafts - self.draft_rows
 
+    def add(self, draft: Draft) -> None:
+        """Draft one more token; it stays in the round whatever it is."""
+        self.drafts.append(draft)
+
     def contained(self) -> Contained:
         """Keep what is raised within from the other steps of the round: it becomes this one's `error`."""
         return Contained(self.sequence.info.request, self._fail)

@@ -14,6 +14,7 @@ from fake_pair import ENDLESS, SLOTS, VOCABULARY, FakePair, RecordingObserver, p
 from specserve.core.budget import max_wait
 from specserve.core.generation import Generation
 from specserve.sequence import DrafterName, SamplingParams, SpeculationParams
+from specserve.speculation.costs import CostTable
 
 LONG = [n % 23 for n in range(300)]
 

@@ -37,7 +37,7 @@ CALIBRATED = (0.07, 0.18, 0.38, 0.62, 0.82, 0.92, 0.965, 0.985, 0.995)
 _MEMORY, _PRIOR_WEIGHT = 400.0, 8.0
 # The average of a sequence without drafts yet, what is left of it after another position, and the share of the way back
 # to the first that a round without drafts of the model goes: so a sequence whose drafts were rejected is tried again.
-_FIRST, _FADE, _RECOVERY = 0.75, 0.9, 0.02
+_FIRST, _FADE, _RECOVERY = 0.65, 0.9, 0.02
 
 
 class Calibration:
@@ -102,10 +102,11 @@ class Acceptance:
         self._averages.forget(sequence)
 
     def learn_from(self, step: Step, p: TargetDistributions, decided: list[int]) -> None:
-        """Learn from a verification: from the drafts up to the first rejected one.
+        """Learn from a verification: from the drafts up to the first rejected one, and from refused offers.
 
         Args:
-            step: with the number of accepted drafts.
+            step: its offers were refused at the first position, which is always reached. Without them a drafter that
+                was wrong for a while would never be tried again.
             p: the target's distributions.
             decided: the accepted drafts, and the rule's own token if there is one.
         """
@@ -113,6 +114,9 @@ class Acceptance:
         # The sum of min(p, q) is the acceptance probability in token verification; block verification accepts a little
         # more. Where it is known, it says more than the outcome.
         knows_probability = sequence.speculation.verification != "coupled" and not is_greedy(sequence.sampling)
+        for refused in step.refused:
+            accepted = float(p[0][refused.token] if knows_probability else refused.token == decided[0])
+            self._calibration(sequence, refused.drafter).learn(refused.confidence, accepted)
         average, has_drafted = self._averages.of(sequence), False
         for index, draft in enumerate(step.drafts[: n_accepted + 1]):
             q = draft.q if knows_probability else None

@@ -22,9 +22,9 @@ FloatArray = NDArray[np.float64]
 # (tests/engine/test_busy_minutes.py).
 _PASSES = 9
 # What the draft model's passes have shown is forgotten after so many passes of the target without one, or when the
-# target's have become faster or slower by this share since: only drafting can correct it. To try a draft model that has
-# become 8 times as slow takes some 4 passes of the target, all 500 (tests/engine/test_busy_minutes.py).
-_FORGOTTEN_AFTER, _CHANGED = 500, 0.25
+# log of the target's factor has changed by so much since: only drafting can correct it. To try a draft model that has
+# become 8 times as slow takes some 4 passes of the target, all 800 (tests/engine/test_busy_minutes.py).
+_FORGOTTEN_AFTER, _CHANGED = 800, 0.2
 # Tokens of the KV cache that share one entry; with 256 the means of benchmarks/simulate.py change by .004 at most.
 _GRAIN = 64
 
@@ -101,8 +101,8 @@ class PassCosts:
         return math.exp(self._log_factor) * self._target.factor
 
     def _is_outdated(self, target: PassCosts) -> bool:
-        change = target.factor / self._factor_then
-        return target.passes - self._seen_at > _FORGOTTEN_AFTER or not 1 - _CHANGED < change < 1 / (1 - _CHANGED)
+        change = abs(math.log(target.factor / self._factor_then))
+        return target.passes - self._seen_at > _FORGOTTEN_AFTER or change > _CHANGED
 
     def seconds(self, rows: int, kv_len: int) -> float:
         """What a pass of `rows` rows takes with `kv_len` tokens in the KV cache; nothing for no rows."""

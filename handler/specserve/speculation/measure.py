@@ -80,9 +80,9 @@ def measure(engine: Engine, clock: Callable[[], float] = perf_counter) -> CostTa
         EngineError: a pass failed.
     """
     near, far = kv_lengths(engine.slot_length, can_load=engine.token_bytes is not None)
-    most = min(engine.max_rows, engine.max_logits)
-    rows = tuple(count for count in _ROWS if count <= most)
-    rows += tuple(count for count in _WIDE_ROWS if count <= min(engine.max_rows, engine.slot_length - near))
+    most = min(engine.max_rows, engine.slot_length - near)
+    rows = tuple(count for count in _ROWS if count <= min(most, engine.max_logits))
+    rows += tuple(count for count in _WIDE_ROWS if count <= most)
     far_rows = tuple(count for count in _FAR_ROWS if count in rows and count <= engine.slot_length - far)
     try:
         _fill(engine, near)

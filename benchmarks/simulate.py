@@ -237,8 +237,8 @@ class Simulation:
         target: the target's costs on the simulated machine.
         draft: the draft's.
         speculation: the policy.
-        window: tokens that the draft reads back where it joins a sequence; of a long one fewer, which here costs less
-            and changes no draft, since all were recorded after the whole window.
+        window: tokens that the draft reads back where it joins a sequence; here it changes no draft, since all were
+            recorded after 128 tokens.
         draft_context: the most tokens of a sequence that the draft holds.
         slots: sequences decoded at the same time.
         max_wait_seconds: extra latency that prefill may add to a decoding round.
@@ -250,7 +250,7 @@ class Simulation:
         draft: CostTable,
         speculation: SpeculationParams,
         *,
-        window: int = 128,
+        window: int = 96,
         draft_context: int = CONTEXT,
         slots: int = 1,
         max_wait_seconds: float = math.inf,

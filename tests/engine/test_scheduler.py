@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from specserve.speculation.cost import CostTable
 
 from constraints import Alternating, Shared, Slow
 from costs import FixedCost, flat, proportional

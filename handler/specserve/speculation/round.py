@@ -32,7 +32,7 @@ from specserve.speculation.costs import share_time
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.policy import Controller
 from specserve.speculation.rejection import RULES, accept_equal
-from specserve.speculation.step import Step, StepLogits
+from specserve.speculation.step import Step
 
 
 def run_round(
@@ -81,7 +81,7 @@ def run_round(
         end = first + step.rows_with_logits + step.draft_rows
         if not step.error:
             with step.contained():
-                _accept(target, drafters, step, step.split(logits[first:end]))
+                _accept(target, drafters, step, logits[first:end])
         first = end
     measured = (passed if has_extras else clock()) - drafted
     # Of rows that attend to little and rows that attend to much it shows what the average row takes.
@@ -93,31 +93,39 @@ def _needs_masks_or_scores(step: Step) -> bool:
     return step.sequence.constraint is not None or step.sequence.top_logprobs is not None or step.scores_rows
 
 
-def _accept(target: KVCache, drafters: Drafters, step: Step, logits: StepLogits) -> None:
+def _accept(target: KVCache, drafters: Drafters, step: Step, logits: FloatArray) -> None:
     """Decide the tokens of one step, if it is not a prefill chunk, and truncate both caches to them.
 
     The caches then hold what is decided, but for its last token. An error leaves them to the caller.
+
+    Args:
+        target: its cache.
+        drafters: all drafters.
+        step: whose rows the target has read.
+        logits: of these, shape (`rows_with_logits` + `draft_rows`, vocabulary): after the pending tokens that need
+            some, after each draft, and after each alternative.
     """
     sequence, controller = step.sequence, drafters.controller
     try:
         if step.scores_rows:
-            _score_prompt(step, logits.prompt)
+            _score_prompt(step, logits[: step.rows])
         if not step.decides:
             return
-        step.n_decided = _decide(controller, step, logits.verified)
+        after_pending = logits[step.rows_with_logits - 1 :]
+        step.n_decided = _decide(controller, step, after_pending[: len(step.drafts) + 1])
         if drafters.model:
             drafters.model.cache.truncate(sequence.slot, len(sequence.tokens) - 1)
         places = [(alternative.draft_index, alternative.token) for alternative in step.alternatives]
         recovered = step.n_accepted, sequence.tokens[-1]
         if recovered in places:
             # What the next round without drafts would do, whose row the target has read already.
-            adopted = places.index(recovered)
+            adopted, after_alternatives = places.index(recovered), after_pending[len(step.drafts) + 1 :]
             target.adopt(sequence.slot, adopted)
             after = Step(sequence, cached=len(sequence.tokens) - 1, rows=1)
             # A grammar that cannot be followed from here fails in the next round, as without alternatives.
             with suppress(ConstraintError):
                 # Without the mask after it an alternative gives no further token.
-                step.adopted = _decide(controller, after, logits.alternatives[adopted : adopted + 1]) > 0
+                step.adopted = _decide(controller, after, after_alternatives[adopted : adopted + 1]) > 0
                 step.n_decided += step.adopted
     except (FloatingPointError, ConstraintError) as error:
         step.error = error

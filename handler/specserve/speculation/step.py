@@ -250,19 +250,6 @@ class Step:
         ]
         return rows
 
-    def split(self, logits: FloatArray) -> StepLogits:
-        """Split the logits of this step's rows by what they are for.
-
-        Args:
-            logits: shape (`rows_with_logits` + `draft_rows`, vocabulary).
-        """
-        alternatives = len(logits) - len(self.alternatives)
-        return StepLogits(
-            prompt=logits[: self.rows if self.scores_rows else 0],
-            verified=logits[alternatives - len(self.drafts) - 1 : alternatives] if self.decides else logits[:0],
-            alternatives=logits[alternatives:],
-        )
-
     # ---- accept ----
 
     @property
@@ -309,17 +296,3 @@ class Step:
         stats.alternatives += len(self.alternatives)
         stats.adopted += self.adopted
         stats.plain_seconds += decided * seconds.plain
-
-
-class StepLogits(NamedTuple):
-    """The target's logits of one step, each of shape (rows, vocabulary).
-
-    Args:
-        prompt: after each token of a prompt that is scored.
-        verified: after the last pending token and after each draft; none if the step decides nothing.
-        alternatives: after each alternative.
-    """
-
-    prompt: FloatArray
-    verified: FloatArray
-    alternatives: FloatArray

@@ -39,7 +39,7 @@ from specserve.core.scheduler import Scheduler
 from specserve.engine.kv_cache import KVCache
 from specserve.sequence import SamplingParams, SequenceStats, SpeculationParams
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.history import Pools
+from specserve.speculation.ngram import Pools
 
 # Of an answer: family, prompt, its most tokens, temperature, seed and mode.
 Key = tuple[str, str, int, float, int, str]

@@ -38,8 +38,8 @@ from specserve.sequence import SamplingParams, SpeculationParams
 from specserve.speculation.costs import CostTable, PassCosts
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
+from specserve.speculation.ngram import LookupProposer
 from specserve.speculation.policy import Controller
-from specserve.speculation.proposers import LookupProposer
 
 # The fake vocabulary belongs to the tests.
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
@@ -237,8 +237,8 @@ class Simulation:
         target: the target's costs on the simulated machine.
         draft: the draft's.
         speculation: the policy.
-        window: tokens that the draft reads back where it joins a sequence; of a long one fewer, which here costs less
-            and changes no draft, since all were recorded after the whole window.
+        window: tokens that the draft reads back where it joins a sequence; here it changes no draft, since all were
+            recorded after 128 tokens.
         draft_context: the most tokens of a sequence that the draft holds.
         slots: sequences decoded at the same time.
         max_wait_seconds: extra latency that prefill may add to a decoding round.
@@ -250,7 +250,7 @@ class Simulation:
         draft: CostTable,
         speculation: SpeculationParams,
         *,
-        window: int = 128,
+        window: int = 96,
         draft_context: int = CONTEXT,
         slots: int = 1,
         max_wait_seconds: float = math.inf,
@@ -481,7 +481,7 @@ def compare(target: CostTable, draft: CostTable, recordings: list[Recording], or
 
 
 # Modules of speculation/ whose constants --sensitivity changes, one at a time.
-_CONSTANTS = ("acceptance", "alternatives", "costs", "policy", "offers")
+_CONSTANTS = ("acceptance", "alternatives", "costs", "policy")
 
 
 def constants() -> Iterator[tuple[str, tuple[float, float]]]:

@@ -109,9 +109,9 @@ class SpeculationConfig(_Section):
         description="Maximum draft tokens per round; with the token before them 16 rows, a tile with AVX-512.",
     )
     window: int = Field(
-        default=128,
+        default=96,
         ge=16,
-        description="Tokens before the end of a sequence that the draft model prefills when it joins; fewer if long.",
+        description="Tokens before the end of a sequence that the draft model prefills when it joins.",
     )
     holdback: float = Field(
         default=0.0,
@@ -126,7 +126,7 @@ class SpeculationConfig(_Section):
         ge=0,
         le=2**31,
         description="Tokens of finished answers that lookups of later requests with the same pool search; all pools "
-        "together have room for eight times as many; 20 bytes a token; 0: none.",
+        "together have room for eight times as many; 16 bytes a token; 0: none.",
     )
     corpus: list[Path] = Field(default=[], description="Text files that lookups of all requests search.")
 

@@ -31,8 +31,9 @@ from specserve.sequence import (
 from specserve.speculation.costs import PassCosts
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
+from specserve.speculation.ngram import PredictionProposer
 from specserve.speculation.policy import Controller
-from specserve.speculation.proposers import PredictionProposer, Proposer
+from specserve.speculation.proposers import Proposer
 from specserve.speculation.step import Step
 
 VOCABULARY = 24

@@ -124,12 +124,12 @@ def test_round_time_is_charged_to_the_sequences_that_lengthen_it() -> None:
     pair.submit([7] * 30, request="prefilled")
     pair.step()
     last = {step.sequence.info.request: step for step in observer.rounds[-3:]}
-    target = {request: step.target_seconds for request, step in last.items()}
+    target = {request: step.seconds.target for request, step in last.items()}
     expected = {"plain": 6, "drafted": 6 + 3, "prefilled": 5}
     total = sum(expected.values()) / sum(target.values())
     assert {request: total * seconds for request, seconds in target.items()} == pytest.approx(expected)
-    assert last["drafted"].draft_seconds > 0
-    assert last["plain"].draft_seconds == last["prefilled"].draft_seconds == 0
+    assert last["drafted"].seconds.draft > 0
+    assert last["plain"].seconds.draft == last["prefilled"].seconds.draft == 0
 
 
 def test_a_sequence_is_not_charged_for_drafts_of_other_sequences() -> None:

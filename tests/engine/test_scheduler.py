@@ -304,7 +304,7 @@ def test_records_add_up_to_the_prefill_and_decode_time_of_a_sequence() -> None:
     pair.run()
     prefill, decode = (
         [
-            step.draft_seconds + step.target_seconds + step.other_seconds
+            step.seconds.draft + step.seconds.target + step.seconds.other
             for step in observer.rounds
             if (step.position > 0) is decodes
         ]

@@ -23,9 +23,9 @@ from specserve.engine.kv_cache import KVCache
 from specserve.observability.metrics import Served
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.history import Pools
+from specserve.speculation.ngram import LookupProposer, Pools, PredictionProposer
 from specserve.speculation.policy import Controller
-from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
+from specserve.speculation.proposers import GrammarProposer
 from specserve.torchserve import handler as torchserve
 from specserve.torchserve.handler import Handler
 

@@ -25,9 +25,8 @@ from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.offers import Offer
 from specserve.speculation.policy import Controller
-from specserve.speculation.proposers import Proposer
+from specserve.speculation.proposers import Proposal, Proposer
 from specserve.speculation.rejection import Verdict, accept_equal
 from specserve.speculation.round import run_round
 from specserve.speculation.step import Step
@@ -116,10 +115,10 @@ class Replay(Proposer):
         for position in range(WRONG_EVERY, TOKENS, WRONG_EVERY):
             self._drafts[position] = int(np.argsort(plain.logits[position])[-2])
 
-    def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Offer:
+    def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Proposal:
         position = sequence.generated + len(drafts)
         tokens = self._drafts[position : position + max_tokens]
-        return Offer(tokens, [0.9] * len(tokens))
+        return Proposal(tokens, [0.9] * len(tokens))
 
 
 def decode_speculatively(loaded: Loaded, plain: PlainOutput) -> list[int]:

@@ -25,10 +25,10 @@ from specserve.memory import free_memory
 from specserve.speculation.costs import PassCosts
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.history import History, Pools
 from specserve.speculation.measure import measured_costs
+from specserve.speculation.ngram import LookupProposer, Pools, PredictionProposer
 from specserve.speculation.policy import Controller
-from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
+from specserve.speculation.proposers import GrammarProposer
 
 logger = logging.getLogger(__name__)
 
@@ -175,18 +175,13 @@ def _pools(config: HandlerConfig, model: LlamaModel) -> Pools:
     Raises:
         ModelLoadError: a file cannot be read.
     """
-    pools = Pools(config.speculation.history_tokens)
     texts = []
     for path in config.speculation.corpus:
         try:
             texts.append(model.encode(path.read_text(encoding="utf-8", errors="replace"), begin=False))
         except OSError as error:
             raise ModelLoadError(f"handler.speculation.corpus: {path} cannot be read: {error.strerror}.") from error
-    if texts:
-        pools.corpus = History(sum(map(len, texts)) + 2 * len(texts))
-        for text in texts:
-            pools.corpus.add(text)
-    return pools
+    return Pools(config.speculation.history_tokens, texts)
 
 
 def _open_draft(

@@ -133,12 +133,12 @@ class Acceptance:
     def _learn_alternatives(self, step: Step, recovered: int) -> None:
         """Learn from the first rejected draft's alternatives, whether the target has read them or not."""
         calibration = self._calibration(step.sequence, "alternative")
-        for alternative in step.possible:
-            if alternative.draft_index == step.n_accepted:
-                hit = alternative.token == recovered
-                calibration.learn(alternative.confidence, float(hit))
-                if hit:
-                    break
+        rejected = step.drafts[step.n_accepted : step.n_accepted + 1]
+        for alternative in rejected[0].alternatives if rejected else ():
+            hit = alternative.token == recovered
+            calibration.learn(alternative.share, float(hit))
+            if hit:
+                break
 
     def _calibration(self, sequence: Sequence, drafter: str) -> Calibration:
         key = (drafter, not is_greedy(sequence.sampling))

@@ -161,16 +161,16 @@ def share_time(
     draft_row = max(0.0, costs.seconds(rows + drafts, kv_len) - plain) / max(1, drafts)
     prompt_row = max(0.0, plain - decode) / max(1, rows - decoding)
     for step in steps:
-        step.plain_seconds = step.rows * prompt_row if step.in_prefill else decode / decoding
-        step.target_drafts_seconds = step.draft_rows * draft_row
+        step.seconds.plain = step.rows * prompt_row if step.in_prefill else decode / decoding
+        step.seconds.target_drafts = step.draft_rows * draft_row
     # Drafts that took no pass have taken time for grammar masks at most.
-    passes = [step.draft_model_seconds for step in steps]
+    passes = [step.seconds.draft_model for step in steps]
     draft_shares = _shares(passes if any(passes) else [float(step.draft_rows) for step in steps])
-    target_shares = _shares([step.plain_seconds + step.target_drafts_seconds for step in steps])
+    target_shares = _shares([step.seconds.plain + step.seconds.target_drafts for step in steps])
     for step, draft_share, target_share in zip(steps, draft_shares, target_shares, strict=True):
-        step.draft_seconds = draft_share * draft_seconds
-        step.target_share = target_share
-        step.target_seconds = target_share * target_seconds
+        step.seconds.draft = draft_share * draft_seconds
+        step.seconds.of_target = target_share
+        step.seconds.target = target_share * target_seconds
 
 
 def _shares(seconds: list[float]) -> list[float]:

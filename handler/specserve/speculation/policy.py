@@ -154,7 +154,7 @@ class Balance:
 
     def count_round(self, step: Step) -> None:
         """Account for a decode round; plain decoding would have given one token in one pass."""
-        extra = (step.target_drafts_seconds + step.draft_model_seconds) / step.plain_seconds
+        extra = (step.seconds.target_drafts + step.seconds.draft_model) / step.seconds.plain
         self._tokens += step.n_decided
         self._loss += 1 + extra - step.n_decided
         self._recent_tokens = _SPEEDUP_FADE * self._recent_tokens + step.n_decided

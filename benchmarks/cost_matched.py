@@ -22,10 +22,10 @@ from rich.console import Console
 from common import argument_parser, print_result, read_tasks
 from perplexity import forms_of_the_target
 from specserve.cli import files, paths
-from specserve.cores import usable_cores
 from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
+from specserve.machine import usable_cores
 
 # The matrices whose products a block adds to the residual stream.
 ZEROED = ("attn_output", "ffn_down")

@@ -104,11 +104,11 @@ def test_measurement_waits_for_a_time_with_an_empty_slot(
     assert machine.cache == [[1], [1]]
 
 
-def test_threads_and_assistants_are_afterwards_where_they_were(machine: Machine, model: Path) -> None:
+def test_threads_are_afterwards_where_they_were(machine: Machine, model: Path) -> None:
     make_doubtful(machine.costs.measure(machine, model))
-    machine.costs.placement.run_on((1,), (0, 2))
+    machine.costs.placement.run_on((1,))
     machine.costs.measure_doubtful(lambda: False)
-    assert (machine.costs.placement.cores, machine.costs.placement.assistants) == ((1,), (0, 2))
+    assert machine.costs.placement.cores == (1,)
 
 
 def test_failed_pass_at_load_is_a_load_error(machine: Machine, model: Path) -> None:

@@ -90,7 +90,7 @@ class FrontEnd:
                 end_tokens=vocabulary.end_tokens(),
             ),
             self.costs,
-            Kernels(None, (), (), "a fake engine computes"),
+            Kernels(None, (), "a fake engine computes"),
             config,
             pools,
         )

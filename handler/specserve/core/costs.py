@@ -78,7 +78,7 @@ class Costs:
         Args:
             interrupted: asked before each pass; the rest is left to the next idle time.
         """
-        before = self.placement.cores, self.placement.assistants
+        before = self.placement.cores
         try:
             for engine, path, code, cost in self._measured:
                 for threads, table in cost.tables.items() if cost.doubtful else ():
@@ -92,4 +92,4 @@ class Costs:
         except EngineError as error:
             logger.warning("specserve: the forward passes cannot be measured again: %s", error)
         finally:
-            self.placement.run_on(*before)
+            self.placement.run_on(before)

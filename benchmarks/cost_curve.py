@@ -33,10 +33,10 @@ from specserve.cli.download import fetch
 from specserve.cli.models import requantise
 from specserve.cli.paths import DEFAULT_CONFIG
 from specserve.config import load_yaml
-from specserve.cores import usable_cores
 from specserve.engine import kernels
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import EnvironmentFailure
+from specserve.machine import usable_cores
 
 WORKER = Path(__file__).with_name("pass_worker.py")
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)

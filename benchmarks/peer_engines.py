@@ -25,8 +25,8 @@ from specserve.cli.archive import handler_of
 from specserve.cli.models import prepare
 from specserve.cli.paths import PROJECT
 from specserve.config import cache_directory
-from specserve.cores import usable_cores
 from specserve.errors import EnvironmentFailure
+from specserve.machine import usable_cores
 
 PEERS = cache_directory() / "peers"
 LOCK = PROJECT / "requirements-peer.lock"

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from specserve.cores import parse_cores
 from specserve.errors import ConfigError
+from specserve.machine import parse_cores
 
 # Keys of earlier versions, and what to do with them.
 _REMOVED = {

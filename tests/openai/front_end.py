@@ -88,7 +88,7 @@ class FrontEnd:
                 end_tokens=vocabulary.end_tokens(),
             ),
             placement_on(FakeMachine()),
-            Kernels(None, (), (), "a fake engine computes"),
+            Kernels(None, (), "a fake engine computes"),
             config,
             pools,
         )

@@ -30,6 +30,7 @@ from specserve.config import HandlerConfig, ModelConfig, processor
 from specserve.core.generation import Generation
 from specserve.core.loading import Models
 from specserve.core.scheduler import Scheduler
+from specserve.engine.invariance import REPEATS
 from specserve.engine.kernels import calls
 from specserve.engine.llama_model import LlamaModel, build_description
 from specserve.errors import Contained, RequestError
@@ -146,14 +147,10 @@ class Routes:
             models={
                 role: _model_facts(file, model) for role, file, model in pairs if file is not None and model is not None
             },
-            batch_invariance={"sentence": "not measured"}
+            batch_invariance={"sentence": REPEATS}
             if models.invariance is None
             else {**models.invariance._asdict(), "sentence": models.invariance.sentence},
-            kernels={
-                **models.kernels._asdict(),
-                "prefetch": tuple(map(str, models.kernels.prefetch)),
-                **calls()._asdict(),
-            },
+            kernels={**models.kernels._asdict(), **calls()._asdict()},
             costs={role: _table(cost) for role, cost in costs.items() if cost is not None},
             # By drafter and kind of sampling: how often drafts are accepted, those of least confidence first.
             controller={

@@ -22,13 +22,13 @@ from specserve.cli import cli, files, torchserve_process
 from specserve.cli.models import Prepared, prepare
 from specserve.cli.torchserve_process import State
 from specserve.config import HandlerConfig, load_yaml, processor
-from specserve.cores import usable_cores
-from specserve.engine import kernels
+from specserve.engine import kernel_trial, kernels
 from specserve.engine.invariance import Invariance, probe
 from specserve.engine.kv_cache import KVCache
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
 from specserve.errors import EngineError, EnvironmentFailure, ModelLoadError
+from specserve.machine import usable_cores
 from specserve.sequence import SamplingParams, SpeculationParams
 from specserve.sequence import Sequence as TokenSequence
 from specserve.speculation.costs import PassCosts
@@ -88,7 +88,7 @@ def examine(handler: HandlerConfig, prepared: Prepared, state: State) -> Iterato
     yield check_files(prepared)
     with ExitStack() as stack:
         model, target = stack.enter_context(_loaded(prepared.target, threads))
-        invariance = probe(target, thorough=True)
+        invariance = probe(target)
         yield Finding("repeating", f"{invariance.sentence}.", facts=invariance._asdict())
         target_cost = PassCosts(measure(target))
         if prepared.draft is None:
@@ -163,12 +163,12 @@ def check_port(state: State) -> Finding:
 
 def check_kernels(mode: kernels.Mode, threads: int) -> Finding:
     """Tell which kernels are in use, and their speed relative to llama.cpp's."""
-    chosen = kernels.use(mode, threads=threads)
+    chosen = kernels.use(mode)
     facts: dict[str, Any] = {"llama.cpp": build_description(), **chosen._asdict()}
     if chosen.variant is None:
         # With `kernels: off` llama.cpp's kernels are what the operator asked for.
         return Finding("kernels", f"{chosen.sentence}.", mode == "off", facts)
-    facts["times_stock"] = speeds = {name: round(kernels.speed(name, threads), 2) for name in chosen.formats}
+    facts["times_stock"] = speeds = {name: round(kernel_trial.speed(name, threads), 2) for name in chosen.formats}
     shown = ", ".join(f"{name} {ratio:.1f}" for name, ratio in speeds.items())
     return Finding(
         "kernels", f"{chosen.sentence}; products of 1, 4 and 8 rows, times llama.cpp's speed: {shown}.", facts=facts
@@ -231,7 +231,7 @@ def check_greedy(plain: list[int], drafted: list[int], invariance: Invariance) -
         sentence = f"A greedy answer of {len(plain)} tokens is the same with and without drafts."
         return Finding("greedy", sentence, facts=facts)
     sentence = f"A greedy answer with drafts differs from that without at its token {position + 1}"
-    if invariance.single_sequence:
+    if invariance.alone == 0:
         return Finding("greedy", f"{sentence}, though logits repeat: please report this.", False, facts)
     return Finding("greedy", f"{sentence}: a near-tie, which the number of rows decides (see repeating).", facts=facts)
 

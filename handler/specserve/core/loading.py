@@ -9,10 +9,9 @@ from pathlib import Path
 from specserve.config import CacheType, HandlerConfig, ModelConfig
 from specserve.core.pool import DRAFT_LENGTH, fitted
 from specserve.core.prefix_store import PrefixStore
-from specserve.cores import usable_cores
 from specserve.engine import kernels
 from specserve.engine.draft_head import DraftHead
-from specserve.engine.invariance import Invariance, probe
+from specserve.engine.invariance import REPEATS, Invariance, probe
 from specserve.engine.kernels import Kernels, Share
 from specserve.engine.kv_cache import KVCache
 from specserve.engine.llama import LlamaEngine
@@ -21,7 +20,7 @@ from specserve.engine.placement import Placement, Workers
 from specserve.engine.thread_pool import ThreadPool
 from specserve.errors import EngineError, ModelLoadError
 from specserve.grammar.compiler import GrammarCompiler
-from specserve.memory import free_memory
+from specserve.machine import free_memory, usable_cores
 from specserve.speculation.costs import PassCosts
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
@@ -50,8 +49,8 @@ class Models:
     """The loaded models, ready to serve.
 
     `placement` chooses the cores of forward passes; `kernels` says which kernels compute them. `config` has the numbers
-    of tokens that are served (pool.py). `invariance` is the target's, None if it was not measured. The draft model's
-    does not matter: with greedy and coupled verification the output does not depend on the drafts.
+    of tokens that are served (pool.py). `invariance` is the target's, None where specserve's kernels compute all of it.
+    The draft model's does not matter: with greedy and coupled verification the output does not depend on the drafts.
     """
 
     vocabulary: LlamaModel
@@ -75,7 +74,7 @@ def load_models(config: HandlerConfig) -> Models:
         ModelLoadError: the target's file is missing or unusable, or the draft model does not match it.
     """
     placement = _placement(config)
-    in_use = kernels.use(config.kernels, threads=placement.usable.threads)
+    in_use = kernels.use(config.kernels)
     logger.info("specserve: %s", in_use.sentence)
     target_model = LlamaModel(_path(config.target))
     draft_model = None if config.draft is None else _draft_model(config.draft)
@@ -280,11 +279,12 @@ def _report_cost(draft: float, target: float) -> None:
         )
 
 
-def _measured_invariance(target: LlamaEngine) -> Invariance:
-    # Where llama.cpp computes something, lengths and numbers of rows matter for which specserve's kernels have no case.
-    invariance = probe(target, thorough=not all(target.computed))
-    level = logging.INFO if invariance.single_sequence else logging.WARNING
-    logger.log(level, "specserve: %s", invariance.sentence)
+def _measured_invariance(target: LlamaEngine) -> Invariance | None:
+    if all(target.computed):
+        logger.info("specserve: %s", REPEATS)
+        return None
+    invariance = probe(target)
+    logger.log(logging.WARNING if invariance.largest else logging.INFO, "specserve: %s", invariance.sentence)
     return invariance
 
 

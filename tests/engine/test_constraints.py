@@ -19,6 +19,7 @@ from fake_engine import FakeEngine, FakeVocabulary
 from fake_pair import SLOTS, FakePair
 from specserve.core.generation import Generation
 from specserve.errors import ConstraintError, MaskDeferred
+from specserve.grammar import compiler as compiler_module
 from specserve.grammar import constraint as constraint_module
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.grammar.constraint import Constraint
@@ -225,6 +226,7 @@ def ended(
 @pytest.fixture
 def _a_step_takes_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constraint_module, "thread_time", map(float, count()).__next__)
+    monkeypatch.setattr(compiler_module, "MAX_SECONDS", math.inf)
 
 
 @pytest.mark.usefixtures("_a_step_takes_a_second")

@@ -34,9 +34,6 @@ _FORCING_SHARE = 0.1
 # What llguidance says, also of its own options, and what that means here.
 _REWORDED = {
     "NoExtensionBias": "no text can follow",
-    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
-        "branches of a 'oneOf' might both take the same value; use 'anyOf'"
-    ),
     "lexer precomputation failed; either increase limits.initial_lexer_fuel or disable "
     "limits.precompute_large_lexemes": "its texts and patterns are too large",
 }

@@ -50,32 +50,30 @@ def read(pieces: list[str], *, begun: bool = False, tags: ThinkingTags | None = 
     return reasoning, answer, reader.length
 
 
-@pytest.mark.parametrize(
-    ("text", "begun", "reasoning", "answer"),
-    [
-        ("<think>\nHm.\n</think>\n\nYes. ", False, "Hm.", "Yes. "),
-        ("Hm.\n</think>\n\nYes.", True, "Hm.", "Yes."),
-        ("\n <think>Hm.</think>Yes.", False, "Hm.", "Yes."),
-        ("<think>\n\n</think>\n\nYes.", False, "", "Yes."),
-        ("Yes <think>no</think>", False, "", "Yes <think>no</think>"),
-        (" Yes.", False, "", " Yes."),
-        ("<thin", False, "", "<thin"),
-        ("<thinking", False, "", "<thinking"),
-        ("<think>a < b </thin", False, "a < b </thin", ""),
-        ("<think>a </think", False, "a </think", ""),
-        ("<think>a</think>b</think>c", False, "a", "b</think>c"),
-        ("", False, "", ""),
-        (" ", False, "", " "),
-        ("", True, "", ""),
-    ],
-)
-def test_reasoning_is_what_stands_between_its_tags_at_the_beginning(
-    text: str, begun: bool, reasoning: str, answer: str
-) -> None:
-    for size in (1, 2, 3, 5, 100):
-        pieces = [text[at : at + size] for at in range(0, len(text), size)]
-        for pieces_and_end in (pieces or [""], [*pieces, ""]):
-            assert read(pieces_and_end, begun=begun)[:2] == (reasoning, answer)
+SPLIT: list[Any] = [
+    ("<think>\nHm.\n</think>\n\nYes. ", False, "Hm.", "Yes. "),
+    ("Hm.\n</think>\n\nYes.", True, "Hm.", "Yes."),
+    ("\n <think>Hm.</think>Yes.", False, "Hm.", "Yes."),
+    ("<think>\n\n</think>\n\nYes.", False, "", "Yes."),
+    ("Yes <think>no</think>", False, "", "Yes <think>no</think>"),
+    (" Yes.", False, "", " Yes."),
+    ("<thin", False, "", "<thin"),
+    ("<thinking", False, "", "<thinking"),
+    ("<think>a < b </thin", False, "a < b </thin", ""),
+    ("<think>a </think", False, "a </think", ""),
+    ("<think>a</think>b</think>c", False, "a", "b</think>c"),
+    ("", False, "", ""),
+    (" ", False, "", " "),
+    ("", True, "", ""),
+]
+
+
+def test_reasoning_is_what_stands_between_its_tags_at_the_beginning() -> None:
+    for text, begun, reasoning, answer in SPLIT:
+        for size in (1, 2, 3, 5, 100):
+            pieces = [text[at : at + size] for at in range(0, len(text), size)]
+            for pieces_and_end in (pieces or [""], [*pieces, ""]):
+                assert read(pieces_and_end, begun=begun)[:2] == (reasoning, answer)
 
 
 @given(
@@ -109,18 +107,18 @@ def test_only_what_may_become_a_tag_or_white_space_at_an_end_is_held_back() -> N
     assert returned == [[], [], ["Hm"], ["."], ["\na"], [" <b"], [], [], [], ["Yes"], ["\n"]]
 
 
-@pytest.mark.parametrize(
-    ("template", "tags"),
-    [
-        (QWEN, TAGS),
-        (ALWAYS, TAGS),
-        (tiny_models.CHATML, None),
-        ("[THINK]{{ x }}[/THINK]", ThinkingTags("[THINK]", "[/THINK]")),
-        ("{{ '<|START_THINKING|><|END_THINKING|>' }}", ThinkingTags("<|START_THINKING|>", "<|END_THINKING|>")),
-    ],
-)
-def test_the_tags_are_those_of_the_chat_template(template: str, tags: ThinkingTags | None) -> None:
-    assert thinking_tags(template) == tags
+TEMPLATES: list[Any] = [
+    (QWEN, TAGS),
+    (ALWAYS, TAGS),
+    (tiny_models.CHATML, None),
+    ("[THINK]{{ x }}[/THINK]", ThinkingTags("[THINK]", "[/THINK]")),
+    ("{{ '<|START_THINKING|><|END_THINKING|>' }}", ThinkingTags("<|START_THINKING|>", "<|END_THINKING|>")),
+]
+
+
+def test_the_tags_are_those_of_the_chat_template() -> None:
+    for template, tags in TEMPLATES:
+        assert thinking_tags(template) == tags
 
 
 def prompt_of(template: str, **fields: Any) -> str:
@@ -129,18 +127,18 @@ def prompt_of(template: str, **fields: Any) -> str:
     return ChatTemplate(template, bos="", eos="").prompt(request)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"chat_template_kwargs": {"enable_thinking": False}},
-        {"reasoning_effort": "none"},
-        {"response_format": {"type": "json_object"}},
-        {"grammar": 'root ::= "a"'},
-        {"guided_regex": "a"},
-    ],
-)
-def test_thinking_is_off_by_its_switches_and_where_a_grammar_holds_from_the_first_token(fields: dict[str, Any]) -> None:
-    assert prompt_of(QWEN, **fields) == prompt_of(QWEN) + "<think>\n\n</think>\n\n"
+SWITCHES: list[Any] = [
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"reasoning_effort": "none"},
+    {"response_format": {"type": "json_object"}},
+    {"grammar": 'root ::= "a"'},
+    {"guided_regex": "a"},
+]
+
+
+def test_thinking_is_off_by_its_switches_and_where_a_grammar_holds_from_the_first_token() -> None:
+    for fields in SWITCHES:
+        assert prompt_of(QWEN, **fields) == prompt_of(QWEN) + "<think>\n\n</think>\n\n"
 
 
 def test_the_reasoning_of_earlier_turns_is_given_to_the_template() -> None:
@@ -158,27 +156,27 @@ def thinking(monkeypatch: pytest.MonkeyPatch) -> FrontEnd:
     return FrontEnd(chat_template=ALWAYS)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_chat_has_reasoning_content_beside_its_content_streamed_or_not(thinking: FrontEnd, seed: int) -> None:
-    fields: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 40, "seed": seed, "ignore_eos": True}
-    plain = thinking.post({**fields, "reasoning_format": "none"}, "v1/chat/completions")
-    whole = thinking.post(fields, "v1/chat/completions")
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    stream = thinking.post({**fields, **options}, "v1/chat/completions")
-    thinking.run()
-    text = thinking.answer(plain)["choices"][0]["message"]["content"]
-    message, usage = thinking.answer(whole)["choices"][0]["message"], thinking.answer(whole)["usage"]
-    before, found, after = text.partition("</think>")
-    assert found
-    assert message.get("reasoning_content", "") == before.strip()
-    assert message["content"] == after.lstrip()
-    tokens = len(re.findall("|".join(piece.decode() for piece in PIECES), before + found))
-    assert usage["completion_tokens_details"]["reasoning_tokens"] == tokens
-    events = thinking.events(stream)
-    deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
-    for name in ("reasoning_content", "content"):
-        assert "".join(delta.get(name, "") for delta in deltas) == message.get(name, "")
-    assert events[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] == tokens
+def test_a_chat_has_reasoning_content_beside_its_content_streamed_or_not(thinking: FrontEnd) -> None:
+    for seed in range(6):
+        fields: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 40, "seed": seed, "ignore_eos": True}
+        plain = thinking.post({**fields, "reasoning_format": "none"}, "v1/chat/completions")
+        whole = thinking.post(fields, "v1/chat/completions")
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        stream = thinking.post({**fields, **options}, "v1/chat/completions")
+        thinking.run()
+        text = thinking.answer(plain)["choices"][0]["message"]["content"]
+        message, usage = thinking.answer(whole)["choices"][0]["message"], thinking.answer(whole)["usage"]
+        before, found, after = text.partition("</think>")
+        assert found
+        assert message.get("reasoning_content", "") == before.strip()
+        assert message["content"] == after.lstrip()
+        tokens = len(re.findall("|".join(piece.decode() for piece in PIECES), before + found))
+        assert usage["completion_tokens_details"]["reasoning_tokens"] == tokens
+        events = thinking.events(stream)
+        deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
+        for name in ("reasoning_content", "content"):
+            assert "".join(delta.get(name, "") for delta in deltas) == message.get(name, "")
+        assert events[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] == tokens
 
 
 def test_an_answer_that_follows_a_grammar_has_no_reasoning_even_if_the_prompt_opens_one(thinking: FrontEnd) -> None:

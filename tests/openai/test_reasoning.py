@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
 from specserve.api.answer import AnswerReader, Reasoning, Text
+from specserve.api.call_formats import thinking_tags
 from specserve.api.chat_template import ChatTemplate
 from specserve.api.parse import parse_body
-from specserve.api.reasoning import ReasoningReader, thinking_tags
 from specserve.api.request_schema import ChatRequest
 from specserve.cli import tiny_models
 from specserve.grammar.call_form import ThinkingTags
@@ -40,14 +40,14 @@ ALWAYS = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}\n{% endfo
 
 def read(pieces: list[str], *, begun: bool = False, tags: ThinkingTags | None = TAGS) -> tuple[str, str, int]:
     """The reasoning and the text that are read from these pieces, and how many characters the reasoning took."""
-    reader = ReasoningReader(tags, AnswerReader(), begun=begun)
+    reader = AnswerReader(thinking=tags, begun=begun)
     parts = [part for index, piece in enumerate(pieces) for part in reader.read(piece, done=index == len(pieces) - 1)]
     said = [(isinstance(part, Text), part.text) for part in parts if isinstance(part, Reasoning | Text)]
     assert len(said) == len(parts)
     assert [is_text for is_text, _ in said] == sorted(is_text for is_text, _ in said)
     assert all(text for _, text in said)
     reasoning, answer = ("".join(text for is_text, text in said if is_text == wanted) for wanted in (False, True))
-    return reasoning, answer, reader.length
+    return reasoning, answer, reader.reasoned
 
 
 SPLIT: list[Any] = [
@@ -99,7 +99,7 @@ def test_the_parts_are_the_same_whatever_pieces_the_text_comes_in(
 
 
 def test_only_what_may_become_a_tag_or_white_space_at_an_end_is_held_back() -> None:
-    reader = ReasoningReader(TAGS, AnswerReader(), begun=False)
+    reader = AnswerReader(thinking=TAGS)
     returned = [
         [part.text for part in reader.read(piece, done=False) if isinstance(part, Reasoning | Text)]
         for piece in ["<think>", "\n", "Hm", ".\n", "a <", "b", "</th", "ink>", "\n", "Yes", "\n"]

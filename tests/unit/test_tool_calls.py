@@ -1,4 +1,4 @@
-"""Calls of tools are always valid; beside them the model is as free as without tools."""
+"""Tool calls are always valid; beside them the model is as free as without tools."""
 
 from __future__ import annotations
 

@@ -248,7 +248,9 @@ class ResponsesResponse(BlocksResponse):
             [generation] = self.generations
             tokens = generation.take_tokens() if self._form.top_logprobs is not None else []
             # Those of the reasoning before it were released with it.
-            positions = output_positions(token for token in tokens if token.offset >= self._readers[generation].length)
+            positions = output_positions(
+                token for token in tokens if token.offset >= self._readers[generation].reasoned
+            )
             fields["logprobs"] = chat_logprobs(positions, self._vocabulary).content
             self._logprobs.setdefault(block.index, []).extend(fields["logprobs"])
         # The JSON around the text of a custom tool is not shown, so that comes at its end, as do objects.

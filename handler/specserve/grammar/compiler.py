@@ -208,11 +208,12 @@ class GrammarCompiler:
         """
         compiled = self._cache.pop(lark, None)
         if compiled is None or compiled.failures:
-            compiled = CompiledGrammar(self._compile(lark, what, param), is_json, [])
+            matcher = self._compile(lark, what, param)
+            compiled = CompiledGrammar(matcher, is_json, self._vocabulary, self._special, self._round_budget, [])
         self._cache[lark] = compiled
         if len(self._cache) > _CACHED_GRAMMARS:
             self._cache.popitem(last=False)
-        return Constraint(compiled, self._vocabulary, self._special, self._round_budget, Budget(MAX_SECONDS))
+        return Constraint(compiled, Budget(MAX_SECONDS))
 
     def _compile(self, lark: str, what: str, param: str) -> llguidance.LLMatcher:
         tokenizer = self.tokenizer

@@ -31,6 +31,11 @@ class Exclusion:
 
     def overlap(self, schema: dict[str, Any], required: Sequence[str]) -> tuple[int, int] | None:
         """Return two branches of `oneOf` that may take the same value, of those that have the required properties."""
+        listed = [next(_listed(branch), None) if isinstance(branch, dict) else None for branch in schema["oneOf"]]
+        values = [values for values in listed if values is not None]
+        if len(values) == len(listed) and len(frozenset[Hashable]().union(*values)) == sum(map(len, values)):
+            # Of long unions there would be too many pairs.
+            return None
         beside = [{key: value for key, value in schema.items() if key != "oneOf"}, {"required": required}]
         pairs = combinations(enumerate(schema["oneOf"]), 2)
         return next(((i, j) for (i, a), (j, b) in pairs if not self._is_empty([*beside, a, b], _MAX_DEPTH)), None)
@@ -46,8 +51,8 @@ class Exclusion:
                 found.append(schema)
             elif "$ref" in schema:
                 queue.append(self._targets[schema["$ref"]])
-            elif "oneOf" in schema:
-                queue += schema["oneOf"]
+            elif alternatives := schema.get("oneOf") or schema.get("anyOf"):
+                queue += alternatives
             else:
                 return []
         return found

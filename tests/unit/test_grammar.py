@@ -433,6 +433,7 @@ UNSUPPORTED: list[Any] = [
     ({"x-guidance": {"lenient": True}, "not": {}}, "'not' is not supported"),
     ({"type": "strnig"}, "Invalid type"),
     ({"type": "string", "minLength": "a"}, "'minLength' must be a number"),
+    ({"type": "number", "multipleOf": "a"}, "'multipleOf' must be a number"),
     ({"type": 5, "uniqueItems": True}, "'type' must be a string or array"),
     ({"required": [{}], "oneOf": [{}, {}]}, "'required' must be strings"),
     ({"allOf": 5, "dependentRequired": {"a": ["b"]}}, "'allOf' must be a list"),
@@ -500,6 +501,7 @@ ACCEPTED: list[Any] = [
     ({"type": "array", "uniqueItems": False, "if": {"maxItems": 1}}, ["[1, 1]"], ["{}"]),
     ({"type": "string", "format": "color"}, ['"red"'], ["1"]),
     ({"type": "integer", "format": "regex"}, ["1"], ['"a"']),
+    ({"properties": {"a": {"$ref": "#/b"}, "b": {"$id": "x"}}, "b": {"const": 1}}, ['{"a":1}'], ['{"a":2}']),
     ({"$ref": "#/kept here/n~1", "kept here": {"n/": {"const": 1}}}, ["1"], ["2"]),
     ({"$ref": "#/n", "n": {"properties": {"a": {"$ref": "#/m"}}}, "m": {"const": 1}}, ['{"a":1}'], ['{"a":2}']),
     (

@@ -19,7 +19,7 @@ SUPPORTED = IN_LISTS | IN_MAPS | SINGLE | COUNTS | NUMBERS | {"$ref", "type", "r
 _SHAPES: tuple[tuple[frozenset[str], tuple[type, ...], str], ...] = (
     (IN_LISTS | {"required", "enum"}, (list,), "a list"),
     (IN_MAPS, (dict,), "an object"),
-    (COUNTS, (int, float), "a number"),
+    (COUNTS | {"minimum", "maximum", "multipleOf"}, (int, float), "a number"),
     (frozenset({"type"}), (str, list), "a string or array"),
     (frozenset({"$ref", "pattern"}), (str,), "a string"),
 )

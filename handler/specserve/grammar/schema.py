@@ -109,11 +109,12 @@ class _Reader:
         self.elsewhere: dict[str, Any] = {}
         # Keywords that were left out, in their order.
         self.relaxed: dict[str, None] = {}
-        self._references: list[dict[str, Any]] = []
+        self._references: list[tuple[str, dict[str, Any]]] = []
         # The subschemas that each `$ref` leads to; by JSON pointer those with `oneOf`, and OpenAPI's discriminator.
         self._targets: dict[str, Any] = {}
         self._unions: dict[str, tuple[dict[str, Any], Any]] = {}
-        self._has_ids = False
+        # JSON pointers of subschemas with an `$id`, from which references below them start.
+        self._identified: set[str] = set()
 
     def _refuse(self, reason: str, schema: dict[str, Any], *keywords: str) -> None:
         """Refuse keywords of a subschema, or leave them out where that may be."""
@@ -137,13 +138,14 @@ class _Reader:
             raise UnusableSchema("the names of its nested properties are too long")
         if not isinstance(copy, dict):
             return copy
-        # References below an `$id` start there.
         identity = schema.get("$id", schema.get("id"))
-        self._has_ids |= bool(pointer) and isinstance(identity, str) and not identity.startswith("#")
+        if pointer and isinstance(identity, str) and not identity.startswith("#"):
+            self._identified.add(pointer)
 
         self._copy_keywords(schema, copy, pointer, depth + 1)
         self._check(copy, pointer)
-        self._references += [copy] if "$ref" in copy else []
+        if "$ref" in copy:
+            self._references.append((pointer, copy))
         if "oneOf" in copy:
             self._unions[pointer] = copy, schema.get("discriminator")
         return copy
@@ -266,16 +268,17 @@ class _Reader:
     def resolve(self) -> None:
         """Replace each reference by a pointer from the root."""
         # Reading what one leads to may append further ones.
-        for schema in self._references:
-            reference = schema["$ref"]
+        for place, schema in self._references:
+            reference, steps = schema["$ref"], place.split("/")
             pointer = unquote(reference.removeprefix("#"))
-            is_local = not self._has_ids and (reference == "#" or reference.startswith("#/"))
-            if not is_local or (pointer not in self.copies and not self._read_elsewhere(pointer)):
-                self._refuse(f"the reference {reference[:100]!r} leads to no subschema of it", schema, "$ref")
-            else:
+            is_below = any("/".join(steps[: n + 1]) in self._identified for n in range(len(steps)))
+            is_pointer = (reference + "/").startswith("#/") and not is_below
+            if is_pointer and (pointer in self.copies or self._read_elsewhere(pointer)):
                 inside = f"/$defs/{_escaped(pointer)}" if pointer in self.elsewhere else pointer
                 schema["$ref"] = "#" + quote(inside, safe="/~")
                 self._targets[schema["$ref"]] = self.copies[pointer]
+            else:
+                self._refuse(f"the reference {reference[:100]!r} leads to no subschema of it", schema, "$ref")
 
     def _read_elsewhere(self, pointer: str) -> bool:
         """Copy a subschema below an unknown keyword, where many schemas keep what only references lead to, if it is."""

@@ -31,10 +31,10 @@ class Exclusion:
 
     def overlap(self, schema: dict[str, Any], required: Sequence[str]) -> tuple[int, int] | None:
         """Return two branches of `oneOf` that may take the same value, of those that have the required properties."""
-        listed = [next(_listed(branch), None) if isinstance(branch, dict) else None for branch in schema["oneOf"]]
-        values = [values for values in listed if values is not None]
-        if len(values) == len(listed) and len(frozenset[Hashable]().union(*values)) == sum(map(len, values)):
-            # Of long unions there would be too many pairs.
+        # Of labelled values, each in a branch, there may be too many for pairs.
+        nothing = frozenset[tuple[str, Hashable]]()
+        values = [next(_listed(branch), nothing) if isinstance(branch, dict) else nothing for branch in schema["oneOf"]]
+        if all(values) and len(nothing.union(*values)) == sum(map(len, values)):
             return None
         beside = [{key: value for key, value in schema.items() if key != "oneOf"}, {"required": required}]
         pairs = combinations(enumerate(schema["oneOf"]), 2)

@@ -14,8 +14,9 @@ import pytest
 from numpy.typing import NDArray
 from scipy.stats import binomtest
 
+from constraints import Pieces
 from costs import flat
-from fake_engine import FakeEngine, FakeVocabulary
+from fake_engine import FakeEngine
 from fake_pair import SLOTS, FakePair
 from specserve.core.generation import Generation
 from specserve.errors import ConstraintError, MaskDeferred
@@ -28,17 +29,6 @@ from specserve.sequence import SamplingParams, SequenceStats, SpeculationMode, V
 
 FALSE_ALARM_RATE = 1e-4
 PROMPT = [2, 1]
-
-
-class Letters(FakeVocabulary):
-    """A token for each letter, and an end token."""
-
-    def __init__(self, letters: str) -> None:
-        self._letters = [letter.encode() for letter in letters]
-        super().__init__(len(letters) + 1)
-
-    def piece(self, token: int) -> bytes:
-        return b"" if self.is_end_token(token) else self._letters[token]
 
 
 class Result(NamedTuple):
@@ -72,7 +62,7 @@ BY_REJECTION: list[Verification] = ["token", "block"]
 COUPLED: Verification = "coupled"
 
 # Without a token for "b" nothing follows "xa".
-WITHOUT_B = Letters("acdex")
+WITHOUT_B = Pieces([b"a", b"c", b"d", b"e", b"x"])
 DEAD_END = 'root ::= "x" ("ab" | "cd" | "ed") "d"'
 TRIALS = 900
 
@@ -180,7 +170,7 @@ def test_dead_ends_that_outlive_their_draft_fail_too_many_answers() -> None:
 # Some answers can only end where they do; others go on, until an end token or max_tokens.
 ENDS = 'root ::= "a" [a-e]{1,3} | [b-c] [a-c] | [d-e] "a"* "b"'
 COMPLETE = "a[a-e]{3}|[b-c][a-c]|[d-e]a*b"
-LETTERS = Letters("abcde")
+LETTERS = Pieces([b"a", b"b", b"c", b"d", b"e"])
 
 
 class Rounds:

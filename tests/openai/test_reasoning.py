@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from constraints import Pieces
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
 from specserve.api.answer import AnswerReader, Reasoning, Text
@@ -199,15 +200,4 @@ def test_a_model_whose_template_has_no_tags_has_no_reasoning(monkeypatch: pytest
 
 
 def test_tags_that_are_control_tokens_are_read_by_their_names() -> None:
-    class Controls(FakeVocabulary):
-        def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
-            return [7] if special and text == "<think>" else super().encode(text, begin=begin)
-
-        def piece(self, token: int) -> bytes:
-            return b"" if token == 7 else super().piece(token)
-
-        def name(self, token: int) -> bytes:
-            return b"<think>" if token == 7 else super().name(token)
-
-    vocabulary: Any = Controls(200)
-    assert control_tokens(TAGS, vocabulary) == {7: "<think>"}
+    assert control_tokens(TAGS, Pieces([b"a"], ["<think>"])) == {1: "<think>"}

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_engine import FakeVocabulary
+from constraints import Pieces
 from specserve.cli.tiny_models import ARCHITECTURES, write_tiny
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ConstraintError, MaskDeferred, RequestError
@@ -255,24 +255,14 @@ def test_forced_whitespace_follows_the_answers_layout(compiler: GrammarCompiler,
         assert token in allowed(constraint, [*indented, *forced[:position]])
 
 
-class Chunks(FakeVocabulary):
+def chunks(text: str) -> Pieces:
     """A vocabulary of the five-byte pieces of one text, without tokens of single bytes."""
-
-    def __init__(self, text: str) -> None:
-        self._pieces = [text[start : start + 5].encode() for start in range(0, len(text), 5)]
-        super().__init__(len(self._pieces) + 1)
-
-    def piece(self, token: int) -> bytes:
-        return b"" if self.is_end_token(token) else self._pieces[token]
-
-    def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        del special, begin
-        return [self._pieces.index(text[start : start + 5].encode()) for start in range(0, len(text), 5)]
+    return Pieces([text[start : start + 5].encode() for start in range(0, len(text), 5)])
 
 
 def test_forced_tokens_do_not_need_single_byte_tokens() -> None:
     text = '"25 bytes are 5 tokens."'
-    constraint = GrammarCompiler(Chunks(text)).json_schema({"const": json.loads(text)})
+    constraint = GrammarCompiler(chunks(text)).json_schema({"const": json.loads(text)})
     assert constraint.forced([], 50) == [0, 1, 2, 3, 4]
 
 
@@ -624,7 +614,7 @@ def test_end_of_an_answer_is_known_in_a_round_without_time(model: LlamaModel) ->
 
 def test_dead_end_concerns_only_what_leads_to_it() -> None:
     """No token of this vocabulary is "b"."""
-    compiler = GrammarCompiler(Chunks("1....2....3....4...."))
+    compiler = GrammarCompiler(chunks("1....2....3....4...."))
     constraint = compiler.gbnf('root ::= "1...." ("2...." "b" | "3....") "4...."')
     other_answer = constraint.fork()
     before = allowed(constraint, [0])

@@ -15,10 +15,10 @@ from jsonschema.validators import extend
 from specserve.errors import RequestError
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.grammar.constraint import Constraint
-from test_tool_calls import QWEN, Tagged, sample
+from test_tool_calls import QWEN, TAGGED, sample
 from test_unions import VALUES, Schemas
 
-VOCABULARY: Any = Tagged()
+VOCABULARY = TAGGED
 TAGS = QWEN.tags(VOCABULARY)
 DRAFT_7 = {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object"}
 CLOSED = {"type": "object", "additionalProperties": False}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from itertools import product
-from typing import Any, cast
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_engine import FakeVocabulary
+from constraints import BYTES, Pieces
 from specserve.api import client_tools
 from specserve.api.answer import AnswerReader, Arguments, Call, Text
 from specserve.api.call_formats import FORMATS
@@ -92,28 +92,10 @@ def check(text: str, syntax: CallSyntax, count: int | None = None) -> None:
         jsonschema.validate(json.loads(arguments[index]), TOOLS[name])
 
 
-class Tagged(FakeVocabulary):
-    """Bytes, and the tags of the formats as control tokens."""
-
-    tags = ("<tool_call>", "</tool_call>", "<|tool_call|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
-
-    def __init__(self) -> None:
-        super().__init__(257 + len(self.tags))
-        self._token = {tag: 256 + index for index, tag in enumerate(self.tags)}
-
-    def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        for tag, token in self._token.items() if special else ():
-            before, found, after = text.partition(tag)
-            if found:
-                return [*self.encode(before, special=True), token, *self.encode(after, special=True)]
-        del begin
-        return list(text.encode())
-
-    def piece(self, token: int) -> bytes:
-        return bytes([token]) if token < 256 else b""
-
-    def name(self, token: int) -> bytes:
-        return self.tags[token - 256].encode() if 256 <= token < self.size - 1 else self.piece(token) or b"<end>"
+# The tags of the formats are control tokens.
+TAGGED: Any = Pieces(
+    BYTES, ["<tool_call>", "</tool_call>", "<|tool_call|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
+)
 
 
 def sample(constraint: Constraint | CallConstraint, vocabulary: Any, seed: int, tags: dict[int, str]) -> str:
@@ -133,7 +115,7 @@ def sample(constraint: Constraint | CallConstraint, vocabulary: Any, seed: int, 
 
 
 def test_a_required_answer_is_valid_calls(model: LlamaModel) -> None:
-    for vocabulary, (name, syntax) in product([cast(Any, Tagged()), model], SYNTAX.items()):
+    for vocabulary, (name, syntax) in product([TAGGED, model], SYNTAX.items()):
         compiler, tags = GrammarCompiler(vocabulary), syntax.tags(vocabulary)
         assert bool(tags) == (vocabulary is not model and name != "Llama") or name == "Llama"
         for parallel in (False, True):
@@ -226,22 +208,10 @@ def test_free_text_has_no_masks_and_takes_none_of_the_budget(
             constraint.allowed(in_bytes(model, "<tool_call>"))
 
 
-class Words(FakeVocabulary):
-    """Bytes, and tokens that reach beyond triggers."""
-
-    words = (b" <tool", b"_call>", b"_call>\n", b"_call>\n{", b"_call>x", b'weather"', b'weather",', b'weather"}')
-
-    def __init__(self) -> None:
-        super().__init__(257 + len(self.words))
-
-    def piece(self, token: int) -> bytes:
-        return self.words[token - 256] if 256 <= token < self.size - 1 else super().piece(token) if token < 256 else b""
-
-    def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        del special, begin
-        return list(text.encode())
-
-
+# Bytes, and tokens that reach beyond triggers.
+WORDS: Any = Pieces(
+    [*BYTES, b" <tool", b"_call>", b"_call>\n", b"_call>\n{", b"_call>x", b'weather"', b'weather",', b'weather"}']
+)
 BEYOND: list[Any] = [
     ([256, 257], True),
     ([256, 258], True),
@@ -255,7 +225,7 @@ BEYOND: list[Any] = [
 
 def test_a_token_beyond_a_trigger_opens_a_call_if_the_grammar_allows_it() -> None:
     for tokens, is_open in BEYOND:
-        vocabulary: Any = Words()
+        vocabulary = WORDS
         constraint = calls(GrammarCompiler(vocabulary))
         assert (constraint.allowed(tokens) is not None) == is_open
         text = b"".join(map(vocabulary.piece, tokens)).decode()
@@ -283,7 +253,7 @@ FRAGMENTS = (
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join), st.integers(0, 2**32))
 def test_what_the_grammar_takes_for_a_call_is_read_as_one_and_nothing_else(text: str, seed: int) -> None:
-    vocabulary: Any = Words()
+    vocabulary = WORDS
     constraint = calls(GrammarCompiler(vocabulary))
     generator = random.Random(seed)
     # The text as far as the grammar allows it, in random tokens, and then what that allows.

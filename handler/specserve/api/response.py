@@ -17,7 +17,6 @@ from specserve.api.logprobs import (
     output_positions,
     prompt_positions,
 )
-from specserve.api.reasoning import ReasoningReader
 from specserve.api.resolve import ResponseForm
 from specserve.api.response_schema import FinishReason, ResponseObject, as_json
 from specserve.api.speculation import speculation_of
@@ -129,15 +128,15 @@ class GenerationResponse(Response):
         self._model = model
         self._created = int(time.time())
         # By generation, what reads its text.
-        self._readers: dict[Generation, ReasoningReader] = {}
+        self._readers: dict[Generation, AnswerReader] = {}
 
     def _parts(self, index: int, generation: Generation) -> list[Part]:
         """Read the new parts of a choice, those since the last call; the choices of a request are read alike."""
         del index
         form, reader = self._form, self._readers.get(generation)
         if reader is None:
-            answer = AnswerReader(form.call_forms, form.tools)
-            reader = self._readers[generation] = ReasoningReader(form.thinking, answer, begun=form.thinks_at_once)
+            reader = AnswerReader(form.call_forms, form.tools, form.thinking, begun=form.thinks_at_once)
+            self._readers[generation] = reader
         return reader.read(generation.take_text(), done=generation.done)
 
     def _finish_reason(self, index: int, generation: Generation) -> FinishReason | None:
@@ -153,7 +152,7 @@ class GenerationResponse(Response):
         cached_tokens = sum(group[0].cached_tokens for group in self._candidates)
         completion_tokens = sum(generation.generated for generation in self.generations)
         predicted, accepted = stats.drafted_by["prediction"], stats.accepted_by["prediction"]
-        reasoning = sum(generation.tokens_within(reader.length) for generation, reader in self._readers.items())
+        reasoning = sum(generation.tokens_within(reader.reasoned) for generation, reader in self._readers.items())
         return schema.Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,

@@ -223,7 +223,7 @@ class ResponsesResponse(BlocksResponse):
         """Return the log-probabilities of the tokens since the last call, without those of the reasoning before."""
         [generation] = self.generations
         tokens = generation.take_tokens() if self._form.top_logprobs is not None else []
-        positions = output_positions(token for token in tokens if token.offset >= self._readers[generation].length)
+        positions = output_positions(token for token in tokens if token.offset >= self._readers[generation].reasoned)
         scores = chat_logprobs(positions, self._vocabulary).content
         self._logprobs.setdefault(block.index, []).extend(scores)
         return scores

@@ -89,7 +89,7 @@ class GrammarCompiler:
         """
         read = _read(schema, "JSON schema", "response_format")
         lark = f"{_HEADER}start: %json {_with_options(read, _FLEXIBLE)}\n"
-        return self._constraint(lark, "JSON schema", "response_format", is_json=True, left=read.left)
+        return self._constraint(lark, "JSON schema", "response_format", is_json=True)
 
     def calls(
         self,
@@ -167,7 +167,7 @@ class GrammarCompiler:
     ) -> ReadSchema:
         """Return a tool's schema or the first weaker one that can be compiled; raises why the last one cannot."""
         try:
-            self._compile(lark({name: schema}), f"tool '{name}'", "tools", schema.left)
+            self._compile(lark({name: schema}), f"tool '{name}'", "tools")
         except RequestError:
             if (weakened := next(weaker, None)) is None:
                 raise
@@ -200,7 +200,7 @@ class GrammarCompiler:
         escaped = re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), whole)
         return self._constraint(f"{_HEADER}start: /{escaped}/\n", "regular expression", "regex", is_json=False)
 
-    def _constraint(self, lark: str, what: str, param: str, *, is_json: bool, left: str = "") -> Constraint:
+    def _constraint(self, lark: str, what: str, param: str, *, is_json: bool) -> Constraint:
         """Return a constraint by a grammar, compiled or from the cache, with a budget of its own.
 
         A grammar whose lexer states are exhausted is compiled again for the next request: in llguidance 1.9
@@ -208,14 +208,14 @@ class GrammarCompiler:
         """
         compiled = self._cache.pop(lark, None)
         if compiled is None or compiled.failures:
-            compiled = CompiledGrammar(self._compile(lark, what, param, left), is_json, [])
+            matcher = self._compile(lark, what, param)
+            compiled = CompiledGrammar(matcher, is_json, self._vocabulary, self._special, self._round_budget, [])
         self._cache[lark] = compiled
         if len(self._cache) > _CACHED_GRAMMARS:
             self._cache.popitem(last=False)
-        return Constraint(compiled, self._vocabulary, self._special, self._round_budget, Budget(MAX_SECONDS))
+        return Constraint(compiled, Budget(MAX_SECONDS))
 
-    def _compile(self, lark: str, what: str, param: str, left: str = "") -> llguidance.LLMatcher:
-        """Compile a grammar, in which a `oneOf` may be left, for this reason."""
+    def _compile(self, lark: str, what: str, param: str) -> llguidance.LLMatcher:
         tokenizer = self.tokenizer
         matcher = _with_large_stack(lambda: llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=_LIMITS))
         trial = matcher.deep_copy()
@@ -223,7 +223,7 @@ class GrammarCompiler:
             trial.compute_bitmask()
         error = trial.get_error() or "".join(matcher.get_grammar_warnings()[:1])
         if error:
-            raise _refusal(what, left if left and "oneOf constraints" in error else error, param)
+            raise _refusal(what, error, param)
         return matcher
 
     @cached_property

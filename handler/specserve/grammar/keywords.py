@@ -19,7 +19,7 @@ SUPPORTED = IN_LISTS | IN_MAPS | SINGLE | COUNTS | NUMBERS | {"$ref", "type", "r
 _SHAPES: tuple[tuple[frozenset[str], tuple[type, ...], str], ...] = (
     (IN_LISTS | {"required", "enum"}, (list,), "a list"),
     (IN_MAPS, (dict,), "an object"),
-    (COUNTS, (int, float), "a number"),
+    (COUNTS | {"minimum", "maximum", "multipleOf"}, (int, float), "a number"),
     (frozenset({"type"}), (str, list), "a string or array"),
     (frozenset({"$ref", "pattern"}), (str,), "a string"),
 )
@@ -33,8 +33,8 @@ ASSERTIONS = (
 NO_SCHEMAS = frozenset({"const", "default", "enum", "example", "examples"})
 # The compiler cannot follow look-arounds, word boundaries and back references.
 LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[bBk1-9]")
-# Characters that JSON spells with "\\u" only, or DEL: the compiler leaves them out, and takes "ab" for "a\\u0001b". In
-# a negated class of a pattern it is right not to write them.
+# Characters that JSON spells with "\\u" only, or DEL: the compiler leaves them out, and takes "ab" for "a\\u0001b". It
+# is right not to write those of a pattern's negated class.
 _UNSPELLED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _UNSPELLED_IN_PATTERN = re.compile(
     _UNSPELLED.pattern + r"|\\(?:[av]|(?:x|u00)(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])|[xu]\{)"

@@ -59,13 +59,11 @@ class ReadSchema(NamedTuple):
 
     Args:
         text: its JSON, without annotations.
-        left: why a `oneOf` is left in it, empty if none is.
         size: the number of its subschemas.
         relaxed: the keywords that it does not assert everywhere.
     """
 
     text: str
-    left: str = ""
     size: int = 1
     relaxed: tuple[str, ...] = ()
 
@@ -86,7 +84,7 @@ def read_schema(schema: dict[str, Any], *, relaxes: bool = False, without: froze
         read = reader.read(schema, "", 0)
         reader.resolve()
         reader.check_cost()
-        left = reader.join_unions()
+        reader.join_unions()
         if reader.elsewhere:
             read["$defs"] = {**read.get("$defs", {}), **reader.elsewhere}
         text = json.dumps(read, allow_nan=False)
@@ -96,7 +94,7 @@ def read_schema(schema: dict[str, Any], *, relaxes: bool = False, without: froze
         raise UnusableSchema("it holds a number that JSON cannot spell") from None
     if len(text) > MAX_TEXT:
         raise UnusableSchema(f"it is longer than {MAX_TEXT // 1024} KiB, without its annotations")
-    return ReadSchema(text, left, len(reader.copies), tuple(reader.relaxed))
+    return ReadSchema(text, len(reader.copies), tuple(reader.relaxed))
 
 
 class _Reader:
@@ -111,11 +109,12 @@ class _Reader:
         self.elsewhere: dict[str, Any] = {}
         # Keywords that were left out, in their order.
         self.relaxed: dict[str, None] = {}
-        self._references: list[dict[str, Any]] = []
+        self._references: list[tuple[str, dict[str, Any]]] = []
         # The subschemas that each `$ref` leads to; by JSON pointer those with `oneOf`, and OpenAPI's discriminator.
         self._targets: dict[str, Any] = {}
         self._unions: dict[str, tuple[dict[str, Any], Any]] = {}
-        self._has_ids = False
+        # JSON pointers of subschemas with an `$id`, from which references below them start.
+        self._identified: set[str] = set()
 
     def _refuse(self, reason: str, schema: dict[str, Any], *keywords: str) -> None:
         """Refuse keywords of a subschema, or leave them out where that may be."""
@@ -139,13 +138,14 @@ class _Reader:
             raise UnusableSchema("the names of its nested properties are too long")
         if not isinstance(copy, dict):
             return copy
-        # References below an `$id` start there.
         identity = schema.get("$id", schema.get("id"))
-        self._has_ids |= bool(pointer) and isinstance(identity, str) and not identity.startswith("#")
+        if pointer and isinstance(identity, str) and not identity.startswith("#"):
+            self._identified.add(pointer)
 
         self._copy_keywords(schema, copy, pointer, depth + 1)
         self._check(copy, pointer)
-        self._references += [copy] if "$ref" in copy else []
+        if "$ref" in copy:
+            self._references.append((pointer, copy))
         if "oneOf" in copy:
             self._unions[pointer] = copy, schema.get("discriminator")
         return copy
@@ -268,16 +268,17 @@ class _Reader:
     def resolve(self) -> None:
         """Replace each reference by a pointer from the root."""
         # Reading what one leads to may append further ones.
-        for schema in self._references:
-            reference = schema["$ref"]
+        for place, schema in self._references:
+            reference, steps = schema["$ref"], place.split("/")
             pointer = unquote(reference.removeprefix("#"))
-            is_local = not self._has_ids and (reference == "#" or reference.startswith("#/"))
-            if not is_local or (pointer not in self.copies and not self._read_elsewhere(pointer)):
-                self._refuse(f"the reference {reference[:100]!r} leads to no subschema of it", schema, "$ref")
-            else:
+            is_below = any("/".join(steps[: n + 1]) in self._identified for n in range(len(steps)))
+            is_pointer = (reference + "/").startswith("#/") and not is_below
+            if is_pointer and (pointer in self.copies or self._read_elsewhere(pointer)):
                 inside = f"/$defs/{_escaped(pointer)}" if pointer in self.elsewhere else pointer
                 schema["$ref"] = "#" + quote(inside, safe="/~")
                 self._targets[schema["$ref"]] = self.copies[pointer]
+            else:
+                self._refuse(f"the reference {reference[:100]!r} leads to no subschema of it", schema, "$ref")
 
     def _read_elsewhere(self, pointer: str) -> bool:
         """Copy a subschema below an unknown keyword, where many schemas keep what only references lead to, if it is."""
@@ -289,36 +290,34 @@ class _Reader:
             self.elsewhere[pointer] = self.read(value, pointer, 1)
         return isinstance(value, dict)
 
-    def join_unions(self) -> str:
-        """Turn each `oneOf` into an `anyOf`; return why one is left, empty if none is.
+    def join_unions(self) -> None:
+        """Turn each `oneOf` into an `anyOf`.
 
-        The compiler takes one that is left where the context of a reference keeps its branches apart. OpenAPI's
-        discriminator tells by a property which branch is meant. Where a branch does not require it, as pydantic's tags
-        that have a default, answers have it all the same: pydantic takes none without, and branches may overlap.
+        OpenAPI's discriminator tells by a property which branch is meant. Where a branch does not require it, as
+        pydantic's tags with a default, answers have it all the same: pydantic takes none without, and branches may
+        overlap.
         """
         exclusion = Exclusion(self._targets)
-        left, joined, is_relaxed = "", [], bool(self.relaxed)
+        # Of branches that are relaxed, several may take a value that one of them took before.
+        is_exact = not self.relaxed
+        untagged: list[tuple[dict[str, Any], str]] = []
         for pointer, (schema, discriminator) in self._unions.items():
             tag = discriminator.get("propertyName", "") if isinstance(discriminator, dict) else ""
             tagged = exclusion.naming(tag, schema["oneOf"]) if isinstance(tag, str) else []
-            # Of branches that are relaxed, several may take a value that one of them took before.
-            branches = [] if is_relaxed else exactly_one_present(schema["oneOf"])
+            branches = exactly_one_present(schema["oneOf"]) if is_exact else []
             overlap = None if branches else exclusion.overlap(schema, [tag] if tagged else [])
-            if overlap and not self._relaxes:
-                left = left or (
+            if overlap:
+                reason = (
                     f"branches {overlap[0]} and {overlap[1]} of 'oneOf' at {'#' + pointer[:100]!r} might both take the "
                     "same value; use 'anyOf', or require a property with a 'const' of its own in each"
                 )
-                continue
-            self.relaxed |= {"oneOf": None} if overlap else {}
-            joined.append((schema, branches or schema["oneOf"], tag, [] if overlap else tagged))
-        # All are proven as they stand, and the compiler must not see tags required where it has to prove another.
-        for schema, branches, tag, tagged in joined:
-            if not (left and tagged):
-                replace_one_of(schema, branches)
-                for part in tagged:
-                    part["required"] = [*dict.fromkeys([*part.get("required", []), tag])]
-        return left
+                self._refuse(reason, {}, "oneOf")
+            else:
+                untagged += [(part, tag) for part in tagged]
+            replace_one_of(schema, branches or schema["oneOf"])
+        # Last, since all are proven as they stand.
+        for part, tag in untagged:
+            part["required"] = [*dict.fromkeys([*part.get("required", []), tag])]
 
 
 def _joins(schema: dict[str, Any]) -> bool:

@@ -31,6 +31,11 @@ class Exclusion:
 
     def overlap(self, schema: dict[str, Any], required: Sequence[str]) -> tuple[int, int] | None:
         """Return two branches of `oneOf` that may take the same value, of those that have the required properties."""
+        # Of labelled values, each in a branch, there may be too many for pairs.
+        nothing = frozenset[tuple[str, Hashable]]()
+        values = [next(_listed(branch), nothing) if isinstance(branch, dict) else nothing for branch in schema["oneOf"]]
+        if all(values) and len(nothing.union(*values)) == sum(map(len, values)):
+            return None
         beside = [{key: value for key, value in schema.items() if key != "oneOf"}, {"required": required}]
         pairs = combinations(enumerate(schema["oneOf"]), 2)
         return next(((i, j) for (i, a), (j, b) in pairs if not self._is_empty([*beside, a, b], _MAX_DEPTH)), None)
@@ -46,8 +51,8 @@ class Exclusion:
                 found.append(schema)
             elif "$ref" in schema:
                 queue.append(self._targets[schema["$ref"]])
-            elif "oneOf" in schema:
-                queue += schema["oneOf"]
+            elif alternatives := schema.get("oneOf") or schema.get("anyOf"):
+                queue += alternatives
             else:
                 return []
         return found

@@ -39,7 +39,7 @@ from specserve.core.scheduler import Scheduler
 from specserve.engine.kv_cache import KVCache
 from specserve.sequence import SamplingParams, SequenceStats, SpeculationParams
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.history import Pools
+from specserve.speculation.ngram import Pools
 
 # Of an answer: family, prompt, its most tokens, temperature, seed and mode.
 Key = tuple[str, str, int, float, int, str]
@@ -124,7 +124,9 @@ def open_lanes(models: Models, modes: list[Mode]) -> list[Lane]:
     """A lane for each mode, of one sequence each."""
     lanes = []
     for mode in modes:
-        target, drafters = open_engines(models.vocabulary, models.draft, models.config, models.costs, Pools(_HISTORY))
+        target, drafters = open_engines(
+            models.vocabulary, models.draft, models.config, models.placement, Pools(_HISTORY)
+        )
         lanes.append(Lane(mode, models, models.config, KVCache(target), drafters))
     return lanes
 

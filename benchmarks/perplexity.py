@@ -22,11 +22,11 @@ from specserve.cli.download import fetch
 from specserve.cli.models import requantise
 from specserve.cli.paths import DEFAULT_CONFIG
 from specserve.config import CacheType, load_yaml
-from specserve.cores import usable_cores
 from specserve.engine import kernels
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
+from specserve.machine import usable_cores
 
 TEXTS = Path(__file__).parent / "texts"
 FAMILIES = ("code", "prose")

@@ -20,10 +20,10 @@ from rich.progress import track
 
 from common import FAMILIES, Task, argument_parser, read_tasks
 from specserve.cli.archive import prepared_handler
-from specserve.cores import usable_cores
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
+from specserve.machine import usable_cores
 from specserve.sampling.distribution import confidence, race, to_distribution
 from specserve.sampling.noise import Noise
 from specserve.sequence import SamplingParams

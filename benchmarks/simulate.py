@@ -13,7 +13,7 @@ import argparse
 import json
 import math
 import sys
-from collections import Counter, abc
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,16 +34,12 @@ from specserve.core.generation import Generation
 from specserve.core.scheduler import Scheduler
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.kv_cache import KVCache
-from specserve.sampling.logits import TargetDistributions
-from specserve.sequence import BySequence, SamplingParams, SpeculationParams
-from specserve.speculation.acceptance import Acceptance
-from specserve.speculation.cost import Cost, CostTable
+from specserve.sequence import SamplingParams, SpeculationParams
+from specserve.speculation.costs import CostTable, PassCosts
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.gain import Candidate, RoundCosts
-from specserve.speculation.policy import Controller, Policy
-from specserve.speculation.proposers import LookupProposer
-from specserve.speculation.step import Step
+from specserve.speculation.ngram import LookupProposer
+from specserve.speculation.policy import Controller
 
 # The fake vocabulary belongs to the tests.
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
@@ -137,7 +133,7 @@ class ReplayEngine:
     token_bytes = None
 
     def __init__(
-        self, replays: list[Replay], width: int, cost: Cost, clock: Clock, n_slots: int, *, draft: bool
+        self, replays: list[Replay], width: int, cost: PassCosts, clock: Clock, n_slots: int, *, draft: bool
     ) -> None:
         self._replays = replays
         self._cost = cost
@@ -234,50 +230,6 @@ class EndlessVocabulary(FakeVocabulary):
         return False
 
 
-class Average(Policy):
-    """A plain baseline: drafts as many tokens as all are likely to be accepted, by a fading average of the outcomes.
-
-    Costs, confidences and kinds of text are nothing to it. At least one token is drafted, since it learns by drafting.
-    """
-
-    is_certain = True
-    # The share of the average that the latest outcome does not replace, and the least probability that all drafts are
-    # accepted: the best of .8, .9, .95 and of .3, .5, .7 by the mean of the machines with our kernels.
-    FADE, LEAST = 0.95, 0.3
-
-    def __init__(self) -> None:
-        super().__init__(Acceptance())
-        self._accepted = BySequence(lambda _: [0.75])
-
-    def worth_asking(self, steps: list[Step], certain: abc.Sequence[Candidate], rows: int, costs: RoundCosts) -> bool:
-        """It is."""
-        del steps, certain, rows, costs
-        return True
-
-    def _has_enough(self, step: Step, more: int) -> bool:
-        [accepted] = self._accepted.of(step.sequence)
-        return len(step.drafts) + more > 1 and accepted ** (len(step.drafts) + more) < self.LEAST
-
-    def offer_length(
-        self, step: Step, probabilities: list[float], by_model: Candidate | None, rows: int, costs: RoundCosts
-    ) -> int:
-        """As many as of the draft model's tokens."""
-        del by_model, rows, costs
-        return next((n for n in range(len(probabilities)) if self._has_enough(step, n + 1)), len(probabilities))
-
-    def candidate(self, step: Step, pending: int, costs: RoundCosts) -> Candidate | None:
-        """A certain one, until there are enough."""
-        del costs
-        return None if self._has_enough(step, 1) else Candidate(1.0, 1.0, pending, step.rows_left, is_certain=True)
-
-    def learn(self, step: Step, p: TargetDistributions, decided: list[int]) -> None:
-        """Take the drafts up to the first rejected one into the average."""
-        del p, decided
-        average = self._accepted.of(step.sequence)
-        for index in range(min(step.n_accepted + 1, len(step.drafts))):
-            average[0] = self.FADE * average[0] + (1 - self.FADE) * (index < step.n_accepted)
-
-
 class Simulation:
     """A server with replayed models, whose controller keeps learning from one recording to the next.
 
@@ -285,12 +237,11 @@ class Simulation:
         target: the target's costs on the simulated machine.
         draft: the draft's.
         speculation: the policy.
-        window: tokens that the draft reads back where it joins a sequence; of a long one fewer, which here costs less
-            and changes no draft, since all were recorded after the whole window.
+        window: tokens that the draft reads back where it joins a sequence; here it changes no draft, since all were
+            recorded after 128 tokens.
         draft_context: the most tokens of a sequence that the draft holds.
         slots: sequences decoded at the same time.
         max_wait_seconds: extra latency that prefill may add to a decoding round.
-        auto: the policy of mode `auto`; None for the controller's.
     """
 
     def __init__(
@@ -299,19 +250,16 @@ class Simulation:
         draft: CostTable,
         speculation: SpeculationParams,
         *,
-        window: int = 128,
+        window: int = 96,
         draft_context: int = CONTEXT,
         slots: int = 1,
         max_wait_seconds: float = math.inf,
-        auto: Policy | None = None,
     ) -> None:
         self._clock = Clock()
         self._tables = target, draft
-        target_cost = Cost(target)
-        self._draft_cost = Cost(draft, target=target_cost)
+        target_cost = PassCosts(target)
+        self._draft_cost = PassCosts(draft, target=target_cost)
         self._controller = Controller(target_cost, self._draft_cost)
-        if auto:
-            self._controller.policies["auto"] = auto
         self._speculation = speculation
         self._window = window
         self._draft_context = draft_context
@@ -328,7 +276,7 @@ class Simulation:
         width = max(len({*r.prompt, *r.answer}) for r in recordings) + 1 + _OTHERS
         replays = [Replay.begin(r, number, width, self._speculation) for number, r in enumerate(recordings)]
         target, draft = (
-            ReplayEngine(replays, width, Cost(table), self._clock, self._slots, draft=is_draft)
+            ReplayEngine(replays, width, PassCosts(table), self._clock, self._slots, draft=is_draft)
             for table, is_draft in zip(self._tables, (False, True), strict=True)
         )
         model = DraftModel(
@@ -362,7 +310,7 @@ class Simulation:
         return [ends[generation] for generation in generations], generations
 
 
-def oracle(recording: Recording, target: Cost, draft: Cost, most: int = 15) -> float:
+def oracle(recording: Recording, target: PassCosts, draft: PassCosts, most: int = 15) -> float:
     """The least seconds that any choice of gamma in every round could take, knowing which draft tokens are accepted.
 
     Dynamic programming over the indices of the answer, from its end; the draft's prefill is free.
@@ -489,13 +437,11 @@ def replay_all(
     policy: SpeculationParams,
     recordings: list[Recording],
     seed: int,
-    *,
-    auto: Policy | None = None,
 ) -> list[float]:
     """Seconds of each recording, replayed in a random order, as a server would see them."""
     order = list(range(len(recordings)))
     Random(seed).shuffle(order)
-    simulation = Simulation(target, draft, policy, auto=auto)
+    simulation = Simulation(target, draft, policy)
     seconds = {index: simulation.run(recordings[index])[0] for index in order}
     return [seconds[index] for index in range(len(recordings))]
 
@@ -509,16 +455,14 @@ def compare(target: CostTable, draft: CostTable, recordings: list[Recording], or
     policies |= {f"fixed {gamma}": SpeculationParams(gamma, drafter="model") for gamma in FIXED}
     policies |= {
         "adaptive, model": SpeculationParams(15, mode="auto", drafter="model"),
-        "average": SpeculationParams(15, mode="auto"),
         "adaptive": SpeculationParams(15, mode="auto"),
     }
     seconds: dict[str, list[float]] = {}
     for name, policy in policies.items():
         seeds = range(1, (orders if policy.mode == "auto" else 1) + 1)
-        auto = Average() if name == "average" else None
-        runs = [replay_all(target, draft, policy, recordings, seed, auto=auto) for seed in seeds]
+        runs = [replay_all(target, draft, policy, recordings, seed) for seed in seeds]
         seconds[name] = [mean(times) for times in zip(*runs, strict=True)]
-    costs = Cost(target), Cost(draft)
+    costs = PassCosts(target), PassCosts(draft)
     seconds["oracle, model"] = [oracle(recording, *costs) for recording in recordings]
     families = dict.fromkeys((r.name if r.family == "synthetic" else r.family, r.temperature) for r in recordings)
     for family, temperature in families:
@@ -537,7 +481,7 @@ def compare(target: CostTable, draft: CostTable, recordings: list[Recording], or
 
 
 # Modules of speculation/ whose constants --sensitivity changes, one at a time.
-_CONSTANTS = ("acceptance", "alternatives", "charges", "policy", "offers")
+_CONSTANTS = ("acceptance", "alternatives", "costs", "policy")
 
 
 def constants() -> Iterator[tuple[str, tuple[float, float]]]:
@@ -611,7 +555,7 @@ def together(
 ) -> dict[str, Any]:
     """How much faster `auto` answers all recordings than `off`, if so many are decoded at a time; prefill included."""
     ratios = []
-    wait = max_wait(None, Cost(target))
+    wait = max_wait(None, PassCosts(target))
     for seed in range(1, orders + 1):
         order = list(recordings)
         Random(seed).shuffle(order)

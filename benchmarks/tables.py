@@ -12,7 +12,6 @@ from pathlib import Path
 
 from charts import best_settings
 from common import Row
-from long_prompts_table import long_prompts
 from result_tables import Column, Results, on_machines, own_titles, read_results, section, table
 
 PAGE = Path(__file__).parent / "RESULTS.md"
@@ -89,7 +88,7 @@ def fixed_numbers(results: Results) -> list[str]:
 
 
 def several_clients(results: Results) -> list[str]:
-    """Tokens a second and time to first token, by clients (peers.py clients, load.py)."""
+    """Tokens a second and time to first token, by clients (load.py)."""
     columns: dict[str, Column] = {}
     servers = {"specserve auto": "`auto`", "specserve off": "`off`", "llama-server plain": "llama-server"}
     for name, machine in on_machines(results, "clients").items():
@@ -108,7 +107,7 @@ def several_clients(results: Results) -> list[str]:
     titles = {load: load.removesuffix(" clients") for load in own_titles(columns)}
     answer = (
         "Tokens per second of all clients together, and the median time to first token, for streams of up to 96 tokens "
-        "after prompts of about 250 ([chart](results/clients-zen5.svg)). The last two columns are separate runs, on "
+        "after prompts of about 250. The last two columns are separate runs, on "
         "Zen 4 with up to 256 tokens."
     )
     names = on_machines(results, "clients", "load")
@@ -135,7 +134,7 @@ def mixed_lengths(results: Results) -> list[str]:
 
 
 def cost_of_a_pass(results: Results) -> list[str]:
-    """Milliseconds of a pass by its rows (cost_curve.py, peers.py passes)."""
+    """Milliseconds of a pass by its rows (cost_curve.py)."""
     columns: dict[str, Column] = {}
     growth = []
     for name, machine in on_machines(results, "cost_curve").items():
@@ -148,20 +147,12 @@ def cost_of_a_pass(results: Results) -> list[str]:
         }
         ours, theirs = (times[engine, 8] / times[engine, 1] for engine in ("ours", "llama.cpp"))
         growth.append(f"{ours:.1f} times ({machine}; llama.cpp's kernels {theirs:.1f})")
-    engines = ("ours", "ik_llama.cpp")
-    for name, machine in on_machines(results, "passes").items():
-        passes = [row for row in results[name]["rows"] if row["file"] == TARGET]
-        times = {(row["engine"], row["rows"]): _milliseconds(row) for row in passes}
-        columns[f"{machine}: {' / '.join(engines)}"] = {
-            count: " / ".join(f"{time:.1f}" if (time := times.get((engine, count))) else "-" for engine in engines)
-            for _, count in times
-        }
     titles = {count: f"{count}" for count in (1, 4, 8, 16)} | {512: "each of a prompt of 512"}
     answer = (
         f"Eight tokens cost {', '.join(growth)} as much as one. Milliseconds of the 1.5B; in brackets our time over "
         "the least that memory and arithmetic allow."
     )
-    names = on_machines(results, "cost_curve", "passes")
+    names = on_machines(results, "cost_curve")
     return section("What does a forward pass cost?", answer, table("tokens", titles, columns), results, names)
 
 
@@ -171,9 +162,9 @@ def _milliseconds(row: Row) -> float:
 
 
 def other_engines(results: Results) -> list[str]:
-    """The best settings of each engine, by kind of text (peers.py requests)."""
+    """The best settings of each engine, by kind of text (peers.py)."""
     columns: dict[str, Column] = {}
-    engines = ("specserve", "llama-server", "ik_llama.cpp", "OpenVINO", "llama-cpp-python")
+    engines = ("specserve", "llama-server", "ik_llama.cpp")
     names = on_machines(results, "requests")
     for name, machine in list(names.items())[:1]:
         best = {(row["family"], row["mode"].partition(",")[0]): row for row in best_settings(results[name]["rows"])}
@@ -184,6 +175,33 @@ def other_engines(results: Results) -> list[str]:
         "`auto`, the others have the best of their settings (no drafts, three drafts, n-grams)."
     )
     return section("How fast are other engines?", answer, table("", KINDS, columns), results, names)
+
+
+def long_prompts(results: Results) -> list[str]:
+    """Prefill, decoding and further turns, by the tokens of a prompt (long_prompts.py)."""
+    columns: dict[str, Column] = {}
+    servers = {
+        "specserve auto": "`auto`",
+        "specserve off": "`off`",
+        "llama-server plain": "llama-server",
+        "ik_llama.cpp plain": "ik_llama.cpp",
+    }
+    titles = {
+        "prefill_ms": "prefill, ms a token",
+        "tokens_per_second": "an edit, tokens a second",
+        "second_turn_s": "second turn, first token, s",
+        "third_turn_share": "third turn, after others have filled the cache, as a share of the first",
+    }
+    names = on_machines(results, "long_prompts")
+    for name, machine in names.items():
+        for row in results[name]["rows"]:
+            column = columns.setdefault(f"{row['tokens']:,} tokens, {machine}", {})
+            for key in titles:
+                if row.get(key) is not None:
+                    figure = f"{row[key]:.3g} {servers[row['server']]}"
+                    column[key] = f"{column[key]}, {figure}" if key in column else figure
+    answer = "One client; prompts are parts of Python's library, and most of an edit is in its prompt."
+    return section("What do long prompts cost?", answer, table("", titles, columns), results, names)
 
 
 def perplexity(results: Results) -> list[str]:
@@ -260,28 +278,6 @@ def recurring(results: Results) -> list[str]:
     return section("What does recurring work gain?", answer, [], results, names)
 
 
-def torchserve(results: Results) -> list[str]:
-    """What TorchServe adds, and what a cached prefix saves (load.py)."""
-    columns: dict[str, Column] = {}
-    names = on_machines(results, "overhead", "prefix")
-    titles = {
-        "overhead of a request": "TorchServe's part of a request, ms",
-        "overhead of a call": "its part of each further call of a stream, ms",
-        "cold_s": "first token after a new prompt of 1,500 tokens, s",
-        "cached_s": "the same, cached, s",
-        "cached_in_use_s": "the same, cached and in use by another stream, s",
-    }
-    for name, machine in names.items():
-        for row in results[name]["rows"]:
-            if not row["server"].startswith("specserve"):
-                continue
-            values = {row["load"]: row["ms"]} if "ms" in row else row
-            columns.setdefault(machine, {}).update({key: f"{values[key]}" for key in values if key in titles})
-    answer = "Medians of 20 requests and streams."
-    lines = table("", titles, columns)
-    return section("What does TorchServe add, and a cached prefix save?", answer, lines, results, names)
-
-
 def neighbours(results: Results) -> list[str]:
     """The share of its quiet speed that a server keeps beside other processes (neighbours.py)."""
     columns: dict[str, Column] = {}
@@ -328,7 +324,6 @@ QUESTIONS = (
     schemas,
     tools,
     recurring,
-    torchserve,
     neighbours,
     worst_cases,
 )

@@ -1,4 +1,4 @@
-"""Are calls of tools always valid, the same with and without speculation, and how much sooner are they written?
+"""Are tool calls always valid, the same with and without speculation, and how much sooner are they written?
 
 Every task of prompts/tools.yaml is asked with a required call, with `auto` and by name, whole and streamed, greedily
 and at temperature 0.8, with adaptive speculation and with none. A call is valid if its name is a tool's that was sent,
@@ -184,7 +184,7 @@ def main() -> None:
             both = {mode: send(endpoint, ask, mode) for mode in MODES}
             results.setdefault((ask.choice, ask.temperature), []).append((ask, both))
     rows = [summarise(*key, pairs) for key, pairs in sorted(results.items())]
-    print_table("calls of tools, adaptive against plain decoding", rows)
+    print_table("tool calls, adaptive against plain decoding", rows)
     notes = [
         fault
         for pairs in results.values()

@@ -1,4 +1,4 @@
-// Attention over the 16-bit cache (cache.h), included by each variant after product.h.
+// Attention over the 16-bit cache (cache.h), written once over the vector operations of a simd_*.h.
 //
 // For one row and one query head: scores s_i = q . k_i over the positions i that the row may see, weights
 // p_i = 2^(s_i - max s), result sum(p_i v_i) / sum(p_i). (Queries are scaled by log2 e, for 2^x is less work than e^x.)
@@ -26,7 +26,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kernels.h"
+#include "format.h"
 
 namespace {
 

@@ -16,7 +16,6 @@
 #include <thread>
 #include <vector>
 
-#include "assistants.h"
 #include "cache.h"
 #include "graph.h"
 
@@ -26,15 +25,18 @@ namespace {
 
 constexpr size_t kHugePage = size_t{1} << 21;  // bytes
 
-// Whether there are kernels for a weight; a matrix of one column counts, too.
-bool fits(const ggml_tensor * weights) {
-    const int format = format_of(weights->type);
-    return format >= 0 && ggml_n_dims(weights) <= 2 && ggml_is_contiguous(weights) && weights->ne[0] % block_length(static_cast<Format>(format)) == 0;
+// The format of a weight if it can be packed, null if not; a matrix of one column counts, too.
+const Format * format_of(const ggml_tensor * weights) {
+    const Format * format = library().kernels->format_of(weights->type);
+    const bool fits = format != nullptr && ggml_n_dims(weights) <= 2 && ggml_is_contiguous(weights) &&
+                      weights->ne[0] % format->length == 0;
+    return fits ? format : nullptr;
 }
 
 // Whether the loader is to give us this weight.
 bool takes(const ggml_tensor * weights) {
-    return fits(weights) && (library().formats >> format_of(weights->type) & 1) != 0;
+    const Format * format = format_of(weights);
+    return format != nullptr && (library().formats >> (format - library().kernels->formats) & 1) != 0;
 }
 
 // Bytes of a weight that is written piece by piece.
@@ -99,12 +101,10 @@ void * allocate(size_t size) {
 
 void pack(ggml_tensor * tensor, const uint8_t * source) {
     const Weights weights = described(tensor);
-    const Kernels & kernels = kernels_of(tensor);
-    const int64_t panels = panels_of(weights, kernels);
     const auto threads = static_cast<int64_t>(std::clamp(std::thread::hardware_concurrency(), 1U, 8U));
     const auto share = [&](int64_t t) {
-        kernels.pack(weights, source, panels * t / threads, panels * (t + 1) / threads,
-                     static_cast<uint8_t *>(tensor->data));
+        weights.format->pack(weights, source, weights.panels() * t / threads, weights.panels() * (t + 1) / threads,
+                             static_cast<uint8_t *>(tensor->data));
     };
     std::vector<std::thread> others;
     int64_t started = 1;
@@ -151,7 +151,6 @@ ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_t size)
     }
     ggml_backend_buffer_i functions{};
     functions.free_buffer = [](ggml_backend_buffer_t buffer) {
-        Assistants::all().wait_idle();
         std::free(static_cast<Memory *>(buffer->context)->base);
         delete static_cast<Memory *>(buffer->context);
     };
@@ -164,23 +163,20 @@ ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_t size)
 }
 
 size_t packed_bytes(ggml_backend_buffer_type_t, const ggml_tensor * tensor) {
-    if (!fits(tensor)) {
+    const Format * format = format_of(tensor);
+    if (format == nullptr) {
         return ggml_nbytes(tensor);
     }
-    const Weights weights = described(tensor);
-    const Kernels & kernels = *library().kernels;
-    return static_cast<size_t>(panels_of(weights, kernels) * kernels.panel_bytes(weights.format, weights.k));
+    const Weights weights{library().kernels, format, tensor->ne[0], tensor->ne[1], nullptr};
+    return static_cast<size_t>(weights.panels() * weights.panel_bytes());
 }
 
 }  // namespace
 
-const Kernels & kernels_of(const ggml_tensor * weights) {
-    return static_cast<const Memory *>(weights->buffer->context)->kernels;
-}
-
 Weights described(const ggml_tensor * tensor) {
-    return {static_cast<Format>(format_of(tensor->type)), tensor->ne[0], tensor->ne[1],
-            static_cast<const uint8_t *>(tensor->data), library().prefetch};
+    const Kernels & kernels = static_cast<const Memory *>(tensor->buffer->context)->kernels;
+    return {&kernels, kernels.format_of(tensor->type), tensor->ne[0], tensor->ne[1],
+            static_cast<const uint8_t *>(tensor->data)};
 }
 
 ggml_backend_buffer_type_t buffer_type() {

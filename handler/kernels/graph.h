@@ -13,13 +13,8 @@ inline uint8_t * aligned(void * memory) {
     return bytes + (kAlignment - reinterpret_cast<uintptr_t>(bytes) % kAlignment) % kAlignment;
 }
 
-inline int64_t panels_of(const Weights & w, const Kernels & kernels) {
-    return (w.columns + kernels.lanes - 1) / kernels.lanes;
-}
-
-// A weight of the buffer type, and the variant that packed it.
+// A weight of the buffer type.
 Weights described(const ggml_tensor *);
-const Kernels & kernels_of(const ggml_tensor *);
 
 // A matrix product with such a weight (graph_product.cpp).
 ggml::cpu::tensor_traits & product();

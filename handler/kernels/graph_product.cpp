@@ -6,7 +6,6 @@
 #include <cstring>
 #include <new>
 
-#include "assistants.h"
 #include "graph.h"
 
 namespace specserve {
@@ -57,27 +56,20 @@ class Pieces {
 // Rows in tiles of nearly the same size, quantised into memory that all threads share.
 class Activations {
   public:
-    Activations(const Kernels & kernels, const Weights & w, int64_t rows, void * memory)
-        : kernels_(kernels), format_(w.format), k_(w.k), rows_(rows), tiles_(tiles(kernels, rows)) {
+    Activations(const Weights & w, int64_t rows, void * memory) : weights_(w), rows_(rows) {
+        tiles_ = (rows + w.kernels->max_tile - 1) / w.kernels->max_tile;
         values_ = static_cast<int8_t *>(memory);
-        scales_ = reinterpret_cast<float *>(values_ + rows * k_);
-        sums_ = reinterpret_cast<int32_t *>(scales_ + rows * scale_words(format_, k_));
+        scales_ = reinterpret_cast<float *>(values_ + rows * w.k);
+        sums_ = reinterpret_cast<int32_t *>(scales_ + rows * blocks());
     }
 
-    static size_t bytes(const Weights & w, int64_t rows) {
-        return static_cast<size_t>(rows * (w.k + 4 * scale_words(w.format, w.k) + 4 * sum_words(w.format, w.k)));
-    }
-
-    static int64_t tiles(const Kernels & kernels, int64_t rows) {
-        return (rows + kernels.max_tile - 1) / kernels.max_tile;
-    }
-
+    int64_t bytes() const { return rows_ * (weights_.k + 4 * blocks() * (1 + weights_.format->sums)); }
     int64_t tiles() const { return tiles_; }
     int64_t first_row(int64_t tile) const { return rows_ * tile / tiles_; }
 
     Tile tile(int64_t t) const {
         const int64_t row = first_row(t);
-        return {values_ + row * k_, scales_ + row * scale_words(format_, k_), sums_ + row * sum_words(format_, k_),
+        return {values_ + row * weights_.k, scales_ + row * blocks(), sums_ + row * blocks() * weights_.format->sums,
                 static_cast<int>(first_row(t + 1) - row)};
     }
 
@@ -85,22 +77,21 @@ class Activations {
     // would write to the same cache lines: where two cores of a Zen 5 share no cache, a pass of 16 rows of a 3B took 96
     // ms so, and takes 85.
     template <class Source> void quantise(Source source, int thread, int threads) const {
-        const int64_t blocks = k_ / block_length(format_);
-        const int64_t first = tiles_ * blocks * thread / threads;
-        const int64_t last = tiles_ * blocks * (thread + 1) / threads;
-        for (int64_t t = first / blocks; t * blocks < last; t++) {
-            const int64_t begin = std::max<int64_t>(first - t * blocks, 0);
-            const int64_t end = std::min(last - t * blocks, blocks);
+        const int64_t first = tiles_ * blocks() * thread / threads;
+        const int64_t last = tiles_ * blocks() * (thread + 1) / threads;
+        for (int64_t t = first / blocks(); t * blocks() < last; t++) {
+            const int64_t begin = std::max<int64_t>(first - t * blocks(), 0);
+            const int64_t end = std::min(last - t * blocks(), blocks());
             for (int64_t row = first_row(t); row < first_row(t + 1); row++) {
-                kernels_.quantise(format_, source(row), begin, end, tile(t), static_cast<int>(row - first_row(t)));
+                weights_.format->quantise(source(row), begin, end, tile(t), static_cast<int>(row - first_row(t)));
             }
         }
     }
 
   private:
-    const Kernels & kernels_;
-    Format format_;
-    int64_t k_;
+    int64_t blocks() const { return weights_.k / weights_.format->length; }
+
+    const Weights & weights_;
     int64_t rows_;
     int64_t tiles_;
     int8_t * values_;
@@ -111,18 +102,17 @@ class Activations {
 // Which panels of a product are computed: all, or of the head some groups of columns (specserve_compute_head).
 class Columns {
   public:
-    Columns(const ggml_tensor * op, int64_t panels, int lanes) : panels_(panels), lanes_(lanes) {
+    Columns(const ggml_tensor * op, const Weights & w) : panels_(w.panels()), lanes_(w.kernels->lanes) {
         if (library().head_groups != nullptr && std::strcmp(op->name, "result_output") == 0) {
             groups_ = library().head_groups;
-            panels_ = library().head_count * kHeadGroup / lanes;
-            while (panel(panels_ - 1) >= panels) {
+            panels_ = library().head_count * kHeadGroup / lanes_;
+            while (panel(panels_ - 1) >= w.panels()) {
                 panels_--;  // the last group may be cut short
             }
         }
     }
 
     int64_t panels() const { return panels_; }
-    bool are_all() const { return groups_ == nullptr; }
 
     int64_t panel(int64_t i) const {
         const int64_t column = i * lanes_;
@@ -146,46 +136,28 @@ class Columns {
 
 class Product : public ggml::cpu::tensor_traits {
     bool work_size(int threads, const ggml_tensor * op, size_t & size) override {
-        size = kAlignment + Pieces::bytes(threads) + Activations::bytes(described(op->src[0]), ggml_nrows(op->src[1]));
+        const Weights weights = described(op->src[0]);
+        const Activations activations(weights, ggml_nrows(op->src[1]), nullptr);
+        size = kAlignment + Pieces::bytes(threads) + static_cast<size_t>(activations.bytes());
         return true;
     }
 
     bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
-        const ggml_tensor * x = op->src[1];
-        const Weights weights = described(op->src[0]);
-        const Kernels & kernels = kernels_of(op->src[0]);
-        const Columns columns(op, panels_of(weights, kernels), kernels.lanes);
-        const int64_t panels = columns.panels();
-        const int64_t panel_bytes = kernels.panel_bytes(weights.format, weights.k);
-        const int64_t rows = ggml_nrows(x);
-        const bool several_tiles = rows > kernels.max_tile;
-        const int64_t piece = std::clamp<int64_t>((several_tiles ? kPieceOfPrompt : kPiece) / panel_bytes, 1,
-                                                  std::max<int64_t>(1, panels / (4 * params->nth)));
-        const int64_t n_pieces = (panels + piece - 1) / piece;
         if (params->ith == 0) {
             library().products.fetch_add(1, std::memory_order_relaxed);
         }
-
-        Assistants & assistants = Assistants::all();
-        const bool assisted = params->nth == 1 && assistants.any() && columns.are_all() &&
-                              n_pieces <= Work::kMaxPieces && Activations::tiles(kernels, rows) <= Work::kMaxTiles;
+        const ggml_tensor * x = op->src[1];
+        const Weights weights = described(op->src[0]);
+        const Columns columns(op, weights);
+        const int64_t panels = columns.panels();
         auto * scratch = aligned(params->wdata);
-        const Pieces pieces(scratch, n_pieces, params->nth);
-        const Activations activations(
-            kernels, weights, rows,
-            assisted ? aligned(assistants.memory(kAlignment + Activations::bytes(weights, rows)))
-                     : scratch + Pieces::bytes(params->nth));
+        const Activations activations(weights, ggml_nrows(x), scratch + Pieces::bytes(params->nth));
+        const int64_t piece =
+            std::clamp<int64_t>((activations.tiles() > 1 ? kPieceOfPrompt : kPiece) / weights.panel_bytes(), 1,
+                                std::max<int64_t>(1, panels / (4 * params->nth)));
+        const Pieces pieces(scratch, (panels + piece - 1) / piece, params->nth);
         const auto source = [&](int64_t row) { return reinterpret_cast<const float *>(row_of(x, row)); };
         activations.quantise(source, params->ith, params->nth);
-        if (assisted) {
-            auto * out = reinterpret_cast<float *>(row_of(op, 0));
-            Work work{&kernels, weights, {}, activations.tiles(), panels, piece, out, op->ne[0]};
-            for (int64_t t = 0; t < activations.tiles(); t++) {
-                work.tiles[static_cast<size_t>(t)] = activations.tile(t);
-            }
-            assistants.compute(work);
-            return true;
-        }
         columns.clear(op, params->ith, params->nth);
         pieces.begin(params->ith);
         ggml_barrier(params->threadpool);
@@ -196,7 +168,7 @@ class Product : public ggml::cpu::tensor_traits {
                 // The rows of a result lie one after another, also those of several sequences.
                 auto * out = reinterpret_cast<float *>(row_of(op, activations.first_row(t)));
                 for (int64_t panel = p * piece; panel < end; panel++) {
-                    kernels.multiply(weights, columns.panel(panel), activations.tile(t), out, op->ne[0]);
+                    weights.format->multiply(weights, columns.panel(panel), activations.tile(t), out, op->ne[0]);
                 }
             }
         }

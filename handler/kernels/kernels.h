@@ -1,40 +1,17 @@
-// What the variants (AVX-512 VNNI, AVX-VNNI, AVX2) have in common: formats, memory layouts, and the table of functions
-// that each variant provides.
+// What the variants (AVX-512 VNNI, AVX-VNNI, AVX2) have in common: memory layouts, and the table of functions that each
+// variant provides.
 
 #pragma once
+
+#include <ggml.h>
 
 #include <cstddef>
 #include <cstdint>
 
 namespace specserve {
 
-// The weight formats of GGUF files that have kernels here.
-enum class Format : int { q4_0, q8_0, q4_k, q6_k };
-constexpr int kFormats = 4;
-
-// How weights are prefetched: by the processor alone, with prefetcht1 or prefetchnta, and so many bytes before they are
-// needed.
-enum class Hint : int { none, t1, nta };
-struct Prefetch {
-    Hint hint;
-    int64_t ahead;
-};
-constexpr int kFewRows = 2;  // of a tile: few are limited by memory, more by arithmetic
-
-// A weight matrix, packed for the kernels: `columns` output features of `k` weights each.
-//
-// Columns are packed in panels of as many columns as a vector register has 32-bit lanes, so that lane c of every
-// register belongs to column c and no sum across lanes is ever needed. A panel is its blocks along k in the order in which
-// a product reads them, each the scales and then the quantised weights. The last panel is filled up with zeros.
-struct Weights {
-    Format format;
-    int64_t k;
-    int64_t columns;
-    const uint8_t * data;
-    const Prefetch * prefetch;  // for tiles of few rows, and for others: see Library
-
-    const Prefetch & prefetch_for(int rows) const { return prefetch[rows > kFewRows]; }
-};
+struct Kernels;
+struct Weights;
 
 // Rows of activations, quantised to 8 bits: a tile of up to `max_tile` rows that are multiplied together.
 //
@@ -42,9 +19,42 @@ struct Weights {
 // all three arrays from front to back.
 struct Tile {
     int8_t * values;  // [k / 32][rows][32]
-    float * scales;   // [blocks][rows]: one a block of 32 (q4_0, q8_0) or of 256 weights (q4_k, q6_k)
-    int32_t * sums;   // sums of quantised activations, in the form that the format's kernel wants: see quantise()
+    float * scales;   // [blocks][rows]
+    int32_t * sums;   // [blocks][Format::sums][rows]: sums of activations, in the form that the format's kernel wants
     int rows;
+};
+
+// A weight format of GGUF files as a variant computes it: see format.h.
+struct Format {
+    ggml_type type;
+    int length;           // weights of a block; every block of activations has a scale
+    int sums;             // 32-bit words of a block and row in Tile::sums
+    int64_t block_bytes;  // of a panel
+
+    // Pack panels [first, last) of a matrix from GGUF's own layout.
+    void (*pack)(const Weights &, const uint8_t * source, int64_t first, int64_t last, uint8_t * destination);
+
+    // Quantise blocks [first, last) of a row of floats into row `row` of a tile.
+    void (*quantise)(const float * source, int64_t first, int64_t last, const Tile &, int row);
+
+    // Multiply a tile by a panel: out[row * stride + column].
+    void (*multiply)(const Weights &, int64_t panel, const Tile &, float * out, int64_t stride);
+};
+
+// A weight matrix, packed for the kernels: `columns` output features of `k` weights each.
+//
+// Columns are packed in panels of as many columns as a vector register has 32-bit lanes, so that lane c of every
+// register belongs to column c and no sum across lanes is ever needed. A panel is its blocks along k in the order in which
+// a product reads them, each the scales and then the quantised weights. The last panel is filled up with zeros.
+struct Weights {
+    const Kernels * kernels;  // of the variant that has packed them
+    const Format * format;
+    int64_t k;
+    int64_t columns;
+    const uint8_t * data;
+
+    int64_t panels() const;
+    int64_t panel_bytes() const { return k / format->length * format->block_bytes; }
 };
 
 // ---- attention ----
@@ -99,22 +109,14 @@ struct Chunk {
     const int32_t * next_cells;  // of the chunk that is likely to be read next; null: unknown
 };
 
+// ---- variants ----
+
 struct Kernels {
     const char * name;
     int lanes;     // columns of a panel
     int max_tile;  // rows of a tile
-
-    // Bytes of a panel.
-    int64_t (*panel_bytes)(Format, int64_t k);
-
-    // Pack panels [first, last) of a matrix from GGUF's own layout.
-    void (*pack)(const Weights &, const uint8_t * source, int64_t first, int64_t last, uint8_t * destination);
-
-    // Quantise blocks [first, last) of a row of floats into row `row` of a tile.
-    void (*quantise)(Format, const float * source, int64_t first, int64_t last, const Tile &, int row);
-
-    // Multiply a tile by a panel: out[row * stride + column].
-    void (*multiply)(const Weights &, int64_t panel, const Tile &, float * out, int64_t stride);
+    const Format * formats;
+    int n_formats;
 
     // Write the keys or values of a token's heads, one after another, into a cell.
     void (*store_keys)(const float * source, const Stored &, int64_t cell);
@@ -127,25 +129,19 @@ struct Kernels {
     void (*attend)(const Attention &, int64_t key_head, const Chunk &, int heads, void * memory, float * const * results);
     void (*merge)(float * total, const float * chunk, int64_t size);
     void (*finish)(const float * total, int64_t size, float * out);
+
+    // Null where there is no kernel for a type.
+    const Format * format_of(ggml_type type) const {
+        for (const Format * format = formats; format != formats + n_formats; format++) {
+            if (format->type == type) {
+                return format;
+            }
+        }
+        return nullptr;
+    }
 };
 
-// The weights of a block of this format: every block has scales of its own.
-constexpr int block_length(Format format) {
-    return format == Format::q4_0 || format == Format::q8_0 ? 32 : 256;
-}
-
-// 32-bit words a row of `k` activations takes in Tile::scales and in Tile::sums.
-constexpr int64_t scale_words(Format format, int64_t k) { return k / block_length(format); }
-
-constexpr int64_t sum_words(Format format, int64_t k) {
-    switch (format) {
-        case Format::q4_0:
-        case Format::q8_0: return k / 32;
-        case Format::q4_k: return k / 64;  // sums of 32, two in a word
-        case Format::q6_k: return k / 16;
-    }
-    return 0;
-}
+inline int64_t Weights::panels() const { return (columns + kernels->lanes - 1) / kernels->lanes; }
 
 // Null where this build or this processor does not have the variant.
 const Kernels * avx512_vnni();

@@ -1,33 +1,16 @@
 // What Python calls (handler/specserve/engine/kernels.py), all of it with C linkage.
 
-#include "assistants.h"
 #include "cache.h"
 #include "library.h"
 
 #include <cstring>
 #include <string_view>
-#include <vector>
 
 namespace specserve {
 
 Library & library() {
     static Library it;
     return it;
-}
-
-int format_of(ggml_type type) {
-    switch (type) {
-        case GGML_TYPE_Q4_0: return static_cast<int>(Format::q4_0);
-        case GGML_TYPE_Q8_0: return static_cast<int>(Format::q8_0);
-        case GGML_TYPE_Q4_K: return static_cast<int>(Format::q4_k);
-        case GGML_TYPE_Q6_K: return static_cast<int>(Format::q6_k);
-        default: return -1;
-    }
-}
-
-ggml_type type_of(Format format) {
-    constexpr ggml_type types[kFormats] = {GGML_TYPE_Q4_0, GGML_TYPE_Q8_0, GGML_TYPE_Q4_K, GGML_TYPE_Q6_K};
-    return types[static_cast<int>(format)];
 }
 
 namespace {
@@ -78,14 +61,14 @@ EXPORT const char * specserve_use(const char * variant) {
     return kernels->name;
 }
 
-// Which formats of weights that are loaded from now on are taken, bit n for Format n.
-EXPORT void specserve_take(unsigned formats) { library().formats = formats; }
-
-// How products prefetch weights from now on, of tiles of few rows (0) or of others (1): see library.h. Their results are
-// the same.
-EXPORT void specserve_prefetch(int many_rows, int hint, int64_t ahead) {
-    library().prefetch[many_rows != 0] = {static_cast<Hint>(hint), ahead};
+// The name of format n of the variant in use; null after the last one.
+EXPORT const char * specserve_format(int n) {
+    const Kernels & kernels = *library().kernels;
+    return n < kernels.n_formats ? ggml_type_name(kernels.formats[n].type) : nullptr;
 }
+
+// Which formats of weights that are loaded from now on are taken, bit n for format n.
+EXPORT void specserve_take(unsigned formats) { library().formats = formats; }
 
 // From now on passes compute these ascending groups of 16 columns of the head, the product that llama.cpp names
 // result_output; other columns are minus infinity. Null for the whole head. The array must outlive the passes.
@@ -94,9 +77,6 @@ EXPORT void specserve_compute_head(const int32_t * groups, int64_t count) {
     library().head_count = count;
 }
 
-// From now on products of passes that run in one thread are helped by one on each of these cores (assistants.h).
-EXPORT void specserve_assist(const int32_t * cores, int64_t count) { Assistants::all().run_on(cores, count); }
-
 // How often a graph came to a product or to attention of ours, since the library was loaded.
 EXPORT int64_t specserve_products() { return library().products.load(); }
 EXPORT int64_t specserve_attentions() { return library().attentions.load(); }
@@ -104,26 +84,11 @@ EXPORT int64_t specserve_attentions() { return library().attentions.load(); }
 // What was left to ggml since the last call: bit 0 for matrix products, bit 1 for attention.
 EXPORT int specserve_left() { return library().left.exchange(0); }
 
-// See library.h; by the variant in use, and by the format's number.
-EXPORT double specserve_check_product(int format, int rows, int threads) {
-    return check_product(static_cast<Format>(format), rows, threads);
-}
-EXPORT double specserve_check_attention(int rows, int threads) { return check_attention(rows, threads); }
-EXPORT double specserve_time_product(int ours, int format, int64_t k, int64_t columns, int rows, int threads,
-                                     int repeats) {
-    return time_product(ours != 0, static_cast<Format>(format), k, columns, rows, threads, repeats);
-}
-EXPORT double specserve_run_product(int ours, int format, int64_t k, int64_t columns, const uint8_t * source,
-                                    int pieces, int rows, const float * x, int threads, float * out) {
-    return run_product(ours != 0, static_cast<Format>(format), k, columns, source, pieces, rows, x, threads, 0, out);
-}
-EXPORT void specserve_time_prefetch(int format, int64_t k, int64_t columns, int rows, int threads, int turns,
-                                    const int64_t * ways, int count, double * seconds) {
-    std::vector<Prefetch> each;
-    for (int i = 0; i < count; i++) {
-        each.push_back({static_cast<Hint>(ways[2 * i]), ways[2 * i + 1]});
-    }
-    time_prefetch(static_cast<Format>(format), k, columns, rows, threads, turns, each.data(), count, seconds);
+// See ProductCase in library.h; by the variant in use, and by the format's number.
+EXPORT double specserve_run_product(int ours, int format, int64_t k, int64_t columns, const uint8_t * weights, int pieces,
+                                    int64_t rows, const float * x, int threads, int repeats, float * out) {
+    return run_product({ours != 0, library().kernels->formats + format, k, columns, rows, weights, pieces, x}, threads,
+                       repeats, out);
 }
 EXPORT int specserve_max_tile() { return library().kernels->max_tile; }
 

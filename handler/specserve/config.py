@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from specserve.cores import parse_cores
 from specserve.errors import ConfigError
+from specserve.machine import parse_cores
 
 # Keys of earlier versions, and what to do with them.
 _REMOVED = {
@@ -109,9 +109,9 @@ class SpeculationConfig(_Section):
         description="Maximum draft tokens per round; with the token before them 16 rows, a tile with AVX-512.",
     )
     window: int = Field(
-        default=128,
+        default=96,
         ge=16,
-        description="Tokens before the end of a sequence that the draft model prefills when it joins; fewer if long.",
+        description="Tokens before the end of a sequence that the draft model prefills when it joins.",
     )
     holdback: float = Field(
         default=0.0,
@@ -126,7 +126,7 @@ class SpeculationConfig(_Section):
         ge=0,
         le=2**31,
         description="Tokens of finished answers that lookups of later requests with the same pool search; all pools "
-        "together have room for eight times as many; 20 bytes a token; 0: none.",
+        "together have room for eight times as many; 16 bytes a token; 0: none.",
     )
     corpus: list[Path] = Field(default=[], description="Text files that lookups of all requests search.")
 
@@ -219,12 +219,6 @@ class HandlerConfig(_Section):
         default=0,
         ge=0,
         description="Responses of v1/responses that are kept in memory for `previous_response_id`; default: none.",
-    )
-    grammar_seconds: float = Field(
-        default=10.0,
-        gt=0,
-        description="Maximum time for the grammar masks of a request, in s; then it fails. A mask of a real schema "
-        "takes 0.1 to 1 ms (benchmarks/schemas.py).",
     )
     time_slice_ms: float = Field(default=40.0, ge=0, description="Time between two looks for new requests, in ms.")
     speculation: SpeculationConfig = SpeculationConfig()

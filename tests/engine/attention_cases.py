@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specserve.engine import kernels
+from specserve.engine import kernel_trial
 
 Floats = NDArray[np.float32]
 
@@ -26,40 +25,20 @@ class AttentionCase:
     visible: NDArray[np.bool_]
     is_8_bit: bool = False
 
-    @property
-    def scale(self) -> float:
-        return float(self.queries.shape[2] ** -0.5)
-
-    def attend(self, *, threads: int = 1, library: Any = None) -> Floats:
-        """By way of a graph of llama.cpp's; [rows][heads][size]."""
-        rows, heads, size = self.queries.shape
-        cells, key_heads, _ = self.keys.shape
-        mask = np.where(self.visible, np.float16(0), np.float16(-np.inf))
-        queries = np.ascontiguousarray(self.queries.transpose(1, 0, 2))
-        inputs = [np.ascontiguousarray(array) for array in (queries, self.keys, self.values, self.positions, mask)]
-        out = np.full(self.queries.shape, np.nan, np.float32)
-        attend = (library or kernels.library()).specserve_attend
-        arrays = [array.ctypes.data for array in inputs]
-        assert attend(size, cells, key_heads, heads, rows, self.scale, *arrays, self.is_8_bit, threads, out.ctypes.data)
-        return out
+    def attend(self, *, threads: int = 1) -> Floats:
+        """By the variant in use; [rows][heads][size]."""
+        inputs = self.queries, self.keys, self.values, self.positions, self.visible
+        found = kernel_trial.attend(*inputs, is_8_bit=self.is_8_bit, threads=threads)
+        assert found is not None
+        return found
 
     def exact(self) -> NDArray[np.float64]:
-        shared = self.queries.shape[1] // self.keys.shape[1]
-        q, k, v = (array.astype(np.float64) for array in (self.queries, self.keys, self.values))
-        k, v = np.repeat(k, shared, axis=1), np.repeat(v, shared, axis=1)
-        scores = np.where(self.visible[:, None, :], np.einsum("rhd,chd->rhc", q, k) * self.scale, -np.inf)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        result: NDArray[np.float64] = np.einsum("rhc,chd->rhd", weights / weights.sum(axis=-1, keepdims=True), v)
-        return result
+        return kernel_trial.exact_attention(self.queries, self.keys, self.values, self.visible)
 
-    def error(self, *, threads: int = 1, library: Any = None) -> float:
+    def error(self, *, threads: int = 1) -> float:
         """Root mean square of the error, relative to that of the result."""
         exact = self.exact()
-        return float(np.sqrt(np.mean((self.attend(threads=threads, library=library) - exact) ** 2) / np.mean(exact**2)))
-
-    def in_half_precision(self) -> AttentionCase:
-        return replace(self, keys=self.keys.astype(np.float16).astype(np.float32),
-                       values=self.values.astype(np.float16).astype(np.float32))  # fmt: skip
+        return float(np.sqrt(np.mean((self.attend(threads=threads) - exact) ** 2) / np.mean(exact**2)))
 
     def rows(self, which: Iterable[int]) -> AttentionCase:
         rows = list(which)

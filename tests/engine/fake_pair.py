@@ -28,11 +28,12 @@ from specserve.sequence import (
     SpeculationParams,
     Verification,
 )
-from specserve.speculation.cost import Cost
+from specserve.speculation.costs import PassCosts
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
+from specserve.speculation.ngram import PredictionProposer
 from specserve.speculation.policy import Controller
-from specserve.speculation.proposers import PredictionProposer, Proposer
+from specserve.speculation.proposers import Proposer
 from specserve.speculation.step import Step
 
 VOCABULARY = 24
@@ -70,7 +71,7 @@ class FakePair:
         draft_width: int | None = None,
         window: int = 4096,
         draft_context: int = 8192,
-        costs: tuple[Cost, Cost] | None = None,
+        costs: tuple[PassCosts, PassCosts] | None = None,
         proposers: abc.Sequence[Proposer] | None = None,
         n_cells: int | None = None,
         **options: Any,

@@ -22,8 +22,8 @@ from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.sampling.distribution import FloatArray
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationMode, Verification
-from specserve.speculation.offers import Offer
-from specserve.speculation.proposers import LookupProposer, Proposer
+from specserve.speculation.ngram import LookupProposer
+from specserve.speculation.proposers import Proposal, Proposer
 from specserve.speculation.step import Draft, Step
 
 # Prompts whose greedy answers have 1 to 11 tokens, and more drafts than that.
@@ -67,10 +67,10 @@ def scripted(drafter: DrafterName, script: list[int], asked: list[list[int]]) ->
     class Scripted(Proposer):
         name: ClassVar[DrafterName] = drafter
 
-        def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Offer:
+        def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Proposal:
             asked.append(drafts)
             tokens = script[sequence.generated + len(drafts) :][:max_tokens]
-            return Offer(tokens, [0.9] * len(tokens))
+            return Proposal(tokens, [0.9] * len(tokens))
 
     return Scripted()
 
@@ -251,11 +251,11 @@ def test_taking_back_a_drawn_end_token_would_change_the_distribution(
     """It gains no token, so it looks as if it could be left out; but that would be decided after it is drawn."""
     add_any = Step.add
 
-    def add(self: Step, draft: Draft, acceptance: float) -> None:
+    def add(self: Step, draft: Draft) -> None:
         if draft.token == WIDTH - 1:
             self.model_ended = True
         else:
-            add_any(self, draft, acceptance)
+            add_any(self, draft)
 
     monkeypatch.setattr(Step, "add", add)
     assert pvalue(verification) < FALSE_ALARM_RATE

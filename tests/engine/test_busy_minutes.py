@@ -13,7 +13,7 @@ from fake_pair import ENDLESS, FakePair, RecordingObserver
 from specserve.core.generation import Generation
 from specserve.engine.base import FloatArray, Row
 from specserve.sequence import SpeculationMode
-from specserve.speculation.cost import Cost
+from specserve.speculation.costs import PassCosts
 
 
 def target_milliseconds(rows: int) -> float:
@@ -33,10 +33,10 @@ class SlowMachine:
         self.now = 0.0
         self.factors = [1.0, 1.0]
         self.rounds = RecordingObserver()
-        target = Cost(table(target_milliseconds))
+        target = PassCosts(table(target_milliseconds))
         self.pair = FakePair(
             blend=0.1,
-            costs=(target, Cost(table(draft_milliseconds), target=target)),
+            costs=(target, PassCosts(table(draft_milliseconds), target=target)),
             clock=lambda: self.now,
             observers=[self.rounds],
             proposers=[],

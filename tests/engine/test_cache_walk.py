@@ -109,7 +109,7 @@ def single(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(params=FORMATS)
 def walk(request: pytest.FixtureRequest, single: Path, tmp_path: Path) -> Iterator[Walk]:
-    kernels.use("auto", threads=1, variant=next(iter(SUPPORTED_VARIANTS), None))
+    kernels.use("auto", variant=next(iter(SUPPORTED_VARIANTS), None))
     model = LlamaModel(quantise_as(single, tmp_path / "quantised.gguf", request.param))
     walk = Walk(model, Random(5))
     yield walk

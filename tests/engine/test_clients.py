@@ -334,7 +334,7 @@ class Panic(BaseException):
         "specserve.core.generation.Generation._detokenize",
         "specserve.speculation.step.Step.compute_mask",
         "specserve.speculation.round._verify",
-        "specserve.speculation.proposers.PredictionProposer.propose",
+        "specserve.speculation.ngram.PredictionProposer.propose",
     ],
 )
 def test_what_is_raised_for_one_sequence_in_a_round_ends_that_one_alone(

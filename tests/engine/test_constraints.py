@@ -6,7 +6,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Sequence
-from itertools import count
+from itertools import count, product
 from typing import NamedTuple
 
 import numpy as np
@@ -14,31 +14,21 @@ import pytest
 from numpy.typing import NDArray
 from scipy.stats import binomtest
 
+from constraints import Pieces
 from costs import flat
-from fake_engine import FakeEngine, FakeVocabulary
+from fake_engine import FakeEngine
 from fake_pair import SLOTS, FakePair
 from specserve.core.generation import Generation
 from specserve.errors import ConstraintError, MaskDeferred
+from specserve.grammar import compiler as compiler_module
 from specserve.grammar import constraint as constraint_module
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.grammar.constraint import Constraint
 from specserve.sampling.distribution import to_distribution
 from specserve.sequence import SamplingParams, SequenceStats, SpeculationMode, Verification
-from specserve.speculation.rejection import RULES
 
 FALSE_ALARM_RATE = 1e-4
 PROMPT = [2, 1]
-
-
-class Letters(FakeVocabulary):
-    """A token for each letter, and an end token."""
-
-    def __init__(self, letters: str) -> None:
-        self._letters = [letter.encode() for letter in letters]
-        super().__init__(len(letters) + 1)
-
-    def piece(self, token: int) -> bytes:
-        return b"" if self.is_end_token(token) else self._letters[token]
 
 
 class Result(NamedTuple):
@@ -68,8 +58,11 @@ def unchanged(constraint: Constraint, _failures: list[str]) -> Constraint:
 # Fixed lengths, and the controller's with alternatives, whose passes of the draft model take .38 of a step.
 DRAFTS: list[tuple[SpeculationMode, int, float]] = [("fixed", 1, 0.1), ("fixed", 3, 0.1), ("auto", 4, 0.38)]
 
+BY_REJECTION: list[Verification] = ["token", "block"]
+COUPLED: Verification = "coupled"
+
 # Without a token for "b" nothing follows "xa".
-WITHOUT_B = Letters("acdex")
+WITHOUT_B = Pieces([b"a", b"c", b"d", b"e", b"x"])
 DEAD_END = 'root ::= "x" ("ab" | "cd" | "ed") "d"'
 TRIALS = 900
 
@@ -120,27 +113,22 @@ def pvalue(results: list[Result]) -> float:
     return float(binomtest(sum("no text can follow" in result.end for result in results), len(results), exact).pvalue)
 
 
-@pytest.mark.parametrize(("mode", "gamma", "draft_seconds"), DRAFTS)
-@pytest.mark.parametrize("verification", ["token", "block"])
-def test_a_dead_end_fails_as_many_answers_as_the_target_leads_there(
-    verification: Verification, mode: SpeculationMode, gamma: int, draft_seconds: float
-) -> None:
+def test_a_dead_end_fails_as_many_answers_as_the_target_leads_there() -> None:
     """900 answers each; false-alarm rate 1e-4. Any other answer is right."""
-    results = answers(verification, TRIALS, mode=mode, gamma=gamma, draft_seconds=draft_seconds)
-    assert pvalue(results) > FALSE_ALARM_RATE
-    for text, end, _ in results:
-        assert (text, end) in {("xcdd", "stop"), ("xedd", "stop")} or (text == "xa" and "no text can follow" in end)
+    for (mode, gamma, draft_seconds), verification in product(DRAFTS, BY_REJECTION):
+        results = answers(verification, TRIALS, mode=mode, gamma=gamma, draft_seconds=draft_seconds)
+        assert pvalue(results) > FALSE_ALARM_RATE
+        right = [(text, end) for text, end, _ in results if text != "xa" or "no text can follow" not in end]
+        assert set(right) == {("xcdd", "stop"), ("xedd", "stop")}
 
 
-@pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize(("mode", "gamma", "draft_seconds"), DRAFTS)
-def test_a_dead_end_fails_the_same_answers_with_and_without_drafts(
-    mode: SpeculationMode, gamma: int, draft_seconds: float, *, greedy: bool
-) -> None:
+def test_a_dead_end_fails_the_same_answers_with_and_without_drafts() -> None:
     """Greedy, and seeded by coupled verification; the text before the failure is the same, too."""
-    plain = answers("coupled", 150, greedy=greedy)
-    assert answers("coupled", 150, mode=mode, gamma=gamma, draft_seconds=draft_seconds, greedy=greedy) == plain
-    assert len({text for text, _, _ in plain}) > 1
+    for greedy in (True, False):
+        plain = answers("coupled", 150, greedy=greedy)
+        assert len({text for text, _, _ in plain}) > 1
+        for mode, gamma, draft_seconds in DRAFTS:
+            assert answers("coupled", 150, mode=mode, gamma=gamma, draft_seconds=draft_seconds, greedy=greedy) == plain
 
 
 class Shared(Constraint):
@@ -173,16 +161,16 @@ class Permanent(Shared):
         super().__init__(right, [])
 
 
-@pytest.mark.parametrize("wrong", [Shared, Permanent])
-@pytest.mark.parametrize("verification", RULES)
-def test_dead_ends_that_outlive_their_draft_fail_too_many_answers(verification: Verification, wrong: Wrapper) -> None:
-    assert pvalue(answers(verification, TRIALS, mode="fixed", gamma=3, wrap=wrong)) < FALSE_ALARM_RATE
+def test_dead_ends_that_outlive_their_draft_fail_too_many_answers() -> None:
+    for wrong in [Shared, Permanent]:
+        for verification in (*BY_REJECTION, COUPLED):
+            assert pvalue(answers(verification, TRIALS, mode="fixed", gamma=3, wrap=wrong)) < FALSE_ALARM_RATE
 
 
 # Some answers can only end where they do; others go on, until an end token or max_tokens.
 ENDS = 'root ::= "a" [a-e]{1,3} | [b-c] [a-c] | [d-e] "a"* "b"'
 COMPLETE = "a[a-e]{3}|[b-c][a-c]|[d-e]a*b"
-LETTERS = Letters("abcde")
+LETTERS = Pieces([b"a", b"b", b"c", b"d", b"e"])
 
 
 class Rounds:
@@ -225,26 +213,25 @@ def ended(
 @pytest.fixture
 def _a_step_takes_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constraint_module, "thread_time", map(float, count()).__next__)
+    monkeypatch.setattr(compiler_module, "MAX_SECONDS", math.inf)
 
 
 @pytest.mark.usefixtures("_a_step_takes_a_second")
-@pytest.mark.parametrize("gamma", [0, 3])
-@pytest.mark.parametrize(("verification", "greedy"), [("coupled", True), *((rule, False) for rule in RULES)])
-def test_a_complete_answer_ends_there_however_late_its_masks_are(
-    verification: Verification, gamma: int, *, greedy: bool
-) -> None:
+def test_a_complete_answer_ends_there_however_late_its_masks_are() -> None:
     """It never ends with "length"; its mean log-probability, by which `best_of` chooses, counts its tokens alone."""
-    in_time, late = Rounds(late=False), Rounds(late=True)
-    expected = ended(verification, gamma, in_time, greedy=greedy)
-    found = ended(verification, gamma, late, greedy=greedy)
-    assert late.count > 1.3 * in_time.count, "no mask was late"
-    for generation, (text, end, mean_logprob) in [*zip(*expected, strict=True), *zip(*found, strict=True)]:
-        if re.fullmatch(COMPLETE, text):
-            assert end == "stop"
-            assert mean_logprob == pytest.approx(np.mean([score.logprob for score in generation.scores]))
-    if gamma == 0 or verification == "coupled":
-        assert found[1] == expected[1]
-    assert {end for _, end, _ in found[1]} == {"stop", "length"}
+    for gamma in [0, 3]:
+        for verification, greedy in ((COUPLED, True), (COUPLED, False), *((rule, False) for rule in BY_REJECTION)):
+            in_time, late = Rounds(late=False), Rounds(late=True)
+            expected = ended(verification, gamma, in_time, greedy=greedy)
+            found = ended(verification, gamma, late, greedy=greedy)
+            assert late.count > 1.3 * in_time.count, "no mask was late"
+            for generation, (text, end, mean_logprob) in [*zip(*expected, strict=True), *zip(*found, strict=True)]:
+                if re.fullmatch(COMPLETE, text):
+                    assert end == "stop"
+                    assert mean_logprob == pytest.approx(np.mean([score.logprob for score in generation.scores]))
+            if gamma == 0 or verification == "coupled":
+                assert found[1] == expected[1]
+            assert {end for _, end, _ in found[1]} == {"stop", "length"}
 
 
 class SaysNoWhenLate(Shared):
@@ -259,9 +246,9 @@ class SaysNoWhenLate(Shared):
 
 
 @pytest.mark.usefixtures("_a_step_takes_a_second")
-@pytest.mark.parametrize("gamma", [0, 3])
-def test_an_answer_that_asks_for_its_end_too_late_ends_elsewhere(gamma: int) -> None:
-    _, expected = ended("coupled", gamma, Rounds(late=False))
-    _, found = ended("coupled", gamma, Rounds(late=True), wrap=SaysNoWhenLate)
-    differing = [(right, wrong) for right, wrong in zip(expected, found, strict=True) if right != wrong]
-    assert {(right.end, wrong.end) for right, wrong in differing} == {("stop", "stop"), ("stop", "length")}
+def test_an_answer_that_asks_for_its_end_too_late_ends_elsewhere() -> None:
+    for gamma in [0, 3]:
+        _, expected = ended("coupled", gamma, Rounds(late=False))
+        _, found = ended("coupled", gamma, Rounds(late=True), wrap=SaysNoWhenLate)
+        differing = [(right, wrong) for right, wrong in zip(expected, found, strict=True) if right != wrong]
+        assert {(right.end, wrong.end) for right, wrong in differing} == {("stop", "stop"), ("stop", "length")}

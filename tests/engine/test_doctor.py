@@ -19,15 +19,15 @@ from server import free_ports
 from specserve.cli import doctor, torchserve_process
 from specserve.cli.doctor import check_costs, check_greedy, check_port, check_software, check_threads, greedy_answer
 from specserve.cli.torchserve_process import State
-from specserve.cores import Usable
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.invariance import Invariance
 from specserve.engine.kv_cache import KVCache
 from specserve.engine.llama_model import LlamaModel
+from specserve.machine import Usable
 
 PROJECT = Path(__file__).parents[2]
 TOPICS = ["machine", "software", "port", "kernels", "models", "repeating", "pair", "costs", "threads", "greedy"]
-REPEATS = Invariance(0.0, 0.0, 0.0, None, None)
+REPEATS = Invariance(0.0, None)
 
 
 def test_every_check_reports_a_finding() -> None:
@@ -116,7 +116,7 @@ def test_check_greedy_finds_an_answer_that_drafts_change(target: type[FakeEngine
 
 
 def test_check_greedy_excuses_a_difference_where_logits_do_not_repeat() -> None:
-    found = check_greedy([5, 6, 7], [5, 6, 8], REPEATS._replace(rows=0.3))
+    found = check_greedy([5, 6, 7], [5, 6, 8], REPEATS._replace(alone=0.3))
     assert found.well
     assert "at its token 3: a near-tie" in found.sentence
     assert found.facts == {"tokens": 3, "first_difference": 2}

@@ -26,8 +26,8 @@ from specserve.sampling.distribution import FloatArray
 from specserve.sampling.noise import Noise
 from specserve.sequence import Pool, SamplingParams, SpeculationMode, Verification
 from specserve.speculation import step as step_module
-from specserve.speculation.history import Pools
-from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer, Proposer
+from specserve.speculation.ngram import LookupProposer, Pools, PredictionProposer
+from specserve.speculation.proposers import GrammarProposer, Proposer
 from specserve.speculation.rejection import RULES
 from specserve.speculation.step import Step
 

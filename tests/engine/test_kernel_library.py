@@ -15,18 +15,13 @@ from types import SimpleNamespace
 import pytest
 
 from kernel_products import needs_kernels
-from specserve.engine import kernel_library, kernels
+from specserve.engine import kernel_library, kernel_trial, kernels
 
 pytestmark = needs_kernels
 
 KERNELS = Path(__file__).parents[2] / "handler" / "kernels"
 INSTALLED = importlib.metadata.version("llama-cpp-python")
 MARKER = f"specserve kernels for llama-cpp-python {INSTALLED}"
-FUNCTIONS = (
-    *("take", "products", "attentions", "check_attention", "read_bandwidth", "dot_peak", "prefetch", "time_product"),
-    *("time_prefetch", "run_product", "assist", "compute_head", "attend", "left", "max_tile", "new_cache"),
-    *("free_cache", "begin_pass", "cells", "cell_count", "cell_bytes", "save"),
-)
 
 
 @pytest.fixture(autouse=True)
@@ -55,13 +50,14 @@ def be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], Non
 
 
 def compiled(directory: Path, fault: str) -> bytes:
-    """A library for the installed llama-cpp-python whose products do this."""
-    functions = "".join(f"double specserve_{name}() {{ return 0; }}\n" for name in FUNCTIONS)
+    """A library for the installed llama-cpp-python that does this when it is first used."""
+    names = [name for name in kernel_library._FUNCTIONS if name not in {"use", "format"}]
+    functions = "".join(f"double specserve_{name}() {{ return 0; }}\n" for name in names)
     (directory / "library.cpp").write_text(
         "#include <csignal>\n#include <cstdlib>\n#include <unistd.h>\n"
         f'extern "C" {{\nextern const char built_for[];\nconst char built_for[] = "{MARKER}";\n{functions}'
-        'const char * specserve_use(const char *) { return "avx2"; }\n'
-        f"double specserve_check_product(int, int, int) {{ {fault}; return 1; }}\n}}\n"
+        "const char * specserve_format(int) { return nullptr; }\n"
+        f"const char * specserve_use(const char *) {{ {fault}; return nullptr; }}\n}}\n"
     )
     command = ["g++", "-shared", "-fPIC", str(directory / "library.cpp"), "-o", str(directory / "library.so")]
     subprocess.run(command, check=True)
@@ -139,41 +135,54 @@ def test_a_compiler_refuses_a_version_that_is_not_verified(unverified: Path) -> 
 # ---- the trial run ----
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [
-        ("std::raise(SIGSEGV)", "they crashed in a trial run (SIGSEGV)"),
-        ("std::abort()", "they crashed in a trial run (SIGABRT)"),
-        ("sleep(600)", "a trial run of them did not end within 2 s"),
-        ('write(2, "wrong slot", 10); _exit(3)', "a trial run of them failed (wrong slot)"),
-    ],
-)
+FAULTS = {
+    "std::raise(SIGSEGV)": "they crashed in a trial run (SIGSEGV)",
+    "std::abort()": "they crashed in a trial run (SIGABRT)",
+    "sleep(600)": "a trial run of them did not end within 2 s",
+    'write(2, "wrong slot", 10); _exit(3)': "a trial run of them failed (wrong slot)",
+}
+
+
 def test_a_library_that_fails_in_another_process_is_not_loaded(
-    fault: str, reason: str, be: Callable[[bytes], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At every start, for what killed the trial may have been something else."""
-    be(compiled(tmp_path, fault))
-    monkeypatch.setattr(kernel_library, "_MAX_TRIAL_SECONDS", 2 if "sleep" in fault else 60)
-    for _ in range(2):
-        chosen = kernels.use("auto")
-        assert chosen.variant is None
-        assert chosen.sentence == f"llama.cpp's own kernels compute: {reason}"
-
-
-def test_the_same_library_is_tried_once(
     be: Callable[[bytes], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content = compiled(tmp_path, "")
-    be(content)
-    kernel_library.library()
-    kernel_library.library.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "run", no_trial)
-        kernel_library.library()
-        kernel_library.library.cache_clear()
-        be(content + b"changed")
-        with pytest.raises(AssertionError, match="a trial run"):
-            kernel_library.library()
+    """At every start, for what killed the trial may have been something else."""
+    for fault, reason in [*FAULTS.items(), *FAULTS.items()]:
+        be(compiled(tmp_path, fault))
+        monkeypatch.setattr(kernel_trial, "_MAX_SECONDS", 2 if "sleep" in fault else 60)
+        assert kernels.use("auto").sentence == f"llama.cpp's own kernels compute: {reason}"
+        assert kernel_library.loaded() is None
+
+
+def test_a_library_is_tried_until_it_has_passed(
+    be: Callable[[bytes], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials: list[dict[str, str]] = [{"Q6_K": "is slower than llama.cpp's"}, {"attention": "failed its check"}, {}]
+    monkeypatch.setattr(kernel_trial, "_in_another_process", lambda: trials.pop(0))
+    chosen = kernels.use("auto")
+    assert chosen.formats == ("Q4_0", "Q8_0", "Q4_K")
+    assert chosen.sentence.endswith("but not all: Q6_K is slower than llama.cpp's")
+    assert kernels.use("auto").sentence == "llama.cpp's own kernels compute: attention failed its check"
+    assert kernels.use("auto").formats == ("Q4_0", "Q8_0", "Q4_K", "Q6_K")
+    assert kernels.use("auto").variant is not None
+    be(compiled(tmp_path, ""))
+    with pytest.raises(IndexError):
+        kernels.use("auto")
+    kernels.use("off")
+
+
+def test_the_trial_finds_nothing_wrong_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_trial, "_MAX_TRIALS", 40)
+    assert kernel_trial.run() == {}
+
+
+def test_a_format_that_is_slow_once_is_measured_again_and_one_that_stays_slow_is_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel_library.library().specserve_use(b"")
+    speeds = iter([0.01, 0.5, 1.5, *[0.8] * 6])
+    monkeypatch.setattr(kernel_trial, "speed", lambda *_: next(speeds))
+    assert kernel_trial.failures(("Q4_0", "Q6_K")) == {"Q6_K": "is slower than llama.cpp's (0.80 times its speed)"}
 
 
 def test_a_cache_that_cannot_be_written_costs_a_trial_at_every_start(
@@ -181,7 +190,8 @@ def test_a_cache_that_cannot_be_written_costs_a_trial_at_every_start(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("SPECSERVE_CACHE", str(tmp_path / "file"))
-    kernel_library.library()
+    monkeypatch.setattr(kernel_trial, "_in_another_process", dict)
+    kernel_trial.run()
     assert "the next start tries again" in caplog.text
 
 
@@ -201,24 +211,23 @@ def lacks_a_function(patch: pytest.MonkeyPatch, _directory: Path) -> None:
     patch.setattr(ctypes, "CDLL", lambda *_arguments: object())
 
 
-@pytest.mark.parametrize(
-    ("broken", "reason"),
-    [
-        (is_absent, "they were not built"),
-        (is_no_library, "is not a library of this specserve's kernels"),
-        (lacks_a_function, "does not fit"),
-    ],
-)
 def test_without_a_usable_library_llama_cpps_kernels_are_used_with_a_reason(
-    broken: Callable[[pytest.MonkeyPatch, Path], None], reason: str, tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert kernel_library.library_path().exists()
-    with pytest.MonkeyPatch.context() as patch:
-        broken(patch, tmp_path)
-        chosen = kernels.use("auto")
-    assert chosen.variant is None
-    assert reason in chosen.sentence
-    assert kernels.in_use() == chosen
+    monkeypatch.setattr(kernel_trial, "_in_another_process", dict)
+    reasons = {
+        is_absent: "they were not built",
+        is_no_library: "is not a library of this specserve's kernels",
+        lacks_a_function: "does not fit",
+    }
+    for broken, reason in reasons.items():
+        with monkeypatch.context() as patch:
+            broken(patch, tmp_path)
+            chosen = kernels.use("auto")
+        assert chosen.variant is None
+        assert reason in chosen.sentence
+        assert kernels.in_use() == chosen
 
 
 def test_kernels_off_loads_no_library(be: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,8 @@ from specserve.sampling.noise import Noise, Purpose
 from specserve.sequence import SamplingParams, Verification
 from specserve.speculation import drafters
 from specserve.speculation import round as round_module
-from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
+from specserve.speculation.ngram import LookupProposer, PredictionProposer
+from specserve.speculation.proposers import GrammarProposer
 from specserve.speculation.rejection import RULES
 from specserve.speculation.step import Draft, Step
 
@@ -230,10 +231,10 @@ def drop_drafts_of_low_probability(patch: pytest.MonkeyPatch) -> None:
     """A controller must not do this: decide by the sampled token whether it is drafted."""
     add_any = Step.add
 
-    def add(self: Step, draft: Draft, acceptance: float) -> None:
+    def add(self: Step, draft: Draft) -> None:
         assert draft.q is not None
         if draft.q[draft.token] > 0.3:
-            add_any(self, draft, acceptance)
+            add_any(self, draft)
         else:
             self.model_ended = True
 

@@ -145,7 +145,7 @@ def test_a_preempted_sequence_keeps_what_is_not_needed_and_reads_only_the_rest_a
     assert [len(step.emitted) for step in again] == [0] * (len(again) - 1) + [1]
     assert preempted.stats.rounds - counted == sum(step.is_decode_round for step in steps)
     assert preempted.stats.prefill_seconds - prefill_seconds == pytest.approx(
-        sum(step.draft_seconds + step.target_seconds + step.other_seconds for step in again)
+        sum(step.seconds.draft + step.seconds.target + step.seconds.other for step in again)
     )
     assert (preempted.timestamps.start, preempted.timestamps.first_token) == (start, first_token)
     (end,) = (record for record in observer.ends if record.tokens == 30 and record.preemptions)

@@ -15,7 +15,7 @@ from fake_pair import VOCABULARY, FakePair, RecordingObserver, detokenize, plain
 from specserve.sampling.distribution import FloatArray
 from specserve.sequence import SamplingParams, Verification
 from specserve.speculation import round as round_module
-from specserve.speculation.cost import Cost
+from specserve.speculation.costs import PassCosts
 from specserve.speculation.rejection import RULES
 from specserve.speculation.step import Step
 
@@ -124,12 +124,12 @@ def test_round_time_is_charged_to_the_sequences_that_lengthen_it() -> None:
     pair.submit([7] * 30, request="prefilled")
     pair.step()
     last = {step.sequence.info.request: step for step in observer.rounds[-3:]}
-    target = {request: step.target_seconds for request, step in last.items()}
+    target = {request: step.seconds.target for request, step in last.items()}
     expected = {"plain": 6, "drafted": 6 + 3, "prefilled": 5}
     total = sum(expected.values()) / sum(target.values())
     assert {request: total * seconds for request, seconds in target.items()} == pytest.approx(expected)
-    assert last["drafted"].draft_seconds > 0
-    assert last["plain"].draft_seconds == last["prefilled"].draft_seconds == 0
+    assert last["drafted"].seconds.draft > 0
+    assert last["plain"].seconds.draft == last["prefilled"].seconds.draft == 0
 
 
 def test_a_sequence_is_not_charged_for_drafts_of_other_sequences() -> None:
@@ -140,8 +140,8 @@ def test_a_sequence_is_not_charged_for_drafts_of_other_sequences() -> None:
     assert drafted.stats.drafted > 20
     assert other.stats.drafted == 0
     # None would mean that its drafts have lost too much time.
-    costs = pair.controller.costs([other], 0, 0)
-    assert pair.controller.policy(other).candidate(Step(other, 0, 1, 8), 1, costs)
+    prices = pair.controller.prices([other], 0, 0)
+    assert pair.controller.candidate(Step(other, 0, 1, 8), 1, prices)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_verification_without_masks_and_logprobs_is_part_of_the_cost_of_a_pass(
     options: dict[str, Any], seconds: float
 ) -> None:
     """Each call of this clock adds one second: one call is after the pass of three rows, one after its verification."""
-    expected = Cost(table(lambda rows: rows * seconds / 3))
+    expected = PassCosts(table(lambda rows: rows * seconds / 3))
     pair = FakePair(costs=(expected, flat()), clock=map(float, count()).__next__)
     pair.submit(PROMPT, gamma=0, **options)
     pair.step()
@@ -163,7 +163,7 @@ def test_drawing_without_grammar_masks_is_part_of_the_cost_of_a_draft_pass(
     constraint: Alternating | None, seconds: float
 ) -> None:
     """Each call of this clock adds one second: one call is after each pass of the draft model, one after drawing."""
-    draft = Cost(table(lambda _rows: seconds))
+    draft = PassCosts(table(lambda _rows: seconds))
     pair = FakePair(costs=(flat(), draft), clock=map(float, count()).__next__)
     pair.submit(PROMPT, gamma=3, constraint=constraint)
     pair.step(8)

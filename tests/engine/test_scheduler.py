@@ -13,7 +13,7 @@ from fake_pair import ENDLESS, SLOTS, VOCABULARY, FakePair, RecordingObserver, p
 from specserve.core.budget import max_wait
 from specserve.core.generation import Generation
 from specserve.sequence import DrafterName, SamplingParams, SpeculationParams
-from specserve.speculation.cost import CostTable
+from specserve.speculation.costs import CostTable
 
 LONG = [n % 23 for n in range(300)]
 
@@ -304,7 +304,7 @@ def test_records_add_up_to_the_prefill_and_decode_time_of_a_sequence() -> None:
     pair.run()
     prefill, decode = (
         [
-            step.draft_seconds + step.target_seconds + step.other_seconds
+            step.seconds.draft + step.seconds.target + step.seconds.other
             for step in observer.rounds
             if (step.position > 0) is decodes
         ]

@@ -12,7 +12,7 @@ import pytest
 
 from simulate import MACHINES, PROCESSES, Recording, Simulation, oracle, read_recordings, synthetic
 from specserve.sequence import SpeculationParams
-from specserve.speculation.cost import Cost
+from specserve.speculation.costs import PassCosts
 
 PLAIN, ADAPTIVE = SpeculationParams(mode="off"), SpeculationParams(15, mode="auto")
 SLOW, MIDDLE, LINEAR = "2 cores, 3B by 0.5B", "2 cores, 1.5B by 0.5B", "every row costs alike"
@@ -80,7 +80,7 @@ def test_drafting_goes_on_where_the_draft_model_begins_anew(machine: str, kind: 
         Simulation(*MACHINES[machine], ADAPTIVE, draft_context=tokens).run(recording) for tokens in (4096, 512)
     )
     assert drafted_anew.stats.drafted > 0.95 * drafted.stats.drafted
-    assert bounded < free + 4 * Cost(MACHINES[machine][1]).seconds(128, 512)
+    assert bounded < free + 4 * PassCosts(MACHINES[machine][1]).seconds(128, 512)
 
 
 @pytest.mark.parametrize("machine", [SLOW, MIDDLE])
@@ -103,7 +103,7 @@ def test_no_policy_is_faster_than_the_oracle(machine: str) -> None:
     target, draft = MACHINES[machine]
     for kind in ("easy", "bursty", "hard"):
         recording = synthetic(kind)
-        best = oracle(recording, Cost(target), Cost(draft))
+        best = oracle(recording, PassCosts(target), PassCosts(draft))
         for policy in (PLAIN, ADAPTIVE, SpeculationParams(3), SpeculationParams(7)):
             seconds, _ = Simulation(target, draft, policy).run(recording)
             assert seconds >= 0.99 * best

@@ -17,7 +17,6 @@ from fake_engine import FakeEngine, FakeVocabulary
 from fake_placement import FakeMachine, placement_on
 from specserve.api.answer import AnswerReader, Call, Part
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
-from specserve.core.costs import Costs
 from specserve.core.engine_loop import engine_thread
 from specserve.core.loading import Models
 from specserve.engine.kernels import Kernels
@@ -25,9 +24,9 @@ from specserve.engine.kv_cache import KVCache
 from specserve.observability.metrics import Served
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.history import Pools
+from specserve.speculation.ngram import LookupProposer, Pools, PredictionProposer
 from specserve.speculation.policy import Controller
-from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
+from specserve.speculation.proposers import GrammarProposer
 from specserve.torchserve import handler as torchserve
 from specserve.torchserve.handler import Handler
 
@@ -76,7 +75,6 @@ class FrontEnd:
         )
         controller = Controller(flat(0.01), flat(0.001))
         pools = Pools(1000)
-        self.costs = Costs(placement_on(FakeMachine()))
         models = Models(
             vocabulary,
             grammars,
@@ -90,8 +88,8 @@ class FrontEnd:
                 vocabulary=200,
                 end_tokens=vocabulary.end_tokens(),
             ),
-            self.costs,
-            Kernels(None, (), (), "a fake engine computes"),
+            placement_on(FakeMachine()),
+            Kernels(None, (), "a fake engine computes"),
             config,
             pools,
         )

@@ -9,7 +9,6 @@ import socket
 import sys
 import threading
 import time
-from functools import partial
 from importlib import import_module
 from itertools import chain, count, repeat
 from types import ModuleType, SimpleNamespace
@@ -24,8 +23,6 @@ from specserve.api import parser, routes
 from specserve.api.choices import ChoicesResponse
 from specserve.api.response import GenerationResponse
 from specserve.api.routes import Routes
-from specserve.core.costs import Costs
-from specserve.core.engine_loop import EngineLoop
 from specserve.core.generation import Generation
 from specserve.core.scheduler import Scheduler
 from specserve.observability.metrics import Metrics
@@ -717,29 +714,6 @@ def test_a_client_is_known_by_its_key_however_the_header_is_spelt() -> None:
     ):
         sent: list[dict[str, str]] = [{"Authorization": "Bearer a"}, {**headers}]
         assert finds_what_was_written(sent, [{}, {}]) == same, headers
-
-
-def test_an_idle_server_empties_a_slot_before_it_measures_what_has_become_doubtful(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    measured = threading.Event()
-    empty: list[list[bool]] = []
-
-    def measure(_interrupted: object) -> None:
-        empty.append([not all(engine.cache[slot] for slot in range(SLOTS)) for engine in (server.target, server.draft)])
-        measured.set()
-
-    monkeypatch.setattr(torchserve, "EngineLoop", partial(EngineLoop, idle_seconds=0.5))
-    server = FrontEnd()
-    # Servers of other tests may become idle meanwhile.
-    monkeypatch.setattr(Costs, "doubtful", property(lambda costs: costs is server.costs))
-    monkeypatch.setattr(server.costs, "measure_doubtful", measure)
-    for letter in "abcd":
-        server.post({**BODY, "prompt": letter * 20})
-    server.run()
-    assert all(server.target.cache[slot] for slot in range(SLOTS))
-    assert measured.wait(10)
-    assert empty == [[True, True]]
 
 
 def test_a_cache_salt_separates_prefixes_on_every_route(front_end: FrontEnd) -> None:

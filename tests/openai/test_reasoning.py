@@ -9,14 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from constraints import Pieces
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
 from specserve.api.answer import AnswerReader, Reasoning, Text
+from specserve.api.call_formats import thinking_tags
 from specserve.api.chat_template import ChatTemplate
 from specserve.api.parse import parse_body
-from specserve.api.reasoning import ReasoningReader, ThinkingTags, thinking_tags
 from specserve.api.request_schema import ChatRequest
 from specserve.cli import tiny_models
+from specserve.grammar.call_form import ThinkingTags
+from specserve.grammar.tool_calls import control_tokens
 
 TAGS = ThinkingTags("<think>", "</think>")
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -38,42 +41,40 @@ ALWAYS = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}\n{% endfo
 
 def read(pieces: list[str], *, begun: bool = False, tags: ThinkingTags | None = TAGS) -> tuple[str, str, int]:
     """The reasoning and the text that are read from these pieces, and how many characters the reasoning took."""
-    reader = ReasoningReader(tags, AnswerReader(), begun=begun)
+    reader = AnswerReader(thinking=tags, begun=begun)
     parts = [part for index, piece in enumerate(pieces) for part in reader.read(piece, done=index == len(pieces) - 1)]
     said = [(isinstance(part, Text), part.text) for part in parts if isinstance(part, Reasoning | Text)]
     assert len(said) == len(parts)
     assert [is_text for is_text, _ in said] == sorted(is_text for is_text, _ in said)
     assert all(text for _, text in said)
     reasoning, answer = ("".join(text for is_text, text in said if is_text == wanted) for wanted in (False, True))
-    return reasoning, answer, reader.length
+    return reasoning, answer, reader.reasoned
 
 
-@pytest.mark.parametrize(
-    ("text", "begun", "reasoning", "answer"),
-    [
-        ("<think>\nHm.\n</think>\n\nYes. ", False, "Hm.", "Yes. "),
-        ("Hm.\n</think>\n\nYes.", True, "Hm.", "Yes."),
-        ("\n <think>Hm.</think>Yes.", False, "Hm.", "Yes."),
-        ("<think>\n\n</think>\n\nYes.", False, "", "Yes."),
-        ("Yes <think>no</think>", False, "", "Yes <think>no</think>"),
-        (" Yes.", False, "", " Yes."),
-        ("<thin", False, "", "<thin"),
-        ("<thinking", False, "", "<thinking"),
-        ("<think>a < b </thin", False, "a < b </thin", ""),
-        ("<think>a </think", False, "a </think", ""),
-        ("<think>a</think>b</think>c", False, "a", "b</think>c"),
-        ("", False, "", ""),
-        (" ", False, "", " "),
-        ("", True, "", ""),
-    ],
-)
-def test_reasoning_is_what_stands_between_its_tags_at_the_beginning(
-    text: str, begun: bool, reasoning: str, answer: str
-) -> None:
-    for size in (1, 2, 3, 5, 100):
-        pieces = [text[at : at + size] for at in range(0, len(text), size)]
-        for pieces_and_end in (pieces or [""], [*pieces, ""]):
-            assert read(pieces_and_end, begun=begun)[:2] == (reasoning, answer)
+SPLIT: list[Any] = [
+    ("<think>\nHm.\n</think>\n\nYes. ", False, "Hm.", "Yes. "),
+    ("Hm.\n</think>\n\nYes.", True, "Hm.", "Yes."),
+    ("\n <think>Hm.</think>Yes.", False, "Hm.", "Yes."),
+    ("<think>\n\n</think>\n\nYes.", False, "", "Yes."),
+    ("Yes <think>no</think>", False, "", "Yes <think>no</think>"),
+    (" Yes.", False, "", " Yes."),
+    ("<thin", False, "", "<thin"),
+    ("<thinking", False, "", "<thinking"),
+    ("<think>a < b </thin", False, "a < b </thin", ""),
+    ("<think>a </think", False, "a </think", ""),
+    ("<think>a</think>b</think>c", False, "a", "b</think>c"),
+    ("", False, "", ""),
+    (" ", False, "", " "),
+    ("", True, "", ""),
+]
+
+
+def test_reasoning_is_what_stands_between_its_tags_at_the_beginning() -> None:
+    for text, begun, reasoning, answer in SPLIT:
+        for size in (1, 2, 3, 5, 100):
+            pieces = [text[at : at + size] for at in range(0, len(text), size)]
+            for pieces_and_end in (pieces or [""], [*pieces, ""]):
+                assert read(pieces_and_end, begun=begun)[:2] == (reasoning, answer)
 
 
 @given(
@@ -99,7 +100,7 @@ def test_the_parts_are_the_same_whatever_pieces_the_text_comes_in(
 
 
 def test_only_what_may_become_a_tag_or_white_space_at_an_end_is_held_back() -> None:
-    reader = ReasoningReader(TAGS, AnswerReader(), begun=False)
+    reader = AnswerReader(thinking=TAGS)
     returned = [
         [part.text for part in reader.read(piece, done=False) if isinstance(part, Reasoning | Text)]
         for piece in ["<think>", "\n", "Hm", ".\n", "a <", "b", "</th", "ink>", "\n", "Yes", "\n"]
@@ -107,18 +108,18 @@ def test_only_what_may_become_a_tag_or_white_space_at_an_end_is_held_back() -> N
     assert returned == [[], [], ["Hm"], ["."], ["\na"], [" <b"], [], [], [], ["Yes"], ["\n"]]
 
 
-@pytest.mark.parametrize(
-    ("template", "tags"),
-    [
-        (QWEN, TAGS),
-        (ALWAYS, TAGS),
-        (tiny_models.CHATML, None),
-        ("[THINK]{{ x }}[/THINK]", ThinkingTags("[THINK]", "[/THINK]")),
-        ("{{ '<|START_THINKING|><|END_THINKING|>' }}", ThinkingTags("<|START_THINKING|>", "<|END_THINKING|>")),
-    ],
-)
-def test_the_tags_are_those_of_the_chat_template(template: str, tags: ThinkingTags | None) -> None:
-    assert thinking_tags(template) == tags
+TEMPLATES: list[Any] = [
+    (QWEN, TAGS),
+    (ALWAYS, TAGS),
+    (tiny_models.CHATML, None),
+    ("[THINK]{{ x }}[/THINK]", ThinkingTags("[THINK]", "[/THINK]")),
+    ("{{ '<|START_THINKING|><|END_THINKING|>' }}", ThinkingTags("<|START_THINKING|>", "<|END_THINKING|>")),
+]
+
+
+def test_the_tags_are_those_of_the_chat_template() -> None:
+    for template, tags in TEMPLATES:
+        assert thinking_tags(template) == tags
 
 
 def prompt_of(template: str, **fields: Any) -> str:
@@ -127,18 +128,18 @@ def prompt_of(template: str, **fields: Any) -> str:
     return ChatTemplate(template, bos="", eos="").prompt(request)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"chat_template_kwargs": {"enable_thinking": False}},
-        {"reasoning_effort": "none"},
-        {"response_format": {"type": "json_object"}},
-        {"grammar": 'root ::= "a"'},
-        {"guided_regex": "a"},
-    ],
-)
-def test_thinking_is_off_by_its_switches_and_where_a_grammar_holds_from_the_first_token(fields: dict[str, Any]) -> None:
-    assert prompt_of(QWEN, **fields) == prompt_of(QWEN) + "<think>\n\n</think>\n\n"
+SWITCHES: list[Any] = [
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"reasoning_effort": "none"},
+    {"response_format": {"type": "json_object"}},
+    {"grammar": 'root ::= "a"'},
+    {"guided_regex": "a"},
+]
+
+
+def test_thinking_is_off_by_its_switches_and_where_a_grammar_holds_from_the_first_token() -> None:
+    for fields in SWITCHES:
+        assert prompt_of(QWEN, **fields) == prompt_of(QWEN) + "<think>\n\n</think>\n\n"
 
 
 def test_the_reasoning_of_earlier_turns_is_given_to_the_template() -> None:
@@ -156,27 +157,27 @@ def thinking(monkeypatch: pytest.MonkeyPatch) -> FrontEnd:
     return FrontEnd(chat_template=ALWAYS)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_chat_has_reasoning_content_beside_its_content_streamed_or_not(thinking: FrontEnd, seed: int) -> None:
-    fields: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 40, "seed": seed, "ignore_eos": True}
-    plain = thinking.post({**fields, "reasoning_format": "none"}, "v1/chat/completions")
-    whole = thinking.post(fields, "v1/chat/completions")
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    stream = thinking.post({**fields, **options}, "v1/chat/completions")
-    thinking.run()
-    text = thinking.answer(plain)["choices"][0]["message"]["content"]
-    message, usage = thinking.answer(whole)["choices"][0]["message"], thinking.answer(whole)["usage"]
-    before, found, after = text.partition("</think>")
-    assert found
-    assert message.get("reasoning_content", "") == before.strip()
-    assert message["content"] == after.lstrip()
-    tokens = len(re.findall("|".join(piece.decode() for piece in PIECES), before + found))
-    assert usage["completion_tokens_details"]["reasoning_tokens"] == tokens
-    events = thinking.events(stream)
-    deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
-    for name in ("reasoning_content", "content"):
-        assert "".join(delta.get(name, "") for delta in deltas) == message.get(name, "")
-    assert events[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] == tokens
+def test_a_chat_has_reasoning_content_beside_its_content_streamed_or_not(thinking: FrontEnd) -> None:
+    for seed in range(6):
+        fields: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 40, "seed": seed, "ignore_eos": True}
+        plain = thinking.post({**fields, "reasoning_format": "none"}, "v1/chat/completions")
+        whole = thinking.post(fields, "v1/chat/completions")
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        stream = thinking.post({**fields, **options}, "v1/chat/completions")
+        thinking.run()
+        text = thinking.answer(plain)["choices"][0]["message"]["content"]
+        message, usage = thinking.answer(whole)["choices"][0]["message"], thinking.answer(whole)["usage"]
+        before, found, after = text.partition("</think>")
+        assert found
+        assert message.get("reasoning_content", "") == before.strip()
+        assert message["content"] == after.lstrip()
+        tokens = len(re.findall("|".join(piece.decode() for piece in PIECES), before + found))
+        assert usage["completion_tokens_details"]["reasoning_tokens"] == tokens
+        events = thinking.events(stream)
+        deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
+        for name in ("reasoning_content", "content"):
+            assert "".join(delta.get(name, "") for delta in deltas) == message.get(name, "")
+        assert events[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] == tokens
 
 
 def test_an_answer_that_follows_a_grammar_has_no_reasoning_even_if_the_prompt_opens_one(thinking: FrontEnd) -> None:
@@ -199,11 +200,4 @@ def test_a_model_whose_template_has_no_tags_has_no_reasoning(monkeypatch: pytest
 
 
 def test_tags_that_are_control_tokens_are_read_by_their_names() -> None:
-    class Controls(FakeVocabulary):
-        def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
-            return [7] if special and text == "<think>" else super().encode(text, begin=begin)
-
-        def piece(self, token: int) -> bytes:
-            return b"" if token == 7 else super().piece(token)
-
-    assert TAGS.names(Controls(200)) == {7: "<think>"}
+    assert control_tokens(TAGS, Pieces([b"a"], ["<think>"])) == {1: "<think>"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 from typing import Any
 
 import jsonschema
@@ -89,59 +90,55 @@ OF_PROTOCOLS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("route", OF_PROTOCOLS)
-def test_a_keyword_that_no_grammar_holds_is_named_or_with_strict_refused(
-    route: str, caplog: pytest.LogCaptureFixture, *, stream: bool
-) -> None:
-    server = front_end()
-    for more in ({}, {"strict": False}, {"strict": True}):
-        body = {**OF_PROTOCOLS[route](**more), "stream": stream, "seed": 3, "max_tokens": 200}
-        request_id = server.post(body, route)
-        server.run()
-        if more.get("strict"):
-            assert server.status[request_id] == 400
-            assert "The tool 'take' cannot be used: the keyword 'uniqueItems' is not" in server.text(request_id)
-        else:
-            assert server.status[request_id] == 200
-            hosted = ["tools[0].web_search"] if route == "v1/responses" else []
-            named = ", ".join([*hosted, "tools.take.uniqueItems"])
-            assert server.headers[request_id] == {"x-specserve-ignored": named}
-            assert stream or re.search(r"ids.*1.*,.*1", server.text(request_id))
-    assert sum("'tools.take.uniqueItems', which is ignored" in record.message for record in caplog.records) == 1
+def test_a_keyword_that_no_grammar_holds_is_named_or_with_strict_refused(caplog: pytest.LogCaptureFixture) -> None:
+    for stream, (route, body) in product([False, True], OF_PROTOCOLS.items()):
+        server = front_end()
+        caplog.clear()
+        for more in ({}, {"strict": False}, {"strict": True}):
+            request_id = server.post({**body(**more), "stream": stream, "seed": 3, "max_tokens": 200}, route)
+            server.run()
+            if more.get("strict"):
+                assert server.status[request_id] == 400
+                assert "The tool 'take' cannot be used: the keyword 'uniqueItems' is not" in server.text(request_id)
+            else:
+                assert server.status[request_id] == 200
+                hosted = ["tools[0].web_search"] if route == "v1/responses" else []
+                named = ", ".join([*hosted, "tools.take.uniqueItems"])
+                assert server.headers[request_id] == {"x-specserve-ignored": named}
+                assert stream or re.search(r"ids.*1.*,.*1", server.text(request_id))
+        assert sum("'tools.take.uniqueItems', which is ignored" in record.message for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("choice", ["required", WEATHER])
-def test_a_call_is_a_field_of_the_message_with_valid_arguments(choice: Any, seed: int) -> None:
-    [found] = answer(tool_choice=choice, seed=seed, **ONE)["choices"]
-    message = found["message"]
-    assert (found["finish_reason"], message["content"]) == ("tool_calls", None)
-    [call] = message["tool_calls"]
-    assert list(call) == ["id", "type", "function"]
-    assert call["id"].startswith("call_")
-    assert call["function"]["name"] in ({"weather"} if choice == WEATHER else SCHEMAS)
-    jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMAS[call["function"]["name"]])
+def test_a_call_is_a_field_of_the_message_with_valid_arguments() -> None:
+    for seed, choice in [(0, "required"), (1, "required"), (2, WEATHER)]:
+        [found] = answer(tool_choice=choice, seed=seed, **ONE)["choices"]
+        message = found["message"]
+        assert (found["finish_reason"], message["content"]) == ("tool_calls", None)
+        [call] = message["tool_calls"]
+        assert list(call) == ["id", "type", "function"]
+        assert call["id"].startswith("call_")
+        assert call["function"]["name"] in ({"weather"} if choice == WEATHER else SCHEMAS)
+        jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMAS[call["function"]["name"]])
 
 
-@pytest.mark.parametrize("mode", ["off", "fixed"])
-@pytest.mark.parametrize("parallel", [False, True])
-def test_a_stream_has_the_same_calls_as_the_whole_response(mode: str, *, parallel: bool) -> None:
+def told(found: Any) -> list[tuple[str, str]]:
+    """The names and arguments of a message's calls."""
+    return [(call.function.name, call.function.arguments) for call in found.message.tool_calls]
+
+
+def test_a_stream_has_the_same_calls_as_the_whole_response() -> None:
     """As OpenAI's client reads them."""
-    fields: Any = {"parallel_tool_calls": parallel, "speculation": {"mode": mode}, "temperature": 0}
-    whole = ChatCompletion.model_validate(answer(**fields)).choices[0]
-    state = ChatCompletionStreamState()
-    for event in events(**fields):
-        state.handle_chunk(ChatCompletionChunk.model_validate(event))
-    streamed = state.current_completion_snapshot.choices[0]
-    assert streamed.finish_reason == whole.finish_reason
-
-    def calls(found: Any) -> list[tuple[str, str]]:
-        return [(call.function.name, call.function.arguments) for call in found.message.tool_calls]
-
-    assert calls(streamed) == calls(whole)
-    ids = [call.id for call in streamed.message.tool_calls or []]
-    assert len(set(ids)) == len(ids) > 0
+    for mode, parallel in [("off", True), ("fixed", False), ("fixed", True)]:
+        fields: Any = {"parallel_tool_calls": parallel, "speculation": {"mode": mode}, "temperature": 0}
+        whole = ChatCompletion.model_validate(answer(**fields)).choices[0]
+        state = ChatCompletionStreamState()
+        for event in events(**fields):
+            state.handle_chunk(ChatCompletionChunk.model_validate(event))
+        streamed = state.current_completion_snapshot.choices[0]
+        assert streamed.finish_reason == whole.finish_reason
+        assert told(streamed) == told(whole)
+        ids = [call.id for call in streamed.message.tool_calls or []]
+        assert len(set(ids)) == len(ids) > 0
 
 
 def test_the_fixed_text_of_calls_is_drafted_by_the_grammar() -> None:
@@ -163,23 +160,12 @@ def test_a_stream_begins_with_the_role_and_names_each_call_once() -> None:
     assert deltas[-1] == {}
 
 
-def test_a_cut_call_has_its_arguments_as_far_as_they_came() -> None:
-    whole = answer(tool_choice=WEATHER, temperature=0, **ONE)["choices"][0]
-    arguments = whole["message"]["tool_calls"][0]["function"]["arguments"]
-    cut = answer(tool_choice=WEATHER, temperature=0, **ONE, max_tokens=60)["choices"][0]
-    [call] = cut["message"]["tool_calls"]
-    assert cut["finish_reason"] == "length"
-    assert arguments.startswith(call["function"]["arguments"])
-    assert 0 < len(call["function"]["arguments"]) < len(arguments)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_a_stop_string_cuts_is_none_to_run(*, stream: bool) -> None:
+def test_a_call_that_a_stop_string_cuts_is_none_to_run() -> None:
     fields: dict[str, Any] = {"tool_choice": WEATHER, "temperature": 0, **ONE}
     arguments = answer(**fields)["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]
     fields["stop"] = [arguments[len(arguments) // 2 :][:6]]
-    choices = [event["choices"][0] for event in events(**fields)] if stream else answer(**fields)["choices"]
-    assert choices[-1]["finish_reason"] == "stop"
+    for choices in (answer(**fields)["choices"], [event["choices"][0] for event in events(**fields)]):
+        assert choices[-1]["finish_reason"] == "stop"
 
 
 def test_half_a_character_in_arguments_that_come_back_is_a_400() -> None:
@@ -205,30 +191,30 @@ def test_with_auto_plain_text_stays_as_it_is() -> None:
     assert first == second
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "sentence"),
-    [
-        ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "a name of its own"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
-        ({"tools": [{"type": "function", "function": {"name": "a" * 129}}]}, "tools[0].function.name", "pattern"),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs 'tools'"),
-        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice", "'other'"),
-        ({"grammar": 'root ::= "a"'}, "grammar", "exclude each other"),
-        ({"ignore_eos": True}, "ignore_eos", "never let an answer"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "bad", "parameters": {"not": {}}, "strict": True}}]},
-            "tools",
-            "The tool 'bad' cannot be used: the keyword 'not'",
-        ),
-    ],
-)
-def test_tools_that_make_no_sense_are_refused_by_field(fields: dict[str, Any], param: str, sentence: str) -> None:
-    server = front_end()
-    request_id = server.post({**BODY, **fields}, ROUTE)
-    server.run()
-    error = server.answer(request_id)["error"]
-    assert (server.status[request_id], error["param"]) == (400, param)
-    assert sentence in error["message"]
+REFUSED: list[Any] = [
+    ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "a name of its own"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
+    ({"tools": [{"type": "function", "function": {"name": "a" * 129}}]}, "tools[0].function.name", "pattern"),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs 'tools'"),
+    ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice", "'other'"),
+    ({"grammar": 'root ::= "a"'}, "grammar", "exclude each other"),
+    ({"ignore_eos": True}, "ignore_eos", "never let an answer"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "bad", "parameters": {"not": {}}, "strict": True}}]},
+        "tools",
+        "The tool 'bad' cannot be used: the keyword 'not'",
+    ),
+]
+
+
+def test_tools_that_make_no_sense_are_refused_by_field() -> None:
+    for fields, param, sentence in REFUSED:
+        server = front_end()
+        request_id = server.post({**BODY, **fields}, ROUTE)
+        server.run()
+        error = server.answer(request_id)["error"]
+        assert (server.status[request_id], error["param"]) == (400, param)
+        assert sentence in error["message"]
 
 
 def test_allowed_tools_are_those_that_may_be_called() -> None:

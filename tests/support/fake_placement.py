@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from specserve.cores import Usable
 from specserve.engine.placement import Placement, Usage
+from specserve.machine import Usable
 
 
 class FakePool:
@@ -13,12 +13,10 @@ class FakePool:
 
     def __init__(self) -> None:
         self.cores: list[tuple[int, ...]] = []
-        self.assistants: tuple[int, ...] = ()
 
-    def run_on(self, cores: tuple[int, ...], assistants: tuple[int, ...] = ()) -> None:
+    def run_on(self, cores: tuple[int, ...]) -> None:
         """Record the cores."""
         self.cores.append(cores)
-        self.assistants = assistants
 
 
 class FakeMachine:
@@ -43,7 +41,7 @@ class FakeMachine:
     def run(self, placement: Placement, seconds: float = 1.0) -> None:
         """Let passes run for so many seconds; a busy core is shared fairly."""
         for core, others in self.taken.items():
-            ours = core in placement.cores or core in placement.assistants
+            ours = core in placement.cores
             got = max(0.5, 1 - others) if ours else 0.0
             ran, waited = self._threads[core]
             self._threads[core] = ran + int(1e9 * seconds * got), waited + int(1e9 * seconds * (ours - got))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import abc
 
 from specserve.sequence import DrafterName, RequestInfo, SamplingParams, Sequence, SpeculationParams
-from specserve.speculation.step import Draft, Step
+from specserve.speculation.step import Draft, Step, TimeShare
 
 
 def finished_step(
@@ -16,7 +16,6 @@ def finished_step(
     *,
     position: int = 1,
     seconds: tuple[float, float, float] = (0.1, 0.2, 0.01),
-    is_decode_round: bool = True,
 ) -> Step:
     """A step that has decided these tokens.
 
@@ -25,15 +24,14 @@ def finished_step(
         drafters: of each draft.
         accepted: how many drafts were.
         tokens: that were decided.
-        position: number of tokens that were decided before it.
+        position: number of tokens that were decided before it; 0 for the end of a prefill.
         seconds: of drafting, of the target's pass, and of all else.
-        is_decode_round: whether it decided tokens after a prefill.
     """
     sequence = Sequence([1] * 50, SamplingParams(), SpeculationParams(), max_tokens=99, info=info)
     sequence.tokens += [7] * position
     step = Step(sequence, cached=49 + position, rows=1)
     step.drafts = [Draft(7, None, drafter, 0.5) for drafter in drafters]
-    step.n_accepted, step.n_decided, step.is_decode_round = accepted, len(tokens), is_decode_round
-    step.draft_seconds, step.target_seconds, step.other_seconds = seconds
+    step.n_accepted, step.n_decided = accepted, len(tokens)
+    step.seconds = TimeShare(*seconds)
     sequence.tokens += tokens
     return step

@@ -8,7 +8,35 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fake_engine import FakeVocabulary
 from specserve.errors import ConstraintError, MaskDeferred
+
+BYTES = [bytes([byte]) for byte in range(256)]
+
+
+class Pieces(FakeVocabulary):
+    """Tokens with these texts, then control tokens with these names, then the end token."""
+
+    def __init__(self, pieces: Sequence[bytes], names: Sequence[str] = ()) -> None:
+        super().__init__(len(pieces) + len(names) + 1)
+        self._pieces = pieces
+        self._names = [name.encode() for name in names]
+
+    def piece(self, token: int) -> bytes:
+        return self._pieces[token] if token < len(self._pieces) else b""
+
+    def name(self, token: int) -> bytes:
+        return [*self._pieces, *self._names, b"<end>"][token]
+
+    def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
+        """Return the longest token at every place, control tokens only if `special`."""
+        del begin
+        rest, tokens = text.encode(), list[int]()
+        texts = [*self._pieces, *(self._names if special else [])]
+        while rest:
+            tokens.append(max(range(len(texts)), key=lambda token: len(texts[token]) * rest.startswith(texts[token])))
+            rest = rest[len(texts[tokens[-1]]) :]
+        return tokens
 
 
 class Alternating:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from specserve.speculation.cost import Cost, CostTable
+from specserve.speculation.costs import CostTable, PassCosts
 
 
-class FixedCost(Cost):
+class FixedCost(PassCosts):
     """A cost that ignores observed times."""
 
     def observe(self, rows: int, kv_len: int, seconds: float) -> None:
@@ -21,16 +21,16 @@ def table(cost: Callable[[int], float], *, max_rows: int = 32) -> CostTable:
     return CostTable(rows, (64, 4096, 16_384), (seconds, seconds, seconds))
 
 
-def proportional(seconds: float = 1.0) -> Cost:
+def proportional(seconds: float = 1.0) -> PassCosts:
     """A pass costs as much as its rows together: a draft of the draft model can never pay."""
     return FixedCost(table(lambda rows: seconds * rows))
 
 
-def flat(seconds: float = 1.0) -> Cost:
+def flat(seconds: float = 1.0) -> PassCosts:
     """All passes cost nearly the same, as when memory bandwidth is the only limit."""
     return FixedCost(table(lambda rows: seconds + rows * 1e-6))
 
 
-def stairs(seconds: float = 1.0, width: int = 4) -> Cost:
+def stairs(seconds: float = 1.0, width: int = 4) -> PassCosts:
     """Cost in steps: as much as the next multiple of `width` rows, and less for a single row."""
     return FixedCost(table(lambda rows: seconds * (1 if rows == 1 else 1.7 * (-(-rows // width)))))

@@ -1,95 +1,129 @@
-"""Acceptance probabilities of draft tokens: calibrated over all sequences, and corrected for each."""
+"""Acceptance probabilities of draft tokens: calibrated over all sequences, and an average of each."""
 
 from __future__ import annotations
 
 import random
 
-import pytest
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.speculation.acceptance import Calibration, SequenceAcceptance, log_odds, sigmoid
+from specserve.sampling.distribution import FloatArray, one_hot
+from specserve.sampling.logits import TargetDistributions
+from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams, Verification
+from specserve.speculation.acceptance import PRIORS, Acceptance, Calibration
+from specserve.speculation.step import Alternative, Draft, Refused, Step
 
-PRIOR = (0.1, 0.3, 0.5, 0.7, 0.9, 0.95, 0.98, 0.99, 0.995)
-
-
-@given(st.floats(0, 1))
-def test_sigmoid_inverts_log_odds_within_its_bounds(probability: float) -> None:
-    assert sigmoid(log_odds(probability)) == pytest.approx(min(0.995, max(0.005, probability)))
-
-
-def test_new_calibration_returns_its_prior() -> None:
-    calibration = Calibration(PRIOR)
-    confidences = [sigmoid(odds) for odds in (-3, -1.5, -0.5, 0.5, 1.5, 2.5, 3.5, 5, 7)]
-    assert [calibration.probability(confidence) for confidence in confidences] == list(PRIOR)
-    assert (calibration.probability(0.0), calibration.probability(1.0)) == (PRIOR[0], PRIOR[-1])
+GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(temperature=1)
+WIDTH = 4
 
 
-def test_calibration_corrects_an_overconfident_source() -> None:
-    calibration = Calibration(PRIOR)
-    generator = random.Random(1)
-    for _ in range(500):
-        calibration.learn(0.97, float(generator.random() < 0.4))
-    assert calibration.probability(0.97) == pytest.approx(0.4, abs=0.08)
-    assert calibration.probability(0.5) == PRIOR[3]
+def sequence(sampling: SamplingParams = GREEDY, verification: Verification = "block") -> Sequence:
+    return Sequence([1], sampling, SpeculationParams(8, verification, mode="auto"), max_tokens=100)
 
 
-def test_calibration_forgets_old_positions() -> None:
-    calibration = Calibration(PRIOR)
-    for label in (1.0, 0.0):
+def step_of(own: Sequence, *drafters: DrafterName, accepted: int = 0, q: FloatArray | None = None) -> Step:
+    """A verified step with a draft, of confidence .9, by each of these."""
+    step = Step(own, 0, 1, 8)
+    for drafter in drafters:
+        step.add(Draft(0, q, drafter, 0.9), 0.9)
+    step.n_accepted = accepted
+    return step
+
+
+def learn(acceptance: Acceptance, step: Step, own_token: int = 3) -> None:
+    """Learn from a step, whose drafts and own token these are; the target's tokens are equally likely."""
+    p = TargetDistributions(np.zeros((len(step.drafts) + 1, WIDTH), np.float32), step.sequence, step.draft_tokens)
+    acceptance.learn_from(step, p, [*step.draft_tokens[: step.n_accepted], own_token])
+
+
+def test_a_calibration_begins_with_its_prior_by_log_odds_of_confidence() -> None:
+    calibration = Calibration(PRIORS["model"])
+    confidences = [1 / (1 + np.exp(-odds)) for odds in (-3, -1.5, -0.5, 0.5, 1.5, 2.5, 3.5, 5, 7)]
+    assert tuple(map(calibration.probability, confidences)) == PRIORS["model"]
+    assert (calibration.probability(0.0), calibration.probability(1.0)) == (PRIORS["model"][0], PRIORS["model"][-1])
+
+
+def test_a_calibration_corrects_an_overconfident_drafter_and_forgets_what_is_old() -> None:
+    calibration, generator = Calibration(PRIORS["model"]), random.Random(1)
+    for share in (0.9, 0.4):
         for _ in range(3000):
-            calibration.learn(0.97, label)
-    assert calibration.probability(0.97) < 0.01
+            calibration.learn(0.97, float(generator.random() < share))
+        assert abs(calibration.probability(0.97) - share) < 0.08
+    assert calibration.probability(0.6) == PRIORS["model"][3]
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=60))
-def test_probabilities_stay_between_0_and_1_for_any_labels(labelled: list[tuple[float, float]]) -> None:
-    calibration, own = Calibration(PRIOR), SequenceAcceptance()
-    for confidence, label in labelled:
-        pooled = calibration.probability(confidence)
-        own.learn("model", pooled, label)
-        own.learn("target", pooled, label)
-        own.expect(pooled)
-        calibration.learn(confidence, label)
-    for probability in (
-        own.next_acceptance,
-        own.long_run_acceptance,
-        own.probability("model", 1.0),
-        calibration.probability(0.9),
-    ):
-        assert 0 < probability < 1
+def test_probabilities_stay_between_0_and_1_whatever_is_learned(seen: list[tuple[float, float]]) -> None:
+    calibration = Calibration(PRIORS["model"])
+    for confidence, accepted in seen:
+        calibration.learn(confidence, accepted)
+    assert all(0 < probability < 1 for probability in calibration.probabilities)
 
 
-def test_rejections_lower_only_the_probabilities_of_their_sequence() -> None:
-    one, other = SequenceAcceptance(), SequenceAcceptance()
+def test_only_positions_that_verification_reached_teach() -> None:
+    acceptance, own = Acceptance(), sequence()
+    learn(acceptance, step_of(own, "model", "lookup", "prediction", accepted=1))
+    assert set(acceptance.learned) == {("model", False), ("lookup", False), ("alternative", False)}
+    assert acceptance.of_token(own, "model", 0.9) > PRIORS["model"][5]
+    assert acceptance.of_token(own, "lookup", 0.9) < PRIORS["lookup"][5]
+
+
+def test_calibrations_are_shared_between_sequences_but_not_by_greedy_and_sampled_ones() -> None:
+    acceptance = Acceptance()
+    for _ in range(100):
+        learn(acceptance, step_of(sequence(), "model"))
+    assert acceptance.of_token(sequence(), "model", 0.9) < 0.1
+    assert acceptance.of_token(sequence(SAMPLED), "model", 0.9) == PRIORS["model"][5]
+
+
+def test_where_the_acceptance_probability_is_known_it_teaches_and_not_the_outcome() -> None:
+    """p is uniform over four tokens and q certain, so a quarter of such drafts is accepted."""
+    for verification, least, most in (("block", 0.2, 0.3), ("coupled", 0.0, 0.1)):
+        acceptance = Acceptance()
+        for _ in range(300):
+            learn(acceptance, step_of(sequence(SAMPLED, verification), "model", q=one_hot(0, WIDTH)))
+        assert least < acceptance.of_token(sequence(SAMPLED), "model", 0.9) < most
+
+
+def test_a_refused_offer_teaches_by_what_the_target_says_in_its_place() -> None:
+    for token, is_right in ((3, True), (2, False)):
+        acceptance, own = Acceptance(), sequence()
+        before = acceptance.of_token(own, "lookup", 0.6)
+        step = step_of(own)
+        step.refused.append(Refused(token, "lookup", 0.6))
+        learn(acceptance, step)
+        assert (acceptance.of_token(own, "lookup", 0.6) > before) == is_right
+
+
+def test_alternatives_teach_up_to_the_one_that_was_recovered() -> None:
+    acceptance, own = Acceptance(), sequence()
+    before = acceptance.of_token(own, "alternative", 0.6), acceptance.of_token(own, "alternative", 0.3)
+    step = step_of(own, "model", "model", accepted=1)
+    step.possible += [Alternative(0, 3, 0.3, 0.1), Alternative(1, 3, 0.6, 0.1), Alternative(1, 2, 0.3, 0.1)]
+    learn(acceptance, step)
+    assert acceptance.of_token(own, "alternative", 0.6) > before[0]
+    assert acceptance.of_token(own, "alternative", 0.3) == before[1]
+
+
+def test_the_average_of_a_sequence_follows_its_own_drafts_of_the_model_alone() -> None:
+    acceptance, own, other = Acceptance(), sequence(), sequence()
+    first = acceptance.of_next(own)
+    for drafter, accepted, low, high in (("lookup", 0, first, first), ("model", 1, 0.9, 1.0), ("model", 0, 0.0, 0.1)):
+        for _ in range(30):
+            learn(acceptance, step_of(own, drafter, accepted=accepted))
+        assert low <= acceptance.of_next(own) <= high
+    assert acceptance.of_next(other) == first
+    acceptance.forget(own)
+    assert acceptance.of_next(own) == first
+
+
+def test_without_drafts_the_average_goes_back_so_that_the_model_is_tried_again() -> None:
+    acceptance, own = Acceptance(), sequence()
+    first = acceptance.of_next(own)
     for _ in range(30):
-        one.learn("model", 0.9, 0.0)
-    assert one.probability("model", 0.9) < 0.5
-    assert one.probability("prediction", 0.9) == other.probability("model", 0.9) == pytest.approx(0.9)
-
-
-def test_lookup_acceptance_is_low_until_lookup_was_right() -> None:
-    one = SequenceAcceptance()
-    assert one.probability("lookup", 0.7) < 0.5
-    for _ in range(5):
-        one.learn("lookup", 0.7, 1.0)
-    assert one.probability("lookup", 0.7) > 0.6
-
-
-def test_next_token_estimate_rises_within_12_positions_and_long_run_does_not() -> None:
-    own = SequenceAcceptance()
-    for _ in range(60):
-        own.expect(0.3)
-    for _ in range(12):
-        own.expect(0.97)
-    assert own.next_acceptance > 0.85
-    assert own.long_run_acceptance < 0.5
-
-
-def test_next_token_and_long_run_estimates_fall_equally_fast() -> None:
-    own = SequenceAcceptance()
-    for _ in range(60):
-        own.expect(0.97)
-    for _ in range(12):
-        own.expect(0.3)
-    assert own.long_run_acceptance == own.next_acceptance < 0.5
+        learn(acceptance, step_of(own, "model"))
+    for low, high in ((0.1, 0.4), (0.4, 0.6)):
+        for _ in range(25):
+            learn(acceptance, step_of(own))
+        assert low < acceptance.of_next(own) < high < first

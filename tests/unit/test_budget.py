@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 
 from costs import FixedCost
 from specserve.core.budget import prefill_chunk
-from specserve.speculation.cost import Cost, CostTable
+from specserve.speculation.costs import CostTable, PassCosts
 from work import lines_run
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
-def machine(seconds_of_a_token: float = 1e-6) -> Cost:
+def machine(seconds_of_a_token: float = 1e-6) -> PassCosts:
     """A pass takes 30 ms and 3 ms a row, and attention of a row a microsecond for each token of the context."""
     lengths = (64, 4096, 16_384)
     seconds = tuple(tuple(0.03 + rows * (0.003 + seconds_of_a_token * length) for rows in ROWS) for length in lengths)
     return FixedCost(CostTable(ROWS, lengths, seconds))
 
 
-def chunk(cost: Cost, kv_len: int, *, decoding: int = 1, max_rows: int = 512) -> int:
+def chunk(cost: PassCosts, kv_len: int, *, decoding: int = 1, max_rows: int = 512) -> int:
     """The chunk beside so many sequences that decode and wait for 0.25 s."""
     return prefill_chunk(
         cost, kv_len, rows=decoding, decoding=decoding, others=1, max_rows=max_rows, max_wait_seconds=0.25

@@ -14,14 +14,12 @@ PACKAGE = Path(__file__).parents[2] / "handler" / "specserve"
 # What each package may import of specserve, besides its own modules.
 ALLOWED = {
     "errors": set(),
-    "config": {"errors", "cores"},
-    "cgroups": set(),
-    "cores": {"errors", "cgroups"},
-    "memory": {"cgroups"},
+    "config": {"errors", "machine"},
+    "machine": {"errors"},
     "shares": set(),
     "private_file": set(),
     "sequence": {"errors"},
-    "engine": {"errors", "sequence", "config", "cores", "private_file", "sampling.distribution"},
+    "engine": {"errors", "sequence", "config", "machine", "sampling.distribution"},
     "sampling": {"errors", "sequence"},
     "grammar": {"errors", "sequence", "engine.base"},
     "speculation": {
@@ -29,14 +27,14 @@ ALLOWED = {
     },
     "observability": {"errors", "config", "private_file", "sequence", "speculation.step"},
     "core": {
-        *("errors", "sequence", "shares", "config", "cores", "memory"),
+        *("errors", "sequence", "shares", "config", "machine"),
         *("observability.records", "engine", "grammar", "sampling", "speculation"),
     },
     "api": {
         *("errors", "sequence", "shares", "config", "observability", "engine", "grammar", "speculation", "core"),
     },
     "torchserve": {"errors", "config", "observability", "speculation", "core", "api"},
-    "cli": {"errors", "sequence", "config", "cores", "engine", "speculation"},
+    "cli": {"errors", "sequence", "config", "machine", "engine", "speculation"},
 }
 # Algorithms that import NumPy and the standard library only.
 PURE = tuple(

@@ -15,10 +15,10 @@ from jsonschema.validators import extend
 from specserve.errors import RequestError
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.grammar.constraint import Constraint
-from test_tool_calls import QWEN, Tagged, sample
+from test_tool_calls import QWEN, TAGGED, sample
 from test_unions import VALUES, Schemas
 
-VOCABULARY: Any = Tagged()
+VOCABULARY = TAGGED
 TAGS = QWEN.tags(VOCABULARY)
 DRAFT_7 = {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object"}
 CLOSED = {"type": "object", "additionalProperties": False}
@@ -68,22 +68,6 @@ GENERATED: dict[str, tuple[dict[str, Any], list[str], list[Any], list[Any]]] = {
         [{"ids": [1, 1]}, {"ids": [1], "url": "http://a.b/c"}],
         [{"ids": []}, {"ids": ["a"]}, {"ids": [1], "url": "no address"}, {"ids": [1], "id": 1}],
     ),
-    "zod 4: a record by an enum": (
-        {
-            **CLOSED,
-            "properties": {
-                "labels": {
-                    "type": "object",
-                    "propertyNames": {"type": "string", "enum": ["a", "b"]},
-                    "additionalProperties": {"type": "string"},
-                },
-                "any": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {}},
-            },
-        },
-        ["propertyNames"],
-        [{"labels": {"c": "d"}}, {"any": {"a": [1]}}],
-        [{"labels": {"a": 1}}],
-    ),
     "zod: never, and anything but null": (
         {
             **CLOSED,
@@ -93,32 +77,18 @@ GENERATED: dict[str, tuple[dict[str, Any], list[str], list[Any], list[Any]]] = {
         [{"value": None}, {"value": "a", "n": 1}],
         [{"never": 1}, {"n": "a"}],
     ),
-    "json-schema-to-ts: a condition": (
-        {
-            **CLOSED,
-            "properties": {"kind": {"enum": ["file", "text"]}, "path": {"type": "string"}},
-            "required": ["kind"],
-            "if": {"properties": {"kind": {"const": "file"}}},
-            "then": {"required": ["path"]},
-            "else": {"properties": {"path": False}},
-        },
-        ["if"],
-        [{"kind": "file"}, {"kind": "text", "path": "a"}],
-        [{"path": "a"}, {"kind": "folder"}],
-    ),
     "zod: patterns with look-around": (
         {
             **CLOSED,
             "properties": {
                 "name": {"type": "string", "pattern": r"^(?!-)[a-z-]{1,9}(?<!-)$", "maxLength": 9},
                 "word": {"type": "string", "pattern": r"\bword\b"},
-                "code": {"type": "string", "pattern": r"^[(?=]\(?\\b{2}$"},
             },
             "required": ["name"],
         },
         ["pattern"],
-        [{"name": "-a"}, {"name": "a", "word": "swords"}, {"name": "a", "code": "=(\\bb"}],
-        [{"name": 1}, {"name": "a" * 10}, {"name": "a", "code": "b"}, {}],
+        [{"name": "-a"}, {"name": "a", "word": "swords"}],
+        [{"name": 1}, {"name": "a" * 10}, {}],
     ),
     "zod: names by patterns with look-around": (
         {
@@ -134,18 +104,6 @@ GENERATED: dict[str, tuple[dict[str, Any], list[str], list[Any], list[Any]]] = {
         ["patternProperties", "additionalProperties"],
         [{"env": {"PATH": "a"}}],
         [{"env": {"HOME": 1}}, {"environment": {}}],
-    ),
-    "typebox: at least two properties": (
-        {
-            **CLOSED,
-            "properties": {
-                "update": {"type": "object", "minProperties": 2, "additionalProperties": {"type": "string"}}
-            },
-            "required": ["update"],
-        },
-        ["minProperties"],
-        [{"update": {"a": "b"}}, {"update": {"a": "b", "c": "d"}}],
-        [{"update": {}}, {"update": {"a": 1}}],
     ),
     "typebox: at least one of optional properties": (
         {
@@ -206,18 +164,6 @@ GENERATED: dict[str, tuple[dict[str, Any], list[str], list[Any], list[Any]]] = {
         [{"pet": {"kind": "cat", "lives": 9}, "note": None}, {"pet": {"kind": "dog"}}],
         [{"pet": {"kind": "cat"}}, {"pet": {"kind": "cow"}}],
     ),
-    "FastMCP: a set beside references": (
-        {
-            **CLOSED,
-            "$defs": {"Tag": {"enum": ["new", "old"], "type": "string"}},
-            "properties": {
-                "tags": {"items": {"$ref": "#/$defs/Tag"}, "type": "array", "uniqueItems": True, "default": []}
-            },
-        },
-        ["uniqueItems"],
-        [{"tags": ["new", "new"]}, {}],
-        [{"tags": ["other"]}],
-    ),
     "schemars: bounds of 64 bits": (
         {
             **CLOSED,
@@ -229,18 +175,6 @@ GENERATED: dict[str, tuple[dict[str, Any], list[str], list[Any], list[Any]]] = {
         ["maximum", "format"],
         [{"offset": 5}, {"where": None}, {"where": "../a"}],
         [{"offset": -1}, {"where": 1}],
-    ),
-    "OpenAPI: a union of constants": (
-        {
-            **CLOSED,
-            "properties": {
-                "unit": {"anyOf": [{"const": "metre"}, {"const": "foot"}], "default": "metre"},
-                "options": {"type": "object", "additionalProperties": {}},
-            },
-        },
-        [],
-        [{"unit": "foot", "options": {"a": 1}}],
-        [{"unit": "mile"}],
     ),
     "OpenAPI: a reference to elsewhere": (
         {
@@ -282,41 +216,37 @@ GENERATED: dict[str, tuple[dict[str, Any], list[str], list[Any], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", GENERATED)
-def test_a_tool_is_taken_without_strict_and_what_it_does_not_hold_is_named(
-    name: str, compiler: GrammarCompiler
-) -> None:
-    schema, relaxed, taken, refused = GENERATED[name]
-    constraint = calls(compiler, {"tool": schema})
-    assert constraint.relaxed == tuple(f"tools.tool.{keyword}" for keyword in relaxed)
-    assert all(accepts(constraint, "tool", arguments) for arguments in taken)
-    assert not any(accepts(constraint, "tool", arguments) for arguments in refused)
-    held = validator({} if relaxed == ["parameters"] else schema, relaxed)
-    for seed in range(20):
-        found = re.fullmatch(
-            r"<tool_call>\n(.*)\n</tool_call>", sample(constraint.fork(), VOCABULARY, seed, TAGS), re.DOTALL
-        )
-        assert found
-        call = json.loads(found[1])
-        assert call["name"] == "tool"
-        if "$ref" not in relaxed:
-            held.validate(call["arguments"])
+def test_a_tool_is_taken_without_strict_and_what_it_does_not_hold_is_named(compiler: GrammarCompiler) -> None:
+    for schema, relaxed, taken, refused in GENERATED.values():
+        constraint = calls(compiler, {"tool": schema})
+        assert constraint.relaxed == tuple(f"tools.tool.{keyword}" for keyword in relaxed)
+        assert all(accepts(constraint, "tool", arguments) for arguments in taken)
+        assert not any(accepts(constraint, "tool", arguments) for arguments in refused)
+        held = validator({} if relaxed == ["parameters"] else schema, relaxed)
+        for seed in range(8):
+            found = re.fullmatch(
+                r"<tool_call>\n(.*)\n</tool_call>", sample(constraint.fork(), VOCABULARY, seed, TAGS), re.DOTALL
+            )
+            assert found
+            call = json.loads(found[1])
+            assert call["name"] == "tool"
+            if "$ref" not in relaxed:
+                held.validate(call["arguments"])
 
 
-@pytest.mark.parametrize("name", GENERATED)
-def test_with_strict_what_does_not_hold_is_refused_with_its_name(name: str, compiler: GrammarCompiler) -> None:
-    schema, relaxed, taken, refused = GENERATED[name]
-    if relaxed:
-        with pytest.raises(RequestError, match="The tool 'tool' cannot be used") as caught:
-            calls(compiler, {"other": {}, "tool": schema}, strict=["tool"])
-        assert (caught.value.status, caught.value.param) == (400, "tools")
-        assert not re.search("option|guidance|coerce|limits", caught.value.message)
-    else:
-        constraint = calls(compiler, {"tool": schema}, strict=["tool"])
-        assert constraint.relaxed == ()
-        assert [accepts(constraint, "tool", value) for value in taken + refused] == [
-            value in taken for value in taken + refused
-        ]
+def test_with_strict_what_does_not_hold_is_refused_with_its_name(compiler: GrammarCompiler) -> None:
+    for schema, relaxed, taken, refused in GENERATED.values():
+        if relaxed:
+            with pytest.raises(RequestError, match="The tool 'tool' cannot be used") as caught:
+                calls(compiler, {"other": {}, "tool": schema}, strict=["tool"])
+            assert (caught.value.status, caught.value.param) == (400, "tools")
+            assert not re.search("option|guidance|coerce|limits", caught.value.message)
+        else:
+            constraint = calls(compiler, {"tool": schema}, strict=["tool"])
+            assert constraint.relaxed == ()
+            assert [accepts(constraint, "tool", value) for value in taken + refused] == [
+                value in taken for value in taken + refused
+            ]
 
 
 def test_a_relaxed_tool_leaves_others_as_they_are(compiler: GrammarCompiler) -> None:

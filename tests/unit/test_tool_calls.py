@@ -1,9 +1,10 @@
-"""Calls of tools are always valid; beside them the model is as free as without tools."""
+"""Tool calls are always valid; beside them the model is as free as without tools."""
 
 from __future__ import annotations
 
 import json
 import random
+from itertools import product
 from typing import Any
 
 import jsonschema
@@ -12,16 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_engine import FakeVocabulary
+from constraints import BYTES, Pieces
 from specserve.api import client_tools
 from specserve.api.answer import AnswerReader, Arguments, Call, Text
 from specserve.api.call_formats import FORMATS
 from specserve.cli.tiny_models import write_tiny
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ConstraintError, MaskDeferred, RequestError
+from specserve.grammar import compiler as compiler_module
+from specserve.grammar.call_form import ThinkingTags
 from specserve.grammar.compiler import MAX_TOOLS, GrammarCompiler
 from specserve.grammar.constraint import Constraint
-from specserve.grammar.tool_calls import CallConstraint, CallSyntax, Reasoning
+from specserve.grammar.tool_calls import CallConstraint, CallSyntax
 
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {
@@ -89,28 +92,10 @@ def check(text: str, syntax: CallSyntax, count: int | None = None) -> None:
         jsonschema.validate(json.loads(arguments[index]), TOOLS[name])
 
 
-class Tagged(FakeVocabulary):
-    """Bytes, and the tags of the formats as control tokens."""
-
-    tags = ("<tool_call>", "</tool_call>", "<|tool_call|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
-
-    def __init__(self) -> None:
-        super().__init__(257 + len(self.tags))
-        self._token = {tag: 256 + index for index, tag in enumerate(self.tags)}
-
-    def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        for tag, token in self._token.items() if special else ():
-            before, found, after = text.partition(tag)
-            if found:
-                return [*self.encode(before, special=True), token, *self.encode(after, special=True)]
-        del begin
-        return list(text.encode())
-
-    def piece(self, token: int) -> bytes:
-        return bytes([token]) if token < 256 else b""
-
-    def name(self, token: int) -> bytes:
-        return self.tags[token - 256].encode() if 256 <= token < self.size - 1 else self.piece(token) or b"<end>"
+# The tags of the formats are control tokens.
+TAGGED: Any = Pieces(
+    BYTES, ["<tool_call>", "</tool_call>", "<|tool_call|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
+)
 
 
 def sample(constraint: Constraint | CallConstraint, vocabulary: Any, seed: int, tags: dict[int, str]) -> str:
@@ -129,18 +114,14 @@ def sample(constraint: Constraint | CallConstraint, vocabulary: Any, seed: int, 
     return b"".join(tags[token].encode() if token in tags else vocabulary.piece(token) for token in tokens).decode()
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("name", SYNTAX)
-@pytest.mark.parametrize("tagged", [False, True])
-def test_a_required_answer_is_valid_calls(name: str, model: LlamaModel, *, parallel: bool, tagged: bool) -> None:
-    vocabulary: Any = Tagged() if tagged else model
-    syntax = SYNTAX[name]
-    constraint = calls(GrammarCompiler(vocabulary), syntax, required=True, parallel=parallel)
-    tags = syntax.tags(vocabulary)
-    assert bool(tags) == (tagged and name != "Llama") or name == "Llama"
-    for seed in range(20):
-        text = sample(constraint.fork(), vocabulary, seed, tags)
-        check(text, syntax, None if parallel else 1)
+def test_a_required_answer_is_valid_calls(model: LlamaModel) -> None:
+    for vocabulary, (name, syntax) in product([TAGGED, model], SYNTAX.items()):
+        compiler, tags = GrammarCompiler(vocabulary), syntax.tags(vocabulary)
+        assert bool(tags) == (vocabulary is not model and name != "Llama") or name == "Llama"
+        for parallel in (False, True):
+            constraint = calls(compiler, syntax, required=True, parallel=parallel)
+            for seed in range(10):
+                check(sample(constraint.fork(), vocabulary, seed, tags), syntax, None if parallel else 1)
 
 
 def test_the_schemas_of_tools_that_clients_run_can_be_guaranteed(compiler: GrammarCompiler, model: LlamaModel) -> None:
@@ -167,27 +148,25 @@ def in_bytes(model: LlamaModel, text: str) -> list[int]:
     return [token_of[bytes([byte])] for byte in text.encode()]
 
 
-@pytest.mark.parametrize(
-    ("before", "opens", "call"),
-    [
-        ("Let me see.\n", "<tool_call>", CALL),
-        ("", "<tool_call>", CALL),
-        ("\n", PRETTY[: PRETTY.index(",")], PRETTY),
-        ("", f"{{{PRETTY[: PRETTY.index(',')]}", f"{{{PRETTY}}}"),
-        ("So:\n", f"```json\n{PRETTY[: PRETTY.index(',')]}", f"```json\n{PRETTY}\n```"),
-    ],
-)
-def test_the_grammar_holds_from_the_trigger_to_the_end_of_a_call(
-    before: str, opens: str, call: str, compiler: GrammarCompiler, model: LlamaModel
-) -> None:
-    free = states(calls(compiler), in_bytes(model, f"{before}{call}\nDone <tool_cal"))
-    begin, end = len((before + opens).encode()), len((before + call).encode())
-    assert free == [not begin <= count < end for count in range(len(free))]
+HELD: list[Any] = [
+    ("Let me see.\n", "<tool_call>", CALL),
+    ("", "<tool_call>", CALL),
+    ("\n", PRETTY[: PRETTY.index(",")], PRETTY),
+    ("", f"{{{PRETTY[: PRETTY.index(',')]}", f"{{{PRETTY}}}"),
+    ("So:\n", f"```json\n{PRETTY[: PRETTY.index(',')]}", f"```json\n{PRETTY}\n```"),
+]
+
+
+def test_the_grammar_holds_from_the_trigger_to_the_end_of_a_call(compiler: GrammarCompiler, model: LlamaModel) -> None:
+    for before, opens, call in HELD:
+        free = states(calls(compiler), in_bytes(model, f"{before}{call}\nDone <tool_cal"))
+        begin, end = len((before + opens).encode()), len((before + call).encode())
+        assert free == [not begin <= count < end for count in range(len(free))]
 
 
 def test_what_was_asked_about_once_needs_no_time_when_it_is_asked_about_again(model: LlamaModel) -> None:
     """As verification asks about drafts, from the first one on, in a round that has no more time for masks."""
-    compiler = GrammarCompiler(model, max_seconds=10.0)
+    compiler = GrammarCompiler(model)
     constraint, tokens = calls(compiler), in_bytes(model, f"So: {CALL}")[:30]
     masks = [constraint.allowed(tokens[:count]) for count in range(len(tokens))]
     compiler.begin_round(0.0)
@@ -200,68 +179,59 @@ def test_what_was_asked_about_once_needs_no_time_when_it_is_asked_about_again(mo
         constraint.allowed([*tokens[: tokens.index(in_bytes(model, ">")[0]) + 1], *in_bytes(model, "{")])
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Hello.",
-        'A person: {"name": "get_weather", "arguments": {}}',
-        '{"name": "get_weather_then"}',
-        '```json\n{"name": "Bob"}\n```',
-        "<tool_calls> <tool_cal",
-        " " * 300,
-        "世界 \N{GRINNING FACE}",
-    ],
-)
-def test_free_text_has_no_masks_and_takes_none_of_the_budget(text: str, model: LlamaModel) -> None:
+FREE: list[Any] = [
+    "Hello.",
+    'A person: {"name": "get_weather", "arguments": {}}',
+    '{"name": "get_weather_then"}',
+    '```json\n{"name": "Bob"}\n```',
+    "<tool_calls> <tool_cal",
+    " " * 300,
+    "世界 \N{GRINNING FACE}",
+]
+
+
+def test_free_text_has_no_masks_and_takes_none_of_the_budget(
+    compiler: GrammarCompiler, model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So its distribution is the model's; the planted fault is a constraint that computes masks there."""
-    constraint = calls(GrammarCompiler(model, max_seconds=0.0))
-    tokens = in_bytes(model, text)
-    assert all(states(constraint, tokens))
-    assert constraint.forced(tokens, 8) == []
-    assert not constraint.complete(tokens)
-    with pytest.raises(ConstraintError):
-        calls(GrammarCompiler(model, max_seconds=0.0), required=True).allowed([])
-    with pytest.raises(ConstraintError):
-        constraint.allowed(in_bytes(model, "<tool_call>"))
+    for text in FREE:
+        monkeypatch.setattr(compiler_module, "MAX_SECONDS", 0.0)
+        constraint = calls(compiler)
+        tokens = in_bytes(model, text)
+        assert all(states(constraint, tokens))
+        assert constraint.forced(tokens, 8) == []
+        assert not constraint.complete(tokens)
+        with pytest.raises(ConstraintError):
+            calls(compiler, required=True).allowed([])
+        with pytest.raises(ConstraintError):
+            constraint.allowed(in_bytes(model, "<tool_call>"))
 
 
-class Words(FakeVocabulary):
-    """Bytes, and tokens that reach beyond triggers."""
-
-    words = (b" <tool", b"_call>", b"_call>\n", b"_call>\n{", b"_call>x", b'weather"', b'weather",', b'weather"}')
-
-    def __init__(self) -> None:
-        super().__init__(257 + len(self.words))
-
-    def piece(self, token: int) -> bytes:
-        return self.words[token - 256] if 256 <= token < self.size - 1 else super().piece(token) if token < 256 else b""
-
-    def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        del special, begin
-        return list(text.encode())
-
-
-@pytest.mark.parametrize(
-    ("tokens", "is_open"),
-    [
-        ([256, 257], True),
-        ([256, 258], True),
-        ([256, 259], True),
-        ([256, 260], False),
-        ([*b'{"name": "get_', 261], True),
-        ([*b'{"name": "get_', 262], True),
-        ([*b'{"name": "get_', 263], False),
-    ],
+# Bytes, and tokens that reach beyond triggers.
+WORDS: Any = Pieces(
+    [*BYTES, b" <tool", b"_call>", b"_call>\n", b"_call>\n{", b"_call>x", b'weather"', b'weather",', b'weather"}']
 )
-def test_a_token_beyond_a_trigger_opens_a_call_if_the_grammar_allows_it(tokens: list[int], *, is_open: bool) -> None:
-    vocabulary: Any = Words()
-    constraint = calls(GrammarCompiler(vocabulary))
-    assert (constraint.allowed(tokens) is not None) == is_open
-    text = b"".join(map(vocabulary.piece, tokens)).decode()
-    if not is_open:
-        # A later call is one.
-        assert constraint.allowed([*tokens, *b"\n<tool_call>"]) is not None
-        assert AnswerReader(QWEN.forms, frozenset(TOOLS)).read(text, done=True) == [Text(text)]
+BEYOND: list[Any] = [
+    ([256, 257], True),
+    ([256, 258], True),
+    ([256, 259], True),
+    ([256, 260], False),
+    ([*b'{"name": "get_', 261], True),
+    ([*b'{"name": "get_', 262], True),
+    ([*b'{"name": "get_', 263], False),
+]
+
+
+def test_a_token_beyond_a_trigger_opens_a_call_if_the_grammar_allows_it() -> None:
+    for tokens, is_open in BEYOND:
+        vocabulary = WORDS
+        constraint = calls(GrammarCompiler(vocabulary))
+        assert (constraint.allowed(tokens) is not None) == is_open
+        text = b"".join(map(vocabulary.piece, tokens)).decode()
+        if not is_open:
+            # A later call is one.
+            assert constraint.allowed([*tokens, *b"\n<tool_call>"]) is not None
+            assert AnswerReader(QWEN.forms, frozenset(TOOLS)).read(text, done=True) == [Text(text)]
 
 
 FRAGMENTS = (
@@ -282,7 +252,7 @@ FRAGMENTS = (
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join), st.integers(0, 2**32))
 def test_what_the_grammar_takes_for_a_call_is_read_as_one_and_nothing_else(text: str, seed: int) -> None:
-    vocabulary: Any = Words()
+    vocabulary = WORDS
     constraint = calls(GrammarCompiler(vocabulary))
     generator = random.Random(seed)
     # The text as far as the grammar allows it, in random tokens, and then what that allows.
@@ -325,14 +295,6 @@ def test_the_state_depends_on_the_tokens_alone(compiler: GrammarCompiler, model:
         assert mask is None or expected is None or bool((mask == expected).all())
 
 
-def test_an_answer_with_one_call_ends_after_it(compiler: GrammarCompiler, model: LlamaModel) -> None:
-    tokens = in_bytes(model, f"Hi.\n{CALL}")
-    for parallel in (False, True):
-        constraint = calls(compiler, parallel=parallel)
-        assert constraint.complete(tokens) == (not parallel)
-        assert not constraint.complete(tokens[:-1])
-
-
 def test_the_fixed_text_of_a_call_is_forced(compiler: GrammarCompiler, model: LlamaModel) -> None:
     for required, before in ((True, ""), (False, "Hi.\n")):
         constraint = calls(compiler, required=required)
@@ -357,52 +319,52 @@ def test_beside_a_format_the_answer_is_a_call_or_formatted(compiler: GrammarComp
         compiler.calls(TOOLS, SYNTAX["Llama"], required=False, parallel=True, otherwise=other)
 
 
-@pytest.mark.parametrize(
-    ("tools", "reason"),
-    [
-        ({"a": {}, "b": {"properties": {"c": {"type": "array", "uniqueItems": True}}}}, "The tool 'b' .*uniqueItems"),
-        ({"a": {"type": "string"}}, "The tool 'a' .*type 'object'"),
-        ({"a": {}, "b": {"properties": {"c": {"type": "strong"}}}}, "The tool 'b' "),
-        ({"a": {"properties": {"c": {"pattern": "("}}}}, "The tool 'a' "),
-        ({f"t{index}": {} for index in range(MAX_TOOLS + 1)}, f"more than {MAX_TOOLS}"),
-        ({f"t{i}": {"properties": {f"p{j}": {} for j in range(40)}} for i in range(100)}, "subschemas together"),
-        ({f"t{i}": {"enum": ["x" * 9000 + str(i)]} for i in range(40)}, "KiB of schemas together"),
-    ],
-)
-@pytest.mark.parametrize("required", [False, True])
-def test_tools_that_cannot_be_followed_are_refused_by_name(
-    tools: dict[str, Any], reason: str, compiler: GrammarCompiler, *, required: bool
-) -> None:
-    with pytest.raises(RequestError, match=reason) as caught:
-        compiler.calls(tools, QWEN, required=required, parallel=True, strict=tools)
-    assert (caught.value.status, caught.value.param) == (400, "tools")
+REFUSED1: list[Any] = [
+    ({"a": {}, "b": {"properties": {"c": {"type": "array", "uniqueItems": True}}}}, "The tool 'b' .*uniqueItems"),
+    ({"a": {"type": "string"}}, "The tool 'a' .*type 'object'"),
+    ({"a": {}, "b": {"properties": {"c": {"type": "strong"}}}}, "The tool 'b' "),
+    ({"a": {"properties": {"c": {"pattern": "("}}}}, "The tool 'a' "),
+    ({f"t{index}": {} for index in range(MAX_TOOLS + 1)}, f"more than {MAX_TOOLS}"),
+    ({f"t{i}": {"properties": {f"p{j}": {} for j in range(40)}} for i in range(100)}, "subschemas together"),
+    ({f"t{i}": {"enum": ["x" * 9000 + str(i)]} for i in range(40)}, "KiB of schemas together"),
+]
 
 
-@pytest.mark.parametrize("required", [False, True])
-def test_as_many_tools_as_are_allowed_can_be_followed(
-    compiler: GrammarCompiler, model: LlamaModel, *, required: bool
-) -> None:
-    tools = {f"t{index}": {"additionalProperties": False} for index in range(MAX_TOOLS)}
-    constraint = compiler.calls(tools, QWEN, required=required, parallel=True)
-    prefix = in_bytes(model, '<tool_call>\n{"name": "')
-    assert constraint.allowed(prefix) is not None
+def test_tools_that_cannot_be_followed_are_refused_by_name(compiler: GrammarCompiler) -> None:
+    for tools, reason in REFUSED1:
+        for required in [False, True]:
+            with pytest.raises(RequestError, match=reason) as caught:
+                compiler.calls(tools, QWEN, required=required, parallel=True, strict=tools)
+            assert (caught.value.status, caught.value.param) == (400, "tools")
 
 
-@pytest.mark.parametrize(
-    ("begun", "before", "is_open"),
-    [
-        (False, "<think>\nI could write <tool_call>", False),
-        (False, "\n<think>I could.</think>\n\n<tool_call>", True),
-        (True, "I could write <tool_call>", False),
-        (True, '{"name": "get_weather"', False),
-        (True, 'I could.</think>\n{"name": "get_weather"', True),
-        (False, '{"name": "get_weather"', True),
-        (False, "<thin>\n<tool_call>", True),
-    ],
-)
-def test_nothing_opens_a_call_in_reasoning(
-    before: str, compiler: GrammarCompiler, model: LlamaModel, *, begun: bool, is_open: bool
-) -> None:
-    reasoning = Reasoning("<think>", "</think>", begun)
-    constraint = compiler.calls(TOOLS, QWEN, required=False, parallel=True, reasoning=reasoning)
-    assert states(constraint, in_bytes(model, before))[-1] == (not is_open)
+def test_as_many_tools_as_are_allowed_can_be_followed(compiler: GrammarCompiler, model: LlamaModel) -> None:
+    for required in [False, True]:
+        tools = {f"t{index}": {"additionalProperties": False} for index in range(MAX_TOOLS)}
+        constraint = compiler.calls(tools, QWEN, required=required, parallel=True)
+        prefix = in_bytes(model, '<tool_call>\n{"name": "')
+        assert constraint.allowed(prefix) is not None
+
+
+REASONING: list[Any] = [
+    (False, "<think>\nI could write <tool_call>", False),
+    (False, "\n<think>I could.</think>\n\n<tool_call>", True),
+    (True, "I could write <tool_call>", False),
+    (True, '{"name": "get_weather"', False),
+    (True, 'I could.</think>\n{"name": "get_weather"', True),
+    (False, '{"name": "get_weather"', True),
+    (False, "<thin>\n<tool_call>", True),
+]
+
+
+def test_nothing_opens_a_call_in_reasoning(compiler: GrammarCompiler, model: LlamaModel) -> None:
+    for begun, before, is_open in REASONING:
+        constraint = compiler.calls(
+            TOOLS,
+            QWEN,
+            required=False,
+            parallel=True,
+            thinking=ThinkingTags("<think>", "</think>"),
+            thinks_at_once=begun,
+        )
+        assert states(constraint, in_bytes(model, before))[-1] == (not is_open)

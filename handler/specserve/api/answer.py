@@ -1,4 +1,4 @@
-"""What an answer consists of: text, reasoning and calls of tools, read from the generated text as it comes."""
+"""Reads the parts of an answer, which are text, reasoning and tool calls, from the generated text as it comes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from specserve.grammar.call_form import BETWEEN, WHITESPACE, CallForm, Match, find, take
+from specserve.grammar.call_form import BETWEEN, WHITESPACE, CallForm, Match, ThinkingTags, find, take
 
 
 class Text(NamedTuple):
@@ -24,7 +24,7 @@ class Reasoning(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """The beginning of a tool call: the how manieth of its answer it is, its id, and the tool's name."""
+    """The beginning of a tool call: its index in the answer, its id, and the tool's name."""
 
     index: int
     id: str
@@ -43,24 +43,36 @@ Part = Text | Reasoning | Call | Arguments
 
 
 class AnswerReader:
-    """Reads the parts of an answer from its text; `calls` is how many have begun.
+    """Reads the parts of an answer from its text, the same ones whatever pieces the text comes in.
 
-    Text is held back while it may be the beginning of a call, and whitespace while a call may follow: what stands
-    between text and calls is left out.
+    Text is held back while it may be the beginning of a call or tag, and whitespace while a call or tag may follow:
+    whitespace beside calls and tags is left out.
 
     Args:
-        forms: in which calls are written; without any, everything is text.
+        forms: in which calls are written; without any, there are none.
         names: of the tools.
+        thinking: the tags around reasoning, which an answer begins with; None if there is none to read.
+        begun: whether the prompt ends with the first tag.
     """
 
-    def __init__(self, forms: Sequence[CallForm] = (), names: Container[str] = ()) -> None:
-        self.calls = 0
+    def __init__(
+        self,
+        forms: Sequence[CallForm] = (),
+        names: Container[str] = (),
+        thinking: ThinkingTags | None = None,
+        *,
+        begun: bool = False,
+    ) -> None:
+        # How many calls have begun, and the characters of the text up to the end of the reasoning.
+        self.calls = self.reasoned = 0
+        self._thinking = thinking or ThinkingTags("", "")
+        self._begun = begun
         self._forms = forms
         self._names = names
         self._held = ""
         self._done = False
         # Reads one thing of what is held; None if more text is needed for that.
-        self._read: Callable[[], list[Part] | None] = self._read_text
+        self._read: Callable[[], list[Part] | None] = self._read_opening if thinking else self._read_text
         # Whether there is text since the last call, and before it.
         self._first, self._has_text = True, False
         # Of the last call: its form, and how many brackets its arguments have open, and whether these end in a string.
@@ -79,17 +91,58 @@ class AnswerReader:
             text: what was generated since the last call.
             done: whether it is the last of the answer, so that nothing may be held back.
         """
-        if not self._forms:
-            return [Text(text)] if text else []
         self._held += text
         self._done = done
         parts: list[Part] = []
         while (more := self._read()) is not None:
             parts += more
-        return _joined(parts)
+        return parts
+
+    def _read_opening(self) -> list[Part] | None:
+        """Read the first tag."""
+        begin = 0 if self._begun else self._thinking.opening(self._held)
+        if begin is None and not self._done:
+            return None
+        if begin is None or begin < 0:
+            self._read = self._read_text
+            return []
+        self._begun, self._held = True, self._held[begin:]
+        stripped = self._held.lstrip(WHITESPACE)
+        self.reasoned += begin + len(self._held) - len(stripped)
+        self._held = stripped
+        if stripped:
+            self._read = self._read_reasoning
+        return [] if stripped else None
+
+    def _read_reasoning(self) -> list[Part] | None:
+        """Read the reasoning up to the second tag, or to what may become it."""
+        end = self._thinking.end
+        reasoning, found, rest = self._held.partition(end)
+        if found:
+            self.reasoned += len(reasoning) + len(found)
+            self._held, self._read = rest, self._read_gap
+            reasoning = reasoning.rstrip(WHITESPACE)
+        elif not self._done:
+            begun = next((n for n in range(len(end) - 1, 0, -1) if reasoning.endswith(end[:n])), 0)
+            reasoning = reasoning[: len(reasoning) - begun].rstrip(WHITESPACE)
+        if not found:
+            self.reasoned += len(reasoning)
+            self._held = self._held[len(reasoning) :]
+        return [Reasoning(reasoning)] if reasoning else [] if found else None
+
+    def _read_gap(self) -> list[Part] | None:
+        """Read the whitespace after the reasoning."""
+        self._held = self._held.lstrip(WHITESPACE)
+        if not self._held:
+            return None
+        self._read = self._read_text
+        return []
 
     def _read_text(self) -> list[Part] | None:
         """Read text up to a call, or to what may become one."""
+        if not self._forms:
+            text, self._held = self._held, ""
+            return [Text(text)] if text else None
         found = find(self._forms, self._held, self._names, first=self._first, triggers=False)
         text, rest = self._held[: found.position], self._held[found.position :]
         if found.form and found.match:
@@ -162,17 +215,3 @@ class AnswerReader:
     def _end_call(self, count: int) -> list[Part]:
         self._held, self._read, self._first = self._held[count:], self._read_text, True
         return []
-
-
-def _joined(parts: list[Part]) -> list[Part]:
-    """Join adjacent pieces of one thing."""
-    joined: list[Part] = []
-    for part in parts:
-        last = joined[-1] if joined else None
-        if isinstance(part, Text) and isinstance(last, Text):
-            joined[-1] = Text(last.text + part.text)
-        elif isinstance(part, Arguments) and isinstance(last, Arguments) and last.index == part.index:
-            joined[-1] = Arguments(part.index, last.text + part.text)
-        else:
-            joined.append(part)
-    return joined

@@ -1,10 +1,10 @@
-"""The table of formats: how the models of a chat template write calls of tools."""
+"""The table of formats: how models write tool calls and mark their reasoning, by their chat template."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from specserve.grammar.call_form import CallForm
+from specserve.grammar.call_form import CallForm, ThinkingTags
 from specserve.grammar.tool_calls import CallSyntax
 
 # JSON without tags, which many models write whatever their template asks for; in braces twice as in an example of the
@@ -51,3 +51,17 @@ FORMATS = (
 def format_of(template: str) -> CallFormat:
     """Return the format of the calls that a chat template shows."""
     return next(found for found in FORMATS if all(mark in template for mark in found.marks))
+
+
+# Of Qwen3, DeepSeek-R1 and many others; of Magistral, Command A and Seed-OSS.
+_THINKING = (
+    ThinkingTags("<think>", "</think>"),
+    ThinkingTags("[THINK]", "[/THINK]"),
+    ThinkingTags("<|START_THINKING|>", "<|END_THINKING|>"),
+    ThinkingTags("<seed:think>", "</seed:think>"),
+)
+
+
+def thinking_tags(template: str) -> ThinkingTags | None:
+    """Return the tags around reasoning that a chat template knows, if it knows any."""
+    return next((tags for tags in _THINKING if tags.end in template), None)

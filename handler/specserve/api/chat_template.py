@@ -16,9 +16,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from specserve.api.call_formats import format_of
+from specserve.api.call_formats import format_of, thinking_tags
 from specserve.api.prompt import Prepare
-from specserve.api.reasoning import thinking_tags
 from specserve.api.request_schema import ChatRequest
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import RequestError

@@ -8,17 +8,16 @@ from dataclasses import dataclass, replace
 from specserve.api.answer import AnswerReader
 from specserve.api.logprobs import MAX_RESPONSE_BYTES
 from specserve.api.prompt import BYTES_PER_TOKEN, Prompt, PromptTooLong
-from specserve.api.reasoning import ReasoningReader, ThinkingTags
 from specserve.api.request_schema import ChatRequest, CompletionRequest, GenerationRequest, text_of
 from specserve.config import HandlerConfig
 from specserve.core.detokenizer import with_control_tokens
 from specserve.core.generation import Generation
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
-from specserve.grammar.call_form import CallForm
+from specserve.grammar.call_form import CallForm, ThinkingTags
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.grammar.constraint import Constraint
-from specserve.grammar.tool_calls import CallConstraint, CallSyntax, Reasoning
+from specserve.grammar.tool_calls import CallConstraint, CallSyntax, control_tokens
 from specserve.observability.records import family_label
 from specserve.sequence import Group, RequestInfo
 
@@ -49,10 +48,10 @@ class ResponseForm:
         """Whether the prompt ends with the tag that begins the reasoning."""
         return self.thinking is not None and self.prompts[0].text.rstrip().endswith(self.thinking.begin)
 
-    def reader(self) -> ReasoningReader:
+    def reader(self) -> AnswerReader:
         """Return a reader for the text of one answer."""
         tools = self.request.callable_tools if isinstance(self.request, ChatRequest) else {}
-        return ReasoningReader(self.thinking, AnswerReader(self.call_forms, tools), begun=self.thinks_at_once)
+        return AnswerReader(self.call_forms, tools, self.thinking, begun=self.thinks_at_once)
 
 
 def resolve(
@@ -107,7 +106,7 @@ def resolve(
                 includes_stop=bool(request.include_stop_str_in_output),
                 spells_control=request.skip_special_tokens is False,
                 max_seconds=(request.t_max_predict_ms or 0) / 1000,
-                tags=syntax.tags(vocabulary) | (thinking.names(vocabulary) if thinking else {}),
+                tags=syntax.tags(vocabulary) | control_tokens(thinking or (), vocabulary),
                 reuses_prefix=request.cache_prompt is not False,
                 info=info,
                 index=number * request.candidates + choice,
@@ -180,7 +179,8 @@ def _constraint(
             parallel=request.parallel_tool_calls is not False,
             strict=request.strict_tools,
             otherwise=request.answer_schema,
-            reasoning=Reasoning(*form.thinking, form.thinks_at_once) if form.thinking else None,
+            thinking=form.thinking,
+            thinks_at_once=form.thinks_at_once,
         )
     return request.constraint(grammars)
 

@@ -147,7 +147,9 @@ class GenerationResponse(Response):
         details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": predicted - accepted}
         if self._form.thinking:
             readers = self._readers.items()
-            details["reasoning_tokens"] = sum(generation.tokens_within(reader.length) for generation, reader in readers)
+            details["reasoning_tokens"] = sum(
+                generation.tokens_within(reader.reasoned) for generation, reader in readers
+            )
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,

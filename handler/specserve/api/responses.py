@@ -218,7 +218,7 @@ class ResponsesResponse(BlocksResponse):
         """Return the log-probabilities of the tokens since the last call, without those of the reasoning before."""
         [generation] = self.generations
         tokens = generation.take_tokens() if self._form.request.scores is not None else []
-        positions = output_positions(token for token in tokens if token.offset >= self._readers[generation].length)
+        positions = output_positions(token for token in tokens if token.offset >= self._readers[generation].reasoned)
         scores: list[Json] = chat_logprobs(self._counted(positions), self._vocabulary)["content"]
         self._logprobs.setdefault(block.index, []).extend(scores)
         return scores

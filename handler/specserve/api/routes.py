@@ -28,11 +28,12 @@ from specserve.config import HandlerConfig, ModelConfig
 from specserve.core.generation import Generation
 from specserve.core.loading import Models
 from specserve.core.scheduler import Scheduler
+from specserve.engine.invariance import REPEATS
 from specserve.engine.kernels import calls
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import Contained, RequestError
 from specserve.observability.control_group import Holdback
-from specserve.speculation.cost import Cost
+from specserve.speculation.costs import PassCosts
 
 logger = logging.getLogger(__name__)
 
@@ -127,19 +128,15 @@ class Routes:
             "object": "speculation",
             "model": config.model_id,
             "version": specserve.__version__,
-            "threads": models.costs.placement.usable.threads,
-            "cores": list(models.costs.placement.cores),
+            "threads": models.placement.usable.threads,
+            "cores": list(models.placement.cores),
             "models": {
                 role: _model_facts(file, model) for role, file, model in pairs if file is not None and model is not None
             },
-            "batch_invariance": {"sentence": "not measured"}
+            "batch_invariance": {"sentence": REPEATS}
             if models.invariance is None
             else {**models.invariance._asdict(), "sentence": models.invariance.sentence},
-            "kernels": {
-                **models.kernels._asdict(),
-                "prefetch": tuple(map(str, models.kernels.prefetch)),
-                **calls()._asdict(),
-            },
+            "kernels": {**models.kernels._asdict(), **calls()._asdict()},
             "costs": {role: _table(cost) for role, cost in costs.items() if cost is not None},
             # Acceptance rate by drafter and kind of sampling, from the least confident drafts to the most.
             "controller": {
@@ -277,7 +274,7 @@ def _model_facts(file: ModelConfig, model: LlamaModel) -> dict[str, str | int | 
     }
 
 
-def _table(cost: Cost) -> dict[str, list[int] | list[float]]:
+def _table(cost: PassCosts) -> dict[str, list[int] | list[float]]:
     near, *_, far = cost.table.seconds
     return {
         "rows": list(cost.table.rows),

@@ -22,16 +22,16 @@ from specserve.cli import cli, files, torchserve_process
 from specserve.cli.models import Prepared, prepare
 from specserve.cli.torchserve_process import State
 from specserve.config import HandlerConfig, load_yaml, processor
-from specserve.cores import usable_cores
-from specserve.engine import kernels
+from specserve.engine import kernel_trial, kernels
 from specserve.engine.invariance import Invariance, probe
 from specserve.engine.kv_cache import KVCache
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
 from specserve.errors import EngineError, EnvironmentFailure, ModelLoadError
+from specserve.machine import usable_cores
 from specserve.sequence import SamplingParams, SpeculationParams
 from specserve.sequence import Sequence as TokenSequence
-from specserve.speculation.cost import Cost
+from specserve.speculation.costs import PassCosts
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.measure import measure, prefill, timed
@@ -88,9 +88,9 @@ def examine(handler: HandlerConfig, prepared: Prepared, state: State) -> Iterato
     yield check_files(prepared)
     with ExitStack() as stack:
         model, target = stack.enter_context(_loaded(prepared.target, threads))
-        invariance = probe(target, thorough=True)
+        invariance = probe(target)
         yield Finding("repeating", f"{invariance.sentence}.", facts=invariance._asdict())
-        target_cost = Cost(measure(target))
+        target_cost = PassCosts(measure(target))
         if prepared.draft is None:
             yield check_costs(target_cost, None)
             yield check_threads(model, threads)
@@ -98,7 +98,7 @@ def examine(handler: HandlerConfig, prepared: Prepared, state: State) -> Iterato
         draft_model, draft = stack.enter_context(_loaded(prepared.draft, threads))
         check_same_vocabulary(model, draft_model)
         yield Finding("pair", f"Target and draft have one vocabulary, of {model.size} tokens.")
-        draft_cost = Cost(measure(draft))
+        draft_cost = PassCosts(measure(draft))
         yield check_costs(target_cost, draft_cost)
         yield check_threads(model, threads)
         drafting = DraftModel(
@@ -163,12 +163,12 @@ def check_port(state: State) -> Finding:
 
 def check_kernels(mode: kernels.Mode, threads: int) -> Finding:
     """Tell which kernels are in use, and their speed relative to llama.cpp's."""
-    chosen = kernels.use(mode, threads=threads)
+    chosen = kernels.use(mode)
     facts: dict[str, Any] = {"llama.cpp": build_description(), **chosen._asdict()}
     if chosen.variant is None:
         # With `kernels: off` llama.cpp's kernels are what the operator asked for.
         return Finding("kernels", f"{chosen.sentence}.", mode == "off", facts)
-    facts["times_stock"] = speeds = {name: round(kernels.speed(name, threads), 2) for name in chosen.formats}
+    facts["times_stock"] = speeds = {name: round(kernel_trial.speed(name, threads), 2) for name in chosen.formats}
     shown = ", ".join(f"{name} {ratio:.1f}" for name, ratio in speeds.items())
     return Finding(
         "kernels", f"{chosen.sentence}; products of 1, 4 and 8 rows, times llama.cpp's speed: {shown}.", facts=facts
@@ -184,7 +184,7 @@ def check_files(prepared: Prepared) -> Finding:
     return Finding("models", f"{shown}.", facts=facts)
 
 
-def check_costs(target: Cost, draft: Cost | None) -> Finding:
+def check_costs(target: PassCosts, draft: PassCosts | None) -> Finding:
     """Compare passes of several rows, and the draft's passes, with a step of the target."""
     step = target.seconds(1, KV_LEN)
     curve = {rows: target.seconds(rows, KV_LEN) / step for rows in target.table.rows}
@@ -231,7 +231,7 @@ def check_greedy(plain: list[int], drafted: list[int], invariance: Invariance) -
         sentence = f"A greedy answer of {len(plain)} tokens is the same with and without drafts."
         return Finding("greedy", sentence, facts=facts)
     sentence = f"A greedy answer with drafts differs from that without at its token {position + 1}"
-    if invariance.single_sequence:
+    if invariance.alone == 0:
         return Finding("greedy", f"{sentence}, though logits repeat: please report this.", False, facts)
     return Finding("greedy", f"{sentence}: a near-tie, which the number of rows decides (see repeating).", facts=facts)
 

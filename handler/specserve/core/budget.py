@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from specserve.speculation.cost import Cost
+from specserve.speculation.costs import PassCosts
 
 # The least budget of a round for prefill, in tokens: a smaller chunk takes nearly as long (benchmarks/cost_curve.py).
 _MIN_CHUNK = 4
@@ -17,7 +17,7 @@ _WAIT_SECONDS, _WAIT_PASSES = 0.25, 7
 _EQUAL = 1.03
 
 
-def max_wait(milliseconds: float | None, cost: Cost) -> float:
+def max_wait(milliseconds: float | None, cost: PassCosts) -> float:
     """The seconds that prefill may add to a round of sequences that decode.
 
     Args:
@@ -30,7 +30,7 @@ def max_wait(milliseconds: float | None, cost: Cost) -> float:
 
 
 def prefill_chunk(
-    cost: Cost, kv_len: int, *, rows: int, decoding: int, others: int, max_rows: int, max_wait_seconds: float
+    cost: PassCosts, kv_len: int, *, rows: int, decoding: int, others: int, max_rows: int, max_wait_seconds: float
 ) -> int:
     """The prefill chunk, in tokens, that minimises the total wait of all sequences per prefilled token.
 

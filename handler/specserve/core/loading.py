@@ -7,28 +7,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specserve.config import CacheType, HandlerConfig, ModelConfig
-from specserve.core.costs import Costs
 from specserve.core.pool import DRAFT_LENGTH, fitted
 from specserve.core.prefix_store import PrefixStore
-from specserve.cores import usable_cores
 from specserve.engine import kernels
 from specserve.engine.draft_head import DraftHead
-from specserve.engine.invariance import Invariance, probe
+from specserve.engine.invariance import REPEATS, Invariance, probe
 from specserve.engine.kernels import Kernels, Share
 from specserve.engine.kv_cache import KVCache
 from specserve.engine.llama import LlamaEngine
-from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
+from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
 from specserve.engine.placement import Placement, Workers
 from specserve.engine.thread_pool import ThreadPool
-from specserve.errors import ModelLoadError
+from specserve.errors import EngineError, ModelLoadError
 from specserve.grammar.compiler import GrammarCompiler
-from specserve.memory import free_memory
-from specserve.speculation.cost import Cost
+from specserve.machine import free_memory, usable_cores
+from specserve.speculation.costs import PassCosts
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
-from specserve.speculation.history import History, Pools
+from specserve.speculation.measure import measured_costs
+from specserve.speculation.ngram import LookupProposer, Pools, PredictionProposer
 from specserve.speculation.policy import Controller
-from specserve.speculation.proposers import GrammarProposer, LookupProposer, PredictionProposer
+from specserve.speculation.proposers import GrammarProposer
 
 logger = logging.getLogger(__name__)
 
@@ -49,16 +48,16 @@ _PREFIX_SHARE = 0.25
 class Models:
     """The loaded models, ready to serve.
 
-    `costs` are those of forward passes; `kernels` says which kernels compute them. `config` has the numbers of tokens
-    that are served (pool.py). `invariance` is the target's, None if it was not measured. The draft model's does not
-    matter: with greedy and coupled verification the output does not depend on the drafts.
+    `placement` chooses the cores of forward passes; `kernels` says which kernels compute them. `config` has the numbers
+    of tokens that are served (pool.py). `invariance` is the target's, None where specserve's kernels compute all of it.
+    The draft model's does not matter: with greedy and coupled verification the output does not depend on the drafts.
     """
 
     vocabulary: LlamaModel
     grammars: GrammarCompiler
     target: KVCache
     drafters: Drafters
-    costs: Costs
+    placement: Placement
     kernels: Kernels
     config: HandlerConfig
     pools: Pools
@@ -75,26 +74,25 @@ def load_models(config: HandlerConfig) -> Models:
         ModelLoadError: the target's file is missing or unusable, or the draft model does not match it.
     """
     placement = _placement(config)
-    in_use = kernels.use(config.kernels, threads=placement.usable.threads)
+    in_use = kernels.use(config.kernels)
     logger.info("specserve: %s", in_use.sentence)
     target_model = LlamaModel(_path(config.target))
     draft_model = None if config.draft is None else _draft_model(config.draft)
     if draft_model is not None:
         check_same_vocabulary(target_model, draft_model)
     config = fitted(config, target_model, draft_model, free_memory())
-    grammars = GrammarCompiler(target_model, config.grammar_seconds)
+    grammars = GrammarCompiler(target_model)
     # Otherwise all streams would wait for it when the first grammar comes. Threads that it starts inherit the cores of
     # this one, which is bound to one core from the first pass on.
     grammars.prepare()
-    costs = Costs(placement)
     pools = _pools(config, target_model)
-    target, drafters = open_engines(target_model, draft_model, config, costs, pools)
+    target, drafters = open_engines(target_model, draft_model, config, placement, pools)
     return Models(
         vocabulary=target_model,
         grammars=grammars,
         target=KVCache(target),
         drafters=drafters,
-        costs=costs,
+        placement=placement,
         kernels=in_use,
         config=config,
         pools=pools,
@@ -126,7 +124,7 @@ def _placement(config: HandlerConfig) -> Placement:
 
 
 def open_engines(
-    target_model: LlamaModel, draft_model: LlamaModel | None, config: HandlerConfig, costs: Costs, pools: Pools
+    target_model: LlamaModel, draft_model: LlamaModel | None, config: HandlerConfig, placement: Placement, pools: Pools
 ) -> tuple[LlamaEngine, Drafters]:
     """Open engines for loaded models, with their drafters; a model may have several engines.
 
@@ -134,7 +132,7 @@ def open_engines(
         target_model: its weights.
         draft_model: the draft model's.
         config: with the numbers of tokens that are served (`Models.config`).
-        costs: of their passes.
+        placement: of their compute threads.
         pools: of finished answers.
 
     Raises:
@@ -143,17 +141,17 @@ def open_engines(
     target = _engine(
         target_model,
         config,
-        costs.placement,
+        placement,
         _MAX_LOGITS,
         n_cells=config.cache_tokens,
         max_alternatives=_MAX_ALTERNATIVES if draft_model else 0,
         cache_type=config.cache_type,
     )
-    target_cost = costs.measure(target, target_model.path)
+    target_cost = _pass_costs(target, target_model, placement)
     draft, draft_cost = None, None
     if draft_model is not None:
         try:
-            draft, draft_cost = _open_draft(draft_model, target_model, config, costs, target_cost)
+            draft, draft_cost = _open_draft(draft_model, target_model, config, placement, target_cost)
         except ModelLoadError as error:
             _go_on_without(error)
         else:
@@ -176,33 +174,28 @@ def _pools(config: HandlerConfig, model: LlamaModel) -> Pools:
     Raises:
         ModelLoadError: a file cannot be read.
     """
-    pools = Pools(config.speculation.history_tokens)
     texts = []
     for path in config.speculation.corpus:
         try:
             texts.append(model.encode(path.read_text(encoding="utf-8", errors="replace"), begin=False))
         except OSError as error:
             raise ModelLoadError(f"handler.speculation.corpus: {path} cannot be read: {error.strerror}.") from error
-    if texts:
-        pools.corpus = History(sum(map(len, texts)) + 2 * len(texts))
-        for text in texts:
-            pools.corpus.add(text)
-    return pools
+    return Pools(config.speculation.history_tokens, texts)
 
 
 def _open_draft(
     draft_model: LlamaModel,
     target_model: LlamaModel,
     config: HandlerConfig,
-    costs: Costs,
-    target_cost: Cost,
-) -> tuple[DraftModel, Cost]:
+    placement: Placement,
+    target_cost: PassCosts,
+) -> tuple[DraftModel, PassCosts]:
     # The target's, which end answers; the draft's own may be others.
     head = DraftHead(draft_model.size, [token for token in target_model.end_tokens() if token < draft_model.size])
     short = config.model_copy(update={"context_length": min(config.context_length, DRAFT_LENGTH)})
-    engine = _engine(draft_model, short, costs.placement, max(_MAX_LOGITS // 2, config.sequences), head=head)
+    engine = _engine(draft_model, short, placement, max(_MAX_LOGITS // 2, config.sequences), head=head)
     try:
-        cost = costs.measure(engine, draft_model.path, target_cost)
+        cost = _pass_costs(engine, draft_model, placement, target_cost)
     except ModelLoadError:
         engine.close()
         raise
@@ -215,6 +208,22 @@ def _open_draft(
         context_length=engine.slot_length,
     )
     return draft, cost
+
+
+def _pass_costs(
+    engine: LlamaEngine, model: LlamaModel, placement: Placement, target: PassCosts | None = None
+) -> PassCosts:
+    """The costs of a model's passes; those of a draft model follow the target's.
+
+    Raises:
+        ModelLoadError: a forward pass failed.
+    """
+    code = f"{kernels.identity()} {build_description()} {'a draft' if target else ''}"
+    try:
+        table = measured_costs(engine, model.path, threads=placement.usable.threads, kernels=code)
+    except EngineError as error:
+        raise ModelLoadError(f"{model.path}: its forward passes cannot be timed: {error}") from error
+    return PassCosts(table, target=target)
 
 
 def _go_on_without(error: ModelLoadError) -> None:
@@ -270,11 +279,12 @@ def _report_cost(draft: float, target: float) -> None:
         )
 
 
-def _measured_invariance(target: LlamaEngine) -> Invariance:
-    # Where llama.cpp computes something, lengths and numbers of rows matter for which specserve's kernels have no case.
-    invariance = probe(target, thorough=not all(target.computed))
-    level = logging.INFO if invariance.single_sequence else logging.WARNING
-    logger.log(level, "specserve: %s", invariance.sentence)
+def _measured_invariance(target: LlamaEngine) -> Invariance | None:
+    if all(target.computed):
+        logger.info("specserve: %s", REPEATS)
+        return None
+    invariance = probe(target)
+    logger.log(logging.WARNING if invariance.largest else logging.INFO, "specserve: %s", invariance.sentence)
     return invariance
 
 

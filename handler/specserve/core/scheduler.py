@@ -207,8 +207,7 @@ class Scheduler:
         """Prefill chunks beside these steps, in the order of `_prefill_order`."""
         decode_rows = sum(1 + step.max_drafts for step in decode_steps)
         logits_left = self._target.engine.max_logits - decode_rows
-        policy = self._controller.policy
-        likely_rows = sum(1 + policy(step.sequence).is_certain * step.max_drafts for step in decode_steps)
+        likely_rows = sum(1 + (step.sequence.speculation.mode == "fixed") * step.max_drafts for step in decode_steps)
         # Balances the delay of those that decode against the wait of all others (budget.py).
         decoding = {step.sequence.slot for step in decode_steps}
         rows_left = prefill_chunk(

@@ -6,28 +6,25 @@ two cores with one neighbour takes two to a hundred times as long as one over th
 
 Every thread is bound to a core of its own. Four times a second the system is asked how long each thread waited for its
 core, and how busy others kept the cores that are not in use; then the cores are chosen that promise the fastest pass.
-If that is one core, threads on the others assist: they help while they get their core, and nobody waits for them.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import logging
 import math
-import mmap
 import os
+import stat
+import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from time import monotonic
+from time import monotonic, time
 from typing import NamedTuple
 
-import numpy as np
-
-from specserve.cores import Usable
 from specserve.engine.thread_pool import ThreadPool
-from specserve.private_file import open_private
+from specserve.machine import Usable
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +44,8 @@ _NEGLIGIBLE = 0.1
 _MIN_BUSY_SHARE = 0.5
 # The minimum time that a thread has to have wanted its core for between two looks, to tell its share.
 _MIN_WANTED_NANOSECONDS = 10_000_000
-# Workers of one user that can know of each other, and seconds for which a worker counts as busy after a round began.
-_MAX_WORKERS, _BUSY_SECONDS = 256, 1.0
+# After a round began a worker counts as busy for so long; the file of one that has not computed for so long is deleted.
+_BUSY_SECONDS, _FORGOTTEN_SECONDS = 1.0, 86_400.0
 
 
 class Usage(NamedTuple):
@@ -80,17 +77,13 @@ def read_usage() -> Usage:
             # The thread has ended, or the kernel keeps no such statistics.
             continue
     cores: dict[int, tuple[int, int]] = {}
-    try:
-        lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        name, *numbers = line.split()
-        if name.startswith("cpu") and name != "cpu":
-            # User, nice, system, idle, iowait, irq, softirq, steal; guest time is part of the first two.
-            ticks = [int(number) for number in numbers[:8]]
-            total = sum(ticks)
-            cores[int(name[3:])] = total - ticks[3] - ticks[4], total
+    with suppress(OSError):
+        for line in Path("/proc/stat").read_text(encoding="ascii").splitlines():
+            name, *numbers = line.split()
+            if name.startswith("cpu") and name != "cpu":
+                # User, nice, system, idle, iowait, irq, softirq, steal; guest time is part of the first two.
+                ticks = [int(number) for number in numbers[:8]]
+                cores[int(name[3:])] = sum(ticks) - ticks[3] - ticks[4], sum(ticks)
     return Usage(threads, cores, os.sched_getaffinity(os.getpid()))
 
 
@@ -120,55 +113,46 @@ def speed(shares: Sequence[float]) -> float:
 class Workers:
     """The workers of one user on the same cores, which divide them while several are busy.
 
-    Each has a number, by a lock that ends with its process, and writes when it last computed into a file that all of
-    them map. Containers with a /dev/shm of their own cannot see each other.
+    Each has a file in a directory that all of them know, and touches it while it computes. Containers with a /dev/shm
+    of their own cannot see each other.
 
     Args:
         cores: that all of them may use.
-        directory: of the file.
-        clock: seconds, the same for all processes.
+        parent: of the directory.
 
     Raises:
-        OSError: the file cannot be used, or other workers hold all numbers.
+        OSError: the directory cannot be used.
     """
 
-    def __init__(
-        self,
-        cores: tuple[int, ...],
-        directory: Path = Path("/dev/shm"),  # noqa: S108 - a file in it is used only if it is this user's alone
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
+    def __init__(self, cores: tuple[int, ...], parent: Path = Path("/dev/shm")) -> None:  # noqa: S108 - if it is ours
         # A list of many cores is longer than a file's name may be.
         digest = hashlib.sha256(repr(cores).encode()).hexdigest()[:16]
-        # Not to be closed: that would drop the lock.
-        path = directory / f"specserve-{os.geteuid()}-{digest}"
-        file = open_private(path, os.O_RDWR | os.O_CREAT)
-        # Allocated, which fails where there is no memory: to write into a hole would end the process then.
-        os.posix_fallocate(file, 0, 8 * _MAX_WORKERS)
-        if os.fstat(file).st_size != 8 * _MAX_WORKERS:
-            raise OSError(errno.EINVAL, "it is too large", str(path))
-        self._computed = np.frombuffer(mmap.mmap(file, 8 * _MAX_WORKERS), np.float64)
-        number = next((number for number in range(_MAX_WORKERS) if _lock(file, number)), None)
-        if number is None:
-            raise OSError(errno.EBUSY, f"{_MAX_WORKERS} others have their numbers in it", str(path))
-        self._number = number
-        self._clock = clock
+        directory = parent / f"specserve-{os.geteuid()}-{digest}"
+        directory.mkdir(mode=0o700, exist_ok=True)
+        found = directory.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise OSError(errno.EPERM, "it is not a directory of this user's alone", str(directory))
+        for left in directory.iterdir():
+            if abs(time() - left.lstat().st_mtime) > _FORGOTTEN_SECONDS:
+                left.unlink(missing_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=directory)
+        os.close(descriptor)
+        self._file = Path(name)
+        # Nothing has been computed.
+        os.utime(self._file, (0, 0))
 
     def part(self, cores: tuple[int, ...]) -> tuple[int, ...]:
         """Return the cores of this worker, which computes now: all, or its part of them while others compute, too."""
-        self._computed[self._number] = now = self._clock()
-        busy = np.flatnonzero(np.abs(self._computed - now) < _BUSY_SECONDS)
-        rank = int(np.searchsorted(busy, self._number))
+        try:
+            self._file.touch()
+            files = sorted(os.scandir(self._file.parent), key=lambda entry: entry.name)
+            busy = [entry.name for entry in files if abs(time() - entry.stat().st_mtime) < _BUSY_SECONDS]
+            rank = busy.index(self._file.name)
+        except (OSError, ValueError):
+            # Somebody has cleared /dev/shm.
+            return cores
         first, last = (len(cores) * share // len(busy) for share in (rank, rank + 1))
         return cores[first:last] or (cores[rank % len(cores)],)
-
-
-def _lock(file: int, byte: int) -> bool:
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
-    except BlockingIOError:
-        return False
-    return True
 
 
 class Placement:
@@ -195,7 +179,6 @@ class Placement:
         self.usable = usable
         self.pool = pool
         self.cores = tuple(sorted(usable.cores[: usable.threads]))
-        self.assistants: tuple[int, ...] = ()
         self._workers = workers
         self._read = read
         self._clock = clock
@@ -213,13 +196,13 @@ class Placement:
         self._followers.append(follower)
         follower(self.cores)
 
-    def run_on(self, cores: tuple[int, ...], assistants: tuple[int, ...] = ()) -> None:
-        """Let passes run on these cores, with assistants on others."""
-        if (cores, assistants) != (self.cores, self.assistants):
-            self.cores, self.assistants = cores, assistants
+    def run_on(self, cores: tuple[int, ...]) -> None:
+        """Let passes run on these cores."""
+        if cores != self.cores:
+            self.cores = cores
             # What is known of threads on other cores says nothing of these.
             self._last = None
-            self.pool.run_on(cores, assistants)
+            self.pool.run_on(cores)
             for follower in self._followers:
                 follower(cores)
 
@@ -242,8 +225,7 @@ class Placement:
                 names = f"core{'s' * (len(best) > 1)} {', '.join(map(str, best))}"
                 logger.info("specserve: others are busy: passes run on %s, and change as these come and go", names)
                 self._next_log = now + _LOG_SECONDS
-            others = [core for core in mine if core not in best] if len(best) == 1 else []
-            self.run_on(best, tuple(sorted(others[: threads - 1])))
+            self.run_on(best)
 
     def _look(self, now: Usage) -> None:
         """Update which cores there are, and the share of each that a thread would get, since the last look."""
@@ -252,20 +234,20 @@ class Placement:
         if last is None:
             return
         for core in self.usable.cores:
-            ran, waited = (after - before for before, after in _pairs(last.threads, now.threads, core))
+            ran, waited = _since(last.threads, now.threads, core)
+            busy, total = _since(last.cores, now.cores, core)
             if ran + waited >= _MIN_WANTED_NANOSECONDS:
                 self._available[core] = _share(waited / (ran + waited))
-            elif core not in self.cores:
-                busy, total = (after - before for before, after in _pairs(last.cores, now.cores, core))
-                if total > 0:
-                    self._available[core] = max(_MIN_BUSY_SHARE, _share(busy / total))
+            elif core not in self.cores and total:
+                self._available[core] = max(_MIN_BUSY_SHARE, _share(busy / total))
 
 
 def _share(taken: float) -> float:
     return 1.0 if taken < _NEGLIGIBLE else 1 - taken
 
 
-def _pairs(last: Mapping[int, tuple[int, int]], now: Mapping[int, tuple[int, int]], core: int) -> list[tuple[int, int]]:
-    """Return both counters of a core before and after; the same twice where they are not known."""
+def _since(last: Mapping[int, tuple[int, int]], now: Mapping[int, tuple[int, int]], core: int) -> tuple[int, int]:
+    """Return how far both counters of a core have advanced; not at all where they are not known."""
     after = now.get(core, (0, 0))
-    return list(zip(last.get(core, after), after, strict=True))
+    before = last.get(core, after)
+    return after[0] - before[0], after[1] - before[1]

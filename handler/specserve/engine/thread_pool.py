@@ -8,17 +8,15 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 
 import llama_cpp
 
-from specserve.engine import kernels
 from specserve.engine.llama_model import start_backend
 
 logger = logging.getLogger(__name__)
 
 _MAX_THREADS = 512  # GGML_MAX_N_THREADS of ggml.h
-_LOADED = os.RTLD_NOLOAD | os.RTLD_NOW
 
 
 class _Params(ctypes.Structure):
@@ -34,15 +32,11 @@ class _Params(ctypes.Structure):
     )
 
 
-@lru_cache(maxsize=1)
-def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL, ctypes.CDLL]:
-    """Return the libraries that llama_cpp has loaded; it does not export what is needed here."""
+@cache
+def _library(name: str) -> ctypes.CDLL:
+    """Return a library that llama_cpp has loaded; it does not export what is needed here."""
     start_backend()
-    base, cpu, llama = (ctypes.CDLL(f"lib{name}.so.0", _LOADED) for name in ("ggml-base", "ggml-cpu", "llama"))
-    cpu.ggml_threadpool_new.restype = ctypes.c_void_p
-    cpu.ggml_threadpool_free.argtypes = [ctypes.c_void_p]
-    llama.llama_attach_threadpool.argtypes = [ctypes.c_void_p] * 3
-    return base, cpu, llama
+    return ctypes.CDLL(f"lib{name}.so.0", os.RTLD_NOLOAD | os.RTLD_NOW)
 
 
 class ThreadPool:
@@ -55,7 +49,7 @@ class ThreadPool:
     def __init__(self) -> None:
         self._contexts: list[llama_cpp.llama_context_p] = []
         self._cores: tuple[int, ...] = ()
-        self._pool: int | None = None
+        self._pool = ctypes.c_void_p()
         self._is_bound = False
         is_main = threading.current_thread() is threading.main_thread()
         self._given_back = os.sched_getaffinity(0) if is_main else None
@@ -63,62 +57,53 @@ class ThreadPool:
     def add(self, context: llama_cpp.llama_context_p) -> None:
         """Let a context compute with these threads."""
         self._contexts.append(context)
-        if self._pool is not None:
-            self._attach(context)
+        self._attach(context)
 
     def remove(self, context: llama_cpp.llama_context_p) -> None:
         """Forget a context that is about to be freed."""
         self._contexts.remove(context)
 
-    def run_on(self, cores: tuple[int, ...], assistants: tuple[int, ...] = ()) -> None:
-        """Compute with one thread on each of these cores from the next pass on.
-
-        Args:
-            cores: their numbers.
-            assistants: if it is one core, others whose threads help while they can.
-        """
-        base, cpu, _ = _libraries()
+    def run_on(self, cores: tuple[int, ...]) -> None:
+        """Compute with one thread on each of these cores from the next pass on."""
         params = _Params()
-        base.ggml_threadpool_params_init(ctypes.byref(params), ctypes.c_int(len(cores)))
+        _library("ggml-base").ggml_threadpool_params_init(ctypes.byref(params), ctypes.c_int(len(cores)))
         # llama.cpp's mask ends there; on cores beyond it threads stay where the system puts them.
         if max(cores) < _MAX_THREADS:
             for core in cores:
                 params.cpumask[core] = True
             params.strict_cpu = True
-        before, self._pool = self._pool, cpu.ggml_threadpool_new(ctypes.byref(params))
-        self._cores = cores
+        new = _library("ggml-cpu").ggml_threadpool_new
+        new.restype = ctypes.c_void_p
+        before, self._pool = self._pool, ctypes.c_void_p(new(ctypes.byref(params)))
+        self._cores, self._is_bound = cores, False
         for context in self._contexts:
             self._attach(context)
-        if before is not None:
-            cpu.ggml_threadpool_free(before)
-        kernels.assist(assistants)
-        self._is_bound = False
+        if before:
+            _library("ggml-cpu").ggml_threadpool_free(before)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Let a pass run within this context."""
-        if self._given_back is None:
-            # Not before the first pass: threads that are started until then may run on all cores.
-            if not self._is_bound:
-                self._bind()
-            yield
-            return
-        self._bind()
+        # Not before the first pass: threads that are started until then may run on all cores.
+        if not self._is_bound:
+            self._bind()
         try:
             yield
         finally:
-            os.sched_setaffinity(0, self._given_back)
+            if self._given_back:
+                os.sched_setaffinity(0, self._given_back)
+                self._is_bound = False
 
     def _bind(self) -> None:
         self._is_bound = True
+        # llama.cpp binds the thread that runs passes only where there are others.
         if len(self._cores) == 1:
-            # llama.cpp binds the thread that runs passes only where there are others.
             try:
                 os.sched_setaffinity(0, self._cores)
             except OSError as error:
                 logger.warning("specserve: no thread can run on core %d any more (%s)", *self._cores, error.strerror)
 
     def _attach(self, context: llama_cpp.llama_context_p) -> None:
-        _, _, llama = _libraries()
-        llama.llama_attach_threadpool(context, self._pool, self._pool)
-        llama_cpp.llama_set_n_threads(context, len(self._cores), len(self._cores))
+        if self._pool:
+            _library("llama").llama_attach_threadpool(ctypes.c_void_p(context), self._pool, self._pool)
+            llama_cpp.llama_set_n_threads(context, len(self._cores), len(self._cores))

@@ -1,4 +1,4 @@
-"""How calls of tools are written: one notation, by which text is read and from which grammars are made."""
+"""How models write tool calls: one notation, from which both their reader and their grammar are made."""
 
 from __future__ import annotations
 
@@ -48,42 +48,53 @@ class CallForm:
     @cached_property
     def trigger(self) -> list[str]:
         """The elements of a block after which it is a call: the tag, or all to the character after the name."""
-        return [self.tag] if self.tag else self._split[0]
+        return [self.tag] if self.tag else _to_name(self.begin + self.call)
 
     @cached_property
     def opening(self) -> list[str]:
         """The elements of a block after which its call is certain, whatever tokens have overshot the trigger."""
-        return self._split[0] if self.tag else [*self._split[0], *self._split[1], "{"]
+        return _to_name(self.begin + self.call) + ([] if self.tag else [*_from_name(self.call), "{"])
 
     @cached_property
     def rest(self) -> list[str]:
         """The elements from the opening to the arguments."""
-        return self._split[1] if self.tag else []
+        return _from_name(self.call) if self.tag else []
 
     @cached_property
     def next_opening(self) -> list[str]:
         """The elements from the arguments of a call to the name of the next one in its block; empty if it has none."""
         after = self.call.partition(ARGUMENTS)[2]
-        return [] if self.separator is None else [*elements(after + self.separator), *self._split_call[0]]
+        return [] if self.separator is None else [*elements(after + self.separator), *_to_name(self.call)]
 
     @cached_property
     def closing(self) -> list[str]:
         """The elements after the last arguments of a block."""
         return elements(self.call.partition(ARGUMENTS)[2] + self.end)
 
-    @cached_property
-    def _split(self) -> tuple[list[str], list[str]]:
-        return _split_after_name(self.begin + self.call.partition(ARGUMENTS)[0])
 
-    @cached_property
-    def _split_call(self) -> tuple[list[str], list[str]]:
-        return _split_after_name(self.call.partition(ARGUMENTS)[0])
+class ThinkingTags(NamedTuple):
+    """What a model writes before and after its reasoning."""
+
+    begin: str
+    end: str
+
+    def opening(self, text: str) -> int | None:
+        """Return where the reasoning at the beginning of a text begins, -1 if there is none, None if more may tell."""
+        stripped = text.lstrip(WHITESPACE)
+        if stripped.startswith(self.begin):
+            return len(text) - len(stripped) + len(self.begin)
+        return None if self.begin.startswith(stripped) else -1
 
 
-def _split_after_name(form: str) -> tuple[list[str], list[str]]:
-    """Split a form up to the arguments after the character that ends the name."""
+def _to_name(form: str) -> list[str]:
+    """Return the elements up to the character that ends the name."""
     before, _, after = form.partition(NAME)
-    return [*elements(before), NAME, after[:1]], elements(after[1:])
+    return [*elements(before), NAME, after[:1]]
+
+
+def _from_name(form: str) -> list[str]:
+    """Return the elements after the character that ends the name, up to the arguments."""
+    return elements(form.partition(NAME)[2].partition(ARGUMENTS)[0][1:])
 
 
 def elements(form: str) -> list[str]:

@@ -34,36 +34,16 @@ _FORCING_SHARE = 0.1
 # What llguidance says, also of its own options, and what that means here.
 _REWORDED = {
     "NoExtensionBias": "no text can follow",
-    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
-        "branches of a 'oneOf' might both take the same value; use 'anyOf'"
-    ),
     "lexer precomputation failed; either increase limits.initial_lexer_fuel or disable "
     "limits.precompute_large_lexemes": "its texts and patterns are too large",
 }
 
 
 class SpecialTokens(NamedTuple):
-    """The tokens that end an answer, as array and set, and the token that spells each single byte."""
+    """The tokens that end an answer, and the token that spells each single byte."""
 
-    end: NDArray[np.intp]
-    end_set: frozenset[int]
+    end: frozenset[int]
     single_byte: Mapping[int, int]
-
-
-class CompiledGrammar(NamedTuple):
-    """A compiled grammar, which all answers that must follow it share.
-
-    Args:
-        matcher: at the start of an answer; only copies of it advance.
-        is_json: whether the answer is JSON, whose whitespace `Layout` predicts.
-        failures: errors of the lexer, which copies share (it has a lock of its own): once one has exhausted its states,
-            the others accept nothing and do not report it. The engine thread appends, the parser's read; what it reads
-            too early gives its request a grammar that fails with the same error.
-    """
-
-    matcher: llguidance.LLMatcher
-    is_json: bool
-    failures: list[str]
 
 
 @dataclass
@@ -72,6 +52,28 @@ class Budget:
 
     max_seconds: float = math.inf
     spent_seconds: float = 0.0
+
+
+class CompiledGrammar(NamedTuple):
+    """A compiled grammar, which all answers that must follow it share.
+
+    Args:
+        matcher: at the start of an answer; only copies of it advance.
+        is_json: whether the answer is JSON, whose whitespace `Layout` predicts.
+        vocabulary: of the target.
+        special: of the vocabulary.
+        round_budget: of all constraints together.
+        failures: errors of the lexer, which copies share (it has a lock of its own): once one has exhausted its states,
+            the others accept nothing and do not report it. The engine thread appends, the parser's read; what it reads
+            too early gives its request a grammar that fails with the same error.
+    """
+
+    matcher: llguidance.LLMatcher
+    is_json: bool
+    vocabulary: Vocabulary
+    special: SpecialTokens
+    round_budget: Budget
+    failures: list[str]
 
 
 class Constraint:
@@ -84,30 +86,18 @@ class Constraint:
 
     Args:
         compiled: the grammar.
-        vocabulary: of the target.
-        special: of the vocabulary.
-        round_budget: shared by all constraints.
-        request_budget: shared by all answers of the request.
+        budget: shared by all answers of the request.
     """
 
     allows_text = False
     # What a schema says and answers may break, by its keywords.
     relaxed: tuple[str, ...] = ()
 
-    def __init__(
-        self,
-        compiled: CompiledGrammar,
-        vocabulary: Vocabulary,
-        special: SpecialTokens,
-        round_budget: Budget,
-        request_budget: Budget,
-    ) -> None:
+    def __init__(self, compiled: CompiledGrammar, budget: Budget) -> None:
         self._compiled = compiled
+        self._budget = budget
+        self._vocabulary, self._special = compiled.vocabulary, compiled.special
         self._matcher = compiled.matcher.deep_copy()
-        self._vocabulary = vocabulary
-        self._special = special
-        self._round_budget = round_budget
-        self._request_budget = request_budget
         # Tokens that the matcher has consumed. After an error at a token or a mask it begins anew when it is needed.
         self._consumed: list[int] = []
         # The last tokens that it could not consume, and why.
@@ -140,13 +130,11 @@ class Constraint:
         small part of the time of a mask (at most 5 ms, in a row of 500 items). False where the grammar cannot be
         followed; the next mask, if another token is needed, raises that.
         """
-        tokens = list(tokens)
         try:
             # Nothing is consumed after a complete answer.
-            follows = self._consumed[: len(tokens)] == tokens or self._follow(tokens, may_defer=False)
+            at_end = self.follows(tokens) and len(self._consumed) == len(tokens)
         except ConstraintError:
             return False
-        at_end = follows and len(self._consumed) == len(tokens)
         return at_end and self._matcher.is_stopped() and not self._matcher.is_error()
 
     def forced(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
@@ -167,7 +155,7 @@ class Constraint:
         forced = self._vocabulary.encode(text.decode("utf-8", errors="ignore"), begin=False)
         forced = forced[:max_tokens]
         matches = text.startswith(b"".join(map(self._vocabulary.piece, forced)))
-        return forced if matches and self._special.end_set.isdisjoint(forced) else []
+        return forced if matches and self._special.end.isdisjoint(forced) else []
 
     def follows(self, tokens: Sequence[int]) -> bool:
         """Whether the grammar allows these tokens, whatever the round's budget; raises like `allowed`."""
@@ -181,7 +169,7 @@ class Constraint:
 
     def fork(self) -> Constraint:
         """Return an independent constraint by the same grammar."""
-        return Constraint(self._compiled, self._vocabulary, self._special, self._round_budget, self._request_budget)
+        return Constraint(self._compiled, self._budget)
 
     def _forced_text(self, max_bytes: int) -> bytes:
         """Return the bytes that must follow the consumed tokens."""
@@ -189,7 +177,7 @@ class Constraint:
         matcher = self._matcher.deep_copy()
         layout = self._layout() if self._compiled.is_json else None
         text = b""
-        deadline = thread_time() + _FORCING_SHARE * self._round_budget.max_seconds
+        deadline = thread_time() + _FORCING_SHARE * self._compiled.round_budget.max_seconds
         while len(text) < max_bytes and thread_time() <= deadline:
             more = matcher.compute_ff_bytes() or (self._after_whitespace(matcher, layout) if layout else b"")
             more = more[: max_bytes - len(text)]
@@ -251,7 +239,7 @@ class Constraint:
             for _ in range(min(rejected, len(self._layouts))):
                 self._layouts.pop()
         rest = tokens[shared:]
-        if rest and self._special.end_set.isdisjoint(rest):
+        if rest and self._special.end.isdisjoint(rest):
             with self._timed(may_defer=may_defer):
                 taken = self._matcher.try_consume_tokens(rest)
             if error := self._error():
@@ -288,20 +276,21 @@ class Constraint:
     @contextmanager
     def _timed(self, *, may_defer: bool = True) -> Iterator[None]:
         """Count work against both budgets; refuse to start it if the round's is spent."""
-        if may_defer and self._round_budget.spent_seconds >= self._round_budget.max_seconds:
+        in_round = self._compiled.round_budget
+        if may_defer and in_round.spent_seconds >= in_round.max_seconds:
             raise MaskDeferred("The round has no time left for the answer's grammar.")
         begun = thread_time()
         yield
         seconds = thread_time() - begun
-        self._round_budget.spent_seconds += seconds
+        in_round.spent_seconds += seconds
         # A mask that exceeds a whole round's budget would delay all requests, so it ends this one.
-        is_too_slow = may_defer and seconds > self._round_budget.max_seconds
-        self._request_budget.spent_seconds += math.inf if is_too_slow else seconds
+        is_too_slow = may_defer and seconds > in_round.max_seconds
+        self._budget.spent_seconds += math.inf if is_too_slow else seconds
 
     def _check(self) -> None:
         if self._compiled.failures:
             raise _failure(self._compiled.failures[0])
-        if self._request_budget.spent_seconds >= self._request_budget.max_seconds:
+        if self._budget.spent_seconds >= self._budget.max_seconds:
             raise _failure("it takes too much time")
 
 

@@ -8,7 +8,7 @@ large vocabulary, but exact.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 
 # Bytes of UTF-8.
 MAX_TEXT = 32 * 1024
@@ -33,12 +33,6 @@ class UnusableGrammar(ValueError):
     """The grammar cannot be used; the message completes "cannot be used: "."""
 
 
-@dataclass
-class _Rule:
-    lark: str = ""
-    uses: set[str] = field(default_factory=set)
-
-
 def gbnf_to_lark(text: str) -> str:
     """Return the grammar in llguidance's Lark, with `start` for `root`.
 
@@ -47,131 +41,104 @@ def gbnf_to_lark(text: str) -> str:
     """
     if len(text) > MAX_TEXT or len(text.encode()) > MAX_TEXT:
         raise UnusableGrammar(f"it is longer than {MAX_TEXT // 1024} KiB")
-    rules = _Reader(text).read()
+    rules = _read(text)
     if "root" not in rules:
         raise UnusableGrammar("it has no rule 'root'")
     if len(rules) > MAX_RULES:
         raise UnusableGrammar(f"it has more than {MAX_RULES} rules")
-    order = _reachable(rules)
-    recursive = _is_recursive(rules, order)
+    used = ["root"]
+    for name in used:
+        if name not in rules:
+            raise UnusableGrammar(f"the rule {name[:100]!r} is not defined")
+        used += sorted(rules[name].uses.difference(used))
+    try:
+        TopologicalSorter({name: rules[name].uses for name in used}).prepare()
+        kind = "RULE"
+    except CycleError:
+        kind = "rule"
     # In Lark, names of lexemes are upper case, names of rules lower case.
-    names = {name: f"{'rule' if recursive else 'RULE'}_{index}" for index, name in enumerate(order)}
+    names = {name: f"{kind}_{index}" for index, name in enumerate(used)}
     lines = [f"start: {names['root']}"]
-    for name in order:
-        body = re.sub(r"<([^<>]*)>", lambda match: names[match[1]], rules[name].lark)
+    for name in used:
+        body = re.sub(r"<([^<>]*)>", lambda match: names[match[1]], rules[name].lark())
         lines.append(f"{names[name]}: {body}")
     return "\n".join(lines) + "\n"
 
 
-def _reachable(rules: dict[str, _Rule]) -> list[str]:
-    """Return the rules that `root` uses, directly or indirectly."""
-    order = ["root"]
-    for name in order:
-        for used in sorted(rules[name].uses):
-            if used not in rules:
-                raise UnusableGrammar(f"the rule {used[:100]!r} is not defined")
-            if used not in order:
-                order.append(used)
-    return order
+class _Rule:
+    """Translates a rule token by token; names of other rules stand between `<` and `>`."""
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.uses: set[str] = set()
+        self.depth = 0
+
+    @property
+    def at_begin(self) -> bool:
+        """Whether an alternative begins here."""
+        return self.parts[-1:] in ([], ["("], ["|"])
+
+    def add(self, kind: str, value: str, line: int) -> None:
+        """Translate a token."""
+        if kind == "repeat":
+            if self.at_begin or self.parts[-1][0] in "*+?{":
+                raise UnusableGrammar(f"line {line} repeats nothing")
+            self.parts.append(_repeat(value, line))
+        elif kind == "name":
+            self.uses.add(value)
+            self.parts.append(f"<{value}>")
+        elif kind == "literal":
+            characters = [_class([(ord(c), ord(c))]) for c, _ in _escapes(value[1:-1], line)]
+            self.parts.append(f"({' '.join(characters)})" if characters else '("")')
+        elif kind == "characters":
+            self.parts.append(_ranges(value[1:-1], line))
+        elif value == ".":
+            self.parts.append(_class([(0, 0x10FFFF)]))
+        else:
+            self.depth += {"(": 1, "|": 0, ")": -1}[value]
+            if self.depth < 0:
+                raise UnusableGrammar(f"line {line} closes a parenthesis that is not open")
+            if self.depth > MAX_DEPTH:
+                raise UnusableGrammar("it is too deeply nested")
+            self.parts += ['""', value] if value != "(" and self.at_begin else [value]
+
+    def lark(self) -> str:
+        """Return the whole rule's Lark."""
+        if self.depth:
+            raise UnusableGrammar("a parenthesis is not closed")
+        return " ".join([*self.parts, '""'] if self.at_begin else self.parts)
 
 
-def _is_recursive(rules: dict[str, _Rule], order: list[str]) -> bool:
-    """Whether any rule uses itself, directly or indirectly: these never become `settled`."""
-    settled: set[str] = set()
-    while ready := [name for name in order if name not in settled and rules[name].uses <= settled]:
-        settled.update(ready)
-    return len(settled) < len(order)
-
-
-class _Reader:
-    """A recursive-descent parser that translates while it parses."""
-
-    def __init__(self, text: str) -> None:
-        self._tokens: list[tuple[str, str, int]] = []
-        text += "\n"
-        position, line = 0, 1
-        while position < len(text):
-            match = _TOKEN.match(text, position)
-            if match is None:
-                raise UnusableGrammar(f"line {line} cannot be read")
-            kind = "rule" if match["defines"] else next(k for k, v in match.groupdict().items() if v is not None)
-            self._tokens.append((kind, match["name"] if kind == "rule" else match[kind], line))
-            line += kind == "newline"
-            position = match.end()
-        self._tokens.append(("end", "", line))
-        self._next = 0
-        self._rule = _Rule()
-
-    def _peek(self, *, across_lines: bool) -> tuple[str, str, int]:
-        while across_lines and self._tokens[self._next][0] == "newline":
-            self._next += 1
-        return self._tokens[self._next]
-
-    def read(self) -> dict[str, _Rule]:
-        """Return the rules that the text defines, by name."""
-        rules: dict[str, _Rule] = {}
-        while True:
-            kind, name, line = self._peek(across_lines=True)
-            if kind == "end":
-                return rules
-            if kind != "rule" or name in rules:
+def _read(text: str) -> dict[str, _Rule]:
+    """Return the rules that a text defines, by name."""
+    rules: dict[str, _Rule] = {}
+    rule: _Rule | None = None
+    text += "\n"
+    position, line = 0, 1
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if match is None:
+            raise UnusableGrammar(f"line {line} cannot be read")
+        kind, position = str(match.lastgroup), match.end()
+        if kind == "newline":
+            line += 1
+            if rule and not rule.depth and not rule.at_begin:
+                rule = None
+        elif kind == "defines":
+            if rule or match["name"] in rules:
                 raise UnusableGrammar(f"line {line} begins no new rule")
-            self._next += 1
-            self._rule = rules[name] = _Rule()
-            self._peek(across_lines=True)
-            rules[name].lark = self._alternatives(0)
-            kind, _, line = self._tokens[self._next]
-            if kind not in {"newline", "end"}:
-                raise UnusableGrammar(f"line {line} has something unexpected")
-
-    def _alternatives(self, depth: int) -> str:
-        if depth > MAX_DEPTH:
-            raise UnusableGrammar("it is too deeply nested")
-        choices = [self._sequence(depth)]
-        while self._peek(across_lines=depth > 0)[1] == "|":
-            self._next += 1
-            self._peek(across_lines=True)
-            choices.append(self._sequence(depth))
-        return "(" + " | ".join(choices) + ")"
-
-    def _sequence(self, depth: int) -> str:
-        parts: list[str] = []
-        while True:
-            kind, value, line = self._peek(across_lines=depth > 0)
-            if kind == "literal":
-                part = " ".join(_class([(ord(c), ord(c))]) for c in _characters(value[1:-1], line)) or '""'
-            elif kind == "characters":
-                part = _ranges(value[1:-1], line)
-            elif kind == "name":
-                self._rule.uses.add(value)
-                part = f"<{value}>"
-            elif value == ".":
-                part = _class([(0, 0x10FFFF)])
-            elif value == "(":
-                self._next += 1
-                part = self._alternatives(depth + 1)
-                if self._peek(across_lines=True)[1] != ")":
-                    raise UnusableGrammar(f"line {line} opens a parenthesis that is not closed")
-            else:
-                return " ".join(parts) or '""'
-            self._next += 1
-            parts.append(self._repeated(part, depth))
-
-    def _repeated(self, part: str, depth: int) -> str:
-        kind, value, line = self._peek(across_lines=depth > 0)
-        if kind != "repeat":
-            return part
-        self._next += 1
-        if any(int(number) > MAX_REPEATS for number in re.findall(r"\d+", value)):
-            raise UnusableGrammar(f"line {line} repeats something more than {MAX_REPEATS} times")
-        if re.fullmatch(r"\{ *\d+ *\}", value):
-            value = value.replace("}", f",{value[1:-1]}}}")
-        return f"({part}){value.replace(' ', '')}"
+            rule = rules[match["name"]] = _Rule()
+        elif rule is None:
+            raise UnusableGrammar(f"line {line} begins no new rule")
+        else:
+            rule.add(kind, match[kind], line)
+    return rules
 
 
-def _characters(text: str, line: int) -> list[str]:
-    """Return the characters of a literal, with escapes resolved."""
-    return [character for character, _ in _escapes(text, line)]
+def _repeat(text: str, line: int) -> str:
+    if any(int(number) > MAX_REPEATS for number in re.findall(r"\d+", text)):
+        raise UnusableGrammar(f"line {line} repeats something more than {MAX_REPEATS} times")
+    return re.sub(r"\{(\d+)\}", r"{\1,\1}", text.replace(" ", ""))
 
 
 def _escapes(text: str, line: int) -> list[tuple[str, bool]]:

@@ -133,9 +133,9 @@ class Metrics:
         """Count a round's time and tokens, and its drafts if it decoded."""
         info = step.sequence.info
         family = self.family(info.family)
-        self._count(DRAFT_SECONDS, step.draft_seconds, family)
-        self._count(TARGET_SECONDS, step.target_seconds, family)
-        self._count(OTHER_SECONDS, step.other_seconds, family)
+        self._count(DRAFT_SECONDS, step.seconds.draft, family)
+        self._count(TARGET_SECONDS, step.seconds.target, family)
+        self._count(OTHER_SECONDS, step.seconds.other, family)
         self._count(EMITTED, len(step.emitted), family, info.group)
         if not step.is_decode_round:
             return

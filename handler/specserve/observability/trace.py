@@ -73,7 +73,7 @@ class Trace:
     def round(self, step: Step) -> None:
         """Write a round."""
         tokens = step.emitted
-        seconds = step.draft_seconds, step.target_seconds, step.other_seconds
+        seconds = step.seconds.draft, step.seconds.target, step.seconds.other
         fields: dict[str, object] = {
             "position": step.position,
             "kv_len": step.cached,

@@ -1,1 +1,1 @@
-"""Makes a distribution of logits, and draws a token of it: penalties, truncation, noise."""
+"""From logits to a token: penalties, truncation, noise."""

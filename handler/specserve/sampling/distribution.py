@@ -1,4 +1,4 @@
-"""Makes a probability distribution of logits, and draws a token of a distribution."""
+"""Turns logits into a probability distribution, and samples from it."""
 
 from __future__ import annotations
 
@@ -191,22 +191,10 @@ def _truncate(weights: FloatArray, total: float, top_k: int, top_p: float, min_p
 
 
 def _nucleus(weights: FloatArray, ids: IntArray, mass: float) -> IntArray:
-    """Return the fewest of the heaviest of these ordered ids that hold `mass`, lower ids first among equals.
-
-    Positive floats are ordered as their bits are, so sums by the upper 16 bits leave few weights to be sorted: 5 ms for
-    150,000 tokens at top_p 0.9999 (one core of an EPYC), where sorting all of them takes 11 ms.
-    """
-    among = weights[ids]
-    upper = among.astype(np.float32).view(np.uint32) >> 16
-    sums = np.bincount(upper, among)[::-1].cumsum()
-    border = sums.size - 1 - min(int(np.searchsorted(sums, mass)), sums.size - 1)
-    inside = np.flatnonzero(upper == border)
-    inside = inside[np.argsort(-among[inside], kind="stable")]
-    before = float(sums[sums.size - 2 - border]) if border < sums.size - 1 else 0.0
-    count = int(np.searchsorted(np.cumsum(among[inside], dtype=np.float64), mass - before)) + 1
-    kept = upper > border
-    kept[inside[:count]] = True
-    return ids[kept]
+    """Return the fewest of the heaviest of these ordered ids that hold `mass`, lower ids first among equals."""
+    # Values are sorted several times as fast as their indices.
+    held = np.cumsum(np.sort(weights[ids])[::-1], dtype=np.float64)
+    return np.sort(_heaviest(weights, ids, int(np.searchsorted(held, mass)) + 1))
 
 
 def _candidates(weights: FloatArray, total: float, top_k: int, top_p: float, min_p: float) -> IntArray:

@@ -15,73 +15,76 @@ import numpy as np
 
 from specserve.sampling.distribution import FloatArray
 from specserve.speculation.acceptance import Acceptance
-from specserve.speculation.gain import RoundCosts, rows_worth_adding
+from specserve.speculation.policy import Prices, rows_worth_adding
 from specserve.speculation.rejection import RULES, likeliest
 from specserve.speculation.step import Alternative, Draft, Step
 
-# Alternatives to a draft that are considered. Where drafts are often rejected, as at temperature 0.8, 4 instead of 2
-# bring 1 to 5 % on two cores of Zen 5, and greedy decoding stays as it is (benchmarks/decisions/tried.md).
+# Alternatives to a draft that are considered: 4 instead of 2 bring 1 to 5 % at temperature 0.8
+# (benchmarks/decisions/tried.md).
 _CHOICES = 4
 # What an alternative has to gain beside its row, in tokens: it takes .1 ms of bookkeeping in the KV cache.
 _LEAST_GAIN = 0.005
 
 
-def note_possible(step: Step, logits: FloatArray, draft: Draft, probability: float, acceptance: Acceptance) -> None:
-    """Note what could be recovered in place of a draft: the draft model's next choices.
+def alternatives_to(draft: Draft, step: Step, logits: FloatArray, acceptance: Acceptance) -> tuple[Alternative, ...]:
+    """The draft model's next choices after a draft, the likeliest to be recovered first.
 
     Args:
+        draft: by the model.
         step: without the draft.
         logits: that a greedy draft is the argmax of, shape (vocabulary,).
-        draft: by the model.
-        probability: that it is accepted.
         acceptance: estimates how likely an alternative is recovered.
     """
-    sequence, index = step.sequence, len(step.drafts)
-    greedy = draft.q is None
+    is_greedy, index = draft.q is None, len(step.drafts)
     values, excluded = (logits, -np.inf) if draft.q is None else (draft.q, 0.0)
-    guess = likeliest if greedy else RULES[sequence.speculation.verification].guess
+    guess = likeliest if is_greedy else RULES[step.sequence.speculation.verification].guess
     best = float(values[draft.token])
     # That the draft is the first to be rejected and none so far is recovered; and what their probabilities leave.
-    rejected, left = step.p_all_accepted * (1 - probability), 1 - (draft.confidence if greedy else best)
-    chosen = [(draft.token, best)]
+    rejected, left = step.p_all_accepted * (1 - draft.acceptance), 1 - (draft.confidence if is_greedy else best)
+    # Choices are excluded one by one, and put back in the end: a copy of 150,000 numbers takes longer than all else.
+    held = {draft.token: best}
     values[draft.token] = excluded
-    while len(chosen) <= _CHOICES and rejected >= _LEAST_GAIN and left > 0:
+    found: list[Alternative] = []
+    while len(found) < _CHOICES and rejected >= _LEAST_GAIN and left > 0:
         token = guess(values, index, step.noise)
         value = float(values[token])
         if value <= excluded:
             # No token is left.
             break
-        mass = draft.confidence * math.exp(value - best) if greedy else value
+        mass = draft.confidence * math.exp(value - best) if is_greedy else value
         share = min(1.0, mass / left)
-        gain = rejected * acceptance.of_alternative(sequence, share)
-        step.possible.append(Alternative(index, token, share, gain))
+        gain = rejected * acceptance.of_token(step.sequence, "alternative", share)
+        found.append(Alternative(index, token, share, gain))
         rejected, left = rejected - gain, left - mass
-        chosen.append((token, value))
+        held[token] = value
         values[token] = excluded
-    for token, value in chosen:
+    for token, value in held.items():
         values[token] = value
+    return tuple(found)
 
 
 def choose_alternatives(
-    steps: abc.Sequence[Step], max_alternatives: int, rows: int, costs: RoundCosts, end_tokens: Container[int]
+    steps: abc.Sequence[Step], max_alternatives: int, rows: int, prices: Prices, end_tokens: Container[int]
 ) -> None:
     """Let the target read the alternatives that are likely to be recovered, as many as pay for their rows.
-
-    An end token is none of them: no token follows it.
 
     Args:
         steps: with all their drafts, which have left rows to them or not (`Step.rows_left`).
         max_alternatives: of the pass.
         rows: of the target's pass by now.
-        costs: of this round.
-        end_tokens: those that end an answer.
+        prices: of this round.
+        end_tokens: those that end an answer; none is an alternative, since no token follows it.
     """
     possible = [
-        (alternative, step) for step in steps for alternative in step.possible if alternative.token not in end_tokens
+        (alternative, step)
+        for step in steps
+        for draft in step.drafts
+        for alternative in draft.alternatives
+        if alternative.token not in end_tokens
     ]
     possible.sort(key=lambda pair: pair[0].gain, reverse=True)
     gains = [alternative.gain - _LEAST_GAIN for alternative, _ in possible[:max_alternatives]]
-    length, _ = rows_worth_adding(gains, rows, costs)
+    length, _ = rows_worth_adding(gains, rows, prices)
     for alternative, step in possible[:length]:
         if step.rows_left > 0:
             step.alternatives.append(alternative)

@@ -1,11 +1,14 @@
-"""A round's drafts: what the free proposers offer, then tokens of the draft model, as the policy decides (policy.py).
+"""Drafts the tokens of a round: what a proposer has for nothing, or one by one by the draft model (policy.py decides).
 
-After every token of the draft model the proposers (proposers.py) are asked again, so one draft may mix drafters.
+The proposers (proposers.py, ngram.py) are asked first and again after every token of the draft model, so one draft may
+mix drafters.
 
-An end token ends the drafts of a step, and so does the end of a grammar: what follows would be thrown away with it.
+A drawn token is never taken back. Whether a further one is drawn is decided before it is, also by what was drawn for
+other sequences, with numbers that no two share. So the length of a draft is a stopping time, which every rule of
+rejection.py allows.
 
-A sequence with a grammar is drafted for as far as the round has time for its masks, position by position: a token is
-drafted only after the mask at its position is computed, so verification lacks at most the mask after all drafts.
+An end token ends the drafts of a step, and so does the end of a grammar. Under a grammar a token is drafted only after
+the mask at its position is computed, so verification lacks at most the mask after all drafts.
 """
 
 from __future__ import annotations
@@ -18,27 +21,21 @@ from specserve.errors import ConstraintError, DraftError, MaskDeferred
 from specserve.sampling.distribution import FloatArray, argmax, confidence, is_greedy, one_hot, to_distribution
 from specserve.sampling.logits import process_logits
 from specserve.sequence import Sequence
-from specserve.speculation.alternatives import choose_alternatives
+from specserve.speculation.alternatives import alternatives_to, choose_alternatives
 from specserve.speculation.draft_model import DraftModel
-from specserve.speculation.gain import Candidate, RoundCosts, choose_for_model
-from specserve.speculation.policy import SHORT_CATCH_UP, Controller
+from specserve.speculation.policy import Candidate, Controller, Prices, choose_for_model
 from specserve.speculation.proposers import Proposer
 from specserve.speculation.rejection import RULES
-from specserve.speculation.step import Draft, Refused, Step
+from specserve.speculation.step import Draft, Step
 
 logger = logging.getLogger(__name__)
 
 
 class Drafters:
-    """All drafters, which draft what the controller's policies decide.
-
-    The proposers are asked first, since they cost nothing; the model drafts where they have nothing to propose, or
-    nothing as good. A drawn token is never taken back, and whether a further one is drawn is decided before it is, also
-    by what was drawn for other sequences, with numbers that no two share: the length of a draft is a stopping time,
-    which every rule of rejection.py allows.
+    """All drafters, which draft what the controller decides.
 
     Args:
-        controller: has the policies.
+        controller: decides how many tokens are drafted.
         proposers: asked in this order, until one has something worth drafting.
         model: the draft model, where there is one.
         vocabulary: the width of the target's logits.
@@ -87,83 +84,93 @@ class Drafters:
             return
         rows = sum(step.rows for step in steps)
         decoding = [step.sequence for step in steps if not step.in_prefill]
-        costs = self.controller.costs(decoding, kv_len, self.draft_kv_len(decoding) or 0, awaiting_first_token)
-        drafting = self.controller.begin_round(steps, rows, costs)
-        for proposer in self._proposers:
-            proposer.begin_round()
+        prices = self.controller.prices(decoding, kv_len, self.draft_kv_len(decoding) or 0, awaiting_first_token)
+        drafting = self.controller.begin_round(steps, rows, prices)
         for step in drafting:
             with step.contained():
-                rows += self._draft_offer(step, rows, costs)
-        while self.model and (chosen := self._choose(drafting, rows, costs)):
-            began = self._clock()
+                rows += self._draft_proposal(step, rows, prices)
+        while self.model and (chosen := self._chosen_for_model(drafting, rows, prices)):
             try:
-                logits, n_read = self.model.read(chosen, is_shared=len(decoding) > 1)
+                rows += self._draft_by_model(self.model, chosen, rows, prices, is_shared=len(decoding) > 1)
             except DraftError as error:
                 logger.error("specserve: %s Decoding goes on without it.", error)
                 self.model = None
                 return
-            read = self._clock()
-            seconds_per_row = costs.draft_pass(sum(n_read)) / max(1, sum(n_read))
-            for index, step in enumerate(chosen):
-                step.draft_model_seconds += seconds_per_row * n_read[index]
-                if n_read[index] > SHORT_CATCH_UP:
-                    # All but the row that it would have read anyway.
-                    step.long_catch_up_seconds += seconds_per_row * (n_read[index] - 1)
-                with step.contained():
-                    if index not in logits or not self._draw(logits[index], step):
-                        step.model_ended = True
-                    else:
-                        rows += 1
-                        rows += self._draft_offer(step, rows, costs)
-            # Drawing belongs to the cost of a pass, grammar masks do not.
-            has_masks = any(step.sequence.constraint is not None for step in chosen)
-            self.model.observe_cost((read if has_masks else self._clock()) - began)
-        choose_alternatives(drafting, max_alternatives, rows, costs, self._end_tokens)
+        choose_alternatives(drafting, max_alternatives, rows, prices, self._end_tokens)
 
-    def _draft_offer(self, step: Step, rows: int, costs: RoundCosts) -> int:
-        """Draft what the first proposer offers that is worth verifying; returns how many tokens that is."""
+    def _draft_proposal(self, step: Step, rows: int, prices: Prices) -> int:
+        """Draft what the first proposer has that is worth verifying; returns how many tokens that is."""
         sequence = step.sequence
         if step.rows_left <= 0 or not step.compute_mask() or step.is_over(self._end_tokens):
             return 0
-        policy, acceptance = self.controller.policy(sequence), self.controller.acceptance
         for proposer in self._proposers:
             if sequence.speculation.drafter not in {None, proposer.name}:
                 continue
-            offer = proposer.propose(sequence, step.draft_tokens, step.rows_left)
-            tokens, confidences = offer.until(self._end_tokens)
-            if not tokens:
+            proposal = proposer.propose(sequence, step.draft_tokens, step.rows_left).until(self._end_tokens)
+            if not proposal.tokens:
                 continue
-            probabilities = [acceptance.of_token(sequence, proposer.name, stated) for stated in confidences]
-            length = policy.offer_length(step, probabilities, self._candidate(step, costs), rows, costs)
+            acceptance = [
+                self.controller.acceptance.of_token(sequence, proposer.name, stated) for stated in proposal.confidence
+            ]
+            length = self.controller.offer_length(step, acceptance, self._candidate(step, prices), rows, prices)
             before = len(step.drafts)
-            for token, stated, probability in zip(tokens[:length], confidences, probabilities, strict=False):
-                if not step.allows(token):
+            proposed = [
+                Draft(token, None, proposer.name, stated, probability)
+                for token, stated, probability in zip(*proposal, acceptance, strict=True)
+            ]
+            for draft in proposed[:length]:
+                if not step.allows(draft.token):
                     break
-                q = None if is_greedy(sequence.sampling) else one_hot(token, self._vocabulary)
-                step.add(Draft(token, q, proposer.name, stated), probability)
+                q = None if is_greedy(sequence.sampling) else one_hot(draft.token, self._vocabulary)
+                step.add(draft._replace(q=q))
             if len(step.drafts) > before:
                 return len(step.drafts) - before
             if not step.drafts:
-                step.refused.append(Refused(tokens[0], proposer.name, confidences[0]))
+                step.refused.append(proposed[0])
         return 0
 
-    def _choose(self, drafting: list[Step], rows: int, costs: RoundCosts) -> list[Step]:
+    def _chosen_for_model(self, drafting: list[Step], rows: int, prices: Prices) -> list[Step]:
         """The steps whose next token the model drafts now."""
-        able = [(step, self._candidate(step, costs)) for step in drafting if step.rows_left > 0 and not step.error]
+        able = [(step, self._candidate(step, prices)) for step in drafting if step.rows_left > 0 and not step.error]
         candidates = [(step, candidate) for step, candidate in able if candidate]
-        chosen, _ = choose_for_model([candidate for _, candidate in candidates], rows, costs)
+        chosen, _ = choose_for_model([candidate for _, candidate in candidates], rows, prices)
         return [candidates[index][0] for index in chosen]
 
-    def _candidate(self, step: Step, costs: RoundCosts) -> Candidate | None:
+    def _candidate(self, step: Step, prices: Prices) -> Candidate | None:
         """What is known of a step before the model drafts its next token; None where it cannot or may not."""
         if self.model is None or step.sequence.speculation.drafter not in {None, "model"} or step.model_ended:
             return None
         if not self.model.can_read(step) or not step.compute_mask() or step.is_over(self._end_tokens):
             return None
-        return self.controller.policy(step.sequence).candidate(step, self.model.catch_up(step), costs)
+        return self.controller.candidate(step, self.model.catch_up(step), prices)
 
-    def _draw(self, logits: FloatArray, step: Step) -> bool:
-        """Draw a draft token from the model's logits; False where the grammar leaves none."""
+    def _draft_by_model(
+        self, model: DraftModel, steps: list[Step], rows: int, prices: Prices, *, is_shared: bool
+    ) -> int:
+        """Draft one token for each of these steps in one pass, and what proposers add; returns how many tokens that is.
+
+        Raises:
+            DraftError: the pass failed.
+        """
+        began = self._clock()
+        logits, n_read, seconds_per_row = model.read(steps, is_shared=is_shared)
+        read = self._clock()
+        drafted = 0
+        for index, step in enumerate(steps):
+            step.seconds.draft_model += seconds_per_row * n_read[index]
+            with step.contained():
+                if index in logits and self._sample(logits[index], step):
+                    drafted += 1
+                    drafted += self._draft_proposal(step, rows + drafted, prices)
+                else:
+                    step.model_ended = True
+        # Sampling belongs to the cost of a pass, grammar masks do not.
+        has_masks = any(step.sequence.constraint is not None for step in steps)
+        model.observe_cost((read if has_masks else self._clock()) - began)
+        return drafted
+
+    def _sample(self, logits: FloatArray, step: Step) -> bool:
+        """Sample a draft token from the model's logits; False where the grammar leaves none."""
         sequence = step.sequence
         try:
             shaped = process_logits(logits, sequence, step.draft_tokens)
@@ -176,8 +183,9 @@ class Drafters:
             # The grammar forbids all tokens that the draft's head computes, or cannot say now what it allows.
             return False
         stated = confidence(shaped)
-        probability = self.controller.acceptance.of_token(sequence, "model", stated)
-        draft = Draft(token, q, "model", stated)
-        self.controller.policy(sequence).note_alternatives(step, shaped, draft, probability)
-        step.add(draft, probability)
+        acceptance = self.controller.acceptance
+        draft = Draft(token, q, "model", stated, acceptance.of_token(sequence, "model", stated))
+        if sequence.speculation.mode == "auto":
+            draft = draft._replace(alternatives=alternatives_to(draft, step, shaped, acceptance))
+        step.add(draft)
         return True

@@ -1,188 +1,161 @@
-"""Times the forward passes of a model on this machine, by rows and by tokens in the cache."""
+"""Measures what forward passes cost on this machine, once: the tables are kept on disk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from operator import add
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
 from time import perf_counter
 
 import numpy as np
 
+from specserve.config import cache_directory, processor
 from specserve.engine.base import Engine, Row
-from specserve.errors import EngineError
-from specserve.speculation.cost import CostTable
+from specserve.private_file import open_private
+from specserve.speculation.costs import CostTable
 
-# KV cache lengths, in tokens, that passes are timed after: always after the first, then after the others as far as a
-# slot is long, or, where the engine cannot load what fills the cache, after a length that is quickly prefilled.
-_NEAR, _FAR, _LOADED = 64, (4096, 16_384), 320
-# The most rows of a timed pass all of which have logits, as of one that verifies drafts; and the rows of wider ones,
-# which have them for the last only, as of one that prefills.
-_MOST_ROWS, _WIDE_ROWS = 32, (64, 128, 256)
-# Free cells that are needed to time passes after the first length.
-MEASURED_CELLS = _NEAR + _WIDE_ROWS[-1]
-# Rows that are timed after the other lengths.
-_FAR_ROWS = (1, 4, 8, 16, 64)
-# Up to this length, in tokens, what the context adds is less than timings vary: it is taken to be proportional to the
-# rows, and fitted to all of them.
-_FITTED = 1024
-# Timings of each number of rows; and more of the few rows, and of those that vary by more than this share.
-_TIMINGS, _MORE_TIMINGS, _SPREAD = 2, 4, 0.1
-# Tokens of a pass that fills the cache before passes are timed.
-_CHUNK = 64
+logger = logging.getLogger(__name__)
+
 # Increase it when forward passes are built or timed in another way.
-METHOD = 5
+_METHOD = 6
+# Rows of timed passes: the first few, then where kernels' tiles end or begin, all with logits as in verification; and
+# wide ones with logits of the last row only, as in prefill.
+_ROWS, _WIDE_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 17, 24, 32), (64, 128, 256)
+# KV cache lengths, in tokens, that passes are timed after, as far as a slot is long; the second where the engine cannot
+# load what fills the cache, so that it has to be prefilled. After the longer one only these numbers of rows are timed.
+_NEAR, _FAR, _FAR_PREFILLED, _FAR_ROWS = 64, 16_384, 1024, (1, 4, 8, 16, 64)
+# Timings of each number of rows, and of the wide ones.
+_TIMINGS, _WIDE_TIMINGS = 4, 2
+# Tokens of a pass that fills the cache.
+_CHUNK = 64
+_MIB = 2**20
 
 
-class Interrupted(Exception):
-    """A measurement was ended by a request."""
-
-
-def never() -> bool:
-    """Let a measurement end by itself."""
-    return False
-
-
-def measure(
-    engine: Engine,
-    clock: Callable[[], float] = perf_counter,
-    interrupted: Callable[[], bool] = never,
-    *,
-    only_near: bool = False,
+def measured_costs(
+    engine: Engine, model: Path, *, threads: int, kernels: str, clock: Callable[[], float] = perf_counter
 ) -> CostTable:
-    """Time passes of few to many rows after a short and after longer contexts.
+    """The cost table of a model, from an earlier start if nothing it depends on has changed.
 
     Args:
-        engine: whose passes are timed, in an empty slot, which is empty again afterwards.
+        engine: runs the forward passes; its slots are empty.
+        model: its file.
+        threads: its compute threads.
+        kernels: identifies the code that computes.
         clock: seconds.
-        interrupted: asked before each pass.
-        only_near: leave out the longer contexts.
 
     Raises:
-        EngineError: a pass failed, or there is no empty slot.
-        Interrupted: it was.
+        EngineError: a forward pass failed.
     """
-    slot = next((slot for slot in range(engine.n_slots) if not engine.cached_len(slot)), None)
-    if slot is None:
-        raise EngineError("The passes cannot be timed: no slot is empty.")
-    near, *far = kv_lengths(engine.slot_length, can_load=engine.token_bytes is not None)
-    rows = row_counts(min(_MOST_ROWS, engine.max_rows, engine.max_logits))
-    rows += tuple(count for count in _WIDE_ROWS if count <= min(engine.max_rows, engine.slot_length - near))
-    asked = tuple(count for count in _FAR_ROWS if count in rows and count <= engine.slot_length - max(far))
-    times = partial(_times, engine, slot, clock=clock, interrupted=interrupted)
+    path = cache_directory() / "costs" / f"{_key(model, threads, kernels, engine)}.json"
+    with _exclusive(path.with_name("lock")):
+        if (known := _stored(path)) is not None:
+            logger.info("specserve: the cost table of %s was measured before (%s)", model.name, path)
+            return known
+        logger.info("specserve: measuring passes of %s (threads: %d), once on this machine", model.name, threads)
+        started = perf_counter()
+        table = measure(engine, clock)
+        costs = ", ".join(f"{rows}: {1000 * cost:.1f}" for rows, cost in zip(table.rows, table.seconds[0], strict=True))
+        logger.info("specserve: measured in %.0f s; milliseconds by rows: %s", perf_counter() - started, costs)
+        _store(path, table, model)
+        return table
+
+
+def measure(engine: Engine, clock: Callable[[], float] = perf_counter) -> CostTable:
+    """Time passes of few to many rows after a short and after a long context.
+
+    Args:
+        engine: whose passes are timed in slot 0, which is empty, and empty again afterwards.
+        clock: seconds.
+
+    Raises:
+        EngineError: a pass failed.
+    """
+    near, far = kv_lengths(engine.slot_length, can_load=engine.token_bytes is not None)
+    most = min(engine.max_rows, engine.slot_length - near)
+    rows = tuple(count for count in _ROWS if count <= min(most, engine.max_logits))
+    rows += tuple(count for count in _WIDE_ROWS if count <= most)
+    far_rows = tuple(count for count in _FAR_ROWS if count in rows and count <= engine.slot_length - far)
     try:
-        prefill(engine, [_token(engine, position) for position in range(near)], slot=slot)
-        short = times(near, rows)
-        seconds = [tuple(short.values())]
-        for length in () if only_near else far:
-            _fill(engine, slot, near, length, interrupted)
-            added = _added(rows, short, times(length, asked), is_fitted=length <= _FITTED)
-            seconds.append(tuple(map(add, short.values(), added)))
+        _fill(engine, near)
+        short = _times(engine, near, rows, clock)
+        _fill(engine, far)
+        long = _times(engine, far, far_rows, clock)
     finally:
-        engine.truncate(slot, 0)
-    return CostTable(rows, (near, *far)[: len(seconds)], tuple(seconds))
+        engine.truncate(0, 0)
+    # What the context adds: never less for more rows, on lines between those timed, and proportional beyond them.
+    added = np.maximum.accumulate([max(0.0, long[count] - short[count]) for count in far_rows])
+    slower = [np.interp(count, (0, *far_rows), (0.0, *added)) * max(1.0, count / far_rows[-1]) for count in rows]
+    seconds = tuple(short.values())
+    return CostTable(rows, (near, far), (seconds, tuple(map(float, np.add(seconds, slower)))))
 
 
-def kv_lengths(slot_length: int, *, can_load: bool) -> tuple[int, ...]:
-    """The KV cache lengths worth measuring, ascending.
+def kv_lengths(slot_length: int, *, can_load: bool) -> tuple[int, int]:
+    """The KV cache lengths that passes are timed after, ascending.
 
     Args:
         slot_length: in tokens.
         can_load: whether the engine can load what fills the cache.
     """
-    longest = slot_length - _FAR_ROWS[-1]
-    if not can_load or longest <= _LOADED:
-        far = max(2, min(_LOADED, slot_length - _MOST_ROWS))
-        return min(_NEAR, far // 2), far
-    # One that is hardly longer than the one before would show nothing new.
-    return _NEAR, *([min(length, longest) for length in _FAR if longest > length // 2] or [longest])
+    far = max(2, min(_FAR if can_load else _FAR_PREFILLED, slot_length - min(_CHUNK, slot_length // 2)))
+    return min(_NEAR, far // 2), far
 
 
-def _fill(engine: Engine, slot: int, near: int, length: int, interrupted: Callable[[], bool]) -> None:
-    """Append tokens to a slot that holds at least `near` until it holds `length`."""
-    if engine.token_bytes is None:
-        prefill(engine, [_token(engine, position) for position in range(length)], engine.cached_len(slot), slot=slot)
-        return
-    # The time of a pass does not depend on what the cache contains.
-    saved = engine.save(slot, 0, near)
-    while (missing := length - engine.cached_len(slot)) > 0:
-        if interrupted():
-            raise Interrupted
-        engine.load(slot, saved[:missing])
-
-
-def _added(rows: tuple[int, ...], short: dict[int, float], long: dict[int, float], *, is_fitted: bool) -> list[float]:
-    """Seconds that a longer context adds to passes of so many rows.
-
-    Args:
-        rows: numbers of rows.
-        short: seconds after the short context, by each of these.
-        long: seconds after the longer one, by some of these.
-        is_fitted: whether they are taken to be proportional to the rows, by least squares of errors relative to the
-            passes' time; otherwise they lie on lines between those that were timed.
-    """
-    slower = np.array([long[count] - short[count] for count in long])
-    if is_fitted:
-        weights = 1 / np.array([short[count] for count in long])
-        counts = np.array(list(long)) * weights
-        per_row = max(0.0, float(counts @ (slower * weights) / (counts @ counts)))
-        return [per_row * count for count in rows]
-    # Nor do more rows ever attend in less time.
-    slower = np.maximum.accumulate(np.maximum(slower, 0.0))
-    widest = max(long)
-    return [float(np.interp(count, [0, *long], [0.0, *slower])) * max(1.0, count / widest) for count in rows]
-
-
-def _times(
-    engine: Engine,
-    slot: int,
-    start: int,
-    rows: tuple[int, ...],
-    *,
-    clock: Callable[[], float],
-    interrupted: Callable[[], bool],
-) -> dict[int, float]:
-    """Typical seconds by number of rows; timings are interleaved, so that a slow moment of the machine meets all."""
-    seen: dict[int, list[float]] = {count: [] for count in rows}
-    for number in range(_TIMINGS + _MORE_TIMINGS):
-        for count in rows:
-            if _wants_timing(seen, count, number):
-                if interrupted():
-                    raise Interrupted
-                seen[count].append(timed(engine, start, count, clock, slot=slot))
-    return {count: typical(seconds) for count, seconds in seen.items()}
-
-
-def _wants_timing(seen: dict[int, list[float]], count: int, number: int) -> bool:
-    """Whether passes of `count` rows are timed once more, in the turn of this number."""
-    if count <= _MOST_ROWS:
-        return number < _TIMINGS or count <= 4 or np.ptp(faster := faster_half(seen[count])) > _SPREAD * faster[0]
-    # One that takes more for a row than a narrower one was probably held up; else so many rows are timed once.
-    narrower = max(other for other in seen if other < count)
-    per_row = min(seen[narrower]) / narrower
-    return number == 0 or (number < _TIMINGS and min(seen[count]) / count > (1 + _SPREAD) * per_row)
-
-
-def timed(engine: Engine, start: int, count: int, clock: Callable[[], float] = perf_counter, *, slot: int = 0) -> float:
-    """Seconds of one pass of `count` rows after the `start` tokens that the slot holds.
+def timed(engine: Engine, start: int, count: int, clock: Callable[[], float] = perf_counter) -> float:
+    """Seconds of one pass of `count` rows after the `start` tokens that slot 0 holds.
 
     All have logits, or, of more than those that verify drafts, the last.
     """
-    with_logits = count if count <= _MOST_ROWS else 1
-    rows = [Row(_token(engine, start + i), slot, start + i, i >= count - with_logits) for i in range(count)]
+    with_logits = count if count <= _ROWS[-1] else 1
+    rows = [Row(_token(engine, start + i), 0, start + i, i >= count - with_logits) for i in range(count)]
     began = clock()
     engine.forward(rows)
     seconds = clock() - began
-    engine.truncate(slot, start)
+    engine.truncate(0, start)
     return seconds
 
 
-def prefill(engine: Engine, tokens: Sequence[int], start: int = 0, *, slot: int = 0) -> None:
-    """Prefill a slot with `tokens` from position `start` on, where its cache ends; no logits."""
+def prefill(engine: Engine, tokens: Sequence[int], start: int = 0) -> None:
+    """Prefill slot 0 with `tokens` from position `start` on, where its cache ends; no logits."""
     step = min(engine.max_rows, _CHUNK)
     for first in range(start, len(tokens), step):
         positions = range(first, min(len(tokens), first + step))
-        engine.forward([Row(tokens[position], slot, position, wants_logits=False) for position in positions])
+        engine.forward([Row(tokens[position], 0, position, wants_logits=False) for position in positions])
+
+
+def typical(seconds: Sequence[float]) -> float:
+    """The typical one of repeated timings: the median of the faster half, since nothing makes a pass too fast."""
+    return median(sorted(seconds)[: (len(seconds) + 1) // 2])
+
+
+def _fill(engine: Engine, length: int) -> None:
+    """Let slot 0 hold `length` tokens."""
+    held = engine.cached_len(0)
+    if not held or engine.token_bytes is None:
+        prefill(engine, [_token(engine, position) for position in range(length)], held)
+        return
+    # The time of a pass does not depend on what the cache contains.
+    saved = engine.save(0, 0, held)
+    while (missing := length - engine.cached_len(0)) > 0:
+        engine.load(0, saved[:missing])
+
+
+def _times(engine: Engine, start: int, rows: Sequence[int], clock: Callable[[], float]) -> dict[int, float]:
+    """Typical seconds by number of rows; timings are interleaved, so that a slow moment of the machine meets all."""
+    seen: dict[int, list[float]] = {count: [] for count in rows}
+    for number in range(_TIMINGS):
+        for count in rows:
+            if count <= _ROWS[-1] or number < _WIDE_TIMINGS:
+                seen[count].append(timed(engine, start, count, clock))
+    return {count: typical(seconds) for count, seconds in seen.items()}
 
 
 def _token(engine: Engine, position: int) -> int:
@@ -190,16 +163,67 @@ def _token(engine: Engine, position: int) -> int:
     return (17 + 7919 * position) % engine.width
 
 
-def row_counts(max_rows: int) -> tuple[int, ...]:
-    """The numbers of rows worth measuring up to `most`: the first few, then where kernels' tiles end or begin."""
-    return tuple(rows for rows in (1, 2, 3, 4, 5, 6, 8, 12, 16, 17, 24, 32) if rows <= max_rows)
+@contextmanager
+def _exclusive(lock: Path) -> Iterator[None]:
+    """One process at a time: two workers that start together would slow each other down."""
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = open_private(lock, os.O_RDWR | os.O_CREAT)
+    except OSError:
+        # The table cannot be written here either, which `_store` logs, or the lock is another user's.
+        yield
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
 
 
-def typical(seconds: list[float]) -> float:
-    """The typical one of repeated measurements: the median of the faster half, since nothing makes a pass too fast."""
-    return float(np.median(faster_half(seconds)))
+def _key(model: Path, threads: int, kernels: str, engine: Engine) -> str:
+    """A hash of everything that the costs depend on."""
+    parts = (
+        *(_METHOD, _fingerprint(model), processor(), threads, kernels, version("llama-cpp-python")),
+        *(engine.n_slots, engine.slot_length, engine.max_rows),
+    )
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
-def faster_half(seconds: list[float]) -> list[float]:
-    """The shorter half of repeated measurements, ascending, the middle one included."""
-    return sorted(seconds)[: (len(seconds) + 1) // 2]
+def _fingerprint(model: Path) -> str:
+    """A hash of a file's size, and of its first and last mebibyte; the header names every tensor and its format."""
+    size = model.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with model.open("rb") as file:
+        digest.update(file.read(_MIB))
+        file.seek(max(0, size - _MIB))
+        digest.update(file.read(_MIB))
+    return digest.hexdigest()
+
+
+def _stored(path: Path) -> CostTable | None:
+    """The table of an earlier start; None if there is none that can be used."""
+    try:
+        with open(path, encoding="utf-8", opener=open_private) as file:
+            table = json.load(file)
+        seconds = tuple(tuple(map(float, after)) for after in table["seconds"])
+        return CostTable(tuple(map(int, table["rows"])), tuple(map(int, table["kv_len"])), seconds)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+        logger.warning("specserve: %s cannot be used (%s); measuring again", path, error)
+        return None
+
+
+def _store(path: Path, table: CostTable, model: Path) -> None:
+    """Write a table; a server that may not write here measures at every start, and logs that."""
+    try:
+        # A name that nobody knows before, and a file that only its owner may open.
+        descriptor, part = tempfile.mkstemp(".part", dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump({"model": model.name, **asdict(table)}, file, indent=1)
+            Path(part).replace(path)
+        finally:
+            Path(part).unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("specserve: %s cannot be written (%s); the next start measures again", path, error.strerror)

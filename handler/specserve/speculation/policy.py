@@ -1,251 +1,208 @@
-"""Who decides what is drafted: a policy for each mode of a request, `off` being `fixed` without drafts, and `auto`.
+"""Who decides how many tokens a round drafts: the controller, by what passes cost and what drafts bring.
 
-The drafters (drafters.py) execute. In every round they ask, for all sequences that may have drafts:
+A draft token is accepted only if all before it are. With acceptance probabilities alpha_j, T(rows) and D the seconds of
+passes of the target and of the draft model, and v the tokens that a second yields now, n drafts gain
 
-    max_drafts          the most that each may have: by its request, by the room in a pass, by what others can wait
-    begin_round         which of them are worth asking further
-    offer_length        how many of the tokens to draft that a lookup, the client's prediction or the grammar offers
-    candidate           what is to be known before the draft model drafts one token more; `choose_for_model` (gain.py)
-                        then decides for which sequences it does, and the question is asked again
+    gain(n) = sum_{i<=n} prod_{j<=i} alpha_j - v (T(1 + n) - T(1) + n D)
 
-Which tokens the target also reads, in case they are recovered in place of a draft, alternatives.py then chooses.
+tokens (Leviathan et al. 2023, arXiv 2211.17192, section 3.3, with measured costs; block verification accepts more). The
+largest gain over all n is sought, whatever shape the costs have; the draft model then drafts one token, and the
+question is asked again.
 
-`Auto` compares what drafts gain with what their time is worth (gain.py), by measured costs (cost.py), by acceptance
-probabilities (acceptance.py), and by what drafts have brought and cost each sequence (charges.py).
+An example: alpha is .8 for every token, a pass of the target takes 40 ms and 3 ms more for each further row, one of the
+draft model 12 ms. At first a second is worth what plain decoding yields, a token in 40 ms: a draft costs 15 ms, or .375
+tokens, and the drafts bring .8, .64, .51, .41 and .33 tokens, so four are drafted. Rounds then give 3.36 tokens in
+100 ms, a speed-up of 1.34, so a draft costs .50 tokens: three; and so on until two drafts give 34.9 tokens a second,
+the most there is.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections import abc
-from typing import ClassVar
+from collections import abc, deque
+from collections.abc import Callable
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
 
-from specserve.sampling.distribution import FloatArray
 from specserve.sampling.logits import TargetDistributions
 from specserve.sequence import BySequence, Sequence
 from specserve.speculation.acceptance import Acceptance
-from specserve.speculation.alternatives import note_possible
-from specserve.speculation.answer_length import AnswerLengths
-from specserve.speculation.charges import Balance
-from specserve.speculation.cost import Cost
-from specserve.speculation.gain import Candidate, RoundCosts, choose_for_model, offer_length, rows_worth_adding
-from specserve.speculation.step import Draft, Step
+from specserve.speculation.costs import PassCosts
+from specserve.speculation.step import Step
 
 # benchmarks/simulate.py --sensitivity prints what half and twice of each of these change.
 
-# With more tokens to read before it drafts, the draft model has a long catch-up: its prefill of the prompt, or what
-# other drafters have drafted.
-SHORT_CATCH_UP = 4
-# The seconds of a long catch-up are spread over at most n + 48 of the tokens that are expected to follow n.
-_HORIZON = 48
-# Time counts so much more for every other sequence that shares it: what one drafts in vain, all wait for
-# (benchmarks/decisions/tried.md).
-_SHARED_MARGIN = 0.12
-# An acceptance probability that few sequences have, and hardly several at once; and how many such drafts are tried:
-# where so many do not pay, more do not either.
+# Optimistic probe: if four drafts at 95 % do not pay, nothing is drafted in this round.
 _LIKELY, _FEW = 0.95, 4
+# What drafts may cost a sequence, net of what they brought, before the draft model pauses: passes of plain decoding,
+# and a share of the answer's (tests/engine/test_simulation.py).
+_LOSS_PASSES, _LOSS_SHARE = 10.0, 0.01
+# What is left of a sequence's recent tokens and time after another round, and the most that its speed-up counts for:
+# where a long copy ends, its speed is no longer to be had (benchmarks/decode.py --modes adaptive).
+_SPEEDUP_FADE, _MOST_SPEEDUP = 0.85, 2.0
+# Answers whose lengths are remembered, and the share of them that may be shorter than expected; a new server assumes
+# lengths of 2 to 2,048 tokens (benchmarks/decode.py --families short).
+_ANSWERS, _SHORTER, _ASSUMED = 200, 0.1, tuple(2.0**power for power in range(1, 12))
 
 
-class Policy(ABC):
-    """Decides what is drafted for the sequences of a mode.
-
-    `is_certain` says whether as many tokens as possible are drafted, whatever they gain.
-
-    Args:
-        acceptance: estimates how likely each drafter is right.
-    """
-
-    is_certain: ClassVar[bool] = False
-
-    def __init__(self, acceptance: Acceptance) -> None:
-        self._acceptance = acceptance
-
-    def max_drafts(self, sequence: Sequence) -> int:
-        """The most draft tokens of a round that the request asks for: its gamma, none in mode off."""
-        return 0 if sequence.speculation.mode == "off" else sequence.speculation.gamma
-
-    @abstractmethod
-    def worth_asking(self, steps: list[Step], certain: abc.Sequence[Candidate], rows: int, costs: RoundCosts) -> bool:
-        """Whether any of these steps could get drafts; takes note in them of what they cannot get.
-
-        Args:
-            steps: all of this policy that may have drafts.
-            certain: of steps of other policies, what the draft model drafts in any case.
-            rows: number of rows of the target's pass without drafts.
-            costs: what passes cost in this round.
-        """
-
-    @abstractmethod
-    def offer_length(
-        self, step: Step, probabilities: list[float], by_model: Candidate | None, rows: int, costs: RoundCosts
-    ) -> int:
-        """How many leading tokens of an offer to draft.
-
-        Args:
-            step: with the drafts before it.
-            probabilities: acceptance probability of each token.
-            by_model: the sequence as the draft model may go on with it instead; None where it may not.
-            rows: of the target's pass by now.
-            costs: of this round.
-        """
-
-    @abstractmethod
-    def candidate(self, step: Step, pending: int, costs: RoundCosts) -> Candidate | None:
-        """What is to be known before the draft model drafts one more token; None where it may not.
-
-        Args:
-            step: with the drafts before it.
-            pending: tokens that the draft model has to read before that.
-            costs: what passes cost in this round.
-        """
-
-    def note_alternatives(self, step: Step, logits: FloatArray, draft: Draft, probability: float) -> None:
-        """Take note of what could be recovered in place of a draft of the draft model; by default of nothing.
-
-        Args:
-            step: without the draft.
-            logits: that the draft was chosen by.
-            draft: the model's draft.
-            probability: the probability that it is accepted.
-        """
-        del step, logits, draft, probability
-
-    def learn(self, step: Step, p: TargetDistributions, decided: list[int]) -> None:
-        """Learn from a verification how likely each drafter is right, unless the request has no drafts."""
-        if self.max_drafts(step.sequence):
-            self._acceptance.learn_from(step, p, decided)
-
-
-class Fixed(Policy):
-    """Drafts up to `gamma` tokens a round, whatever they gain; the model those that it is likelier to get right."""
-
-    is_certain = True
-
-    def worth_asking(self, steps: list[Step], certain: abc.Sequence[Candidate], rows: int, costs: RoundCosts) -> bool:
-        """They always are."""
-        del steps, certain, rows, costs
-        return True
-
-    def offer_length(
-        self, step: Step, probabilities: list[float], by_model: Candidate | None, rows: int, costs: RoundCosts
-    ) -> int:
-        """Drafts those before the first that is less likely than the model's next."""
-        del step, rows, costs
-        if by_model is None:
-            return len(probabilities)
-        unlikely = (index for index, p in enumerate(probabilities) if p < by_model.acceptance)
-        return next(unlikely, len(probabilities))
-
-    def candidate(self, step: Step, pending: int, costs: RoundCosts) -> Candidate | None:
-        """The model drafts in any case, if it can."""
-        del costs
-        acceptance = self._acceptance.of(step.sequence).next_acceptance
-        return Candidate(step.p_all_accepted, acceptance, pending, step.rows_left, is_certain=True)
-
-
-class Auto(Policy):
-    """Drafts what gains more than its time is worth, at most `gamma` tokens.
+class Prices(NamedTuple):
+    """What passes cost in this round, in tokens: their seconds times the tokens that a second yields now.
 
     Args:
-        controller: has measured what passes cost, and what sequences have shown.
+        target: price of a pass of the target by its number of rows.
+        draft: the same of the draft model.
     """
 
-    def __init__(self, controller: Controller) -> None:
-        super().__init__(controller.acceptance)
-        self._controller = controller
+    target: Callable[[int], float]
+    draft: Callable[[int], float]
 
-    def worth_asking(self, steps: list[Step], certain: abc.Sequence[Candidate], rows: int, costs: RoundCosts) -> bool:
-        """Whether likely drafts would pay: beside many sequences not even they do, and asking all takes 2 % of a round.
 
-        Where those of the draft model would not, it is not asked in this round, and its next acceptance is not
-        estimated.
-        """
-        likely = [Candidate(1.0, _LIKELY, charged_rows=1, max_drafts=min(_FEW, step.max_drafts)) for step in steps]
-        rows_pay, _ = rows_worth_adding([_LIKELY] * sum(candidate.max_drafts for candidate in likely), rows, costs)
-        model_may_pay = rows_pay > 0 and choose_for_model([*certain, *likely], rows, costs)[1] > 0
-        for step in steps:
-            step.learns_from_target = model_may_pay
-            step.model_ended = not model_may_pay
-        return rows_pay > 0
+class Candidate(NamedTuple):
+    """A sequence that the draft model may draft one more token for.
 
-    def offer_length(
-        self, step: Step, probabilities: list[float], by_model: Candidate | None, rows: int, costs: RoundCosts
-    ) -> int:
-        """Drafts those that gain; none where the draft model gains more."""
-        return offer_length(step.p_all_accepted, probabilities, by_model, rows, costs)
+    Args:
+        p_all_accepted: the probability that all its drafts so far are accepted.
+        acceptance: the probability that its next draft token is accepted.
+        limit: how many more draft tokens the sequence may have.
+        catch_up: the part of the price, in tokens, of what the draft model has not read that this round pays.
+        is_certain: whether the next token is drafted whatever it gains.
+    """
 
-    def candidate(self, step: Step, pending: int, costs: RoundCosts) -> Candidate | None:
-        """The model may not draft while drafts have lost too much for the sequence's length; other drafters go on.
+    p_all_accepted: float
+    acceptance: float
+    limit: int
+    catch_up: float = 0.0
+    is_certain: bool = False
 
-        And no long catch-up starts while a sequence awaits its first token: those that decode would wait for both.
-        """
-        sequence = step.sequence
-        if self._controller.balance(sequence).is_over_budget:
-            return None
-        shown = self._acceptance.of(sequence)
-        if pending <= SHORT_CATCH_UP:
-            return Candidate(step.p_all_accepted, shown.next_acceptance, pending, step.rows_left)
-        if costs.awaiting_first_token:
-            return None
-        likely = self._controller.lengths(sequence).following(sequence.generated)
-        following = min(sequence.remaining, likely, _HORIZON + sequence.generated)
-        catch_up = (costs.draft_pass(pending) - costs.draft_pass(1)) / max(1, following)
-        # It has to pay over all these tokens, so the long run's acceptance counts.
-        return Candidate(step.p_all_accepted, shown.long_run_acceptance, 1, step.rows_left, catch_up)
 
-    def note_alternatives(self, step: Step, logits: FloatArray, draft: Draft, probability: float) -> None:
-        """Take note of the draft model's next choices, as likely as such have been recovered so far."""
-        note_possible(step, logits, draft, probability, self._acceptance)
+def rows_worth_adding(tokens: abc.Iterable[float], rows: int, prices: Prices) -> tuple[int, float]:
+    """How many further rows the target's pass should have, taken in this order, and their gain in tokens.
+
+    Args:
+        tokens: what each further row is expected to bring.
+        rows: of the target's pass by now.
+        prices: of this round.
+
+    Returns:
+        0 and 0.0 where no number of them pays.
+    """
+    base = prices.target(rows)
+    best = 0, 0.0
+    for n, expected in enumerate(accumulate(tokens), 1):
+        gain = expected - (prices.target(rows + n) - base)
+        if gain > best[1]:
+            best = n, gain
+    return best
+
+
+def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, prices: Prices) -> tuple[list[int], float]:
+    """Which sequences the draft model should draft one more token for, and the expected gain of going on.
+
+    Several drafts can pay where one does not, and sequences share the passes of both models. So for every k and n the
+    gain of n more tokens for the first k sequences is computed, every token as likely as the first. What is certain is
+    drafted in any case, and the others are weighed by what they add to that pass.
+
+    Args:
+        candidates: all that may go on.
+        rows: of the target's pass by now.
+        prices: of this round.
+
+    Returns:
+        Indices into `candidates`, and the gain in tokens of those that are not certain; 0.0 where nothing pays.
+    """
+    able = [index for index, candidate in enumerate(candidates) if candidate.limit > 0]
+    certain = [index for index in able if candidates[index].is_certain]
+    weighed = [index for index in able if not candidates[index].is_certain]
+    weighed.sort(key=lambda i: candidates[i].catch_up - candidates[i].p_all_accepted * candidates[i].acceptance)
+    rows += len(certain)
+    base, base_draft = prices.target(rows), prices.draft(len(certain))
+    best: tuple[list[int], float] = [], 0.0
+    for k in range(1, len(weighed) + 1):
+        first_k = [candidates[index] for index in weighed[:k]]
+        expected, drafts = 0.0, 0
+        price = sum(candidate.catch_up for candidate in first_k)
+        for n in range(1, max(candidate.limit for candidate in first_k) + 1):
+            drafting = [candidate for candidate in first_k if candidate.limit >= n]
+            expected += sum(candidate.p_all_accepted * candidate.acceptance**n for candidate in drafting)
+            drafts += len(drafting)
+            price += prices.draft(len(certain) + len(drafting)) - base_draft
+            gain = expected - price - (prices.target(rows + drafts) - base)
+            if gain > best[1]:
+                best = weighed[:k], gain
+    return [*certain, *sorted(best[0])], best[1]
+
+
+class Balance:
+    """Two accounts of one sequence's drafts, in passes of plain decoding: its recent speed-up, and its loss in all."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._loss = 0.0
+        self._recent_tokens = self._recent_passes = 0.0
+
+    @property
+    def speedup(self) -> float:
+        """The recent speed-up over plain decoding, at least 1 and at most 2."""
+        recent = self._recent_tokens / self._recent_passes if self._recent_passes else 1.0
+        return min(_MOST_SPEEDUP, max(1.0, recent))
+
+    @property
+    def is_over_budget(self) -> bool:
+        """Whether its drafts have cost more, net of what they brought, than they may; that grows with the text."""
+        return self._loss > _LOSS_PASSES + _LOSS_SHARE * self._tokens
+
+    def count_round(self, step: Step) -> None:
+        """Account for a decode round; plain decoding would have given one token in one pass."""
+        extra = (step.seconds.target_drafts + step.seconds.draft_model) / step.seconds.plain
+        self._tokens += step.n_decided
+        self._loss += 1 + extra - step.n_decided
+        self._recent_tokens = _SPEEDUP_FADE * self._recent_tokens + step.n_decided
+        self._recent_passes = _SPEEDUP_FADE * self._recent_passes + 1 + extra
 
 
 class Controller:
-    """The policies, and what they share: costs of both models' passes, and what sequences have shown.
+    """Decides what is drafted: nothing in mode `off`, `gamma` tokens a round in mode `fixed`, what gains in `auto`.
 
-    It has no clock and no randomness.
+    The drafters (drafters.py) execute. It has no clock and no randomness.
 
     Args:
         target_cost: of the target's passes.
         draft_cost: of the draft model's; None without one.
     """
 
-    def __init__(self, target_cost: Cost, draft_cost: Cost | None) -> None:
+    def __init__(self, target_cost: PassCosts, draft_cost: PassCosts | None) -> None:
         self.target_cost = target_cost
         self.draft_cost = draft_cost
         self.acceptance = Acceptance()
-        # Of answers that follow a grammar, which are labels more often, and of others.
-        self._lengths = {True: AnswerLengths(), False: AnswerLengths()}
         self._balances = BySequence(lambda _: Balance())
-        fixed = Fixed(self.acceptance)
-        self.policies: dict[str, Policy] = {"off": fixed, "fixed": fixed, "auto": Auto(self)}
-
-    def policy(self, sequence: Sequence) -> Policy:
-        """The policy of a sequence."""
-        return self.policies[sequence.speculation.mode]
+        # Lengths of the last answers: of those that follow a grammar, which are labels more often, and of others.
+        self._lengths = {is_grammar: deque(_ASSUMED, _ANSWERS) for is_grammar in (True, False)}
 
     def balance(self, sequence: Sequence) -> Balance:
         """What drafts have brought and cost a sequence."""
         return self._balances.of(sequence)
 
-    def lengths(self, sequence: Sequence) -> AnswerLengths:
-        """The lengths of answers that follow a grammar, or do not, as a sequence's; calls of tools do not count."""
-        constraint = sequence.constraint
-        return self._lengths[constraint is not None and not constraint.allows_text]
-
     def forget(self, sequence: Sequence) -> None:
         """Drop what a sequence has shown that has ended, but for its length."""
         if sequence.generated:
-            self.lengths(sequence).learn(sequence.generated, is_cut_off=sequence.remaining <= 0)
+            # One that was cut off at its limit would go on.
+            self._lengths_like(sequence).append(math.inf if sequence.remaining <= 0 else sequence.generated)
         self._balances.forget(sequence)
         self.acceptance.forget(sequence)
 
-    def costs(
-        self, decoding: abc.Sequence[Sequence], target_kv_len: int, draft_kv_len: int, awaiting_first_token: int = 0
-    ) -> RoundCosts:
-        """What passes cost in this round, and what its time is worth.
+    def learn(self, step: Step, p: TargetDistributions, decided: list[int]) -> None:
+        """Learn from a verification how likely each drafter is right, unless the request has no drafts."""
+        if step.sequence.speculation.mode != "off":
+            self.acceptance.learn_from(step, p, decided)
 
-        `tokens_per_second`, v in gain.py: the sum of the sequences' speed-ups (`Balance.speedup`), and 1 for each that
-        awaits its first token, divided by the seconds of a pass without drafts; 12 % more for every other sequence.
+    def prices(
+        self, decoding: abc.Sequence[Sequence], target_kv_len: int, draft_kv_len: int, awaiting_first_token: int = 0
+    ) -> Prices:
+        """What passes cost in this round.
+
+        A second yields the sum of the sequences' speed-ups, and 1 for each that awaits its first token, divided by the
+        seconds of a pass without drafts.
 
         Args:
             decoding: the sequences that decode in this round, at least one.
@@ -253,15 +210,12 @@ class Controller:
             draft_kv_len: the same of the draft model's.
             awaiting_first_token: number of sequences in prefill or about to be.
         """
-        plain_seconds = self.target_cost.seconds(len(decoding), target_kv_len)
-        draft_cost = self.draft_cost
-        speedups = [self.balance(sequence).speedup for sequence in decoding]
-        margin = 1 + _SHARED_MARGIN * (len(decoding) - 1)
-        return RoundCosts(
-            target_pass=lambda rows: self.target_cost.seconds(rows, target_kv_len),
-            draft_pass=(lambda rows: draft_cost.seconds(rows, draft_kv_len)) if draft_cost else (lambda _rows: 0.0),
-            tokens_per_second=margin * (sum(speedups) + awaiting_first_token) / plain_seconds,
-            awaiting_first_token=awaiting_first_token,
+        target, draft = self.target_cost, self.draft_cost
+        speedups = sum(self.balance(sequence).speedup for sequence in decoding)
+        value = (speedups + awaiting_first_token) / target.seconds(len(decoding), target_kv_len)
+        return Prices(
+            target=lambda rows: value * target.seconds(rows, target_kv_len),
+            draft=lambda rows: value * draft.seconds(rows, draft_kv_len) if draft else 0.0,
         )
 
     def max_drafts(
@@ -273,7 +227,7 @@ class Controller:
         kv_len: int,
         draft_kv_len: int | None,
     ) -> list[int]:
-        """The most draft tokens of each sequence: its policy's, as far as a pass has room and others can wait for them.
+        """The most draft tokens of each sequence: its gamma, as far as a pass has room and others can wait for them.
 
         Args:
             decoding: the sequences that decode in this round.
@@ -283,33 +237,94 @@ class Controller:
             draft_kv_len: the same of the draft model's; None without one.
         """
         # The round may add one token of the target's own.
-        asked = [min(self.policy(sequence).max_drafts(sequence), sequence.remaining - 1) for sequence in decoding]
+        asked = [
+            0 if sequence.speculation.mode == "off" else min(sequence.speculation.gamma, sequence.remaining - 1)
+            for sequence in decoding
+        ]
         drafting = max(1, sum(drafts > 0 for drafts in asked))
-        max_each = max_rows // drafting
+        most = max_rows // drafting
         if not math.isinf(max_wait_seconds):
-            draft_pass = 0.0
-            if self.draft_cost and draft_kv_len is not None:
-                draft_pass = self.draft_cost.seconds(drafting, draft_kv_len)
-            max_seconds = self.target_cost.seconds(len(decoding), kv_len) + max_wait_seconds
-            seconds = {
-                gamma: gamma * draft_pass + self.target_cost.seconds(len(decoding) + drafting * gamma, kv_len)
-                for gamma in range(1, max_each + 1)
-            }
-            max_each = max((gamma for gamma in seconds if seconds[gamma] <= max_seconds), default=0)
-        return [max(0, min(drafts, max_each)) for drafts in asked]
+            draft_pass = self.draft_cost.seconds(drafting, draft_kv_len or 0) if self.draft_cost else 0.0
+            added = self.target_cost.curve(len(decoding) + drafting * most, kv_len)[len(decoding) :: drafting]
+            waits = [gamma * draft_pass + seconds - added[0] for gamma, seconds in enumerate(added)]
+            most = max(gamma for gamma, wait in enumerate(waits) if wait <= max_wait_seconds)
+        return [max(0, min(drafts, most)) for drafts in asked]
 
-    def begin_round(self, steps: abc.Sequence[Step], rows: int, costs: RoundCosts) -> list[Step]:
-        """The steps that could get drafts.
+    def begin_round(self, steps: abc.Sequence[Step], rows: int, prices: Prices) -> list[Step]:
+        """The steps that could get drafts: beside many sequences asking all takes 2 % of a round.
 
         Args:
-            steps: all of the round.
+            steps: all of the round; takes note in those that the draft model drafts nothing for.
             rows: of the target's pass without drafts.
-            costs: of this round.
+            prices: of this round.
         """
-        drafting = [(step, self.policy(step.sequence)) for step in steps if step.max_drafts > 0]
-        certain = [Candidate(1.0, 1.0, 1, step.max_drafts, is_certain=True) for step, own in drafting if own.is_certain]
-        worth_asking = {
-            policy: policy.worth_asking([step for step, own in drafting if own is policy], certain, rows, costs)
-            for policy in dict.fromkeys(own for _, own in drafting)
-        }
-        return [step for step, own in drafting if worth_asking[own]]
+        able = [step for step in steps if step.max_drafts > 0]
+        fixed = [step for step in able if _is_fixed(step)]
+        likely = [Candidate(1.0, _LIKELY, min(_FEW, step.max_drafts)) for step in able if not _is_fixed(step)]
+        certain = [Candidate(1.0, 1.0, step.max_drafts, is_certain=True) for step in fixed]
+        rows_pay, _ = rows_worth_adding([_LIKELY] * sum(candidate.limit for candidate in likely), rows, prices)
+        model_may_pay = rows_pay > 0 and choose_for_model([*certain, *likely], rows, prices)[1] > 0
+        for step in able:
+            step.model_ended = not (model_may_pay or _is_fixed(step))
+        return able if rows_pay else fixed
+
+    def offer_length(
+        self, step: Step, probabilities: list[float], by_model: Candidate | None, rows: int, prices: Prices
+    ) -> int:
+        """How many leading tokens of an offer to draft; 0 where the draft model gains more.
+
+        Both are compared over the part of the offer that is worth drafting, since after it the model may draft in
+        either case; the model as if it drafted for this sequence alone. In mode `fixed` those before the first that is
+        less likely than the model's next.
+
+        Args:
+            step: with the drafts before it.
+            probabilities: acceptance probability of each offered token.
+            by_model: the sequence as the draft model may go on with it instead; None where it may not.
+            rows: of the target's pass by now.
+            prices: of this round.
+        """
+        if _is_fixed(step):
+            least = by_model.acceptance if by_model else 0.0
+            return next((index for index, p in enumerate(probabilities) if p < least), len(probabilities))
+        accepted = list(accumulate(probabilities, mul, initial=step.p_all_accepted))[1:]
+        length, gain = rows_worth_adding(accepted, rows, prices)
+        if by_model is None:
+            return length
+        by_model = by_model._replace(limit=min(by_model.limit, length))
+        return length if gain > choose_for_model([by_model], rows, prices)[1] else 0
+
+    def candidate(self, step: Step, pending: int, prices: Prices) -> Candidate | None:
+        """What is known of a step before the draft model drafts its next token.
+
+        None while drafts have lost too much for the sequence's length; other drafters go on.
+
+        Args:
+            step: with the drafts before it.
+            pending: tokens that the draft model has to read before that.
+            prices: of this round.
+        """
+        sequence = step.sequence
+        acceptance = self.acceptance.of_next(sequence)
+        if _is_fixed(step):
+            return Candidate(step.p_all_accepted, acceptance, step.rows_left, is_certain=True)
+        if self.balance(sequence).is_over_budget:
+            return None
+        # The tokens that follow share what the draft model reads once.
+        catch_up = (prices.draft(pending) - prices.draft(1)) / self._following(sequence)
+        return Candidate(step.p_all_accepted, acceptance, step.rows_left, catch_up)
+
+    def _following(self, sequence: Sequence) -> float:
+        """The tokens that nine of ten answers that had as many as this one had after those, at least one."""
+        longer = sorted(length for length in self._lengths_like(sequence) if length > sequence.generated)
+        length = longer[int(_SHORTER * len(longer))] if longer else 2.0 * sequence.generated
+        return max(1.0, min(sequence.remaining, length - sequence.generated))
+
+    def _lengths_like(self, sequence: Sequence) -> deque[float]:
+        """The lengths of answers that follow a grammar, or do not, as a sequence's; calls of tools do not count."""
+        constraint = sequence.constraint
+        return self._lengths[constraint is not None and not constraint.allows_text]
+
+
+def _is_fixed(step: Step) -> bool:
+    return step.sequence.speculation.mode == "fixed"

@@ -1,30 +1,20 @@
 """One round of speculative decoding over all running sequences: draft, verify, accept.
 
-A draft's place may have alternatives, which the target reads as well (alternatives.py): where one of them is recovered,
-its row gives one more token, as a round without drafts would.
-
 One round of one sequence, whose tokens are [a b c]; the target's cache holds a and b (`Step.cached` 2), c is pending:
 
     draft   d, e                          at most `Step.max_drafts` tokens, after c; here gamma is 2
     target  rows c, d, e                  one pass; their logits give p_0 (after c), p_1 (after d), p_2 (after e)
     verify  n_accepted 1, x               d is accepted, e is rejected, and x is recovered in its place
-    decide  tokens [a b c d x]            e is truncated from the cache, which holds a to d; x is the next pending token
+    accept  tokens [a b c d x]            e is truncated from the cache, which holds a to d; x is the next pending token
 
 The draft model's cache holds some of the same tokens. It is truncated likewise, and reads what it lacks before it
 drafts again (draft_model.py).
 
-The main fields of a `Sequence` (sequence.py):
+The target may also have read alternatives to d and e (alternatives.py). If x is one, its row gives one more token, as a
+round without drafts would, and `Sequence.round_number` counts two rounds.
 
-    tokens              the prompt and what is decided after it
-    generated           how many are decided
-    remaining           how many more may be decided
-    round_number        how many rounds have decided tokens; one that adopts an alternative counts twice
-    deferrals           rounds in a row that have decided nothing: a round's time for grammar masks is limited, and a
-                        sequence without its mask waits for the next round
-    speculation.mode    off (no drafts), fixed (a number of them) or auto (the controller's choice)
-
-and of a `Step` (step.py): its `drafts`, each with its token, drafter, and the distribution q that it was sampled from;
-its `alternatives`; and `noise`, the random numbers of the round.
+A round's time for grammar masks is limited: a sequence without its mask decides nothing (`Sequence.deferrals`), and
+waits for the next round.
 """
 
 from __future__ import annotations
@@ -38,11 +28,11 @@ from specserve.engine.kv_cache import KVCache
 from specserve.errors import ConstraintError, MaskDeferred
 from specserve.sampling.distribution import FloatArray, is_greedy
 from specserve.sampling.logits import TargetDistributions, score
-from specserve.speculation.charges import charge
+from specserve.speculation.costs import share_time
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.policy import Controller
 from specserve.speculation.rejection import RULES, accept_equal
-from specserve.speculation.step import Step, StepLogits
+from specserve.speculation.step import Step
 
 
 def run_round(
@@ -68,7 +58,6 @@ def run_round(
     Raises:
         EngineError: the target failed; the caller clears the caches of these sequences.
     """
-    needs_masks_or_scores = any(_needs_masks_or_scores(step) for step in steps)
     for step in steps:
         if step.decides:
             # The masks that are needed in any case come first. A missing one raises only in `_verify`.
@@ -77,29 +66,26 @@ def run_round(
     started = clock()
     # Tokens that a row attends to: the longest sequence's with our kernels, all slots' with llama.cpp's.
     kv_lens = [target.kv_len([step.sequence.slot]) for step in steps]
-    kv_len = max(kv_lens)
-    drafters.draft(steps, kv_len, awaiting_first_token, max_alternatives=target.engine.max_alternatives)
+    drafters.draft(steps, max(kv_lens), awaiting_first_token, max_alternatives=target.engine.max_alternatives)
     drafted = clock()
-    row_counts = [step.rows + step.draft_rows for step in steps]
     logits = target.forward([row for step in steps for row in step.target_rows()])
     passed = clock()
     cost = drafters.controller.target_cost
-    charge(steps, cost, kv_len, draft_seconds=drafted - started, target_seconds=passed - drafted)
+    share_time(steps, cost, max(kv_lens), draft_seconds=drafted - started, target_seconds=passed - drafted)
+    row_counts = [step.rows + step.draft_rows for step in steps]
+    # Distributions and verification take time for every row, so they belong to the cost of a pass; the grammar masks
+    # and log-probabilities of some sequences do not.
+    has_extras = any(_needs_masks_or_scores(step) for step in steps)
     first = 0
     for step in steps:
         end = first + step.rows_with_logits + step.draft_rows
         if not step.error:
             with step.contained():
-                _apply(target, drafters, step, step.split(logits[first:end]))
+                _accept(target, drafters, step, logits[first:end])
         first = end
-    done = clock()
-    # Computing distributions and verifying take time for every row, so they belong to the cost of a pass; the grammar
-    # masks and log-probabilities of some sequences do not (so the cost of their rounds is a little low).
-    measured = passed if needs_masks_or_scores else done
-    rows = sum(row_counts)
+    measured = (passed if has_extras else clock()) - drafted
     # Of rows that attend to little and rows that attend to much it shows what the average row takes.
-    mean_kv_len = sum(map(mul, row_counts, kv_lens)) // rows
-    cost.observe(rows, mean_kv_len, measured - drafted)
+    cost.observe(sum(row_counts), sum(map(mul, row_counts, kv_lens)) // sum(row_counts), measured)
 
 
 def _needs_masks_or_scores(step: Step) -> bool:
@@ -107,51 +93,53 @@ def _needs_masks_or_scores(step: Step) -> bool:
     return step.sequence.constraint is not None or step.sequence.top_logprobs is not None or step.scores_rows
 
 
-def _apply(target: KVCache, drafters: Drafters, step: Step, logits: StepLogits) -> None:
+def _accept(target: KVCache, drafters: Drafters, step: Step, logits: FloatArray) -> None:
     """Decide the tokens of one step, if it is not a prefill chunk, and truncate both caches to them.
 
     The caches then hold what is decided, but for its last token. An error leaves them to the caller.
+
+    Args:
+        target: its cache.
+        drafters: all drafters.
+        step: whose rows the target has read.
+        logits: of these, shape (`rows_with_logits` + `draft_rows`, vocabulary): after the pending tokens that need
+            some, after each draft, and after each alternative.
     """
     sequence, controller = step.sequence, drafters.controller
     try:
         if step.scores_rows:
-            _score_prompt(step, logits.prompt)
+            _score_prompt(step, logits[: step.rows])
         if not step.decides:
             return
-        step.n_decided = _decide(controller, step, logits.verified)
+        after_pending = logits[step.rows_with_logits - 1 :]
+        step.n_decided = _decide(controller, step, after_pending[: len(step.drafts) + 1])
         if drafters.model:
             drafters.model.cache.truncate(sequence.slot, len(sequence.tokens) - 1)
-        adopted = _recovered_alternative(step)
-        if adopted is not None:
+        places = [(alternative.draft_index, alternative.token) for alternative in step.alternatives]
+        recovered = step.n_accepted, sequence.tokens[-1]
+        if recovered in places:
             # What the next round without drafts would do, whose row the target has read already.
+            adopted, after_alternatives = places.index(recovered), after_pending[len(step.drafts) + 1 :]
             target.adopt(sequence.slot, adopted)
             after = Step(sequence, cached=len(sequence.tokens) - 1, rows=1)
             # A grammar that cannot be followed from here fails in the next round, as without alternatives.
             with suppress(ConstraintError):
                 # Without the mask after it an alternative gives no further token.
-                step.adopted = _decide(controller, after, logits.alternatives[adopted : adopted + 1]) > 0
+                step.adopted = _decide(controller, after, after_alternatives[adopted : adopted + 1]) > 0
                 step.n_decided += step.adopted
     except (FloatingPointError, ConstraintError) as error:
         step.error = error
         return
     target.truncate(sequence.slot, len(sequence.tokens) - 1)
-    if step.n_decided and not step.in_prefill:
-        step.is_decode_round = True
+    if step.is_decode_round:
         controller.balance(sequence).count_round(step)
-
-
-def _recovered_alternative(step: Step) -> int | None:
-    """The number of the alternative that holds the token after the accepted drafts; None if no one does."""
-    places = [(alternative.draft_index, alternative.token) for alternative in step.alternatives]
-    decided = step.n_accepted, step.sequence.tokens[-1]
-    return places.index(decided) if decided in places else None
 
 
 def _decide(controller: Controller, step: Step, logits: FloatArray) -> int:
     """Verify the drafts, and append the accepted ones and the rule's own token, if any; returns how many tokens.
 
     Args:
-        controller: learns, also without drafts: from the target's confidence.
+        controller: learns from the verification.
         step: its drafts, which the target has read.
         logits: the target's rows, from that of the sequence's last token on.
 
@@ -166,7 +154,7 @@ def _decide(controller: Controller, step: Step, logits: FloatArray) -> int:
     if not decided:
         sequence.deferrals += 1
         return 0
-    controller.policy(sequence).learn(step, p, decided)
+    controller.learn(step, p, decided)
     sequence.deferrals = 0
     sequence.round_number += 1
     if sequence.top_logprobs is not None:
@@ -194,7 +182,8 @@ def _verify(p: TargetDistributions, step: Step) -> tuple[int, int | None]:
     try:
         if is_greedy(sampling):
             return accept_equal(p.argmax, step.draft_tokens)
-        return RULES[speculation.verification].verify(p, step.q, step.draft_tokens, step.noise)
+        q = [draft.q for draft in step.drafts if draft.q is not None]
+        return RULES[speculation.verification].verify(p, q, step.draft_tokens, step.noise)
     except ConstraintError:
         if not step.drafts or p.n_computed < len(step.drafts):
             raise
@@ -205,13 +194,12 @@ def _verify(p: TargetDistributions, step: Step) -> tuple[int, int | None]:
 
 
 def _score_prompt(step: Step, logits: FloatArray) -> None:
-    """Score the tokens of the prompt that follow the rows of a step."""
+    """Score the tokens of the prompt that follow the rows of a step; nothing follows the last."""
     sequence = step.sequence
     following = sequence.tokens[step.cached + 1 : sequence.prompt_length]
-    top = sequence.top_logprobs or 0
-    # Nothing follows the prompt's last token.
     # A sequence that was preempted reads again what has its scores.
     again = len(sequence.prompt_scores) - step.cached
     sequence.prompt_scores += [
-        score(row, token, top) for row, token in zip(logits[again:], following[again:], strict=False)
+        score(row, token, sequence.top_logprobs or 0)
+        for row, token in zip(logits[again:], following[again:], strict=False)
     ]

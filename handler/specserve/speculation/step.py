@@ -1,12 +1,12 @@
-"""One round of one sequence: planned by the scheduler, drafted for, verified, and charged with its part of the time.
+"""One sequence's part of a round: what the scheduler plans, what is drafted and decided, and its part of the time.
 
-A `Step` is all that is known of it. The scheduler makes it, the round fills it in (round.py), and statistics, metrics
-and traces read it.
+The scheduler makes a `Step`, the round fills it in (round.py), and statistics, metrics and traces read it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -18,53 +18,72 @@ from specserve.sampling.noise import Noise
 from specserve.sequence import DrafterName, Sequence
 
 
-class Draft(NamedTuple):
-    """A draft token, the distribution q it was sampled from, its drafter, and the drafter's confidence there.
+class Alternative(NamedTuple):
+    """A token that may be recovered where a draft is the first to be rejected (alternatives.py).
 
-    q is None where the request is greedy: its verification needs none, and 150,000 numbers take 0.14 ms a draft.
-    Confidence is a model's largest probability at temperature 1; other drafters estimate how likely the token is right.
+    Args:
+        draft_index: the index of the draft that it would replace.
+        token: the draft model's next choice after the draft and the alternatives before it.
+        share: its share of the probability that these leave.
+        gain: the estimated probability that it is recovered; the round then decides one token more.
+    """
+
+    draft_index: int
+    token: int
+    share: float
+    gain: float
+
+
+class Draft(NamedTuple):
+    """A draft token.
+
+    Args:
+        token: the token.
+        q: the distribution that it was sampled from, shape (vocabulary,); None where the request is greedy, whose
+            verification needs none.
+        drafter: who drafted it.
+        confidence: a model's largest probability at temperature 1; other drafters estimate how likely the token is
+            right.
+        acceptance: the estimated probability that it is accepted if all drafts before it are.
+        alternatives: to it, which the target may read or not.
     """
 
     token: int
     q: FloatArray | None
     drafter: DrafterName
     confidence: float
+    acceptance: float = 1.0
+    alternatives: tuple[Alternative, ...] = ()
 
 
-class Refused(NamedTuple):
-    """The first token of an offer for a round's first position, nothing of which was drafted.
-
-    p_0 shows all the same if it was right, so its drafter learns.
-    """
-
-    token: int
-    drafter: DrafterName
-    confidence: float
-
-
-class Alternative(NamedTuple):
-    """A token that may be recovered where the draft at `draft_index` is the first to be rejected.
-
-    The target reads it beside the drafts (round.py). Each is the draft model's next choice after the draft itself.
+@dataclass
+class TimeShare:
+    """One step's part of the seconds of a round, which sequences share (costs.py).
 
     Args:
-        draft_index: the index of the draft that it would replace.
-        token: the alternative token.
-        confidence: its probability among all tokens but the draft's and the alternatives before it.
-        gain: the estimated probability that it is recovered; the round then gives one token more.
+        draft: of drafting.
+        target: of the target's pass.
+        other: of all else.
+        draft_model: of the draft model's passes, by the cost table.
+        plain: what the target's pass would have taken of its time, had no sequence drafted, by the cost table.
+        target_drafts: what its drafts add to the target's pass, by the cost table.
+        of_target: the share of the target's pass, and of what follows it.
     """
 
-    draft_index: int
-    token: int
-    confidence: float
-    gain: float
+    draft: float = 0.0
+    target: float = 0.0
+    other: float = 0.0
+    draft_model: float = 0.0
+    plain: float = 0.0
+    target_drafts: float = 0.0
+    of_target: float = 0.0
 
 
 @dataclass(eq=False)
 class Step:
     """What one sequence does in one round.
 
-    The scheduler plans it:
+    The scheduler plans:
 
     Args:
         sequence: whose step it is.
@@ -73,35 +92,18 @@ class Step:
         max_drafts: the most rows for draft tokens and alternatives after them; 0 in a prefill.
         running: number of sequences that are running.
 
-    Drafting adds:
+    The round adds:
 
         drafts: in order.
-        refused: one for each drafter whose offer was refused.
-        possible: alternatives that the target could read.
-        alternatives: those of them that it reads.
-        p_all_accepted: the estimated probability that all drafts are accepted.
+        refused: the first token of each proposal for the round's first position of which nothing was drafted; p_0 shows
+            all the same if it was right, so its drafter learns.
+        alternatives: those to the drafts that the target reads.
         model_ended: whether the draft model drafts no more in this round.
-        learns_from_target: whether the target's confidence after the accepted drafts is computed, from which the next
-            acceptance of the draft model is estimated; it takes 0.2 ms, and the policy may do without.
-        draft_model_seconds: the part of the draft model's passes, by the cost model.
-        long_catch_up_seconds: the part of these in which the model read more than a few tokens (policy.py).
-
-    Verification adds:
-
         n_accepted: how many drafts were accepted.
         n_decided: how many tokens the round decided: these, the rule's own, and one after an adopted alternative.
         adopted: whether an alternative was recovered, and the round decided one more token after it.
-        is_decode_round: whether it decided tokens, and was no prefill.
         error: why the sequence failed.
-
-    The charges (charges.py) are:
-
-        plain_seconds: what the target's pass would have taken of its time, had no sequence drafted.
-        target_drafts_seconds: of the target's pass, for the drafts.
-        target_share: of the time of the target's pass, and of what follows it.
-        draft_seconds, target_seconds: the part of the round's time for drafting, and for the target's pass.
-
-    The recorder adds `other_seconds`, the part of all else.
+        seconds: its part of the round's time.
     """
 
     sequence: Sequence
@@ -110,32 +112,19 @@ class Step:
     max_drafts: int = 0
     running: int = 1
     drafts: list[Draft] = field(default_factory=list)
-    refused: list[Refused] = field(default_factory=list)
-    possible: list[Alternative] = field(default_factory=list)
+    refused: list[Draft] = field(default_factory=list)
     alternatives: list[Alternative] = field(default_factory=list)
-    p_all_accepted: float = 1.0
     model_ended: bool = False
-    learns_from_target: bool = True
-    draft_model_seconds: float = 0.0
-    long_catch_up_seconds: float = 0.0
     n_accepted: int = 0
     n_decided: int = 0
     adopted: bool = False
-    is_decode_round: bool = False
     error: Exception | None = None
-    plain_seconds: float = 0.0
-    target_drafts_seconds: float = 0.0
-    target_share: float = 0.0
-    draft_seconds: float = 0.0
-    target_seconds: float = 0.0
-    other_seconds: float = 0.0
-    # What holds before the round: whether it is a prefill, of the prompt or of what a preempted sequence had before;
-    # whether it is to decide tokens (none is wanted with `max_tokens` 0), whether its rows belong to a prompt that is
-    # scored, and the length of the answer.
+    seconds: TimeShare = field(default_factory=TimeShare)
+    # What holds before the round: the length of the answer; whether the step is a prefill, of the prompt or of what a
+    # preempted sequence had before; whether it is to decide tokens (with `max_tokens` 0 none is wanted).
+    position: int = field(init=False)
     in_prefill: bool = field(init=False)
     decides: bool = field(init=False)
-    scores_rows: bool = field(init=False)
-    position: int = field(init=False)
     noise: Noise = field(init=False)
     # The grammar's mask after so many drafts, shape (vocabulary,); None allows all tokens.
     _mask: NDArray[np.bool_] | None = None
@@ -143,12 +132,11 @@ class Step:
 
     def __post_init__(self) -> None:
         sequence = self.sequence
+        self.position = sequence.generated
         self.in_prefill = not sequence.generated or self.cached + 1 < len(sequence.tokens)
         self.decides = self.cached + self.rows == len(sequence.tokens) and sequence.remaining > 0
-        self.scores_rows = sequence.scores_prompt and not sequence.generated
-        self.position = sequence.generated
         # A position that is drafted again gets new uniform numbers, by `round_number`, but the same race, by
-        # `generated` + index.
+        # `position` + index.
         self.noise = Noise(
             secret=sequence.secret,
             round_number=sequence.round_number,
@@ -157,7 +145,7 @@ class Step:
             position=sequence.generated,
         )
 
-    # ---- drafts ----
+    # ---- draft ----
 
     @property
     def draft_tokens(self) -> list[int]:
@@ -165,14 +153,14 @@ class Step:
         return [draft.token for draft in self.drafts]
 
     @property
-    def q(self) -> list[FloatArray]:
-        """The distributions that the drafts were sampled from, in order; none where the request is greedy."""
-        return [draft.q for draft in self.drafts if draft.q is not None]
-
-    @property
     def drafted_by(self) -> list[DrafterName]:
         """The drafters of the drafts, in order."""
         return [draft.drafter for draft in self.drafts]
+
+    @property
+    def p_all_accepted(self) -> float:
+        """The estimated probability that all drafts are accepted."""
+        return prod(draft.acceptance for draft in self.drafts)
 
     @property
     def length(self) -> int:
@@ -193,10 +181,9 @@ class Step:
         """How many more tokens may be drafted, or read as alternatives."""
         return self.max_drafts - self.draft_rows
 
-    def add(self, draft: Draft, acceptance: float) -> None:
+    def add(self, draft: Draft) -> None:
         """Draft one more token; it stays in the round whatever it is."""
         self.drafts.append(draft)
-        self.p_all_accepted *= acceptance
 
     def contained(self) -> Contained:
         """Keep what is raised within from the other steps of the round: it becomes this one's `error`."""
@@ -236,7 +223,12 @@ class Step:
             and end_tokens.issuperset(np.flatnonzero(mask).tolist())
         )
 
-    # ---- the target's pass ----
+    # ---- verify ----
+
+    @property
+    def scores_rows(self) -> bool:
+        """Whether its rows belong to a prompt whose tokens are scored."""
+        return self.sequence.scores_prompt and self.position == 0
 
     @property
     def rows_with_logits(self) -> int:
@@ -258,20 +250,12 @@ class Step:
         ]
         return rows
 
-    def split(self, logits: FloatArray) -> StepLogits:
-        """Split the logits of this step's rows by what they are for.
+    # ---- accept ----
 
-        Args:
-            logits: shape (`rows_with_logits` + `draft_rows`, vocabulary).
-        """
-        alternatives = len(logits) - len(self.alternatives)
-        return StepLogits(
-            prompt=logits[: self.rows if self.scores_rows else 0],
-            verified=logits[alternatives - len(self.drafts) - 1 : alternatives] if self.decides else logits[:0],
-            alternatives=logits[alternatives:],
-        )
-
-    # ---- what the round has brought ----
+    @property
+    def is_decode_round(self) -> bool:
+        """Whether it has decided tokens, and was no prefill."""
+        return self.n_decided > 0 and not self.in_prefill and self.error is None
 
     @property
     def emitted(self) -> list[int]:
@@ -290,16 +274,16 @@ class Step:
         Args:
             now: when the round ended, in seconds.
         """
-        sequence, stats, times = self.sequence, self.sequence.stats, self.sequence.timestamps
+        sequence, stats, times, seconds = self.sequence, self.sequence.stats, self.sequence.timestamps, self.seconds
         if self.emitted:
             times.last_token = now
             times.first_token = now if times.first_token is None else times.first_token
         if self.in_prefill:
-            stats.prefill_seconds += self.draft_seconds + self.target_seconds + self.other_seconds
+            stats.prefill_seconds += seconds.draft + seconds.target + seconds.other
         else:
-            stats.draft_seconds += self.draft_seconds
-            stats.target_seconds += self.target_seconds
-            stats.other_seconds += self.other_seconds
+            stats.draft_seconds += seconds.draft
+            stats.target_seconds += seconds.target
+            stats.other_seconds += seconds.other
         if not self.is_decode_round:
             return
         # Plain decoding takes a step for the EOS token as well.
@@ -311,18 +295,4 @@ class Step:
         stats.accepted_by.update(self.drafted_by[: self.accepted])
         stats.alternatives += len(self.alternatives)
         stats.adopted += self.adopted
-        stats.plain_seconds += decided * self.plain_seconds
-
-
-class StepLogits(NamedTuple):
-    """The target's logits of one step, each of shape (rows, vocabulary).
-
-    Args:
-        prompt: after each token of a prompt that is scored.
-        verified: after the last pending token and after each draft; none if the step decides nothing.
-        alternatives: after each alternative.
-    """
-
-    prompt: FloatArray
-    verified: FloatArray
-    alternatives: FloatArray
+        stats.plain_seconds += decided * seconds.plain

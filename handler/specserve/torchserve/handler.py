@@ -44,7 +44,6 @@ from specserve.observability.control_group import Holdback
 from specserve.observability.metrics import Gauges, Metrics, Sample, Served
 from specserve.observability.records import StoreRecord
 from specserve.observability.trace import open_traces
-from specserve.speculation.measure import MEASURED_CELLS
 from specserve.torchserve.types import (
     NO_GRPC,
     PHRASES,
@@ -124,7 +123,7 @@ class Handler:
             self._scheduler,
             thread,
             config.time_slice_ms / 1000,
-            models.costs.placement,
+            models.placement,
             idle_work=self._work_while_idle,
         )
         self._parser = Parser(self._routes)
@@ -280,9 +279,6 @@ class Handler:
         if not interrupted():
             self._scheduler.check_caches()
         self._scheduler.store_prefixes(interrupted)
-        if self._models.costs.doubtful and not interrupted():
-            self._scheduler.empty_slot(MEASURED_CELLS)
-            self._models.costs.measure_doubtful(interrupted)
 
     def _emit_metrics(self) -> None:
         self._metrics.emit(
@@ -293,7 +289,7 @@ class Handler:
                 self._config.cache_tokens,
                 *self._scheduler.cached_tokens,
                 own_kernels=self._models.kernels.variant is not None,
-                threads=len(self._models.costs.placement.cores),
+                threads=len(self._models.placement.cores),
                 draft_model=None if self._config.draft is None else self._models.drafters.model is not None,
             ),
             self._store.record if self._store else StoreRecord(),

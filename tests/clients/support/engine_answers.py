@@ -39,7 +39,7 @@ def score(model: str, texts: list[list[int]]) -> list[list[tuple[float, bool]]]:
     """For each token except the first of each text: its log-probability, and whether it is the argmax."""
     longest = max(len(tokens) for tokens in texts)
     # Of a model that is loaded after this, our kernels compute, as in the server.
-    kernels.use("auto", threads=1)
+    kernels.use("auto")
     loaded = LlamaModel(Path(model))
     engine = LlamaEngine(loaded, n_slots=1, context_length=longest, threads=1, max_rows=longest, max_logits=longest)
     scores = []

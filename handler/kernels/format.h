@@ -1,0 +1,139 @@
+// What the weight formats are written with. Each is a struct in a file of its own (q4_0.h, q8_0.h, q4_k.h, q6_k.h):
+//
+//   type, length, bytes          ggml's type; the weights of a block, and its bytes in a GGUF file
+//   weight_bytes, side_bytes     of a panel's block: its weights, and the scales that lie before them
+//   group                        blocks whose scales lie together, as many as make whole vectors
+//   sums                         words of a block and row in Tile::sums
+//   pack(block, weights, side, lane)   a block of GGUF's into a column of a panel's block
+//   sum(bytes, part, sums, stride)     the words for 32 activations, the `part`th of a block; word i is sums[i * stride]
+//   multiply<rows>(weights, side, x, out)   add the products of a panel's block with a tile's activations
+//
+// A format is added as such a struct, and as a row of kFormats in product.h.
+//
+// Products are of unsigned by signed bytes. 4-bit weights are stored as w + 8 (q4_0), w + 32 (q6_k) or are unsigned
+// anyway (q4_k); what the shift adds is 8 (or 32) times the sum of the activations, and every integer sum begins with
+// minus that, from Tile::sums. With VNNI (HAS_DOT) dot products of a sub-block have 32 bits, and become floats to be scaled.
+//
+// Without, vpmaddubsw adds two products, which fit into 16 bits for weights of up to 6 bits as they are stored. So do sums
+// of some pairs, since a sum may overflow on the way if what it ends with fits. A sub-block's sum is then multiplied by its
+// scale of 8 bits and added to the block's in 32 bits; only that becomes a float.
+
+#pragma once
+
+#include <type_traits>
+
+#include "kernels.h"
+
+// Loops over the rows of a tile and the registers of a block: only unrolled do their arrays stay in registers.
+#define UNROLL _Pragma("GCC unroll 16")
+
+namespace {
+
+using namespace specserve;
+
+constexpr int kVector = 4 * kLanes;  // bytes of a register
+
+// Bytes to 4-byte groups: group g of a column goes to lane `lane` of one of every `apart` registers.
+inline void spread(const uint8_t * from, int groups, uint8_t * to, int lane, int apart = 1) {
+    for (int g = 0; g < groups; g++) {
+        std::memcpy(to + g * apart * kVector + 4 * lane, from + 4 * g, 4);
+    }
+}
+
+// What a product begins with where weights are stored too large by `bias`.
+inline int32_t start_of_32(const int8_t * activations, int bias) {
+    return add_starts(start_of_16(activations, bias), start_of_16(activations + 16, bias));
+}
+
+// The processor fetches the weights of few rows by itself, since it meets their lines in order; with more rows it computes
+// so long between two lines that it has to be asked (benchmarks/decisions/prefetch.md).
+constexpr int kFewRows = 2;
+constexpr int64_t kAhead = 24 << 10;  // bytes
+template <int rows, int64_t bytes> inline void prefetch(const uint8_t * from) {
+    for (int64_t i = 0; rows > kFewRows && i < bytes; i += 64) {
+        _mm_prefetch(reinterpret_cast<const char *>(from + kAhead + i), _MM_HINT_T1);
+    }
+}
+
+// A tile's activations from a block on.
+struct Activations {
+    const int8_t * values;
+    const float * scales;
+    const int32_t * sums;
+};
+
+template <int rows> using Sums = Floats[rows];
+
+#ifdef HAS_DOT
+
+// For every row: dot products of `vectors` x 4 weights with its activations, added to start(row) and given to
+// add(row, sum). The dot products of a row wait for each other, so those of kChains rows are interleaved.
+template <int rows, int vectors, typename Start, typename Add>
+inline void for_rows(const Ints * weights, const int8_t * activations, Start start, Add add) {
+    UNROLL
+    for (int first = 0; first < rows; first += kChains) {
+        const int count = rows - first < kChains ? rows - first : kChains;
+        Ints sums[kChains];
+        UNROLL
+        for (int c = 0; c < count; c++) {
+            sums[c] = start(first + c);
+        }
+        dot<vectors>(sums, count, weights, activations + 32 * first);
+        UNROLL
+        for (int c = 0; c < count; c++) {
+            add(first + c, to_float(sums[c]));
+        }
+    }
+}
+
+// A block of 32 weights with one scale.
+template <int rows>
+inline void multiply_32(const Ints * weights, const uint8_t * side, const Activations & x, Sums<rows> & out) {
+    const Floats d = halves(side);
+    for_rows<rows, 8>(
+        weights, x.values, [sums = x.sums](int r) { return all(sums[r]); },
+        [d, scales = x.scales, &out](int r, Floats sum) { out[r] = fma(sum, mul(d, all(scales[r])), out[r]); });
+}
+
+#else
+
+// A sub-block's sum has 16 products of a q4_k, and of a q4_0 less its bias; or 8 of a q6_k less its bias.
+static_assert(16 * 15 * 127 <= INT16_MAX && 8 * 32 * 127 <= INT16_MAX, "sums of 16 bits would overflow");
+static_assert(2 * 63 * 127 <= INT16_MAX, "vpmaddubsw would saturate");
+
+// Weights of a register times activations of each row, added to sums of 16 bits.
+template <int rows> inline void add_pairs_of_rows(Ints * pairs, Ints weights, const int8_t * activations) {
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+        pairs[r] = _mm256_add_epi16(pairs[r], _mm256_maddubs_epi16(weights, four_for_all(activations + 32 * r)));
+    }
+    // GCC 12 would put the additions in another order and keep products in memory: 66 instead of 107 billion products a
+    // second of a Q4_K by 6 rows (a core of a Zen 3).
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+        __asm__("" : "+x"(pairs[r]));
+    }
+}
+
+// Scales of 8 bits, one a lane of 32 bits, times sums of 16 bits.
+template <int rows> inline void add_scaled(Ints * total, Ints scales, const Ints * pairs) {
+    const Ints twice = _mm256_blend_epi16(scales, _mm256_slli_epi32(scales, 16), 0xaa);
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+        total[r] = _mm256_add_epi32(total[r], _mm256_madd_epi16(pairs[r], twice));
+    }
+}
+
+// Sums of a block of 32 weights with one scale.
+template <int rows>
+inline void scale_32(const Ints * total, const uint8_t * side, const Activations & x, Sums<rows> & out) {
+    const Floats d = halves(side);
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+        out[r] = fma(to_float(total[r]), mul(d, all(x.scales[r])), out[r]);
+    }
+}
+
+#endif
+
+}  // namespace

@@ -1,0 +1,132 @@
+// Q4_K: d, dmin (half), 12 bytes with 8 scales and 8 minima of 6 bits, 128 bytes: of each 32 bytes the low nibbles are one
+// sub-block of 32 weights, the high nibbles the next; weight = d x scale x nibble - dmin x minimum.
+
+#pragma once
+
+#include "format.h"
+
+namespace {
+
+struct Q4_K {
+    static constexpr ggml_type type = GGML_TYPE_Q4_K;
+    static constexpr int length = 256, bytes = 144, group = 1, sums = 4;
+    static constexpr int64_t weight_bytes = 32 * kVector;
+    static constexpr int64_t side_bytes = 4 * kVector;  // d, dmin; scales and minima of 6 bits in 3 registers
+
+    static void pack(const uint8_t * block, uint8_t * weights, uint8_t * side, int lane) {
+        std::memcpy(side + 2 * lane, block, 2);
+        std::memcpy(side + 2 * (kLanes + lane), block + 2, 2);
+        const uint8_t * six = block + 4;
+        uint8_t scale[8];
+        uint8_t minimum[8];
+        for (int j = 0; j < 4; j++) {
+            scale[j] = six[j] & 63;
+            minimum[j] = six[j + 4] & 63;
+            scale[j + 4] = static_cast<uint8_t>((six[j + 8] & 0x0f) | ((six[j] >> 6) << 4));
+            minimum[j + 4] = static_cast<uint8_t>((six[j + 8] >> 4) | ((six[j + 4] >> 6) << 4));
+        }
+        // Three registers of 8-bit fields whose upper two bits together hold the fourth: scales 0-3, scales 4-7 (a
+        // sub-block after the other), minima 0-3 (two sub-blocks side by side); spread over them minima 4-7.
+        uint8_t * fields = side + kVector;
+        for (int j = 0; j < 4; j++) {
+            const int pair = (j / 2) * 2 * kLanes + 2 * lane + j % 2;  // where minimum j of this column lies
+            const uint8_t rest = minimum[j + 4];
+            fields[j * kLanes + lane] |= scale[j];
+            fields[kVector + j * kLanes + lane] |= scale[j + 4];
+            fields[2 * kVector + pair] |= minimum[j];
+            for (int part = 0; part < 3; part++) {
+                fields[part * kVector + pair] |= static_cast<uint8_t>(((rest >> (2 * part)) & 3) << 6);
+            }
+        }
+        spread(block + 16, 32, weights, lane);
+    }
+
+    // Sums of 32, two in a word, to be multiplied by the minima.
+    static void sum(const int8_t * bytes, int part, int32_t * sums, int stride) {
+        const auto half = static_cast<int16_t>(sum_of_16(bytes) + sum_of_16(bytes + 16));
+        std::memcpy(reinterpret_cast<char *>(sums + part / 2 * stride) + 2 * (part % 2), &half, 2);
+    }
+
+    template <int rows>
+    static inline void multiply(const uint8_t * weights, const uint8_t * side, const Activations & x, Sums<rows> & out) {
+        prefetch<rows, side_bytes>(side);
+        alignas(kVector) uint8_t scale[2 * kVector];
+        alignas(kVector) uint8_t minimum[2 * kVector];
+        unpack(side, scale, minimum);
+        const Floats d = halves(side);
+        Floats sub[rows];
+#ifdef HAS_DOT
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            sub[r] = zero();
+        }
+        for (int j = 0; j < 8; j++) {
+            const uint8_t * pair = weights + (j / 2) * 8 * kVector;
+            if (j % 2 == 0) {
+                prefetch<rows, 8 * kVector>(pair);
+            }
+            Ints w[8];
+            UNROLL
+            for (int v = 0; v < 8; v++) {
+                const Ints both = load(pair + v * kVector);
+                w[v] = j % 2 == 0 ? low_nibbles(both) : high_nibbles(both);
+            }
+            const Floats s = mul(d, to_float(widen_unsigned(scale + j * kLanes)));
+            for_rows<rows, 8>(
+                w, x.values + j * 32 * rows, [](int) { return zero_ints(); },
+                [&sub, s](int r, Floats sum) { sub[r] = fma(sum, s, sub[r]); });
+        }
+#else
+        Ints total[rows] = {};
+        const auto sub_block = [&](auto high, int j) {
+            Ints pairs[rows] = {};
+            UNROLL
+            for (int v = 0; v < 8; v++) {
+                const Ints both = load(weights + (j / 2) * 8 * kVector + v * kVector);
+                add_pairs_of_rows<rows>(pairs, high ? high_nibbles(both) : low_nibbles(both),
+                                        x.values + j * 32 * rows + 4 * v);
+            }
+            add_scaled<rows>(total, widen_unsigned(scale + j * kLanes), pairs);
+        };
+        for (int j = 0; j < 8; j += 2) {
+            prefetch<rows, 8 * kVector>(weights + (j / 2) * 8 * kVector);
+            sub_block(std::false_type{}, j);
+            sub_block(std::true_type{}, j + 1);
+        }
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            sub[r] = mul(d, to_float(total[r]));
+        }
+#endif
+        const Floats dmin = halves(side + 2 * kLanes);
+        Ints m[4];
+        for (int p = 0; p < 4; p++) {
+            m[p] = widen_pairs(minimum + p * 2 * kLanes);
+        }
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            Ints sum = zero_ints();
+            for (int p = 0; p < 4; p++) {
+                sum = dot_pairs(sum, m[p], x.sums[p * rows + r]);
+            }
+            out[r] = fma(fnma(dmin, to_float(sum), sub[r]), all(x.scales[r]), out[r]);
+        }
+    }
+
+    // The scales [8 sub-blocks][lane] and minima [4 pairs of sub-blocks][lane][2] of a panel's block, as bytes.
+    static inline void unpack(const uint8_t * side, uint8_t * scale, uint8_t * minimum) {
+        const Ints a = load(side + kVector);
+        const Ints b = load(side + 2 * kVector);
+        const Ints c = load(side + 3 * kVector);
+        const Ints six_bits = all_bytes(0x3f);
+        const auto keep = [](uint8_t * to, Ints x) { std::memcpy(to, &x, sizeof x); };
+        keep(scale, bits_and(a, six_bits));
+        keep(scale + kVector, bits_and(b, six_bits));
+        keep(minimum, bits_and(c, six_bits));
+        keep(minimum + kVector, bits_or(bits_and(shift_right<6>(a), all_bytes(0x03)),
+                                        bits_or(bits_and(shift_right<4>(b), all_bytes(0x0c)),
+                                                bits_and(shift_right<2>(c), all_bytes(0x30)))));
+    }
+};
+
+}  // namespace

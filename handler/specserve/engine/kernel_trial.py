@@ -1,0 +1,275 @@
+"""Tries specserve's kernels out: whether they crash, whether they are right, and whether they are fast.
+
+A new library, llama-cpp-python or processor is tried in a process of its own, so that a crash costs the kernels and not
+the server. Both products and attention go by way of llama.cpp's graphs there, as in a forward pass.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specserve.config import cache_directory, processor
+from specserve.engine import kernel_library
+from specserve.engine.base import FloatArray
+from specserve.engine.kernel_library import Unusable, check_version, checksum, library
+
+logger = logging.getLogger(__name__)
+
+# The trial takes two seconds, and some more beside busy neighbours; one that takes so long hangs.
+_MAX_SECONDS = 60
+# Errors relative to the root mean square. Activations that 8 bits hold without rounding leave 1e-6 to products, where a
+# wrong bias or scale makes 0.1 and more.
+# 16-bit keys and values cause 0.0009 in attention (half precision 0.0015).
+_MAX_ERROR, _MAX_ATTENTION_ERROR = 5e-3, 2e-3
+# Product for the comparison of speeds: 2 to 3 MB of weights, milliseconds for all formats.
+_TIMED_K, _TIMED_COLUMNS, _TIMED_ROWS, _REPEATS = 2048, 1536, (1, 4, 8), 5
+# Kernels of the same speed differ by up to this share when measured on a noisy machine. A process that takes a core for
+# a moment causes more, so a kernel that seems slower is measured up to `_MAX_TRIALS` times.
+_NOISE = 0.1
+_MAX_TRIALS = 6
+
+
+def run() -> dict[str, str]:
+    """Try the kernels in another process, unless they have passed under the same conditions.
+
+    Returns:
+        By format that is better left to llama.cpp, the reason.
+
+    Raises:
+        Unusable: that process crashed, failed or did not end, or attention is wrong.
+    """
+    check_version()
+    conditions = f"{checksum()} {importlib.metadata.version('llama-cpp-python')} {processor()}"
+    note = cache_directory() / "kernels" / hashlib.sha256(conditions.encode()).hexdigest()[:32]
+    try:
+        if note.exists():
+            return {}
+    except OSError:
+        pass
+    rejected = _in_another_process()
+    if reason := rejected.pop("attention", None):
+        raise Unusable(f"attention {reason}")
+    if not rejected:
+        try:
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.touch()
+        except OSError as error:
+            logger.warning("specserve: %s cannot be written (%s); the next start tries again", note, error.strerror)
+    return rejected
+
+
+def _in_another_process() -> dict[str, str]:
+    command = [sys.executable, "-m", __name__, str(kernel_library.library_path())]
+    # An archive's worker has put its own directory on sys.path.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    try:
+        trial = subprocess.run(  # noqa: S603 - this very module
+            command, env=environment, capture_output=True, timeout=_MAX_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Unusable(f"a trial run of them did not end within {_MAX_SECONDS} s") from error
+    except OSError as error:
+        raise Unusable(f"a trial run of them cannot be started ({error.strerror})") from error
+    if trial.returncode < 0:
+        name = next((known.name for known in signal.Signals if known == -trial.returncode), str(-trial.returncode))
+        raise Unusable(f"they crashed in a trial run ({name})")
+    if trial.returncode:
+        *_, reason = trial.stderr.decode(errors="replace").splitlines() or ["no reason given"]
+        raise Unusable(f"a trial run of them failed ({reason})")
+    return dict(json.loads(trial.stdout))
+
+
+def failures(formats: tuple[str, ...], *, timed: bool = True) -> dict[str, str]:
+    """Return what is wrong with the variant in use: by format, or for `attention`, the reason."""
+    found = {}
+    if (error := attention_error()) > _MAX_ATTENTION_ERROR:
+        found["attention"] = f"failed its check (an error of {error:.2g})"
+    for name in formats:
+        if (error := largest_error(name)) > _MAX_ERROR:
+            found[name] = f"failed its check (an error of {error:.2g})"
+        elif timed and (ratio := _best_speed(name)) < 1 - _NOISE:
+            found[name] = f"is slower than llama.cpp's ({ratio:.2f} times its speed)"
+    return found
+
+
+def largest_error(name: str) -> float:
+    """Return the largest difference of a format's products from llama.cpp's, relative to their root mean square."""
+    random = np.random.default_rng(0)
+    blocks = _weights(name, 768, 35)
+    errors = []
+    for rows in range(1, library().specserve_max_tile() + 2):
+        # 8 bits hold them without rounding, whether 32 or 256 share a scale.
+        x = random.integers(-127, 128, (rows, 768)).astype(np.float32)
+        x[:, ::32] = 127
+        x *= 2.0 ** np.arange(rows)[:, None] / 2**8
+        ours, theirs = (product(name, blocks, x, threads=2, ours=ours)[0] for ours in (True, False))
+        scale = np.sqrt(np.mean(theirs**2, axis=1, keepdims=True))
+        errors.append(float(np.nan_to_num(np.abs(ours - theirs) / scale, nan=np.inf).max()))
+    return max(errors)
+
+
+def _best_speed(name: str) -> float:
+    ratios: list[float] = []
+    while len(ratios) < _MAX_TRIALS and max(ratios, default=0.0) < 1 - _NOISE:
+        # In one thread: others would wait at barriers for one that a neighbour holds up.
+        ratios.append(speed(name, 1))
+    return max(ratios)
+
+
+def speed(name: str, threads: int) -> float:
+    """Return the speed of a format's products relative to llama.cpp's, over a few numbers of rows."""
+    blocks = np.tile(_weights(name, _TIMED_K, 16), (_TIMED_COLUMNS // 16, 1))
+
+    def seconds(*, ours: bool) -> float:
+        rows = (np.ones((rows, _TIMED_K), np.float32) for rows in _TIMED_ROWS)
+        return sum(product(name, blocks, x, threads=threads, ours=ours, repeats=_REPEATS)[1] for x in rows)
+
+    return seconds(ours=False) / seconds(ours=True)
+
+
+@cache
+def _weights(name: str, k: int, columns: int) -> NDArray[np.uint8]:
+    return quantised(name, np.random.default_rng(1).normal(size=(columns, k)).astype(np.float32))
+
+
+def quantised(name: str, weights: FloatArray) -> NDArray[np.uint8]:
+    """Quantise weights, shape (columns, k), by llama.cpp as in a GGUF file; returns the bytes of each column."""
+    base = ctypes.CDLL("libggml-base.so.0")
+    base.ggml_type_name.restype = ctypes.c_char_p
+    base.ggml_row_size.restype = ctypes.c_size_t
+    base.ggml_row_size.argtypes = [ctypes.c_int, ctypes.c_int64]
+    number = next(n for n in range(64) if (base.ggml_type_name(n) or b"").decode().upper() == name)
+    columns, k = weights.shape
+    blocks = np.zeros((columns, base.ggml_row_size(number, k)), np.uint8)
+    pointer, count = ctypes.c_void_p, ctypes.c_int64
+    base.ggml_quantize_chunk.argtypes = [ctypes.c_int, pointer, pointer, count, count, count, pointer]
+    base.ggml_quantize_chunk(number, weights.ctypes.data, blocks.ctypes.data, 0, columns, k, None)
+    return blocks
+
+
+def formats() -> tuple[str, ...]:
+    """Return the weight formats of the variant in use, by their numbers, as GGUF files name them."""
+    names: list[str] = []
+    while name := library().specserve_format(len(names)):
+        names.append(name.decode().upper())
+    return tuple(names)
+
+
+def product(
+    name: str,
+    blocks: NDArray[np.uint8],
+    x: FloatArray,
+    *,
+    threads: int = 1,
+    ours: bool = True,
+    repeats: int = 0,
+    pieces: int = 1,
+) -> tuple[FloatArray, float]:
+    """Multiply by the variant in use, or by llama.cpp's kernels, in a graph.
+
+    Args:
+        name: the format.
+        blocks: the weights, shape (columns, bytes).
+        x: shape (rows, k).
+        threads: compute threads.
+        ours: whether by specserve's kernels.
+        repeats: after the first run.
+        pieces: in which the weights are written to their buffer.
+
+    Returns:
+        The product, shape (rows, columns), and the seconds of the fastest run; infinite ones if it failed.
+    """
+    x = np.ascontiguousarray(x, np.float32)
+    (rows, k), columns = x.shape, len(blocks)
+    out = np.full((rows, columns), np.nan, np.float32)
+    weights = np.ascontiguousarray(blocks)
+    arguments = weights.ctypes.data, pieces, rows, x.ctypes.data, threads, repeats, out.ctypes.data
+    return out, library().specserve_run_product(ours, formats().index(name), k, columns, *arguments)
+
+
+def attend(
+    queries: FloatArray,
+    keys: FloatArray,
+    values: FloatArray,
+    positions: NDArray[np.int32],
+    visible: NDArray[np.bool_],
+    *,
+    is_8_bit: bool = False,
+    threads: int = 1,
+) -> FloatArray | None:
+    """Attend by the variant in use, in a graph of llama.cpp's.
+
+    Args:
+        queries: shape (rows, heads, size).
+        keys: shape (cells, key heads, size).
+        values: shape (cells, key heads, size).
+        positions: of the cells.
+        visible: whether a row sees a cell, shape (rows, cells).
+        is_8_bit: whether the cache is.
+        threads: compute threads.
+
+    Returns:
+        Shape (rows, heads, size); None if llama.cpp attended.
+    """
+    (rows, heads, size), (cells, key_heads, _) = queries.shape, keys.shape
+    mask = np.where(visible, np.float16(0), np.float16(-np.inf))
+    arrays: list[NDArray[Any]] = [queries.transpose(1, 0, 2), keys, values, positions, mask]
+    inputs = [np.ascontiguousarray(array) for array in arrays]
+    out = np.full(queries.shape, np.nan, np.float32)
+    addresses = [array.ctypes.data for array in inputs]
+    numbers = size, cells, key_heads, heads, rows, size**-0.5
+    return out if library().specserve_attend(*numbers, *addresses, is_8_bit, threads, out.ctypes.data) else None
+
+
+def exact_attention(
+    queries: FloatArray, keys: FloatArray, values: FloatArray, visible: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """Return in double precision what `attend` approximates."""
+    shared = queries.shape[1] // keys.shape[1]
+    q, k, v = (array.astype(np.float64) for array in (queries, keys, values))
+    k, v = np.repeat(k, shared, axis=1), np.repeat(v, shared, axis=1)
+    scores = np.where(visible[:, None, :], np.einsum("rhd,chd->rhc", q, k) * q.shape[2] ** -0.5, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    result: NDArray[np.float64] = np.einsum("rhc,chd->rhd", weights / weights.sum(axis=-1, keepdims=True), v)
+    return result
+
+
+def attention_error() -> float:
+    """Return the largest error of attention for one row and for several, relative to its root mean square."""
+    random, cells = np.random.default_rng(2), np.arange(300)
+    keys, values = random.normal(size=(2, 300, 2, 64)).astype(np.float32)
+    errors = []
+    for rows in range(1, 6):
+        queries = random.normal(size=(rows, 6, 64)).astype(np.float32)
+        # Every third cell belongs to another sequence, and the last ones are later than the first rows.
+        visible = (cells % 3 != 2) & (cells < 300 - rows + np.arange(rows)[:, None] + 1)
+        found = attend(queries, keys, values, (cells // 3 * 2 + cells % 3).astype(np.int32), visible, threads=2)
+        exact = exact_attention(queries, keys, values, visible)
+        differences = np.inf if found is None else np.nan_to_num(np.abs(found - exact), nan=np.inf)
+        errors.append(float(np.max(differences) / np.sqrt(np.mean(exact**2))))
+    return max(errors)
+
+
+def _main(path: Path) -> None:
+    """Print the failures of the best variant, if the processor has any; what counts first is that this ends."""
+    kernel_library.library_path = lambda: path
+    usable = library().specserve_use(b"")
+    sys.stdout.write(json.dumps(failures(formats()) if usable else {}))
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

@@ -1,0 +1,317 @@
+"""N-gram drafts: a text goes on as it did, or as another text did, after the same tokens. They cost no forward pass.
+
+One index finds the same tokens in four kinds of text: the sequence's own (prompt lookup decoding, Saxena 2023),
+finished answers of the same pool and the operator's corpus (as SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975,
+drafts from a suffix tree of recent outputs), and the output that the client predicts (OpenAI's Predicted Outputs).
+
+    drafter       searches                              and proposes what followed
+    lookup        own text, pool, corpus                the longest match, most often
+    prediction    the prediction                        the longest match, the nearest to where the answer left it
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import abc
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specserve.sequence import BySequence, DrafterName, Pool, Sequence
+from specserve.shares import Shares
+from specserve.speculation.proposers import NOTHING, Proposal, Proposer
+
+Integers = NDArray[np.int64]
+
+# Tokens that are hashed together: in one text of some thousand tokens, and in a pool of a million, where two tokens
+# that follow each other tell little.
+_IN_TEXT, _IN_POOL = 2, 3
+# Occurrences of these tokens that are compared, the newest first, and tokens up to which agreement is counted.
+_NEWEST, _LONGEST = 16, 32
+# How often the proposed token is right, by the number of tokens that agree: 1, 2 or 3, 4 to 7, 8 to 15, 16 to 31, 32.
+# Counted in benchmarks/recordings; the controller calibrates further (acceptance.py).
+_RATES = {
+    "split": (0.1, 0.2, 0.28, 0.35, 0.4, 0.45),
+    "once": (0.2, 0.47, 0.72, 0.84, 0.95, 0.98),
+    "repeated": (0.3, 0.75, 0.9, 0.95, 0.97, 0.98),
+    "predicted": (0.45, 0.7, 0.93, 0.95, 0.98, 0.99),
+}
+_START = 0.75
+
+# Stands between the texts of a pool, and equals no token.
+_BETWEEN = -1
+# Tokens of the prompt that a pool keeps before an answer, so that the answer's beginning is found.
+_OF_PROMPT = 64
+# Pools of full length that there is memory for.
+_FULL_POOLS = 8
+
+# From so many equal tokens on, the answer is surely where it is in the prediction; a single one counts if it comes at
+# most so many tokens after that.
+_TRUSTED, _AHEAD = 4, 64
+# Occurrences that are compared to find an answer in its prediction again.
+_SEARCHED = 256
+
+
+class Match(NamedTuple):
+    """The tokens before position `end` of a text equal the last `length` tokens of another one."""
+
+    end: int
+    length: int
+
+
+class NgramIndex:
+    """A growing text, and where it has each run of n tokens: a hash table of the newest, each linked to the one before.
+
+    A token takes 16 bytes. 32,768 tokens are added in 4 ms, a million in .4 s.
+
+    Args:
+        n: number of tokens that are hashed together.
+        tokens: the beginning of the text.
+    """
+
+    def __init__(self, n: int, tokens: abc.Iterable[int] = ()) -> None:
+        self._n = n
+        self.tokens = array("i")
+        # Both hold positions of a run's last token, -1 for none: that of the newest run by hash, and by the position of
+        # a run's last token that of the run of the same hash before it.
+        self._newest = array("i", [-1])
+        self._before = array("i")
+        self.extend(tokens)
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens)
+
+    def extend(self, tokens: abc.Iterable[int]) -> None:
+        """Add tokens to the text."""
+        begin = len(self)
+        self.tokens.extend(tokens)
+        size = len(self)
+        if size > len(self._newest):
+            begin, self._before = 0, array("i")
+            self._newest = array("i", [-1]) * 2 ** size.bit_length()
+        self._before.extend(array("i", [-1]) * (size - begin))
+        first = max(begin, self._n - 1)
+        if size - first > _LONGEST:
+            self._link_at_once(first)
+            return
+        for position in range(first, size):
+            place = self._hash(self.tokens[position + 1 - self._n : position + 1])
+            self._before[position] = self._newest[place]
+            self._newest[place] = position
+
+    def _link_at_once(self, first: int) -> None:
+        """Link the runs whose last tokens are at `first` or after it, by sorting."""
+        n, size = self._n, len(self)
+        text = np.frombuffer(self.tokens, np.int32)[first + 1 - n :].astype(np.int64)
+        places = self._hash([text[start : start + size - first] for start in range(n)])
+        # Runs of one hash together, in the order of the text.
+        keys = np.sort(places << 32 | np.arange(first, size))
+        places, positions = keys >> 32, keys & (2**32 - 1)
+        newest = np.frombuffer(self._newest, np.int32)
+        is_first = np.append(True, places[1:] != places[:-1])
+        before = np.where(is_first, newest[places], np.roll(positions, 1))
+        np.frombuffer(self._before, np.int32)[positions] = before
+        is_last = np.append(is_first[1:], True)
+        newest[places[is_last]] = positions[is_last]
+
+    @overload
+    def _hash(self, run: abc.Sequence[int]) -> int: ...
+    @overload
+    def _hash(self, run: list[Integers]) -> Integers: ...
+    def _hash(self, run: abc.Sequence[int] | list[Integers]) -> int | Integers:
+        """The place of a run in the table, or of many runs: multiplicative hashing by the golden ratio (Knuth)."""
+        mixed: int | Integers = 0
+        for token in run:
+            mixed = (mixed >> 12) + token * 0x9E3779B1 & (2**44 - 1)
+        return mixed >> 12 & (len(self._newest) - 1)
+
+    def agreement(self, end: int, suffix: abc.Sequence[int]) -> int:
+        """How many tokens before a position equal the last ones of `suffix`, counted up to 32."""
+        tokens, agreeing = self.tokens, 0
+        most = min(end, len(suffix), _LONGEST)
+        while agreeing < most and tokens[end - 1 - agreeing] == suffix[-1 - agreeing]:
+            agreeing += 1
+            if agreeing == 4 and tokens[end - most : end].tolist() == suffix[-most:]:
+                return most
+        return agreeing
+
+    def matches(self, suffix: abc.Sequence[int], most: int = _NEWEST) -> Iterator[Match]:
+        """The newest occurrences of the last n tokens of `suffix`, of at most so many runs of their hash."""
+        if len(suffix) < self._n:
+            return
+        position = self._newest[self._hash(suffix[-self._n :])]
+        while position >= 0 and most > 0:
+            length = self.agreement(position + 1, suffix)
+            if length >= self._n:
+                yield Match(position + 1, length)
+            position = self._before[position]
+            most -= 1
+
+    def propose(self, suffix: abc.Sequence[int], max_tokens: int, drafts: list[int] | None = None) -> Proposal:
+        """What followed the longest matches of a suffix most often; among equals, what followed the newest.
+
+        Args:
+            suffix: the last tokens of the text to go on with, draft tokens included.
+            max_tokens: the most tokens to propose.
+            drafts: in the index of the text itself, the draft tokens after it: the proposal may run on into them and
+                into itself, so that a periodic text goes on without end; None in an index of other texts.
+        """
+        matches = [match for match in self.matches(suffix) if match.end < len(self) or drafts]
+        length = max((match.length for match in matches), default=0)
+        rows = [self._following(match.end, max_tokens, drafts) for match in matches if match.length == length]
+        proposal = Proposal([], [])
+        for index in range(max_tokens):
+            rows = [row for row in rows if index < len(row)]
+            if not rows:
+                break
+            followers = [row[index] for row in rows]
+            token = max(followers, key=followers.count)
+            rows = [row for row in rows if row[index] == token]
+            kind = "split" if len(rows) < len(followers) else "once" if len(rows) == 1 else "repeated"
+            proposal.tokens.append(token)
+            proposal.confidence.append(_rate(kind, length + index))
+        return proposal
+
+    def _following(self, position: int, max_tokens: int, drafts: list[int] | None) -> list[int]:
+        """What follows a position of the text: see `propose`."""
+        row = self.tokens[position : position + max_tokens].tolist()
+        if drafts is not None:
+            row += drafts
+            return (row * (max_tokens // len(row) + 1))[:max_tokens]
+        return row[: row.index(_BETWEEN)] if _BETWEEN in row else row
+
+
+def _rate(kind: str, length: int) -> float:
+    """How often a token is right that is proposed after so many equal ones, at least one."""
+    return _RATES[kind][min(length, _LONGEST).bit_length() - 1]
+
+
+class Pools:
+    """Finished answers by pool, each seen by its client alone, and the operator's corpus, which all see.
+
+    Pools share room for eight of full length: the client with the most tokens loses the pool that it used longest ago.
+
+    Args:
+        max_tokens: of each pool; 0 keeps none. A full one loses the older half.
+        corpus: texts that lookups of all requests search.
+    """
+
+    def __init__(self, max_tokens: int, corpus: abc.Iterable[abc.Sequence[int]] = ()) -> None:
+        self._max_tokens = max_tokens
+        self._pools: Shares[str, NgramIndex] = Shares(_FULL_POOLS * max_tokens)
+        self._corpus = NgramIndex(_IN_POOL, (token for text in corpus for token in (*text, _BETWEEN)))
+
+    def of(self, pool: Pool | None) -> list[NgramIndex]:
+        """What a sequence of this pool may search; None is no pool."""
+        own = None if pool is None else self._pools.use(*pool)
+        return [index for index in (own, self._corpus) if index]
+
+    def add(self, pool: Pool | None, prompt: abc.Sequence[int], answer: abc.Sequence[int]) -> None:
+        """Add an answer to its pool."""
+        if pool is None or not answer or not self._max_tokens:
+            return
+        client, name = pool
+        text = [*prompt[-_OF_PROMPT:], *answer][1 - self._max_tokens :]
+        index = self._pools.use(client, name) or NgramIndex(_IN_POOL)
+        if len(index) + len(text) >= self._max_tokens:
+            kept = min(len(index) // 2, self._max_tokens - len(text) - 1)
+            index = NgramIndex(_IN_POOL, index.tokens[len(index) - kept :])
+        index.extend([*text, _BETWEEN])
+        self._pools.put(client, name, index, len(index))
+        self._pools.shrink(client)
+
+
+class LookupProposer(Proposer):
+    """Proposes how the sequence, an answer of its pool, or the corpus went on after the sequence's last tokens.
+
+    Args:
+        pools: of finished answers, which those that end join.
+    """
+
+    name: ClassVar[DrafterName] = "lookup"
+
+    def __init__(self, pools: Pools | None = None) -> None:
+        self._pools = pools or Pools(0)
+        self._own = BySequence(lambda _: NgramIndex(_IN_TEXT))
+
+    def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Proposal:
+        """Of the three proposals the one that is expected to go furthest."""
+        own = self._own.of(sequence)
+        own.extend(sequence.tokens[len(own) :])
+        suffix = [*sequence.tokens[-_LONGEST:], *drafts]
+        proposals = [own.propose(suffix, max_tokens, drafts)]
+        proposals += [index.propose(suffix, max_tokens) for index in self._pools.of(sequence.speculation.pool)]
+        return max(proposals, key=lambda proposal: proposal.expected)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop the sequence's index, and keep what it has written."""
+        self._own.forget(sequence)
+        self._pools.add(sequence.speculation.pool, sequence.prompt, sequence.answer)
+
+
+class _Aligned:
+    """Where an answer is in its prediction.
+
+    Args:
+        prediction: its tokens.
+    """
+
+    def __init__(self, prediction: abc.Sequence[int]) -> None:
+        self.index = NgramIndex(_IN_TEXT, prediction)
+        # After so many tokens the answer was surely at this position, last.
+        self._answered = self._position = 0
+
+    def find(self, answered: int, suffix: abc.Sequence[int]) -> Match | None:
+        """The position that an answer of so many tokens leads up to, and how many of its last tokens say so.
+
+        While the answer follows the prediction that is the next position. Elsewhere the longest match counts, and among
+        equals the nearest to where the answer left; without any, a single equal token a short way ahead of there.
+        """
+        index, left = self.index, self._position
+        expected = left + answered - self._answered
+        run = index.agreement(expected, suffix) if expected <= len(index) else 0
+        if run >= min(_TRUSTED, answered):
+            return Match(expected, run)
+        found = max(
+            index.matches(suffix, _SEARCHED), key=lambda match: (match.length, -abs(match.end - left)), default=None
+        )
+        if found is None and suffix[-1] in (ahead := index.tokens[left : left + _AHEAD]):
+            found = Match(left + ahead.index(suffix[-1]) + 1, 1)
+        return found
+
+    def follow(self, answered: int, match: Match | None) -> None:
+        """Take note of where the decided answer is, if that is sure."""
+        if match and match.length >= _TRUSTED:
+            self._answered, self._position = answered, match.end
+
+
+class PredictionProposer(Proposer):
+    """Proposes what the client predicted, from where the answer is in the prediction, also after it has left it."""
+
+    name: ClassVar[DrafterName] = "prediction"
+
+    def __init__(self) -> None:
+        self._aligned = BySequence(lambda sequence: _Aligned(sequence.prediction))
+
+    def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Proposal:
+        """The prediction's next tokens; none while the answer is somewhere else."""
+        if not sequence.prediction:
+            return NOTHING
+        aligned, answered = self._aligned.of(sequence), sequence.generated
+        suffix = sequence.tokens[max(sequence.prompt_length, len(sequence.tokens) - _LONGEST) :]
+        match = aligned.find(answered, suffix)
+        aligned.follow(answered, match)
+        if drafts:
+            match = aligned.find(answered + len(drafts), [*suffix, *drafts])
+        if match is None:
+            return NOTHING
+        tokens = aligned.index.tokens[match.end : match.end + max_tokens].tolist()
+        lengths = range(match.length, match.length + len(tokens))
+        return Proposal(tokens, [_rate("predicted", length) if length else _START for length in lengths])
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop the index of the prediction."""
+        self._aligned.forget(sequence)

@@ -1,0 +1,134 @@
+"""The cores and the memory that this process may use: affinity, hardware threads, cgroups, the operator's choice."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from specserve import machine
+from specserve.config import HandlerConfig, parse_handler
+from specserve.errors import ConfigError
+from specserve.machine import Usable, free_memory, parse_cores, quota, usable_cores
+
+GIB = 2**30
+GROUP = "system.slice/torchserve.service"
+# In a container the path is the host's, and the container's group is the root.
+PLACES = (GROUP, "system.slice", "")
+
+
+@pytest.fixture
+def eight_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[float | None], None]:
+    """Four physical cores with two hardware threads each, 0 and 4, 1 and 5, ...; a function that sets the quota."""
+    for core in range(8):
+        topology = tmp_path / f"cpu{core}/topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(f"{core % 4},{core % 4 + 4}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(8)))
+    monkeypatch.setattr(machine, "_CPUS", tmp_path)
+
+    def grant(cores: float | None) -> None:
+        monkeypatch.setattr(machine, "quota", lambda: cores)
+
+    grant(None)
+    return grant
+
+
+def test_one_thread_runs_on_each_physical_core_and_more_on_further_hardware_threads(
+    eight_cores: Callable[[float | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert usable_cores() == Usable((0, 1, 2, 3), 4)
+    assert usable_cores(threads=6) == Usable((0, 1, 2, 3, 4, 5), 6)
+    assert usable_cores(threads=2) == Usable((0, 1, 2, 3), 2)
+    assert usable_cores(threads=64).threads == 8
+    for granted, threads in ((0.5, 1), (1.5, 2), (3.0, 3), (16.0, 4)):
+        eight_cores(granted)
+        assert usable_cores() == Usable((0, 1, 2, 3), threads)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: {2, 5, 6})
+    assert usable_cores() == Usable((2, 5), 2)
+
+
+@pytest.mark.usefixtures("eight_cores")
+def test_operators_choice_counts_and_has_one_thread_a_core() -> None:
+    assert usable_cores([1, 5]) == Usable((1, 5), 2)
+    assert usable_cores([1, 2, 3], 2) == Usable((1, 2, 3), 2)
+    with pytest.raises(ConfigError, match="may not use core 9; it may use 0, 1, 2, 3, 4, 5, 6, 7"):
+        usable_cores([0, 9])
+
+
+def test_list_of_cores_is_read_as_linux_writes_it() -> None:
+    lists = {"0": (0,), "0-3,8": (0, 1, 2, 3, 8), "4,2": (2, 4), " 1 , 2-3 ": (1, 2, 3)}
+    assert {text: parse_cores(text) for text in lists} == lists
+    for text in ("", "a", "1-", "-1", "3-1"):
+        with pytest.raises(ValueError, match=r".*"):
+            parse_cores(text)
+
+
+def handler(written: object) -> HandlerConfig:
+    return parse_handler({"model_id": "m", "target": {"path": "t"}, "cores": written}, "my.yaml")
+
+
+def test_cores_are_configured_as_text_a_list_or_a_number() -> None:
+    assert [handler(written).cores for written in ("0-1", [0, 1], 1)] == [(0, 1), (0, 1), (1,)]
+    for wrong in ("two", [], [-1], 1.5, True):
+        with pytest.raises(ConfigError, match=r"my\.yaml: `handler\.cores"):
+            handler(wrong)
+
+
+@pytest.fixture(params=[1, 2])
+def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
+    """A process in a cgroup of this version, on a machine with 8 GiB available."""
+    lines = {1: f"4:cpu,cpuacct:/{GROUP}\n5:memory:/{GROUP}\n", 2: f"0::/{GROUP}\n"}
+    read = Path.read_text
+    monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * GIB))
+    monkeypatch.setattr(
+        Path,
+        "read_text",
+        lambda self, **options: lines[request.param] if self == Path("/proc/self/cgroup") else read(self, **options),
+    )
+    return int(request.param)
+
+
+def write(directory: Path, **files: object) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (directory / name.replace("__", ".")).write_text(f"{text}\n")
+
+
+def write_memory(root: Path, version: int, place: str, *, limit: object, used: int, cached: int) -> None:
+    if version == 2:
+        statistics = f"active_file {cached}\ninactive_file {cached}\nother 9"
+        write(root / place, memory__max=limit, memory__current=used, memory__stat=statistics)
+    else:
+        # Version 1 counts what groups below take under names of their own.
+        statistics = f"active_file 0\ninactive_file 0\ntotal_active_file {cached}\ntotal_inactive_file {cached}"
+        files = {"memory__limit_in_bytes": limit, "memory__usage_in_bytes": used, "memory__stat": statistics}
+        write(root / "memory" / place, **files)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_quota_is_that_of_the_process_s_own_cgroup_or_of_one_above(version: int, tmp_path: Path, place: str) -> None:
+    for granted, expected in (("max", None), ("150000", 1.5)):
+        if version == 2:
+            write(tmp_path / place, cpu__max=f"{granted} 100000")
+        else:
+            quota_us = "-1" if granted == "max" else granted
+            write(tmp_path / "cpu" / place, cpu__cfs_quota_us=quota_us, cpu__cfs_period_us="100000")
+        assert quota() == expected
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_limit_of_a_cgroup_counts_without_its_pages_of_files(version: int, tmp_path: Path, place: str) -> None:
+    assert free_memory() == 8 * GIB
+    unlimited = 9223372036854771712 if version == 1 else "max"
+    write_memory(tmp_path, version, place, limit=unlimited, used=GIB, cached=0)
+    assert free_memory() == 8 * GIB
+    write_memory(tmp_path, version, place, limit=4 * GIB, used=3 * GIB, cached=GIB // 4)
+    assert free_memory() == GIB + GIB // 2
+    write_memory(tmp_path, version, place, limit=GIB, used=2 * GIB, cached=0)
+    assert free_memory() == 0

@@ -1,0 +1,194 @@
+"""What passes cost is measured once on a machine, and again when anything it depends on has changed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from measured_engine import MeasuredEngine
+from specserve.engine.base import FloatArray, Row
+from specserve.speculation.costs import CostTable, PassCosts
+from specserve.speculation.measure import kv_lengths, measure, measured_costs, typical
+
+
+class Machine(MeasuredEngine):
+    """An engine with its own clock: `true_cost` with relative noise, and a long delay in every seventh pass."""
+
+    def __init__(self, noise: float = 0.0, slot_length: int = 4096) -> None:
+        super().__init__()
+        self.now, self.slot_length = 0.0, slot_length
+        self._noise, self._random = noise, np.random.default_rng(1)
+
+    def forward(self, rows: list[Row]) -> FloatArray:
+        noise = 1 + self._random.uniform(-self._noise, self._noise)
+        self.now += noise * true_cost(len(rows), self.kv_len([0])) + (20.0 if self.passes % 7 == 6 else 0.0)
+        return super().forward(rows)
+
+    def clock(self) -> float:
+        return self.now
+
+
+def true_cost(rows: int, kv_len: int) -> float:
+    """One second for every four rows begun; attention reads the context once, and computes for every row."""
+    return -(-rows // 4) + kv_len / 8000 + rows * kv_len / 4000
+
+
+def test_a_stepwise_cost_is_found_despite_delayed_passes() -> None:
+    for slot_length in (4096, 8192, 32_768):
+        machine = Machine(slot_length=slot_length)
+        costs = PassCosts(measure(machine, machine.clock))
+        for rows in (1, 4, 8, 16, 32, 64):
+            for kv_len in (64, 1024, 4032, slot_length):
+                assert costs.seconds(rows, kv_len) == pytest.approx(true_cost(rows, kv_len), rel=0.05)
+        assert machine.cached_len(0) == 0
+        assert machine.passes <= 80
+
+
+def test_both_sides_of_the_edge_of_a_tile_are_timed() -> None:
+    """Between 16 and 24 rows the cost jumps at 17, which a line from 16 to 24 would hide."""
+    assert {1, 16, 17, 32, 256} <= set(measure(MeasuredEngine()).rows)
+
+
+def test_an_engine_that_cannot_load_is_timed_after_a_context_that_is_prefilled() -> None:
+    machine = Machine(noise=0.1, slot_length=32_768)
+    machine.token_bytes = None
+    table = measure(machine, machine.clock)
+    assert table.kv_len == (64, 1024)
+    assert PassCosts(table).seconds(16, 1024) == pytest.approx(true_cost(16, 1024), rel=0.1)
+
+
+def test_lengths_are_those_that_a_slot_has_room_for() -> None:
+    expected = {64: (16, 32), 320: (64, 256), 4096: (64, 4032), 16_384: (64, 16_320), 32_768: (64, 16_384)}
+    assert {length: kv_lengths(length, can_load=True) for length in expected} == expected
+    for context, max_rows, max_logits in ((64, 256, 64), (40, 256, 64), (130, 320, 64), (4096, 6, 3)):
+        machine = Machine(slot_length=context)
+        machine.max_rows, machine.max_logits = max_rows, max_logits
+        assert measure(machine, machine.clock).rows[-1] <= max_rows
+        assert max(row.position for row in machine.decoded) < context
+
+
+def test_the_typical_time_is_the_median_of_the_faster_half() -> None:
+    assert typical([1.0, 1.1, 9.0, 1.2, 30.0]) == 1.1
+    assert typical([2.0]) == 2.0
+
+
+# The file
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECSERVE_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF" + bytes(3_000_000))
+    return file
+
+
+def cached_files(model: Path) -> list[Path]:
+    return sorted((model.parent / "cache" / "costs").glob("*.json"))
+
+
+def start(
+    model: Path, *, threads: int = 2, kernels: str = "usual", slots: int = 1, rows: int = 256
+) -> tuple[int, CostTable]:
+    """Start a server; returns how many passes it ran, and the table."""
+    engine = MeasuredEngine(n_slots=slots)
+    engine.max_rows = rows
+    table = measured_costs(engine, model, threads=threads, kernels=kernels)
+    return engine.passes, table
+
+
+def test_workers_that_start_together_measure_once(model: Path) -> None:
+    with ThreadPoolExecutor() as workers:
+        started = list(workers.map(lambda _: start(model), range(4)))
+    assert len({table for _, table in started}) == 1
+    assert sorted(passes > 0 for passes, _ in started) == [False, False, False, True]
+    [file] = cached_files(model)
+    assert json.loads(file.read_text())["model"] == "model.gguf"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_model_is_measured_again_when_anything_that_costs_depend_on_has_changed(model: Path) -> None:
+    start(model)
+    for changed in ({"threads": 4}, {"kernels": "others"}, {"slots": 3}, {"rows": 200}):
+        assert start(model, **changed)[0] > 10  # type: ignore[arg-type] # each has the type of its argument
+    for position in (10, -10):
+        content = bytearray(model.read_bytes())
+        content[position] = 1
+        model.write_bytes(bytes(content))
+        assert start(model)[0] > 10
+    assert len(cached_files(model)) == 7
+    assert start(model)[0] == 0
+
+
+def test_a_damaged_table_is_one_line_of_the_log_and_measured_again(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, expected = start(model)
+    [file] = cached_files(model)
+    good = json.loads(file.read_text())
+    for content in (
+        *("", "{", "[]", "\0" * 500, "[" * 100_000, '{"rows": 1}', '"text"'),
+        *({**good, "rows": 1}, {**good, "seconds": [1.0, 2.0]}, {**good, "kv_len": None}),
+        *({"rows": [1, 2], "kv_len": [64], "seconds": [[1.0, wrong]]} for wrong in (0, -1.0, math.nan, math.inf, None)),
+        {"rows": [1, math.inf], "kv_len": [64], "seconds": [[1.0, 2.0]]},
+    ):
+        caplog.clear()
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+        passes, table = start(model)
+        assert (passes > 10, table.rows) == (True, expected.rows)
+        [message] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert message.startswith(f"specserve: {file} cannot be used (")
+        assert start(model) == (0, table)
+
+
+@pytest.mark.parametrize("planted", ["link", "pipe", "directory", "open to others"])
+def test_what_another_user_may_have_planted_is_neither_read_nor_written(
+    model: Path, planted: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(model)
+    [file] = cached_files(model)
+    target, text = model.parent / "target", file.read_text()
+    target.write_text(text)
+    target.chmod(0o600)
+    file.chmod(0o666)
+    if planted != "open to others":
+        file.unlink()
+    if planted == "link":
+        file.symlink_to(target)
+    elif planted == "pipe":
+        os.mkfifo(file)
+    elif planted == "directory":
+        file.mkdir()
+    assert start(model)[0] > 10
+    assert f"{file} cannot be used" in caplog.text
+    assert target.read_text() == text
+    if planted != "directory":
+        assert stat.S_IMODE(file.lstat().st_mode) == 0o600
+        assert file.is_file()
+
+
+def test_no_link_is_followed_to_lock(model: Path) -> None:
+    start(model)
+    [file] = cached_files(model)
+    file.unlink()
+    target = model.parent / "target"
+    target.write_text("keep")
+    file.with_name("lock").unlink()
+    file.with_name("lock").symlink_to(target)
+    assert start(model)[0] > 10
+    assert cached_files(model) == [file]
+    assert target.read_text() == "keep"
+
+
+def test_a_cache_that_cannot_be_written_is_logged(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (model.parent / "cache").write_text("a file where the directory should be")
+    assert start(model)[1].rows[0] == 1
+    assert "cannot be written" in caplog.text

@@ -27,11 +27,10 @@ _EDGES = (-2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 6.0)
 # of one family (benchmarks/record.py).
 PRIORS = {
     "model": (0.11, 0.3, 0.47, 0.7, 0.88, 0.95, 0.975, 0.99, 0.995),
-    "lookup": (0.04, 0.12, 0.25, 0.42, 0.6, 0.75, 0.85, 0.92, 0.97),
     # By its share of the probability that the draft and the alternatives before it leave.
     "alternative": (0.14, 0.24, 0.35, 0.53, 0.75, 0.85, 0.9, 0.95, 0.95),
 }
-# Prediction and grammar start as calibrated: about the centre of each bin.
+# Drafters without a model start as calibrated: about the centre of each bin.
 CALIBRATED = (0.07, 0.18, 0.38, 0.62, 0.82, 0.92, 0.965, 0.985, 0.995)
 # Positions that a bin remembers, and positions that its prior counts as.
 _MEMORY, _PRIOR_WEIGHT = 400.0, 8.0

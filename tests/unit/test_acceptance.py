@@ -64,7 +64,7 @@ def test_probabilities_stay_between_0_and_1_whatever_is_learned(seen: list[tuple
 def test_only_positions_that_verification_reached_teach() -> None:
     acceptance, own = Acceptance(), sequence()
     learn(acceptance, step_of(own, "model", "lookup", "prediction", accepted=1))
-    assert set(acceptance.learned) == {("model", False), ("lookup", False), ("alternative", False)}
+    assert {drafter for drafter, _ in acceptance.learned} == {"model", "lookup", "target", "alternative"}
     assert acceptance.of_token(own, "model", 0.9) > PRIORS["model"][5]
     assert acceptance.of_token(own, "lookup", 0.9) < CALIBRATED[5]
 
@@ -107,24 +107,31 @@ def test_alternatives_teach_up_to_the_one_that_was_recovered() -> None:
     assert acceptance.of_token(own, "alternative", 0.3) == before[1]
 
 
-def test_the_average_of_a_sequence_follows_its_own_drafts_of_the_model_alone() -> None:
+def test_the_average_of_a_sequence_follows_its_own_drafts_of_the_model() -> None:
     acceptance, own, other = Acceptance(), sequence(), sequence()
     first = acceptance.of_next(own)
-    for drafter, accepted, low, high in (("lookup", 0, first, first), ("model", 1, 0.9, 1.0), ("model", 0, 0.0, 0.1)):
+    for accepted, low, high in ((1, 0.9, 1.0), (0, 0.0, 0.1)):
         for _ in range(30):
-            learn(acceptance, step_of(own, drafter, accepted=accepted))
+            learn(acceptance, step_of(own, "model", accepted=accepted))
         assert low <= acceptance.of_next(own) <= high
     assert acceptance.of_next(other) == first
     acceptance.forget(own)
     assert acceptance.of_next(own) == first
 
 
-def test_without_drafts_the_average_goes_back_so_that_the_model_is_tried_again() -> None:
+def test_without_drafts_of_the_model_the_average_follows_the_targets_confidence() -> None:
+    """Otherwise a sequence whose drafts were rejected would never be tried again."""
     acceptance, own = Acceptance(), sequence()
-    first = acceptance.of_next(own)
     for _ in range(30):
         learn(acceptance, step_of(own, "model"))
-    for low, high in ((0.1, 0.4), (0.4, 0.6)):
-        for _ in range(25):
-            learn(acceptance, step_of(own))
-        assert low < acceptance.of_next(own) < high < first
+    for best, drafter, low, high in ((10.0, None, 0.9, 1.0), (0.0, "lookup", 0.0, 0.3)):
+        for _ in range(30):
+            step = step_of(own, drafter) if drafter else step_of(own)
+            logits = np.zeros((len(step.drafts) + 1, WIDTH), np.float32)
+            logits[0, 3] = best
+            acceptance.learn_from(step, TargetDistributions(logits, own, step.draft_tokens), [3])
+        assert low < acceptance.of_next(own) < high
+    before, ended = acceptance.of_next(own), step_of(own)
+    ended.model_ended = True
+    learn(acceptance, ended)
+    assert acceptance.of_next(own) == before, "where no draft could pay, the confidence is not computed"

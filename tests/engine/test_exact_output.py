@@ -87,14 +87,14 @@ CASES = {
     ),
     "a prediction": Case(
         {"model", "prediction", "adopted beside 2"},
-        ([1, 1],),
+        ([0, 1],),
         length=5,
-        min_p=0.1,
-        draft_seconds=0.27,
-        blend=0.6,
+        min_p=0.25,
+        draft_seconds=0.15,
+        blend=0.5,
         prediction=(1, 1, 2, 0, 1),
     ),
-    "a grammar": Case({"adopted beside 2"}, ([0, 2],), draft_seconds=0.47, vocabulary=NoEndToken(5), masks=99),
+    "a grammar": Case({"adopted beside 2"}, ([0, 2],), draft_seconds=0.4, vocabulary=NoEndToken(5), masks=99),
     "masks that wait": Case(
         {"a mask waits", "adopted beside 1", "adopted beside 2"},
         ([3, 3],),
@@ -124,7 +124,7 @@ CASES = {
         {"2 drafts", "adopted beside 1"}, ([2, 2], [2, 2]), length=4, min_p=0.5, draft_seconds=0.216
     ),
     "a prompt again": Case(
-        {"1 drafts", "adopted beside 1"}, ([1, 1], [1, 1]), together=False, length=4, draft_seconds=0.781, blend=0.6
+        {"1 drafts", "adopted beside 1"}, ([1, 1], [1, 1]), together=False, length=4, draft_seconds=0.6, blend=0.6
     ),
     "a pool of answers": Case(
         {"lookup", "2 drafts"}, ([1, 1], [1, 1]), together=False, length=5, draft_seconds=2.0, pool=("a key", "")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from specserve.sampling.distribution import FloatArray, one_hot
 from specserve.sampling.logits import TargetDistributions
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams, Verification
-from specserve.speculation.acceptance import PRIORS, Acceptance, Calibration
-from specserve.speculation.step import Alternative, Draft, Refused, Step
+from specserve.speculation.acceptance import CALIBRATED, PRIORS, Acceptance, Calibration
+from specserve.speculation.step import Alternative, Draft, Step
 
 GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(temperature=1)
 WIDTH = 4
@@ -26,7 +26,7 @@ def step_of(own: Sequence, *drafters: DrafterName, accepted: int = 0, q: FloatAr
     """A verified step with a draft, of confidence .9, by each of these."""
     step = Step(own, 0, 1, 8)
     for drafter in drafters:
-        step.add(Draft(0, q, drafter, 0.9), 0.9)
+        step.add(Draft(0, q, drafter, 0.9, 0.9))
     step.n_accepted = accepted
     return step
 
@@ -64,9 +64,9 @@ def test_probabilities_stay_between_0_and_1_whatever_is_learned(seen: list[tuple
 def test_only_positions_that_verification_reached_teach() -> None:
     acceptance, own = Acceptance(), sequence()
     learn(acceptance, step_of(own, "model", "lookup", "prediction", accepted=1))
-    assert set(acceptance.learned) == {("model", False), ("lookup", False), ("alternative", False)}
+    assert {drafter for drafter, _ in acceptance.learned} == {"model", "lookup", "target", "alternative"}
     assert acceptance.of_token(own, "model", 0.9) > PRIORS["model"][5]
-    assert acceptance.of_token(own, "lookup", 0.9) < PRIORS["lookup"][5]
+    assert acceptance.of_token(own, "lookup", 0.9) < CALIBRATED[5]
 
 
 def test_calibrations_are_shared_between_sequences_but_not_by_greedy_and_sampled_ones() -> None:
@@ -91,7 +91,7 @@ def test_a_refused_offer_teaches_by_what_the_target_says_in_its_place() -> None:
         acceptance, own = Acceptance(), sequence()
         before = acceptance.of_token(own, "lookup", 0.6)
         step = step_of(own)
-        step.refused.append(Refused(token, "lookup", 0.6))
+        step.refused.append(Draft(token, None, "lookup", 0.6))
         learn(acceptance, step)
         assert (acceptance.of_token(own, "lookup", 0.6) > before) == is_right
 
@@ -99,31 +99,39 @@ def test_a_refused_offer_teaches_by_what_the_target_says_in_its_place() -> None:
 def test_alternatives_teach_up_to_the_one_that_was_recovered() -> None:
     acceptance, own = Acceptance(), sequence()
     before = acceptance.of_token(own, "alternative", 0.6), acceptance.of_token(own, "alternative", 0.3)
-    step = step_of(own, "model", "model", accepted=1)
-    step.possible += [Alternative(0, 3, 0.3, 0.1), Alternative(1, 3, 0.6, 0.1), Alternative(1, 2, 0.3, 0.1)]
+    step = step_of(own, accepted=1)
+    for alternatives in ((Alternative(0, 3, 0.3, 0.1),), (Alternative(1, 3, 0.6, 0.1), Alternative(1, 2, 0.3, 0.1))):
+        step.add(Draft(0, None, "model", 0.9, 0.9, alternatives))
     learn(acceptance, step)
     assert acceptance.of_token(own, "alternative", 0.6) > before[0]
     assert acceptance.of_token(own, "alternative", 0.3) == before[1]
 
 
-def test_the_average_of_a_sequence_follows_its_own_drafts_of_the_model_alone() -> None:
+def test_the_average_of_a_sequence_follows_its_own_drafts_of_the_model() -> None:
     acceptance, own, other = Acceptance(), sequence(), sequence()
     first = acceptance.of_next(own)
-    for drafter, accepted, low, high in (("lookup", 0, first, first), ("model", 1, 0.9, 1.0), ("model", 0, 0.0, 0.1)):
+    for accepted, low, high in ((1, 0.9, 1.0), (0, 0.0, 0.1)):
         for _ in range(30):
-            learn(acceptance, step_of(own, drafter, accepted=accepted))
+            learn(acceptance, step_of(own, "model", accepted=accepted))
         assert low <= acceptance.of_next(own) <= high
     assert acceptance.of_next(other) == first
     acceptance.forget(own)
     assert acceptance.of_next(own) == first
 
 
-def test_without_drafts_the_average_goes_back_so_that_the_model_is_tried_again() -> None:
+def test_without_drafts_of_the_model_the_average_follows_the_targets_confidence() -> None:
+    """Otherwise a sequence whose drafts were rejected would never be tried again."""
     acceptance, own = Acceptance(), sequence()
-    first = acceptance.of_next(own)
     for _ in range(30):
         learn(acceptance, step_of(own, "model"))
-    for low, high in ((0.1, 0.4), (0.4, 0.6)):
-        for _ in range(25):
-            learn(acceptance, step_of(own))
-        assert low < acceptance.of_next(own) < high < first
+    for best, drafter, low, high in ((10.0, None, 0.9, 1.0), (0.0, "lookup", 0.0, 0.3)):
+        for _ in range(30):
+            step = step_of(own, drafter) if drafter else step_of(own)
+            logits = np.zeros((len(step.drafts) + 1, WIDTH), np.float32)
+            logits[0, 3] = best
+            acceptance.learn_from(step, TargetDistributions(logits, own, step.draft_tokens), [3])
+        assert low < acceptance.of_next(own) < high
+    before, ended = acceptance.of_next(own), step_of(own)
+    ended.model_ended = True
+    learn(acceptance, ended)
+    assert acceptance.of_next(own) == before, "where no draft could pay, the confidence is not computed"

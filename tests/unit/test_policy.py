@@ -21,7 +21,7 @@ from specserve.speculation.policy import (
     choose_for_model,
     rows_worth_adding,
 )
-from specserve.speculation.step import Step
+from specserve.speculation.step import Draft, Step
 
 MAX_DRAFTS = 9
 STAIRS = [0.0] + [1.0] + [1.7] * 3 + [3.4] * 40
@@ -57,7 +57,9 @@ def gain_of(drafts: list[tuple[Candidate, int]], rows: int, prices: Prices) -> f
 
 
 @given(
-    candidate=st.builds(Candidate, probabilities, probabilities, st.integers(0, MAX_DRAFTS), st.floats(0, 2)),
+    candidate=st.builds(
+        Candidate, probabilities, probabilities, st.integers(0, MAX_DRAFTS), st.floats(0, 2), st.just(False)
+    ),
     prices=st.builds(prices_of, curves, curves),
 )
 def test_the_model_drafts_for_one_sequence_iff_some_length_gains(candidate: Candidate, prices: Prices) -> None:
@@ -137,7 +139,7 @@ def offer_length(
     probabilities: list[float], prices: Prices, by_model: Candidate | None = None, reached: float = 1.0
 ) -> int:
     step = Step(sequence(), 0, 1, 8)
-    step.p_all_accepted = reached
+    step.add(Draft(1, None, "model", reached, reached))
     return controller().offer_length(step, probabilities, by_model, 1, prices)
 
 
@@ -199,7 +201,7 @@ def test_each_request_drafts_as_far_as_there_is_room_and_others_can_wait() -> No
 def count_round(balance: Balance, tokens: int, extra: float) -> None:
     """Account for a round whose plain pass takes two seconds, and its drafts so many passes more."""
     step = Step(sequence(), 0, 1, 8)
-    step.plain_seconds, step.target_drafts_seconds, step.draft_model_seconds = 2.0, extra, extra
+    step.seconds.plain, step.seconds.target_drafts, step.seconds.draft_model = 2.0, extra, extra
     step.n_decided = tokens
     balance.count_round(step)
 
@@ -213,7 +215,7 @@ def test_time_is_worth_plain_decoding_times_the_measured_speedup() -> None:
         return own.prices(sequences, 0, 0, waiting).target(1)
 
     assert value(one) == pytest.approx(1.0)
-    assert value(one, other) == pytest.approx(2 / 1.7)
+    assert value(one, other) == pytest.approx(1.12 * 2 / 1.7)
     assert value(one, waiting=3) == pytest.approx(4.0)
     # A long copy may have given many times that; it says little about what follows its end.
     for tokens, extra, expected in ((3, 1.0, 1.5), (4, 1.0, 2.0), (16, 1.0, 2.0), (1, 1.0, 1.0)):

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specserve.errors import NoTokenError
-from specserve.sampling.distribution import FloatArray, argmax, to_distribution
+from specserve.sampling.distribution import FloatArray, argmax, confidence, to_distribution
 from specserve.sequence import SamplingParams, Sequence, TokenScore
 
 
@@ -141,6 +141,10 @@ class TargetDistributions:
     def argmax(self, index: int) -> int:
         """Return the most probable token at `index`."""
         return argmax(self._shaped_at(index))
+
+    def confidence(self, index: int) -> float:
+        """Return the probability of the most probable token at `index`, at temperature 1."""
+        return confidence(self._shaped_at(index))
 
     def _shaped_at(self, index: int) -> FloatArray:
         if index not in self._shaped:

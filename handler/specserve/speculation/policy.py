@@ -41,6 +41,9 @@ _LOSS_PASSES, _LOSS_SHARE = 10.0, 0.01
 # What is left of a sequence's recent tokens and time after another round, and the most that its speed-up counts for:
 # where a long copy ends, its speed is no longer to be had (benchmarks/decode.py --modes adaptive).
 _SPEEDUP_FADE, _MOST_SPEEDUP = 0.85, 2.0
+# How much dearer a round's time becomes by each further sequence: without it four clients of Zen 5 lose 1.4 %
+# (benchmarks/simulate.py --clients 4).
+_SHARED_MARGIN = 0.12
 # Answers whose lengths are remembered, and the share of them that may be shorter than expected; a new server assumes
 # lengths of 2 to 2,048 tokens (benchmarks/decode.py --families short).
 _ANSWERS, _SHORTER, _ASSUMED = 200, 0.1, tuple(2.0**power for power in range(1, 12))
@@ -202,7 +205,7 @@ class Controller:
         """What passes cost in this round.
 
         A second yields the sum of the sequences' speed-ups, and 1 for each that awaits its first token, divided by the
-        seconds of a pass without drafts.
+        seconds of a pass without drafts; a margin for each further sequence, which a rejected draft delays.
 
         Args:
             decoding: the sequences that decode in this round, at least one.
@@ -213,6 +216,7 @@ class Controller:
         target, draft = self.target_cost, self.draft_cost
         speedups = sum(self.balance(sequence).speedup for sequence in decoding)
         value = (speedups + awaiting_first_token) / target.seconds(len(decoding), target_kv_len)
+        value *= 1 + _SHARED_MARGIN * (len(decoding) - 1)
         return Prices(
             target=lambda rows: value * target.seconds(rows, target_kv_len),
             draft=lambda rows: value * draft.seconds(rows, draft_kv_len) if draft else 0.0,

@@ -43,8 +43,8 @@ PURE = tuple(
     f"{name}.py"
     for name in (
         *("errors", "sequence", "sampling/distribution", "sampling/noise", "sampling/logits", "speculation/rejection"),
-        *("speculation/cost", "speculation/charges", "speculation/acceptance", "speculation/gain"),
-        *("speculation/alternatives", "speculation/answer_length", "speculation/policy", "speculation/step"),
+        *("speculation/costs", "speculation/acceptance", "speculation/alternatives", "speculation/policy"),
+        "speculation/step",
         "engine/base",
     )
 )

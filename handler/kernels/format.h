@@ -45,13 +45,18 @@ inline int32_t start_of_32(const int8_t * activations, int bias) {
     return add_starts(start_of_16(activations, bias), start_of_16(activations + 16, bias));
 }
 
-// The processor fetches the weights of few rows by itself, since it meets their lines in order; with more rows it computes
-// so long between two lines that it has to be asked (benchmarks/decisions/prefetch.md).
+// AMD's processors fetch the weights of few rows by themselves, since they meet their lines in order; with more rows they
+// compute so long between two lines that they have to be asked, and Intel's always (benchmarks/decisions/prefetch.md).
 constexpr int kFewRows = 2;
 constexpr int64_t kAhead = 24 << 10;  // bytes
+const bool kAsksForFewRows = __builtin_cpu_is("intel");
 template <int rows, int64_t bytes> inline void prefetch(const uint8_t * from) {
-    for (int64_t i = 0; rows > kFewRows && i < bytes; i += 64) {
-        _mm_prefetch(reinterpret_cast<const char *>(from + kAhead + i), _MM_HINT_T1);
+    if (rows <= kFewRows && !kAsksForFewRows) {
+        return;
+    }
+    for (int64_t i = 0; i < bytes; i += 64) {
+        // GCC would drop a loop of _mm_prefetch, as if it did nothing.
+        __asm__ volatile("prefetcht1 %0" : : "m"(from[kAhead + i]));
     }
 }
 

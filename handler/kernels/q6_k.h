@@ -18,11 +18,15 @@ struct Q6_K {
 
     static void pack(const uint8_t * block, uint8_t * weights, uint8_t * side, int lane) {
         uint8_t values[256];
-        for (int i = 0; i < 256; i++) {
-            const int byte = i % 32 + 32 * (i / 128);
-            const int nibble = block[i % 64 + 64 * (i / 128)] >> (i % 128 < 64 ? 0 : 4) & 0x0f;
-            const int upper = block[128 + byte] >> (2 * (i % 128 / 32)) & 0x03;
-            values[i] = static_cast<uint8_t>(nibble | upper << 4);
+        for (int half = 0; half < 2; half++) {
+            for (int quarter = 0; quarter < 4; quarter++) {
+                const uint8_t * low = block + 64 * half + 32 * (quarter % 2);
+                const uint8_t * upper = block + 128 + 32 * half;
+                for (int i = 0; i < 32; i++) {
+                    values[128 * half + 32 * quarter + i] = static_cast<uint8_t>(
+                        (low[i] >> (quarter < 2 ? 0 : 4) & 0x0f) | (upper[i] >> (2 * quarter) & 0x03) << 4);
+                }
+            }
         }
         for (int pair = 0; pair < 4; pair++) {
             const uint8_t * first = values + 64 * pair;

@@ -127,7 +127,7 @@ class Workers:
     def __init__(self, cores: tuple[int, ...], parent: Path = Path("/dev/shm")) -> None:  # noqa: S108 - if it is ours
         # A list of many cores is longer than a file's name may be.
         digest = hashlib.sha256(repr(cores).encode()).hexdigest()[:16]
-        directory = parent / f"specserve-{os.geteuid()}-{digest}"
+        directory = parent / f"specserve-workers-{os.geteuid()}-{digest}"
         directory.mkdir(mode=0o700, exist_ok=True)
         found = directory.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:

@@ -11,7 +11,7 @@ import math
 from bisect import bisect_right, insort
 from collections import deque
 
-# The share of such answers that may be shorter (benchmarks/decisions/answer-length.md).
+# The share of such answers that may be shorter (benchmarks/decisions/tried.md).
 _SHORTER = 0.1
 # Answers that are remembered.
 _MEMORY = 200

@@ -10,7 +10,7 @@ from specserve.speculation.step import Step
 
 # A long catch-up after the first is counted as lost little by little (`Balance`): in each round this share of what is
 # not counted yet. The first is never counted. Either, counted at once, would stop the drafts that are to earn it
-# (benchmarks/decisions/catch-up-loss.md).
+# (benchmarks/decisions/tried.md).
 _CATCH_UP_SHARE = 1 / 16
 # What drafts may cost a sequence, net of what they brought, before the draft model pauses: a share of its plain
 # decoding time plus 4 passes of that. It bounds what an adversary can cost, but for the first catch-up and for drafts
@@ -19,7 +19,7 @@ _LOSS_SHARE, _LOSS_PASSES = 0.01, 4.0
 # Share of a sequence's recent tokens and time that is left after another round.
 _SPEEDUP_FADE = 0.85
 # The most that it counts for: where a long copy ends the old speed is no longer to be had, and would keep the draft
-# model out of what follows (benchmarks/decisions/value-of-time.md).
+# model out of what follows (benchmarks/decisions/tried.md).
 _MOST_SPEEDUP = 2.0
 
 

@@ -156,7 +156,7 @@ class DraftModel:
     def _first(self, step: Step) -> int:
         """How far before the end it begins: nearer in a longer sequence, of which its last tokens tell less.
 
-        Half of the window is the least (benchmarks/decisions/draft-window.md).
+        Half of the window is the least (benchmarks/decisions/tried.md).
         """
         return min(step.length, max(self._window // 2, self._window**2 // step.length))
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 Kind = tuple[str, int]
 
 # Proposals that a prior counts as, and the share of the counts that remains after each
-# (benchmarks/decisions/constants.md).
+# (benchmarks/decisions/tried.md).
 _PRIOR_WEIGHT = 6.0
 _MEMORY = 0.97
 

@@ -40,7 +40,7 @@ SHORT_CATCH_UP = 4
 # The seconds of a long catch-up are spread over at most n + 48 of the tokens that are expected to follow n.
 _HORIZON = 48
 # Time counts so much more for every other sequence that shares it: what one drafts in vain, all wait for
-# (benchmarks/decisions/shared-margin.md).
+# (benchmarks/decisions/tried.md).
 _SHARED_MARGIN = 0.12
 # An acceptance probability that few sequences have, and hardly several at once; and how many such drafts are tried:
 # where so many do not pay, more do not either.

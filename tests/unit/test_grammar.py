@@ -317,6 +317,8 @@ EXACT: list[tuple[str, str, Callable[[str], bool]]] = [
     ('root ::= "a" x | "ab" "c"\nx ::= "b" x "b" | "c"', "abc", lambda t: t == "abc" or mirrored(t)),
     ('root ::= "(" root ")" root | ""', "()", balanced),
     ('s ::= s s | "a"\nroot ::= s | "b"', "ab", lambda t: bool(re.fullmatch("a+|b", t))),
+    ('root ::= "a"? x\nx ::=', "a", lambda t: t in {"", "a"}),
+    ('root ::= ( | "a") ("b" | )', "ab", lambda t: t in {"", "a", "b", "ab"}),
     ('root ::= ("a" | "b"){2} "c"?', "abc", lambda t: bool(re.fullmatch("[ab]{2}c?", t))),
     ('root ::= "a"{2,} | "b"{1,2} |', "ab", lambda t: bool(re.fullmatch("a{2,}|b{1,2}|", t))),
     ("root ::= [^ab] .", "abc\n", lambda t: len(t) == 2 and t[0] not in "ab"),

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import llguidance
@@ -21,7 +21,7 @@ from specserve.grammar.constraint import Budget, CompiledGrammar, Constraint, Sp
 from specserve.grammar.gbnf import MAX_TEXT as MAX_GRAMMAR_TEXT
 from specserve.grammar.gbnf import UnusableGrammar, gbnf_to_lark
 from specserve.grammar.schema import MAX_SUBSCHEMAS, MAX_TEXT, ReadSchema, UnusableSchema, read_schema
-from specserve.grammar.tool_calls import CallConstraint, CallGrammar, CallSyntax
+from specserve.grammar.tool_calls import CallConstraint, CallSyntax, call_grammar
 
 # Seconds of the engine's thread that the masks of a request may take; a mask of a real schema takes 0.1 to 1 ms.
 MAX_SECONDS = 10.0
@@ -133,9 +133,8 @@ class GrammarCompiler:
         def lark(some: Mapping[str, ReadSchema]) -> str:
             layouts = (_EXACT, _FLEXIBLE)
             texts = {name: [_with_options(schema, layout) for layout in layouts] for name, schema in some.items()}
-            grammar = CallGrammar(texts, syntax.tags(self._vocabulary))
-            write = grammar.opened if is_free else partial(grammar.whole, otherwise=other)
-            return _HEADER + write(syntax, parallel=parallel)
+            options: Any = {"parallel": parallel, "is_whole": not is_free, "otherwise": other}
+            return _HEADER + call_grammar(syntax, texts, self._vocabulary, **options)
 
         try:
             call = self._constraint(lark(read), "tools", "tools", is_json=False)

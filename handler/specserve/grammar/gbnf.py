@@ -100,13 +100,13 @@ class _Rule:
                 raise UnusableGrammar(f"line {line} closes a parenthesis that is not open")
             if self.depth > MAX_DEPTH:
                 raise UnusableGrammar("it is too deeply nested")
-            self.parts += ['""', value] if value != "(" and self.at_begin else [value]
+            self.parts.append(value)
 
     def lark(self) -> str:
         """Return the whole rule's Lark."""
         if self.depth:
             raise UnusableGrammar("a parenthesis is not closed")
-        return " ".join([*self.parts, '""'] if self.at_begin else self.parts)
+        return " ".join(self.parts)
 
 
 def _read(text: str) -> dict[str, _Rule]:

@@ -18,7 +18,6 @@ from specserve.grammar.call_form import (
     WHITESPACE,
     CallForm,
     ThinkingTags,
-    elements,
     find,
 )
 from specserve.grammar.constraint import BoolArray, Constraint
@@ -43,59 +42,54 @@ def control_tokens(texts: Iterable[str], vocabulary: Vocabulary) -> dict[int, st
     return {token: name for token, name in names.items() if name and not vocabulary.piece(token)}
 
 
-class CallGrammar:
-    """Writes the grammar of calls in llguidance's Lark.
+def call_grammar(
+    syntax: CallSyntax,
+    schemas: Mapping[str, Sequence[str]],
+    vocabulary: Vocabulary,
+    *,
+    parallel: bool,
+    is_whole: bool,
+    otherwise: str | None = None,
+) -> str:
+    """Return the grammar of tool calls in llguidance's Lark.
 
     Args:
+        syntax: how the model writes calls.
         schemas: by tool, the JSON schema of its arguments in the model's layout and in any, as the compiler takes it.
-        tags: the control tokens that have names in the forms.
+        vocabulary: of the target.
+        parallel: whether there may be several calls.
+        is_whole: whether it is for an answer of calls in the model's own form; else for one block in any form.
+        otherwise: the JSON schema of a whole answer that is no call.
     """
+    spelled = {SPACE: "SPACE?", **{name: f"<[{token}]>" for token, name in syntax.tags(vocabulary).items()}}
+    marks = "|".join(map(re.escape, spelled))
+    # Names of rules by their bodies, so that tools share equal ones.
+    rules: dict[str, str] = {}
 
-    def __init__(self, schemas: Mapping[str, Sequence[str]], tags: Mapping[int, str]) -> None:
-        self._schemas = schemas
-        self._tags = {name: token for token, name in tags.items()}
-        # Names of rules by their bodies, so that tools share equal ones.
-        self._rules: dict[str, str] = {}
+    def rule(body: str) -> str:
+        return rules.setdefault(body, f"rule_{len(rules)}")
 
-    def opened(self, syntax: CallSyntax, *, parallel: bool) -> str:
-        """Return the grammar of one block in any form."""
-        return self._grammar(" | ".join(self._block(form, parallel=parallel) for form in syntax.forms))
+    def fixed(form: str) -> str:
+        """Return what spells a form without name and arguments."""
+        return " ".join(spelled.get(part) or json.dumps(part) for part in re.split(f"({marks})", form) if part)
 
-    def whole(self, syntax: CallSyntax, *, parallel: bool, otherwise: str | None = None) -> str:
-        """Return the grammar of an answer of calls in the model's own form, or of JSON that follows another schema."""
-        own, *_ = syntax.forms
-        if parallel and own.separator is None:
-            block = self._rule(self._block(own, parallel=True))
-            start = f"{block} ({self._fixed(syntax.joiner)} {block})*"
-        else:
-            start = self._block(own, parallel=parallel)
-        return self._grammar(start if otherwise is None else f"{start} | {self._rule('%json ' + otherwise)}")
-
-    def _grammar(self, start: str) -> str:
-        space = f"SPACE: /[ \\t\\r\\n]{{1,{MAX_SPACE}}}/"
-        return "\n".join([f"start: {start}", space, *(f"{name}: {body}" for body, name in self._rules.items())]) + "\n"
-
-    def _rule(self, body: str) -> str:
-        return self._rules.setdefault(body, f"rule_{len(self._rules)}")
-
-    def _block(self, form: CallForm, *, parallel: bool) -> str:
+    def block(form: CallForm) -> str:
         before, _, after = form.call.partition(NAME)
         middle, _, last = after.partition(ARGUMENTS)
         flexible = SPACE in form.call
-        tools = " | ".join(
-            f"{self._fixed(name + middle)} {self._rule('%json ' + schemas[flexible])}"
-            for name, schemas in self._schemas.items()
-        )
-        call = self._rule(f"{self._fixed(before)} ({tools}) {self._fixed(last)}")
-        more = f"({self._fixed(form.separator)} {call})*" if parallel and form.separator is not None else ""
-        return f"{self._fixed(form.begin)} {call} {more} {self._fixed(form.end)}"
+        tools = (f"{fixed(name + middle)} {rule('%json ' + texts[flexible])}" for name, texts in schemas.items())
+        call = rule(f"{fixed(before)} ({' | '.join(tools)}) {fixed(last)}")
+        more = f"({fixed(form.separator)} {call})*" if parallel and form.separator is not None else ""
+        return f"{fixed(form.begin)} {call} {more} {fixed(form.end)}"
 
-    def _fixed(self, form: str) -> str:
-        """Return what spells a form without name and arguments."""
-        tags = "|".join(map(re.escape, self._tags)) or r"(?!)"
-        parts = [part for element in elements(form) for part in re.split(f"({tags})", element) if part]
-        spelled = {SPACE: "SPACE?", **{name: f"<[{token}]>" for name, token in self._tags.items()}}
-        return " ".join(spelled.get(part) or json.dumps(part) for part in parts)
+    own, *_ = syntax.forms
+    start = " | ".join(map(block, [own] if is_whole else syntax.forms))
+    if is_whole and parallel and own.separator is None:
+        start = f"{rule(start)} ({fixed(syntax.joiner)} {rule(start)})*"
+    if otherwise is not None:
+        start = f"{start} | {rule('%json ' + otherwise)}"
+    space = f"SPACE: /[ \\t\\r\\n]{{1,{MAX_SPACE}}}/"
+    return "\n".join([f"start: {start}", space, *(f"{name}: {body}" for body, name in rules.items())]) + "\n"
 
 
 # Tokens and their texts; None stands for what is left of a token.

@@ -286,37 +286,23 @@ def test_tools_of_anthropics_servers_are_ignored_unless_the_request_demands_one(
             assert refusal.value.param == "tool_choice"
 
 
-# By type and name of a tool that clients run: inputs that its schema takes, and some that it refuses.
-CLIENT_RUN: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {
-    ("bash_20250124", "bash"): (
-        [{"command": "ls"}, {"restart": True}],
-        [{}, {"command": 1}, {"command": "ls", "x": 1}],
-    ),
-    ("text_editor_20250728", "str_replace_based_edit_tool"): (
-        [
-            {"command": "view", "path": "a.py"},
-            {"command": "view", "path": "a.py", "view_range": [1, 9]},
-            {"command": "insert", "path": "a.py", "insert_line": 0, "insert_text": "a"},
-        ],
-        [{"command": "undo_edit", "path": "a.py"}, {"command": "create", "path": "a.py"}],
-    ),
-    ("text_editor_20250124", "str_replace_editor"): (
-        [
-            {"command": "undo_edit", "path": "a.py"},
-            {"command": "insert", "path": "a.py", "insert_line": 0, "new_str": "a"},
-        ],
-        [{"command": "delete", "path": "a.py"}],
-    ),
-    ("memory_20250818", "memory"): (
-        [{"command": "rename", "old_path": "a", "new_path": "b"}],
-        [{"command": "rename"}],
-    ),
+INSERT = {"command": "insert", "path": "a.py", "insert_line": 0}
+VIEW = {"command": "view", "path": "a.py"}
+UNDO = {"command": "undo_edit", "path": "a.py"}
+RENAME = {"command": "rename", "old_path": "a", "new_path": "b"}
+# By type of a tool that clients run: inputs that its schema takes, and some that it refuses.
+CLIENT_RUN: dict[str, tuple[list[Any], list[Any]]] = {
+    "bash_20250124": ([{"command": "ls"}, {"restart": True}], [{}, {"command": 1}, {"command": "ls", "x": 1}]),
+    "text_editor_20250728": ([VIEW, {**VIEW, "view_range": [1, 9]}, {**INSERT, "insert_text": "a"}], [UNDO, INSERT]),
+    "text_editor_20250124": ([UNDO, {**INSERT, "new_str": "a"}], [RENAME]),
+    "memory_20250818": ([RENAME, VIEW], [{"command": "rename"}]),
 }
 
 
 def test_tools_that_anthropics_clients_run_are_offered_with_their_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
     front_end = FrontEnd(context_length=4096)
-    for (kind, name), (valid, invalid) in CLIENT_RUN.items():
+    name = "own"
+    for kind, (valid, invalid) in CLIENT_RUN.items():
         own = {"type": kind, "name": name}
         [tool] = chat_of(tools=[own], tool_choice={"type": "tool", "name": name}).tools or []
         assert (tool.function.name, bool(tool.function.description)) == (name, True)

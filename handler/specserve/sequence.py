@@ -144,9 +144,10 @@ class TokenScore(NamedTuple):
 
 @dataclass
 class Timestamps:
-    """When a sequence arrived, was given a slot, its first and its last token so far; seconds of one clock."""
+    """When a sequence arrived, was queued last, got its first slot, its first and its last token; in seconds."""
 
     arrival: float = 0.0
+    queued: float = 0.0
     start: float | None = None
     first_token: float | None = None
     last_token: float = 0.0
@@ -207,28 +208,27 @@ class SequenceStats:
 
 def common_prefix(left: list[int], right: list[int], max_length: int | None = None) -> int:
     """The number of leading tokens that are equal in both lists, counted up to `max_length`."""
-    length = min(len(left), len(right)) if max_length is None else max(0, min(len(left), len(right), max_length))
-    if left[:length] == right[:length]:
-        return length
-    # They are equal before `same` and differ before `length`; comparing slices takes a twentieth of the time of a loop.
-    same = 0
-    while length - same > 1:
-        middle = (same + length) // 2
-        if left[same:middle] == right[same:middle]:
-            same = middle
+    end = min(len(left), len(right)) if max_length is None else min(len(left), len(right), max_length)
+    # Comparing slices takes a twentieth of the time of a loop: ever longer ones, then halves of the first that differ.
+    same, length, differs = 0, 64, False
+    while length and same < end:
+        part = slice(same, min(same + length, end))
+        if left[part] == right[part]:
+            same = part.stop
         else:
-            length = middle
+            differs = True
+        length = length // 2 if differs else length * 2
     return same
 
 
 class Sequence:
     """A prompt, the tokens decided after it, and how they are sampled and drafted for.
 
-    What the models' KV caches hold of it is known there (kv_cache.py), by its `slot`. `cached_tokens` is how many
-    tokens of the prompt the target's cache already held when the sequence first got a slot. `round_number` counts the
+    What the models' KV caches hold of it is known there (kv_cache.py), by its `slot`; it has slot -1 while it waits.
+    `cached_tokens` is how many tokens of the prompt needed no pass when it first got a slot. `round_number` counts the
     rounds that have decided tokens and keys the noise of the next one; `deferrals` counts the rounds since then that
-    had no time for the sequence's grammar mask; `preemptions` counts how often it lost its slot, `overtaken` the
-    prompt tokens of later sequences that were prefilled before its own.
+    had no time for its grammar mask; `preemptions` counts how often it lost its slot, and `turn_start` is how many
+    tokens it had generated when it got the present one.
 
     Args:
         max_tokens: the most tokens after the prompt; 0 only prefills it.
@@ -282,7 +282,7 @@ class Sequence:
         self.round_number = 0
         self.deferrals = 0
         self.preemptions = 0
-        self.overtaken = 0
+        self.turn_start = 0
         self.slot = -1
         self.cached_tokens = 0
         # Whether an end token ended it, which is not one of its tokens.

@@ -202,6 +202,17 @@ def test_prompts_that_begin_alike_need_the_room_of_one() -> None:
     assert pair.scheduler.cached_tokens[0] <= 24 + SLOTS * 5
 
 
+@pytest.mark.parametrize(("more", "running"), [(0, 2), (1, 1)])
+def test_what_a_prompt_shares_with_a_running_sequence_needs_no_room(more: int, running: int) -> None:
+    """Of 40 cells one has promised 24, of which the other shares 20."""
+    pair = small_pair()
+    first = pair.submit([7] * 20, sampling=ENDLESS, max_tokens=4, gamma=0, request="first")
+    pair.run_until(lambda: first.generated == 1)
+    pair.submit([*[7] * 20, *[9] * (12 + more)], max_tokens=4, request="second")
+    pair.step()
+    assert pair.scheduler.running == running
+
+
 def test_a_request_that_waits_for_room_is_not_about_to_be_prefilled() -> None:
     """Rounds of those that decode are not kept short for it, and time slices go on while TorchServe replies."""
     pair = small_pair()

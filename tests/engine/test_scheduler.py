@@ -10,7 +10,6 @@ from constraints import Alternating, Shared, Slow
 from costs import FixedCost, flat, proportional
 from fake_engine import FakeEngine
 from fake_pair import ENDLESS, SLOTS, VOCABULARY, FakePair, RecordingObserver, plain_greedy
-from specserve.core.budget import max_wait
 from specserve.core.generation import Generation
 from specserve.sequence import DrafterName, SamplingParams, SpeculationParams
 from specserve.speculation.cost import CostTable
@@ -234,16 +233,6 @@ def test_a_prompt_that_delays_no_sequence_is_prefilled_in_full_chunks() -> None:
     pair.submit(LONG, max_tokens=5)
     pair.step()
     assert len(pair.target.decoded) == 64
-
-
-@pytest.mark.parametrize(
-    ("milliseconds", "pass_seconds", "seconds"),
-    [(100.0, 1.0, 0.1), (2000.0, 1.0, 2.0), (None, 1.0, 7.0), (None, 0.01, 0.25)],
-)
-def test_max_wait_is_as_configured_or_else_250_ms_or_seven_passes(
-    milliseconds: float | None, pass_seconds: float, seconds: float
-) -> None:
-    assert max_wait(milliseconds, proportional(pass_seconds)) == seconds
 
 
 def test_a_fixed_gamma_delays_the_prefill_of_another_request_by_at_most_max_wait() -> None:

@@ -211,28 +211,31 @@ def test_a_long_text_that_must_go_at_once_is_stored_as_far_as_a_round_may_take(s
     pair.submit(long, max_tokens=1, mode="off")
     pair.run()
     pair.submit([7] * 500, max_tokens=1, mode="off")
-    assert most_saves_in_a_round(pair, saves, 3) == 256
+    assert 256 <= most_saves_in_a_round(pair, saves, 3) <= 258
     pair.run()
     assert store.record.stored_bytes >= 258 * BLOCK_BYTES
 
 
-def test_an_idle_server_stores_what_is_left_until_a_request_comes() -> None:
-    pair, store = pair_with_store()
-    pair.submit(CONVERSATION, max_tokens=2)
+def test_an_idle_server_stores_all_that_is_left_unless_a_request_comes() -> None:
+    pair, store = pair_with_store(n_cells=9_800, blocks=1_000, prefill_rows=200)
+    pair.submit([n % 19 for n in range(120 * BLOCK_TOKENS)], max_tokens=2, mode="off")
+    pair.submit([*[7] * 30, *(n % 19 for n in range(126 * BLOCK_TOKENS))], max_tokens=2, mode="off")
+    pair.submit([*[8] * 30, *(n % 19 for n in range(20 * BLOCK_TOKENS))], max_tokens=2, mode="off")
     pair.run()
-    pair.scheduler.store_prefixes(lambda: store.record.stored_bytes >= 4 * BLOCK_BYTES)
-    assert store.record.stored_bytes == 4 * BLOCK_BYTES
-    pair.scheduler.store_prefixes(lambda: False)
-    assert store.record.stored_bytes == 5 * BLOCK_BYTES
+    before = store.record.stored_bytes
+    pair.scheduler.store_prefixes(lambda: store.record.stored_bytes >= before + 4 * BLOCK_BYTES)
+    assert store.record.stored_bytes == before + 4 * BLOCK_BYTES
+    looks = iter(range(1000))
+    pair.scheduler.store_prefixes(lambda: next(looks) > 900)
+    assert store.record.stored_bytes == (120 + 126 + 20) * BLOCK_BYTES
+    assert next(looks) < 200, "it ends when nothing is left"
 
 
 def test_an_idle_server_without_a_store_has_nothing_to_do(saves: list[int]) -> None:
     pair = FakePair()
     first = pair.submit(CONVERSATION, max_tokens=2)
     pair.run()
-    looks = iter([False, True])
-    pair.scheduler.store_prefixes(looks.__next__)
-    assert list(looks) == [True], "it did not look a second time whether it is interrupted"
+    pair.scheduler.store_prefixes(lambda: False)
     assert saves == []
     again = pair.submit([*first.tokens, 5], max_tokens=2)
     pair.run()

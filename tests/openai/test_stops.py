@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fake_engine import FakeVocabulary
 from specserve.core.detokenizer import with_control_tokens
-from specserve.core.generation import Generation
+from specserve.core.generation import Generation, TextParams
 from specserve.sequence import SamplingParams, SpeculationParams, TokenScore
 
 CONTROLS = {200: b"<|a|>", 201: b"<|bb|>", 202: b"<s>"}
@@ -48,9 +48,11 @@ def written(
 ) -> tuple[Generation, list[str]]:
     """A generation that has been given these tokens, some in each round, and the texts it released."""
     strings, marks = with_control_tokens(stops, VOCABULARY)
-    options: Any = {"max_tokens": len(tokens), "marks": marks, "top_logprobs": 0, **more}
-    sampling = SamplingParams(min_tokens=min_tokens)
-    generation = Generation([0], sampling, SpeculationParams(), VOCABULARY, strings, **options)
+    clock = {"clock": more.pop("clock")} if "clock" in more else {}
+    sampling, text = SamplingParams(min_tokens=min_tokens), TextParams(strings, marks, **more)
+    generation = Generation(
+        [0], sampling, SpeculationParams(), VOCABULARY, text, max_tokens=len(tokens), top_logprobs=0, **clock
+    )
     texts = []
     for begin in range(0, len(tokens), rounds):
         if generation.done:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from specserve.api.logprobs import MAX_RESPONSE_BYTES, ResponseSize
+from specserve.api.logprobs import MAX_RESPONSE_BYTES
 from specserve.api.prompt import BYTES_PER_TOKEN, Prompt, PromptTooLong, check_tokens
 from specserve.api.reasoning import ThinkingTags
 from specserve.api.request_schema import (
@@ -24,7 +24,7 @@ from specserve.api.request_schema import (
 )
 from specserve.config import HandlerConfig
 from specserve.core.detokenizer import with_control_tokens
-from specserve.core.generation import Generation
+from specserve.core.generation import Generation, TextParams
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.grammar.call_form import CallForm
@@ -161,12 +161,14 @@ def resolve(
     prediction = _prediction(request, vocabulary, config)
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     stops, marks = with_control_tokens(filter(None, stops), vocabulary)
-    size = ResponseSize(
-        vocabulary,
-        chat=isinstance(request, ChatRequest),
-        sources=form.sources,
-        choices=choices,
-        initial=form.echoed_bytes,
+    text = TextParams(
+        stops,
+        marks=marks,
+        stop_tokens=frozenset(request.stop_token_ids or ()),
+        includes_stop=bool(request.include_stop_str_in_output),
+        spells_control=request.skip_special_tokens is False,
+        tags=syntax.tags(vocabulary) | (thinking.names(vocabulary) if thinking else {}),
+        max_seconds=(request.t_max_predict_ms or 0) / 1000,
     )
     groups = [
         [
@@ -175,17 +177,10 @@ def resolve(
                 sampling,
                 speculation,
                 vocabulary,
-                stops,
-                marks=marks,
-                stop_tokens=frozenset(request.stop_token_ids or ()),
-                includes_stop=bool(request.include_stop_str_in_output),
-                spells_control=request.skip_special_tokens is False,
-                max_seconds=(request.t_max_predict_ms or 0) / 1000,
+                text,
                 reuses_prefix=request.cache_prompt is not False,
-                tags=syntax.tags(vocabulary) | (thinking.names(vocabulary) if thinking else {}),
                 info=info,
                 index=number * candidates + choice,
-                size=size,
                 max_tokens=_max_tokens(limit, prompt, prompt_field, config),
                 choice=choice,
                 # The best candidates are those with the highest log-probability.

@@ -6,8 +6,9 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from specserve.core.detokenizer import Detokenizer
 from specserve.engine.base import Vocabulary
@@ -25,18 +26,28 @@ class OutputToken(NamedTuple):
     offset: int
 
 
-class SizeLimit(Protocol):
-    """Counts the bytes of one response, which several sequences may share."""
+@dataclass(frozen=True)
+class TextParams:
+    """How an answer's tokens become text, and what ends it but for EOS and its last allowed token.
 
-    def add_token(self, piece: bytes, score: TokenScore | None) -> None:
-        """Add a token of the output.
+    Args:
+        stops: the stop strings.
+        marks: of the control tokens that stand in stop strings, by token (detokenizer.py).
+        stop_tokens: end the answer as EOS does.
+        includes_stop: whether a stop string or token that ends the answer is part of its text.
+        spells_control: whether the text has the names of control tokens.
+        tags: the texts of control tokens that are read as text, by token.
+        max_seconds: since its first token; later it ends with its next line, as by llama.cpp's `t_max_predict_ms`. Not
+            limited if 0 or less.
+    """
 
-        Raises:
-            RequestError: 400; the response has become too large.
-        """
-
-    def add_prompt_scores(self, scores: Iterable[TokenScore]) -> None:
-        """Add log-probabilities of the prompt; raises like `add_token`."""
+    stops: Iterable[str] = ()
+    marks: Mapping[int, str] = field(default_factory=dict)
+    stop_tokens: frozenset[int] = frozenset()
+    includes_stop: bool = False
+    spells_control: bool = False
+    tags: Mapping[int, str] = field(default_factory=dict)
+    max_seconds: float = 0.0
 
 
 class Generation(Sequence):
@@ -47,15 +58,7 @@ class Generation(Sequence):
         sampling: how tokens are sampled.
         speculation: how they are drafted and verified.
         vocabulary: the target's.
-        stops: the stop strings.
-        marks: of the control tokens that stand in stop strings, by token.
-        stop_tokens: end the answer as EOS does.
-        includes_stop: whether a stop string or token that ends the answer is part of its text.
-        spells_control: whether the text has the names of control tokens.
-        max_seconds: since its first token; later it ends with its next line, as by llama.cpp's `t_max_predict_ms`. Not
-            limited if 0 or less.
-        tags: the texts of control tokens that are read as text, by token.
-        size: counts the bytes of the response.
+        text: how they become text.
         clock: seconds.
         options: further arguments of `Sequence`.
     """
@@ -66,15 +69,8 @@ class Generation(Sequence):
         sampling: SamplingParams,
         speculation: SpeculationParams,
         vocabulary: Vocabulary,
-        stops: Iterable[str] = (),
+        text: TextParams = TextParams(),
         *,
-        marks: Mapping[int, str] | None = None,
-        stop_tokens: frozenset[int] = frozenset(),
-        includes_stop: bool = False,
-        spells_control: bool = False,
-        max_seconds: float = 0.0,
-        tags: Mapping[int, str] | None = None,
-        size: SizeLimit | None = None,
         clock: Callable[[], float] = time.monotonic,
         **options: Any,
     ) -> None:
@@ -85,18 +81,11 @@ class Generation(Sequence):
         # Over all tokens, an EOS token included: so an empty completion has one too.
         self.mean_logprob = -math.inf
         self._vocabulary = vocabulary
-        self._piece = vocabulary.name if spells_control else vocabulary.piece
-        self._text = Detokenizer(stops, includes_stop=includes_stop)
+        self._params = text
+        self._text = Detokenizer(text.stops, includes_stop=text.includes_stop)
         self._last_text = ""
-        self._marks = marks or {}
-        self._stop_tokens = stop_tokens
-        self._includes_stop = includes_stop
-        self._max_seconds = max_seconds
         self._clock = clock
-        self._deadline: float | None = None
-        self._tags = {token: tag.encode() for token, tag in (tags or {}).items()}
-        self._size = size
-        self._prompt_scores_counted = 0
+        self._deadline = math.inf
         # By token, the first and the last character of its text; the tokens that `take_tokens` has returned.
         self._spans: list[tuple[int, int]] = []
         self._taken = 0
@@ -149,44 +138,35 @@ class Generation(Sequence):
 
         Tokens after the end are dropped, and so is EOS.
         """
-        try:
-            if self._size is not None:
-                self._size.add_prompt_scores(self.prompt_scores[self._prompt_scores_counted :])
-                self._prompt_scores_counted = len(self.prompt_scores)
-            self._detokenize()
-        except RequestError as error:
-            self.fail(error)
+        params = self._params
+        if self.generated and not self._spans and params.max_seconds > 0:
+            self._deadline = self._clock() + params.max_seconds
+        while self.finish_reason is None and len(self._spans) < self.generated:
+            token = self.tokens[self.prompt_length + len(self._spans)]
+            is_stop = token in params.stop_tokens
+            if self._vocabulary.is_end_token(token) or (is_stop and not params.includes_stop):
+                self._end("stop", eos=True)
+                return
+            begin = self._text.length
+            piece = self._piece(token)
+            may_stop = len(self._spans) >= self.sampling.min_tokens
+            self._text.push(piece, may_stop=may_stop)
+            if token in params.marks:
+                self._text.push_mark(params.marks[token], may_stop=may_stop)
+            self._spans.append((begin, self._text.length))
+            if self._text.stopped or is_stop or self._grammar_is_complete():
+                self._end("stop")
+            elif len(self._spans) >= self.max_tokens or (b"\n" in piece and self._clock() > self._deadline):
+                self._end("length")
 
     def end_without_tokens(self) -> None:
         """End a sequence with `max_tokens` 0 whose prompt is prefilled."""
         self._end("length")
 
-    def _detokenize(self) -> None:
-        if self._deadline is None and self.generated and self._max_seconds > 0:
-            self._deadline = self._clock() + self._max_seconds
-        while self.finish_reason is None and len(self._spans) < self.generated:
-            token = self.tokens[self.prompt_length + len(self._spans)]
-            is_stop = token in self._stop_tokens
-            if self._vocabulary.is_end_token(token) or (is_stop and not self._includes_stop):
-                self._end("stop", eos=True)
-                return
-            begin = self._text.length
-            piece = self._tags.get(token) or self._piece(token)
-            may_stop = len(self._spans) >= self.sampling.min_tokens
-            self._text.push(piece, may_stop=may_stop)
-            if token in self._marks:
-                self._text.push_mark(self._marks[token], may_stop=may_stop)
-            if self._size is not None:
-                scored = self.top_logprobs is not None
-                self._size.add_token(piece, self.scores[len(self._spans)] if scored else None)
-            self._spans.append((begin, self._text.length))
-            if self._text.stopped or is_stop or self._grammar_is_complete():
-                self._end("stop")
-            elif len(self._spans) >= self.max_tokens or (b"\n" in piece and self._is_late()):
-                self._end("length")
-
-    def _is_late(self) -> bool:
-        return self._deadline is not None and self._clock() > self._deadline
+    def _piece(self, token: int) -> bytes:
+        if token in self._params.tags:
+            return self._params.tags[token].encode()
+        return self._vocabulary.name(token) if self._params.spells_control else self._vocabulary.piece(token)
 
     def _grammar_is_complete(self) -> bool:
         return self.constraint is not None and self.constraint.complete(self.answer[: len(self._spans)])
@@ -210,7 +190,7 @@ class Generation(Sequence):
     def stop(self) -> str:
         """The stop string that ended it, '' where another end came first; of several the longest."""
         stop = self._text.stop
-        for token, mark in self._marks.items():
+        for token, mark in self._params.marks.items():
             stop = stop.replace(mark, self._vocabulary.name(token).decode(errors="replace"))
         return stop
 

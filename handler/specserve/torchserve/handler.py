@@ -123,7 +123,6 @@ class Handler:
         self._loop = EngineLoop(
             self._scheduler,
             thread,
-            config.time_slice_ms / 1000,
             models.costs.placement,
             idle_work=self._work_while_idle,
         )

@@ -103,7 +103,7 @@ def outgrown(observer: RecordingObserver | None = None, **options: Any) -> tuple
     generations = [
         pair.submit([n, 2, 3], sampling=ENDLESS, max_tokens=30, request=str(n), top_logprobs=1) for n in range(2)
     ]
-    pair.run_until(lambda: pair.scheduler.cached_tokens[0] > 24)
+    pair.run_until(lambda: pair.target_cache.pinned_cells > 24)
     generations.append(pair.submit([4] * 15, sampling=ENDLESS, max_tokens=3, request="2"))
     pair.run_until(lambda: generations[1].preemptions > 0)
     return pair, generations
@@ -199,7 +199,7 @@ def test_prompts_that_begin_alike_need_the_room_of_one() -> None:
     for number in range(SLOTS):
         pair.submit([*beginning, number], sampling=ENDLESS, max_tokens=4, request=str(number))
     pair.run_until(lambda: pair.scheduler.running == SLOTS)
-    assert pair.scheduler.cached_tokens[0] <= 24 + SLOTS * 5
+    assert pair.target_cache.pinned_cells <= 24 + SLOTS * 5
 
 
 @pytest.mark.parametrize(("more", "running"), [(0, 2), (1, 1)])
@@ -230,7 +230,7 @@ def test_finished_answers_stay_cached_until_their_room_is_needed() -> None:
     pair = small_pair()
     pair.submit([1] * 20, max_tokens=2)
     pair.run()
-    assert pair.scheduler.cached_tokens == (0, len(pair.target_cache.prefixes(("", ""), [1] * 21, 21)) and 21)
+    assert (pair.target_cache.pinned_cells, pair.target_cache.free_cells) == (0, LONGEST - 21)
     again = pair.submit([1] * 20, max_tokens=1)
     pair.run()
     assert again.cached_tokens == 19

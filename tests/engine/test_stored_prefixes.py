@@ -59,7 +59,7 @@ def test_a_conversation_comes_back_after_others_have_used_the_cache() -> None:
         assert answer.answer == expected.answer
         others(pair, turn)
         prompt = [*answer.tokens, 3, 1, 4, turn]
-    assert store.record.hit_tokens > 3 * len(CONVERSATION) - 3 * BLOCK_TOKENS
+    assert pair.target.loaded_tokens > 3 * len(CONVERSATION) - 3 * BLOCK_TOKENS
 
 
 def test_a_request_that_wants_no_cached_prefix_gets_none_of_either_model_and_the_same_answer() -> None:
@@ -68,11 +68,11 @@ def test_a_request_that_wants_no_cached_prefix_gets_none_of_either_model_and_the
     pair.run()
     others(pair)
     for _ in range(2):
-        hits = store.record.hit_tokens
+        hits = pair.target.loaded_tokens
         pair.target.decoded.clear()
         generation = pair.submit(CONVERSATION, sampling=ENDLESS, reuses_prefix=False)
         pair.run()
-        assert (generation.cached_tokens, store.record.hit_tokens) == (0, hits)
+        assert (generation.cached_tokens, pair.target.loaded_tokens) == (0, hits)
         assert computed(pair.target, generation) == len(CONVERSATION)
         assert generation.answer == first.answer
     after = pair.submit(CONVERSATION, sampling=ENDLESS)
@@ -120,7 +120,7 @@ def test_branches_of_a_conversation_are_stored_once() -> None:
         pair.submit([*CONVERSATION, number, *CONVERSATION[:40]], max_tokens=2)
         pair.run()
     others(pair)
-    assert store.record.stored_bytes <= (5 + 6 * 2 + SLOTS * 3) * BLOCK_BYTES
+    assert store.stored_bytes <= (5 + 6 * 2 + SLOTS * 3) * BLOCK_BYTES
 
 
 def test_what_a_slot_holds_is_not_looked_for() -> None:
@@ -130,7 +130,7 @@ def test_what_a_slot_holds_is_not_looked_for() -> None:
     second = pair.submit([*first.tokens, 5])
     pair.run()
     assert second.cached_tokens >= len(first.tokens) - 1
-    assert store.record.hit_tokens == 0
+    assert pair.target.loaded_tokens == 0
 
 
 def test_a_slots_short_prefix_is_continued_from_the_store() -> None:
@@ -142,11 +142,11 @@ def test_a_slots_short_prefix_is_continued_from_the_store() -> None:
     others(pair)
     pair.submit([*system, 22], max_tokens=30, sampling=ENDLESS)
     pair.step(3)
-    before = store.record.hit_tokens
+    before = pair.target.loaded_tokens
     again = pair.submit([*system, *rest])
     pair.run(again)
     assert again.cached_tokens == 5 * BLOCK_TOKENS
-    assert store.record.hit_tokens - before == 5 * BLOCK_TOKENS - 40
+    assert pair.target.loaded_tokens - before == 5 * BLOCK_TOKENS - 40
     assert again.answer == plain_greedy(CONVERSATION, 20)
 
 
@@ -200,7 +200,7 @@ def test_a_finished_text_is_stored_in_portions_after_the_rounds_of_others(saves:
     pair.submit([9, 8], sampling=ENDLESS, max_tokens=400)
     pair.submit(CONVERSATION, max_tokens=2)
     assert most_saves_in_a_round(pair, saves, 30) == 2
-    assert store.record.stored_bytes == 5 * BLOCK_BYTES
+    assert store.stored_bytes == 5 * BLOCK_BYTES
     assert pair.scheduler.busy
 
 
@@ -213,7 +213,7 @@ def test_a_long_text_that_must_go_at_once_is_stored_as_far_as_a_round_may_take(s
     pair.submit([7] * 500, max_tokens=1, mode="off")
     assert 256 <= most_saves_in_a_round(pair, saves, 3) <= 258
     pair.run()
-    assert store.record.stored_bytes >= 258 * BLOCK_BYTES
+    assert store.stored_bytes >= 258 * BLOCK_BYTES
 
 
 def test_an_idle_server_stores_all_that_is_left_unless_a_request_comes() -> None:
@@ -222,12 +222,12 @@ def test_an_idle_server_stores_all_that_is_left_unless_a_request_comes() -> None
     pair.submit([*[7] * 30, *(n % 19 for n in range(126 * BLOCK_TOKENS))], max_tokens=2, mode="off")
     pair.submit([*[8] * 30, *(n % 19 for n in range(20 * BLOCK_TOKENS))], max_tokens=2, mode="off")
     pair.run()
-    before = store.record.stored_bytes
-    pair.scheduler.store_prefixes(lambda: store.record.stored_bytes >= before + 4 * BLOCK_BYTES)
-    assert store.record.stored_bytes == before + 4 * BLOCK_BYTES
+    before = store.stored_bytes
+    pair.scheduler.store_prefixes(lambda: store.stored_bytes >= before + 4 * BLOCK_BYTES)
+    assert store.stored_bytes == before + 4 * BLOCK_BYTES
     looks = iter(range(1000))
     pair.scheduler.store_prefixes(lambda: next(looks) > 900)
-    assert store.record.stored_bytes == (120 + 126 + 20) * BLOCK_BYTES
+    assert store.stored_bytes == (120 + 126 + 20) * BLOCK_BYTES
     assert next(looks) < 200, "it ends when nothing is left"
 
 
@@ -248,7 +248,7 @@ def test_texts_that_make_room_for_others_are_stored() -> None:
     pair.run()
     pair.submit([9] * 180, max_tokens=2)
     pair.run()
-    assert store.record.stored_bytes >= 5 * BLOCK_BYTES
+    assert store.stored_bytes >= 5 * BLOCK_BYTES
     again = pair.submit(CONVERSATION, max_tokens=2)
     pair.run()
     assert again.cached_tokens == 5 * BLOCK_TOKENS
@@ -276,7 +276,7 @@ def test_what_a_preempted_sequence_loses_comes_back_without_a_pass() -> None:
     answers = [pair.submit(prompt, mode="off", sampling=ENDLESS, max_tokens=1300) for prompt in prompts]
     pair.run()
     assert answers[1].preemptions == 1
-    assert store.record.hit_tokens > 200
+    assert pair.target.loaded_tokens > 200
     computed_again = len(pair.target.decoded) - sum(len(answer.tokens) - 1 for answer in answers)
     assert computed_again <= BLOCK_TOKENS
     for answer in answers:
@@ -293,7 +293,7 @@ def test_a_failed_sequence_is_not_stored() -> None:
     pair.run()
     pair.scheduler.store_prefixes(lambda: False)
     assert failed.error is not None
-    assert store.record.stored_bytes == 0
+    assert store.stored_bytes == 0
 
 
 def test_a_sequence_that_never_had_finite_logits_is_not_stored() -> None:
@@ -305,7 +305,7 @@ def test_a_sequence_that_never_had_finite_logits_is_not_stored() -> None:
     others(pair)
     pair.submit([*CONVERSATION], max_tokens=1)
     pair.run()
-    assert store.record.hit_tokens == 0
+    assert pair.target.loaded_tokens == 0
 
 
 def test_a_copy_that_fails_is_computed_and_logged(
@@ -327,7 +327,7 @@ def test_a_copy_that_fails_is_computed_and_logged(
     again = pair.submit(CONVERSATION)
     pair.run()
     assert again.answer == plain_greedy(CONVERSATION, 20)
-    assert again.cached_tokens == store.record.hit_tokens == 2 * BLOCK_TOKENS
+    assert again.cached_tokens == pair.target.loaded_tokens == 2 * BLOCK_TOKENS
     assert "no room" in caplog.text
 
 
@@ -361,7 +361,7 @@ def test_a_text_that_cannot_be_saved_is_dropped_and_logged(
     again = pair.submit(CONVERSATION)
     pair.run()
     assert again.answer == plain_greedy(CONVERSATION, 20)
-    assert again.cached_tokens == store.record.stored_bytes == 0
+    assert again.cached_tokens == store.stored_bytes == 0
     assert str(error) in caplog.text
 
 
@@ -413,7 +413,7 @@ def test_every_text_is_the_one_that_it_is_alone_however_small_the_pool(seed: int
         pair.step(random.randrange(4))
         if random.random() < 0.2:
             pair.scheduler.store_prefixes(lambda: False)
-        assert store.record.stored_bytes <= blocks * BLOCK_BYTES
+        assert store.stored_bytes <= blocks * BLOCK_BYTES
     pair.run()
     for generation in running.values():
         assert generation.answer == plain_greedy(generation.prompt, 25)

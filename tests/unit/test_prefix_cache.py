@@ -109,19 +109,6 @@ def test_sequences_that_finished_first_make_room_first() -> None:
         assert [bench.held.end(sequence.slot) for sequence in sequences] == cached
 
 
-def test_the_slot_that_was_not_used_for_longest_is_emptied_with_room_for_measurements() -> None:
-    bench = Bench(n_slots=3, n_cells=100)
-    first, *others = (bench.finish([token] * 30) for token in range(3))
-    bench.cache.empty_slot(50)
-    assert bench.held.length(first.slot) == 0
-    assert bench.held.free_cells >= 50
-    lengths = [bench.held.length(sequence.slot) for sequence in others]
-    bench.cache.empty_slot(50)
-    assert [bench.held.length(sequence.slot) for sequence in others] == lengths
-    bench.cache.empty_slot(1000)
-    assert bench.held.free_cells == 100
-
-
 def test_a_slot_loses_its_end_and_keeps_its_beginning() -> None:
     bench = Bench(n_cells=300)
     bench.finish([7] * 256)

@@ -21,7 +21,7 @@ def test_whole_blocks_of_a_text_are_stored() -> None:
     text = Text(tokens_of(1, 2, 3)[:-1])
     assert store.add(NOBODY, text.tokens, text.save, 9)
     assert store.length(NOBODY, text.tokens, 1000) == 2 * BLOCK_TOKENS
-    assert store.record.stored_bytes == 2 * BLOCK_BYTES
+    assert store.stored_bytes == 2 * BLOCK_BYTES
 
 
 def test_what_comes_back_are_the_keys_of_exactly_these_positions() -> None:
@@ -41,7 +41,7 @@ def test_a_length_is_counted_up_to_what_the_prompt_may_reuse() -> None:
 def test_branches_share_the_blocks_before_they_part() -> None:
     store = store_of(9)
     first, second = added(store, 1, 2, 3, 4), added(store, 1, 2, 5)
-    assert store.record.stored_bytes == 5 * BLOCK_BYTES
+    assert store.stored_bytes == 5 * BLOCK_BYTES
     assert second.saved == [(2 * BLOCK_TOKENS, 3 * BLOCK_TOKENS)], "the others were stored already"
     for text in (first, second):
         size = len(text.tokens)
@@ -71,7 +71,6 @@ def test_the_least_recently_used_text_is_evicted_first() -> None:
     assert stored(store, 1) == 1
     added(store, 4)
     assert [stored(store, part) for part in (1, 2, 3, 4)] == [1, 0, 1, 1]
-    assert store.record.evicted_blocks == 1
 
 
 def test_the_end_of_a_text_is_evicted_before_its_beginning() -> None:
@@ -101,7 +100,6 @@ def test_a_text_longer_than_the_limit_keeps_its_beginning() -> None:
         while not store.add(NOBODY, text.tokens, text.save, portion):
             pass
         assert stored(store, 1, 2, 3, 4, 5) == 3
-        assert store.record.evicted_blocks == 0
 
 
 def test_no_byte_beyond_the_limit_is_used() -> None:
@@ -109,10 +107,10 @@ def test_no_byte_beyond_the_limit_is_used() -> None:
         store = store_of(blocks, spare_bytes=spare_bytes)
         for number in range(5):
             added(store, number)
-        assert store.record.stored_bytes == blocks * BLOCK_BYTES
+        assert store.stored_bytes == blocks * BLOCK_BYTES
     store = PrefixStore()
     assert not added(store, 1).saved
-    assert stored(store, 1) == store.record.stored_bytes == 0
+    assert stored(store, 1) == store.stored_bytes == 0
 
 
 def test_a_text_can_be_stored_in_portions_between_which_others_come() -> None:
@@ -163,7 +161,7 @@ def test_whatever_comes_only_leaves_are_evicted_and_every_key_is_right(
         length = store.length(owner, text.tokens, 1000)
         assert np.array_equal(joined(store.saved(owner, text.tokens, 0, 1000)), text.keys(0, length))
         keys = [key for entries in store._blocks._entries.values() for key in entries]
-        assert store.record.stored_bytes == len(keys) * BLOCK_BYTES <= blocks * BLOCK_BYTES
+        assert store.stored_bytes == len(keys) * BLOCK_BYTES <= blocks * BLOCK_BYTES
         kept = {entry.value for entries in store._blocks._entries.values() for entry in entries.values()}
         assert all(before in kept or before in OWNERS for before, _ in keys), "a block without the one before it"
 
@@ -177,7 +175,7 @@ def test_owners_do_not_see_each_others_texts() -> None:
     assert store.saved(owners[1], text.tokens, 0, 64) == []
     for owner in owners[1:]:
         store.add(owner, text.tokens, text.save, 9)
-    assert store.record.stored_bytes == 6 * BLOCK_BYTES, "nor do they share blocks"
+    assert store.stored_bytes == 6 * BLOCK_BYTES, "nor do they share blocks"
 
 
 def test_a_client_that_stores_without_end_pushes_out_its_own_texts() -> None:
@@ -189,7 +187,7 @@ def test_a_client_that_stores_without_end_pushes_out_its_own_texts() -> None:
         text = Text(tokens_of(number, 99))
         store.add(("hostile", str(number)), text.tokens, text.save, 9)
     assert store.length(("victim", ""), kept.tokens, 1000) == 4 * BLOCK_TOKENS
-    assert store.record.stored_bytes == 10 * BLOCK_BYTES
+    assert store.stored_bytes == 10 * BLOCK_BYTES
     for number in range(10):
         text = Text(tokens_of(100 + number, 99))
         store.add(("victim", ""), text.tokens, text.save, 9)

@@ -130,7 +130,6 @@ class PrefixCache:
             draft.claim(slot, owner)
             most = len(sequence.tokens) - 1 if sequence.reuses_prefix else 0
             draft.truncate(slot, draft.prefix(slot, owner, sequence.tokens, most))
-        self._store.count(looked_up=match.max_length - shared)
         if match.stored > shared:
             self._restoring[sequence] = match.stored
         # Last: a slot whose engine failed stays free.
@@ -162,13 +161,6 @@ class PrefixCache:
                     return
                 self._evict(slot, max(0, self._target.end(slot) - max(missing, _LEAST_LOSS)))
 
-    def empty_slot(self, n_cells: int) -> None:
-        """Empty the free slot that was not used for longest unless one is empty, and free so many cells."""
-        free = self.free_slots
-        if free and all(map(self._target.length, free)):
-            self._evict(min(free, key=self._last_used.__getitem__))
-        self.make_room(min(n_cells, self.room))
-
     def store(self) -> bool:
         """Copy some of what free slots hold to the store, what would leave first; returns whether there is more."""
         unstored = [slot for slot in self.free_slots if slot in self._unstored]
@@ -198,7 +190,6 @@ class PrefixCache:
                 logger.exception("specserve: a prefix in host memory cannot be used")
                 failed[sequence] = error
             loaded = self._target.end(sequence.slot) - begin
-            self._store.count(hits=loaded)
             sequence.cached_tokens += 0 if sequence.preemptions else loaded
             if begin + loaded == end or (left and not loaded):
                 del self._restoring[sequence]

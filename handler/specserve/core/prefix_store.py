@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from specserve.observability.records import StoreRecord
 from specserve.sequence import Owner
 from specserve.shares import Shares
 
@@ -51,18 +50,11 @@ class PrefixStore:
     def __init__(self, token_bytes: int = 0, max_bytes: int = 0) -> None:
         self._block_bytes = BLOCK_TOKENS * (token_bytes + 4)
         self._blocks: Shares[Key, Block] = Shares(max_bytes // self._block_bytes)
-        self._hit_tokens = self._looked_up_tokens = self._evicted_blocks = 0
 
     @property
-    def record(self) -> StoreRecord:
-        """What it holds, and what it has done so far."""
-        stored = self._blocks.total * self._block_bytes
-        return StoreRecord(self._hit_tokens, self._looked_up_tokens, self._evicted_blocks, stored)
-
-    def count(self, *, looked_up: int = 0, hits: int = 0) -> None:
-        """Count tokens of a prompt that no slot held, and how many of them were taken from here."""
-        self._looked_up_tokens += looked_up
-        self._hit_tokens += hits
+    def stored_bytes(self) -> int:
+        """The bytes of all blocks, their tokens included."""
+        return self._blocks.total * self._block_bytes
 
     def length(self, owner: Owner, tokens: list[int], max_length: int) -> int:
         """How many leading tokens of a text are stored, counted up to `max_length`."""
@@ -144,7 +136,6 @@ class PrefixStore:
             if next_to_go is None or next_to_go[1].value in kept:
                 return False
             self._blocks.remove(next_to_go[0], next_to_go[1].key)
-            self._evicted_blocks += 1
         return True
 
 

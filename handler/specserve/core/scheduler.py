@@ -99,12 +99,6 @@ class Scheduler:
         """Number of sequences without a slot."""
         return len(self._waiting)
 
-    @property
-    def cached_tokens(self) -> tuple[int, int]:
-        """Tokens in the target's cache: of running sequences, and of others, for prompts that begin alike."""
-        used = self._target.n_cells - self._target.free_cells
-        return self._target.pinned_cells, used - self._target.pinned_cells
-
     def submit(self, generation: Generation, waited: float = 0.0) -> None:
         """Queue a sequence that arrived `waited` seconds ago; it waits for a slot."""
         generation.timestamps.arrival = self._clock() - waited
@@ -150,10 +144,6 @@ class Scheduler:
         """Copy all that finished sequences have left in the target's cache to the store; for idle times."""
         while not interrupted() and self._cache.store():
             continue
-
-    def empty_slot(self, n_cells: int) -> None:
-        """Empty a slot of both KV caches unless one is empty, and free so many cells; for idle times."""
-        self._cache.empty_slot(n_cells)
 
     def _schedule(self) -> list[Step]:
         """Admit what fits, and plan the round: all sequences that decode, and prefill chunks of others.

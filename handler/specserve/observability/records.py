@@ -22,22 +22,6 @@ def family_label(name: str) -> str:
     return name if not name or _FAMILY.fullmatch(name) else "other"
 
 
-class StoreRecord(NamedTuple):
-    """What the prefixes in host memory have done so far.
-
-    Args:
-        hit_tokens: tokens of prompts that were taken from there.
-        looked_up_tokens: tokens of prompts that no slot held, and that were looked for there.
-        evicted_blocks: blocks that had to go.
-        stored_bytes: of the blocks that are there now.
-    """
-
-    hit_tokens: int = 0
-    looked_up_tokens: int = 0
-    evicted_blocks: int = 0
-    stored_bytes: int = 0
-
-
 class EndRecord(NamedTuple):
     """A sequence that finished, failed, or was cancelled by its client.
 

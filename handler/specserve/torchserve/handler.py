@@ -42,9 +42,7 @@ from specserve.core.scheduler import Scheduler
 from specserve.errors import Contained, RequestError, SpecserveError
 from specserve.observability.control_group import Holdback
 from specserve.observability.metrics import Gauges, Metrics, Sample, Served
-from specserve.observability.records import StoreRecord
 from specserve.observability.trace import open_traces
-from specserve.speculation.measure import MEASURED_CELLS
 from specserve.torchserve.types import (
     NO_GRPC,
     PHRASES,
@@ -107,7 +105,6 @@ class Handler:
         self._config = config = models.config
         # Requests drawn to run without drafts, which show how much drafts bring.
         self._holdback = Holdback(config.speculation.holdback)
-        self._store = open_store(config, models)
         self._metrics = Metrics(served, self._holdback, send, time.monotonic)
         self._scheduler = Scheduler(
             models.target,
@@ -117,7 +114,7 @@ class Handler:
             max_wait_seconds=max_wait(config.max_wait_ms, models.drafters.controller.target_cost),
             begin_masks=models.grammars.begin_round,
             observers=[self._metrics, *open_traces(config.trace, served, models.vocabulary.piece)],
-            store=self._store,
+            store=open_store(config, models),
         )
         self._routes = Routes(config, models, self._scheduler, self._holdback, served.model)
         self._loop = EngineLoop(
@@ -279,9 +276,6 @@ class Handler:
         if not interrupted():
             self._scheduler.check_caches()
         self._scheduler.store_prefixes(interrupted)
-        if self._models.costs.doubtful and not interrupted():
-            self._scheduler.empty_slot(MEASURED_CELLS)
-            self._models.costs.measure_doubtful(interrupted)
 
     def _emit_metrics(self) -> None:
         self._metrics.emit(
@@ -290,10 +284,10 @@ class Handler:
                 self._scheduler.queued,
                 self._config.sequences,
                 self._config.cache_tokens,
-                *self._scheduler.cached_tokens,
+                self._models.target.pinned_cells,
+                self._models.target.n_cells - self._models.target.free_cells - self._models.target.pinned_cells,
                 own_kernels=self._models.kernels.variant is not None,
                 threads=len(self._models.costs.placement.cores),
                 draft_model=None if self._config.draft is None else self._models.drafters.model is not None,
             ),
-            self._store.record if self._store else StoreRecord(),
         )

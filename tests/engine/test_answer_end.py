@@ -172,7 +172,9 @@ def test_an_end_token_is_no_alternative() -> None:
     for generation in generations:
         if generation.finish_reason == "stop":
             stats = generation.stats
-            assert stats.decided == stats.accepted + stats.rounds + stats.adopted == generation.generated
+            # On a slow machine some age, and preempt others, whose next token then comes with a prefill.
+            in_rounds = generation.generated - generation.preemptions
+            assert stats.decided == stats.accepted + stats.rounds + stats.adopted == in_rounds
 
 
 def test_nothing_is_learned_from_what_would_follow_an_end_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def computed(engine: FakeEngine, generation: Generation) -> int:
 
 
 def test_a_conversation_comes_back_after_others_have_used_the_cache() -> None:
-    pair, store = pair_with_store()
+    pair, _ = pair_with_store()
     prompt = CONVERSATION
     for turn in range(4):
         pair.target.decoded.clear()
@@ -63,7 +63,7 @@ def test_a_conversation_comes_back_after_others_have_used_the_cache() -> None:
 
 
 def test_a_request_that_wants_no_cached_prefix_gets_none_of_either_model_and_the_same_answer() -> None:
-    pair, store = pair_with_store(window=32, draft_rows=32)
+    pair, _ = pair_with_store(window=32, draft_rows=32)
     first = pair.submit(CONVERSATION, sampling=ENDLESS)
     pair.run()
     others(pair)
@@ -124,7 +124,7 @@ def test_branches_of_a_conversation_are_stored_once() -> None:
 
 
 def test_what_a_slot_holds_is_not_looked_for() -> None:
-    pair, store = pair_with_store()
+    pair, _ = pair_with_store()
     first = pair.submit(CONVERSATION)
     pair.run()
     second = pair.submit([*first.tokens, 5])
@@ -135,7 +135,7 @@ def test_what_a_slot_holds_is_not_looked_for() -> None:
 
 def test_a_slots_short_prefix_is_continued_from_the_store() -> None:
     """A system prompt stays in a slot, that ends within a block; the conversation after it was evicted."""
-    pair, store = pair_with_store()
+    pair, _ = pair_with_store()
     system, rest = CONVERSATION[:40], CONVERSATION[40:]
     pair.submit([*system, *rest])
     pair.run()
@@ -271,7 +271,7 @@ def test_a_prefix_that_comes_back_makes_room_for_itself() -> None:
 
 def test_what_a_preempted_sequence_loses_comes_back_without_a_pass() -> None:
     """Two answers grow until the pool is full; the second one loses its cells to the first, and gets them back."""
-    pair, store = pair_with_store(n_cells=2200)
+    pair, _ = pair_with_store(n_cells=2200)
     prompts = [[number, *range(2, 22)] * 2 for number in (1, 5)]
     answers = [pair.submit(prompt, mode="off", sampling=ENDLESS, max_tokens=1300) for prompt in prompts]
     pair.run()
@@ -298,7 +298,7 @@ def test_a_failed_sequence_is_not_stored() -> None:
 
 def test_a_sequence_that_never_had_finite_logits_is_not_stored() -> None:
     """Its keys and values may not be finite either; a slot keeps them only until it is used again."""
-    pair, store = pair_with_store(prefill_rows=40)
+    pair, _ = pair_with_store(prefill_rows=40)
     cancelled = pair.submit(CONVERSATION)
     pair.step(2)
     pair.scheduler.cancel(cancelled)
@@ -311,7 +311,7 @@ def test_a_sequence_that_never_had_finite_logits_is_not_stored() -> None:
 def test_a_copy_that_fails_is_computed_and_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair, store = pair_with_store()
+    pair, _ = pair_with_store()
     pair.submit(CONVERSATION)
     pair.run()
     others(pair)

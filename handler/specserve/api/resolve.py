@@ -23,7 +23,7 @@ from specserve.api.request_schema import (
     text_of,
 )
 from specserve.config import HandlerConfig
-from specserve.core.detokenizer import with_control_tokens
+from specserve.core.detokenizer import named_control_tokens
 from specserve.core.generation import Generation, TextParams
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
@@ -159,12 +159,10 @@ def resolve(
     speculation = _speculation(options, sampling, config, group, client)
     constraint = _constraint(request, grammars, syntax, reasoning)
     prediction = _prediction(request, vocabulary, config)
-    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    stops, marks = with_control_tokens(filter(None, stops), vocabulary)
+    stops = list(filter(None, [request.stop] if isinstance(request.stop, str) else request.stop or []))
     text = TextParams(
         stops,
-        marks=marks,
-        stop_tokens=frozenset(request.stop_token_ids or ()),
+        stop_tokens=named_control_tokens(stops, vocabulary) | dict.fromkeys(request.stop_token_ids or (), ""),
         includes_stop=bool(request.include_stop_str_in_output),
         spells_control=request.skip_special_tokens is False,
         tags=syntax.tags(vocabulary) | (thinking.names(vocabulary) if thinking else {}),

@@ -76,7 +76,7 @@ def answer_of(generation: Generation) -> tuple[object, ...]:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(arrivals(), st.integers(LONGEST, LONGEST + 30), st.sampled_from([2, 8]), st.booleans())
 def test_every_answer_is_the_one_it_has_alone_however_small_the_cache_is(
     requests: list[tuple[int, dict[str, Any]]], n_cells: int, prefill_rows: int, keeps_prefixes: bool

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from random import Random
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -90,17 +91,17 @@ def test_without_a_store_it_is_computed_again() -> None:
     assert again.cached_tokens == 0
 
 
-@pytest.mark.parametrize("sampling", [SEEDED, SamplingParams(temperature=0)])
-def test_the_answer_is_the_one_without_a_store(sampling: SamplingParams) -> None:
-    pair, _ = pair_with_store(window=32, draft_rows=32)
-    answers = []
-    for _ in range(2):
-        answers.append(pair.submit(CONVERSATION, sampling=sampling, verification="coupled"))
-        pair.run()
-        others(pair)
-    assert answers[1].cached_tokens == 5 * BLOCK_TOKENS
-    assert answers[0].answer == answers[1].answer
-    assert answers[1].stats.accepted > 0, "the draft model has caught up"
+def test_the_answer_is_the_one_without_a_store() -> None:
+    for sampling in (SEEDED, SamplingParams(temperature=0)):
+        pair, _ = pair_with_store(window=32, draft_rows=32)
+        answers = []
+        for _ in range(2):
+            answers.append(pair.submit(CONVERSATION, sampling=sampling, verification="coupled"))
+            pair.run()
+            others(pair)
+        assert answers[1].cached_tokens == 5 * BLOCK_TOKENS
+        assert answers[0].answer == answers[1].answer
+        assert answers[1].stats.accepted > 0, "the draft model has caught up"
 
 
 def test_a_prompt_that_is_stored_as_a_whole_still_computes_its_last_token() -> None:
@@ -121,16 +122,6 @@ def test_branches_of_a_conversation_are_stored_once() -> None:
         pair.run()
     others(pair)
     assert store.stored_bytes <= (5 + 6 * 2 + SLOTS * 3) * BLOCK_BYTES
-
-
-def test_what_a_slot_holds_is_not_looked_for() -> None:
-    pair, _ = pair_with_store()
-    first = pair.submit(CONVERSATION)
-    pair.run()
-    second = pair.submit([*first.tokens, 5])
-    pair.run()
-    assert second.cached_tokens >= len(first.tokens) - 1
-    assert pair.target.loaded_tokens == 0
 
 
 def test_a_slots_short_prefix_is_continued_from_the_store() -> None:
@@ -346,23 +337,20 @@ def test_a_slot_stays_free_if_its_engine_breaks_while_it_is_loaded(monkeypatch: 
     assert [answer.answer for answer in after] == [plain_greedy(answer.prompt, 20) for answer in after]
 
 
-@pytest.mark.parametrize("error", [EngineError("no keys"), MemoryError("no memory")])
 def test_a_text_that_cannot_be_saved_is_dropped_and_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(FakeEngine, "save", fail)
-    pair, store = pair_with_store()
-    pair.submit(CONVERSATION)
-    pair.run()
-    others(pair)
-    again = pair.submit(CONVERSATION)
-    pair.run()
-    assert again.answer == plain_greedy(CONVERSATION, 20)
-    assert again.cached_tokens == store.stored_bytes == 0
-    assert str(error) in caplog.text
+    for error in (EngineError("no keys"), MemoryError("no memory")):
+        monkeypatch.setattr(FakeEngine, "save", mock.Mock(side_effect=error))
+        pair, store = pair_with_store()
+        pair.submit(CONVERSATION)
+        pair.run()
+        others(pair)
+        again = pair.submit(CONVERSATION)
+        pair.run()
+        assert again.answer == plain_greedy(CONVERSATION, 20)
+        assert again.cached_tokens == store.stored_bytes == 0
+        assert str(error) in caplog.text
 
 
 @pytest.mark.parametrize("fault", ["a stale copy", "a neighbour's", "a block twice"])
@@ -393,7 +381,7 @@ def test_keys_of_another_text_or_position_would_be_noticed(monkeypatch: pytest.M
 
 
 @given(seed=st.integers(0, 10**6), blocks=st.integers(0, 30), n_cells=st.integers(450, 900))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_every_text_is_the_one_that_it_is_alone_however_small_the_pool(seed: int, blocks: int, n_cells: int) -> None:
     random = Random(seed)
     pair, store = pair_with_store(blocks=blocks, n_cells=n_cells, prefill_rows=32)

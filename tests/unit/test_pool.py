@@ -54,7 +54,8 @@ def test_the_cache_holds_no_more_than_all_sequences_can() -> None:
 
 
 def test_a_sliding_window_that_is_not_longer_than_the_context_is_refused() -> None:
-    for keys in ({}, {"context_length": 512}, {"cache_tokens": 512}):
+    configured: list[dict[str, Any]] = [{}, {"context_length": 512}, {"cache_tokens": 512}]
+    for keys in configured:
         with pytest.raises(
             ModelLoadError, match=r"see only the last 512 tokens.*set `context_length` to at most 511\."
         ):

@@ -9,7 +9,6 @@ import socket
 import sys
 import threading
 import time
-from functools import partial
 from importlib import import_module
 from itertools import chain, count, cycle, repeat
 from types import ModuleType, SimpleNamespace
@@ -24,8 +23,6 @@ from specserve.api import parser, routes
 from specserve.api.openapi import openapi
 from specserve.api.response import ChoicesResponse, GenerationResponse
 from specserve.api.routes import Routes
-from specserve.core.costs import Costs
-from specserve.core.engine_loop import EngineLoop
 from specserve.core.generation import Generation
 from specserve.core.scheduler import Scheduler
 from specserve.observability.metrics import Metrics
@@ -843,29 +840,6 @@ def test_lookups_find_what_answers_to_the_same_key_and_pool_wrote(
         accepted.append(front_end.answer(request)["speculation"]["accepted_tokens"])
     alone, after = accepted
     assert (after > alone) == is_shared
-
-
-def test_an_idle_server_empties_a_slot_before_it_measures_what_has_become_doubtful(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    measured = threading.Event()
-    empty: list[list[bool]] = []
-
-    def measure(_interrupted: object) -> None:
-        empty.append([not all(engine.cache[slot] for slot in range(SLOTS)) for engine in (server.target, server.draft)])
-        measured.set()
-
-    monkeypatch.setattr(torchserve, "EngineLoop", partial(EngineLoop, idle_seconds=0.5))
-    server = FrontEnd()
-    # Servers of other tests may become idle meanwhile.
-    monkeypatch.setattr(Costs, "doubtful", property(lambda costs: costs is server.costs))
-    monkeypatch.setattr(server.costs, "measure_doubtful", measure)
-    for letter in "abcd":
-        server.post({**BODY, "prompt": letter * 20})
-    server.run()
-    assert all(server.target.cache[slot] for slot in range(SLOTS))
-    assert measured.wait(10)
-    assert empty == [[True, True]]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections import Counter, abc
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
 from weakref import WeakKeyDictionary
@@ -144,9 +144,10 @@ class TokenScore(NamedTuple):
 
 @dataclass
 class Timestamps:
-    """When a sequence arrived, was given a slot, its first and its last token so far; seconds of one clock."""
+    """When a sequence arrived, was queued last, got its first slot, its first and its last token; in seconds."""
 
     arrival: float = 0.0
+    queued: float = 0.0
     start: float | None = None
     first_token: float | None = None
     last_token: float = 0.0
@@ -207,34 +208,38 @@ class SequenceStats:
 
 def common_prefix(left: list[int], right: list[int], max_length: int | None = None) -> int:
     """The number of leading tokens that are equal in both lists, counted up to `max_length`."""
-    length = min(len(left), len(right)) if max_length is None else max(0, min(len(left), len(right), max_length))
-    if left[:length] == right[:length]:
-        return length
-    # They are equal before `same` and differ before `length`; comparing slices takes a twentieth of the time of a loop.
-    same = 0
-    while length - same > 1:
-        middle = (same + length) // 2
-        if left[same:middle] == right[same:middle]:
-            same = middle
+    end = min(len(left), len(right)) if max_length is None else min(len(left), len(right), max_length)
+    # Comparing slices takes a twentieth of the time of a loop: ever longer ones, then halves of the first that differ.
+    same, length, differs = 0, 64, False
+    while length and same < end:
+        part = slice(same, min(same + length, end))
+        if left[part] == right[part]:
+            same = part.stop
         else:
-            length = middle
+            differs = True
+        length = length // 2 if differs else length * 2
     return same
 
 
+@dataclass(eq=False, repr=False)
 class Sequence:
     """A prompt, the tokens decided after it, and how they are sampled and drafted for.
 
-    What the models' KV caches hold of it is known there (kv_cache.py), by its `slot`. `cached_tokens` is how many
-    tokens of the prompt the target's cache already held when the sequence first got a slot. `round_number` counts the
-    rounds that have decided tokens and keys the noise of the next one; `deferrals` counts the rounds since then that
-    had no time for the sequence's grammar mask; `preemptions` counts how often it lost its slot, `overtaken` the
-    prompt tokens of later sequences that were prefilled before its own.
+    `tokens` are all of them; what the models' KV caches hold of them is known there (kv_cache.py), by `slot`, which is
+    -1 while the sequence waits. `cached_tokens` is how many tokens of the prompt needed no pass when it first got a
+    slot. `round_number` counts the rounds that have decided tokens and keys the noise of the next one; `deferrals`
+    counts the rounds since then that had no time for the sequence's grammar mask; `preemptions` counts how often it
+    lost its slot, and `turn_start` is how many tokens it had generated when it got the present one.
 
     Args:
+        prompt: its tokens.
+        sampling: how tokens are sampled.
+        speculation: how they are drafted and verified.
         max_tokens: the most tokens after the prompt; 0 only prefills it.
         choice: the index of this completion of the prompt; each has noise of its own.
         top_logprobs: how many of the most probable tokens are kept at every position; None keeps no scores.
         scores_prompt: whether the prompt's tokens after the first are scored too.
+        constraint: the grammar of the tokens after the prompt.
         prediction: the tokens of the client's predicted output.
         keeps_sources: whether `sources` says who wrote each token after the prompt.
         reuses_prefix: whether what the caches hold of the prompt's beginning is used.
@@ -242,49 +247,33 @@ class Sequence:
         index: of this sequence in its request.
     """
 
-    def __init__(
-        self,
-        prompt: list[int],
-        sampling: SamplingParams,
-        speculation: SpeculationParams,
-        *,
-        max_tokens: int,
-        choice: int = 0,
-        top_logprobs: int | None = None,
-        scores_prompt: bool = False,
-        constraint: Constraint | None = None,
-        prediction: abc.Sequence[int] = (),
-        keeps_sources: bool = False,
-        reuses_prefix: bool = True,
-        info: RequestInfo | None = None,
-        index: int = 0,
-    ) -> None:
-        self.tokens = list(prompt)
-        self.prompt_length = len(prompt)
-        self.sampling = sampling
-        self.max_tokens = max_tokens
-        self.speculation = speculation
+    prompt: list[int]
+    sampling: SamplingParams
+    speculation: SpeculationParams
+    _: KW_ONLY
+    max_tokens: int
+    choice: int = 0
+    top_logprobs: int | None = None
+    scores_prompt: bool = False
+    constraint: Constraint | None = None
+    prediction: abc.Sequence[int] = ()
+    keeps_sources: bool = False
+    reuses_prefix: bool = True
+    info: RequestInfo = RequestInfo()
+    index: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+        self.prompt_length = len(self.prompt)
         # Of its own even where a seed is shared (sampling/noise.py).
         self.secret = secrets.randbits(64)
-        self.seed = self.secret if sampling.seed is None else sampling.seed
-        self.choice = choice
-        self.top_logprobs = top_logprobs
-        self.keeps_sources = keeps_sources
-        self.reuses_prefix = reuses_prefix
-        self.scores_prompt = scores_prompt
-        self.constraint = constraint
-        self.prediction = prediction
-        self.info = info or RequestInfo()
-        self.index = index
+        self.seed = self.secret if self.sampling.seed is None else self.sampling.seed
         self.prompt_scores: list[TokenScore] = []
         self.scores: list[TokenScore] = []
         self.sources: list[Source] = []
-        self.round_number = 0
-        self.deferrals = 0
-        self.preemptions = 0
-        self.overtaken = 0
         self.slot = -1
         self.cached_tokens = 0
+        self.round_number = self.deferrals = self.preemptions = self.turn_start = 0
         # Whether an end token ended it, which is not one of its tokens.
         self.ended_by_eos = False
         self.timestamps = Timestamps()
@@ -294,11 +283,6 @@ class Sequence:
     def generated(self) -> int:
         """Number of tokens decided after the prompt."""
         return len(self.tokens) - self.prompt_length
-
-    @property
-    def prompt(self) -> list[int]:
-        """The prompt's tokens."""
-        return self.tokens[: self.prompt_length]
 
     @cached_property
     def prompt_set(self) -> NDArray[np.intp]:

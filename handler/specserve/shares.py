@@ -35,10 +35,11 @@ class Shares(Generic[Key, Value]):
 
     def use(self, client: str, key: Key) -> Value | None:
         """The client's value of a key, which is its most recently used one now; None without one."""
-        if client not in self._entries or key not in self._entries[client]:
+        entry = self._entries[client].get(key) if client in self._entries else None
+        if entry is None:
             return None
         self._entries[client].move_to_end(key)
-        return self._entries[client][key].value
+        return entry.value
 
     def put(self, client: str, key: Key, value: Value, size: int = 1) -> None:
         """Keep a value as the client's most recently used one, even if that exceeds the limit."""

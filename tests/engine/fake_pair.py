@@ -13,7 +13,7 @@ import numpy as np
 from constraints import Alternating
 from costs import proportional
 from fake_engine import FakeEngine, FakeVocabulary
-from specserve.core.generation import Generation
+from specserve.core.generation import Generation, TextParams
 from specserve.core.scheduler import Scheduler
 from specserve.engine.kv_cache import KVCache
 from specserve.observability.records import EndRecord, Observer
@@ -58,6 +58,7 @@ class FakePair:
         costs: of the forward passes of the target and of the draft model.
         proposers: drafters that are asked before the draft model; None for the client's prediction.
         n_cells: tokens that the target's cache holds; None for as many as all slots can.
+        slots: sequences that run at the same time.
         options: further arguments of `Scheduler`.
     """
 
@@ -74,12 +75,13 @@ class FakePair:
         costs: tuple[PassCosts, PassCosts] | None = None,
         proposers: abc.Sequence[Proposer] | None = None,
         n_cells: int | None = None,
+        slots: int = SLOTS,
         **options: Any,
     ) -> None:
         self.vocabulary = vocabulary or FakeVocabulary(VOCABULARY)
         width = self.vocabulary.size
-        self.target = FakeEngine(vocabulary=width, n_slots=SLOTS, n_cells=n_cells)
-        self.draft = FakeEngine(vocabulary=draft_width or width, n_slots=SLOTS, blend=blend)
+        self.target = FakeEngine(vocabulary=width, n_slots=slots, n_cells=n_cells)
+        self.draft = FakeEngine(vocabulary=draft_width or width, n_slots=slots, blend=blend)
         target_cost, draft_cost = costs or (proportional(), proportional())
         self.target_cache, self.draft_cache = KVCache(self.target), KVCache(self.draft)
         model = DraftModel(
@@ -121,7 +123,14 @@ class FakePair:
         speculation = SpeculationParams(gamma, verification, drafter, mode, pool)
         info = RequestInfo(request)
         generation = Generation(
-            prompt, sampling, speculation, self.vocabulary, stops, info=info, max_tokens=max_tokens, **options
+            prompt,
+            sampling,
+            speculation,
+            self.vocabulary,
+            TextParams(stops),
+            info=info,
+            max_tokens=max_tokens,
+            **options,
         )
         self.scheduler.submit(generation)
         self._slots[generation] = generation.slot

@@ -5,26 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from scipy.stats import chisquare
 
 from constraints import Alternating
 from costs import flat
-from fake_engine import FakeEngine, FakeVocabulary
-from fake_pair import END_TOKEN, ENDLESS, GREEDY, SLOTS, VOCABULARY, FakePair, plain_greedy
+from fake_pair import END_TOKEN, ENDLESS, GREEDY, VOCABULARY, FakePair, plain_greedy
 from pairs import Pair, TinyFiles
 from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.sampling.distribution import FloatArray
-from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationMode, Verification
+from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationMode
 from specserve.speculation.ngram import LookupProposer
 from specserve.speculation.proposers import Proposal, Proposer
-from specserve.speculation.step import Draft, Step
 
 # Prompts whose greedy answers have 1 to 11 tokens, and more drafts than that.
 PROMPTS = [[a, b] for a in range(6) for b in range(END_TOKEN) if 1 <= len(plain_greedy([a, b], 20)) < 12]
@@ -45,20 +43,16 @@ def test_a_short_answer_takes_a_pass_of_the_draft_model_for_each_token_after_the
         assert draft_passes(pair) == generation.stats.drafted == generation.generated
 
 
-@pytest.mark.parametrize("mode", ["fixed", "auto"])
-@pytest.mark.parametrize("verification", ["token", "block", "coupled"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_draft_model_reads_no_end_token(
-    mode: SpeculationMode, verification: Verification, temperature: float
-) -> None:
+def test_the_draft_model_reads_no_end_token() -> None:
     """It would read one only to draft what follows. The end is drafted, and often not what the target says."""
-    pair = FakePair(blend=0.4, costs=(flat(), flat(0.05)))
-    for seed, prompt in enumerate(PROMPTS):
-        sampling = SamplingParams(temperature=temperature, seed=seed)
-        pair.submit(prompt, gamma=GAMMA, mode=mode, verification=verification, sampling=sampling)
-    pair.run()
-    assert END_TOKEN in {row.token for row in pair.target.decoded}
-    assert END_TOKEN not in {row.token for row in pair.draft.decoded}
+    for mode, verification, temperature in product(("fixed", "auto"), ("token", "block", "coupled"), (0.0, 1.0)):
+        pair = FakePair(blend=0.4, costs=(flat(), flat(0.05)))
+        for seed, prompt in enumerate(PROMPTS):
+            sampling = SamplingParams(temperature=temperature, seed=seed)
+            pair.submit(prompt, gamma=GAMMA, mode=mode, verification=verification, sampling=sampling)  # type: ignore[arg-type]
+        pair.run()
+        assert END_TOKEN in {row.token for row in pair.target.decoded}
+        assert END_TOKEN not in {row.token for row in pair.draft.decoded}
 
 
 def scripted(drafter: DrafterName, script: list[int], asked: list[list[int]]) -> Proposer:
@@ -75,15 +69,14 @@ def scripted(drafter: DrafterName, script: list[int], asked: list[list[int]]) ->
     return Scripted()
 
 
-@pytest.mark.parametrize("mode", ["fixed", "auto"])
 @pytest.mark.parametrize("drafter", ["lookup", "prediction", "grammar"])
-def test_an_offer_is_drafted_up_to_its_first_end_token(drafter: DrafterName, mode: SpeculationMode) -> None:
-    for prompt in PROMPTS:
+def test_an_offer_is_drafted_up_to_its_first_end_token(drafter: DrafterName) -> None:
+    for number, prompt in enumerate(PROMPTS):
         truth = plain_greedy(prompt, 20)
         pair = FakePair(
             costs=(flat(), flat(0.05)), proposers=[scripted(drafter, [*truth, END_TOKEN, 1, 2, END_TOKEN, 3], [])]
         )
-        generation = pair.submit(prompt, gamma=GAMMA, mode=mode, drafter=drafter)
+        generation = pair.submit(prompt, gamma=GAMMA, mode="auto" if number % 2 else "fixed", drafter=drafter)
         pair.run()
         assert generation.answer == truth
         assert generation.stats.drafted_by == {drafter: len(truth)}
@@ -127,18 +120,16 @@ class Ending(Alternating):
 
 
 @pytest.mark.parametrize("mode", ["fixed", "auto"])
-@pytest.mark.parametrize("length", range(2, 9))
-def test_the_draft_model_reads_nothing_where_only_the_end_of_a_grammar_may_follow(
-    length: int, mode: SpeculationMode
-) -> None:
+def test_the_draft_model_reads_nothing_where_only_the_end_of_a_grammar_may_follow(mode: SpeculationMode) -> None:
     """Of an answer of n tokens it reads n - 1 at most: the end after the last needs no draft."""
-    pair = FakePair(blend=0.0, costs=(flat(), flat(0.05)))
-    prompt = [1, 2]
-    generation = pair.submit(prompt, gamma=GAMMA, mode=mode, constraint=Ending(VOCABULARY, length=length))
-    pair.run()
-    assert (generation.generated, generation.finish_reason) == (length, "stop")
-    assert draft_passes(pair) > 0
-    assert max(row.position for row in pair.draft.decoded) <= len(prompt) + length - 2
+    for length in range(2, 9):
+        pair = FakePair(blend=0.0, costs=(flat(), flat(0.05)))
+        prompt = [1, 2]
+        generation = pair.submit(prompt, gamma=GAMMA, mode=mode, constraint=Ending(VOCABULARY, length=length))
+        pair.run()
+        assert (generation.generated, generation.finish_reason) == (length, "stop")
+        assert draft_passes(pair) > 0
+        assert max(row.position for row in pair.draft.decoded) <= len(prompt) + length - 2
 
 
 def test_a_loaded_pair_knows_its_end_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +163,9 @@ def test_an_end_token_is_no_alternative() -> None:
     for generation in generations:
         if generation.finish_reason == "stop":
             stats = generation.stats
-            assert stats.decided == stats.accepted + stats.rounds + stats.adopted == generation.generated
+            # On a slow machine some age, and preempt others, whose next token then comes with a prefill.
+            in_rounds = generation.generated - generation.preemptions
+            assert stats.decided == stats.accepted + stats.rounds + stats.adopted == in_rounds
 
 
 def test_nothing_is_learned_from_what_would_follow_an_end_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,69 +186,3 @@ def test_nothing_is_learned_from_what_would_follow_an_end_token(monkeypatch: pyt
         pair.run()
         learned.append(pair.controller.acceptance.learned)
     assert learned[0] == learned[1]
-
-
-# The distribution of whole answers
-
-WIDTH = 6
-LONGEST = 3
-TRIALS = 3000
-FALSE_ALARM_RATE = 1e-4
-
-
-def exact_answers(answer: tuple[int, ...] = ()) -> dict[tuple[int, ...], float]:
-    """The probability of every answer to [1, 2], end token included, by the target alone."""
-    if len(answer) == LONGEST or WIDTH - 1 in answer:
-        return {answer: 1.0}
-    logits = FakeEngine(vocabulary=WIDTH, n_slots=1).logits([1, 2, *answer]).astype(np.float64)
-    p = np.exp(logits) / np.exp(logits).sum()
-    return {
-        longer: float(p[token]) * probability
-        for token in range(WIDTH)
-        for longer, probability in exact_answers((*answer, token)).items()
-    }
-
-
-def pvalue(verification: Verification) -> float:
-    """Chi-square of whole answers against the exact distribution."""
-    pair = FakePair(vocabulary=FakeVocabulary(WIDTH), blend=0.6)
-    counts: Counter[tuple[int, ...]] = Counter()
-    for seed in range(0, TRIALS, SLOTS):
-        generations = [
-            pair.submit(
-                [1, 2], gamma=3, verification=verification, sampling=SamplingParams(seed=seed + n), max_tokens=LONGEST
-            )
-            for n in range(SLOTS)
-        ]
-        pair.run()
-        counts.update(
-            (*generation.answer, *([WIDTH - 1] if generation.ended_by_eos else [])) for generation in generations
-        )
-    exact = exact_answers()
-    likely = [answer for answer, probability in exact.items() if probability * TRIALS >= 5]
-    observed, expected = [counts[answer] for answer in likely], [exact[answer] * TRIALS for answer in likely]
-    rest = TRIALS - sum(observed), TRIALS - sum(expected)
-    return float(chisquare([*observed, rest[0]], [*expected, rest[1]]).pvalue)
-
-
-@pytest.mark.parametrize("verification", ["token", "block", "coupled"])
-def test_answers_of_every_length_have_the_targets_distribution(verification: Verification) -> None:
-    """3,000 answers each; false-alarm rate 1e-4."""
-    assert pvalue(verification) > FALSE_ALARM_RATE
-
-
-@pytest.mark.parametrize("verification", ["token", "block"])
-def test_taking_back_a_drawn_end_token_would_change_the_distribution(
-    verification: Verification, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It gains no token, so it looks as if it could be left out; but that would be decided after it is drawn."""
-    add_any = Step.add
-
-    def add(self: Step, draft: Draft) -> None:
-        if draft.token == WIDTH - 1:
-            self.model_ended = True
-        else:
-            add_any(self, draft)
-
-    monkeypatch.setattr(Step, "add", add)
-    assert pvalue(verification) < FALSE_ALARM_RATE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -59,14 +60,14 @@ def run_concurrently(pair: Pair, requests: list[dict[str, Any]], rng: random.Ran
     return generations
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_greedy_and_seeded_output_is_the_same_alone_and_concurrent(pair: Pair, seed: int) -> None:
-    rng = random.Random(seed)
-    requests = random_requests(rng)
-    alone = [pair.complete(**fields).sequence.answer for fields in requests]
-    concurrent = run_concurrently(pair, requests, rng)
-    assert [generation.answer for generation in concurrent] == alone
-    assert sum(generation.cached_tokens > 0 for generation in concurrent) >= 3
+def test_greedy_and_seeded_output_is_the_same_alone_and_concurrent(pair: Pair) -> None:
+    for seed in range(3):
+        rng = random.Random(seed)
+        requests = random_requests(rng)
+        alone = [pair.complete(**fields).sequence.answer for fields in requests]
+        concurrent = run_concurrently(pair, requests, rng)
+        assert [generation.answer for generation in concurrent] == alone
+        assert sum(generation.cached_tokens > 0 for generation in concurrent) >= 3
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -76,18 +77,16 @@ def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Pair(config.model_copy(update={"cache_tokens": 100}))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_output_is_the_same_where_sequences_are_preempted(
-    small: Pair, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_is_the_same_where_sequences_are_preempted(small: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read again has the bits that it had when it was decided."""
     monkeypatch.setattr(admission, "_ANSWER", 8)
-    rng = random.Random(seed)
-    requests = [{**fields, "ignore_eos": True} for fields in random_requests(rng)]
-    alone = [small.complete(**fields).sequence.answer for fields in requests]
-    concurrent = run_concurrently(small, requests, rng)
-    assert [generation.answer for generation in concurrent] == alone
-    assert sum(generation.preemptions for generation in concurrent) >= 1
+    for seed in range(2):
+        rng = random.Random(seed)
+        requests = [{**fields, "ignore_eos": True} for fields in random_requests(rng)]
+        alone = [small.complete(**fields).sequence.answer for fields in requests]
+        concurrent = run_concurrently(small, requests, rng)
+        assert [generation.answer for generation in concurrent] == alone
+        assert sum(generation.preemptions for generation in concurrent) >= 1
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -97,17 +96,20 @@ def crowded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Pair(config.model_copy(update={"cache_tokens": 300}))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_conversations_that_leave_the_cache_and_return_go_on_with_the_same_bits(crowded: Pair, seed: int) -> None:
+def test_conversations_that_leave_the_cache_and_return_go_on_with_the_same_bits(
+    crowded: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Six conversations take turns, grow and begin anew; the store has room for half of what they are."""
+    loads = mock.Mock(wraps=crowded.models.target.load)
+    monkeypatch.setattr(crowded.models.target, "load", loads)
     token_bytes = crowded.models.target.token_bytes
     assert token_bytes is not None
     store = PrefixStore(token_bytes, 16 * BLOCK_TOKENS * (token_bytes + 4))
     scheduler = crowded.scheduler(keeps_prefixes=True, store=store)
-    rng = random.Random(seed)
+    rng = random.Random(0)
     conversations: list[list[int]] = [[] for _ in range(6)]
     answers: list[tuple[list[int], dict[str, Any], list[int]]] = []
-    for _ in range(12):
+    for _ in range(24):
         turns = []
         for number in rng.sample(range(6), 3):
             if len(conversations[number]) > 110:
@@ -123,5 +125,4 @@ def test_conversations_that_leave_the_cache_and_return_go_on_with_the_same_bits(
             answers.append((prompt, fields, generation.answer))
     for prompt, fields, answer in answers:
         assert crowded.complete(prompt, speculation=PLAIN, **fields).sequence.answer == answer
-    assert store.record.hit_tokens > 0
-    assert store.record.evicted_blocks > 0
+    assert loads.call_count > 5

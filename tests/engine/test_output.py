@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
-from typing import Any
+from typing import Any, get_args
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,19 +14,11 @@ from scipy.stats import chisquare
 
 from constraints import Alternating, Shared, Slow
 from costs import flat
-from fake_engine import FakeEngine, NoEndToken
+from fake_engine import NoEndToken
 from fake_pair import END_TOKEN, ENDLESS, SEEDED, SLOTS, FakePair, RecordingObserver, exact_answers, plain_greedy
-from specserve.engine.base import Row
-from specserve.sampling.distribution import FloatArray, draw
-from specserve.sampling.logits import TargetDistributions
-from specserve.sampling.noise import Noise, Purpose
 from specserve.sequence import SamplingParams, Verification
-from specserve.speculation import drafters
-from specserve.speculation import round as round_module
 from specserve.speculation.ngram import LookupProposer, PredictionProposer
 from specserve.speculation.proposers import GrammarProposer
-from specserve.speculation.rejection import RULES
-from specserve.speculation.step import Draft, Step
 
 prompts = st.lists(st.integers(0, END_TOKEN - 1), min_size=1, max_size=30)
 
@@ -51,33 +41,34 @@ def test_greedy_output_is_the_targets_with_any_concurrent_sequences(
         assert generation.finish_reason == ("length" if generation.generated == most else "stop")
 
 
-@pytest.mark.parametrize("gamma", [1, 4])
-def test_penalised_and_biased_greedy_output_is_the_same_with_speculation(gamma: int) -> None:
+def test_penalised_and_biased_greedy_output_is_the_same_with_speculation() -> None:
     bias = ((3, 2.0), (5, -100.0))
     sampling = SamplingParams(temperature=0, frequency_penalty=1.5, presence_penalty=0.3, logit_bias=bias)
     pair = FakePair()
-    plain, speculative = (pair.submit([1, 2, 3], gamma=n, sampling=sampling) for n in (0, gamma))
+    plain, *speculative = (pair.submit([1, 2, 3], gamma=n, sampling=sampling) for n in (0, 1, 4))
     pair.run()
-    assert speculative.answer == plain.answer != plain_greedy([1, 2, 3], 20)
+    assert plain.answer != plain_greedy([1, 2, 3], 20)
     assert 5 not in plain.answer
-    assert speculative.stats.accepted > 0
+    for generation in speculative:
+        assert generation.answer == plain.answer
+        assert generation.stats.accepted > 0
 
 
-@pytest.mark.parametrize("gamma", [0, 1, 3, 6])
-def test_coupled_seeded_output_is_the_same_alone_concurrent_and_with_a_prefix(gamma: int) -> None:
+def test_coupled_seeded_output_is_the_same_alone_concurrent_and_with_a_prefix() -> None:
     """The prompt is longer than a draft pass; it runs alone, beside another one, and again with a cached prefix."""
     prompt = list(range(20))
     alone = FakePair()
     expected = alone.submit(prompt, sampling=SEEDED, verification="coupled")
     alone.run()
-    pair = FakePair(blend=0.8, prefill_rows=5)
-    other = pair.submit([5, 6, 7], max_tokens=200, sampling=ENDLESS)
-    for cached in (0, 19):
-        generation = pair.submit(prompt, gamma=gamma, sampling=SEEDED, verification="coupled")
-        pair.run(generation)
-        assert generation.answer == expected.answer
-        assert generation.cached_tokens == cached
-    assert not other.done
+    for gamma in (0, 1, 3, 6):
+        pair = FakePair(blend=0.8, prefill_rows=5)
+        other = pair.submit([5, 6, 7], max_tokens=200, sampling=ENDLESS)
+        for cached in (0, 19):
+            generation = pair.submit(prompt, gamma=gamma, sampling=SEEDED, verification="coupled")
+            pair.run(generation)
+            assert generation.answer == expected.answer
+            assert generation.cached_tokens == cached
+        assert not other.done
 
 
 def test_a_choice_has_the_same_output_alone_and_among_other_choices() -> None:
@@ -90,18 +81,18 @@ def test_a_choice_has_the_same_output_alone_and_among_other_choices() -> None:
     assert outputs(0, 1, 2) == [*outputs(0), *outputs(1), *outputs(2)]
 
 
-@pytest.mark.parametrize("verification", RULES)
-def test_only_coupled_output_repeats_and_only_with_a_seed(verification: Verification) -> None:
+def test_only_coupled_output_repeats_and_only_with_a_seed() -> None:
     """Other rules share no number between sequences, whatever their seeds (test_exact_output.py)."""
 
-    def outputs(sampling: SamplingParams) -> set[tuple[int, ...]]:
+    def outputs(verification: Verification, sampling: SamplingParams) -> set[tuple[int, ...]]:
         pair = FakePair()
         generations = [pair.submit([1, 2], sampling=sampling, verification=verification) for _ in range(4)]
         pair.run()
         return {tuple(generation.answer) for generation in generations}
 
-    assert (len(outputs(SEEDED)) == 1) == (verification == "coupled")
-    assert len(outputs(SamplingParams())) > 1
+    for verification in get_args(Verification):
+        assert (len(outputs(verification, SEEDED)) == 1) == (verification == "coupled")
+        assert len(outputs(verification, SamplingParams())) > 1
 
 
 TRIALS = 2_400
@@ -135,11 +126,8 @@ def outputs(
     draft_seconds: float = 0.1,
     max_tokens: int = 4,
     **options: Any,
-) -> tuple[list[tuple[int, ...]], Counter[int], Counter[int]]:
-    """The first three output tokens for each seed, by the whole scheduler, and what happened.
-
-    That is the number of rounds by their drafts, and the same of rounds that adopted an alternative.
-    """
+) -> tuple[list[tuple[int, ...]], Counter[int]]:
+    """The first three output tokens for each seed, by the whole scheduler, and how many rounds had how many drafts."""
     shared, observer = Shared(2 if grammar is LATE_MASKS else 10**9), RecordingObserver()
     pair = FakePair(
         vocabulary=NoEndToken(6),
@@ -167,16 +155,13 @@ def outputs(
         pair.run()
         found += [tuple(generation.answer[:3]) for generation in generations]
     rounds = [step for step in observer.rounds if step.is_decode_round]
-    gammas = Counter(len(step.drafts) for step in rounds)
-    return found, gammas, Counter(len(step.drafts) for step in rounds if step.adopted)
+    return found, Counter(len(step.drafts) for step in rounds)
 
 
 def pvalue(verification: Verification, case: str) -> float:
     """Chi-square of the outputs against the exact distribution."""
-    found, gammas, adopted = outputs(verification, TRIALS, **CASES[case])
+    found, gammas = outputs(verification, TRIALS, **CASES[case])
     assert min(gammas[0], gammas[1]) > TRIALS / 10, "the number of drafts does not vary"
-    if case == "alternatives beside several drafts":
-        assert adopted.total() - adopted[1] > TRIALS / 4, "few alternatives are recovered"
     counts = Counter(found)
     grammar = Alternating(6) if "grammar" in CASES[case] else None
     exact = exact_answers([1, 2], 3, SAMPLING, NoEndToken(6), grammar)
@@ -187,96 +172,15 @@ def pvalue(verification: Verification, case: str) -> float:
     return float(chisquare([*observed, rest[0]], [*expected, rest[1]]).pvalue)
 
 
-@pytest.mark.parametrize(
-    ("case", "verification"),
-    [*product(CASES, ("token", "block")), ("the draft model", "coupled"), ("a grammar", "coupled")],
-)
-def test_sampled_output_has_the_targets_distribution(case: str, verification: Verification) -> None:
-    """2,400 outputs of three tokens each; false-alarm rate 1e-4."""
-    assert pvalue(verification, case) > FALSE_ALARM_RATE
+@pytest.mark.parametrize("case", ["the draft model", "a grammar"])
+def test_coupled_output_has_the_targets_distribution(case: str) -> None:
+    """2,400 outputs of three tokens each; false-alarm rate 1e-4. For other rules: test_exact_output.py."""
+    assert pvalue("coupled", case) > FALSE_ALARM_RATE
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_coupled_output_is_the_same_with_and_without_drafts(case: str) -> None:
-    plain, _, _ = outputs("coupled", 99, grammar=GRAMMAR if "grammar" in CASES[case] else None, gamma=0)
-    drafted, gammas, _ = outputs("coupled", 99, **CASES[case])
-    assert drafted == plain
-    assert gammas[1] + gammas[2] > 50
-
-
-def discard_drafts_without_a_bonus_token(patch: pytest.MonkeyPatch) -> None:
-    verify = round_module._verify
-
-    def discard(p: TargetDistributions, step: Step) -> tuple[int, int | None]:
-        n_accepted, next_token = verify(p, step)
-        if next_token is not None:
-            return n_accepted, next_token
-        # The next round draws anew, with other noise.
-        step.sequence.round_number += 1
-        return 0, None
-
-    patch.setattr(round_module, "_verify", discard)
-
-
-def report_half_of_q_for_free_drafts(patch: pytest.MonkeyPatch) -> None:
-    def half_certain(token: int, size: int) -> FloatArray:
-        spread = np.full(size, 0.5 / (size - 1))
-        spread[token] = 0.5
-        return spread
-
-    patch.setattr(drafters, "one_hot", half_certain)
-
-
-def drop_drafts_of_low_probability(patch: pytest.MonkeyPatch) -> None:
-    """A controller must not do this: decide by the sampled token whether it is drafted."""
-    add_any = Step.add
-
-    def add(self: Step, draft: Draft) -> None:
-        assert draft.q is not None
-        if draft.q[draft.token] > 0.3:
-            add_any(self, draft)
-        else:
-            self.model_ended = True
-
-    patch.setattr(Step, "add", add)
-
-
-def share_noise_between_draft_and_rule(patch: pytest.MonkeyPatch) -> None:
-    def sample(q: FloatArray, position: int, noise: Noise) -> int:
-        return draw(q, noise.uniform(Purpose.ACCEPT, position))
-
-    patch.setitem(RULES, "token", RULES["token"]._replace(sample=sample))
-
-
-def compute_alternatives_after_the_draft(patch: pytest.MonkeyPatch) -> None:
-    """Their logits are those of the draft that they take the place of."""
-    forward = FakeEngine.forward
-
-    def wrong(self: FakeEngine, rows: list[Row]) -> FloatArray:
-        logits = forward(self, rows).copy()
-        asked = [row for row in rows if row.wants_logits]
-        drafts = {(row.slot, row.position): n for n, row in enumerate(asked) if not row.alternative}
-        for n, row in enumerate(asked):
-            logits[n] = logits[drafts[row.slot, row.position]]
-        return logits
-
-    patch.setattr(FakeEngine, "forward", wrong)
-
-
-@pytest.mark.parametrize(
-    ("fault", "case"),
-    [
-        (discard_drafts_without_a_bonus_token, "masks that wait"),
-        (report_half_of_q_for_free_drafts, "a prediction"),
-        (drop_drafts_of_low_probability, "the draft model"),
-        (drop_drafts_of_low_probability, "adaptive lengths"),
-        (share_noise_between_draft_and_rule, "the draft model"),
-        (compute_alternatives_after_the_draft, "alternatives"),
-        (compute_alternatives_after_the_draft, "alternatives beside several drafts"),
-    ],
-)
-def test_a_planted_fault_changes_the_distribution(
-    fault: Callable[[pytest.MonkeyPatch], None], case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fault(monkeypatch)
-    assert pvalue("token", case) < FALSE_ALARM_RATE
+def test_coupled_output_is_the_same_with_and_without_drafts() -> None:
+    for case, options in CASES.items():
+        plain, _ = outputs("coupled", 99, grammar=GRAMMAR if "grammar" in options else None, gamma=0)
+        drafted, gammas = outputs("coupled", 99, **options)
+        assert drafted == plain, case
+        assert gammas[1] + gammas[2] > 50

@@ -76,7 +76,7 @@ def answer_of(generation: Generation) -> tuple[object, ...]:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(arrivals(), st.integers(LONGEST, LONGEST + 30), st.sampled_from([2, 8]), st.booleans())
 def test_every_answer_is_the_one_it_has_alone_however_small_the_cache_is(
     requests: list[tuple[int, dict[str, Any]]], n_cells: int, prefill_rows: int, keeps_prefixes: bool
@@ -103,7 +103,7 @@ def outgrown(observer: RecordingObserver | None = None, **options: Any) -> tuple
     generations = [
         pair.submit([n, 2, 3], sampling=ENDLESS, max_tokens=30, request=str(n), top_logprobs=1) for n in range(2)
     ]
-    pair.run_until(lambda: pair.scheduler.cached_tokens[0] > 24)
+    pair.run_until(lambda: pair.target_cache.pinned_cells > 24)
     generations.append(pair.submit([4] * 15, sampling=ENDLESS, max_tokens=3, request="2"))
     pair.run_until(lambda: generations[1].preemptions > 0)
     return pair, generations
@@ -199,7 +199,18 @@ def test_prompts_that_begin_alike_need_the_room_of_one() -> None:
     for number in range(SLOTS):
         pair.submit([*beginning, number], sampling=ENDLESS, max_tokens=4, request=str(number))
     pair.run_until(lambda: pair.scheduler.running == SLOTS)
-    assert pair.scheduler.cached_tokens[0] <= 24 + SLOTS * 5
+    assert pair.target_cache.pinned_cells <= 24 + SLOTS * 5
+
+
+@pytest.mark.parametrize(("more", "running"), [(0, 2), (1, 1)])
+def test_what_a_prompt_shares_with_a_running_sequence_needs_no_room(more: int, running: int) -> None:
+    """Of 40 cells one has promised 24, of which the other shares 20."""
+    pair = small_pair()
+    first = pair.submit([7] * 20, sampling=ENDLESS, max_tokens=4, gamma=0, request="first")
+    pair.run_until(lambda: first.generated == 1)
+    pair.submit([*[7] * 20, *[9] * (12 + more)], max_tokens=4, request="second")
+    pair.step()
+    assert pair.scheduler.running == running
 
 
 def test_a_request_that_waits_for_room_is_not_about_to_be_prefilled() -> None:
@@ -219,7 +230,7 @@ def test_finished_answers_stay_cached_until_their_room_is_needed() -> None:
     pair = small_pair()
     pair.submit([1] * 20, max_tokens=2)
     pair.run()
-    assert pair.scheduler.cached_tokens == (0, len(pair.target_cache.prefixes(("", ""), [1] * 21, 21)) and 21)
+    assert (pair.target_cache.pinned_cells, pair.target_cache.free_cells) == (0, LONGEST - 21)
     again = pair.submit([1] * 20, max_tokens=1)
     pair.run()
     assert again.cached_tokens == 19

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,6 @@ from constraints import Alternating, Shared, Slow
 from costs import FixedCost, flat, proportional
 from fake_engine import FakeEngine
 from fake_pair import ENDLESS, SLOTS, VOCABULARY, FakePair, RecordingObserver, plain_greedy
-from specserve.core.budget import max_wait
 from specserve.core.generation import Generation
 from specserve.sequence import DrafterName, SamplingParams, SpeculationParams
 from specserve.speculation.costs import CostTable
@@ -43,41 +44,34 @@ def test_the_next_round_prefills_iff_a_sequence_awaits_its_first_token(lengths: 
         assert predicted == any(step.position == 0 for step in observer.rounds)
 
 
-def test_more_requests_than_slots_all_finish() -> None:
-    pair = FakePair()
-    generations = [pair.submit([n, n + 1], max_tokens=15) for n in range(3 * SLOTS)]
-    pair.run()
-    assert all(generation.done for generation in generations)
-
-
-@pytest.mark.parametrize("others", [1, 3])
-def test_requests_get_slots_in_turn_if_one_has_many_choices(others: int) -> None:
+def test_requests_get_slots_in_turn_if_one_has_many_choices() -> None:
     """A request with nine choices comes first, then one or three requests with one each; there are three slots."""
-    pair = FakePair()
-    first = [pair.submit([n], request="many", max_tokens=30 + n) for n in range(9)]
-    later = [pair.submit([10 + n], request=f"few {n}", max_tokens=30) for n in range(others)]
-    pair.step()
-    assert [generation.slot >= 0 for generation in later] == [True, True, False][:others]
-    pair.run(*later)
-    assert sum(generation.done for generation in first) < 6
-    pair.run()
-    assert all(generation.done for generation in first)
+    for others in (1, 3):
+        pair = FakePair()
+        first = [pair.submit([n], request="many", max_tokens=30 + n) for n in range(9)]
+        later = [pair.submit([10 + n], request=f"few {n}", max_tokens=30) for n in range(others)]
+        pair.step()
+        assert [generation.slot >= 0 for generation in later] == [True, True, False][:others]
+        pair.run(*later)
+        assert sum(generation.done for generation in first) < 6
+        pair.run()
+        assert all(generation.done for generation in first)
 
 
-@pytest.mark.parametrize("steps", range(6))
-def test_a_cancelled_request_frees_its_slot_at_once(steps: int) -> None:
-    pair = FakePair()
-    cancelled = [pair.submit([n] * 20, max_tokens=1000) for n in range(2 * SLOTS)]
-    pair.step(steps)
-    for generation in cancelled:
-        pair.scheduler.cancel(generation)
-    assert not pair.scheduler.busy
-    after = [pair.submit([n, 5], max_tokens=10) for n in range(SLOTS)]
-    pair.step()
-    assert pair.scheduler.queued == 0
-    pair.run()
-    for generation in after:
-        assert generation.answer == plain_greedy(generation.prompt, 10)
+def test_a_cancelled_request_frees_its_slot_at_once() -> None:
+    for steps in range(6):
+        pair = FakePair()
+        cancelled = [pair.submit([n] * 20, max_tokens=1000) for n in range(2 * SLOTS)]
+        pair.step(steps)
+        for generation in cancelled:
+            pair.scheduler.cancel(generation)
+        assert not pair.scheduler.busy
+        after = [pair.submit([n, 5], max_tokens=10) for n in range(SLOTS)]
+        pair.step()
+        assert pair.scheduler.queued == 0
+        pair.run()
+        for generation in after:
+            assert generation.answer == plain_greedy(generation.prompt, 10)
 
 
 def test_cancelling_twice_or_after_the_end_changes_nothing() -> None:
@@ -107,19 +101,37 @@ def rows_fed_for(engine: FakeEngine, prompt: list[int]) -> int:
     return sum(row.position < len(prompt) - 1 for row in engine.decoded)
 
 
-@pytest.mark.parametrize("count", [2, SLOTS, 2 * SLOTS])
-def test_choices_of_one_prompt_prefill_it_once_in_both_models(count: int) -> None:
-    pair = FakePair(prefill_rows=16, draft_rows=16)
+def test_choices_of_one_prompt_prefill_it_once_in_both_models() -> None:
     prompt = [n % 7 for n in range(40)]
-    generations = [
-        pair.submit(prompt, max_tokens=30, sampling=SamplingParams(seed=1), verification="coupled", choice=choice)
-        for choice in range(count)
-    ]
-    pair.run()
-    assert len({tuple(generation.answer) for generation in generations}) == count
-    assert rows_fed_for(pair.target, prompt) == len(prompt) - 1
-    assert rows_fed_for(pair.draft, prompt) == len(prompt) - 1
-    assert all(generation.stats.accepted > 0 for generation in generations)
+    for count in (2, SLOTS, 2 * SLOTS):
+        pair = FakePair(prefill_rows=16, draft_rows=16)
+        generations = [
+            pair.submit(prompt, max_tokens=30, sampling=SamplingParams(seed=1), verification="coupled", choice=choice)
+            for choice in range(count)
+        ]
+        pair.run()
+        assert len({tuple(generation.answer) for generation in generations}) == count
+        assert rows_fed_for(pair.target, prompt) == len(prompt) - 1
+        assert rows_fed_for(pair.draft, prompt) == len(prompt) - 1
+        assert all(generation.stats.accepted > 0 for generation in generations)
+
+
+def test_a_prompt_that_shares_a_short_beginning_with_one_that_is_being_read_does_not_wait() -> None:
+    pair = FakePair(prefill_rows=16)
+    pair.submit([n % 7 for n in range(40)], request="a")
+    shares = pair.submit([0, 1, *[9] * 30], request="b")
+    pair.step()
+    assert shares.timestamps.start is not None
+
+
+def test_a_sequence_that_waits_for_a_prefix_starts_when_the_other_one_is_gone() -> None:
+    pair = FakePair(prefill_rows=16)
+    first, waiting = (pair.submit([n % 7 for n in range(40)], request=request) for request in "ab")
+    pair.step()
+    assert waiting.timestamps.start is None
+    pair.scheduler.cancel(first)
+    pair.step()
+    assert waiting.timestamps.start is not None
 
 
 def test_a_prompt_to_be_scored_starts_while_the_same_prompt_waits_for_its_prefix() -> None:
@@ -143,20 +155,20 @@ def test_a_prompt_reuses_the_prefix_of_a_running_sequence() -> None:
     assert second.answer == plain_greedy(second.prompt, 20)
 
 
-@pytest.mark.parametrize("gamma", [0, 3])
-def test_prefill_chunks_delay_others_no_longer_than_configured(gamma: int) -> None:
+def test_prefill_chunks_delay_others_no_longer_than_configured() -> None:
     """Every row takes a second; those of the decoding sequence itself do not count as delay."""
-    pair = FakePair(prefill_rows=64, max_wait_seconds=20.0)
-    short = pair.submit([1, 2, 3], max_tokens=200, gamma=gamma)
-    pair.step()
-    long = pair.submit(LONG, max_tokens=5)
-    most_rows = 0
-    while not long.generated and len(pair.target.decoded) < 2_000:
-        before = len(pair.target.decoded)
+    for gamma in (0, 3):
+        pair = FakePair(prefill_rows=64, max_wait_seconds=20.0)
+        short = pair.submit([1, 2, 3], max_tokens=200, gamma=gamma)
         pair.step()
-        most_rows = max(most_rows, len(pair.target.decoded) - before)
-    assert most_rows == 1 + gamma + 20
-    assert not short.done
+        long = pair.submit(LONG, max_tokens=5)
+        most_rows = 0
+        while not long.generated and len(pair.target.decoded) < 2_000:
+            before = len(pair.target.decoded)
+            pair.step()
+            most_rows = max(most_rows, len(pair.target.decoded) - before)
+        assert most_rows == 1 + gamma + 20
+        assert not short.done
 
 
 def test_a_short_prompts_chunk_is_not_as_narrow_as_one_of_the_long_sequence_that_decodes_beside_it() -> None:
@@ -190,13 +202,13 @@ def test_a_pass_over_short_and_long_sequences_is_observed_at_the_length_of_its_a
     assert observed[-2:] == [(1, held - 1), (20, held // 20)]
 
 
-@pytest.mark.parametrize(("requests", "gamma"), [(["a", "b"], 2), (["a", "a"], 6)])
-def test_drafts_delay_other_requests_no_longer_than_configured(requests: list[str], gamma: int) -> None:
+def test_drafts_delay_other_requests_no_longer_than_configured() -> None:
     """Every row takes a second in both models, so one draft for each of two sequences takes four."""
-    pair = FakePair(max_wait_seconds=9.0)
-    generations = [pair.submit([n], gamma=6, max_tokens=40, request=name) for n, name in enumerate(requests)]
-    pair.run(generations[0])
-    assert max(generations[0].stats.gammas) == gamma
+    for requests, gamma in (("ab", 2), ("aa", 6)):
+        pair = FakePair(max_wait_seconds=9.0)
+        generations = [pair.submit([n], gamma=6, max_tokens=40, request=name) for n, name in enumerate(requests)]
+        pair.run(generations[0])
+        assert max(generations[0].stats.gammas) == gamma
 
 
 def test_a_request_in_mode_off_leaves_the_time_for_drafts_to_the_others() -> None:
@@ -218,32 +230,11 @@ def test_the_time_of_drafts_is_estimated_at_the_draft_models_kv_length() -> None
     assert [max(generation.stats.gammas) for generation in generations] == [2, 2]
 
 
-def test_the_cache_of_a_finished_sequence_does_not_count_in_the_time_of_drafts() -> None:
-    """A draft row takes 1 s after up to 64 tokens, and 43 s after the prompt of the sequence that has finished."""
-    rows = tuple(range(1, 33))
-    draft_cost = FixedCost(CostTable(rows, (64, 512), (tuple(map(float, rows)), tuple(100.0 * n for n in rows))))
-    pair = FakePair(max_wait_seconds=9.0, prefill_rows=64, window=256, costs=(proportional(), draft_cost))
-    pair.run(pair.submit(LONG, gamma=6, sampling=ENDLESS, max_tokens=60))
-    generations = [pair.submit([n], gamma=6, sampling=ENDLESS, max_tokens=40, request=str(n)) for n in range(2)]
-    pair.step(15)
-    assert [max(generation.stats.gammas) for generation in generations] == [2, 2]
-
-
 def test_a_prompt_that_delays_no_sequence_is_prefilled_in_full_chunks() -> None:
     pair = FakePair(prefill_rows=64, max_wait_seconds=20.0)
     pair.submit(LONG, max_tokens=5)
     pair.step()
     assert len(pair.target.decoded) == 64
-
-
-@pytest.mark.parametrize(
-    ("milliseconds", "pass_seconds", "seconds"),
-    [(100.0, 1.0, 0.1), (2000.0, 1.0, 2.0), (None, 1.0, 7.0), (None, 0.01, 0.25)],
-)
-def test_max_wait_is_as_configured_or_else_250_ms_or_seven_passes(
-    milliseconds: float | None, pass_seconds: float, seconds: float
-) -> None:
-    assert max_wait(milliseconds, proportional(pass_seconds)) == seconds
 
 
 def test_a_fixed_gamma_delays_the_prefill_of_another_request_by_at_most_max_wait() -> None:
@@ -326,9 +317,8 @@ def test_records_count_each_draft_once_if_masks_are_missing() -> None:
     assert sum(step.is_decode_round for step in observer.rounds) == sum(counted.rounds for counted in stats)
 
 
-@pytest.mark.parametrize("gamma", [0, 3])
-def test_deferred_masks_change_no_output(gamma: int) -> None:
-    def answers(masks: int) -> tuple[list[list[int]], int]:
+def test_deferred_masks_change_no_output() -> None:
+    def answers(gamma: int, masks: int) -> tuple[list[list[int]], int]:
         shared = Shared(masks)
         pair = FakePair(blend=0.6, begin_masks=shared.begin_round)
         generations = [
@@ -344,10 +334,10 @@ def test_deferred_masks_change_no_output(gamma: int) -> None:
         pair.run()
         return [generation.answer for generation in generations], shared.deferred
 
-    expected, deferred = answers(10**6)
+    expected, deferred = answers(0, 10**6)
     assert deferred == 0
-    for masks in (1, 2, 5):
-        delayed, deferred = answers(masks)
+    for gamma, masks in product((0, 3), (1, 2, 5, 10**6)):
+        delayed, deferred = answers(gamma, masks)
         assert delayed == expected
         assert deferred > 0 or masks > 1
 

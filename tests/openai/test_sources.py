@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
-from specserve.core.generation import Generation
+from specserve.core.generation import Generation, TextParams
 from specserve.sequence import SamplingParams, Source, SpeculationParams
 from test_detokenizer import split
 
@@ -37,7 +37,7 @@ class Pieces(FakeVocabulary):
 def generation_of(pieces: list[bytes], stops: list[str]) -> Generation:
     """A generation of at most these tokens that keeps their sources."""
     options: Any = {"max_tokens": len(pieces) + 1, "keeps_sources": True}
-    return Generation([0], SamplingParams(), SpeculationParams(), Pieces(pieces), stops, **options)
+    return Generation([0], SamplingParams(), SpeculationParams(), Pieces(pieces), TextParams(stops), **options)
 
 
 def text_of(event: Any) -> str:

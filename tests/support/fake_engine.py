@@ -48,6 +48,7 @@ class FakeEngine:
         self._numbers = count()
         self.alternatives: dict[int, list[list[int]]] = {}
         self.decoded: list[Row] = []
+        self.loaded_tokens = 0
         self.fail_after: int | None = None
         self.poison_after: int | None = None
         self.width = vocabulary
@@ -166,6 +167,7 @@ class FakeEngine:
             assert before == hash(tuple(tokens)), f"keys of another text at {position}"
             tokens.append(token)
         self.cache[slot] = tokens
+        self.loaded_tokens += len(saved)
         self._cells[slot] += islice(self._numbers, len(saved))
         self.alternatives.pop(slot, None)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -49,5 +51,5 @@ def stored(store: PrefixStore, *parts: int) -> int:
     return store.length(NOBODY, tokens_of(*parts), 10**6) // BLOCK_TOKENS
 
 
-def joined(parts: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+def joined(parts: Iterable[NDArray[np.uint8]]) -> NDArray[np.uint8]:
     return np.concatenate([np.empty((0, TOKEN_BYTES), np.uint8), *parts])

@@ -21,7 +21,7 @@ def released(pieces: list[bytes], stops: list[str]) -> tuple[list[str], bool]:
         texts.append(stream.take())
     stream.finish()
     texts.append(stream.take())
-    return texts, stream.stopped
+    return texts, bool(stream.stop)
 
 
 def split(data: bytes, cuts: list[int]) -> list[bytes]:

@@ -43,22 +43,22 @@ class FakeScheduler:
 def loop_of(
     scheduler: Any, seconds: float = math.inf, idle_work: IdleWork = lambda _wanted: None, idle_seconds: float = 3600.0
 ) -> EngineLoop:
-    placement = placement_on(FakeMachine())
-    return EngineLoop(scheduler, engine_thread(), seconds, placement, idle_work=idle_work, idle_seconds=idle_seconds)
+    return EngineLoop(
+        scheduler,
+        engine_thread(),
+        placement_on(FakeMachine()),
+        idle_work=idle_work,
+        slice_seconds=seconds,
+        idle_seconds=idle_seconds,
+    )
 
 
-def test_slice_has_at_least_one_round() -> None:
-    scheduler = FakeScheduler(5)
-    scheduler.may_finish.set()
-    loop_of(scheduler, 0).run()
-    assert (scheduler.left, scheduler.faults) == (4, [])
-
-
-def test_slice_ends_with_the_last_sequence() -> None:
-    scheduler = FakeScheduler(5)
-    scheduler.may_finish.set()
-    loop_of(scheduler).run()
-    assert (scheduler.left, scheduler.faults) == (0, [])
+def test_a_slice_has_at_least_one_round_and_ends_in_time_or_with_the_last_sequence() -> None:
+    for seconds, left in ((0, 4), (math.inf, 0)):
+        scheduler = FakeScheduler(5)
+        scheduler.may_finish.set()
+        loop_of(scheduler, seconds).run()
+        assert (scheduler.left, scheduler.faults) == (left, [])
 
 
 def test_started_slice_runs_before_join() -> None:
@@ -72,21 +72,13 @@ def test_started_slice_runs_before_join() -> None:
     assert not loop.join()
 
 
-def test_no_slice_starts_without_sequences() -> None:
-    scheduler = FakeScheduler(0)
-    loop = loop_of(scheduler)
-    loop.start()
-    assert not loop.join()
-    assert not scheduler.started.is_set()
-
-
-def test_no_prefill_goes_on_in_torchserves_turn_so_that_a_new_request_waits_for_one_chunk() -> None:
-    scheduler = FakeScheduler(5, prefilling=True)
-    scheduler.may_finish.set()
-    loop = loop_of(scheduler)
-    loop.start()
-    assert not loop.join()
-    assert not scheduler.started.is_set()
+def test_no_slice_starts_without_sequences_nor_beside_a_prefill_for_which_a_new_request_would_wait() -> None:
+    for scheduler in (FakeScheduler(0), FakeScheduler(5, prefilling=True)):
+        scheduler.may_finish.set()
+        loop = loop_of(scheduler)
+        loop.start()
+        assert not loop.join()
+        assert not scheduler.started.is_set()
 
 
 def test_interrupt_ends_the_running_slice_after_its_round_and_not_the_next() -> None:
@@ -176,16 +168,6 @@ def test_calls_without_a_sequence_neither_delay_idle_work_nor_end_it(
     assert not task.ended.wait(0.1)
 
 
-def test_a_sequence_that_is_cancelled_between_slices_leaves_an_idle_server() -> None:
-    scheduler, task = FakeScheduler(2), IdleTask()
-    scheduler.may_finish.set()
-    loop = loop_of(scheduler, 0, idle_work=task, idle_seconds=0.0)
-    loop.run()
-    scheduler.left = 0
-    loop.start()
-    assert task.started.wait(10)
-
-
 def test_a_sequence_that_torchserve_has_abandoned_keeps_no_server_from_being_idle() -> None:
     scheduler, task = FakeScheduler(2), IdleTask()
     scheduler.may_finish.set()
@@ -215,6 +197,8 @@ def test_a_call_that_may_cancel_sequences_begins_after_idle_work_has_ended() -> 
     scheduler.may_finish.set()
     loop = loop_of(scheduler, 0, idle_work=work, idle_seconds=0.1)
     loop.run()
+    # The last sequence is cancelled, which leaves an idle server, too.
+    scheduler.left = 0
     loop.start()
     assert started.wait(10)
     scheduler.left = 1
@@ -229,7 +213,10 @@ def test_a_failure_of_idle_work_is_logged(caplog: pytest.LogCaptureFixture) -> N
         failed.set()
         raise OSError("the disk is gone")
 
-    loop = loop_of(FakeScheduler(0), idle_work=fail, idle_seconds=0.0)
+    scheduler = FakeScheduler(1)
+    scheduler.may_finish.set()
+    loop = loop_of(scheduler, idle_work=fail, idle_seconds=0.0)
+    loop.run()
     loop.start()
     assert failed.wait(10)
     deadline = time.monotonic() + 10

@@ -35,15 +35,12 @@ def test_positions_are_those_of_the_text_wherever_a_slot_begins(start: int) -> N
     assert engine.cache[0] == [*TEXT[start:4], 5]
 
 
-@pytest.mark.parametrize("start", [0, 2])
-def test_a_prefix_is_found_up_to_the_first_other_token(start: int) -> None:
-    _, cache = filled(start=start)
-    assert cache.prefixes(NOBODY, TEXT, 5) == [5, 0, 0]
-    assert cache.prefixes(NOBODY, [*TEXT[:4], 0, 0], 5) == [4, 0, 0]
-    assert cache.prefixes(NOBODY, [0] * 6, 5) == [0, 0, 0]
-
-
-def test_a_text_that_ends_before_a_slot_begins_shares_nothing_with_it() -> None:
+def test_a_prefix_is_found_up_to_the_first_other_token_unless_the_slot_begins_later() -> None:
+    for start in (0, 2):
+        _, cache = filled(start=start)
+        assert cache.prefixes(NOBODY, TEXT, 5) == [5, 0, 0]
+        assert cache.prefixes(NOBODY, [*TEXT[:4], 0, 0], 5) == [4, 0, 0]
+        assert cache.prefixes(NOBODY, [0] * 6, 5) == [0, 0, 0]
     _, cache = filled(start=3)
     assert cache.prefixes(NOBODY, TEXT[:3], 2) == [0, 0, 0]
 
@@ -61,9 +58,10 @@ def test_an_adopted_alternative_takes_the_place_of_what_follows() -> None:
     engine, cache = filled(end=4)
     drafts = [Row(token, 0, position, wants_logits=True) for position, token in ((4, 5), (5, 6))]
     cache.forward([*drafts, Row(9, 0, 4, wants_logits=True, alternative=True)])
+    assert cache.free_cells == engine.n_cells - 6
     cache.adopt(0, 0)
     assert engine.cache[0] == [*TEXT[:4], 9]
-    assert cache.end(0) == 5
+    assert (cache.end(0), cache.free_cells) == (5, engine.n_cells - 5)
     assert cache.check()
 
 
@@ -129,15 +127,6 @@ def test_cells_that_slots_share_count_once() -> None:
     assert cache.free_cells == engine.n_cells - 2
     cache.truncate(1, 0)
     assert cache.free_cells == engine.n_cells
-
-
-def test_an_adopted_alternative_takes_one_cell_and_frees_those_of_the_drafts() -> None:
-    engine, cache = filled(end=4)
-    drafts = [Row(token, 0, position, wants_logits=True) for position, token in ((4, 5), (5, 6))]
-    cache.forward([*drafts, Row(9, 0, 4, wants_logits=True, alternative=True)])
-    assert cache.free_cells == engine.n_cells - 6
-    cache.adopt(0, 0)
-    assert cache.free_cells == engine.n_cells - 5
 
 
 def test_cells_of_pinned_slots_count_once_and_come_first_in_every_slot() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from specserve.observability.control_group import Holdback
 from specserve.observability.metrics import ALL, Gauges, Metrics, Sample, Served
-from specserve.observability.records import EndRecord, StoreRecord, family_label
+from specserve.observability.records import EndRecord, family_label
 from specserve.sequence import DrafterName, Group, RequestInfo
 from specserve.speculation.step import Step
 from steps import finished_step
@@ -25,7 +25,6 @@ GAUGES = Gauges(
     threads=2,
     draft_model=True,
 )
-NOTHING_STORED = StoreRecord()
 
 
 def info(group: Group = "auto", *, randomised: bool = True) -> RequestInfo:
@@ -49,11 +48,11 @@ class RecordingMetrics(Metrics):
         super().__init__(SERVED, holdback, self.samples.append, lambda: self.now)
 
 
-def emitted(metrics: RecordingMetrics, store: StoreRecord = NOTHING_STORED) -> defaultdict[tuple[str, ...], float]:
+def emitted(metrics: RecordingMetrics) -> defaultdict[tuple[str, ...], float]:
     """Newly emitted values by name and labels, without the labels model and version."""
     metrics.now += 10
     metrics.samples.clear()
-    metrics.emit(GAUGES, store)
+    metrics.emit(GAUGES)
     values: defaultdict[tuple[str, ...], float] = defaultdict(float)
     for metric, (model, version, *labels), value in metrics.samples:
         assert (model, version) == ("qwen", "1.1")
@@ -127,20 +126,6 @@ def test_gauges_are_emitted_every_time(metrics: RecordingMetrics) -> None:
     assert values["specserve_compute_threads",] == 2
 
 
-def test_stored_prefixes_are_counted_by_what_is_new(metrics: RecordingMetrics) -> None:
-    names = ("hit_tokens_total", "lookup_tokens_total", "evicted_blocks_total", "bytes")
-    seen = []
-    for record in (StoreRecord(0, 0, 0, 0), StoreRecord(30, 40, 2, 900), StoreRecord(30, 100, 5, 600)):
-        values = emitted(metrics, record)
-        seen.append([values[f"specserve_prefix_store_{name}",] for name in names])
-    assert seen == [[0, 0, 0, 0], [30, 40, 2, 900], [0, 60, 3, 600]]
-
-
-def test_counters_of_stored_prefixes_are_there_before_they_increase(metrics: RecordingMetrics) -> None:
-    """Prometheus sees no increase of a counter that begins with it."""
-    assert ("specserve_prefix_store_hit_tokens_total",) in emitted(metrics, StoreRecord())
-
-
 def test_pause_and_resume_of_speculation_are_counted_once(metrics: RecordingMetrics) -> None:
     model: list[DrafterName] = ["model"]
     for drafts in [model] + [[]] * 20 + [model] * 3:
@@ -194,7 +179,7 @@ def test_the_comparison_begins_anew_when_the_draft_model_has_failed() -> None:
     assert ("specserve_holdback_speedup", "value") in emitted(metrics)
     metrics.samples.clear()
     metrics.now += 100
-    metrics.emit(GAUGES._replace(draft_model=False), NOTHING_STORED)
+    metrics.emit(GAUGES._replace(draft_model=False))
     assert "specserve_holdback_speedup" not in {sample.metric.name for sample in metrics.samples}
 
 
@@ -202,7 +187,7 @@ def test_samples_are_emitted_at_intervals_and_when_idle(metrics: RecordingMetric
     def sends(live: int, now: float) -> bool:
         metrics.now = now
         metrics.samples.clear()
-        metrics.emit(GAUGES._replace(live=live), NOTHING_STORED)
+        metrics.emit(GAUGES._replace(live=live))
         return bool(metrics.samples)
 
     assert sends(live=1, now=0.0)

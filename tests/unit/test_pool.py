@@ -34,9 +34,8 @@ def served(
     return fit.context_length, fit.cache_tokens
 
 
-@pytest.mark.parametrize(
-    ("keys", "trained", "expected"),
-    [
+def test_a_sequence_has_at_most_what_the_model_and_the_cache_have() -> None:
+    cases: list[tuple[dict[str, Any], int, tuple[int, int]]] = [
         ({}, 32768, (32768, 32768)),
         ({}, 131072, (32768, 32768)),
         ({}, 8192, (8192, 32768)),
@@ -45,22 +44,22 @@ def served(
         ({"cache_tokens": 16384}, 32768, (16384, 16384)),
         ({"cache_tokens": 65536}, 131072, (32768, 65536)),
         ({"context_length": 4096, "cache_tokens": 8192}, 32768, (4096, 8192)),
-    ],
-)
-def test_a_sequence_has_at_most_what_the_model_and_the_cache_have(
-    keys: dict[str, Any], trained: int, expected: tuple[int, int]
-) -> None:
-    assert served(trained=trained, **keys) == expected
+    ]
+    for keys, trained, expected in cases:
+        assert served(trained=trained, **keys) == expected, keys
 
 
 def test_the_cache_holds_no_more_than_all_sequences_can() -> None:
     assert served(sequences=2, context_length=1024) == (1024, 2048)
 
 
-@pytest.mark.parametrize("keys", [{}, {"context_length": 512}, {"cache_tokens": 512}])
-def test_a_sliding_window_that_is_not_longer_than_the_context_is_refused(keys: dict[str, Any]) -> None:
-    with pytest.raises(ModelLoadError, match=r"see only the last 512 tokens.*set `context_length` to at most 511\."):
-        served(window=512, **keys)
+def test_a_sliding_window_that_is_not_longer_than_the_context_is_refused() -> None:
+    configured: list[dict[str, Any]] = [{}, {"context_length": 512}, {"cache_tokens": 512}]
+    for keys in configured:
+        with pytest.raises(
+            ModelLoadError, match=r"see only the last 512 tokens.*set `context_length` to at most 511\."
+        ):
+            served(window=512, **keys)
     assert served(window=512, context_length=511)[0] == 511
 
 
@@ -84,12 +83,13 @@ def test_with_less_memory_the_cache_holds_less_and_the_start_says_so(caplog: pyt
     assert served(GIB, context_length=4096) == (4096, cache_tokens)
 
 
-@pytest.mark.parametrize(("keys", "least"), [({}, 4096), ({"context_length": 20000}, 20000)])
-def test_without_memory_for_one_useful_sequence_nothing_is_served(keys: dict[str, Any], least: int) -> None:
-    enough = 400 * 2**20 + least * CELL
-    assert served(enough, **keys)[1] == least
-    with pytest.raises(ModelLoadError, match=rf"no memory for a KV cache of {least} tokens: it takes .* are free"):
-        served(enough - 1, **keys)
+def test_without_memory_for_one_useful_sequence_nothing_is_served() -> None:
+    cases: list[tuple[dict[str, Any], int]] = [({}, 4096), ({"context_length": 20000}, 20000)]
+    for keys, least in cases:
+        enough = 400 * 2**20 + least * CELL
+        assert served(enough, **keys)[1] == least
+        with pytest.raises(ModelLoadError, match=rf"no memory for a KV cache of {least} tokens: it takes .* are free"):
+            served(enough - 1, **keys)
 
 
 def test_in_8_bits_more_tokens_fit() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import abc
-from unittest import mock
-
 import pytest
 
 from costs import flat
 from fake_engine import FakeEngine
-from specserve.core.prefix_cache import Admission, PrefixCache
+from specserve.core.prefix_cache import PrefixCache
 from specserve.engine.base import Row
 from specserve.engine.kv_cache import KVCache
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
@@ -28,14 +25,10 @@ class Bench:
         drafters = Drafters(Controller(flat(0.01), None), vocabulary=24, end_tokens=())
         self.cache = PrefixCache(self.held, drafters, keeps_prefixes=keeps_prefixes)
 
-    def assign(self, sequence: Sequence, prefilling: abc.Sequence[Sequence] = ()) -> Admission:
-        """Give a sequence a slot, with all the room there is."""
-        return self.cache.assign(sequence, prefilling, cells=len(sequence.tokens), room=self.cache.room)
-
     def start(self, prompt: list[int], *, prefill: bool = True, scores_prompt: bool = False) -> Sequence:
         """A sequence with a slot, after its prefill."""
         sequence = sequence_of(prompt, scores_prompt=scores_prompt)
-        assert self.assign(sequence) is Admission.ADMITTED
+        self.cache.assign(sequence, self.cache.find(sequence))
         if prefill:
             positions = range(self.held.end(sequence.slot), len(prompt))
             if positions:
@@ -78,16 +71,16 @@ def test_prefix_of_a_running_sequence_is_copied() -> None:
     assert bench.target.cache[running.slot] == [*SYSTEM, 2]
 
 
-@pytest.mark.parametrize("later", [[], [[2] * 20]])
-def test_short_common_prefix_is_copied_and_the_longer_one_stays_cached(later: list[list[int]]) -> None:
-    bench = Bench()
-    first = bench.finish(SYSTEM)
-    for prompt in later:
-        bench.finish(prompt)
-    other = bench.start([*SYSTEM[:4], *[2] * 30], prefill=False)
-    assert other.slot != first.slot
-    assert other.cached_tokens == 4
-    assert bench.target.cache[first.slot] == SYSTEM
+def test_short_common_prefix_is_copied_and_the_longer_one_stays_cached() -> None:
+    for later in ([], [[2] * 20]):
+        bench = Bench()
+        first = bench.finish(SYSTEM)
+        for prompt in later:
+            bench.finish(prompt)
+        other = bench.start([*SYSTEM[:4], *[2] * 30], prefill=False)
+        assert other.slot != first.slot
+        assert other.cached_tokens == 4
+        assert bench.target.cache[first.slot] == SYSTEM
 
 
 def test_alternating_conversations_keep_a_slot_each() -> None:
@@ -105,62 +98,15 @@ def test_prompt_whose_tokens_are_scored_reuses_nothing() -> None:
     assert bench.start([*SYSTEM, 2], prefill=False, scores_prompt=True).cached_tokens == 0
 
 
-def test_sequence_waits_while_another_prefills_the_same_prompt() -> None:
-    bench = Bench()
-    prefilling = bench.start([*SYSTEM, 2], prefill=False)
-    other = sequence_of([*SYSTEM, 4])
-    assert bench.assign(other, [prefilling]) is Admission.AWAITS_PREFIX
-    assert bench.cache.free_slots == 1
-    other = sequence_of([*SYSTEM[:2], *[5] * 20])
-    assert bench.assign(other, [prefilling]) is Admission.ADMITTED, "a short common prefix"
-
-
-def test_a_sequence_that_waits_is_compared_again_once_its_prefix_is_cached() -> None:
-    bench = Bench()
-    prefilling = bench.start([*SYSTEM, *[2] * 20], prefill=False)
-    other = sequence_of([*SYSTEM, 4])
-    with mock.patch.object(bench.held, "prefixes", wraps=bench.held.prefixes) as compared:
-        for length in range(len(SYSTEM)):
-            assert bench.assign(other, [prefilling]) is Admission.AWAITS_PREFIX, length
-            bench.held.forward([Row(prefilling.tokens[length], prefilling.slot, length, wants_logits=False)])
-        assert compared.call_count == 1
-        assert bench.assign(other, [prefilling]) is Admission.ADMITTED
-        assert compared.call_count == 2
-
-
-def test_a_sequence_that_waits_starts_when_the_other_is_gone() -> None:
-    bench = Bench()
-    prefilling = bench.start([*SYSTEM, 2], prefill=False)
-    other = sequence_of([*SYSTEM, 4])
-    assert bench.assign(other, [prefilling]) is Admission.AWAITS_PREFIX
-    bench.cache.release(prefilling)
-    assert bench.assign(other, []) is Admission.ADMITTED
-
-
-@pytest.mark.parametrize(
-    ("wanted", "cached"), [(40, [20, 20, 20]), (41, [0, 20, 20]), (61, [0, 0, 20]), (100, [0, 0, 0])]
-)
-def test_sequences_that_finished_first_make_room_first(wanted: int, cached: list[int]) -> None:
-    bench = Bench(n_slots=3, n_cells=100)
-    sequences = [bench.start([token] * 20) for token in range(3)]
-    for sequence in sequences:
-        bench.cache.release(sequence)
-    bench.cache.make_room(wanted)
-    assert [len(bench.target.cache[sequence.slot]) for sequence in sequences] == cached
-    assert [bench.held.end(sequence.slot) for sequence in sequences] == cached
-
-
-def test_the_slot_that_was_not_used_for_longest_is_emptied_with_room_for_measurements() -> None:
-    bench = Bench(n_slots=3, n_cells=100)
-    first, *others = (bench.finish([token] * 30) for token in range(3))
-    bench.cache.empty_slot(50)
-    assert bench.held.length(first.slot) == 0
-    assert bench.held.free_cells >= 50
-    lengths = [bench.held.length(sequence.slot) for sequence in others]
-    bench.cache.empty_slot(50)
-    assert [bench.held.length(sequence.slot) for sequence in others] == lengths
-    bench.cache.empty_slot(1000)
-    assert bench.held.free_cells == 100
+def test_sequences_that_finished_first_make_room_first() -> None:
+    for wanted, cached in [(40, [20, 20, 20]), (41, [0, 20, 20]), (61, [0, 0, 20]), (100, [0, 0, 0])]:
+        bench = Bench(n_slots=3, n_cells=100)
+        sequences = [bench.start([token] * 20) for token in range(3)]
+        for sequence in sequences:
+            bench.cache.release(sequence)
+        bench.cache.make_room(wanted)
+        assert [len(bench.target.cache[sequence.slot]) for sequence in sequences] == cached
+        assert [bench.held.end(sequence.slot) for sequence in sequences] == cached
 
 
 def test_a_slot_loses_its_end_and_keeps_its_beginning() -> None:
@@ -197,20 +143,6 @@ def test_nothing_of_a_finished_sequence_stays_where_no_prefixes_are_kept() -> No
     assert bench.held.free_cells == 1000
 
 
-@pytest.mark.parametrize(("cells", "admission"), [(20, Admission.ADMITTED), (21, Admission.AWAITS_ROOM)])
-def test_what_a_prompt_shares_with_a_running_sequence_needs_no_room(cells: int, admission: Admission) -> None:
-    bench = Bench(n_cells=100)
-    bench.start([*SYSTEM, 1])
-    assert bench.cache.assign(sequence_of([*SYSTEM, 2]), [], cells=20 + cells, room=20) is admission
-
-
-@pytest.mark.parametrize(("cells", "admission"), [(20, Admission.ADMITTED), (21, Admission.AWAITS_ROOM)])
-def test_what_a_prompt_shares_with_a_finished_sequence_does(cells: int, admission: Admission) -> None:
-    bench = Bench(n_cells=100)
-    bench.finish([*SYSTEM[:10], 1])
-    assert bench.cache.assign(sequence_of([*SYSTEM[:10], 2]), [], cells=cells, room=20) is admission
-
-
 def test_a_slot_stays_free_if_its_engine_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     bench.start([*SYSTEM, 2])
@@ -218,5 +150,5 @@ def test_a_slot_stays_free_if_its_engine_fails(monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(bench.target, "copy", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             bench.start([*SYSTEM, 4], prefill=False)
-    assert bench.cache.free_slots == 1
+    assert len(bench.cache.free_slots) == 1
     assert bench.start([*SYSTEM, 4], prefill=False).cached_tokens == len(SYSTEM)

@@ -10,8 +10,8 @@ from specserve.api.logprobs import MAX_RESPONSE_BYTES
 from specserve.api.prompt import BYTES_PER_TOKEN, Prompt, PromptTooLong
 from specserve.api.request_schema import ChatRequest, CompletionRequest, GenerationRequest, text_of
 from specserve.config import HandlerConfig
-from specserve.core.detokenizer import with_control_tokens
-from specserve.core.generation import Generation
+from specserve.core.detokenizer import named_control_tokens
+from specserve.core.generation import Generation, TextParams
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.grammar.call_form import CallForm, ThinkingTags
@@ -90,7 +90,14 @@ def resolve(
     )
     constraint = _constraint(request, grammars, syntax, form)
     prediction = _prediction(request, vocabulary, config)
-    stops, marks = with_control_tokens(request.stops, vocabulary)
+    text = TextParams(
+        request.stops,
+        stop_tokens=named_control_tokens(request.stops, vocabulary) | dict.fromkeys(request.stop_token_ids or (), ""),
+        includes_stop=bool(request.include_stop_str_in_output),
+        spells_control=request.skip_special_tokens is False,
+        tags=syntax.tags(vocabulary) | control_tokens(thinking or (), vocabulary),
+        max_seconds=(request.t_max_predict_ms or 0) / 1000,
+    )
     # The best candidates are those with the highest log-probability.
     scores = 0 if request.scores is None and request.candidates > request.answers else request.scores
     groups = [
@@ -100,13 +107,7 @@ def resolve(
                 sampling,
                 speculation,
                 vocabulary,
-                stops,
-                marks=marks,
-                stop_tokens=frozenset(request.stop_token_ids or ()),
-                includes_stop=bool(request.include_stop_str_in_output),
-                spells_control=request.skip_special_tokens is False,
-                max_seconds=(request.t_max_predict_ms or 0) / 1000,
-                tags=syntax.tags(vocabulary) | control_tokens(thinking or (), vocabulary),
+                text,
                 reuses_prefix=request.cache_prompt is not False,
                 info=info,
                 index=number * request.candidates + choice,

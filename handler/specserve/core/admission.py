@@ -2,8 +2,8 @@
 
 Clients take turns, and so do the requests of a client. A sequence that waits for room is passed by smaller ones until
 it has waited for `_AGED_SECONDS`. Then sequences that came after it are preempted for it, and those of a client with
-more than its share; other clients' once they have decided `_TURN_TOKENS` since they were admitted. So all get to their
-end: any fits alone, and one that gives way to another client has decided tokens before.
+more than its share; other clients' once they have decided `_TURN_TOKENS` in their slot. So all get to their end: any
+fits alone, and one that gives way to another client has decided tokens before.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from operator import itemgetter
-from weakref import WeakKeyDictionary
+from typing import Literal
 
 from specserve.core.generation import Generation
-from specserve.core.prefix_cache import Admission, PrefixCache
-from specserve.core.recorder import Recorder
-from specserve.engine.kv_cache import KVCache
-from specserve.sequence import Owner, Sequence
+from specserve.core.prefix_cache import Match, PrefixCache
+from specserve.engine.kv_cache import KVCache, worth_waiting
+from specserve.observability.records import Recorder
+from specserve.sequence import Sequence, common_prefix
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +30,14 @@ _ANSWER = 1024
 # Seconds after which nobody passes a sequence that waits for room, and tokens that one decides before it is preempted
 # for a younger one. Assumptions, which no command prints.
 _AGED_SECONDS, _TURN_TOKENS = 10.0, 256
-# Prompt tokens that are a long prefill: half of the slots may have one at a time, so that short prompts find a slot.
-# And how many such sequences are looked at in a round: 3 ms each, if 30,000 tokens of each are in the store.
-LONG_PREFILL, _EXAMINED = 256, 8
+# More pending tokens are a long prefill. Half of the slots may have one at a time; three quarters, if another is
+# shorter than all of these: the others are left to short prompts.
+LONG_PREFILL = 256
+# The most long texts without a slot that are looked at in a round: 3 ms each, if 30,000 tokens of each are cached.
+_EXAMINED = 8
+
+# What a sequence waits for: another one that prefills the same, a long prefill's end, or a slot and cells.
+Obstacle = Literal["prefix", "prefill", "room"]
 
 
 def promised_cells(sequence: Sequence) -> int:
@@ -70,11 +75,8 @@ class Waiting:
         self._recorder = recorder
         self._clock = clock
         self._queue: deque[Generation] = deque()
-        # How many the last round left waiting for a slot, for room, or for others' prefills.
+        # How many the last round left waiting for a slot, for room, or for others' long prefills.
         self._blocked = 0
-        # Since when a sequence has waited, and how many tokens it had decided when it was admitted.
-        self._waiting_since: WeakKeyDictionary[Generation, float] = WeakKeyDictionary()
-        self._admitted_with: WeakKeyDictionary[Generation, int] = WeakKeyDictionary()
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -87,12 +89,12 @@ class Waiting:
     @property
     def about_to_start(self) -> int:
         """Number of sequences that wait for nothing but the next round; others wait for an answer to end."""
-        return max(0, min(len(self._queue) - self._blocked, self._cache.free_slots))
+        return max(0, min(len(self._queue) - self._blocked, len(self._cache.free_slots)))
 
     def add(self, generation: Generation) -> None:
         """Let a sequence wait."""
         self._queue.append(generation)
-        self._waiting_since[generation] = self._clock()
+        generation.timestamps.queued = self._clock()
 
     def remove(self, generation: Generation) -> None:
         """Forget a sequence that waits."""
@@ -103,7 +105,7 @@ class Waiting:
         self._running.remove(generation)
         self._cache.preempt(generation)
         self._queue.appendleft(generation)
-        self._waiting_since[generation] = self._clock()
+        generation.timestamps.queued = self._clock()
         generation.preemptions += 1
         self._blocked += 1
 
@@ -117,80 +119,81 @@ class Waiting:
             held[generation.info.client] += promised_cells(generation)
         last = [generation for generation in self._running if held[generation.info.client] == max(held.values())][-1]
         is_oldest = last is self._running[0]
-        self.preempt(self._running[-1] if is_oldest and not self._had_its_turn(last) else last)
+        self.preempt(self._running[-1] if is_oldest and not _had_its_turn(last) else last)
 
     def slot_is_free(self) -> None:
         """Note that a running sequence has ended: there may be room for those that wait now."""
         self._blocked = 0
 
     def admit(self) -> None:
-        """Give slots to waiting sequences, in turns; one waits while another prefills a prefix that it can reuse."""
-        self._blocked = 0
-        if not self._cache.free_slots and not any(map(self._is_aged, self._queue)):
-            return
-        # Texts that were seen to wait, and whether for room; and for which sequence way is being made by which others.
-        postponed: list[tuple[tuple[Owner, list[int]], bool]] = []
-        ahead: list[Generation] = []
-        leaving: list[Generation] = []
-        examined = 0
-        for generation in self._turns():
-            is_long = len(generation.tokens) > LONG_PREFILL
-            text = generation.info.owner, generation.tokens
-            known = next((for_room for other, for_room in postponed if other == text), None)
-            if known is not None and not generation.scores_prompt:
-                # Saves asking again; a scored prompt reuses no prefix, so it waits for none.
-                self._blocked += known
-                continue
-            may_pass = not ahead or (self._cache.free_slots and self._fits_without(leaving, *ahead, generation))
-            if not may_pass or (is_long and examined == _EXAMINED):
-                self._blocked += 1
-                continue
-            admission = self._start(generation)
-            if admission is Admission.AWAITS_ROOM and self._is_aged(generation) and not ahead:
-                leaving = self._make_way(generation)
-                admission = self._start(generation) if leaving else admission
-                ahead = [generation] if leaving and admission is Admission.AWAITS_ROOM else []
-            if admission is not Admission.ADMITTED:
-                waits_for_room = admission is not Admission.AWAITS_PREFIX
-                postponed.append((text, waits_for_room))
-                examined += is_long
-                self._blocked += waits_for_room
+        """Give slots to waiting sequences, in turns."""
+        waits_for_prefix = 0
+        if self._cache.free_slots or any(map(self._is_aged, self._queue)):
+            # The aged sequence for which others make way, and these.
+            ahead: Generation | None = None
+            leaving: list[Generation] = []
+            examined = 0
+            for generation in self._turns():
+                may_pass = not ahead or (self._cache.free_slots and self._fits_without(leaving, ahead, generation))
+                is_long = len(generation.tokens) > LONG_PREFILL
+                if not may_pass or (is_long and examined == _EXAMINED):
+                    continue
+                obstacle = self._start(generation)
+                if obstacle == "room" and not ahead and self._is_aged(generation):
+                    leaving = self._make_way(generation)
+                    obstacle = self._start(generation) if leaving else obstacle
+                    ahead = generation if leaving and obstacle else None
+                examined += is_long and obstacle is not None
+                waits_for_prefix += obstacle == "prefix"
+        self._blocked = len(self._queue) - waits_for_prefix
 
-    def _start(self, generation: Generation) -> Admission:
+    def _start(self, generation: Generation) -> Obstacle | None:
         """Give a waiting sequence a slot, or say what it waits for; one that cannot be started ends with an error."""
-        admission = Admission.AWAITS_ROOM
-        if self._cache.free_slots:
-            try:
-                admission = self._assign(generation)
-            except Exception as error:
-                # It was never running, so nothing else would end it.
-                logger.exception("specserve: a sequence cannot be started")
-                self._queue.remove(generation)
-                generation.fail(error)
-                self._recorder.record_ends([generation])
-                return Admission.ADMITTED
-        if admission is Admission.ADMITTED:
+        if not self._cache.free_slots:
+            return "room"
+        try:
+            match = self._cache.find(generation)
+            obstacle = self._obstacle(generation, match)
+            if obstacle:
+                return obstacle
+            self._cache.assign(generation, match)
+        except Exception as error:
+            # It was never running, so nothing else would end it.
+            logger.exception("specserve: a sequence cannot be started")
             self._queue.remove(generation)
-            self._running.append(generation)
-            self._admitted_with[generation] = generation.generated
-            if generation.timestamps.start is None:
-                generation.timestamps.start = self._clock()
-        return admission
+            generation.fail(error)
+            self._recorder.record_end(generation.end_record(self._clock()))
+            return None
+        self._queue.remove(generation)
+        self._running.append(generation)
+        generation.turn_start = generation.generated
+        if generation.timestamps.start is None:
+            generation.timestamps.start = self._clock()
+        return None
 
-    def _assign(self, generation: Generation) -> Admission:
-        prefilling = [other for other in self._running if not self._cache.decodes(other)]
-        long = sorted(pending for other in prefilling if (pending := self._cache.pending(other)) > LONG_PREFILL)
-        # Shorter prefills than half of the slots have may have more, but for a quarter, where only short ones come.
-        half, most = max(1, self._target.n_slots // 2), max(1, self._target.n_slots - max(1, self._target.n_slots // 4))
-        shorter = math.inf if len(long) < half else long[half - 1] - 1
-        return self._cache.assign(
-            generation,
-            # One that was preempted waits for nothing but its room, lest others come before it.
-            [] if generation.preemptions else prefilling,
-            cells=promised_cells(generation),
-            room=self._target.n_cells - self._target.pinned_cells - self._promised(self._running),
-            max_prefill=shorter if len(long) < most else LONG_PREFILL,
-        )
+    def _obstacle(self, generation: Generation, match: Match) -> Obstacle | None:
+        """What a sequence waits for, although there is a free slot."""
+        reading = [other for other in self._running if not self._cache.decodes(other)]
+        cached = max(match.shared, match.stored)
+        # One that was preempted waits for nothing but its room, lest others come before it.
+        if not generation.preemptions and any(self._reads_the_same(other, generation, match) for other in reading):
+            return "prefix"
+        pending = len(generation.tokens) - cached
+        long = [left for other in reading if (left := self._cache.pending(other)) > LONG_PREFILL]
+        share = 0.75 if pending < min(long, default=math.inf) else 0.5
+        # One sequence may always read, also where there is one slot.
+        if pending > LONG_PREFILL and len(long) >= max(1, int(share * self._target.n_slots)):
+            return "prefill"
+        needed = promised_cells(generation) - self._target.pinned_before(match.slot, match.shared)
+        return "room" if needed + self._promised(self._running) > self._cache.room else None
+
+    def _reads_the_same(self, other: Generation, generation: Generation, match: Match) -> bool:
+        """Whether another sequence prefills, or restores, enough of what a waiting one needs to wait for it."""
+        if other.info.owner != generation.info.owner:
+            return False
+        # Two that restore the same prefix would share no cells.
+        cached = match.shared if self._cache.is_restoring(other) else max(match.shared, match.stored)
+        return worth_waiting(generation, cached, common_prefix(other.tokens, generation.tokens, match.max_length))
 
     def _promised(self, running: Iterable[Generation]) -> int:
         """Number of cells that running sequences are promised beside those that they use."""
@@ -220,7 +223,7 @@ class Waiting:
         return [generation for _, generation in sorted(turns, key=itemgetter(0))]
 
     def _is_aged(self, generation: Generation) -> bool:
-        return self._clock() - self._waiting_since[generation] >= _AGED_SECONDS
+        return self._clock() - generation.timestamps.queued >= _AGED_SECONDS
 
     def _make_way(self, waiting: Generation) -> list[Generation]:
         """Preempt running sequences for one that has waited long enough, those of others when they had their turn.
@@ -241,17 +244,13 @@ class Waiting:
         ]
         if not self._fits_without(others, waiting):
             return []
-        ready = [other for other in others if other.info.client == client or self._had_its_turn(other)]
+        ready = [other for other in others if other.info.client == client or _had_its_turn(other)]
         if self._fits_without(ready, waiting):
             for other in ready:
-                # What it has is stored first, a part in each round, so that it is not read again.
-                if self._fits_without([], waiting) or not self._cache.store_running(other):
+                if self._fits_without([], waiting):
                     break
                 self.preempt(other)
         return others
-
-    def _had_its_turn(self, running: Generation) -> bool:
-        return running.generated - self._admitted_with[running] >= _TURN_TOKENS
 
     def _clients_above_their_share(self) -> set[str]:
         """Those whose sequences have more slots or cells than an equal share among all clients."""
@@ -267,10 +266,11 @@ class Waiting:
     def _fits_without(self, others: list[Generation], *waiting: Generation) -> bool:
         """Whether waiting sequences would have slots, and room for all their tokens, if these were not running."""
         rest = [generation for generation in self._running if generation not in others]
+        if len(rest) + len(waiting) > self._target.n_slots:
+            return False
         needed = sum(map(promised_cells, waiting)) + self._promised(rest)
-        # The first lines tell mostly, and take no time.
-        return (
-            len(rest) + len(waiting) <= self._target.n_slots
-            and needed <= self._target.n_cells
-            and needed <= self._target.n_cells - self._target.pinned_without({other.slot for other in others})
-        )
+        return needed <= self._target.n_cells - self._target.pinned_without({other.slot for other in others})
+
+
+def _had_its_turn(running: Generation) -> bool:
+    return running.generated - running.turn_start >= _TURN_TOKENS

@@ -6,14 +6,15 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from operator import itemgetter
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from specserve.core.detokenizer import Detokenizer
 from specserve.engine.base import Vocabulary
 from specserve.errors import ConstraintError, RequestError
 from specserve.observability.records import EndRecord
-from specserve.sequence import SamplingParams, Sequence, Source, SpeculationParams, TokenScore
+from specserve.sequence import Sequence, Source, TokenScore
 
 FinishReason = Literal["stop", "length"]
 
@@ -25,60 +26,56 @@ class OutputToken(NamedTuple):
     offset: int
 
 
+@dataclass(frozen=True)
+class TextParams:
+    """How an answer's tokens become text, and what ends it but for EOS and its last allowed token.
+
+    Args:
+        stops: the stop strings.
+        stop_tokens: end the answer as EOS does; each with the stop string that names it, '' without one.
+        includes_stop: whether a stop string or token that ends the answer is part of its text.
+        spells_control: whether the text has the names of control tokens.
+        tags: the texts of control tokens that are read as text, by token.
+        max_seconds: since its first token; later it ends with its next line, as by llama.cpp's `t_max_predict_ms`. Not
+            limited if 0 or less.
+    """
+
+    stops: Iterable[str] = ()
+    stop_tokens: Mapping[int, str] = field(default_factory=dict)
+    includes_stop: bool = False
+    spells_control: bool = False
+    tags: Mapping[int, str] = field(default_factory=dict)
+    max_seconds: float = 0.0
+
+
+@dataclass(eq=False, repr=False)
 class Generation(Sequence):
     """A sequence that is turned into text, up to EOS, a stop string, or the last allowed token.
 
+    `mean_logprob` is that over all its tokens, an EOS token included: so an empty completion has one too.
+
     Args:
-        prompt: its tokens.
-        sampling: how tokens are sampled.
-        speculation: how they are drafted and verified.
         vocabulary: the target's.
-        stops: the stop strings.
-        marks: of the control tokens that stand in stop strings, by token.
-        stop_tokens: end the answer as EOS does.
-        includes_stop: whether a stop string or token that ends the answer is part of its text.
-        spells_control: whether the text has the names of control tokens.
-        max_seconds: since its first token; later it ends with its next line, as by llama.cpp's `t_max_predict_ms`. Not
-            limited if 0 or less.
-        tags: the texts of control tokens that are read as text, by token.
+        text: how its tokens become text.
         clock: seconds.
-        options: further arguments of `Sequence`.
     """
 
-    def __init__(
-        self,
-        prompt: list[int],
-        sampling: SamplingParams,
-        speculation: SpeculationParams,
-        vocabulary: Vocabulary,
-        stops: Iterable[str] = (),
-        *,
-        marks: Mapping[int, str] | None = None,
-        stop_tokens: frozenset[int] = frozenset(),
-        includes_stop: bool = False,
-        spells_control: bool = False,
-        max_seconds: float = 0.0,
-        tags: Mapping[int, str] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        **options: Any,
-    ) -> None:
-        super().__init__(prompt, sampling, speculation, **options)
+    vocabulary: Vocabulary
+    text: TextParams = TextParams()
+    _: KW_ONLY
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         nothing_to_do = self.max_tokens == 0 and not self.scores_prompt
         self.finish_reason: FinishReason | None = "length" if nothing_to_do else None
         self.error: RequestError | None = None
-        # Over all tokens, an EOS token included: so an empty completion has one too.
         self.mean_logprob = -math.inf
-        self._vocabulary = vocabulary
-        self._piece = vocabulary.name if spells_control else vocabulary.piece
-        self._text = Detokenizer(stops, includes_stop=includes_stop)
+        # The stop string that ended it, or that names the control token which did; '' where another end came first.
+        self.stop = ""
+        self._detokenizer = Detokenizer(self.text.stops, includes_stop=self.text.includes_stop)
         self._last_text = ""
-        self._marks = marks or {}
-        self._stop_tokens = stop_tokens
-        self._includes_stop = includes_stop
-        self._max_seconds = max_seconds
-        self._clock = clock
-        self._deadline: float | None = None
-        self._tags = {token: tag.encode() for token, tag in (tags or {}).items()}
+        self._deadline = math.inf
         # By token, the first and the last character of its text; the tokens that `take_tokens` has returned.
         self._spans: list[tuple[int, int]] = []
         self._taken = 0
@@ -99,11 +96,8 @@ class Generation(Sequence):
         elif isinstance(reason, ConstraintError):
             self.error = RequestError(f"{str(reason).rstrip('.')}.", code=reason.code)
         else:
-            self.error = RequestError(
-                "The model failed while it wrote this answer; please send the request again.",
-                status=500,
-                kind="server_error",
-            )
+            sentence = "The model failed while it wrote this answer; please send the request again."
+            self.error = RequestError(sentence, status=500, kind="server_error")
 
     def end_record(self, now: float) -> EndRecord:
         """How it ended, for observers; without an end or an error it was cancelled."""
@@ -131,41 +125,43 @@ class Generation(Sequence):
 
         Tokens after the end are dropped, and so is EOS.
         """
-        if self._deadline is None and self.generated and self._max_seconds > 0:
-            self._deadline = self._clock() + self._max_seconds
+        if self.generated and not self._spans and self.text.max_seconds > 0:
+            self._deadline = self.clock() + self.text.max_seconds
         while self.finish_reason is None and len(self._spans) < self.generated:
             token = self.tokens[self.prompt_length + len(self._spans)]
-            is_stop = token in self._stop_tokens
-            if self._vocabulary.is_end_token(token) or (is_stop and not self._includes_stop):
+            may_stop = len(self._spans) >= self.sampling.min_tokens
+            is_end = self.vocabulary.is_end_token(token)
+            is_stop = may_stop and not is_end and token in self.text.stop_tokens
+            self.stop = self.text.stop_tokens[token] if is_stop else ""
+            if is_end or (is_stop and not self.text.includes_stop):
                 self._end("stop", eos=True)
                 return
-            begin = self._text.length
-            piece = self._tags.get(token) or self._piece(token)
-            may_stop = len(self._spans) >= self.sampling.min_tokens
-            self._text.push(piece, may_stop=may_stop)
-            if token in self._marks:
-                self._text.push_mark(self._marks[token], may_stop=may_stop)
-            self._spans.append((begin, self._text.length))
-            if self._text.stopped or is_stop or self._grammar_is_complete():
+            begin, piece = self._detokenizer.length, self._piece(token)
+            self._detokenizer.push(piece, may_stop=may_stop)
+            self._spans.append((begin, self._detokenizer.length))
+            self.stop = self._detokenizer.stop or self.stop
+            if self._detokenizer.stop or is_stop or self._grammar_is_complete():
                 self._end("stop")
-            elif len(self._spans) >= self.max_tokens or (b"\n" in piece and self._is_late()):
+            elif len(self._spans) >= self.max_tokens or (b"\n" in piece and self.clock() > self._deadline):
                 self._end("length")
 
     def end_without_tokens(self) -> None:
         """End a sequence with `max_tokens` 0 whose prompt is prefilled."""
         self._end("length")
 
-    def _is_late(self) -> bool:
-        return self._deadline is not None and self._clock() > self._deadline
+    def _piece(self, token: int) -> bytes:
+        if token in self.text.tags:
+            return self.text.tags[token].encode()
+        return self.vocabulary.name(token) if self.text.spells_control else self.vocabulary.piece(token)
 
     def _grammar_is_complete(self) -> bool:
         return self.constraint is not None and self.constraint.complete(self.answer[: len(self._spans)])
 
     def _end(self, reason: FinishReason, *, eos: bool = False) -> None:
         self.finish_reason = reason
-        self._text.finish()
+        self._detokenizer.finish()
         if self._spans:  # what is left of an incomplete character belongs to the last token
-            self._spans[-1] = (self._spans[-1][0], self._text.length)
+            self._spans[-1] = (self._spans[-1][0], self._detokenizer.length)
         scores = self.scores[: len(self._spans) + eos]
         self.mean_logprob = sum(score.logprob for score in scores) / len(scores) if scores else -math.inf
         self.ended_by_eos = eos
@@ -174,19 +170,11 @@ class Generation(Sequence):
     @property
     def has_text(self) -> bool:
         """Whether there is text to take."""
-        return self._text.ready
-
-    @property
-    def stop(self) -> str:
-        """The stop string that ended it, '' where another end came first; of several the longest."""
-        stop = self._text.stop
-        for token, mark in self._marks.items():
-            stop = stop.replace(mark, self._vocabulary.name(token).decode(errors="replace"))
-        return stop
+        return self._detokenizer.ready
 
     def take_text(self) -> str:
         """The text that was released since the last call."""
-        self._last_text = self._text.take()
+        self._last_text = self._detokenizer.take()
         return self._last_text
 
     def tokens_within(self, length: int) -> int:
@@ -196,9 +184,9 @@ class Generation(Sequence):
     def by_source(self) -> list[tuple[str, Source]]:
         """What `take_text` has just returned, in a piece for each token that ended a character, and who wrote it."""
         pieces: list[tuple[str, Source]] = []
-        text, offset = self._last_text, self._text.released - len(self._last_text)
+        text, offset = self._last_text, self._detokenizer.released - len(self._last_text)
         begin = 0
-        first = bisect_right(self._spans, offset, key=itemgetter(1))
+        first = self.tokens_within(offset)
         for (_, end), source in zip(self._spans[first:], self.sources[first:], strict=False):
             if begin >= len(text):
                 break
@@ -212,9 +200,9 @@ class Generation(Sequence):
 
         A token that a stop string cuts in two is one of them, a token after the cut is not.
         """
-        tokens = []
+        tokens, released = [], self._detokenizer.released
         for (begin, end), score in zip(self._spans[self._taken :], self.scores[self._taken :], strict=False):
-            if begin >= self._text.released if self._text.stopped else end > self._text.released:
+            if begin >= released if self._detokenizer.stop else end > released:
                 break
             tokens.append(OutputToken(score, begin))
         self._taken += len(tokens)

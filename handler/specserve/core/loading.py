@@ -265,14 +265,9 @@ def _engine(
 
 
 def _report_cost(draft: float, target: float) -> None:
-    ratio = draft / target
-    logger.info(
-        "specserve: a pass of one token takes %.1f ms on the target and %.1f ms on the draft model, a ratio of %.2f",
-        1000 * target,
-        1000 * draft,
-        ratio,
-    )
-    if ratio > _HIGH_COST_RATIO:
+    sentence = "specserve: a pass of one token takes %.1f ms on the target and %.1f ms on the draft model"
+    logger.info(sentence, 1000 * target, 1000 * draft)
+    if draft > _HIGH_COST_RATIO * target:
         logger.warning(
             "specserve: the draft model takes more than half of the target's time, so speculation will hardly pay; "
             "choose a smaller draft or requantise it (scripts/prepare)."
@@ -290,8 +285,8 @@ def _measured_invariance(target: LlamaEngine) -> Invariance | None:
 
 def _report_share(model: LlamaModel, computed: Share) -> None:
     """Log what specserve's kernels leave to llama.cpp's although they are in use."""
-    parts = {"matrix products": computed.products, "attention": computed.attention}
-    if kernels.in_use().variant and (left := [part for part, ours in parts.items() if not ours]):
+    left = [part for part, ours in zip(("matrix products", "attention"), computed, strict=True) if not ours]
+    if kernels.in_use().variant and left:
         logger.warning(
             "specserve: %s: llama.cpp's own kernels compute %s of this model, in part or whole, so a draft token costs "
             "more than it could (specserve's are for weights in %s)",
@@ -301,13 +296,13 @@ def _report_share(model: LlamaModel, computed: Share) -> None:
         )
 
 
-def open_store(config: HandlerConfig, models: Models) -> PrefixStore | None:
-    """Make the store of the target's prefixes; None if there is to be none, or the engine cannot save any."""
+def open_store(config: HandlerConfig, models: Models) -> PrefixStore:
+    """Make the store of the target's prefixes; it keeps nothing without memory, or if the engine cannot save any."""
     token_bytes, mebibytes = models.target.token_bytes, config.prefix_cache_mib
     if mebibytes is None:
         mebibytes = int(_PREFIX_SHARE * free_memory()) >> 20
     if token_bytes is None or not mebibytes or not config.keep_prefixes:
-        return None
+        return PrefixStore()
     max_bytes = mebibytes << 20
     logger.info("specserve: up to %d MiB of host memory keep prefixes: %d tokens", mebibytes, max_bytes // token_bytes)
     return PrefixStore(token_bytes, max_bytes)

@@ -11,8 +11,8 @@ from specserve.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 
-# The most tokens of a sequence in the draft model's cache: it needs the last `speculation.window` of them at most, and
-# reads half as many again each time that these are used up. No command prints it.
+# The most tokens of a sequence in the draft model's cache: it needs the last of them only, and reads some anew each
+# time that these are used up. No command prints it.
 DRAFT_LENGTH = 2048
 # Bytes of a number in a KV cache. Beside it specserve's attention keeps 4 bytes for each head, and of q8_0 one more for
 # each 32 numbers: 1/16 of a byte a number with heads of 64.
@@ -22,9 +22,9 @@ _VALUE: dict[CacheType, float] = {"f16": 2 + 1 / 16, "q8_0": 34 / 32 + 1 / 16 + 
 _REST = 400 * 2**20
 # The least tokens that are worth serving where the operator asks for no number.
 _LEAST = 4096
-# Where memory is short, the KV cache has a whole number of such parts of the tokens that are asked for.
+# Where memory is short, the KV cache has a whole number of such parts of the tokens that are asked for: a little more
+# or less free memory gives the same cache at the next start, which then finds its costs.
 _STEPS = 16
-_MIB = 2**20
 
 
 def fitted(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None, free: int) -> HandlerConfig:
@@ -60,36 +60,28 @@ def fitted(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None, 
     wanted = min(max(config.cache_tokens, context_length), config.sequences * context_length)
     least = context_length if "context_length" in given else min(context_length, _LEAST)
     cell = math.ceil(target.cell_values * _VALUE[config.cache_type])
-    drafts = (
-        0 if draft is None else draft.cell_values * _VALUE["f16"] * config.sequences * min(context_length, DRAFT_LENGTH)
-    )
-    n_cells = min(wanted, max(0, free - drafts - _REST) // max(1, cell))
-    if least <= n_cells < wanted:
-        # A little more or less free memory is the same at the next start, which then finds its costs.
-        n_cells = max(least, wanted * (_STEPS * n_cells // wanted) // _STEPS)
+    draft_bytes = 0.0
+    if draft is not None:
+        draft_bytes = draft.cell_values * _VALUE["f16"] * config.sequences * min(context_length, DRAFT_LENGTH)
+    n_cells = min(wanted, int(max(0, free - draft_bytes - _REST) // cell))
     if n_cells < least:
         raise ModelLoadError(
-            f"{target.path}: no memory for a KV cache of {least} tokens: it takes {_mib(least * cell + drafts)} and "
-            f"the rest of the worker {_mib(_REST)}, but {_mib(free)} are free; give the worker more memory, or lower "
-            "`context_length` or `sequences`."
+            f"{target.path}: no memory for a KV cache of {least} tokens: it takes {_mib(least * cell + draft_bytes)} "
+            f"and the rest of the worker {_mib(_REST)}, but {_mib(free)} are free; give the worker more memory, or "
+            "lower `context_length` or `sequences`."
         )
     if n_cells < wanted:
+        n_cells = max(least, wanted * (_STEPS * n_cells // wanted) // _STEPS)
         logger.warning(
-            "specserve: the KV cache holds %d tokens instead of %d, since only %s of memory are free; for more, give "
-            "the worker more memory",
+            "specserve: the KV cache holds %d tokens instead of %d, since only %s of memory are free",
             n_cells,
             wanted,
             _mib(free),
         )
-    logger.info(
-        "specserve: the KV cache of %d tokens takes %s, the draft model's %s; %s were free",
-        n_cells,
-        _mib(n_cells * cell),
-        _mib(drafts),
-        _mib(free),
-    )
+    sizes = n_cells, _mib(n_cells * cell), _mib(draft_bytes), _mib(free)
+    logger.info("specserve: the KV cache of %d tokens takes %s, the draft model's %s; %s were free", *sizes)
     return config.model_copy(update={"context_length": min(context_length, n_cells), "cache_tokens": n_cells})
 
 
 def _mib(n_bytes: float) -> str:
-    return f"{n_bytes / _MIB:,.0f} MiB"
+    return f"{n_bytes / 2**20:,.0f} MiB"

@@ -1,57 +1,49 @@
 """The slots of both models' KV caches: which sequence gets which, which prefix it reuses, and who makes room.
 
-What leaves a slot goes to host memory (prefix_store.py), and comes back from there if no slot has it.
+What leaves a slot goes to host memory (prefix_store.py), and comes back from there if no slot has it. Both are copied a
+part in each round, so that no stream waits for long.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Collection
-from dataclasses import dataclass
-from enum import Enum, auto
-from operator import itemgetter
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from specserve.core.prefix_copies import PrefixCopies
+import numpy as np
+from numpy.typing import NDArray
+
 from specserve.core.prefix_store import PrefixStore
-from specserve.engine.kv_cache import KVCache, worth_waiting, worth_waiting_for
-from specserve.errors import Contained
-from specserve.sequence import Sequence, common_prefix
+from specserve.engine.kv_cache import KVCache
+from specserve.errors import Contained, EngineError
+from specserve.sequence import Sequence
 from specserve.speculation.drafters import Drafters
 
 logger = logging.getLogger(__name__)
 
 # Blocks that are copied to host memory after each round, which takes 1 ms for 1.5B.
-_BLOCKS_A_ROUND = 2
+_BLOCKS_AFTER_A_ROUND = 2
+# Blocks that are copied at most in a round that needs their slots: 8,192 tokens, .13 s for 1.5B. What is beyond them is
+# prefilled again. And tokens that come back in a round, in as long (worst_cases.py).
+_BLOCKS_A_ROUND, _TOKENS_A_ROUND = 256, 2048
 # Tokens that a slot loses at least when room is needed, so that this is not done in every round. No command prints it.
 _LEAST_LOSS = 256
 
 
-class Admission(Enum):
-    """Whether a sequence got a slot, or what it waits for."""
+class Match(NamedTuple):
+    """The beginning of a sequence that is cached.
 
-    ADMITTED = auto()
-    # Another sequence prefills, or restores, most of what it needs (`worth_waiting`).
-    AWAITS_PREFIX = auto()
-    # It has a long prefill, and so have as many others as may.
-    AWAITS_PREFILL = auto()
-    # Its tokens do not fit beside those of the running sequences.
-    AWAITS_ROOM = auto()
-
-
-@dataclass(eq=False)
-class Slot:
-    """One slot of both caches.
-
-    `last_used` orders free slots by when their tokens were last of use to a sequence; `unstored` says that the text of
-    a free slot may not be in the store as a whole yet.
+    Args:
+        slot: that holds most of it.
+        shared: how many tokens that one holds.
+        stored: how many the host memory has.
+        max_length: how many may be reused.
     """
 
-    index: int
-    in_use: bool = False
-    last_used: int = 0
-    unstored: bool = False
+    slot: int
+    shared: int
+    stored: int
+    max_length: int
 
 
 class PrefixCache:
@@ -64,8 +56,8 @@ class PrefixCache:
         target: the target's cache.
         drafters: have the draft model, whose cache has the same slots.
         keeps_prefixes: whether free slots keep tokens at all.
-        store: where texts are kept that have left the target's cache; None for nowhere. The draft model's cache is not
-            stored: it reads no more than its window anew.
+        store: where texts are kept that have left the target's cache. The draft model's cache is not stored: it reads
+            no more than its window anew.
     """
 
     def __init__(
@@ -74,17 +66,21 @@ class PrefixCache:
         self._target = target
         self._drafters = drafters
         self._keeps_prefixes = keeps_prefixes
-        self.copies = PrefixCopies(target, store)
+        self._store = store or PrefixStore()
+        # By slot, when its tokens were last of use to a sequence, in uses of any slot.
+        self._last_used = [0] * target.n_slots
         self._uses = 0
-        # By waiting sequence, which ones prefill, which of them what it needs, and up to where: it is compared with all
-        # when others prefill, not in each round.
-        self._awaited: WeakKeyDictionary[Sequence, tuple[list[Sequence], Sequence, int]] = WeakKeyDictionary()
-        self._slots = [Slot(index) for index in range(target.n_slots)]
+        # Slots whose text may not be in the store as a whole yet.
+        self._unstored: set[int] = set()
+        # Blocks that may still be copied to the store in this round.
+        self._blocks_left = _BLOCKS_A_ROUND
+        # By sequence whose prefix is coming back: up to where.
+        self._restoring: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
 
     @property
-    def free_slots(self) -> int:
-        """Number of free slots."""
-        return sum(not slot.in_use for slot in self._slots)
+    def free_slots(self) -> list[int]:
+        """The slots without a sequence."""
+        return [slot for slot in range(self._target.n_slots) if not self._target.is_pinned(slot)]
 
     @property
     def room(self) -> int:
@@ -99,71 +95,48 @@ class PrefixCache:
         """Whether a running sequence is not in prefill: every round that has time for its mask decides tokens."""
         return sequence.generated > 0 and self.pending(sequence) == 1
 
-    def assign(
-        self,
-        sequence: Sequence,
-        prefilling: Collection[Sequence],
-        *,
-        cells: int,
-        room: int,
-        max_prefill: float = math.inf,
-    ) -> Admission:
-        """Give a sequence a free slot, and the longest prefix of its tokens that a slot of its owner or the store has.
+    def is_restoring(self, sequence: Sequence) -> bool:
+        """Whether a sequence's prefix is still coming back from host memory."""
+        return sequence in self._restoring
 
-        Args:
-            sequence: has no slot; there must be a free one.
-            prefilling: the sequences that are being prefilled.
-            cells: that it needs, those of the prefix included.
-            room: number of cells that it may have besides those of running sequences.
-            max_prefill: how many of its tokens may be left to prefill.
-        """
+    def find(self, sequence: Sequence) -> Match:
+        """Find the longest prefix of a waiting sequence that a slot of its owner holds, and the one that is stored."""
         owner = sequence.info.owner
-        prefilling = [other for other in prefilling if other.info.owner == owner]
-        if self._still_awaits_prefix(sequence, prefilling):
-            return Admission.AWAITS_PREFIX
-        max_length = self._most_reused(sequence)
-        prefixes = self._target.prefixes(owner, sequence.tokens, max_length)
-        source = max(self._slots, key=lambda slot: (prefixes[slot.index], not slot.in_use))
-        shared = prefixes[source.index]
-        stored = self.copies.stored(sequence, max_length)
-        if self._awaits_prefix(sequence, prefilling, shared, max(shared, stored), max_length):
-            return Admission.AWAITS_PREFIX
-        if len(sequence.tokens) - max(shared, stored) > max_prefill:
-            return Admission.AWAITS_PREFILL
-        if cells - self._target.pinned_before(source.index, shared) > room:
-            return Admission.AWAITS_ROOM
-        self._awaited.pop(sequence, None)
-        slot = self._choose(sequence, source, shared)
-        self._fill(slot, source, sequence, shared)
-        self.copies.begin(sequence, stored, max_length)
-        # Last: a slot whose engine failed stays free.
-        slot.in_use = True
-        self._target.pin(slot.index)
-        return Admission.ADMITTED
+        # The last token is always fed: the next one is sampled from its logits. A scored prompt is fed from the first
+        # token without a score on.
+        most = len(sequence.tokens) - 1 if sequence.reuses_prefix else 0
+        if sequence.scores_prompt and not sequence.generated:
+            most = min(most, len(sequence.prompt_scores))
+        prefixes = self._target.prefixes(owner, sequence.tokens, most)
+        slot = max(range(self._target.n_slots), key=lambda slot: (prefixes[slot], not self._target.is_pinned(slot)))
+        return Match(slot, prefixes[slot], self._store.length(owner, sequence.tokens, most), most)
 
-    def _fill(self, slot: Slot, source: Slot, sequence: Sequence, shared: int) -> None:
-        """Have a free slot hold a sequence's tokens as far as the source has them, and nothing else."""
-        sequence.slot = slot.index
-        owner = sequence.info.owner
-        if slot is not source or not shared:
-            self._evict(slot)
-            self._target.claim(slot.index, owner)
-            if shared:
-                self._target.copy(source.index, slot.index, shared)
-                self._touch(source)
-        elif shared < self._target.length(slot.index):
-            self._save(slot)
-        self._target.truncate(slot.index, shared)
+    def assign(self, sequence: Sequence, match: Match) -> None:
+        """Give a sequence a free slot, of which there must be one, and the prefix that was found for it."""
+        owner, shared = sequence.info.owner, match.shared
+        sequence.slot = slot = self._choose(sequence, match)
+        is_source = slot == match.slot and shared > 0
+        if not is_source or shared < self._target.length(slot):
+            self._save(slot, self._blocks_left)
+        self._truncate(slot, shared if is_source else 0)
+        self._target.claim(slot, owner)
+        if shared and not is_source:
+            self._target.copy(match.slot, slot, shared)
+            self._touch(match.slot)
         if sequence.timestamps.start is None:
             sequence.cached_tokens = shared
         if self._drafters.model:
             draft = self._drafters.model.cache
-            draft.claim(slot.index, owner)
+            draft.claim(slot, owner)
             most = len(sequence.tokens) - 1 if sequence.reuses_prefix else 0
-            draft.truncate(slot.index, draft.prefix(slot.index, owner, sequence.tokens, most))
+            draft.truncate(slot, draft.prefix(slot, owner, sequence.tokens, most))
+        if match.stored > shared:
+            self._restoring[sequence] = match.stored
+        # Last: a slot whose engine failed stays free.
+        self._target.pin(slot)
 
     def release(self, sequence: Sequence) -> None:
-        """Free the slot of a sequence that has ended; the caches keep its tokens, unless it has failed."""
+        """Free the slot of a sequence that has ended; the caches keep its tokens."""
         self._free(sequence)
         # Whatever that raises costs no slot.
         with Contained(sequence.info.request, lambda _: None):
@@ -181,34 +154,51 @@ class PrefixCache:
         Args:
             n_cells: at most `room`.
         """
-        for slot in sorted(self._slots, key=lambda slot: slot.last_used):
-            while not slot.in_use and self._target.length(slot.index):
+        for slot in sorted(self.free_slots, key=self._last_used.__getitem__):
+            while self._target.length(slot):
                 missing = n_cells - self._target.free_cells
                 if missing <= 0:
                     return
-                self._evict(slot, max(0, self._target.end(slot.index) - max(missing, _LEAST_LOSS)))
-
-    def empty_slot(self, n_cells: int) -> None:
-        """Empty the free slot that was not used for longest unless one is empty, and free so many cells."""
-        free = [slot for slot in self._slots if not slot.in_use]
-        if free and all(self._target.length(slot.index) for slot in self._slots):
-            self._evict(min(free, key=lambda slot: slot.last_used))
-        self.make_room(min(n_cells, self.room))
+                self._evict(slot, max(0, self._target.end(slot) - max(missing, _LEAST_LOSS)))
 
     def store(self) -> bool:
         """Copy some of what free slots hold to the store, what would leave first; returns whether there is more."""
-        unstored = [slot for slot in self._slots if slot.unstored and not slot.in_use]
+        unstored = [slot for slot in self.free_slots if slot in self._unstored]
         if unstored:
-            self._save(min(unstored, key=lambda slot: slot.last_used), max_blocks=_BLOCKS_A_ROUND)
-        return any(slot.unstored for slot in unstored)
+            self._save(min(unstored, key=self._last_used.__getitem__), _BLOCKS_AFTER_A_ROUND)
+        return any(slot in self._unstored for slot in unstored)
 
-    def store_running(self, sequence: Sequence) -> bool:
-        """Copy a round's part of what a running sequence has to the store; returns whether that is all."""
-        return not self.copies.may_save(sequence) or self.copies.save(sequence.slot)
+    def restore(self) -> dict[Sequence, Exception]:
+        """Begin a round: copy its part of the prefixes that come back, those first that lack least.
+
+        Returns:
+            The sequences that failed, and why. What the engine refuses, or the store has lost, is computed again.
+        """
+        self._blocks_left = _BLOCKS_A_ROUND
+        left, failed = _TOKENS_A_ROUND, {}
+        for sequence, end in sorted(self._restoring.items(), key=lambda item: item[1] - self._target.end(item[0].slot)):
+            begin = self._target.end(sequence.slot)
+            part = min(end, begin + left)
+            try:
+                self.make_room(part - begin)
+                for saved in self._store.saved(sequence.info.owner, sequence.tokens, begin, part):
+                    at = self._target.end(sequence.slot)
+                    self._target.load(sequence.slot, sequence.tokens[at : at + len(saved)], saved)
+            except EngineError as error:
+                logger.warning("specserve: a prefix in host memory cannot be used, and is computed again: %s", error)
+            except Exception as error:
+                logger.exception("specserve: a prefix in host memory cannot be used")
+                failed[sequence] = error
+            loaded = self._target.end(sequence.slot) - begin
+            sequence.cached_tokens += 0 if sequence.preemptions else loaded
+            if begin + loaded == end or (left and not loaded):
+                del self._restoring[sequence]
+            left -= loaded
+        return failed
 
     def clear(self, sequence: Sequence) -> None:
         """Empty the slot of a sequence that has failed."""
-        self._truncate(self._slots[sequence.slot], 0)
+        self._truncate(sequence.slot, 0)
 
     def check(self) -> None:
         """Compare the record of both caches with what the engines hold; what differs is logged and emptied."""
@@ -216,88 +206,60 @@ class PrefixCache:
         if self._drafters.model:
             self._drafters.model.cache.check()
 
-    def _awaits_prefix(
-        self, sequence: Sequence, prefilling: Collection[Sequence], shared: int, cached: int, max_length: int
-    ) -> bool:
-        """Whether it is worth waiting until another sequence has prefilled or restored more of what this one needs.
-
-        Args:
-            sequence: that would wait.
-            prefilling: the others.
-            shared: how many of its tokens a slot holds.
-            cached: the same, or how many the store has if these are more; two that restore them share no cells.
-            max_length: how many may be reused.
-        """
-        soon = [(common_prefix(other.tokens, sequence.tokens, max_length), other) for other in prefilling]
-        length, other = max(soon, key=itemgetter(0), default=(0, sequence))
-        if self.copies.are_running(other):
-            cached = shared
-        if not worth_waiting(sequence, cached, length):
-            return False
-        self._awaited[sequence] = [*prefilling], other, worth_waiting_for(sequence, length)
-        return True
-
-    def _still_awaits_prefix(self, sequence: Sequence, prefilling: Collection[Sequence]) -> bool:
-        """Whether what it waited for last time is still being prefilled."""
-        before, other, length = self._awaited.get(sequence, ([], sequence, 0))
-        return length > 0 and before == [*prefilling] and self._target.end(other.slot) < length
-
-    @staticmethod
-    def _most_reused(sequence: Sequence) -> int:
-        """How many of a sequence's tokens need no pass if they are cached."""
-        if not sequence.reuses_prefix:
-            return 0
-        # The last token is always fed: the next one is sampled from its logits. A scored prompt is fed from the first
-        # token without a score on.
-        most = len(sequence.tokens) - 1
-        return most if not sequence.scores_prompt or sequence.generated else min(most, len(sequence.prompt_scores))
-
-    def _choose(self, sequence: Sequence, source: Slot, shared: int) -> Slot:
+    def _choose(self, sequence: Sequence, match: Match) -> int:
         """The free slot to write in: the source where most of it or of the prompt is shared, else an empty slot.
 
         A short common prefix is copied instead, so that the source stays cached as a whole.
         """
-        free = [slot for slot in self._slots if not slot.in_use]
-        if source in free and shared * 2 >= min(self._target.length(source.index), len(sequence.tokens)) > 0:
-            return source
+        free, length = self.free_slots, self._target.length
+        if match.slot in free and match.shared * 2 >= min(length(match.slot), len(sequence.tokens)) > 0:
+            return match.slot
         # An empty slot; else the one that was not used for longest, the source only if there is no other.
         return min(
-            free,
-            key=lambda slot: (
-                self._target.length(slot.index) > 0,
-                shared > 0 and slot is source,
-                slot.last_used if self._target.length(slot.index) else 0,
-            ),
+            free, key=lambda slot: (length(slot) > 0, match.shared > 0 and slot == match.slot, self._last_used[slot])
         )
 
     def _free(self, sequence: Sequence) -> None:
         """Free a sequence's slot, which keeps its tokens if it may."""
-        slot = self._slots[sequence.slot]
-        slot.in_use = False
-        self.copies.forget(sequence)
-        slot.unstored = self.copies.may_save(sequence)
-        self._target.unpin(slot.index)
+        slot = sequence.slot
+        self._restoring.pop(sequence, None)
+        self._unstored.discard(slot)
+        # Tokens are decided by finite logits only, and these depend on all keys and values before them.
+        if sequence.round_number:
+            self._unstored.add(slot)
+        self._target.unpin(slot)
         self._touch(slot)
         # What followed the end of an answer is no part of its text.
         self._truncate(slot, len(sequence.tokens))
         if not self._keeps_prefixes:
             self._evict(slot)
 
-    def _touch(self, slot: Slot) -> None:
+    def _touch(self, slot: int) -> None:
         self._uses += 1
-        slot.last_used = self._uses
+        self._last_used[slot] = self._uses
 
-    def _evict(self, slot: Slot, end: int = 0) -> None:
+    def _evict(self, slot: int, end: int = 0) -> None:
         """Take the tokens from position `end` on from a free slot; the store keeps them."""
-        self._save(slot)
+        self._save(slot, self._blocks_left)
         self._truncate(slot, end)
 
-    def _save(self, slot: Slot, **limit: int) -> None:
-        """Store what a slot holds and the store does not; called before any of it is dropped."""
-        if slot.unstored:
-            slot.unstored = not self.copies.save(slot.index, **limit)
+    def _save(self, slot: int, max_blocks: int) -> None:
+        """Store what a slot holds and the store does not, as far as so many blocks hold it."""
+        if slot not in self._unstored:
+            return
 
-    def _truncate(self, slot: Slot, end: int) -> None:
-        self._target.truncate(slot.index, end)
+        def copy(start: int, end: int) -> NDArray[np.uint8]:
+            self._blocks_left -= 1
+            return self._target.save(slot, start, end)
+
+        try:
+            if self._store.add(self._target.owner(slot), self._target.tokens(slot), copy, max_blocks):
+                self._unstored.discard(slot)
+        except (EngineError, MemoryError) as error:
+            logger.warning("specserve: a prefix cannot be kept in host memory: %s", error)
+            self._unstored.discard(slot)
+
+    def _truncate(self, slot: int, end: int) -> None:
+        self._target.truncate(slot, end)
         if self._drafters.model:
-            self._drafters.model.cache.truncate(slot.index, end)
+            self._drafters.model.cache.truncate(slot, end)

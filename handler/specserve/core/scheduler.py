@@ -5,8 +5,8 @@ sequences need more than there are, one of the client that has most is preempted
 the others of its client until its tokens fit again. What of them is no longer cached by then is prefilled, generated
 tokens included.
 
-Prefills share a round's rows: the one with the least left comes first, so that a short prompt waits for no long one,
-unless it has overtaken an older one by more than that one's credit, a quarter of what it has prefilled.
+Prefills share a round's rows: half are the oldest one's, and the others go to those with the least left. So a short
+prompt waits for no long one, and a long one takes at most twice as long, however many short ones come.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from collections import abc
 from collections.abc import Callable, Mapping
 from time import perf_counter
 
-from specserve.core.admission import LONG_PREFILL, Waiting
+from specserve.core.admission import Waiting
 from specserve.core.budget import prefill_chunk
 from specserve.core.generation import Generation
 from specserve.core.prefix_cache import PrefixCache
 from specserve.core.prefix_store import PrefixStore
-from specserve.core.recorder import Recorder
 from specserve.engine.kv_cache import KVCache
 from specserve.errors import Contained, EngineError
-from specserve.observability.records import Observer
+from specserve.observability.records import Observer, Recorder
 from specserve.sequence import Sequence
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.round import run_round
@@ -33,9 +32,6 @@ from specserve.speculation.step import Step
 
 logger = logging.getLogger(__name__)
 
-# Prompt tokens of later sequences that may be prefilled before those of any other, and as a part of what that one has
-# read: so it takes at most a quarter longer (load.py).
-_OVERTAKING_TOKENS, _OVERTAKING = LONG_PREFILL, 0.25
 # How much longer the chunks of others may make the pass that gives a prompt its first token.
 _FIRST_TOKEN_PASS = 2.0
 
@@ -76,7 +72,7 @@ class Scheduler:
         self.max_wait_seconds = max_wait_seconds
         self._begin_masks = begin_masks
         self._clock = clock
-        self._recorder = Recorder(clock, observers)
+        self._recorder = Recorder(observers)
         self._cache = PrefixCache(target, drafters, keeps_prefixes=keeps_prefixes, store=store)
         # In the order of admission: the oldest first.
         self._running: list[Generation] = []
@@ -103,12 +99,6 @@ class Scheduler:
         """Number of sequences without a slot."""
         return len(self._waiting)
 
-    @property
-    def cached_tokens(self) -> tuple[int, int]:
-        """Tokens in the target's cache: of running sequences, and of others, for prompts that begin alike."""
-        used = self._target.n_cells - self._target.free_cells
-        return self._target.pinned_cells, used - self._target.pinned_cells
-
     def submit(self, generation: Generation, waited: float = 0.0) -> None:
         """Queue a sequence that arrived `waited` seconds ago; it waits for a slot."""
         generation.timestamps.arrival = self._clock() - waited
@@ -118,16 +108,14 @@ class Scheduler:
         """Drop a sequence; its slot is free in the next round, with its tokens. One that has ended stays as it is."""
         if generation in self._waiting:
             self._waiting.remove(generation)
-            self._recorder.record_ends([generation])
+            self._record_ends([generation])
         elif generation in self._running:
-            self._running.remove(generation)
             self._release(generation)
-            self._recorder.record_ends([generation])
+            self._record_ends([generation])
 
     def fail_all(self, reason: Exception) -> None:
         """End every running sequence with an error, where a round has raised; queued ones stay."""
         self._fail(dict.fromkeys(self._running, reason))
-        self._recorder.record_ends(self._end_completed())
 
     def run_round(self) -> None:
         """Run a round over what is scheduled, if anything is.
@@ -145,7 +133,6 @@ class Scheduler:
             run_round(self._target, self._drafters, steps, self._clock, awaiting_first_token=self.awaiting_first_token)
         except EngineError as error:
             self._fail({step.sequence: error for step in steps})
-            self._recorder.record_ends(self._end_completed())
         else:
             self._postprocess(steps, started)
 
@@ -158,19 +145,13 @@ class Scheduler:
         while not interrupted() and self._cache.store():
             continue
 
-    def empty_slot(self, n_cells: int) -> None:
-        """Empty a slot of both KV caches unless one is empty, and free so many cells; for idle times."""
-        self._cache.empty_slot(n_cells)
-
     def _schedule(self) -> list[Step]:
         """Admit what fits, and plan the round: all sequences that decode, and prefill chunks of others.
 
         A sequence in prefill has no drafts, so that its first token comes sooner.
         """
         self._waiting.admit()
-        if failed := self._cache.copies.run(self._cache.make_room):
-            self._fail(failed)
-            self._recorder.record_ends(self._end_completed())
+        self._fail(self._cache.restore())
         # What comes back takes room, too.
         self._preempt_until_the_rest_fits()
         decoding = [generation for generation in self._running if self._cache.decodes(generation)]
@@ -204,59 +185,39 @@ class Scheduler:
         return [self._step(generation, 1, gamma) for generation, gamma in zip(decoding, max_drafts, strict=True)]
 
     def _prefill_steps(self, decode_steps: list[Step]) -> list[Step]:
-        """Prefill chunks beside these steps, in the order of `_prefill_order`."""
-        decode_rows = sum(1 + step.max_drafts for step in decode_steps)
-        logits_left = self._target.engine.max_logits - decode_rows
-        likely_rows = sum(1 + (step.sequence.speculation.mode == "fixed") * step.max_drafts for step in decode_steps)
-        # Balances the delay of those that decode against the wait of all others (budget.py).
+        """Prefill chunks beside these steps: half of the rows for the oldest, the others for those with least left."""
+        prefilling = [g for g in self._running if not self._cache.decodes(g) and not self._cache.is_restoring(g)]
         decoding = {step.sequence.slot for step in decode_steps}
+        draft_rows = sum(step.max_drafts for step in decode_steps)
+        logits_left = self._target.engine.max_logits - len(decode_steps) - draft_rows
         rows_left = prefill_chunk(
             self._controller.target_cost,
             self._target.kv_len({generation.slot for generation in self._running} - decoding),
-            rows=likely_rows,
-            decoding=len(decode_steps),
-            others=len(self._waiting) + len(self._running) - len(decode_steps),
-            max_rows=min(self._prefill_rows, self._cache.room - decode_rows),
-            max_wait_seconds=self.max_wait_seconds,
+            rows=len(decode_steps),
+            max_rows=min(self._prefill_rows, self._cache.room - len(decode_steps) - draft_rows),
+            max_wait_seconds=self.max_wait_seconds if decode_steps else math.inf,
         )
+        reserved = (rows_left + 1) // 2
         steps: list[Step] = []
-        for generation in self._prefill_order():
-            rows = min(rows_left, self._cache.pending(generation))
-            if generation.scores_prompt:
-                rows = min(rows, logits_left)
+        for generation in sorted(prefilling, key=self._cache.pending):
+            if generation is prefilling[0]:
+                reserved = 0
+            pending = self._cache.pending(generation)
+            rows = min(rows_left - reserved, pending, logits_left if generation.scores_prompt else pending)
             if rows <= 0 or logits_left <= 0:
-                break
+                continue
             steps.append(self._step(generation, rows, 0))
             rows_left -= rows
             logits_left -= rows if generation.scores_prompt else 1
-            if len(steps) == 1 and rows == self._cache.pending(generation):
-                rows_left = min(rows_left, self._rows_beside_first_token(likely_rows + rows, rows_left))
-        self._count_overtaking(steps)
+            if len(steps) == 1 and rows == pending:
+                rows_left = min(rows_left, self._rows_beside_first_token(len(decode_steps) + rows, rows_left))
+                reserved = min(reserved, rows_left)
         return steps
-
-    def _prefill_order(self) -> list[Generation]:
-        """The sequences in prefill: who was overtaken enough, then who has the least left."""
-        prefilling = [g for g in self._running if not self._cache.decodes(g) and not self._cache.copies.are_running(g)]
-
-        def place(generation: Generation) -> tuple[bool, int]:
-            credit = _OVERTAKING_TOKENS + _OVERTAKING * self._target.end(generation.slot)
-            return (False, 0) if generation.overtaken > credit else (True, self._cache.pending(generation))
-
-        return sorted(prefilling, key=place)
 
     def _rows_beside_first_token(self, rows: int, most: int) -> int:
         """How many rows others may add to the pass that gives a prompt its first token."""
         seconds = self._controller.target_cost.curve(rows + most, self._kv_len())
         return int((seconds[rows + 1 : rows + most + 1] <= _FIRST_TOKEN_PASS * seconds[rows]).sum())
-
-    def _count_overtaking(self, steps: list[Step]) -> None:
-        """Count for each prefill how much was read of those that were admitted after it."""
-        rows = {step.sequence: step.rows for step in steps}
-        later = 0
-        for generation in reversed(self._running):
-            if not self._cache.decodes(generation):
-                generation.overtaken += later
-                later += rows.get(generation, 0)
 
     def _step(self, generation: Generation, rows: int, max_drafts: int) -> Step:
         cached = self._target.end(generation.slot)
@@ -267,35 +228,39 @@ class Scheduler:
 
     def _postprocess(self, steps: list[Step], started: float) -> None:
         """Finish a round: turn new tokens into text, end what is complete, and record what each sequence got."""
-        self._fail({step.sequence: step.error for step in steps if step.error})
+        errors = {step.sequence: step.error for step in steps if step.error}
         for generation in self._running:
-            if generation.done:
+            if generation in errors:
                 continue
             with Contained(generation.info.request, generation.fail):
                 generation.read_new_tokens()
                 if generation.max_tokens == 0 and not self._cache.pending(generation):
                     generation.end_without_tokens()
-        ended = self._end_completed()
-        self._recorder.record_round(steps, started)
-        self._recorder.record_ends(ended)
+        self._recorder.record_round(steps, started, self._clock())
+        self._fail(errors)
+        self._end([generation for generation in self._running if generation.done])
         self._cache.store()
 
     def _fail(self, errors: Mapping[Sequence, Exception]) -> None:
-        """Mark sequences as failed; nothing of them stays cached."""
-        for generation in self._running:
-            if generation in errors:
-                logger.error("specserve: a sequence failed: %s", errors[generation])
-                generation.fail(errors[generation])
-                self._cache.clear(generation)
+        """End sequences with errors; nothing of them stays cached."""
+        failed = [generation for generation in self._running if generation in errors]
+        for generation in failed:
+            logger.error("specserve: a sequence failed: %s", errors[generation])
+            generation.fail(errors[generation])
+            self._cache.clear(generation)
+        self._end(failed)
 
-    def _end_completed(self) -> list[Generation]:
-        """Free the slots of sequences that are complete or have failed, and return these."""
-        ended = [generation for generation in self._running if generation.done]
+    def _end(self, ended: list[Generation]) -> None:
+        """Free the slots of sequences that have ended, and record that."""
         for generation in ended:
-            self._running.remove(generation)
             self._release(generation)
-        return ended
+        self._record_ends(ended)
 
     def _release(self, generation: Generation) -> None:
+        self._running.remove(generation)
         self._cache.release(generation)
         self._waiting.slot_is_free()
+
+    def _record_ends(self, ended: list[Generation]) -> None:
+        for generation in ended:
+            self._recorder.record_end(generation.end_record(self._clock()))

@@ -11,6 +11,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Collection, Iterable
 from itertools import chain
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,19 +24,14 @@ logger = logging.getLogger(__name__)
 
 
 def worth_waiting(sequence: Sequence, cached: int, soon: int) -> bool:
-    """Whether more than a quarter of what must be prefilled is being prefilled for another sequence, too.
+    """Whether more than a quarter of what a sequence has to prefill is being prefilled for another one, too.
 
     Args:
         sequence: that would wait.
         cached: how many of its tokens need no pass now.
         soon: how many will need none when the other prefill is over.
     """
-    return cached < worth_waiting_for(sequence, soon)
-
-
-def worth_waiting_for(sequence: Sequence, soon: int) -> int:
-    """How many of a sequence's tokens have to be cached before it no longer waits for `soon` of them."""
-    return max(0, -((len(sequence.tokens) - 4 * soon) // 3))
+    return 4 * (soon - cached) > len(sequence.tokens) - cached
 
 
 class _Cells:
@@ -49,8 +45,8 @@ class _Cells:
 
     def __init__(self, n_cells: int) -> None:
         self._n_cells = n_cells
-        # By cell that was ever taken, how many slots share it, and how many of these are pinned.
-        self._sharing: list[int] = []
+        # By cell that was ever taken, how many slots hold it, and how many of these are pinned.
+        self._holders: list[int] = []
         self._pins: list[int] = []
         # Those that no slot holds any more.
         self._dropped: list[int] = []
@@ -59,43 +55,38 @@ class _Cells:
     @property
     def free(self) -> int:
         """Number of cells that no slot holds."""
-        return self._n_cells - len(self._sharing) + len(self._dropped)
+        return self._n_cells - len(self._holders) + len(self._dropped)
 
     def take(self) -> int:
         """A free cell, for a slot to `hold`."""
         if self._dropped:
             return self._dropped.pop()
-        self._sharing.append(0)
+        self._holders.append(0)
         self._pins.append(0)
-        return len(self._sharing) - 1
+        return len(self._holders) - 1
 
     def hold(self, cells: list[int], *, pin: bool) -> None:
         """Count one slot more for these cells, which may be pinned."""
         for cell in cells:
-            self._sharing[cell] += 1
+            self._holders[cell] += 1
         if pin:
-            self.pin(cells)
+            self.pin(cells, 1)
 
     def drop(self, cells: list[int], *, unpin: bool) -> None:
         """Count one slot less; a cell that no slot holds any more is free."""
         if unpin:
-            self.unpin(cells)
+            self.pin(cells, -1)
         for cell in cells:
-            self._sharing[cell] -= 1
-            if not self._sharing[cell]:
+            self._holders[cell] -= 1
+            if not self._holders[cell]:
                 self._dropped.append(cell)
 
-    def pin(self, cells: list[int]) -> None:
-        """Count one pinned slot more for these cells."""
+    def pin(self, cells: list[int], change: Literal[1, -1]) -> None:
+        """Count one pinned slot more, or less, for these cells."""
         for cell in cells:
-            self.pinned += not self._pins[cell]
-            self._pins[cell] += 1
-
-    def unpin(self, cells: list[int]) -> None:
-        """Count one pinned slot less."""
-        for cell in cells:
-            self._pins[cell] -= 1
-            self.pinned -= not self._pins[cell]
+            before = self._pins[cell] > 0
+            self._pins[cell] += change
+            self.pinned += (self._pins[cell] > 0) - before
 
     def pinned_before(self, cells: list[int], end: int) -> int:
         """How many of the first `end` cells of a slot are pinned; these come before the others."""
@@ -158,17 +149,19 @@ class KVCache:
         """How many of the tokens that a slot holds before position `end` are in cells of pinned slots."""
         return self._cells.pinned_before(self._held[slot], end - self._start[slot])
 
+    def is_pinned(self, slot: int) -> bool:
+        """Whether a slot belongs to a running sequence; others may be emptied for their cells."""
+        return self._pinned[slot]
+
     def pin(self, slot: int) -> None:
-        """Note that a slot belongs to a running sequence."""
-        if not self._pinned[slot]:
-            self._pinned[slot] = True
-            self._cells.pin(self._held[slot])
+        """Give a slot to a running sequence."""
+        self._pinned[slot] = True
+        self._cells.pin(self._held[slot], 1)
 
     def unpin(self, slot: int) -> None:
-        """Note that a slot belongs to no sequence, so that it may be emptied for its cells."""
-        if self._pinned[slot]:
-            self._pinned[slot] = False
-            self._cells.unpin(self._held[slot])
+        """Take a slot from its sequence."""
+        self._pinned[slot] = False
+        self._cells.pin(self._held[slot], -1)
 
     def start(self, slot: int) -> int:
         """The position of the first token that a slot holds."""

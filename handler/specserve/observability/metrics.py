@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 from specserve.observability.control_group import Holdback
-from specserve.observability.records import EndRecord, StoreRecord
+from specserve.observability.records import EndRecord
 from specserve.speculation.step import Step
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -56,10 +56,6 @@ ADOPTED = _metric("counter", "specserve_adopted_alternatives_total", "family")
 EMITTED = _metric("counter", "specserve_emitted_tokens_total", "family", "group")
 PROMPT = _metric("counter", "specserve_prompt_tokens_total", "family")
 CACHED = _metric("counter", "specserve_prefix_cached_tokens_total", "family")
-STORE_HITS = _metric("counter", "specserve_prefix_store_hit_tokens_total")
-STORE_LOOKUPS = _metric("counter", "specserve_prefix_store_lookup_tokens_total")
-STORE_EVICTIONS = _metric("counter", "specserve_prefix_store_evicted_blocks_total")
-STORE_BYTES = _metric("gauge", "specserve_prefix_store_bytes")
 PREEMPTED = _metric("counter", "specserve_preemptions_total", "family")
 SEQUENCES = _metric("counter", "specserve_texts_total", "family", "group", "reason")
 DRAFT_SECONDS = _metric("counter", "specserve_draft_seconds_total", "family")
@@ -122,7 +118,6 @@ class Metrics:
         self._clock = clock
         self._last_sent = -_INTERVAL
         self._draft_model: bool | None = None
-        self._store = StoreRecord()
         self._families: set[str] = set()
         self._counts: defaultdict[tuple[Metric, tuple[str, ...]], float] = defaultdict(float)
         self._observed: list[Sample] = []
@@ -194,7 +189,7 @@ class Metrics:
             self._families.add(name)
         return name
 
-    def emit(self, gauges: Gauges, store: StoreRecord) -> None:
+    def emit(self, gauges: Gauges) -> None:
         """Send what is new, if it is time or no sequence is running."""
         if self._draft_model and not gauges.draft_model:
             # The control group is compared with sequences that it drafted for.
@@ -204,11 +199,6 @@ class Metrics:
         if gauges.live and now < self._last_sent + _INTERVAL:
             return
         self._last_sent = now
-        self._count(STORE_HITS, store.hit_tokens - self._store.hit_tokens)
-        self._count(STORE_LOOKUPS, store.looked_up_tokens - self._store.looked_up_tokens)
-        self._count(STORE_EVICTIONS, store.evicted_blocks - self._store.evicted_blocks)
-        self._observe(STORE_BYTES, store.stored_bytes)
-        self._store = store
         for sample in self._take(gauges):
             if self._send:
                 self._send(sample)

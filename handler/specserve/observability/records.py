@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from typing import NamedTuple, Protocol
+from collections import abc
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeVar
 
 from specserve.sequence import RequestInfo
 from specserve.speculation.step import Step
 
+logger = logging.getLogger(__name__)
+
 _FAMILY = re.compile(r"[a-z0-9_-]{1,32}")
+Record = TypeVar("Record")
 
 
 def family_label(name: str) -> str:
     """A client's `prompt_family`, fit for a label and a file: `other` where it is not a short plain word."""
     return name if not name or _FAMILY.fullmatch(name) else "other"
-
-
-class StoreRecord(NamedTuple):
-    """What the prefixes in host memory have done so far.
-
-    Args:
-        hit_tokens: tokens of prompts that were taken from there.
-        looked_up_tokens: tokens of prompts that no slot held, and that were looked for there.
-        evicted_blocks: blocks that had to go.
-        stored_bytes: of the blocks that are there now.
-    """
-
-    hit_tokens: int = 0
-    looked_up_tokens: int = 0
-    evicted_blocks: int = 0
-    stored_bytes: int = 0
 
 
 class EndRecord(NamedTuple):
@@ -42,7 +32,7 @@ class EndRecord(NamedTuple):
         prompt_tokens: tokens of the prompt.
         cached_tokens: those of them that needed no prefill.
         tokens: output tokens.
-        preemptions: how often it had to wait again, since older sequences needed its room.
+        preemptions: how often it had to wait again, since others needed its room.
         waited: seconds before it first had a slot.
         ttft: seconds from arrival to the first token; None without one.
         tpot: seconds per output token after the first; None with fewer than two.
@@ -64,7 +54,38 @@ class Observer(Protocol):
     """Is told of every step of a round, and of every end."""
 
     def round(self, step: Step) -> None:
-        """A sequence took part in a round; its tokens have been read, and its seconds are charged."""
+        """A sequence took part in a round; its tokens have been read, and its time shares are known."""
 
     def end(self, record: EndRecord) -> None:
         """A sequence ended."""
+
+
+class Recorder:
+    """Adds rounds to the statistics of their sequences, and tells the observers, whose failures cost no answer."""
+
+    def __init__(self, observers: abc.Sequence[Observer]) -> None:
+        self._observers = observers
+        self._has_failed = False
+
+    def record_round(self, steps: list[Step], started: float, now: float) -> None:
+        """Record a round that began at `started`, after its tokens have been read."""
+        other_seconds = now - started - sum(step.draft_seconds + step.target_seconds for step in steps)
+        for step in steps:
+            step.other_seconds = step.target_share * other_seconds
+            step.count(now)
+            for observer in self._observers:
+                self._tell(observer.round, step)
+
+    def record_end(self, record: EndRecord) -> None:
+        """Record that a sequence has finished, failed or left."""
+        for observer in self._observers:
+            self._tell(observer.end, record)
+
+    def _tell(self, observe: Callable[[Record], None], record: Record) -> None:
+        try:
+            observe(record)
+        except Exception:
+            # Only the first of all is logged.
+            if not self._has_failed:
+                logger.exception("specserve: metrics or traces are incomplete from now on")
+            self._has_failed = True

@@ -42,7 +42,6 @@ from specserve.core.scheduler import Scheduler
 from specserve.errors import Contained, RequestError, SpecserveError
 from specserve.observability.control_group import Holdback
 from specserve.observability.metrics import Gauges, Metrics, Sample, Served
-from specserve.observability.records import StoreRecord
 from specserve.observability.trace import open_traces
 from specserve.torchserve.types import (
     NO_GRPC,
@@ -106,7 +105,6 @@ class Handler:
         self._config = config = models.config
         # Requests drawn to run without drafts, which show how much drafts bring.
         self._holdback = Holdback(config.speculation.holdback)
-        self._store = open_store(config, models)
         self._metrics = Metrics(served, self._holdback, send, time.monotonic)
         self._scheduler = Scheduler(
             models.target,
@@ -116,13 +114,12 @@ class Handler:
             max_wait_seconds=max_wait(config.max_wait_ms, models.drafters.controller.target_cost),
             begin_masks=models.grammars.begin_round,
             observers=[self._metrics, *open_traces(config.trace, served, models.vocabulary.piece)],
-            store=self._store,
+            store=open_store(config, models),
         )
         self._routes = Routes(config, models, self._scheduler, self._holdback, served.model)
         self._loop = EngineLoop(
             self._scheduler,
             thread,
-            config.time_slice_ms / 1000,
             models.placement,
             idle_work=self._work_while_idle,
         )
@@ -287,10 +284,10 @@ class Handler:
                 self._scheduler.queued,
                 self._config.sequences,
                 self._config.cache_tokens,
-                *self._scheduler.cached_tokens,
+                self._models.target.pinned_cells,
+                self._models.target.n_cells - self._models.target.free_cells - self._models.target.pinned_cells,
                 own_kernels=self._models.kernels.variant is not None,
                 threads=len(self._models.placement.cores),
                 draft_model=None if self._config.draft is None else self._models.drafters.model is not None,
             ),
-            self._store.record if self._store else StoreRecord(),
         )

@@ -287,10 +287,10 @@ def drop_unlikely_drafts_and_end_tokens(patch: pytest.MonkeyPatch) -> None:
     """A controller must not do this: decide by the sampled token whether it is drafted."""
     add_any = Step.add
 
-    def add(self: Step, draft: Draft, acceptance: float) -> None:
+    def add(self: Step, draft: Draft) -> None:
         assert draft.q is not None
         if draft.q[draft.token] > 0.3 and draft.token != draft.q.size - 1:
-            add_any(self, draft, acceptance)
+            add_any(self, draft)
         else:
             self.model_ended = True
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costs import FixedCost
+from costs import FixedCost, proportional
 from specserve.core.budget import max_wait, prefill_chunk
 from specserve.speculation.costs import CostTable, PassCosts
 from work import lines_run

@@ -69,9 +69,9 @@ class Recorder:
 
     def record_round(self, steps: list[Step], started: float, now: float) -> None:
         """Record a round that began at `started`, after its tokens have been read."""
-        other_seconds = now - started - sum(step.draft_seconds + step.target_seconds for step in steps)
+        other_seconds = now - started - sum(step.seconds.draft + step.seconds.target for step in steps)
         for step in steps:
-            step.other_seconds = step.target_share * other_seconds
+            step.seconds.other = step.seconds.of_target * other_seconds
             step.count(now)
             for observer in self._observers:
                 self._tell(observer.round, step)

@@ -18,8 +18,6 @@ from matplotlib.figure import Figure
 
 RESULTS = Path(__file__).parent / "results"
 MAX_MODES = 8
-# Of ours, llama.cpp and other engines.
-LINE_STYLES = ("-", "--", ":", "-.")
 
 
 def best_settings(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -57,57 +55,6 @@ def speed_by_family(result: dict[str, Any]) -> Figure:
     return figure
 
 
-def cost_by_rows(result: dict[str, Any]) -> Figure:
-    """Milliseconds of a pass by its number of rows, a line for each file and engine (cost_curve.py)."""
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    for row in result["rows"]:
-        if not row["prefill"]:
-            lines.setdefault((row["file"], row["engine"]), []).append((row["rows"], row["ms"]))
-    colours = {file: f"C{number}" for number, file in enumerate(dict.fromkeys(file for file, _ in lines))}
-    engines = sorted(
-        {engine for _, engine in lines}, key=lambda engine: (engine != "ours", engine != "llama.cpp", engine)
-    )
-    for (file, engine), points in lines.items():
-        style: dict[str, Any] = {"linestyle": LINE_STYLES[engines.index(engine)], "color": colours[file]}
-        axes.plot(*zip(*points, strict=True), label=f"{file}, {engine}", marker="o", markersize=3, **style)
-    axes.set(xlabel="rows of a pass", ylabel="ms", ylim=(0, None), title=f"Cost of a pass ({result['machine']['cpu']})")
-    axes.legend(fontsize="x-small")
-    return figure
-
-
-def load_by_clients(result: dict[str, Any]) -> Figure:
-    """Throughput, time to first token and gaps between chunks, by clients (load.py, peers.py clients)."""
-    rows = [row for row in result["rows"] if row["load"].endswith(" clients") and "tokens_per_second" in row]
-    columns = {
-        "tokens_per_second": "tokens a second, all clients",
-        "ttft_s": "time to first token, s, median",
-        "gap_p99_s": "gap between chunks, s, p99",
-    }
-    figure, panels = plt.subplots(1, len(columns), figsize=(13, 4), layout="constrained")
-    for axes, (column, title) in zip(panels, columns.items(), strict=True):
-        for server in dict.fromkeys(row["server"] for row in rows):
-            mine = [row for row in rows if row["server"] == server]
-            clients = [int(row["load"].split()[0]) for row in mine]
-            axes.plot(clients, [row[column] for row in mine], marker="o", markersize=3, label=server)
-        axes.set(xlabel="clients", title=title, ylim=(0, None))
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted({int(row["load"].split()[0]) for row in rows}))
-        axes.xaxis.set_major_formatter("{x:.0f}")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize="small", ncols=5)
-    return figure
-
-
-def draw(result: dict[str, Any]) -> Figure | None:
-    """The chart of a result, if there is one for its kind."""
-    first = result["rows"][0]
-    if first.get("load", "").endswith(" clients"):
-        return load_by_clients(result)
-    if "engine" in first:
-        return cost_by_rows(result)
-    return speed_by_family(result) if result["benchmark"] in {"decode", "peers"} else None
-
-
 def main() -> None:
     """Draw the files given, or the committed results that have a chart."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -118,11 +65,10 @@ def main() -> None:
     # The same input draws the same file.
     mpl.rcParams["svg.hashsalt"] = "specserve"
     for path in options.files or [chart.with_suffix(".json") for chart in sorted(RESULTS.glob("*.svg"))]:
-        figure = draw(json.loads(path.read_text(encoding="utf-8").splitlines()[-1]))
-        if figure:
-            figure.savefig(options.out / f"{path.stem}.svg", metadata={"Date": None})
-            plt.close(figure)
-            print(options.out / f"{path.stem}.svg")
+        figure = speed_by_family(json.loads(path.read_text(encoding="utf-8").splitlines()[-1]))
+        figure.savefig(options.out / f"{path.stem}.svg", metadata={"Date": None})
+        plt.close(figure)
+        print(options.out / f"{path.stem}.svg")
 
 
 if __name__ == "__main__":

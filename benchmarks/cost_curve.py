@@ -3,8 +3,7 @@
 The roof is what no kernel can beat: a pass reads all weights once and multiplies each of them once a row, so it takes
 at least bytes / bandwidth and products / (0.7 x peak). Both are measured in between, and the best counts, since other
 guests of the host take their share of its memory. Each engine is a process that works only in its turns
-(pass_worker.py), so that changes in the machine's speed affect all alike. `peers.py passes` adds ik_llama.cpp and
-OpenVINO GenAI.
+(pass_worker.py), so that changes in the machine's speed affect all alike.
 
     .venv/bin/python benchmarks/cost_curve.py [--quick] [--models FILE.gguf ...] [--variant NAME] [--turns N]
 """
@@ -12,7 +11,6 @@ OpenVINO GenAI.
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -28,7 +26,7 @@ from gguf import GGUFReader
 
 from common import MAX_INTERFERENCE, Row, argument_parser, print_result, print_table, with_interference
 from pass_worker import MARK, Pass, Setting
-from peer_engines import IK, PEERS, Command, build_ik, install_packages, unpack
+from peer_engines import PEERS
 from perplexity import forms_of_the_target, read_text, use_all_formats
 from roof import Roof, measure_roof
 from specserve.cli.download import fetch
@@ -53,40 +51,25 @@ SETTLE_SECONDS = 0.02
 REACHABLE = 0.7
 
 
-def ik_worker(variant: str | None) -> Command:
-    """ik_llama.cpp through its Python package, which is used from its sources: installing would build it again.
-
-    Raises:
-        EnvironmentFailure: it cannot be built.
-    """
-    del variant
-    library = build_ik() / "src" / "libllama.so"
-    environment = {"IK_LLAMA_CPP_LIB_PATH": str(library), "PYTHONPATH": str(unpack(IK) / "package")}
-    return Command([install_packages(), WORKER, "ik"], environment)
-
-
-ENGINES: dict[str, Callable[[str | None], Command]] = {
-    "ours": lambda variant: Command([sys.executable, WORKER, "ours", *([variant] if variant else [])]),
-    "llama.cpp": lambda _: Command([sys.executable, WORKER, "stock"]),
-    "ik_llama.cpp": ik_worker,
-    "OpenVINO": lambda _: Command([install_packages(), WORKER, "openvino"]),
+ENGINES: dict[str, Callable[[str | None], list[str | Path]]] = {
+    "ours": lambda variant: [sys.executable, WORKER, "ours", *([variant] if variant else [])],
+    "llama.cpp": lambda _: [sys.executable, WORKER, "stock"],
 }
 
 
 class Worker:
     """A pass_worker.py process."""
 
-    def __init__(self, name: str, command: Command, setting: Setting) -> None:
+    def __init__(self, name: str, command: list[str | Path], setting: Setting) -> None:
         self._log = PEERS / "logs" / f"passes-{name}.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("w", encoding="utf-8") as errors:
             self._process = subprocess.Popen(
-                command.arguments,
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env=os.environ | command.environment,
             )
         self.ask(setting._asdict())
 
@@ -207,7 +190,7 @@ class Measurement:
         return result
 
 
-def measure_file(path: Path, commands: dict[str, Command], turns: int, variant: str) -> Measurement:
+def measure_file(path: Path, commands: dict[str, list[str | Path]], turns: int, variant: str) -> Measurement:
     """Let all engines take turns on one file; `variant` is that of our kernels, for which the roof is measured."""
     tokenizer = LlamaModel(path)
     tokens = tokenizer.encode(read_text("code"))[:PREFILL]
@@ -252,30 +235,23 @@ def default_files() -> list[Path]:
     return [*forms_of_the_target(), *draft]
 
 
-def measure(
-    benchmark: str,
-    engines: list[str],
-    *,
-    paths: list[Path] | None = None,
-    quick: bool = False,
-    turns: int | None = None,
-    variant: str | None = None,
-) -> None:
-    """Measure files (default: see `default_files`) and print a table for each and one JSON object."""
-    ours = use_all_formats(variant)
+def main() -> None:
+    """Measure llama.cpp's kernels and ours, and print a table for each file and one JSON object."""
+    parser = argument_parser(__doc__, quick="one file, two turns", config=None)
+    parser.add_argument("--models", nargs="+", type=Path, help="default: the default target, its pure Q4_0, the draft")
+    parser.add_argument("--variant", choices=kernels.VARIANTS, help="of our kernels; default: the best one")
+    parser.add_argument("--turns", type=int, help=f"of {PASSES_PER_TURN} passes of each number of rows (default: 5)")
+    options = parser.parse_args()
+    ours = use_all_formats(options.variant)
     notes = [
         ours.sentence,
         f"passes of a few rows come after {CONTEXT} tokens, all rows with logits; prefill is {PREFILL} rows after none",
     ]
-    commands = {}
-    for name in engines:
-        try:
-            commands[name] = ENGINES[name](variant)
-        except EnvironmentFailure as reason:
-            notes.append(f"{name} could not be installed: {reason}")
+    commands = {name: command(options.variant) for name, command in ENGINES.items()}
+    turns = options.turns or (2 if options.quick else 5)
     rows = []
-    for path in paths or default_files()[: 1 if quick else None]:
-        measured_file = partial(measure_file, path, commands, turns or (2 if quick else 5), str(ours.variant))
+    for path in options.models or default_files()[: 1 if options.quick else None]:
+        measured_file = partial(measure_file, path, commands, turns, str(ours.variant))
         found, others = with_interference(measured_file)
         measured = found.rows(path)
         show(path, measured)
@@ -289,24 +265,7 @@ def measure(
         if others > MAX_INTERFERENCE:
             notes.append(f"{path.name}: other processes used {others:.0%} of a core meanwhile")
     print(*notes, sep="\n")
-    print_result(benchmark, {}, rows, notes)
-
-
-def main() -> None:
-    """Measure llama.cpp's kernels and ours."""
-    parser = argument_parser(__doc__, quick="one file, two turns", config=None)
-    parser.add_argument("--models", nargs="+", type=Path, help="default: the default target, its pure Q4_0, the draft")
-    parser.add_argument("--variant", choices=kernels.VARIANTS, help="of our kernels; default: the best one")
-    parser.add_argument("--turns", type=int, help=f"of {PASSES_PER_TURN} passes of each number of rows (default: 5)")
-    options = parser.parse_args()
-    measure(
-        "cost_curve",
-        ["llama.cpp", "ours"],
-        paths=options.models,
-        quick=options.quick,
-        turns=options.turns,
-        variant=options.variant,
-    )
+    print_result("cost_curve", {}, rows, notes)
 
 
 if __name__ == "__main__":

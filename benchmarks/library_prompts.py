@@ -52,11 +52,6 @@ class Library:
         longest, _ = max(pairwise(functions), key=lambda pair: pair[1].start() - pair[0].start())
         return self._prompt(RENAME.format(code=code, name=longest[1]))
 
-    def alike(self, count: int, shared: int, own: int) -> list[Prompt]:
-        """Prompts that begin with the same `shared` tokens and go on with `own` tokens each."""
-        beginning = self._text(shared)
-        return [self._prompt(beginning + self._text(own)) for _ in range(count)]
-
     def _text(self, count: int) -> str:
         """The text of the next `count` tokens, without characters that are cut off."""
         return b"".join(map(self._vocabulary.piece, self.take(count))).decode(errors="ignore")

@@ -1,19 +1,16 @@
 """What does each client get when several send requests at once over HTTP, from this server and from llama-server?
 
-Clients stream completions of prompts that share no prefix. Closed loop: each client sends its next request when the
-last one is answered. Open loop: requests arrive at random at a rate. The servers take turns, so that all are measured
+Clients stream completions of prompts that share no prefix. Each client sends its next request when the
+last one is answered. The servers take turns, so that all are measured
 within the same minutes. `--mixed` measures instead how long short prompts wait for their first token beside the
-prefill of a long one, `--prefix` how a cached prompt prefix shortens that time, `--overhead` what TorchServe and HTTP
-add to the handler's own time.
+prefill of a long one.
 
-    .venv/bin/python benchmarks/load.py [--quick] [--config FILE] [--clients 1 2 4 8] [--rate 0.2] [--results FILE]
+    .venv/bin/python benchmarks/load.py [--quick] [--config FILE] [--clients 1 2 4 8] [--results FILE]
         [--settings NAME ...]
 """
 
 from __future__ import annotations
 
-import secrets
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -24,17 +21,13 @@ from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 
-import requests
-
-from common import CHAT, ResultsFile, Row, argument_parser, print_result, print_table, read_tasks
+from common import CHAT, ResultsFile, Row, argument_parser, print_result, print_table
 from peer_engines import SETTINGS, Job, start
 from servers import (
     SLOTS,
     Answer,
     Endpoint,
     closed_loop,
-    events,
-    open_loop,
     random_words,
     start_specserve,
     stream,
@@ -51,11 +44,8 @@ NOTES = (
 )
 # Puts a load on a server once.
 Load = Callable[[Endpoint], list[Answer]]
-# Requests of one token before the overhead is measured: Java compiles its hot code meanwhile, and the overhead of one
-# falls from 15 ms to 8.
-WARM_UP = 200
-# Texts of about 500 tokens in the shared system prompt, and the lengths of answers in tokens.
-PREFIX_TEXTS, SHORT_ANSWER, LONG_ANSWER = 3, 4, 64
+# Tokens of an answer whose first one counts.
+SHORT_ANSWER = 4
 # Prompts of mixed lengths, in tokens, that of the chat without its template's.
 LONG = "long"
 LENGTHS = {"chat": 10, "completion": 200, LONG: 3900}
@@ -148,38 +138,6 @@ def checked(endpoint: Endpoint, answer: Answer) -> Answer:
     return answer
 
 
-def prefix_trial(endpoint: Endpoint) -> Row:
-    """TTFT behind a system prompt of about 1,500 tokens that is new, cached, and in use by another stream."""
-    texts = "\n\n".join(task.text for task in read_tasks("summarise", PREFIX_TEXTS))
-    system = f"{secrets.token_hex(5)}\n{texts}"
-    prompts = [f"{system}\n\n{task.text}" for task in read_tasks("chat", 4)]
-
-    def ttft(prompt: str) -> float:
-        return checked(endpoint, stream(endpoint, prompt, SHORT_ANSWER)).ttft
-
-    found = {"cold": ttft(prompts[0]), "cached": ttft(prompts[1])}
-    other = threading.Thread(target=stream, args=(endpoint, prompts[2], LONG_ANSWER))
-    other.start()
-    other.join(2 * found["cached"])  # until it has its first token
-    found["cached_in_use"] = ttft(prompts[3])
-    other.join()
-    return found
-
-
-def measure_prefix(endpoints: list[Endpoint], trials: int) -> list[Row]:
-    """Medians over the trials of every server, in seconds and as a share of `cold`."""
-    found = [[prefix_trial(endpoint) for endpoint in endpoints] for _ in range(trials)]
-    rows = []
-    for endpoint, results in zip(endpoints, zip(*found, strict=True), strict=True):
-        seconds = {f"{case}_s": round(median(result[case] for result in results), 3) for case in results[0]}
-        shares = {
-            f"{case}_share": round(median(result[case] / result["cold"] for result in results), 3)
-            for case in ("cached", "cached_in_use")
-        }
-        rows.append({"load": "prefix", "server": endpoint.name, **seconds, **shares})
-    return rows
-
-
 def mixed_turn(endpoint: Endpoint, seconds: Seconds) -> None:
     """Note times to the first token: alone, and while a client prefills a long prompt and another sends short ones."""
     endless = replace(endpoint, extra=endpoint.extra | {"ignore_eos": True})
@@ -229,69 +187,26 @@ def measure_mixed(endpoints: list[Endpoint], turns: int, chunk: int) -> list[Row
     return [row for server, found in seconds.items() for row in mixed_rows(server, found, chunk)]
 
 
-def measure_overhead(endpoint: Endpoint, number: int) -> list[Row]:
-    """Milliseconds that TorchServe and HTTP add: to a request of one token, and to every further call of a stream.
-
-    The `speculation` object says how long the handler worked; the rest of the client's wait is overhead.
-    """
-    url = f"{endpoint.url}/v1/completions"
-
-    def handler_seconds(event: Row) -> float:
-        seconds = event["speculation"]["seconds"]
-        return float(sum(seconds[part] for part in ("prefill", "draft", "target", "other")))
-
-    def once(session: requests.Session, tokens: int) -> tuple[float, int]:
-        body: Row = {"prompt": "def quicksort(items):\n", "max_tokens": tokens, "temperature": 0}
-        streams = tokens > 1
-        if streams:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
-        started = time.perf_counter()
-        with session.post(url, json=body, stream=streams) as response:
-            found = list(events(response)) if streams else [response.json()]
-        seconds = time.perf_counter() - started
-        return 1000 * (seconds - handler_seconds(found[-1])), max(1, len(found) - 1)
-
-    with requests.Session() as session:
-        for _ in range(WARM_UP):
-            once(session, 1)
-        request = [once(session, 1)[0] for _ in range(number)]
-        streams = [once(session, 96) for _ in range(number)]
-    calls = [(milliseconds - median(request)) / chunks for milliseconds, chunks in streams]
-    rows = []
-    for what, values in {"request": request, "call": calls}.items():
-        low, middle, high = (round(value, 2) for value in quantiles(values, n=4))
-        rows.append({"load": f"overhead of a {what}", "server": endpoint.name, "ms": middle, "spread": [low, high]})
-    return rows
-
-
 def main() -> None:
     """Start the servers, measure, and print a table and one JSON object."""
     parser = argument_parser(__doc__, quick="1 and 4 clients, one turn, by default without other servers")
     parser.add_argument("--port", type=int, default=9800, help="the first of five free ports")
-    parser.add_argument("--clients", nargs="*", type=int, help="clients of a closed loop (default: 1 2 4 8 16)")
-    parser.add_argument("--rate", nargs="*", type=float, default=[], help="requests a second of an open loop")
-    parser.add_argument("--requests", type=int, default=2, help="of each client in a turn; of an open loop, times 8")
+    parser.add_argument("--clients", nargs="*", type=int, help="clients at a time (default: 1 2 4 8 16)")
+    parser.add_argument("--requests", type=int, default=2, help="of each client in a turn")
     parser.add_argument("--turns", type=int, help="of every server under each load (default: 2)")
     parser.add_argument("--max-tokens", type=int, default=96, help="of an answer")
-    of_others = f"of other servers (default: {', '.join(OTHERS)}; --quick, --overhead: none)"
+    of_others = f"of other servers (default: {', '.join(OTHERS)}; --quick: none)"
     parser.add_argument("--settings", nargs="*", choices=SETTINGS, metavar="NAME", help=of_others)
     parser.add_argument("--mixed", action="store_true", help="measure short prompts beside a long one instead")
-    parser.add_argument("--prefix", action="store_true", help="measure cached prefixes instead")
-    parser.add_argument("--overhead", action="store_true", help="measure TorchServe's overhead instead")
     parser.add_argument("--results", type=Path, help="file that keeps every load, from which a run is resumed")
     options = parser.parse_args()
     clients = options.clients if options.clients is not None else ((1, 4) if options.quick else CLIENTS)
     turns = options.turns or (1 if options.quick else 2)
     loads = closed_loops(clients, options.requests, options.max_tokens)
-    number = options.requests * SLOTS
-    loads |= {
-        f"{rate} a second": partial(open_loop, rate=rate, number=number, max_tokens=options.max_tokens)
-        for rate in options.rate
-    }
     results = ResultsFile(options.results)
     _, handler = load_yaml(options.config)
     with ExitStack() as stack:
-        default = () if options.quick or options.overhead else OTHERS
+        default = () if options.quick else OTHERS
         settings = default if options.settings is None else options.settings
         processes, failures = start(stack, Job.of(options.config, SLOTS), settings)
         others = [process.endpoint(name) for name, process in processes.items()]
@@ -299,13 +214,8 @@ def main() -> None:
         modes = specserve_modes(ours)
         for endpoint in [*modes, *others]:
             checked(endpoint, stream(endpoint, unique_prompts(1)[0], 8))
-        if options.overhead:
-            rows = measure_overhead(ours, 5 if options.quick else 20)
-        elif options.mixed:
+        if options.mixed:
             rows = measure_mixed([ours, *others], options.turns or (1 if options.quick else 5), handler.prefill_rows)
-        elif options.prefix:
-            cached = [replace(endpoint, extra={}) for endpoint in others]
-            rows = measure_prefix([ours, *cached], 1 if options.quick else 5)
         else:
             rows = measure(loads, [*modes, *others], results, turns)
     print_table("streams", rows, omit=["first_error"])

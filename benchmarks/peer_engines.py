@@ -12,10 +12,9 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import venv
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -54,15 +53,6 @@ DRAFT = "{draft}"
 _CONTEXT_LENGTH = 4096
 DRAFT_LENGTHS = (2, 3, 4, 7, 15)
 N_GRAM = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command line, what it adds to the environment, and the route by which a server says that it is ready."""
-
-    arguments: list[str | Path]
-    environment: dict[str, str] = field(default_factory=dict)
-    ready: str = "/health"
 
 
 @dataclass(frozen=True)
@@ -109,27 +99,6 @@ def _locked_packages() -> list[str]:
     """The packages of the lock file, each with its hashes."""
     entries = re.split(r"\n(?! )", LOCK.read_text(encoding="utf-8"))
     return [entry for entry in entries if entry and not entry.startswith("#")]
-
-
-def install_packages() -> Path:
-    """Return the Python of an environment with the packages of the lock file, but for the two that are built.
-
-    Raises:
-        EnvironmentFailure: they cannot be installed.
-    """
-    home, note = PEERS / "venv", PEERS / "venv" / "installed.txt"
-    python = home / "bin" / "python"
-    wanted = "\n".join(entry for entry in _locked_packages() if not entry.startswith((f"{LLAMA}==", f"{IK}==")))
-    with files.locked(PEERS / ".lock", "OpenVINO GenAI is being installed"):
-        if not note.exists() or note.read_text(encoding="utf-8") != wanted:
-            with Console(stderr=True).status("installing OpenVINO GenAI and what other peers import"):
-                venv.create(home, with_pip=True, clear=True)
-                requirements = PEERS / "requirements.txt"
-                requirements.write_text(wanted, encoding="utf-8")
-                install = [*PIP, "install", "--no-deps", "--require-hashes"]
-                run_logged([python, *install, "-r", requirements], PEERS / "install.log")
-            note.write_text(wanted, encoding="utf-8")
-    return python
 
 
 def unpack(package: str) -> Path:
@@ -193,38 +162,23 @@ def _options(**values: object) -> list[str]:
     return [str(part) for name, value in values.items() for part in (f"--{name.replace('_', '-')}", value)]
 
 
-def llama_server(job: Job) -> Command:
+def llama_server(job: Job) -> list[str | Path]:
     """llama-server; states saved in RAM would take memory from the other servers."""
     context = _options(threads=job.threads, parallel=job.slots, ctx_size=job.slots * job.context_length, cache_ram=0)
-    return Command([build_llama() / "bin" / "llama-server", "-m", job.target, *context, "--no-ui"])
+    return [build_llama() / "bin" / "llama-server", "-m", job.target, *context, "--no-ui"]
 
 
-def ik_server(job: Job) -> Command:
+def ik_server(job: Job) -> list[str | Path]:
     """ik_llama.cpp's llama-server, with weights repacked at load; flash attention and an F16 cache are its defaults."""
     context = _options(threads=job.threads, parallel=job.slots, ctx_size=job.slots * job.context_length, cache_ram=0)
-    return Command([build_ik() / "bin" / "llama-server", "-m", job.target, *context, "--run-time-repack"])
-
-
-def openvino_server(job: Job) -> Command:
-    """OpenVINO GenAI's pipeline behind a server of ours, since its package has none."""
-    script = Path(__file__).with_name("openvino_server.py")
-    threads = _options(threads=job.threads)
-    return Command([install_packages(), script, "--model", job.target, "--cache", PEERS / "openvino", *threads])
-
-
-def llama_cpp_python_server(job: Job) -> Command:
-    """llama-cpp-python's server, with the library of `build_llama`; by default a request would interrupt another."""
-    environment = {"PYTHONPATH": str(unpack(LLAMA) / "package"), "LLAMA_CPP_LIB_PATH": str(build_llama() / "bin")}
-    options = ["--n_threads", str(job.threads), "--n_ctx", str(job.context_length), "--interrupt_requests", "False"]
-    server: list[str | Path] = [install_packages(), "-m", "llama_cpp.server", "--model", job.target, *options]
-    return Command(server, environment, ready="/v1/models")
+    return [build_ik() / "bin" / "llama-server", "-m", job.target, *context, "--run-time-repack"]
 
 
 @dataclass(frozen=True)
 class Engine:
     """How a server is started, and options by setting."""
 
-    command: Callable[[Job], Command]
+    command: Callable[[Job], list[str | Path]]
     settings: dict[str, tuple[str, ...]]
 
 
@@ -247,25 +201,11 @@ ENGINES = {
         | {"draft autotuned": _draft("--spec-autotune")}
         | {kind: ("--spec-type", kind) for kind in N_GRAM},
     ),
-    "OpenVINO": Engine(
-        openvino_server,
-        {"plain": ()}
-        | {name: ("--draft", DRAFT, "--assistant-tokens", str(n)) for n, name in _DRAFTS.items()}
-        | {"lookup": ("--lookup",)},
-    ),
-    "llama-cpp-python": Engine(
-        llama_cpp_python_server,
-        {"plain": ()}
-        | {
-            f"lookup {n}": ("--draft_model", "prompt-lookup-decoding", "--draft_model_num_pred_tokens", str(n))
-            for n in (2, 10)
-        },
-    ),
 }
 SETTINGS = [f"{engine} {setting}" for engine in ENGINES for setting in ENGINES[engine].settings]
 
 
-def command(job: Job, name: str) -> Command:
+def command(job: Job, name: str) -> list[str | Path]:
     """The command of a setting's server, whose engine is built if need be.
 
     Raises:
@@ -275,9 +215,10 @@ def command(job: Job, name: str) -> Command:
     options = ENGINES[engine].settings[setting]
     if DRAFT in options and job.draft is None:
         raise EnvironmentFailure("the configuration has no draft model")
-    found = ENGINES[engine].command(job)
-    arguments = [str(job.draft) if option == DRAFT else option for option in options]
-    return Command([*found.arguments, *arguments], found.environment, found.ready)
+    return [
+        *ENGINES[engine].command(job),
+        *(str(job.draft) if option == DRAFT else option for option in options),
+    ]
 
 
 def start(
@@ -297,10 +238,8 @@ def start(
     processes, failures = {}, {}
     for name in names:
         try:
-            found = command(job, name)
-            log = PEERS / "logs" / f"{name.replace(' ', '-')}.log"
-            arguments = [*found.arguments, *options]
-            process = ServerProcess(arguments, log, environment=found.environment, ready=found.ready)
+            arguments = [*command(job, name), *options]
+            process = ServerProcess(arguments, PEERS / "logs" / f"{name.replace(' ', '-')}.log")
             stack.callback(process.stop)
             process.wait_ready()
         except EnvironmentFailure as reason:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,6 @@ from common import Row
 
 RESULTS = Path(__file__).parent / "results"
 MACHINES = {"zen5": "Zen 5", "zen4": "Zen 4", "zen3": "Zen 3", "emerald": "Emerald Rapids"}
-# Characters of a command on the page: its file has the whole.
-COMMAND_WIDTH = 70
 Results = Mapping[str, Row]
 # Texts by the keys of their rows.
 Column = dict[Any, str]
@@ -45,29 +43,22 @@ def table(corner: str, titles: Mapping[Any, str], columns: Mapping[str, Column])
     return [line([corner, *columns]), "|---" * (1 + len(columns)) + "|", *rows]
 
 
-def side_by_side(heads: Sequence[str], rows: Sequence[Sequence[str]], times: int) -> list[str]:
-    """The lines of a table of many short rows, of which so many share a line."""
-    height = -(-len(rows) // times)
-    lines = [[cell for row in rows[start::height] for cell in row] for start in range(height)]
-    width = len(heads) * times
-    return [line([*heads] * times), "|---" * width + "|", *(line([*row, *[""] * (width - len(row))]) for row in lines)]
-
-
 def own_titles(columns: Mapping[str, Column]) -> dict[str, str]:
     """Titles of rows whose keys are texts already."""
     return {key: key for column in columns.values() for key in column}
 
 
 def source(results: Results, name: str) -> str:
-    """Which command printed a result, when, and on which machine."""
-    command = results[name]["command"].removeprefix("benchmarks/")
-    if len(command) > COMMAND_WIDTH:
-        command = command[:COMMAND_WIDTH].rpartition(" ")[0] + " ..."
+    """When and on which machine a result was measured, with a link to its file, which has the command."""
     machine = MACHINES.get(name.rpartition("-")[2])
-    return f"[{', '.join(filter(None, (machine, results[name]['date'])))}](results/{name}.json): `{command}`"
+    return f"[{', '.join(filter(None, (machine, results[name]['date'])))}](results/{name}.json)"
 
 
 def section(question: str, answer: str, lines: list[str], results: Results, names: Iterable[str]) -> list[str]:
     """A question, what its figures are, where they come from, and its table."""
+    names = list(names)
+    scripts = ", ".join(
+        dict.fromkeys(f"`{Path(results[name]['command'].split()[0]).name.rstrip(';')}`" for name in names)
+    )
     sources = "; ".join(source(results, name) for name in names)
-    return ["", f"## {question}", f"{answer} ({sources})", *(["", *lines] if lines else [])]
+    return ["", f"## {question}", f"{answer} ({scripts}: {sources})", *(["", *lines] if lines else [])]

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 import re
 import secrets
-import signal
 import socket
 import subprocess
 import time
@@ -16,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -53,17 +49,14 @@ class ServerProcess:
     Args:
         command: the command line, which takes `--port` too.
         log: where its output goes.
-        environment: what is added to the environment.
-        ready: a route that answers when the model is loaded.
     """
 
-    def __init__(self, command: list[str | Path], log: Path, *, environment: dict[str, str], ready: str) -> None:
+    def __init__(self, command: list[str | Path], log: Path) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port: int = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
-        self._ready = ready
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w", encoding="utf-8") as output:
             self._process = subprocess.Popen(
@@ -71,7 +64,6 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | environment,
                 # ik_llama.cpp's server writes llama.log into its working directory.
                 cwd=log.parent,
                 # As ours, and as a service: Linux divides the cores by sessions (benchmarks/neighbours.py).
@@ -87,7 +79,7 @@ class ServerProcess:
         until = time.monotonic() + LOAD_TIMEOUT_SECONDS
         while self._process.poll() is None and time.monotonic() < until:
             try:
-                if requests.get(self.url + self._ready, timeout=5).ok:
+                if requests.get(self.url + "/health", timeout=5).ok:
                     return
             except requests.RequestException:
                 pass
@@ -95,14 +87,6 @@ class ServerProcess:
         self.stop()
         output = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         raise EnvironmentFailure(f"it did not become ready: {output[-1] if output else 'no message'} (log: {self.log})")
-
-    def pause(self) -> None:
-        """Stop the process (SIGSTOP) so that it uses no core."""
-        self._process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Continue the process."""
-        self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         """Kill the process; a second call is harmless."""
@@ -156,7 +140,6 @@ class Answer:
     text: str = ""
     tokens: int = 0
     speculation: dict[str, Any] = field(default_factory=dict)
-    timings: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
 
     @property
@@ -185,12 +168,6 @@ def events(response: requests.Response) -> Iterator[dict[str, Any]]:
 def stream(endpoint: Endpoint, prompt: str, max_tokens: int) -> Answer:
     """Stream one greedy completion; a failure is recorded in the answer."""
     answer = Answer(perf_counter())
-    receive(answer, endpoint, prompt, max_tokens, perf_counter)
-    return answer
-
-
-def receive(answer: Answer, endpoint: Endpoint, prompt: str, max_tokens: int, clock: Callable[[], float]) -> None:
-    """Stream one greedy completion into an answer, whose timestamps are those of `clock`."""
     body = {
         "prompt": prompt,
         "max_tokens": max_tokens,
@@ -206,19 +183,17 @@ def receive(answer: Answer, endpoint: Endpoint, prompt: str, max_tokens: int, cl
             for event in events(response):
                 text = "".join(choice.get("text") or "" for choice in event.get("choices", ()))
                 if text:
-                    answer.chunks.append(clock())
+                    answer.chunks.append(perf_counter())
                     answer.text += text
                 if event.get("usage"):
                     answer.tokens = event["usage"]["completion_tokens"]
                 answer.speculation = event.get("speculation", answer.speculation)
-                answer.timings = event.get("timings", answer.timings)
-        answer.end = clock()
-        # llama-cpp-python's server does not count the tokens of a stream; it sends one a chunk.
-        answer.tokens = answer.tokens or len(answer.chunks)
+        answer.end = perf_counter()
     except (requests.RequestException, ValueError, KeyError) as error:
         answer.error = f"{type(error).__name__}: {error}"
     if not answer.error and not answer.chunks:
         answer.error = "no text"
+    return answer
 
 
 def unique_prompts(number: int) -> list[str]:
@@ -242,16 +217,3 @@ def closed_loop(endpoint: Endpoint, *, clients: int, number: int, max_tokens: in
     """`clients` clients share `number` requests; each sends its next one when the last one is answered."""
     with ThreadPoolExecutor(clients) as pool:
         return list(pool.map(lambda prompt: stream(endpoint, prompt, max_tokens), unique_prompts(number)))
-
-
-def open_loop(endpoint: Endpoint, *, rate: float, number: int, max_tokens: int) -> list[Answer]:
-    """Requests arrive as a Poisson process of `rate` a second, always with the same intervals."""
-    intervals = random.Random(0)
-    arrivals = accumulate(intervals.expovariate(rate) for _ in range(number))
-
-    def client(prompt: str, arrival: float) -> Answer:
-        time.sleep(arrival)
-        return stream(endpoint, prompt, max_tokens)
-
-    with ThreadPoolExecutor(number) as pool:
-        return list(pool.map(client, unique_prompts(number), arrivals))

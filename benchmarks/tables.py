@@ -12,8 +12,7 @@ from pathlib import Path
 
 from charts import best_settings
 from common import Row
-from long_prompts_table import long_prompts
-from result_tables import Column, Results, on_machines, own_titles, read_results, section, side_by_side, table
+from result_tables import Column, Results, on_machines, own_titles, read_results, section, table
 
 PAGE = Path(__file__).parent / "RESULTS.md"
 KINDS = {
@@ -28,23 +27,15 @@ KINDS = {
     "long": "an answer of 1,000 tokens",
 }
 TARGET = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
-DRAFT = "qwen2.5-coder-0.5b-instruct-q4_k_m.pure-q4_0.gguf"
-SIMULATED = {
-    "2 cores of Zen 5, our kernels, 1.5B by 0.5B": "1.5B, Zen 5",
-    "2 cores of Zen 5 apart, our kernels, 3B by 0.5B": "3B, Zen 5",
-    "2 cores, fast memory, our kernels, 1.5B by 0.5B": "1.5B, Zen 4",
-    "2 cores, fast memory, our kernels, 3B by 0.5B": "3B, Zen 4",
-}
 # Of the longest gaps, those that have a row.
 WORST = 2
 INTRODUCTION = """# Results
 
-Two cores of shared machines: AMD EPYCs of Zen 5, Zen 4 and Zen 3 (which has AVX2 alone), and an Intel Emerald \
-Rapids. The pair is Qwen2.5-Coder 1.5B as published (Q4_K_M), drafted for by the 0.5B in pure Q4_0; the 3B is cost- \
-matched: the text of the 1.5B at the cost of Qwen2.5 3B. Compare within a run, in which engines and modes take \
-turns; from run to run ratios vary by a tenth. `tables.py` writes this page from the linked files, which have the \
-whole commands. Conclusions: \
-[decisions](decisions/README.md)."""
+Two cores of shared machines: AMD EPYCs of Zen 5, Zen 4 and Zen 3 (AVX2 alone) and an Intel Emerald Rapids. The pair \
+is Qwen2.5-Coder 1.5B (Q4_K_M) with its 0.5B in pure Q4_0 as the draft; "3B" is the 1.5B at the cost of Qwen2.5 3B. \
+Compare figures of one run only, in which engines and modes take turns: from run to run ratios vary by a tenth. \
+`tables.py` writes this page from the linked files, which hold the commands. See also [what each mechanism \
+buys](decisions/ledger.md) and [what was tried](decisions/tried.md)."""
 
 
 def span(values: Iterable[float]) -> str:
@@ -66,41 +57,38 @@ def one_client(results: Results) -> list[str]:
             text = f"{row['ratio_with_prefill']:.2f}"
             if "least_with_prefill" in row:
                 text += f" ({row['least_with_prefill']:.2f})"
-            columns.setdefault(f"{model}, {machine}, {temperature}", {})[row["family"]] = text
+            if model == "1.5B":
+                columns.setdefault(f"{machine}, {temperature}", {})[row["family"]] = text
         greedy = span(row["ratio_with_prefill"] for row in rows if not row["temperature"])
         spans.append(f"{greedy} ({model}, {machine})")
     answer = (
-        f"Greedy {', '.join(spans)} times plain decoding, prefill included. The median of a kind's prompts, and in "
-        "brackets the least of them."
+        f"Greedy decoding gains {', '.join(spans)} times the speed without speculation, prefill included. Medians "
+        "of the 1.5B, with the slowest prompt in brackets."
     )
     return section("How much faster is one client?", answer, table("", KINDS, columns), results, names)
 
 
 def fixed_numbers(results: Results) -> list[str]:
     """Mode `auto` beside the best of fixed numbers of drafts (decode.py)."""
-    columns: dict[str, Column] = {}
-    ahead = []
     names = on_machines(results, "fixed")
+    ahead, spans = [], []
     for name, machine in names.items():
         rows = results[name]["rows"]
         adaptive = {row["family"]: row["ratio"] for row in rows if row["mode"] == "adaptive"}
-        # In ascending order, so the best of a family comes last; of equal ones the first that was run.
-        fixed = sorted((row for row in reversed(rows) if row["mode"].startswith("fixed")), key=lambda row: row["ratio"])
-        best = {row["family"]: row for row in fixed}
-        ahead += [ratio >= best[family]["ratio"] for family, ratio in adaptive.items()]
-        columns[f"{machine}, best fixed number"] = {
-            family: f"{row['ratio']:.2f} with {row['mode'].removeprefix('fixed ')}" for family, row in best.items()
-        }
-        columns[f"{machine}, adaptive"] = {family: f"{ratio:.2f}" for family, ratio in adaptive.items()}
+        fixed = [row for row in rows if row["mode"].startswith("fixed")]
+        best = {family: max(row["ratio"] for row in fixed if row["family"] == family) for family in adaptive}
+        ahead += [ratio >= best[family] for family, ratio in adaptive.items()]
+        spans.append(f"{span(adaptive.values())} and {span(best.values())} ({machine})")
     answer = (
-        f"It is at least as good for {sum(ahead)} of {len(ahead)} kinds of text and machines. Times plain decoding, "
-        "without prefill; the fixed number of the model's drafts is the best in hindsight."
+        f"Mode `auto` is at least as fast as the best fixed number in hindsight for {sum(ahead)} of {len(ahead)} kinds "
+        f"of text and machines. By kind of text, without prefill, the two gain {', '.join(spans)} times the speed "
+        "without speculation."
     )
-    return section("Is it better than a fixed number of drafts?", answer, table("", KINDS, columns), results, names)
+    return section("Is it better than a fixed number of drafts?", answer, [], results, names)
 
 
 def several_clients(results: Results) -> list[str]:
-    """Tokens a second and time to first token, by clients (peers.py clients, load.py)."""
+    """Tokens a second and time to first token, by clients (load.py)."""
     columns: dict[str, Column] = {}
     servers = {"specserve auto": "`auto`", "specserve off": "`off`", "llama-server plain": "llama-server"}
     for name, machine in on_machines(results, "clients").items():
@@ -118,9 +106,9 @@ def several_clients(results: Results) -> list[str]:
         }
     titles = {load: load.removesuffix(" clients") for load in own_titles(columns)}
     answer = (
-        "Tokens a second of all clients, and the median time to first token: streams of up to 96 tokens after prompts "
-        "of about 250 ([chart](results/clients-zen5.svg)). The last columns are runs of their own, of 2 or "
-        "3 turns, on Zen 4 with up to 256 tokens."
+        "Tokens per second of all clients together, and the median time to first token, for streams of up to 96 tokens "
+        "after prompts of about 250. The last two columns are separate runs, on "
+        "Zen 4 with up to 256 tokens."
     )
     names = on_machines(results, "clients", "load")
     return section("What do several clients get?", answer, table("clients", titles, columns), results, names)
@@ -138,43 +126,33 @@ def mixed_lengths(results: Results) -> list[str]:
             title = f"{row['prompt']}, {row['tokens']:,} tokens"
             columns.setdefault(f"{row['server']}, {machine}", {})[title] = f"{text}, {kept}"
     answer = (
-        "Seconds to the first token: alone, beside others, the 99th percentile of that, and how many were within the "
-        "bound: three times alone and a prefill chunk, for the long prompt 1.3 times."
+        "Seconds to the first token: median alone, median and 99th percentile beside others, and how many kept the "
+        "bound, which is three times alone and a prefill chunk, or 1.3 times alone for the long prompt."
     )
     lines = table("prompt", own_titles(columns), columns)
     return section("How long does a short prompt wait beside a long one?", answer, lines, results, names)
 
 
 def cost_of_a_pass(results: Results) -> list[str]:
-    """Milliseconds of a pass by its rows (cost_curve.py, peers.py passes)."""
+    """Milliseconds of a pass by its rows (cost_curve.py)."""
     columns: dict[str, Column] = {}
     growth = []
-    for file, model in {TARGET: "1.5B", DRAFT: "draft"}.items():
-        for name, machine in on_machines(results, "cost_curve").items():
-            rows = {(row["engine"], row["rows"]): row for row in results[name]["rows"] if row["file"] == file}
-            times = {key: _milliseconds(row) for key, row in rows.items()}
-            columns[f"{model}, {machine}: llama.cpp / ours"] = {
-                count: f"{times['llama.cpp', count]:.1f} / {time:.1f} ({rows[engine, count]['times_roof']:.2f})"
-                for (engine, count), time in times.items()
-                if engine == "ours"
-            }
-            if file == TARGET:
-                ours, theirs = (times[engine, 8] / times[engine, 1] for engine in ("ours", "llama.cpp"))
-                growth.append(f"{ours:.1f} times ({machine}; llama.cpp's kernels {theirs:.1f})")
-    engines = ("ours", "ik_llama.cpp", "OpenVINO")
-    for name, machine in on_machines(results, "passes").items():
-        passes = [row for row in results[name]["rows"] if row["file"] == TARGET]
-        times = {(row["engine"], row["rows"]): _milliseconds(row) for row in passes}
-        columns[f"1.5B, {machine}: {' / '.join(engines)}"] = {
-            count: " / ".join(f"{time:.1f}" if (time := times.get((engine, count))) else "-" for engine in engines)
-            for _, count in times
+    for name, machine in on_machines(results, "cost_curve").items():
+        rows = {(row["engine"], row["rows"]): row for row in results[name]["rows"] if row["file"] == TARGET}
+        times = {key: _milliseconds(row) for key, row in rows.items()}
+        columns[f"{machine}: llama.cpp / ours"] = {
+            count: f"{times['llama.cpp', count]:.1f} / {time:.1f} ({rows[engine, count]['times_roof']:.2f})"
+            for (engine, count), time in times.items()
+            if engine == "ours"
         }
-    titles = {count: f"{count}" for count in (1, 2, 4, 8, 16)} | {512: "each of a prompt of 512"}
+        ours, theirs = (times[engine, 8] / times[engine, 1] for engine in ("ours", "llama.cpp"))
+        growth.append(f"{ours:.1f} times ({machine}; llama.cpp's kernels {theirs:.1f})")
+    titles = {count: f"{count}" for count in (1, 4, 8, 16)} | {512: "each of a prompt of 512"}
     answer = (
-        f"Eight tokens cost {', '.join(growth)} as much as one. Milliseconds; in brackets our time over the least "
-        "that memory and arithmetic allow."
+        f"Eight tokens cost {', '.join(growth)} as much as one. Milliseconds of the 1.5B; in brackets our time over "
+        "the least that memory and arithmetic allow."
     )
-    names = on_machines(results, "cost_curve", "passes")
+    names = on_machines(results, "cost_curve")
     return section("What does a forward pass cost?", answer, table("tokens", titles, columns), results, names)
 
 
@@ -184,26 +162,46 @@ def _milliseconds(row: Row) -> float:
 
 
 def other_engines(results: Results) -> list[str]:
-    """The best settings of each engine, by kind of text (peers.py requests)."""
+    """The best settings of each engine, by kind of text (peers.py)."""
     columns: dict[str, Column] = {}
-    engines = ("specserve", "llama-server", "ik_llama.cpp", "OpenVINO", "llama-cpp-python")
-    modes = {"specserve adaptive": "specserve", "specserve fixed 3": "3 drafts", "specserve plain": "plain"}
-    for name, machine in on_machines(results, "requests").items():
+    engines = ("specserve", "llama-server", "ik_llama.cpp")
+    names = on_machines(results, "requests")
+    for name, machine in list(names.items())[:1]:
         best = {(row["family"], row["mode"].partition(",")[0]): row for row in best_settings(results[name]["rows"])}
-        columns[f"1.5B, {machine}: {' / '.join(engines)}"] = {
-            family: " / ".join(f"{best[family, engine]['ratio']:.2f}" for engine in engines) for family, _ in best
-        }
-    for name, machine in on_machines(results, "requests-3b").items():
-        ratios = {(row["family"], row["mode"]): row["ratio"] for row in results[name]["rows"]}
-        columns[f"3B, {machine}: {' / '.join(modes.values())}"] = {
-            family: " / ".join(f"{ratios[family, mode]:.2f}" for mode in modes) for family, _ in ratios
-        }
+        for engine in engines:
+            columns[f"{engine}, {machine}"] = {family: f"{best[family, engine]['ratio']:.2f}" for family, _ in best}
     answer = (
-        "Tokens a second of decoding for one client, times llama-server's without drafts. specserve is in mode `auto`, "
-        "the others have the best of their settings (plain, three drafts, n-grams); of the 3B our other modes."
+        "Decoding speed for one client (1.5B) as a multiple of llama-server's without drafts. specserve is in mode "
+        "`auto`, the others have the best of their settings (no drafts, three drafts, n-grams)."
     )
-    names = on_machines(results, "requests", "requests-3b")
     return section("How fast are other engines?", answer, table("", KINDS, columns), results, names)
+
+
+def long_prompts(results: Results) -> list[str]:
+    """Prefill, decoding and further turns, by the tokens of a prompt (long_prompts.py)."""
+    columns: dict[str, Column] = {}
+    servers = {
+        "specserve auto": "`auto`",
+        "specserve off": "`off`",
+        "llama-server plain": "llama-server",
+        "ik_llama.cpp plain": "ik_llama.cpp",
+    }
+    titles = {
+        "prefill_ms": "prefill, ms a token",
+        "tokens_per_second": "an edit, tokens a second",
+        "second_turn_s": "second turn, first token, s",
+        "third_turn_share": "third turn, after others have filled the cache, as a share of the first",
+    }
+    names = on_machines(results, "long_prompts")
+    for name, machine in names.items():
+        for row in results[name]["rows"]:
+            column = columns.setdefault(f"{row['tokens']:,} tokens, {machine}", {})
+            for key in titles:
+                if row.get(key) is not None:
+                    figure = f"{row[key]:.3g} {servers[row['server']]}"
+                    column[key] = f"{column[key]}, {figure}" if key in column else figure
+    answer = "One client; prompts are parts of Python's library, and most of an edit is in its prompt."
+    return section("What do long prompts cost?", answer, table("", titles, columns), results, names)
 
 
 def perplexity(results: Results) -> list[str]:
@@ -213,13 +211,13 @@ def perplexity(results: Results) -> list[str]:
     published = []
     for name, machine in names.items():
         for row in results[name]["rows"]:
-            file = "pure Q4_0" if "pure-q4_0" in row["file"] else "published Q4_K_M"
+            if row["file"] != TARGET:
+                continue
             text = f"{row['stock']:.3f} / {row['ours']:.3f}, {row['ratio']:.4f} ± {row['standard_error']:.4f}"
             in_8_bits = f"{row['q8_0_cache']:.4f} ± {row['q8_0_error']:.4f}"
-            title = f"1.5B, {file}, {machine}: llama.cpp / ours, ratio; with `cache_type: q8_0`, of ours"
+            title = f"{machine}: llama.cpp / ours, ratio; with `cache_type: q8_0`, of ours"
             columns.setdefault(title, {})[row["family"]] = f"{text}; {in_8_bits}"
-            if row["file"] == TARGET:
-                published.append(abs(row["ratio"] - 1))
+            published.append(abs(row["ratio"] - 1))
     answer = (
         f"The published file's perplexity differs by {100 * max(published):.2f} % at most. Windows of 512 tokens, with "
         "standard errors of the logarithm of the ratio."
@@ -229,7 +227,7 @@ def perplexity(results: Results) -> list[str]:
 
 
 def schemas(results: Results) -> list[str]:
-    """Accepted schemas of each set, and what is generated (schemas.py, schema_suite.py)."""
+    """How many schemas are accepted, and what is generated (schemas.py, schema_suite.py)."""
     sets, suite = results["schemas"]["rows"], results["schema_suite"]["rows"]
     verdicts = results["schemas"]["answers"]["off"]
     accepted, schemas, invalid, generated = (
@@ -242,13 +240,11 @@ def schemas(results: Results) -> list[str]:
         f"others cut off by `max_tokens`. Of {invalid:,} instances that JSON Schema's own test suite calls invalid "
         f"{generated} could be generated."
     )
-    rows = [[row["set"], f"{row['accepted']:,} of {row['schemas']:,}"] for row in sets]
-    lines = side_by_side(["set", "accepted"], rows, 12)
-    return section("Which schemas are accepted?", answer, lines, results, ("schemas", "schema_suite"))
+    return section("Which schemas are accepted?", answer, [], results, ("schemas", "schema_suite"))
 
 
 def tools(results: Results) -> list[str]:
-    """Calls of tools: whether they are valid, and how fast they are written (tools.py)."""
+    """Tool calls: whether they are valid, and how fast they are written (tools.py)."""
     names = on_machines(results, "tools")
     answers, ratios = [], []
     for name, machine in names.items():
@@ -261,10 +257,10 @@ def tools(results: Results) -> list[str]:
         )
         ratios += [f"{row['choice']} {row['ratio']:.2f} at {row['temperature']} ({machine})" for row in rows]
     answer = (
-        f"{'; '.join(answers)} without speculation, whole and streamed, greedy and at 0.8. Times plain decoding, "
-        f"medians: {', '.join(ratios)}."
+        f"{'; '.join(answers)} without speculation, whole and streamed, greedy and at 0.8. Median speed-ups by "
+        f"`tool_choice` and temperature: {', '.join(ratios)}."
     )
-    return section("Are calls of tools valid, and how fast?", answer, [], results, names)
+    return section("Are tool calls valid, and how fast?", answer, [], results, names)
 
 
 def recurring(results: Results) -> list[str]:
@@ -276,32 +272,10 @@ def recurring(results: Results) -> list[str]:
         for row in results[name]["rows"]
     ]
     answer = (
-        "Tokens a second by `auto` without a pool, and with one in a first and a second pass over a bank of requests: "
-        f"{'; '.join(texts)}."
+        "Tokens per second without drafts from earlier answers, and with them in a first and a second pass over the "
+        f"same requests: {'; '.join(texts)}."
     )
     return section("What does recurring work gain?", answer, [], results, names)
-
-
-def torchserve(results: Results) -> list[str]:
-    """What TorchServe adds, and what a cached prefix saves (load.py)."""
-    columns: dict[str, Column] = {}
-    names = on_machines(results, "overhead", "prefix")
-    titles = {
-        "overhead of a request": "TorchServe's part of a request, ms",
-        "overhead of a call": "its part of each further call of a stream, ms",
-        "cold_s": "first token after a new prompt of 1,500 tokens, s",
-        "cached_s": "the same, cached, s",
-        "cached_in_use_s": "the same, cached and in use by another stream, s",
-    }
-    for name, machine in names.items():
-        for row in results[name]["rows"]:
-            if not row["server"].startswith("specserve"):
-                continue
-            values = {row["load"]: row["ms"]} if "ms" in row else row
-            columns.setdefault(machine, {}).update({key: f"{values[key]}" for key in values if key in titles})
-    answer = "Medians of 20 requests and streams; the prompts are one trial."
-    lines = table("", titles, columns)
-    return section("What does TorchServe add, and a cached prefix save?", answer, lines, results, names)
 
 
 def neighbours(results: Results) -> list[str]:
@@ -310,10 +284,10 @@ def neighbours(results: Results) -> list[str]:
     names = on_machines(results, "neighbours")
     for name, machine in names.items():
         for row in results[name]["rows"]:
-            text = f"{row['kept']:.2f} ({row['least']:.2f} to {row['most']:.2f})"
+            text = f"{row['kept']:.2f} ({row['least']:.2f})"
             columns.setdefault(f"{row['server']}, {machine}", {})[row["neighbour"]] = text
     answer = (
-        "The share of its quiet speed, median and range of three prompts, also ten seconds after ten minutes of "
+        "The share of its quiet speed, median and least of three prompts, also ten seconds after ten minutes of "
         "neighbours; the [operator's guide](../config/README.md#beside-other-processes) says what to set."
     )
     lines = table("beside", own_titles(columns), columns)
@@ -331,7 +305,6 @@ def worst_cases(results: Results) -> list[str]:
         for row in rows[:WORST]:
             columns["bounded by"][row["case"]] = row["limit"]
             columns.setdefault(f"gap, s, {machine}", {})[row["case"]] = f"{row['longest_gap']:.2f}"
-            columns.setdefault(f"MiB more, {machine}", {})[row["case"]] = f"{row['mebibytes']}"
         gaps = rows[WORST]["longest_gap"], alone["longest_gap"]
         others.append(f"in {len(rows) - WORST} other cases at most {gaps[0]:.2f} s, in the stream alone {gaps[1]:.2f}")
     answer = f"The longest gap in another client's stream; {'; '.join(others)}."
@@ -351,7 +324,6 @@ QUESTIONS = (
     schemas,
     tools,
     recurring,
-    torchserve,
     neighbours,
     worst_cases,
 )

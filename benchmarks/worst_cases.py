@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Self
@@ -56,8 +55,8 @@ class Case:
 
     name: str
     limit: str
-    route: str
     body: Callable[[], Body]
+    route: str = COMPLETION
     # Sent at the same time, each by a client of its own.
     copies: int = 1
     # Whether the prompt is in the cache, since reading it takes longer than clients wait: all answers begin at once.
@@ -138,11 +137,6 @@ def chat(content: Any = "Hi", **fields: Any) -> Body:
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 16, **fields}
 
 
-def unknown(prefix: str) -> dict[str, int]:
-    """Nearly a megabyte of fields that do not exist."""
-    return {f"{prefix}{number:06}": 0 for number in range(60_000)}
-
-
 def stop_strings() -> list[str]:
     """One that holds everything back, and fifteen that hold nearly nothing."""
     return [" " * 999 + "b", *(" " * length + "b" * (1000 - length) for length in range(1, 16))]
@@ -174,26 +168,10 @@ def words(count: int) -> list[str]:
     return [f"w{number:06}" for number in range(count)]
 
 
-def counted_schema() -> Body:
-    """Properties of which at least one has to be there."""
-    return {"properties": {f"p{n}": {} for n in range(64)}, "minProperties": 1, "additionalProperties": False}
-
-
-def deep_schema() -> Body:
-    """Objects, each in the next, by references."""
-    steps = {f"d{n}": {"properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(1300)}
-    return {"$ref": "#/$defs/d0", "$defs": {**steps, "d1300": {"type": "null"}}}
-
-
 def long_strings() -> Body:
     """Strings whose lengths have to be counted, in an array of at least so many."""
     text = {"type": "string", "pattern": "^([a-y ]{1,30} ?){1,30}$", "minLength": 500, "maxLength": 900}
     return {"type": "array", "minItems": 1000, "items": text}
-
-
-def wide_choice() -> Body:
-    """Objects that begin alike, of which each is right for another next property."""
-    return {"anyOf": [{"properties": {"a": {"minLength": n}, f"p{n}": {}}, "required": ["a"]} for n in range(300)]}
 
 
 def repeated(prompt: str, **fields: Any) -> Body:
@@ -219,219 +197,119 @@ def sampled(**fields: Any) -> Body:
 
 
 CASES = [
-    Case("an ambiguous grammar, 8 answers", "500 items in a row", COMPLETION, lambda: by_grammar(AMBIGUOUS, n=8)),
     Case(
         "an ambiguous grammar, 15 drafts, 8 answers",
         "masks within `max_wait_ms` a round",
-        COMPLETION,
         lambda: by_grammar(AMBIGUOUS, n=8, speculation={"mode": "fixed", "gamma": MOST_DRAFTS}),
     ),
-    Case("a grammar with many lexer states", "50,000 states", COMPLETION, lambda: by_grammar(EXPONENTIAL, n=8)),
+    Case("a grammar with many lexer states", "50,000 states", lambda: by_grammar(EXPONENTIAL, n=8)),
+    Case("3,000 strings of different lengths", "4,000 subschemas", lambda: schema(wide_schema())),
+    Case("an enumeration of 17,000 words", "256 KiB", lambda: schema({"enum": words(17_000)}, n=8)),
+    Case("long strings by a pattern, 8 answers", "50,000 states", lambda: schema(long_strings(), n=8)),
     Case(
-        "a grammar of 32 KiB",
-        "32 KiB, 500 rules",
-        COMPLETION,
-        lambda: by_grammar("root ::= " + " | ".join(f'"{n:05}"' for n in range(2900))),
+        "400 tools, 8 answers", "500 items in a row", lambda: calls({f"t{n}": {} for n in range(400)}, n=8), route=CHAT
     ),
-    Case("3,000 strings of different lengths", "4,000 subschemas", COMPLETION, lambda: schema(wide_schema())),
-    Case("an enumeration of 17,000 words", "256 KiB", COMPLETION, lambda: schema({"enum": words(17_000)}, n=8)),
-    Case("300 objects of which one has to fit", "500 items in a row", COMPLETION, lambda: schema(wide_choice(), n=8)),
-    Case("long strings by a pattern, 8 answers", "50,000 states", COMPLETION, lambda: schema(long_strings(), n=8)),
-    Case(
-        "repetitions of repetitions",
-        "llguidance's limits",
-        COMPLETION,
-        lambda: by_grammar("root ::= ((([a-z] ){1,900}){1,900}){1,900}", n=8),
-    ),
-    Case("64 counted properties", "64 counted properties", COMPLETION, lambda: schema(counted_schema())),
-    Case("a chain of 1,300 references", "4,000 subschemas", COMPLETION, lambda: schema(deep_schema())),
-    Case("arrays that only open, 8 answers", "64 layouts", COMPLETION, lambda: schema({"type": "array"}, n=8)),
-    Case("4,000 tools", "the context, 400 tools", CHAT, lambda: calls({f"t{n}": {} for n in range(4000)})),
-    Case("400 tools, 8 answers", "500 items in a row", CHAT, lambda: calls({f"t{n}": {} for n in range(400)}, n=8)),
-    Case("a tool of 200 kB", "the context, 256 KiB of schemas", CHAT, lambda: calls({"t": wide_arguments()})),
+    Case("a tool of 200 kB", "the context, 256 KiB of schemas", lambda: calls({"t": wide_arguments()}), route=CHAT),
     Case(
         "40 recursive tools, 8 answers",
         "llguidance's limits",
-        CHAT,
         lambda: calls({f"t{n}": tree(n) for n in range(40)}, n=8),
+        route=CHAT,
     ),
-    Case(
-        "40 recursive tools that may be called, 8 answers",
-        "no masks in free text",
-        CHAT,
-        lambda: calls({f"t{n}": tree(n) for n in range(40)}, n=8, tool_choice="auto"),
-    ),
-    Case("a prompt of a megabyte of spaces", "its length", COMPLETION, lambda: {"prompt": " " * 1_000_000}),
     Case(
         "newcomers beside a prompt of a megabyte of spaces",
         "its length",
-        COMPLETION,
         lambda: {"prompt": " " * 1_000_000},
         newcomers=True,
     ),
-    Case(
-        "newcomers beside a prompt of 500 kB of spaces",
-        "tokenised beside rounds",
-        COMPLETION,
-        lambda: {"prompt": " " * 500_000},
-        newcomers=True,
-    ),
-    Case("a prompt of 500 kB of spaces", "tokenised beside rounds", COMPLETION, lambda: {"prompt": " " * 500_000}),
+    Case("a prompt of 500 kB of spaces", "tokenised beside rounds", lambda: {"prompt": " " * 500_000}),
     Case(
         "128 prompts of 7 kB",
         "1 MiB of body",
-        COMPLETION,
         lambda: {"prompt": [f"{n}" + "=-" * 3_500 for n in range(128)], "max_tokens": 1},
-    ),
-    Case(
-        "a prediction of a megabyte",
-        "8 bytes a token of the context",
-        COMPLETION,
-        lambda: {"prompt": "a", "prediction": {"type": "content", "content": " " * 1_000_000}},
     ),
     Case(
         "a prediction and a prompt of one word, 15 drafts, 8 answers",
         "drafts as `max_wait_ms` allows",
-        COMPLETION,
         lambda: repeated("a " * 3000, prediction={"type": "content", "content": "a " * 3000}),
         cached=True,
     ),
     Case(
         "a lookup in a prompt of one word, 15 drafts, 8 answers",
         "an index a prompt, 32,768 tokens a round",
-        COMPLETION,
         lambda: repeated("a " * 3900),
         cached=True,
     ),
     Case(
         "15 drafts a round by a model, 8 answers",
         "drafts as `max_wait_ms` allows",
-        COMPLETION,
         lambda: repeated("Once upon a time", speculation={"drafter": "model"}, seed=1),
     ),
     Case(
         "newcomers beside a prompt of 4,000 tokens",
         "prefills share a round",
-        COMPLETION,
         lambda: {"prompt": random_words(LONG), "max_tokens": 1},
         newcomers=True,
     ),
     Case(
         "newcomers beside a prompt of 30,000 tokens",
         "prefills share a round",
-        COMPLETION,
         lambda: {"prompt": random_words(LONGEST), "max_tokens": 1},
         newcomers=True,
     ),
     Case(
         "a prefix of 30,000 tokens that comes back from host memory",
         "copied within `max_wait_ms` a round",
-        COMPLETION,
         lambda: {"prompt": random_words(LONGEST), "max_tokens": 1},
         cached=True,
         displaced=True,
     ),
-    Case("a prompt of 300,000 tokens by number", "its length", COMPLETION, lambda: {"prompt": [64] * 300_000}),
-    Case(
-        "128 prompts of 2,000 tokens by number, 16 kB of suffix",
-        "slots in turn",
-        COMPLETION,
-        lambda: {"prompt": [[64 + n] * 2000 for n in range(128)], "max_tokens": 1, "suffix": "a " * 1000},
-    ),
-    Case("every field of sampling, 8 answers", "a vocabulary sorted a token", COMPLETION, sampled),
     Case(
         "every field of sampling, 15 drafts, 8 answers",
         "drafts as `max_wait_ms` allows",
-        COMPLETION,
         lambda: sampled(speculation={"mode": "fixed", "gamma": MOST_DRAFTS, "drafter": "model"}),
     ),
     Case(
         "16 stop strings of 1,000 characters, 8 answers",
         "a table each",
-        COMPLETION,
         lambda: {"prompt": " " * 3000, "n": 8, "max_tokens": 100, "stop": stop_strings(), "ignore_eos": True},
     ),
     Case(
-        "1,024 biases, 8 answers",
-        "1,024",
-        COMPLETION,
-        lambda: {"prompt": "a", "n": 8, "max_tokens": 50, "logit_bias": {str(n): 1 for n in range(1024)}},
-    ),
-    Case("a megabyte of unknown fields in a message", "the first", CHAT, lambda: {"messages": [unknown("a")]}),
-    Case("20,000 messages", "1 MiB of body", CHAT, lambda: {"messages": [{"role": "user", "content": ""}] * 20_000}),
-    Case(
-        "a message of 40,000 names of control tokens",
-        "tokenised beside rounds",
-        CHAT,
-        lambda: chat("<|im_start|><|im_end|>" * 20_000),
-    ),
-    Case("25,000 parts of a message", "1 MiB", CHAT, lambda: chat([{"type": "text", "text": "a"}] * 25_000)),
-    Case("128 answers", "slots in turn", CHAT, lambda: chat(n=128)),
-    Case(
         "20 alternatives everywhere, 8 answers",
         "8 MiB of response",
-        CHAT,
         lambda: chat(" " * 3000, n=8, max_tokens=200, logprobs=True, top_logprobs=20),
+        route=CHAT,
     ),
     Case(
         "best_of, echo and log-probabilities together",
         "8 MiB of response",
-        COMPLETION,
         lambda: {"prompt": "a b " * 900, "best_of": 20, "n": 8, "echo": True, "logprobs": 5, "max_tokens": 20},
     ),
     Case(
         "a whole answer by a grammar behind a megabyte of body",
         "handed over once",
-        COMPLETION,
         lambda: by_grammar("root ::= [a-z ]{2000}", user="x" * 1_000_000, max_tokens=100),
     ),
     Case(
         "a megabyte that is a dense list, from 12 clients",
         "`batchSize`, 1 MiB of body",
-        CHAT,
         lambda: chat([[]] * 260_000),
         copies=12,
+        route=CHAT,
     ),
     Case(
         "bodies of a megabyte that take long to read, from 12 clients",
         "handed over until they are read",
-        COMPLETION,
         lambda: {"prompt": [f"{n}" + "=-" * 3_500 for n in range(128)], "max_tokens": 1},
         copies=12,
     ),
     Case(
         "whole answers behind 60 kB of body, from 12 clients",
         "2 s until their status is open",
-        COMPLETION,
         lambda: by_grammar("root ::= [a-z ]{2000}", user="x" * 60_000, max_tokens=100),
         copies=12,
     ),
 ]
-
-
-@contextmanager
-def slow_connections(port: int, count: int) -> Iterator[None]:
-    """So many clients that send a request a byte a second."""
-    request = f"POST /predictions/qwen/1.0/{COMPLETION} HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\n".encode()
-    sockets = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(count)]
-    ends = threading.Event()
-
-    def send() -> None:
-        for byte in request * 10:
-            for connection in sockets:
-                connection.sendall(bytes([byte]))
-            if ends.wait(1):
-                return
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    try:
-        yield
-    finally:
-        ends.set()
-        thread.join()
-        for connection in sockets:
-            connection.close()
 
 
 class Measure:
@@ -554,10 +432,6 @@ def main() -> None:
             if any(word in case.name for word in options.only):
                 rows.append(measure.case(case))
                 show(rows[-1])
-        if any(word in "connections" for word in options.only):
-            with slow_connections(options.port, 100):
-                rows.append(measure.alone("100 connections that send a byte a second", "TorchServe's front end"))
-            show(rows[-1])
     _, handler = load_yaml(options.config)
     print_result("worst_cases", {"target": handler.model_id}, rows, ["seconds; MiB of the worker's resident memory"])
 

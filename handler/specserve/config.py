@@ -220,12 +220,6 @@ class HandlerConfig(_Section):
         ge=0,
         description="Responses of v1/responses that are kept in memory for `previous_response_id`; default: none.",
     )
-    grammar_seconds: float = Field(
-        default=10.0,
-        gt=0,
-        description="Maximum time for the grammar masks of a request, in s; then it fails. A mask of a real schema "
-        "takes 0.1 to 1 ms (benchmarks/schemas.py).",
-    )
     time_slice_ms: float = Field(default=40.0, ge=0, description="Time between two looks for new requests, in ms.")
     speculation: SpeculationConfig = SpeculationConfig()
     control_tokens: Literal["all", "messages", "none"] = Field(

@@ -1,7 +1,7 @@
 """What handler/kernels/ggml_internals.h declares of ggml's internals is what the locked llama-cpp-python declares.
 
 To move to another version: lock it and run this; if only `test_the_installed_version_is_verified` fails, add it to
-kVerified (UPGRADING.md). If another fails, its message shows the declarations that have changed.
+kVerified (CONTRIBUTING.md). If another fails, its message shows the declarations that have changed.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -81,17 +81,24 @@ def filled(front_end: FrontEnd, **fields: Any) -> Any:
     return front_end.answer(request)
 
 
-def test_the_prompt_is_llama_cpps_for_a_repository() -> None:
-    """As in `format_prompt_infill` of llama.cpp's server."""
-    assert prompt_of() == (
-        "<REPO>myproject\n<FILE>a.py\na = 1\n<FILE>filename\n<PRE>def f():\n    ret<SUF>\nf()\n<MID>"
-    )
-    assert prompt_of(input_extra=None) == "<REPO>myproject\n<FILE>filename\n<PRE>def f():\n    ret<SUF>\nf()\n<MID>"
-    assert prompt_of(input_extra=[{"text": "b"}]).startswith("<REPO>myproject\n<FILE>tmp\nb<FILE>filename\n<PRE>")
+def test_the_prompt_is_llama_cpps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `format_prompt_infill` of llama.cpp's server; nothing in the texts is read as a control token."""
+    encode, asked = FakeVocabulary.encode, set[bool]()
 
+    def recording(self: FakeVocabulary, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
+        asked.add(special or begin)
+        return encode(self, text)
 
-def test_a_model_without_tokens_for_files_gets_them_as_text() -> None:
-    assert prompt_of(separators=False) == "\n\n--- snippet ---\n\na = 1\n<PRE>def f():\n    ret<SUF>\nf()\n<MID>"
+    monkeypatch.setattr(FakeVocabulary, "encode", recording)
+    gap = "<PRE>def f():\n    ret<SUF>\nf()\n<MID>"
+    assert prompt_of() == f"<REPO>myproject\n<FILE>a.py\na = 1\n<FILE>filename\n{gap}"
+    assert prompt_of(input_extra=None) == f"<REPO>myproject\n<FILE>filename\n{gap}"
+    assert prompt_of(input_extra=[{"text": "b"}]) == f"<REPO>myproject\n<FILE>tmp\nb<FILE>filename\n{gap}"
+    assert prompt_of(separators=False) == f"\n\n--- snippet ---\n\na = 1\n{gap}"
+    assert asked == {False}
+    vocabulary = FakeVocabulary(200)
+    with pytest.raises(RequestError, match="no tokens for filling in the middle"):
+        infill_prompt(parse_body(VIM, InfillRequest), Tokenizer(vocabulary, CONFIG), vocabulary)
 
 
 def test_what_is_too_long_is_cut_at_the_ends_that_are_far_from_the_gap() -> None:
@@ -114,20 +121,6 @@ def test_what_is_too_long_is_cut_at_the_ends_that_are_far_from_the_gap() -> None
     assert prompt.count("0009999\n".removeprefix("0")) == 1
 
 
-def test_nothing_in_the_texts_is_read_as_a_control_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    encode = FakeVocabulary.encode
-
-    def recording(self: FakeVocabulary, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        asked.append(special or begin)
-        return encode(self, text)
-
-    monkeypatch.setattr(FakeVocabulary, "encode", recording)
-    prompt_of()
-    assert asked
-    assert not any(asked)
-
-
 def test_the_response_is_llama_cpps(front_end: FrontEnd) -> None:
     answer = filled(front_end)
     assert answer["tokens_predicted"] == 8
@@ -148,11 +141,15 @@ def test_only_the_fields_that_the_request_names_are_returned(front_end: FrontEnd
     assert list(answer) == ["content", "timings/prompt_n", "timings/predicted_ms", "truncated", "tokens_cached"]
 
 
-def test_a_stream_has_the_text_of_the_whole_response_and_ends_with_its_counts(front_end: FrontEnd) -> None:
-    whole = filled(front_end)
-    request = front_end.post({**VIM, "stream": True, "ignore_eos": True}, "infill")
+def streamed(front_end: FrontEnd, **fields: Any) -> list[Any]:
+    """The events of a stream."""
+    request = front_end.post({**VIM, "stream": True, "ignore_eos": True, **fields}, "infill")
     front_end.run()
-    events = [json.loads(line.removeprefix("data: ")) for line in front_end.text(request).strip().split("\n\n")]
+    return [json.loads(line.removeprefix("data: ")) for line in front_end.text(request).strip().split("\n\n")]
+
+
+def test_a_stream_has_the_text_of_the_whole_response_and_ends_with_its_counts(front_end: FrontEnd) -> None:
+    whole, events = filled(front_end), streamed(front_end)
     assert "".join(event["content"] for event in events) == whole["content"]
     assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
     assert events[-1]["tokens_predicted"] == whole["tokens_predicted"]
@@ -171,37 +168,39 @@ def test_a_request_without_a_temperature_is_greedy_and_may_sample(front_end: Fro
     assert len({filled(front_end, temperature=2, samplers=None)["content"] for _ in range(5)}) > 1
 
 
-@pytest.mark.parametrize("indent", [1, 2])
-@pytest.mark.parametrize("first", range(6))
 def test_the_text_ends_before_a_line_that_is_indented_too_little(
-    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, indent: int, first: int
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The generation is cancelled then; whatever pieces a stream comes in."""
     monkeypatch.setattr(FakeVocabulary, "piece", lambda _self, token: b"\n   ab\n  "[token % 9 :][:1])
-    fields = {"prompt": "abcdef"[first], "n_predict": 60}
-    whole = filled(front_end, **fields)["content"]
-    # Its first line goes on where the cursor is.
-    found = re.search(rf"(?<=\n)[ \t]{{0,{indent - 1}}}(?![ \t])(?=.|\n)", whole, re.DOTALL)
-    expected = whole[: found.end()] if found else whole
-    assert filled(front_end, **fields, n_indent=indent)["content"] == expected
-    request = front_end.post({**VIM, **fields, "ignore_eos": True, "n_indent": indent, "stream": True}, "infill")
-    front_end.run()
-    events = [json.loads(line.removeprefix("data: ")) for line in front_end.text(request).strip().split("\n\n")]
-    assert "".join(event["content"] for event in events) == expected
-    assert front_end.sequences() == (0, 0)
+    ended = 0
+    for prompt, indent in product("abcd", (1, 2)):
+        fields = {"prompt": prompt, "n_predict": 60}
+        whole = filled(front_end, **fields)["content"]
+        expected = cut_by_indentation(whole, indent)
+        ended += expected != whole
+        assert filled(front_end, **fields, n_indent=indent)["content"] == expected
+        events = streamed(front_end, **fields, n_indent=indent)
+        assert "".join(event["content"] for event in events) == expected
+        assert front_end.sequences() == (0, 0)
+    assert ended
+
+
+def cut_by_indentation(text: str, indent: int) -> str:
+    """A text up to its first line after the first, which goes on where the cursor is, that is indented by less."""
+    found = re.search(rf"(?<=\n)[ \t]{{0,{indent - 1}}}(?![ \t])(?=.|\n)", text, re.DOTALL)
+    return text[: found.end()] if found else text
 
 
 @given(st.text(" \t\nab", max_size=30), st.lists(st.integers(0, 30), max_size=6), st.integers(1, 4))
 def test_where_a_text_is_cut_does_not_depend_on_its_pieces(text: str, cuts: list[int], indent: int) -> None:
-    found = re.search(rf"(?<=\n)[ \t]{{0,{indent - 1}}}(?![ \t])(?=.|\n)", text, re.DOTALL)
-    expected = text[: found.end()] if found else text
     content = ""
     for begin, end in pairwise([0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]):
         checked = len(content)
         content = indented(content + text[begin:end], indent, checked)
         if len(content) < end:
             break
-    assert content == expected
+    assert content == cut_by_indentation(text, indent)
     assert indented("a\n" + "\t" * 2000 + "b", 10**9, 0) == "a\n" + "\t" * 2000 + "b"
 
 
@@ -211,9 +210,8 @@ def test_no_field_of_the_plug_ins_is_named_as_ignored_and_others_are(front_end: 
     assert [front_end.headers[request].get("x-specserve-ignored") for request in requests] == [None, None, "colour"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
+def test_an_invalid_field_is_a_400_that_names_it(front_end: FrontEnd) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"input_prefix": 5}, "input_prefix"),
         ({"input_extra": [{"text": 5}]}, "input_extra[0].text"),
         ({"input_extra": {}}, "input_extra"),
@@ -223,15 +221,8 @@ def test_no_field_of_the_plug_ins_is_named_as_ignored_and_others_are(front_end: 
         ({"n_probs": 3}, "n_probs"),
         ({"n": 2}, "n"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
-    ],
-)
-def test_an_invalid_field_is_a_400_that_names_it(front_end: FrontEnd, fields: dict[str, Any], param: str) -> None:
-    request = front_end.post({**VIM, **fields}, "infill")
+    ]
+    requests = [front_end.post({**VIM, **fields}, "infill") for fields, _ in cases]
     front_end.run()
-    assert (front_end.status[request], front_end.answer(request)["error"]["param"]) == (400, param)
-
-
-def test_a_model_that_cannot_fill_in_the_middle_says_so() -> None:
-    vocabulary = FakeVocabulary(200)
-    with pytest.raises(RequestError, match="no tokens for filling in the middle"):
-        infill_prompt(parse_body(VIM, InfillRequest), Tokenizer(vocabulary, CONFIG), vocabulary)
+    for request, (_, param) in zip(requests, cases, strict=True):
+        assert (front_end.status[request], front_end.answer(request)["error"]["param"]) == (400, param)

@@ -67,28 +67,23 @@ def accumulated(events: list[Any]) -> Any:
     """The message that Anthropic's client makes of events, which are in order."""
     start, *blocks, last, stop = [event for event in events if event["type"] != "ping"]
     message: Any = start["message"]
+    content = message["content"]
     assert (start["type"], last["type"], stop) == ("message_start", "message_delta", {"type": "message_stop"})
-    assert (message["content"], message["stop_reason"], message["stop_sequence"]) == ([], None, None)
-    texts: list[str] = []
+    assert (content, message["stop_reason"], message["stop_sequence"]) == ([], None, None)
+    fields = {"text": "text", "thinking": "thinking", "tool_use": "input"}
+    deltas = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
     for event in blocks:
-        assert event["index"] == len(texts) - (event["type"] != "content_block_start")
         if event["type"] == "content_block_start":
-            message["content"].append(event["content_block"])
-            texts.append("")
-        elif event["type"] == "content_block_delta":
-            block, delta = message["content"][-1], event["delta"]
-            kinds = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
-            assert delta["type"] == kinds[block["type"]]
-            texts[-1] += delta["partial_json" if block["type"] == "tool_use" else block["type"]]
-        else:
-            assert event["type"] == "content_block_stop"
-            block = message["content"][-1]
-            if block["type"] == "tool_use":
-                assert block["input"] == {}
-                block["input"] = json.loads(texts[-1] or "{}")
-            else:
-                assert block[block["type"]] == ""
-                block[block["type"]] = texts[-1]
+            content.append(event["content_block"])
+            assert not content[-1][fields[content[-1]["type"]]]
+            text = ""
+        kind = content[-1]["type"]
+        assert event["index"] == len(content) - 1
+        if event["type"] == "content_block_delta":
+            assert event["delta"]["type"] == deltas[kind]
+            text += event["delta"]["partial_json" if kind == "tool_use" else fields[kind]]
+        elif event["type"] == "content_block_stop":
+            content[-1][fields[kind]] = json.loads(text or "{}") if kind == "tool_use" else text
     return message | last["delta"] | {name: last[name] for name in ("usage", "speculation")}
 
 
@@ -115,17 +110,14 @@ FIELDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("fields", FIELDS)
-def test_what_is_streamed_is_what_is_whole(front_end: FrontEnd, fields: dict[str, Any]) -> None:
-    message = whole(front_end, **fields)
-    same = accumulated(streamed(front_end, **fields))
-    varying = {"id", "usage", "speculation"}
-    assert same.keys() == message.keys()
-    assert {name: same[name] for name in same.keys() - varying} == {
-        name: message[name] for name in message.keys() - varying
-    }
-    assert same["usage"]["output_tokens"] == message["usage"]["output_tokens"]
-    assert same["speculation"].keys() == message["speculation"].keys()
+def test_what_is_streamed_is_what_is_whole(front_end: FrontEnd) -> None:
+    for fields in FIELDS:
+        message, same = whole(front_end, **fields), accumulated(streamed(front_end, **fields))
+        assert same.keys() == message.keys()
+        assert same["usage"]["output_tokens"] == message["usage"]["output_tokens"]
+        assert same["speculation"].keys() == message["speculation"].keys()
+        varying = dict.fromkeys(("id", "usage", "speculation"))
+        assert same | varying == message | varying, fields
 
 
 def test_input_tokens_are_those_that_were_not_cached(front_end: FrontEnd) -> None:
@@ -136,12 +128,11 @@ def test_input_tokens_are_those_that_were_not_cached(front_end: FrontEnd) -> Non
     assert start["message"]["usage"]["cache_read_input_tokens"] == first["input_tokens"] - 1
 
 
-@pytest.mark.parametrize("header", ["cc_version=2.1.197.0a1; cc_entrypoint=cli; cch=5d2f1;", "cc_version=2.1.198.b97;"])
-def test_what_claude_code_says_of_itself_is_no_part_of_the_prompt(front_end: FrontEnd, header: str) -> None:
+def test_what_claude_code_says_of_itself_is_no_part_of_the_prompt(front_end: FrontEnd) -> None:
     """It differs from conversation to conversation and stands first, so nothing after it would be cached."""
     rules = {"type": "text", "text": "You are an agent. " * 10}
     first = whole(front_end, system=[rules])
-    billing = {"type": "text", "text": f"x-anthropic-billing-header: {header}"}
+    billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.0a1; cc_entrypoint=cli; cch=5d;"}
     usage = whole(front_end, system=[billing, rules])["usage"]
     assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (1, first["usage"]["input_tokens"] - 1)
     assert messages_of(HELLO, system=[billing]) == messages_of(HELLO)
@@ -180,29 +171,22 @@ def test_the_reasoning_of_a_model_that_thinks_is_a_block() -> None:
     assert accumulated(streamed(front_end))["content"] == [thinking, text]
 
 
-def test_the_input_of_a_use_that_is_cut_off_is_as_much_of_it_as_came(
+def test_a_use_that_is_cut_has_as_much_of_its_input_as_came(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ScriptedReader([Call(0, "call_a", "read"), Arguments(0, '{"path": "a.p')]).install(monkeypatch)
-    [block] = whole(front_end, tools=[READ])["content"]
-    assert block["input"] == {"path": "a.p"}
-
-
-def test_a_use_that_a_stop_sequence_cuts_is_none_to_run(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     ScriptedReader([Call(0, "call_a", "read"), Arguments(0, '{"path": "a.p')], cut=True).install(monkeypatch)
-    stopped = whole(front_end, tools=[READ], logit_bias={"199": 100})
-    assert stopped["stop_reason"] == "end_turn"
+    message = whole(front_end, tools=[READ], logit_bias={"199": 100})
+    # Where a stop sequence cuts it, it is none to run.
+    assert (message["content"][0]["input"], message["stop_reason"]) == ({"path": "a.p"}, "end_turn")
 
 
-@pytest.mark.parametrize("arguments", ['{"path": "\\ud800"}', '{"path": tru', "[1]", "{" * 1000])
-def test_arguments_that_are_no_json_object_end_no_worker(
-    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, arguments: str
-) -> None:
-    ScriptedReader([Call(0, "call_a", "read"), Arguments(0, arguments)]).install(monkeypatch)
-    [block] = whole(front_end, tools=[READ])["content"]
-    assert block["input"] == {}
-    deltas = [event["delta"] for event in streamed(front_end, tools=[READ]) if event["type"] == "content_block_delta"]
-    assert deltas == [{"type": "input_json_delta", "partial_json": arguments}]
+def test_arguments_that_are_no_json_object_end_no_worker(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments in ('{"path": "\\ud800"}', '{"path": tru', "[1]", "{" * 1000):
+        ScriptedReader([Call(0, "call_a", "read"), Arguments(0, arguments)]).install(monkeypatch)
+        [block] = whole(front_end, tools=[READ])["content"]
+        assert block["input"] == {}
+        [delta] = [event["delta"] for event in streamed(front_end, tools=[READ]) if "delta" in event][:-1]
+        assert delta == {"type": "input_json_delta", "partial_json": arguments}
 
 
 def test_a_conversation_with_tools_becomes_messages_of_a_chat() -> None:
@@ -291,106 +275,93 @@ def test_fields_become_those_of_a_chat() -> None:
         assert chat_of(tools=[READ], tool_choice={"type": choice}).tool_choice == of_chat
 
 
-@pytest.mark.parametrize("kind", ["web_search_20250305", "web_fetch_20250910", "code_execution_20250825"])
-def test_tools_of_anthropics_servers_are_ignored_unless_the_request_demands_one(kind: str) -> None:
-    own = {"type": kind, "name": "own", "max_uses": 1}
-    assert [tool.function.name for tool in chat_of(tools=[own, READ]).tools or []] == ["read"]
-    assert chat_of(tools=[own]).tools is None
-    for tools, choice in (([own, READ], {"type": "tool", "name": "own"}), ([own], {"type": "any"})):
-        with pytest.raises(RequestError) as refusal:
-            chat_of(tools=tools, tool_choice=choice)
-        assert refusal.value.param == "tool_choice"
+def test_tools_of_anthropics_servers_are_ignored_unless_the_request_demands_one() -> None:
+    for kind in ("web_search_20250305", "web_fetch_20250910", "code_execution_20250825"):
+        own = {"type": kind, "name": "own", "max_uses": 1}
+        assert [tool.function.name for tool in chat_of(tools=[own, READ]).tools or []] == ["read"]
+        assert chat_of(tools=[own]).tools is None
+        for tools, choice in (([own, READ], {"type": "tool", "name": "own"}), ([own], {"type": "any"})):
+            with pytest.raises(RequestError) as refusal:
+                chat_of(tools=tools, tool_choice=choice)
+            assert refusal.value.param == "tool_choice"
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "valid", "invalid"),
-    [
-        ("bash_20250124", "bash", [{"command": "ls"}, {"restart": True}], [{}, {"command": 1}]),
-        (
-            "text_editor_20250728",
-            "str_replace_based_edit_tool",
-            [
-                {"command": "view", "path": "a.py"},
-                {"command": "view", "path": "a.py", "view_range": [1, 9]},
-                {"command": "insert", "path": "a.py", "insert_line": 0, "insert_text": "a"},
-            ],
-            [{"command": "undo_edit", "path": "a.py"}, {"command": "create", "path": "a.py"}],
-        ),
-        (
-            "text_editor_20250124",
-            "str_replace_editor",
-            [
-                {"command": "undo_edit", "path": "a.py"},
-                {"command": "insert", "path": "a.py", "insert_line": 0, "new_str": "a"},
-            ],
-            [{"command": "delete", "path": "a.py"}],
-        ),
-        (
-            "memory_20250818",
-            "memory",
-            [{"command": "rename", "old_path": "a", "new_path": "b"}],
-            [{"command": "rename"}],
-        ),
-    ],
-)
-def test_tools_that_anthropics_clients_run_are_offered_with_their_schemas(
-    monkeypatch: pytest.MonkeyPatch, kind: str, name: str, valid: list[Any], invalid: list[Any]
-) -> None:
+# By type and name of a tool that clients run: inputs that its schema takes, and some that it refuses.
+CLIENT_RUN: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {
+    ("bash_20250124", "bash"): ([{"command": "ls"}, {"restart": True}], [{}, {"command": 1}]),
+    ("text_editor_20250728", "str_replace_based_edit_tool"): (
+        [
+            {"command": "view", "path": "a.py"},
+            {"command": "view", "path": "a.py", "view_range": [1, 9]},
+            {"command": "insert", "path": "a.py", "insert_line": 0, "insert_text": "a"},
+        ],
+        [{"command": "undo_edit", "path": "a.py"}, {"command": "create", "path": "a.py"}],
+    ),
+    ("text_editor_20250124", "str_replace_editor"): (
+        [
+            {"command": "undo_edit", "path": "a.py"},
+            {"command": "insert", "path": "a.py", "insert_line": 0, "new_str": "a"},
+        ],
+        [{"command": "delete", "path": "a.py"}],
+    ),
+    ("memory_20250818", "memory"): (
+        [{"command": "rename", "old_path": "a", "new_path": "b"}],
+        [{"command": "rename"}],
+    ),
+}
+
+
+def test_tools_that_anthropics_clients_run_are_offered_with_their_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
     front_end = FrontEnd(context_length=4096)
-    own = {"type": kind, "name": name}
-    [tool] = chat_of(tools=[own], tool_choice={"type": "tool", "name": name}).tools or []
-    assert (tool.function.name, bool(tool.function.description)) == (name, True)
-    validator = jsonschema.Draft202012Validator(tool.function.parameters or {})
-    assert all(map(validator.is_valid, valid))
-    assert not any(map(validator.is_valid, invalid))
-    ScriptedReader([Call(0, "call_a", name), Arguments(0, json.dumps(valid[0]))]).install(monkeypatch)
-    message = whole(front_end, tools=[own], logit_bias={"199": 100})
-    assert message["content"] == [{"type": "tool_use", "id": "call_a", "name": name, "input": valid[0]}]
-
-
-def test_a_tool_of_the_client_that_is_not_described_is_refused_by_its_name() -> None:
+    for (kind, name), (valid, invalid) in CLIENT_RUN.items():
+        own = {"type": kind, "name": name}
+        [tool] = chat_of(tools=[own], tool_choice={"type": "tool", "name": name}).tools or []
+        assert (tool.function.name, bool(tool.function.description)) == (name, True)
+        validator = jsonschema.Draft202012Validator(tool.function.parameters or {})
+        assert [validator.is_valid(given) for given in valid + invalid] == [True] * len(valid) + [False] * len(invalid)
+        ScriptedReader([Call(0, "call_a", name), Arguments(0, json.dumps(valid[0]))]).install(monkeypatch)
+        message = whole(front_end, tools=[own], logit_bias={"199": 100})
+        assert message["content"] == [{"type": "tool_use", "id": "call_a", "name": name, "input": valid[0]}]
     with pytest.raises(RequestError, match="'computer_20250124'") as refusal:
         chat_of(tools=[READ, {"type": "computer_20250124", "name": "computer"}])
     assert refusal.value.param == "tools"
 
 
-@pytest.mark.parametrize(
-    ("fields", "kind", "words"),
-    [
-        ({"max_tokens": None}, "invalid_request_error", "max_tokens"),
-        ({"messages": []}, "invalid_request_error", "messages"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "invalid_request_error",
-            "'messages[0].content[0]': must be a part of type 'text' or ",
-        ),
-        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "invalid_request_error", "messages"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "invalid_request_error", "messages"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "invalid_request_error", "messages"),
-        (
-            {"messages": [{"role": "user", "content": "x" * 2000}]},
-            "invalid_request_error",
-            "prompt is too long: 2018 tokens > 1024 maximum",
-        ),
-        ({"temperature": 1.5}, "invalid_request_error", "temperature"),
-        ({"tool_choice": {"type": "maybe"}}, "invalid_request_error", "tool_choice"),
-        ({"stop_sequences": ["a"] * 17}, "invalid_request_error", "stop_sequences"),
-        ({"tools": [{"name": "", "input_schema": {}}]}, "invalid_request_error", "tools"),
-        ({"model": "claude-opus-9"}, "not_found_error", "this server has tiny"),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_done_is_anthropics_error_before_the_stream(
-    front_end: FrontEnd, fields: dict[str, Any], kind: str, words: str, *, stream: bool
-) -> None:
-    request_id = front_end.post({**GREEDY, **fields, "stream": stream}, ROUTE)
-    front_end.run()
-    assert front_end.status[request_id] == (404 if kind == "not_found_error" else 400)
-    assert front_end.content_type[request_id] == "application/json"
-    answer = front_end.answer(request_id)
-    assert answer.keys() == {"type", "error"}
-    assert (answer["type"], answer["error"]["type"]) == ("error", kind)
-    assert words in answer["error"]["message"]
+# What cannot be done, and what the error says.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens"),
+    ({"messages": []}, "messages"),
+    *(
+        ({"messages": [{"role": "user", "content": content}]}, words)
+        for content, words in (
+            ([{"type": "image", "source": {}}], "'messages[0].content[0]': must be a part of type 'text' or "),
+            ([{"type": "document"}], "messages"),
+            ("\ud800", "messages"),
+            ("x" * 2000, "prompt is too long: 2018 tokens > 1024 maximum"),
+        )
+    ),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages"),
+    ({"temperature": 1.5}, "temperature"),
+    ({"tool_choice": {"type": "maybe"}}, "tool_choice"),
+    ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
+    ({"tools": [{"name": "", "input_schema": {}}]}, "tools"),
+    ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+    ({"model": "claude-opus-9"}, "this server has tiny"),
+]
+
+
+def test_what_cannot_be_done_is_anthropics_error_before_the_stream(front_end: FrontEnd) -> None:
+    for stream in (False, True):
+        ids = [front_end.post({**GREEDY, **fields, "stream": stream}, ROUTE) for fields, _ in REFUSED]
+        front_end.run()
+        for request_id, (fields, words) in zip(ids, REFUSED, strict=True):
+            status, kind = (404, "not_found_error") if "model" in fields else (400, "invalid_request_error")
+            assert (front_end.status[request_id], front_end.content_type[request_id]) == (status, "application/json")
+            answer = front_end.answer(request_id)
+            assert answer.keys() == {"type", "error"}
+            assert (answer["type"], answer["error"]["type"]) == ("error", kind)
+            assert words in answer["error"]["message"], answer
 
 
 def test_a_thread_is_refused_so_that_anthropics_client_sends_whole_conversations(front_end: FrontEnd) -> None:
@@ -400,29 +371,30 @@ def test_a_thread_is_refused_so_that_anthropics_client_sends_whole_conversations
     assert front_end.answer(request_id)["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
 
-@pytest.mark.parametrize("route", [ROUTE, "v1/messages/count_tokens"])
-def test_a_body_that_cannot_be_read_is_anthropics_error(front_end: FrontEnd, route: str) -> None:
-    bodies = (b"{", b"[]", None)
-    ids = [front_end.post(body, route) for body in bodies]
+def test_a_body_that_cannot_be_read_is_anthropics_error(front_end: FrontEnd) -> None:
+    ids = [front_end.post(body, route) for body in (b"{", b"[]", None) for route in (ROUTE, f"{ROUTE}/count_tokens")]
     front_end.run()
     for request_id in ids:
         assert front_end.status[request_id] == 400
         assert front_end.answer(request_id)["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize(("route", "first"), [("v1/messages", "message_start"), ("v1/responses", "response.created")])
-def test_a_stream_begins_while_its_prompt_is_read(front_end: FrontEnd, route: str, first: str) -> None:
+def test_a_stream_begins_while_its_prompt_is_read(front_end: FrontEnd) -> None:
     """Agents' prompts are long, and their clients wait some minutes for a first event."""
-    front_end.post({"prompt": "ab", "max_tokens": 100, "ignore_eos": True}, "v1/completions")
-    front_end.handle_once()
-    long = "abcdefgh" * 15
-    body = {"input": long} if route == "v1/responses" else {"messages": [{"role": "user", "content": long}]}
-    request = front_end.post({**body, "max_tokens": 5, "ignore_eos": True, "stream": True}, route)
-    while not front_end.text(request):
+    bodies: dict[str, dict[str, Any]] = {
+        "v1/messages": {"messages": [{**HELLO, "content": "abcd" * 30}]},
+        "v1/responses": {"input": "dcba" * 30},
+    }
+    firsts = {"message_start", "response.created", "response.in_progress"}
+    for route, body in bodies.items():
+        front_end.post({"prompt": "ab", "max_tokens": 100, "ignore_eos": True}, "v1/completions")
         front_end.handle_once()
-    assert {event["type"] for event in named_events(front_end.text(request))} <= {first, "response.in_progress"}
-    front_end.run()
-    assert front_end.status[request] == 200
+        request = front_end.post({**body, "max_tokens": 5, "ignore_eos": True, "stream": True}, route)
+        while not front_end.text(request):
+            front_end.handle_once()
+        assert {event["type"] for event in named_events(front_end.text(request))} <= firsts
+        front_end.run()
+        assert front_end.status[request] == 200
 
 
 def test_a_stream_that_fails_ends_with_an_error_event(front_end: FrontEnd) -> None:

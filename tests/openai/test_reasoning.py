@@ -14,9 +14,11 @@ from front_end import FrontEnd
 from specserve.api.answer import AnswerReader, Reasoning, Text
 from specserve.api.chat_template import ChatTemplate
 from specserve.api.parse import parse_body
-from specserve.api.reasoning import ReasoningReader, ThinkingTags, thinking_tags
+from specserve.api.reasoning import ReasoningReader, thinking_tags
 from specserve.api.request_schema import ChatRequest
 from specserve.cli import tiny_models
+from specserve.grammar.call_form import ThinkingTags
+from specserve.grammar.tool_calls import control_tokens
 
 TAGS = ThinkingTags("<think>", "</think>")
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -206,4 +208,8 @@ def test_tags_that_are_control_tokens_are_read_by_their_names() -> None:
         def piece(self, token: int) -> bytes:
             return b"" if token == 7 else super().piece(token)
 
-    assert TAGS.names(Controls(200)) == {7: "<think>"}
+        def name(self, token: int) -> bytes:
+            return b"<think>" if token == 7 else super().name(token)
+
+    vocabulary: Any = Controls(200)
+    assert control_tokens(TAGS, vocabulary) == {7: "<think>"}

@@ -79,7 +79,8 @@ def test_calibrations_are_shared_between_sequences_but_not_by_greedy_and_sampled
 
 def test_where_the_acceptance_probability_is_known_it_teaches_and_not_the_outcome() -> None:
     """p is uniform over four tokens and q certain, so a quarter of such drafts is accepted."""
-    for verification, least, most in (("block", 0.2, 0.3), ("coupled", 0.0, 0.1)):
+    cases: list[tuple[Verification, float, float]] = [("block", 0.2, 0.3), ("coupled", 0.0, 0.1)]
+    for verification, least, most in cases:
         acceptance = Acceptance()
         for _ in range(300):
             learn(acceptance, step_of(sequence(SAMPLED, verification), "model", q=one_hot(0, WIDTH)))
@@ -124,9 +125,10 @@ def test_without_drafts_of_the_model_the_average_follows_the_targets_confidence(
     acceptance, own = Acceptance(), sequence()
     for _ in range(30):
         learn(acceptance, step_of(own, "model"))
-    for best, drafter, low, high in ((10.0, None, 0.9, 1.0), (0.0, "lookup", 0.0, 0.3)):
+    cases: list[tuple[float, list[DrafterName], float, float]] = [(10.0, [], 0.9, 1.0), (0.0, ["lookup"], 0.0, 0.3)]
+    for best, drafters, low, high in cases:
         for _ in range(30):
-            step = step_of(own, drafter) if drafter else step_of(own)
+            step = step_of(own, *drafters)
             logits = np.zeros((len(step.drafts) + 1, WIDTH), np.float32)
             logits[0, 3] = best
             acceptance.learn_from(step, TargetDistributions(logits, own, step.draft_tokens), [3])

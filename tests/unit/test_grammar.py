@@ -22,6 +22,7 @@ from fake_engine import FakeVocabulary
 from specserve.cli.tiny_models import ARCHITECTURES, write_tiny
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ConstraintError, MaskDeferred, RequestError
+from specserve.grammar import compiler as compiler_module
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.grammar.constraint import Constraint
 from specserve.grammar.gbnf import gbnf_to_lark
@@ -438,9 +439,9 @@ def chain(length: int) -> dict[str, Any]:
     [
         ({"type": "strnig"}, "Invalid type"),
         ({"type": "string", "minLength": "a"}, "minLength"),
-        ({"type": "string", "pattern": "(?=a)b"}, "look-arounds and back references in 'pattern'"),
-        ({"type": "string", "pattern": r"(a)\1"}, "look-arounds and back references in 'pattern'"),
-        ({"type": "object", "patternProperties": {r"\bb": {}}}, "references in 'patternProperties'"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"type": "string", "pattern": r"(a)\1"}, "backreferences are not supported"),
+        ({"type": "object", "patternProperties": {r"\bb": {}}}, "lookarounds not supported"),
         ({"type": "string", "pattern": "("}, "regex"),
         ({"type": "string", "format": "regex"}, "the format 'regex' is not supported"),
         ({"type": "array", "uniqueItems": True}, "'uniqueItems' is not supported"),
@@ -455,7 +456,7 @@ def chain(length: int) -> dict[str, Any]:
         ({"x-guidance": {"lenient": True}, "not": {}}, "'not' is not supported"),
         ({"oneOf": [{"minimum": 3}, {"maximum": 4}]}, "branches 0 and 1 of 'oneOf' at '#'"),
         ({"allOf": 5}, "'allOf' must be a list"),
-        ({"type": 5, "uniqueItems": True}, "type must be a string or array"),
+        ({"type": 5, "uniqueItems": True}, "'type' must be a string or array"),
         ({"prefixItems": [{"const": 1}], "items": [{"const": 2}]}, "exclude each other"),
         ({"const": 2**53 + 1}, "beyond 2 to the 53rd"),
         ({"enum": [{"a": [2**60]}]}, "beyond 2 to the 53rd"),
@@ -498,15 +499,13 @@ def chain(length: int) -> dict[str, Any]:
             {"properties": {"x" * 100_000 + "\U0001f600": {"properties": {f"a{i}": {} for i in range(3_900)}}}},
             "names of its nested properties are too long",
         ),
-        (
-            {"$anchor": "a", "properties": {"x" * 5_000: {"$anchor": "b"}}},
-            "names of its nested properties are too long",
-        ),
+        ({"properties": {"x" * 5_000: {}}}, "names of its nested properties are too long"),
+        ({"$ref": "#n", "$defs": {"b": {"$anchor": "n", "const": 1}}}, "leads to no subschema"),
         ({"allOf": None, "oneOf": [{"const": 1}, {"const": 2}], "anyOf": [{"const": 1}]}, "'allOf' must be a list"),
         ({"allOf": 5, "dependentRequired": {"a": ["b"]}}, "'allOf' must be a list"),
         ({"not": {}}, "the keyword 'not' is not supported"),
         # Quadratic time would be minutes.
-        ({"type": "string", "pattern": "[" * 200_000}, "pattern|regex|class"),
+        ({"type": "string", "pattern": "[^" * 100_000}, "pattern|regex|class"),
         ({"enum": [f"s{i:06}" for i in range(100_000)]}, "longer than 256 KiB"),
         ({"allOf": [{"multipleOf": p} for p in (65521, 65519)]}, "multipleOf"),
         ({"allOf": [{"type": "string", "pattern": f"a{i}"} for i in range(100)]}, "patterns"),
@@ -546,8 +545,6 @@ def test_deepest_accepted_schemas_do_not_crash(schema: dict[str, Any], compiler:
         ({"type": "array", "uniqueItems": False, "if": {"maxItems": 1}}, ["[1, 1]"], ["{}"]),
         ({"type": "string", "format": "color"}, ['"red"'], ["1"]),
         ({"type": "integer", "format": "regex"}, ["1"], ['"a"']),
-        ({"$id": "http://h/a.json", "$ref": "http://h/a.json#/$defs/n", "$defs": {"n": {"const": 1}}}, ["1"], ["2"]),
-        ({"$ref": "#n", "$defs": {"b": {"$anchor": "n", "const": 1}}}, ["1"], ["2"]),
         ({"$ref": "#/kept here/n~1", "kept here": {"n/": {"const": 1}}}, ["1"], ["2"]),
         ({"$ref": "#/n", "n": {"properties": {"a": {"$ref": "#/m"}}}, "m": {"const": 1}}, ['{"a":1}'], ['{"a":2}']),
         (
@@ -625,8 +622,11 @@ def test_ambiguous_grammar_fails_before_its_masks_take_long(compiler: GrammarCom
         compute_masks(constraint, in_bytes(model, b"a" * 200))
 
 
-def test_time_budget_is_shared_by_answers_of_a_request_not_by_requests(model: LlamaModel) -> None:
-    compiler = GrammarCompiler(model, max_seconds=0.002)  # a few hundred masks
+def test_time_budget_is_shared_by_answers_of_a_request_not_by_requests(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_SECONDS", 0.002)  # a few hundred masks
+    compiler = GrammarCompiler(model)
     constraint, other_request = compiler.gbnf(EXPRESSION), compiler.gbnf(EXPRESSION)
     other_answer = constraint.fork()
     with pytest.raises(ConstraintError, match="takes too much time"):

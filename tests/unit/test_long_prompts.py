@@ -11,7 +11,6 @@ from common import Row
 from fake_engine import FakeVocabulary
 from library_prompts import Library, Prompt
 from long_prompts import PLAIN, conversation_rows
-from long_prompts_table import long_prompts
 
 
 def beginning(prompt: Prompt) -> str:
@@ -29,13 +28,10 @@ def test_a_prompt_asks_for_a_function_that_it_contains() -> None:
     assert f"def {asked[0]}(" in prompt.text
 
 
-def test_no_two_prompts_begin_alike_unless_they_are_asked_to() -> None:
+def test_no_two_prompts_begin_alike() -> None:
     """A prefix would be cached."""
     library = Library(FakeVocabulary(256))
     assert len({beginning(library.edit(2000)) for _ in range(20)}) == 20
-    alike = library.alike(8, shared=1000, own=200)
-    assert len({beginning(prompt) for prompt in alike}) == 1
-    assert len({prompt.text for prompt in alike}) == 8
 
 
 def servers() -> dict[int, Row]:
@@ -64,21 +60,3 @@ def test_without_llama_server_there_are_no_ratios() -> None:
     found = servers()
     del found[1024][PLAIN]
     assert {row["ratio"] for row in conversation_rows(found, {"1024": 0.25})} == {None}
-
-
-def test_the_table_shows_every_server_that_was_measured_and_no_other() -> None:
-    clients = [{"server": name, "tokens_per_second": 9.0, "gap_p99_s": 0.3} for name in ("specserve auto", PLAIN)]
-    passes = [{"tokens": 1024, "rows": 1, "growth": 1.05, "v": 1.0}, {"tokens": 1024, "rows": 8, "growth": 2, "v": 1.3}]
-    rows = conversation_rows(servers(), {"1024": 0.25})
-    result = {"command": "", "date": "2026-11-26", "passes": passes, "rows": rows, "clients": clients}
-    text = "\n".join(long_prompts({"long_prompts-zen4": result}))
-    for line in (
-        "| a pass of one token, times its cost after 64 | 1.05 |",
-        "| a pass of eight, times that of one | 1.30 |",
-        "| prefill, ms a token: specserve / llama-server | 5.0 / 10.0 |",
-        "| an edit, tokens a second: `auto` / `off` / llama-server | 30 / 25 / 20 |",
-        "first token, share of the first turn's | 0.050 |",
-        "`auto` 9.0, 0.30 s, llama-server 9.0, 0.30 s (Zen 4)",
-    ):
-        assert line in text
-    assert "ik_llama.cpp" not in text

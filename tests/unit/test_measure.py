@@ -118,7 +118,7 @@ def test_workers_that_start_together_measure_once(model: Path) -> None:
 def test_a_model_is_measured_again_when_anything_that_costs_depend_on_has_changed(model: Path) -> None:
     start(model)
     for changed in ({"threads": 4}, {"kernels": "others"}, {"slots": 3}, {"rows": 200}):
-        assert start(model, **changed)[0] > 10  # type: ignore[arg-type] # each has the type of its argument
+        assert start(model, **changed)[0] > 10
     for position in (10, -10):
         content = bytearray(model.read_bytes())
         content[position] = 1

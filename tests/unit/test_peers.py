@@ -6,15 +6,15 @@ import sys
 import textwrap
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 import peer_engines
 from charts import best_settings
 from common import Row, Task
-from peer_engines import DRAFT, ENGINES, SETTINGS, Command, Engine, Job
-from peers import CLIENT_SETTINGS, QUICK_SETTINGS, Ours, Peer, answer_side_by_side, summarise
+from peer_engines import DRAFT, ENGINES, SETTINGS, Engine, Job
+from peers import QUICK_SETTINGS, answer_in_turn, summarise
 from servers import ServerProcess, stream
 from specserve.errors import EnvironmentFailure
 
@@ -35,7 +35,7 @@ SERVER = """
             self.end_headers()
             for word in [body["prompt"], " ", *sys.argv[1:-2]]:
                 self.wfile.write(b"data: " + json.dumps({"choices": [{"text": word}]}).encode() + b"\\n\\n")
-            last = {"choices": [], "usage": {"completion_tokens": 7}, "timings": {"draft_n": 5, "draft_n_accepted": 4}}
+            last = {"choices": [], "usage": {"completion_tokens": 7}}
             self.wfile.write(b"data: " + json.dumps(last).encode() + b"\\n\\n")
 
         def log_message(self, *_):
@@ -49,14 +49,14 @@ SERVER = """
 def fake_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An engine "fake" whose settings are options of SERVER; "dead" exits at once and "missing" cannot be built."""
 
-    def missing(_: Job) -> Command:
+    def missing(_: Job) -> list[str | Path]:
         raise EnvironmentFailure("cmake is not on PATH")
 
     server: list[str | Path] = [sys.executable, "-c", textwrap.dedent(SERVER)]
     settings = {"plain": (), "draft 3": ("--draft", DRAFT), "broken": ("broken",)}
-    monkeypatch.setitem(ENGINES, "fake", Engine(lambda _: Command(server), settings))
+    monkeypatch.setitem(ENGINES, "fake", Engine(lambda _: server, settings))
     dead: list[str | Path] = [sys.executable, "-c", "raise SystemExit('no such instruction')"]
-    monkeypatch.setitem(ENGINES, "dead", Engine(lambda _: Command(dead), {"plain": ()}))
+    monkeypatch.setitem(ENGINES, "dead", Engine(lambda _: dead, {"plain": ()}))
     monkeypatch.setitem(ENGINES, "missing", Engine(missing, {"plain": ()}))
     monkeypatch.setattr(peer_engines, "PEERS", tmp_path)
 
@@ -77,103 +77,54 @@ def test_engines_that_cannot_be_built_or_started_are_reported() -> None:
 
 @pytest.mark.usefixtures("fake_engine")
 def test_draft_models_path_is_inserted_into_the_options() -> None:
-    assert peer_engines.command(job(), "fake draft 3").arguments[-2:] == ["--draft", "draft.gguf"]
+    assert peer_engines.command(job(), "fake draft 3")[-2:] == ["--draft", "draft.gguf"]
     with pytest.raises(EnvironmentFailure, match="no draft model"):
         peer_engines.command(job(draft=None), "fake draft 3")
 
 
 @pytest.mark.usefixtures("fake_engine")
-def test_servers_answer_in_turns_and_a_failing_one_does_not_end_the_run() -> None:
+def test_servers_answer_in_turns_and_a_failing_one_ends_the_run() -> None:
     with ExitStack() as stack:
         processes, failures = peer_engines.start(stack, job(), ["fake plain", "fake draft 3", "fake broken"])
         assert not failures
-        answers, failed = answer_side_by_side([Peer(name, process) for name, process in processes.items()], TASK)
+        plain, drafting, broken = (process.endpoint(name) for name, process in processes.items())
+        answers = answer_in_turn([plain, drafting], TASK)
+        with pytest.raises(SystemExit, match=r"fake broken.*500"):
+            answer_in_turn([plain, broken], TASK)
     assert answers["fake plain"]["text"] == "Hello "
     assert answers["fake draft 3"]["text"] == "Hello --draftdraft.gguf"
     for answer in answers.values():
-        assert (answer["tokens"], answer["drafted"], answer["accepted"]) == (7, 5, 4)
+        assert answer["tokens"] == 7
         assert 0 < answer["prompt_seconds"] < 10
-    assert list(failed) == ["fake broken"]
-    assert "500" in failed["fake broken"]
 
 
-@pytest.mark.usefixtures("fake_engine")
-def test_paused_server_does_not_answer_and_its_clock_stops() -> None:
-    with ExitStack() as stack:
-        processes, _ = peer_engines.start(stack, job(), ["fake plain"])
-        peer = Peer("fake plain", processes["fake plain"])
-        peer.start(TASK)
-        peer._thread.join(0.3)
-        assert (peer.done, peer.progress) == (False, (0, 0.0))
-        peer.turn()
-        assert peer.done
-        assert peer.result()["prompt_seconds"] <= peer.progress[1]
-
-
-class FixedRate:
-    """An engine that generates a fixed number of characters per turn."""
-
-    def __init__(self, name: str, characters: int, turns: list[str]) -> None:
-        self.name, self._characters, self._turns = name, characters, turns
-        self._generated = 0
-
-    @property
-    def done(self) -> bool:
-        return self._generated >= 6
-
-    @property
-    def progress(self) -> tuple[int, float]:
-        return self._generated, 0.0
-
-    def start(self, _: Task) -> None:
-        self._generated = 0
-
-    def turn(self) -> None:
-        self._turns.append(self.name)
-        self._generated += self._characters
-
-    def result(self) -> Row:
-        return {"text": "x" * self._generated}
-
-
-def test_engine_with_the_shortest_answer_has_the_next_turn() -> None:
-    turns: list[str] = []
-    engines = [FixedRate("slow", 1, turns), FixedRate("fast", 3, turns)]
-    answers, _ = answer_side_by_side(cast(list[Ours | Peer], engines), TASK)
-    assert turns == ["slow", "fast", "slow", "slow", "slow", "fast", "slow", "slow"]
-    assert set(answers) == {"slow", "fast"}
-
-
-def test_last_chunk_gives_tokens_and_timings() -> None:
+def test_last_chunk_gives_the_number_of_tokens() -> None:
     with ExitStack() as stack:
         arguments: list[str | Path] = [sys.executable, "-c", textwrap.dedent(SERVER), "one", "two"]
-        process = ServerProcess(arguments, Path("/dev/null"), environment={}, ready="/health")
+        process = ServerProcess(arguments, Path("/dev/null"))
         stack.callback(process.stop)
         process.wait_ready()
         answer = stream(process.endpoint("fake"), "Hello", 4)
     assert answer.error is None
     assert (answer.text, answer.tokens, len(answer.chunks)) == ("Hello onetwo", 7, 4)
-    assert answer.timings["draft_n"] == 5
 
 
-def a_result(tokens: int, seconds: float, prompt_seconds: float, text: str, drafted: int = 0) -> Row:
+def a_result(tokens: int, seconds: float, prompt_seconds: float, text: str) -> Row:
     return {
         "text": text,
         "tokens": tokens,
         "seconds": seconds,
         "prompt_seconds": prompt_seconds,
-        "drafted": drafted,
-        "accepted": drafted // 2,
     }
 
 
 def test_ratio_compares_answers_to_the_same_prompt() -> None:
     pairs = [
-        (a_result(11, 1.0, 1.0, "a"), a_result(21, 1.0, 2.0, "a", drafted=8)),
+        (a_result(11, 1.0, 1.0, "a"), a_result(21, 1.0, 2.0, "a")),
         (a_result(21, 2.0, 1.0, "b"), a_result(21, 1.0, 1.0, "c")),
     ]
     row = summarise("code", "llama-server draft 3", pairs)
-    assert (row["ratio"], row["same_text"], row["acceptance_rate"]) == (2.0, 1, 0.5)
+    assert (row["ratio"], row["same_text"]) == (2.0, 1)
     # 21 / 3 to 11 / 2 tokens a second, and 21 / 2 to 21 / 3.
     assert row["ratio_with_prefill"] == pytest.approx((7 / 5.5 + 1.5) / 2, abs=0.001)
 
@@ -199,7 +150,6 @@ def test_chart_has_each_engines_best_setting_and_our_adaptive_mode() -> None:
 
 def test_compared_settings_exist() -> None:
     assert set(QUICK_SETTINGS) <= set(SETTINGS)
-    assert set(CLIENT_SETTINGS) <= set(SETTINGS)
 
 
 def test_built_packages_are_pinned_with_hashes() -> None:

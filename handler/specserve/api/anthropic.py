@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specserve.api.blocks import Block, BlocksResponse, Event, arguments_of, generation_fields
+from specserve.api.blocks import Block, BlocksResponse, Event, Stage, chat_format, generation_fields
 from specserve.api.body import Body, Items, Part, Text
-from specserve.api.client_tools import ANTHROPIC, is_hosted, not_known
+from specserve.api.client_tools import ANTHROPIC, is_hosted, undescribed
 from specserve.api.parse import parse_body
 from specserve.api.prompt import PromptTooLong
 from specserve.api.request_schema import ChatRequest, GenerationRequest, StopString
@@ -18,10 +18,10 @@ from specserve.errors import RequestError
 
 Json = dict[str, Any]
 
-# How a block begins whose end differs from conversation to conversation, so that nothing behind it would be cached.
+# How a block of the system text begins that differs between conversations, so that nothing behind it would be cached.
 _BILLING = "x-anthropic-billing-header:"
 _ERRORS = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
-# By which Anthropic's client knows that it has to send whole conversations.
+# By this code Anthropic's client knows that it has to send whole conversations.
 _NO_THREADS = "thread_unsupported_request"
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -39,18 +39,8 @@ class AnthropicBody(Body):
     also_known = frozenset({"cache_control", "citations", "signature", "data", "caller", "budget_tokens", "display"})
 
 
-class TextBlock(AnthropicBody):
-    """A block of text."""
-
-    type: Literal["text"]
-    text: Text
-
-
-Texts = Text | Items[TextBlock]
-
-
 class ContentBlock(AnthropicBody, Part):
-    """A block of a message: text, thinking, the use of a tool, or its result."""
+    """A block of a content: text, thinking, a tool call, or its result."""
 
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: Text = ""
@@ -59,34 +49,48 @@ class ContentBlock(AnthropicBody, Part):
     name: Text = ""
     input: dict[str, Any] | None = None
     tool_use_id: Text = ""
-    content: Texts | None = None
+    content: Content | None = None
     is_error: bool | None = None
+
+    def call(self) -> Json:
+        """Return the tool call as that of a chat."""
+        function = {"name": self.name, "arguments": json.dumps(self.input or {}, ensure_ascii=False)}
+        return {"id": self.id, "type": "function", "function": function}
+
+    def result(self) -> Json:
+        """Return the result of a tool as a message of a chat."""
+        content = ("Error: " if self.is_error else "") + _text(self.content or "")
+        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": content}
+
+
+Content = Text | Items[ContentBlock]
+
+
+def _text(content: Content) -> str:
+    """Join the blocks of text among those of a content."""
+    return content if isinstance(content, str) else "\n".join(block.text for block in content if block.type == "text")
 
 
 class MessagesMessage(AnthropicBody):
     """A message."""
 
     role: Literal["user", "assistant", "system"]
-    content: Text | Items[ContentBlock]
+    content: Content
 
-    def messages(self) -> Iterator[Json]:
-        """Yield it as messages of a chat, where each result of a tool is one."""
-        blocks = [] if isinstance(self.content, str) else self.content
-        for block in blocks:
-            if block.type == "tool_result":
-                content = ("Error: " if block.is_error else "") + _text(block.content or "")
-                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-        message: Json = {"role": self.role}
+    def messages(self) -> list[Json]:
+        """Return it as messages of a chat, where each result of a tool is one."""
         if isinstance(self.content, str):
-            message["content"] = self.content
-        elif texts := [block.text for block in blocks if block.type == "text"]:
-            message["content"] = "\n".join(texts)
-        if thoughts := [block.thinking for block in blocks if block.type == "thinking"]:
-            message["reasoning_content"] = "".join(thoughts)
-        if calls := [_call(block) for block in blocks if block.type == "tool_use"]:
+            return [{"role": self.role, "content": self.content}]
+        message: Json = {"role": self.role}
+        if any(block.type == "text" for block in self.content):
+            message["content"] = _text(self.content)
+        if calls := [block.call() for block in self.content if block.type == "tool_use"]:
             message["tool_calls"] = calls
-        if message.keys() & {"content", "tool_calls"}:
-            yield message
+        has_content = len(message) > 1
+        if thoughts := [block.thinking for block in self.content if block.type == "thinking"]:
+            message["reasoning_content"] = "".join(thoughts)
+        results = [block.result() for block in self.content if block.type == "tool_result"]
+        return [*results, message] if has_content else results
 
 
 class MessagesTool(AnthropicBody):
@@ -98,11 +102,6 @@ class MessagesTool(AnthropicBody):
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
 
-    @property
-    def is_offered(self) -> bool:
-        """Whether the model is told of it."""
-        return not is_hosted(self.type or "")
-
     def function(self) -> Json:
         """Return it as a tool of a chat.
 
@@ -110,10 +109,10 @@ class MessagesTool(AnthropicBody):
             RequestError: 400; the client runs it, and its schema is not known.
         """
         if self.type not in {None, "custom", *ANTHROPIC}:
-            raise not_known(self.type or "")
+            raise undescribed(str(self.type))
         description, parameters = ANTHROPIC.get(self.type or "", (self.description, self.input_schema))
-        function = {"name": self.name, "description": description, "parameters": parameters}
-        return {"type": "function", "function": function | {"strict": self.strict}}
+        function = {"name": self.name, "description": description, "parameters": parameters, "strict": self.strict}
+        return {"type": "function", "function": function}
 
 
 class MessagesToolChoice(AnthropicBody):
@@ -130,17 +129,10 @@ class Thinking(AnthropicBody):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class OutputFormat(AnthropicBody):
-    """JSON that follows a schema."""
-
-    type: Literal["json_schema"]
-    json_schema: dict[str, Any] = Field(alias="schema")
-
-
 class OutputConfig(AnthropicBody):
-    """The form of the answer."""
+    """The form of the answer; `format` is validated as the `response_format` of a chat."""
 
-    format: OutputFormat | None = None
+    format: dict[str, Any] | None = None
 
 
 class CountRequest(GenerationRequest):
@@ -149,12 +141,12 @@ class CountRequest(GenerationRequest):
     also_known = GenerationRequest.also_known | AnthropicBody.also_known
 
     messages: Annotated[Items[MessagesMessage], Field(min_length=1)]
-    system: Texts | None = None
+    system: Content | None = None
     tools: Items[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None
+    output_format: dict[str, Any] | None = None
     stop_sequences: Items[StopString] | None = None
     temperature: float | None = Field(default=1.0, ge=0, le=1)
     metadata: dict[str, Any] | None = None
@@ -163,14 +155,8 @@ class CountRequest(GenerationRequest):
 
     def _not_offered(self) -> Iterator[str]:
         for index, tool in enumerate(self.tools or []):
-            if not tool.is_offered:
+            if is_hosted(tool.type):
                 yield f"tools[{index}].{tool.type}"
-
-    def _system(self) -> Texts:
-        """Return the text of the system without what Claude Code sends there for Anthropic, which varies."""
-        if isinstance(self.system, str):
-            return self.system
-        return [block for block in self.system or [] if not block.text.startswith(_BILLING)]
 
     def chat(self) -> ChatRequest:
         """Translate it to a chat.
@@ -181,31 +167,30 @@ class CountRequest(GenerationRequest):
         if self.thread is not None:
             sentence = "This server keeps no threads: send the whole conversation without 'thread'."
             raise RequestError(sentence, param="thread", code=_NO_THREADS)
-        chat = generation_fields(self)
-        system = _text(self._system())
-        messages: list[Json] = [{"role": "system", "content": system}] if system else []
-        for message in self.messages:
-            messages.extend(message.messages())
+        messages = [message for sent in self.messages for message in sent.messages()]
         last = messages[-1] if messages else {}
-        family = (self.metadata or {}).get("prompt_family")
-        written = (self.output_config and self.output_config.format) or self.output_format
-        described = written and {"name": "answer", "schema": written.json_schema}
+        system = self.system or ""
+        if not isinstance(system, str):
+            system = [block for block in system if not block.text.startswith(_BILLING)]
+        if text := _text(system):
+            messages.insert(0, {"role": "system", "content": text})
         choice = self.tool_choice or MessagesToolChoice(type="auto")
-        tools = [tool for tool in self.tools or [] if tool.is_offered]
         named = {"type": "function", "function": {"name": choice.name}}
-        chat |= {
+        written = (self.output_config and self.output_config.format) or self.output_format
+        family = (self.metadata or {}).get("prompt_family")
+        chat: Json = {
             "messages": messages,
+            "metadata": {"prompt_family": family} if family else None,
             # A text of the assistant at the end is the beginning of the answer.
             "continue_final_message": last.get("role") == "assistant" and "tool_calls" not in last,
-            "metadata": {"prompt_family": family} if family else None,
             "stop": self.stop_sequences or self.stop,
-            "tools": [tool.function() for tool in tools] or None,
+            "tools": [tool.function() for tool in self.tools or [] if not is_hosted(tool.type)] or None,
             "tool_choice": _CHOICES.get(choice.type, named),
             "parallel_tool_calls": not choice.disable_parallel_tool_use,
-            "response_format": {"type": "json_schema", "json_schema": described} if described else self.response_format,
+            "response_format": chat_format(written) or self.response_format,
             "chat_template_kwargs": self.thinking and {"enable_thinking": self.thinking.type != "disabled"},
         }
-        return parse_body(chat, ChatRequest)
+        return parse_body(generation_fields(self) | chat, ChatRequest)
 
 
 class MessagesRequest(CountRequest):
@@ -253,7 +238,6 @@ class MessagesResponse(BlocksResponse):
             "stop_reason": None,
             "stop_sequence": None,
             "usage": {
-                # Without those that were cached.
                 "input_tokens": generation.prompt_length - generation.cached_tokens,
                 "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": generation.cached_tokens,
@@ -265,45 +249,28 @@ class MessagesResponse(BlocksResponse):
         """Return a block as it is by now."""
         kind, field, _ = _KINDS[block.kind]
         if block.call is not None:
-            return {"type": kind, "id": block.call.id, "name": block.call.name, "input": arguments_of(block)}
+            return {"type": kind, "id": block.call.id, "name": block.call.name, "input": block.arguments}
         return {"type": kind, field: block.text} | ({"signature": ""} if block.kind == "reasoning" else {})
 
     def _beginning(self) -> Iterator[Event]:
         yield {"type": "message_start", "message": self._message()}
 
-    def _block_beginning(self, block: Block) -> Iterator[Event]:
-        yield {"type": "content_block_start", "index": block.index, "content_block": self._content(block)}
-        if block.index == 0:
-            yield {"type": "ping"}
-
-    def _block_news(self, block: Block, text: str) -> Iterator[Event]:
-        _, field, kind = _KINDS[block.kind]
-        yield {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, field: text}}
-
-    def _block_end(self, block: Block) -> Iterator[Event]:
-        yield {"type": "content_block_stop", "index": block.index}
+    def _block_events(self, stage: Stage, block: Block, text: str) -> Iterator[Event]:
+        if stage == "begin":
+            yield {"type": "content_block_start", "index": block.index, "content_block": self._content(block)}
+            if block.index == 0:
+                yield {"type": "ping"}
+        elif stage == "more":
+            _, field, kind = _KINDS[block.kind]
+            yield {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, field: text}}
+        else:
+            yield {"type": "content_block_stop", "index": block.index}
 
     def _end(self) -> Iterator[Event]:
         message = self._whole()
         delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
-        yield {
-            "type": "message_delta",
-            "delta": delta,
-            "usage": message["usage"],
-            "speculation": message["speculation"],
-        }
+        yield {"type": "message_delta", "delta": delta} | {name: message[name] for name in ("usage", "speculation")}
         yield {"type": "message_stop"}
 
-    def _failure(self, error: RequestError) -> Iterator[Event]:
-        yield self.error_body(error)
-
-
-def _call(block: ContentBlock) -> Json:
-    """Return the use of a tool as a call of a chat."""
-    function = {"name": block.name, "arguments": json.dumps(block.input or {}, ensure_ascii=False)}
-    return {"id": block.id, "type": "function", "function": function}
-
-
-def _text(content: Texts) -> str:
-    """Join the blocks of a content to its text."""
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+    def _failure(self, error: RequestError) -> Event:
+        return self.error_body(error)

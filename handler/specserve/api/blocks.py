@@ -1,4 +1,4 @@
-"""Answers as blocks one after the other, as v1/responses and v1/messages have them: reasoning, text, calls."""
+"""What v1/responses and v1/messages share: answers as blocks one after the other, of reasoning, text or a tool call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic_core import from_json
 
-from specserve.api.answer import Arguments, Call, Reasoning, Text
+from specserve.api.answer import Arguments, Call, Part, Reasoning, Text
 from specserve.api.request_schema import GenerationRequest
 from specserve.api.response import GenerationResponse
 from specserve.api.response_schema import as_json
@@ -17,21 +17,18 @@ from specserve.errors import RequestError
 
 # A JSON object with the field `type`, which also names the event.
 Event = dict[str, Any]
+Stage = Literal["begin", "more", "end"]
+Kind = Literal["reasoning", "text", "call"]
 
-_KINDS: dict[type, Literal["reasoning", "text", "call"]] = {
-    Reasoning: "reasoning",
-    Text: "text",
-    Call: "call",
-    Arguments: "call",
-}
+_KINDS: dict[type, Kind] = {Reasoning: "reasoning", Text: "text", Call: "call", Arguments: "call"}
 
 
 @dataclass
 class Block:
-    """A block of an answer: the how manieth, what it is, and its text as far as it came, a call's arguments as JSON."""
+    """A block of an answer, and its text as far as it came; that of a tool call is the JSON of its arguments."""
 
     index: int
-    kind: Literal["reasoning", "text", "call"]
+    kind: Kind
     call: Call | None = None
     pieces: list[str] = field(default_factory=list)
 
@@ -40,19 +37,27 @@ class Block:
         """Its whole text."""
         return "".join(self.pieces)
 
-
-def arguments_of(call: Block) -> dict[str, Any]:
-    """Return the arguments of a call as far as they came; nothing of what is no JSON."""
-    try:
-        arguments = from_json(call.text or "{}", allow_partial="trailing-strings")
-    except ValueError:  # such as half of a surrogate pair, which JSON can spell
-        return {}
-    return arguments if isinstance(arguments, dict) else {}
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of a call as far as they came; none if that is no JSON object."""
+        try:
+            arguments = from_json(self.text or "{}", allow_partial="trailing-strings")
+        except ValueError:  # such as half of a surrogate pair, which JSON can spell
+            return {}
+        return arguments if isinstance(arguments, dict) else {}
 
 
 def generation_fields(request: GenerationRequest) -> dict[str, Any]:
-    """Return the fields of any generation that a request sets, which its chat takes over."""
+    """Return the fields of any generation that a request sets, for the chat that it becomes."""
     return {name: getattr(request, name) for name in GenerationRequest.model_fields if name in request.model_fields_set}
+
+
+def chat_format(written: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the format of a text, which has its schema beside its type, as the `response_format` of a chat."""
+    if not written or written.get("type") != "json_schema":
+        return written
+    schema = {name: value for name, value in written.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": schema}
 
 
 class BlocksResponse(GenerationResponse, ABC):
@@ -68,28 +73,20 @@ class BlocksResponse(GenerationResponse, ABC):
         """Return the whole response."""
 
     @abstractmethod
-    def _failure(self, error: RequestError) -> Iterator[Event]:
-        """Yield the last events of a stream that fails."""
+    def _beginning(self) -> Iterator[Event]:
+        """Yield the first events of a stream."""
 
     @abstractmethod
-    def _beginning(self) -> Iterator[Event]:
-        """Yield the first events of a stream, which come when its prompt is being read."""
+    def _block_events(self, stage: Stage, block: Block, text: str) -> Iterator[Event]:
+        """Yield the events that begin a block, add text to it, or end it."""
 
     @abstractmethod
     def _end(self) -> Iterator[Event]:
         """Yield the last events of a stream, after those of the last block."""
 
     @abstractmethod
-    def _block_beginning(self, block: Block) -> Iterator[Event]:
-        """Yield the events that begin a block."""
-
-    @abstractmethod
-    def _block_news(self, block: Block, text: str) -> Iterator[Event]:
-        """Yield the events of more text of a block."""
-
-    @abstractmethod
-    def _block_end(self, block: Block) -> Iterator[Event]:
-        """Yield the events that end a block."""
+    def _failure(self, error: RequestError) -> Event:
+        """Return the last event of a stream that fails."""
 
     def text(self) -> str:
         """Return the whole response, or the error, as JSON text."""
@@ -105,35 +102,33 @@ class BlocksResponse(GenerationResponse, ABC):
 
     def _events(self) -> Iterator[Event]:
         [generation] = self.generations
-        # Agents' prompts are long, and their clients wait for a first event no longer than some minutes.
+        # The first event comes when the prompt is being read: agents' clients wait for it some minutes at most.
         if not (self.error or generation.timestamps.start is not None or generation.done):
             return
         if not self._begun:
             self._begun = True
             yield from self._beginning()
         if self.error:
-            yield from self._failure(self.error)
+            yield self._failure(self.error)
             return
         for part in self._parts(0, generation):
-            kind = _KINDS[type(part)]
-            if isinstance(part, Call):
-                yield from self._next_block(kind, part)
-                continue
-            if not self._blocks or self._blocks[-1].kind != kind:
-                yield from self._next_block(kind)
-            self._blocks[-1].pieces.append(part.text)
-            yield from self._block_news(self._blocks[-1], part.text)
+            yield from self._add(part)
         if generation.done:
             # An answer without anything else is an empty text.
             if not self._blocks or self._blocks[-1].kind == "reasoning":
-                yield from self._next_block("text")
-            yield from self._block_end(self._blocks[-1])
+                yield from self._add(Text(""))
+            yield from self._block_events("end", self._blocks[-1], "")
             yield from self._end()
 
-    def _next_block(self, kind: Literal["reasoning", "text", "call"], call: Call | None = None) -> Iterator[Event]:
-        """End the last block, and begin another."""
-        last = self._blocks[-1:]
-        self._blocks.append(Block(len(self._blocks), kind, call))
-        for block in last:
-            yield from self._block_end(block)
-        yield from self._block_beginning(self._blocks[-1])
+    def _add(self, part: Part) -> Iterator[Event]:
+        """Add a part to the last block, or end that and begin the next one."""
+        kind, blocks = _KINDS[type(part)], self._blocks
+        if isinstance(part, Call) or not blocks or blocks[-1].kind != kind:
+            ended = blocks[-1:]
+            blocks.append(Block(len(blocks), kind, part if isinstance(part, Call) else None))
+            for block in ended:
+                yield from self._block_events("end", block, "")
+            yield from self._block_events("begin", blocks[-1], "")
+        if not isinstance(part, Call) and part.text:
+            blocks[-1].pieces.append(part.text)
+            yield from self._block_events("more", blocks[-1], part.text)

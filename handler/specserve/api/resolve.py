@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from specserve.api.logprobs import MAX_RESPONSE_BYTES, ResponseSize
 from specserve.api.prompt import BYTES_PER_TOKEN, Prompt, PromptTooLong, check_tokens
-from specserve.api.reasoning import ThinkingTags
 from specserve.api.request_schema import (
     MAX_TOKENS,
     ChatRequest,
@@ -27,10 +26,10 @@ from specserve.core.detokenizer import with_control_tokens
 from specserve.core.generation import Generation
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
-from specserve.grammar.call_form import CallForm
+from specserve.grammar.call_form import CallForm, ThinkingTags
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.grammar.constraint import Constraint
-from specserve.grammar.tool_calls import CallConstraint, CallSyntax, Reasoning
+from specserve.grammar.tool_calls import CallConstraint, CallSyntax, control_tokens
 from specserve.observability.records import family_label
 from specserve.sequence import Group, RequestInfo, SamplingParams, SpeculationParams, Verification
 
@@ -140,7 +139,6 @@ def resolve(
         thinking=thinking,
         thinks_at_once=thinking is not None and prompts[0].text.rstrip().endswith(thinking.begin),
     )
-    reasoning = Reasoning(*thinking, form.thinks_at_once) if thinking else None
     limit = None if limit == _UNLIMITED else limit
     if limit is not None and config.max_tokens is not None and limit > config.max_tokens:
         raise RequestError.invalid(limit_field, f"An answer has at most {config.max_tokens} tokens here.")
@@ -157,7 +155,7 @@ def resolve(
     family = family_label((request.metadata or {}).get("prompt_family", ""))
     info = RequestInfo(request_id, family, group, randomised, client, request.cache_salt or "")
     speculation = _speculation(options, sampling, config, group, client)
-    constraint = _constraint(request, grammars, syntax, reasoning)
+    constraint = _constraint(request, grammars, syntax, form)
     prediction = _prediction(request, vocabulary, config)
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     stops, marks = with_control_tokens(filter(None, stops), vocabulary)
@@ -182,7 +180,7 @@ def resolve(
                 spells_control=request.skip_special_tokens is False,
                 max_seconds=(request.t_max_predict_ms or 0) / 1000,
                 reuses_prefix=request.cache_prompt is not False,
-                tags=syntax.tags(vocabulary) | (thinking.names(vocabulary) if thinking else {}),
+                tags=syntax.tags(vocabulary) | control_tokens(thinking or (), vocabulary),
                 info=info,
                 index=number * candidates + choice,
                 size=size,
@@ -309,7 +307,7 @@ def _constraint(
     request: CompletionRequest | ChatRequest,
     grammars: GrammarCompiler,
     syntax: CallSyntax,
-    reasoning: Reasoning | None,
+    answer: ResponseForm,
 ) -> Constraint | CallConstraint | None:
     """Compile the grammar that the output follows, if there is one."""
     if request.grammar is not None:
@@ -326,7 +324,8 @@ def _constraint(
             parallel=request.parallel_tool_calls is not False,
             strict=request.strict_tools,
             otherwise={"type": "object"} if isinstance(form, JsonObject) else schema,
-            reasoning=reasoning,
+            thinking=answer.thinking,
+            thinks_at_once=answer.thinks_at_once,
         )
     if isinstance(form, JsonObject):
         return grammars.json_object()

@@ -1,15 +1,21 @@
-"""The items of v1/responses, as messages of a chat."""
+"""What v1/responses has in its input, as parts of a chat: items as messages, tools as functions."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, NamedTuple
 
 from specserve.api.body import Body, Items, Part, Text
-from specserve.api.response_tools import flat_name
+from specserve.api.client_tools import OPENAI, is_hosted, undescribed
+from specserve.errors import RequestError
 
 Json = dict[str, Any]
+
+# The arguments of a custom tool, which takes free text, as a function.
+_FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+# The types of items that are tool calls; their outputs are named after them.
+_CALLS = {"function_call", "custom_tool_call", *(f"{kind}_call" for kind in OPENAI)}
 
 
 class TextItem(Part):
@@ -33,24 +39,11 @@ class ShellOutput(Body):
 
 
 class Item(Body):
-    """An item of the input: a message, the call of a tool, its output, or the reasoning before these."""
+    """An item of the input: a message, a tool call, its output, or the reasoning before these."""
 
     also_known = frozenset({"phase", "encrypted_content", "environment", "max_output_length"})
 
-    type: Literal[
-        "message",
-        "reasoning",
-        "function_call",
-        "function_call_output",
-        "custom_tool_call",
-        "custom_tool_call_output",
-        "shell_call",
-        "shell_call_output",
-        "local_shell_call",
-        "local_shell_call_output",
-        "apply_patch_call",
-        "apply_patch_call_output",
-    ] = "message"
+    type: str = "message"
     id: Text | None = None
     status: Text | None = None
     role: Literal["system", "developer", "user", "assistant"] = "user"
@@ -66,25 +59,31 @@ class Item(Body):
     output: Texts | Items[ShellOutput] | None = None
 
     def message(self) -> Json:
-        """Return it as a message of a chat."""
+        """Return it as a message of a chat.
+
+        Raises:
+            RequestError: 400; there are no such items.
+        """
         if self.type == "message":
-            return {"role": self.role, "content": _text(self.content or "")}
+            return {"role": self.role, "content": _text(self.content)}
         if self.type == "reasoning":
-            return {"role": "assistant", "reasoning_content": _text(self.content or self.summary or "")}
-        if self.type.endswith("output"):
-            # An output of `local_shell` may have the id of its call so; one of `apply_patch` may have no text.
-            call_id = self.call_id or self.id or ""
-            content = _output(self.output) or (self.status or "") * (self.type == "apply_patch_call_output")
-            return {"role": "tool", "tool_call_id": call_id, "content": content}
+            return {"role": "assistant", "reasoning_content": _text(self.content or self.summary)}
+        call = self.type.removesuffix("_output")
+        if call not in _CALLS:
+            raise RequestError.invalid("input", f"'input' has an item of type '{self.type}', which is not supported.")
+        if call != self.type:
+            # `local_shell` may name its call by the item's id; `apply_patch` may have no text.
+            content = _text(self.output) or (self.status or "") * (call == "apply_patch_call")
+            return {"role": "tool", "tool_call_id": self.call_id or self.id or "", "content": content}
         name, arguments = flat_name(self.name, self.namespace), self.arguments
-        if self.type == "custom_tool_call":
+        if call == "custom_tool_call":
             arguments = json.dumps({"input": self.input})
-        elif self.type != "function_call":
+        elif call != "function_call":
             given = self.action or self.operation or {}
-            name = self.type.removesuffix("_call")
+            name = call.removesuffix("_call")
             arguments = json.dumps({key: value for key, value in given.items() if value is not None})
-        call = {"id": self.call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        return {"role": "assistant", "tool_calls": [call]}
+        function = {"name": name, "arguments": arguments}
+        return {"role": "assistant", "tool_calls": [{"id": self.call_id, "type": "function", "function": function}]}
 
 
 def messages_of(items: Iterable[Item]) -> list[Json]:
@@ -102,13 +101,95 @@ def messages_of(items: Iterable[Item]) -> list[Json]:
     return [message for message in messages if message.keys() != {"role", "reasoning_content"}]
 
 
-def _output(output: Texts | list[ShellOutput] | None) -> str:
-    """Return the output of a tool as text."""
-    if output is None or isinstance(output, str):
-        return output or ""
-    return "".join(part.text if isinstance(part, TextItem) else part.model_dump_json() for part in output)
+def _text(content: str | Iterable[TextItem | ShellOutput] | None) -> str:
+    """Join the parts of a content or an output to its text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text if isinstance(part, TextItem) else part.model_dump_json() for part in content)
 
 
-def _text(content: Texts) -> str:
-    """Join the parts of a content to its text."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+class Offered(NamedTuple):
+    """A function that the model is offered for a tool: the item of its calls, and the names that these have there."""
+
+    item: str
+    name: str | None
+    namespace: str | None
+    function: Json
+
+
+class ResponsesTool(Body):
+    """A tool, or a namespace with tools."""
+
+    type: str
+    name: Text | None = None
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: dict[str, Any] | None = None
+    tools: Items[ResponsesTool] | None = None
+    environment: dict[str, Any] | None = None
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether it runs in OpenAI's servers."""
+        return is_hosted(self.type) or (self.environment or {}).get("type", "local") != "local"
+
+    def offered(self, namespace: str | None = None) -> Iterator[Offered]:
+        """Yield what the model is offered.
+
+        Raises:
+            RequestError: 400; the client runs it, and its schema is not known.
+        """
+        if self.is_hosted:
+            return
+        if self.type == "namespace":
+            for tool in self.tools or []:
+                yield from tool.offered(self.name)
+            return
+        item, name = f"{self.type}_call", self.name and flat_name(self.name, namespace)
+        description, parameters = self.description, self.parameters
+        if self.type in OPENAI:
+            name = self.type
+            description, parameters = OPENAI[self.type]
+        elif self.type == "custom":
+            item, parameters = "custom_tool_call", _FREE_TEXT
+            grammar = (self.format or {}).get("definition")
+            about = [self.description, grammar and f"The input follows this grammar:\n{grammar}"]
+            description = "\n".join(filter(None, about))
+        elif self.type != "function":
+            raise undescribed(self.type)
+        function = {"name": name, "description": description, "parameters": parameters, "strict": self.strict}
+        yield Offered(item, self.name, namespace, function)
+
+
+class ResponsesToolChoice(Body):
+    """A tool that has to be called, or those that may be."""
+
+    type: str
+    name: str | None = None
+    mode: str | None = None
+    tools: Items[ResponsesTool] | None = None
+
+    def choice(self) -> Json:
+        """Return it as the choice of a chat.
+
+        Raises:
+            RequestError: 400; it demands a tool that is not offered.
+        """
+        if self.type == "allowed_tools":
+            named = [_named(offered.function["name"]) for tool in self.tools or [] for offered in tool.offered()]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": named}}
+        if self.type in OPENAI:
+            return _named(self.type)
+        if self.type not in {"function", "custom"}:
+            raise RequestError.invalid("tool_choice", f"The model is offered functions only, and no '{self.type}'.")
+        return _named(self.name)
+
+
+def flat_name(name: str, namespace: str | None) -> str:
+    """Return the name of a tool in a namespace as the model knows it, which is as clients name the tools of MCP."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def _named(name: str | None) -> Json:
+    return {"type": "function", "function": {"name": name}}

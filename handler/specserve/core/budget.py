@@ -11,7 +11,7 @@ from specserve.speculation.costs import PassCosts
 # The least budget of a round for prefill, in tokens: a smaller chunk takes nearly as long (benchmarks/cost_curve.py).
 _MIN_CHUNK = 4
 # The default of `max_wait_ms`, in seconds; or, on a slow machine, in forward passes of one token, since the chunks that
-# fit into 0.25 s would be so small that every prompt takes much longer (benchmarks/decisions/max-wait.md).
+# fit into 0.25 s would be so small that every prompt takes much longer (benchmarks/decisions/tried.md).
 _WAIT_SECONDS, _WAIT_PASSES = 0.25, 7
 # Chunks whose wait per token is within this factor of the least are equal, since timings vary by a few per cent.
 _EQUAL = 1.03

@@ -82,7 +82,7 @@ def load_models(config: HandlerConfig) -> Models:
     if draft_model is not None:
         check_same_vocabulary(target_model, draft_model)
     config = fitted(config, target_model, draft_model, free_memory())
-    grammars = GrammarCompiler(target_model, config.grammar_seconds)
+    grammars = GrammarCompiler(target_model)
     # Otherwise all streams would wait for it when the first grammar comes. Threads that it starts inherit the cores of
     # this one, which is bound to one core from the first pass on.
     grammars.prepare()

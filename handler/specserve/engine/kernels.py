@@ -61,7 +61,7 @@ _TIMED_K, _TIMED_COLUMNS, _TIMED_ROWS, _TIMES = 2048, 1536, (1, 4, 8), 5
 # a moment causes more, so a kernel that seems slower is measured up to `_MAX_TRIALS` times.
 _NOISE = 0.1
 _MAX_TRIALS = 6
-# Ways to prefetch weights that are timed, the usual distance first (benchmarks/decisions/prefetch.md).
+# Ways to prefetch weights that are timed, the usual distance first (benchmarks/decisions/tried.md).
 _KIB = {Hint.NONE: (0,), Hint.T1: (24, 12, 48, 96), Hint.NTA: (24, 12, 48)}
 # `prefetcht1` has to be so many times as fast to be used: it loses for some numbers of rows only, by where the code
 # lies in memory, and those that are timed may be lucky. Another distance has to be so many times as fast as the usual.

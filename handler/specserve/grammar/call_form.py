@@ -1,4 +1,4 @@
-"""How calls of tools are written: one notation, by which text is read and from which grammars are made."""
+"""How models write tool calls: one notation, from which both their reader and their grammar are made."""
 
 from __future__ import annotations
 
@@ -78,6 +78,20 @@ class CallForm:
     @cached_property
     def _split_call(self) -> tuple[list[str], list[str]]:
         return _split_after_name(self.call.partition(ARGUMENTS)[0])
+
+
+class ThinkingTags(NamedTuple):
+    """What a model writes before and after its reasoning."""
+
+    begin: str
+    end: str
+
+    def opening(self, text: str) -> int | None:
+        """Return where the reasoning at the beginning of a text begins, -1 if there is none, None if more may tell."""
+        stripped = text.lstrip(WHITESPACE)
+        if stripped.startswith(self.begin):
+            return len(text) - len(stripped) + len(self.begin)
+        return None if self.begin.startswith(stripped) else -1
 
 
 def _split_after_name(form: str) -> tuple[list[str], list[str]]:

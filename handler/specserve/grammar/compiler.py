@@ -1,53 +1,45 @@
-"""Compiles JSON schemas and GBNF grammars for a vocabulary, and keeps what it has compiled."""
+"""Compiles JSON schemas, tool calls and GBNF grammars for a vocabulary, and caches the compiled grammars."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any
 
 import llguidance
-import numpy as np
-from numpy.typing import NDArray
 
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
+from specserve.grammar.call_form import ThinkingTags
 from specserve.grammar.constraint import Budget, CompiledGrammar, Constraint, SpecialTokens, in_one_line
 from specserve.grammar.gbnf import MAX_TEXT as MAX_GRAMMAR_TEXT
 from specserve.grammar.gbnf import UnusableGrammar, gbnf_to_lark
 from specserve.grammar.schema import MAX_SUBSCHEMAS, MAX_TEXT, ReadSchema, UnusableSchema, read_schema
-from specserve.grammar.tool_calls import CallConstraint, CallGrammar, CallSyntax, Reasoning, control_tokens
+from specserve.grammar.tool_calls import CallConstraint, CallGrammar, CallSyntax
 
+# Seconds of the engine's thread that the masks of a request may take; a mask of a real schema takes 0.1 to 1 ms.
+MAX_SECONDS = 10.0
 # llguidance's own forcing restricts the mask to one tokenisation of forced text, at a cost that grows with its length.
 _HEADER = '%llguidance {"no_forcing": true}\n'
-# Maximum 40 characters: small models tend to generate whitespace without end.
-_WHITESPACE_PATTERN = r"[\x20\x0A\x0D\x09]{1,40}"
 # Without \\u: with it, an additional property could be spelled like a named one and escape its schema.
-_ESCAPES = 'nrbtf\\"'
-_FLEXIBLE = {"whitespace_pattern": _WHITESPACE_PATTERN, "json_allowed_escapes": _ESCAPES}
-# The layout of json.dumps, in which chat templates show calls.
-_EXACT = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "json_allowed_escapes": _ESCAPES,
-}
+_ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}
+# At most 40 characters: small models tend to generate whitespace without end.
+_FLEXIBLE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}", **_ESCAPES}
+# The layout of json.dumps, in which chat templates show tool calls.
+_EXACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", **_ESCAPES}
 # Before a tool's name each is an item of the row (`max_items_in_row`), beside a few others.
 MAX_TOOLS = 400
-# Of at most so many tools those that cannot be compiled are searched for.
+# If more tools cannot be compiled together, the one at fault is not searched for.
 _TOOLS_TO_SEARCH = 64
-# What is left out first of a tool that cannot be compiled, and what is asked of its arguments if nothing else helps.
-_COSTLY = frozenset({"pattern", "patternProperties", "minProperties", "maxProperties"})
-_LEFT_OUT = (_COSTLY, _COSTLY | {"$ref"})
-_ANY_OBJECT = ReadSchema('{"type": "object"}', "", 1, ("parameters",))
-# At most so many keywords are named with their tools.
+# What is left out of a tool's schema that cannot be compiled.
+_COSTLY = frozenset({"pattern", "format", "patternProperties", "minProperties", "maxProperties", "multipleOf"})
+# If more keywords are relaxed, they are named without their tools.
 _MAX_NAMES = 16
 # With 151,936 tokens these keep compilation to 0.5 s, a mask to 0.05 s and memory to 100 MB. Of 500 real schemas two
 # need more than 300 items in a row, and none more than 500 (benchmarks/schemas.py).
@@ -60,8 +52,8 @@ _LIMITS = llguidance.LLParserLimits(
     max_grammar_size=50_000,
     verbose_errors=False,
 )
-# Stack of the compiler's thread, which recurses for each subschema with 6 kB; schema.py allows 4,000 of them. Pages
-# that are not used cost nothing.
+# Stack of the compiler's thread, which takes 6 kB for each nested subschema; schema.py allows 4,000 of them. Unused
+# pages cost nothing.
 _STACK_BYTES = 256 * 2**20
 _STACK_SIZE = threading.Lock()
 # An ordinary schema takes 1 to 5 MB, a grammar at the limits 100 MB.
@@ -69,16 +61,10 @@ _CACHED_GRAMMARS = 8
 
 
 class GrammarCompiler:
-    """Compiles schemas and grammars for a vocabulary.
+    """Compiles schemas and grammars for a vocabulary, the target's."""
 
-    Args:
-        vocabulary: of the target.
-        max_seconds: of the engine's thread that the masks of a request may take.
-    """
-
-    def __init__(self, vocabulary: Vocabulary, max_seconds: float = math.inf) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._max_seconds = max_seconds
         self._round_budget = Budget()
         # Least recently used first.
         self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()
@@ -88,7 +74,7 @@ class GrammarCompiler:
         _ = self.tokenizer
 
     def begin_round(self, max_seconds: float) -> None:
-        """Give all masks of the next round so much time, in the engine thread; later ones are deferred."""
+        """Limit the time that all masks of the next round may take in the engine's thread; later ones are deferred."""
         self._round_budget.spent_seconds, self._round_budget.max_seconds = 0.0, max_seconds
 
     def json_object(self) -> Constraint:
@@ -101,8 +87,8 @@ class GrammarCompiler:
         Raises:
             RequestError: the schema is invalid, too large, or uses a keyword that is not supported.
         """
-        read = self._read(schema, "JSON schema", "response_format")
-        lark = f"{_HEADER}start: %json {_with_options(read.text, _FLEXIBLE)}\n"
+        read = _read(schema, "JSON schema", "response_format")
+        lark = f"{_HEADER}start: %json {_with_options(read, _FLEXIBLE)}\n"
         return self._constraint(lark, "JSON schema", "response_format", is_json=True, left=read.left)
 
     def calls(
@@ -114,96 +100,79 @@ class GrammarCompiler:
         parallel: bool,
         strict: Collection[str] = (),
         otherwise: dict[str, Any] | None = None,
-        reasoning: Reasoning | None = None,
+        thinking: ThinkingTags | None = None,
+        thinks_at_once: bool = False,
     ) -> Constraint | CallConstraint:
-        """Return a constraint to calls of tools, from the first token on or from where the model opens one.
+        """Return a constraint to tool calls, from the first token on or from where the model opens one.
 
         Args:
             tools: by name, the JSON schema of the arguments.
-            syntax: how the model writes calls.
+            syntax: how the model writes tool calls.
             required: whether the answer has to be one or more calls.
             parallel: whether it may have several.
-            strict: the tools whose schemas are asserted as a whole; of others `relaxed` names what is not.
+            strict: the tools whose schemas are asserted as a whole; `relaxed` names what is not asserted of others.
             otherwise: the JSON schema of an answer that is no call; None leaves that free.
-            reasoning: what surrounds reasoning before an answer that is free.
+            thinking: the tags around reasoning before a free answer; None if the model does not reason.
+            thinks_at_once: whether the prompt ends with the first tag.
 
         Raises:
             RequestError: a strict schema is invalid or not supported, or all together are too large.
         """
-        read = self._read_tools(tools, strict)
-        in_calls = syntax.tags(self._vocabulary)
+        readings = {name: _readings(name, schema, strict=name in strict) for name, schema in tools.items()}
+        read: dict[str, ReadSchema] = {}
+        for name, of_tool in readings.items():
+            read[name] = next(of_tool)
+            _check_size(read)
         is_free = not required and otherwise is None
-        other, left = None, next((schema.left for schema in read.values() if schema.left), "")
+        other = None
         if otherwise is not None and not required:
             if not syntax.forms[0].tag:
                 raise _refusal("response format", "this model's calls look like any JSON", "response_format")
-            other = _with_options(self._read(otherwise, "JSON schema", "response_format").text, _FLEXIBLE)
+            other = _with_options(_read(otherwise, "JSON schema", "response_format"), _FLEXIBLE)
 
         def lark(some: Mapping[str, ReadSchema]) -> str:
             layouts = (_EXACT, _FLEXIBLE)
-            texts = {name: [_with_options(schema.text, layout) for layout in layouts] for name, schema in some.items()}
-            grammar = CallGrammar(texts, in_calls)
-            opened = grammar.opened if is_free else partial(grammar.whole, otherwise=other)
-            return _HEADER + opened(syntax, parallel=parallel)
+            texts = {name: [_with_options(schema, layout) for layout in layouts] for name, schema in some.items()}
+            grammar = CallGrammar(texts, syntax.tags(self._vocabulary))
+            write = grammar.opened if is_free else partial(grammar.whole, otherwise=other)
+            return _HEADER + write(syntax, parallel=parallel)
 
         try:
-            call = self._constraint(lark(read), "tools", "tools", is_json=False, left=left)
+            call = self._constraint(lark(read), "tools", "tools", is_json=False)
         except RequestError:
-            if other is not None:
-                self.json_schema(otherwise or {})  # raises if that is at fault
+            self.json_schema(otherwise or {})  # raises if that is at fault
             if len(read) > _TOOLS_TO_SEARCH:
                 raise
-            for name, arguments in tools.items():
-                weaker = [*(_relaxed({**arguments, "type": "object"}, keys) for keys in _LEFT_OUT), _ANY_OBJECT]
-                read[name] = self._compilable(name, [read[name], *(weaker if name not in strict else [])], lark)
-            call = self._constraint(lark(read), "tools", "tools", is_json=False, left=left)
-        relaxed = _names({name: schema.relaxed for name, schema in read.items()})
+            read = {name: self._compilable(name, read[name], readings[name], lark) for name in read}
+            call = self._constraint(lark(read), "tools", "tools", is_json=False)
+        call.relaxed = _names({name: schema.relaxed for name, schema in read.items()})
         if not is_free:
-            call.relaxed = relaxed
             return call
-        named = in_calls | (control_tokens(reasoning[:2], self._vocabulary) if reasoning else {})
-        options: Any = {"parallel": parallel, "reasoning": reasoning}
-        constraint = CallConstraint(call, syntax.forms, read, self._vocabulary, named, **options)
-        constraint.relaxed = relaxed
-        return constraint
-
-    def _read_tools(self, tools: Mapping[str, dict[str, Any]], strict: Collection[str]) -> dict[str, ReadSchema]:
-        """Read the schemas of arguments, which are objects even where they do not say so."""
-        read: dict[str, ReadSchema] = {}
-        size, length = 0, 0
-        if len(tools) > MAX_TOOLS:
-            raise _refusal("tools", f"they are more than {MAX_TOOLS}", "tools")
-        for name, schema in tools.items():
-            if schema.get("type", "object") not in ("object", ["object"], None):
-                raise _refusal(f"tool '{name}'", "its arguments have to be of the type 'object'", "tools")
-            whole = {**schema, "type": "object"}
-            read[name] = self._read(whole, f"tool '{name}'", "tools") if name in strict else _relaxed(whole)
-            size, length = size + read[name].size, length + len(read[name].text)
-            if size > MAX_SUBSCHEMAS:
-                raise _refusal("tools", f"they have more than {MAX_SUBSCHEMAS} subschemas together", "tools")
-            if length > MAX_TEXT:
-                raise _refusal("tools", f"they have more than {MAX_TEXT // 1024} KiB of schemas together", "tools")
-        return read
+        return CallConstraint(
+            call,
+            syntax.forms,
+            frozenset(read),
+            self._vocabulary,
+            parallel=parallel,
+            thinking=thinking,
+            thinks_at_once=thinks_at_once,
+        )
 
     def _compilable(
-        self, name: str, schemas: Sequence[ReadSchema], lark: Callable[[Mapping[str, ReadSchema]], str]
+        self,
+        name: str,
+        schema: ReadSchema,
+        weaker: Iterator[ReadSchema],
+        lark: Callable[[Mapping[str, ReadSchema]], str],
     ) -> ReadSchema:
-        """Return the first of a tool's schemas that can be compiled; raises why the last one cannot."""
-
-        def check(schema: ReadSchema) -> ReadSchema:
-            self._compile(lark({name: schema}), f"tool '{name}'", "tools", schema.left)
-            return schema
-
-        for schema in schemas[:-1]:
-            with suppress(RequestError):
-                return check(schema)
-        return check(schemas[-1])
-
-    def _read(self, schema: dict[str, Any], what: str, param: str) -> ReadSchema:
+        """Return a tool's schema or the first weaker one that can be compiled; raises why the last one cannot."""
         try:
-            return read_schema(schema)
-        except UnusableSchema as error:
-            raise _refusal(what, error, param) from error
+            self._compile(lark({name: schema}), f"tool '{name}'", "tools", schema.left)
+        except RequestError:
+            if (weakened := next(weaker, None)) is None:
+                raise
+            return self._compilable(name, weakened, weaker, lark)
+        return schema
 
     def gbnf(self, grammar: str) -> Constraint:
         """Return a constraint to a grammar in llama.cpp's format.
@@ -243,51 +212,47 @@ class GrammarCompiler:
         self._cache[lark] = compiled
         if len(self._cache) > _CACHED_GRAMMARS:
             self._cache.popitem(last=False)
-        return Constraint(compiled, self._vocabulary, self._special, self._round_budget, Budget(self._max_seconds))
+        return Constraint(compiled, self._vocabulary, self._special, self._round_budget, Budget(MAX_SECONDS))
 
     def _compile(self, lark: str, what: str, param: str, left: str = "") -> llguidance.LLMatcher:
         """Compile a grammar, in which a `oneOf` may be left, for this reason."""
         tokenizer = self.tokenizer
         matcher = _with_large_stack(lambda: llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=_LIMITS))
-        if matcher.is_error():
-            error = matcher.get_error()
-            raise _refusal(what, left if left and "oneOf constraints" in error else error, param)
-        if warnings := matcher.get_grammar_warnings():
-            raise _refusal(what, warnings[0], param)
         trial = matcher.deep_copy()
-        trial.compute_bitmask()
-        if trial.is_error():
-            raise _refusal(what, trial.get_error(), param)
+        if not matcher.is_error():
+            trial.compute_bitmask()
+        error = trial.get_error() or "".join(matcher.get_grammar_warnings()[:1])
+        if error:
+            raise _refusal(what, left if left and "oneOf constraints" in error else error, param)
         return matcher
 
     @cached_property
     def _special(self) -> SpecialTokens:
-        end = self._vocabulary.end_tokens()
         pieces = enumerate(map(self._vocabulary.piece, range(self._vocabulary.size)))
         single_byte = {piece[0]: token for token, piece in pieces if len(piece) == 1}
-        return SpecialTokens(np.array(end, np.intp), frozenset(end), single_byte)
+        return SpecialTokens(frozenset(self._vocabulary.end_tokens()), single_byte)
 
     @cached_property
     def tokenizer(self) -> llguidance.LLTokenizer:
         """The vocabulary as llguidance reads it."""
         return llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(_Pieces(self._vocabulary, self._special.end)),
-            eos_token=self._special.end.tolist(),
+            llguidance.TokenizerWrapper(_Pieces(self._vocabulary)), eos_token=self._vocabulary.end_tokens()
         )
 
 
 class _Pieces:
     """The tokenizer interface that llguidance expects: the bytes of every token."""
 
-    special_token_ids: Sequence[int] = ()
+    special_token_ids: tuple[int, ...] = ()
     bos_token_id = None
 
-    def __init__(self, vocabulary: Vocabulary, end: NDArray[np.intp]) -> None:
-        self.eos_token_id = int(end[0])
-        # An end token may also have a text, such as </s>, and must not match it in a grammar.
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self.tokens = [vocabulary.piece(token) for token in range(vocabulary.size)]
-        for token in end.tolist():
+        # An end token may also have a text, such as </s>, and must not match it in a grammar.
+        end = vocabulary.end_tokens()
+        for token in end:
             self.tokens[token] = b""
+        self.eos_token_id = end[0]
 
     def __call__(self, _text: bytes) -> list[int]:
         """Return nothing: without llguidance's forcing, no text is tokenised."""
@@ -313,21 +278,46 @@ def _with_large_stack(compile_one: Callable[[], llguidance.LLMatcher]) -> llguid
     return compiled.result()
 
 
-def _with_options(schema: str, options: Mapping[str, Any]) -> str:
-    """Add the compiler's options to a schema."""
-    text = json.dumps(options)
-    return f'{{"x-guidance": {text}, {schema[1:]}' if schema != "{}" else f'{{"x-guidance": {text}}}'
+def _with_options(schema: ReadSchema, options: Mapping[str, Any]) -> str:
+    """Return a schema with the compiler's options."""
+    return json.dumps({"x-guidance": options})[:-1] + (", " if schema.text != "{}" else "") + schema.text[1:]
 
 
-def _relaxed(schema: dict[str, Any], without: frozenset[str] = frozenset()) -> ReadSchema:
-    """Read a schema without what cannot be asserted of it."""
+def _read(schema: dict[str, Any], what: str, param: str) -> ReadSchema:
     try:
-        return read_schema(schema, relaxes=True, without=without)
-    except UnusableSchema:
-        return _ANY_OBJECT
+        return read_schema(schema)
+    except UnusableSchema as error:
+        raise _refusal(what, error, param) from error
 
 
-def _names(relaxed: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+def _readings(name: str, schema: dict[str, Any], *, strict: bool) -> Iterator[ReadSchema]:
+    """Yield the schema of a tool's arguments as the compiler takes it; if it is not strict then weaker and weaker ones.
+
+    Raises:
+        RequestError: a strict one cannot be asserted as a whole, or the arguments are no object.
+    """
+    if schema.get("type", "object") not in ("object", ["object"], None):
+        raise _refusal(f"tool '{name}'", "its arguments have to be of the type 'object'", "tools")
+    whole = {**schema, "type": "object"}
+    if strict:
+        yield _read(whole, f"tool '{name}'", "tools")
+        return
+    for without in (frozenset[str](), _COSTLY, _COSTLY | {"$ref"}):
+        with suppress(UnusableSchema):
+            yield read_schema(whole, relaxes=True, without=without)
+    yield ReadSchema('{"type": "object"}', relaxed=("parameters",))
+
+
+def _check_size(tools: Mapping[str, ReadSchema]) -> None:
+    if len(tools) > MAX_TOOLS:
+        raise _refusal("tools", f"they are more than {MAX_TOOLS}", "tools")
+    if sum(schema.size for schema in tools.values()) > MAX_SUBSCHEMAS:
+        raise _refusal("tools", f"they have more than {MAX_SUBSCHEMAS} subschemas together", "tools")
+    if sum(len(schema.text) for schema in tools.values()) > MAX_TEXT:
+        raise _refusal("tools", f"they have more than {MAX_TEXT // 1024} KiB of schemas together", "tools")
+
+
+def _names(relaxed: Mapping[str, Collection[str]]) -> tuple[str, ...]:
     """Name keywords with their tools, or if they are many without."""
     names = [f"tools.{tool}.{key}" for tool, keys in relaxed.items() for key in keys]
     if len(names) > _MAX_NAMES:

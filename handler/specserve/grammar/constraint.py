@@ -43,10 +43,9 @@ _REWORDED = {
 
 
 class SpecialTokens(NamedTuple):
-    """The tokens that end an answer, as array and set, and the token that spells each single byte."""
+    """The tokens that end an answer, and the token that spells each single byte."""
 
-    end: NDArray[np.intp]
-    end_set: frozenset[int]
+    end: frozenset[int]
     single_byte: Mapping[int, int]
 
 
@@ -167,7 +166,7 @@ class Constraint:
         forced = self._vocabulary.encode(text.decode("utf-8", errors="ignore"), begin=False)
         forced = forced[:max_tokens]
         matches = text.startswith(b"".join(map(self._vocabulary.piece, forced)))
-        return forced if matches and self._special.end_set.isdisjoint(forced) else []
+        return forced if matches and self._special.end.isdisjoint(forced) else []
 
     def follows(self, tokens: Sequence[int]) -> bool:
         """Whether the grammar allows these tokens, whatever the round's budget; raises like `allowed`."""
@@ -251,7 +250,7 @@ class Constraint:
             for _ in range(min(rejected, len(self._layouts))):
                 self._layouts.pop()
         rest = tokens[shared:]
-        if rest and self._special.end_set.isdisjoint(rest):
+        if rest and self._special.end.isdisjoint(rest):
             with self._timed(may_defer=may_defer):
                 taken = self._matcher.try_consume_tokens(rest)
             if error := self._error():

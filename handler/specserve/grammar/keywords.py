@@ -1,4 +1,4 @@
-"""The keywords of JSON Schema: which hold subschemas, which assert anything, and what an answer cannot spell."""
+"""The keywords and string formats of JSON Schema: which hold subschemas, which assert anything, which are supported."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ IN_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 IN_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 SINGLE = frozenset({"items", "additionalItems", "additionalProperties"})
 JOINABLE = frozenset({"anyOf", "oneOf", "allOf", "$ref", "enum", "const"})
-# Keywords whose values are none: numbers that count something, which may be written as 2.0, and all others.
+# Keywords whose values hold none: numbers that count something, which may be written as 2.0, and all others.
 COUNTS = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"})
-VALUES = (
-    COUNTS
-    | {"$ref", "const", "enum", "type", "required", "pattern", "format"}
-    | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+NUMBERS = frozenset({"const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
+SUPPORTED = IN_LISTS | IN_MAPS | SINGLE | COUNTS | NUMBERS | {"$ref", "type", "required", "pattern", "format"}
+# What the values of some keywords have to be.
+_SHAPES: tuple[tuple[frozenset[str], tuple[type, ...], str], ...] = (
+    (IN_LISTS | {"required", "enum"}, (list,), "a list"),
+    (IN_MAPS, (dict,), "an object"),
+    (COUNTS, (int, float), "a number"),
+    (frozenset({"type"}), (str, list), "a string or array"),
+    (frozenset({"$ref", "pattern"}), (str,), "a string"),
 )
 # Assertions of any JSON Schema draft that the compiler ignores. A keyword in none of these sets is an annotation.
 ASSERTIONS = (
@@ -26,10 +31,45 @@ ASSERTIONS = (
 )
 # Keywords whose values are never subschemas.
 NO_SCHEMAS = frozenset({"const", "default", "enum", "example", "examples"})
-# Characters that JSON spells with "\\u" only, or DEL: llguidance leaves them out where they stand alone, and takes "ab"
-# for "a\\u0001b". In a class beside others they are merely not written.
-UNSPELLED = r"[\x00-\x07\x0b\x0e-\x1f\x7f]"
-_UNSPELLED_IN_PATTERN = rf"(?:{UNSPELLED}|\\(?:[av]|(?:x|u00)(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])|[xu]\{{))"
+# The compiler cannot follow look-arounds, word boundaries and back references.
+LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[bBk1-9]")
+# Characters that JSON spells with "\\u" only, or DEL: the compiler leaves them out, and takes "ab" for "a\\u0001b". In
+# a negated class of a pattern it is right not to write them.
+_UNSPELLED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+_UNSPELLED_IN_PATTERN = re.compile(
+    _UNSPELLED.pattern + r"|\\(?:[av]|(?:x|u00)(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])|[xu]\{)"
+)
+_NEGATED_CLASS = re.compile(r"(?<!\\)\[\^[^\]]*\]?")
+
+# Formats that JSON Schema defines and llguidance 1.9 does not know; others that it does not know are annotations.
+UNSUPPORTED_FORMATS = frozenset({"idn-email", "idn-hostname", "iri", "iri-reference", "uri-reference"}) | {
+    "uri-template",
+    "json-pointer",
+    "relative-json-pointer",
+    "regex",
+}
+# Those that it knows, and names of the third draft.
+FORMATS = {name: name for name in ("duration", "email", "ipv4", "ipv6", "uri", "uuid")} | {"ip-address": "ipv4"}
+# Those that it takes too widely: it knows no leap years, and allows a leap second at any hour (here there is none), and
+# labels that only IDNA could judge ("xn--").
+_LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+_LONG, _SHORT = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])", "(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+_DATE = f"(?:[0-9]{{4}}-(?:{_LONG}|{_SHORT}|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP}-02-29)"
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_END, _INNER = "[A-Za-z0-9]", "[A-Za-z0-9-]"
+_LABEL = f"{_END}(?:{_INNER}?{_END}|{_INNER}{_END}{_INNER}{{0,59}}{_END}|{_INNER}-{_END}(?:{_INNER}{{0,58}}{_END})?)?"
+_HOSTNAME = f"^{_LABEL}(?:\\.{_LABEL})*$"
+PATTERNS = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[tT]{_TIME}$", "time": f"^{_TIME}$", "hostname": _HOSTNAME}
+PATTERNS["host-name"] = _HOSTNAME
+MAX_HOSTNAME = 253
+
+
+def misshapen(key: str, value: Any) -> str:
+    """Return what a keyword's value would have to be, empty if it is."""
+    shape = next((shape for keys, types, shape in _SHAPES if key in keys and not isinstance(value, types)), "")
+    if not shape and key in {"type", "required"} and not all(isinstance(name, str) for name in value):
+        return "strings"
+    return shape
 
 
 def asserts(key: str, value: Any, schema: dict[str, Any]) -> bool:
@@ -53,36 +93,17 @@ def types_of(schema: dict[str, Any]) -> Sequence[Any]:
     return types if isinstance(types, str | list | tuple) else ()
 
 
-def stands_alone(pattern: str) -> bool:
-    """Whether a pattern holds a character that would be left out, other than in a class beside others."""
-    alone = re.search(rf"\[{_UNSPELLED_IN_PATTERN}\]", pattern)
-    return bool(alone or re.search(_UNSPELLED_IN_PATTERN, _without_classes(pattern)))
+def is_unspelled(key: str, value: Any) -> bool:
+    """Whether a text of `const`, `enum` or `pattern` holds a character that the compiler would leave out."""
+    if key == "pattern":
+        return _UNSPELLED_IN_PATTERN.search(_NEGATED_CLASS.sub("", value)) is not None
+    return any(_UNSPELLED.search(text) for text in leaves(value) if isinstance(text, str))
 
 
-def looks_around(pattern: str) -> bool:
-    """Whether a pattern has a look-around, a word boundary or a back reference, which the compiler cannot follow."""
-    outside = _without_classes(pattern).replace(r"\\", "")
-    return re.search(r"(?<!\\)\(\?<?[=!]|\\[bBk1-9]", outside) is not None
-
-
-def _without_classes(pattern: str) -> str:
-    # Possessive, and a class without an end goes to that of the pattern: else each of its beginnings would be tried.
-    return re.sub(r"(\\.)|\[\^?(?:[^\]\\]|\\.)*+(?:\]|\\?\Z)", r"\1", pattern, flags=re.DOTALL)
-
-
-def strings(value: Any) -> Iterator[str]:
-    """Yield every string of a JSON value, names apart."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | dict):
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield everything in a JSON value that is no list or object, names apart."""
+    if isinstance(value, list | dict):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from strings(item)
-
-
-def numbers(value: Any) -> Iterator[int | float]:
-    """Yield all numbers in a JSON value."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
+            yield from leaves(item)
+    else:
         yield value
-    elif isinstance(value, list | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from numbers(item)

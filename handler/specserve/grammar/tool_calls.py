@@ -5,11 +5,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from specserve.engine.base import Vocabulary
 from specserve.errors import ConstraintError
-from specserve.grammar.call_form import ARGUMENTS, BETWEEN, MAX_SPACE, NAME, SPACE, WHITESPACE, CallForm, elements, find
+from specserve.grammar.call_form import (
+    ARGUMENTS,
+    BETWEEN,
+    MAX_SPACE,
+    NAME,
+    SPACE,
+    WHITESPACE,
+    CallForm,
+    ThinkingTags,
+    elements,
+    find,
+)
 from specserve.grammar.constraint import BoolArray, Constraint
 from specserve.sequence import common_prefix
 
@@ -87,7 +98,7 @@ class CallGrammar:
         return " ".join(spelled.get(part) or json.dumps(part) for part in parts)
 
 
-# Tokens and their texts; None stands for what is left of one.
+# Tokens and their texts; None stands for what is left of a token.
 Pieces = tuple[tuple[int | None, str], ...]
 
 
@@ -110,14 +121,6 @@ class _State(NamedTuple):
     reasons: bool | None = False
 
 
-class Reasoning(NamedTuple):
-    """The texts around the reasoning at the beginning of an answer, and whether the prompt ends with the first one."""
-
-    begin: str
-    end: str
-    begun: bool
-
-
 class CallConstraint:
     """A constraint that leaves the model free until it opens a call, and then follows the grammar up to its end.
 
@@ -128,10 +131,12 @@ class CallConstraint:
         forms: of calls.
         names: of the tools.
         vocabulary: of the target.
-        tags: the control tokens in calls, and their names.
         parallel: whether anything may follow a call.
-        reasoning: what surrounds reasoning; None if there is none.
+        thinking: the tags around reasoning; None if there is none.
+        thinks_at_once: whether the prompt ends with the first tag.
     """
+
+    allows_text = True
 
     def __init__(
         self,
@@ -139,24 +144,22 @@ class CallConstraint:
         forms: Sequence[CallForm],
         names: Container[str],
         vocabulary: Vocabulary,
-        tags: Mapping[int, str],
         *,
         parallel: bool,
-        reasoning: Reasoning | None = None,
+        thinking: ThinkingTags | None = None,
+        thinks_at_once: bool = False,
     ) -> None:
+        self.relaxed = call.relaxed
         self._call = call
         self._forms = forms
         self._names = names
         self._vocabulary = vocabulary
-        self._tags = tags
+        self._tags = control_tokens([*(form.text for form in forms), *(thinking or ())], vocabulary)
         self._parallel = parallel
-        self._reasoning = reasoning
+        self._thinking = thinking
         # The tokens that were asked about last, and the states before the first and after each of them.
         self._tokens: list[int] = []
-        self._states = [_State(reasons=False if reasoning is None else reasoning.begun or None)]
-
-    allows_text = True
-    relaxed: tuple[str, ...] = ()
+        self._states = [_State(reasons=False if thinking is None else thinks_at_once or None)]
 
     def allowed(self, tokens: Sequence[int]) -> BoolArray | None:
         """Return the mask of the tokens that may follow, None in free text; raises like `Constraint`."""
@@ -174,8 +177,15 @@ class CallConstraint:
 
     def fork(self) -> CallConstraint:
         """Return an independent constraint by the same grammar."""
-        options: Any = {"parallel": self._parallel, "reasoning": self._reasoning}
-        return CallConstraint(self._call.fork(), self._forms, self._names, self._vocabulary, self._tags, **options)
+        return CallConstraint(
+            self._call.fork(),
+            self._forms,
+            self._names,
+            self._vocabulary,
+            parallel=self._parallel,
+            thinking=self._thinking,
+            thinks_at_once=self._states[0].reasons is True,
+        )
 
     def _open_call(self, tokens: Sequence[int]) -> list[int] | None:
         """Return the tokens of the call that is open after `tokens`, from its first byte on."""
@@ -185,14 +195,13 @@ class CallConstraint:
     def _after(self, tokens: Sequence[int]) -> _State:
         tokens = list(tokens)
         shared = common_prefix(self._tokens, tokens)
-        if shared == len(tokens):
-            # What follows is kept: verification asks about drafts again, whose masks may not be computed twice.
-            return self._states[shared]
-        del self._states[shared + 1 :]
-        for count in range(len(self._states), len(tokens) + 1):
-            self._states.append(self._next(self._states[-1], tokens[:count]))
-        self._tokens = tokens
-        return self._states[-1]
+        if shared < len(tokens):
+            # Else what follows is kept: verification asks about drafts again, whose masks may not be computed twice.
+            del self._states[shared + 1 :]
+            for count in range(shared + 1, len(tokens) + 1):
+                self._states.append(self._next(self._states[-1], tokens[:count]))
+            self._tokens = tokens
+        return self._states[len(tokens)]
 
     def _next(self, state: _State, tokens: list[int]) -> _State:
         """Return the state after `tokens`, whose last one follows `state`."""
@@ -205,36 +214,21 @@ class CallConstraint:
         # Bytes as characters: what opens calls is ASCII.
         piece = self._tags.get(token) or self._vocabulary.piece(token).decode("latin-1")
         pending = (*state.pending, (token, piece)) if piece else state.pending
-        text = "".join(piece for _, piece in pending)
-        if self._reasoning is not None and state.reasons is not False:
-            reasons, position = self._reasoning_goes_on(self._reasoning, text, state.reasons)
+        if self._thinking is not None and state.reasons is not False:
+            reasons, position = _reasoning_goes_on(self._thinking, _text(pending), state.reasons)
+            pending = _since(pending, position)
             if reasons is not False:
-                return _State(pending=_since(pending, position), reasons=reasons)
-            pending, text = _from(pending, position), text[position:]
-        position = -1
+                return _State(pending=pending, reasons=reasons)
+        text, position = _text(pending), -1
         while True:
             found = find(self._forms, text, self._names, start=position + 1, first=state.first, triggers=True)
             position = found.position
+            rest = _since(pending, position)
             if found.match is None:
-                first = state.first and not text[:position].strip(BETWEEN)
-                return _State(pending=_since(pending, position), first=first)
-            begun = self._spelled(pending, position)
+                return _State(pending=rest, first=state.first and not text[:position].strip(BETWEEN))
+            begun = self._spelled(rest)
             if begun and self._follows(begun):
                 return self._unless_complete(_State((begun, len(tokens))), begun)
-
-    @staticmethod
-    def _reasoning_goes_on(tags: Reasoning, text: str, reasons: bool | None) -> tuple[bool | None, int]:
-        """Tell whether an answer is still in its reasoning, and from which character on its text matters."""
-        begin = 0
-        if reasons is None:
-            stripped = text.lstrip(WHITESPACE)
-            if tags.begin.startswith(stripped) and stripped != tags.begin:
-                return None, len(text) - len(stripped)
-            if not stripped.startswith(tags.begin):
-                return False, 0
-            begin = len(text) - len(stripped) + len(tags.begin)
-        end = text.find(tags.end, begin)
-        return (True, max(begin, len(text) - len(tags.end) + 1)) if end < 0 else (False, end + len(tags.end))
 
     def _unless_complete(self, state: _State, call: list[int]) -> _State:
         return _State(ended=not self._parallel) if self._call.complete(call) else state
@@ -246,25 +240,31 @@ class CallConstraint:
         except ConstraintError:
             return True
 
-    def _spelled(self, pending: Pieces, position: int) -> list[int]:
-        """Return the tokens from a character on, single bytes for one that is cut; none where bytes have no tokens."""
-        pieces = _from(pending, position)
+    def _spelled(self, pieces: Pieces) -> list[int]:
+        """Return the tokens of pieces, single bytes for one that is cut; none where bytes have no tokens."""
         spelled = (self._call.spell(piece.encode("latin-1")) if token is None else [token] for token, piece in pieces)
         return [token for tokens in spelled for token in tokens]
 
 
+def _reasoning_goes_on(tags: ThinkingTags, text: str, reasons: bool | None) -> tuple[bool | None, int]:
+    """Tell whether an answer is still in its reasoning, and from which character on its text matters."""
+    begin = 0 if reasons else tags.opening(text)
+    if begin is None:
+        return None, len(text) - len(text.lstrip(WHITESPACE))
+    if begin < 0:
+        return False, 0
+    end = text.find(tags.end, begin)
+    return (True, max(begin, len(text) - len(tags.end) + 1)) if end < 0 else (False, end + len(tags.end))
+
+
+def _text(pieces: Pieces) -> str:
+    return "".join(piece for _, piece in pieces)
+
+
 def _since(pieces: Pieces, position: int) -> Pieces:
-    """Return the pieces that a text has from a character on, the first of them as a whole."""
-    end = 0
+    """Return the pieces of a text from a character on; one that is cut there has no token."""
     for index, (_, piece) in enumerate(pieces):
-        end += len(piece)
-        if end > position:
-            return pieces[index:]
+        if position < len(piece):
+            return ((None, piece[position:]), *pieces[index + 1 :]) if position else pieces[index:]
+        position -= len(piece)
     return ()
-
-
-def _from(pieces: Pieces, position: int) -> Pieces:
-    """Return the pieces of a text from a character on, without a token if one is cut there."""
-    whole = _since(pieces, position)
-    cut = position - sum(len(piece) for _, piece in pieces) + sum(len(piece) for _, piece in whole)
-    return ((None, whole[0][1][cut:]), *whole[1:]) if cut and whole else whole

@@ -20,7 +20,7 @@ from specserve.speculation.rejection import RULES, likeliest
 from specserve.speculation.step import Alternative, Draft, Step
 
 # Alternatives to a draft that are considered: 4 instead of 2 bring 1 to 5 % at temperature 0.8
-# (benchmarks/decisions/alternatives.md).
+# (benchmarks/decisions/tried.md).
 _CHOICES = 4
 # What an alternative has to gain beside its row, in tokens: it takes .1 ms of bookkeeping in the KV cache.
 _LEAST_GAIN = 0.005

@@ -42,7 +42,7 @@ class DraftModel:
     Args:
         cache: the model's KV cache; its slots are those of the target.
         cost: of its passes.
-        window: the most tokens that it reads of a sequence before it drafts (benchmarks/decisions/draft-window.md).
+        window: the most tokens that it reads of a sequence before it drafts (benchmarks/decisions/tried.md).
         max_rows: the most tokens of a pass; at least two for every slot, so that a sequence that has caught up is never
             delayed.
         vocabulary: the width of the target's rows.

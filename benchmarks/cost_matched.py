@@ -90,14 +90,12 @@ def make(source: Path) -> tuple[Path, Plan]:
     note = path.with_name(f".{path.name}.json")
     reader = GGUFReader(source)
     planned = plan(reader)
-    facts = {"source_sha256": files.hashed(source).sha256, "blocks": planned.blocks}
+    facts = {"source_sha256": files.sha256(source), "blocks": planned.blocks}
     with files.locked(models / f".{path.name}.lock", f"{path.name} is being written"):
         if not path.is_file() or files.read_json(note) != facts:
             partial = path.with_name(path.name + ".partial")
-            files.require_space(models, 2 * planned.bytes_result, path.name)
             try:
-                with files.full_disk_explained(models, f"writing {path.name}"):
-                    _write(reader, planned, partial)
+                _write(reader, planned, partial)
                 partial.replace(path)
             finally:
                 partial.unlink(missing_ok=True)

@@ -41,6 +41,7 @@ from servers import (
     unique_prompts,
 )
 from specserve.config import load_yaml
+from specserve.core.loading import PREFILL_ROWS
 
 CLIENTS = (1, 2, 4, 8, 16)
 # Other servers; peers.py compares all.
@@ -302,7 +303,7 @@ def main() -> None:
         if options.overhead:
             rows = measure_overhead(ours, 5 if options.quick else 20)
         elif options.mixed:
-            rows = measure_mixed([ours, *others], options.turns or (1 if options.quick else 5), handler.prefill_rows)
+            rows = measure_mixed([ours, *others], options.turns or (1 if options.quick else 5), PREFILL_ROWS)
         elif options.prefix:
             cached = [replace(endpoint, extra={}) for endpoint in others]
             rows = measure_prefix([ours, *cached], 1 if options.quick else 5)

@@ -10,10 +10,9 @@ from typing import Literal
 import numpy as np
 import pytest
 
+import tiny_models
 from fake_engine import FakeEngine
 from kernel_products import SUPPORTED_VARIANTS, needs_kernels
-from specserve.cli import tiny_models
-from specserve.cli.tiny_models import ARCHITECTURES, write_tiny
 from specserve.config import HandlerConfig, ModelConfig
 from specserve.core.loading import load_models
 from specserve.engine import kernels
@@ -22,6 +21,7 @@ from specserve.engine.invariance import Invariance, probe
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from tiny_formats import FORMATS, quantise_as
+from tiny_models import ARCHITECTURES, write_tiny
 
 SLOT_TOKENS = 512
 NOISE = 0.25

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import tiny_models
 from kernel_products import (
     BLOCK,
     SUPPORTED_VARIANTS,
@@ -23,13 +24,12 @@ from kernel_products import (
     quantised,
 )
 from planted import build_library
-from specserve.cli import tiny_models
-from specserve.cli.tiny_models import write_tiny
 from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from tiny_formats import quantise_as
+from tiny_models import write_tiny
 
 pytestmark = needs_kernels
 

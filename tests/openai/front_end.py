@@ -66,7 +66,6 @@ class FrontEnd:
             target=ModelConfig(path=Path("t")),
             draft=ModelConfig(path=Path("d")),
             sequences=SLOTS,
-            time_slice_ms=time_slice_ms,
             speculation=SpeculationConfig(holdback=holdback),
             **{"context_length": 256, **options},
         )
@@ -95,7 +94,10 @@ class FrontEnd:
             pools,
         )
         self._engine_thread = engine_thread()
-        with mock.patch.object(torchserve, "engine_thread", return_value=self._engine_thread):
+        with (
+            mock.patch.object(torchserve, "engine_thread", return_value=self._engine_thread),
+            mock.patch.object(torchserve, "_SLICE_SECONDS", time_slice_ms / 1000),
+        ):
             self.handler.start(config, lambda _config: models, Served("qwen", "1.0"))
         self.rows: dict[str, dict[str, Any]] = {}
         self.request_headers: dict[str, dict[str, str]] = {}

@@ -306,26 +306,6 @@ def test_of_many_unknown_fields_the_first_few_are_named_and_cut() -> None:
     assert max(map(len, unknown)) == 100
 
 
-def test_the_operator_may_have_unknown_fields_refused() -> None:
-    bodies = {"a": {**COMPLETION, "a": 1}, "speculation.tempo": {**COMPLETION, "speculation": {"tempo": 1}}}
-    for name, body in bodies.items():
-        with pytest.raises(RequestError) as caught:
-            parse_body(body, CompletionRequest, refuses_unknown=True)
-        assert (caught.value.status, caught.value.param, caught.value.code) == (400, name, "unknown_parameter")
-    assert parse_body({**COMPLETION, **WITHOUT_EFFECT}, CompletionRequest, refuses_unknown=True).unknown == []
-    with pytest.raises(RequestError):
-        parse_body({**COMPLETION, "\ud800": 1}, CompletionRequest, refuses_unknown=True).unknown.clear()
-
-
-def test_with_unknown_fields_refuse_no_route_takes_one() -> None:
-    front_end = FrontEnd(unknown_fields="refuse")
-    bodies = {"v1/completions": COMPLETION, "v1/chat/completions": CHAT, "infill": {"input_prefix": "a"}}
-    requests = [front_end.post({**body, "temprature": 1}, route) for route, body in bodies.items()]
-    front_end.run()
-    errors = [front_end.answer(request)["error"] for request in requests]
-    assert [(error["param"], error["code"]) for error in errors] == [("temprature", "unknown_parameter")] * 3
-
-
 def test_ignored_fields_are_named_in_a_header_and_once_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     front_end = FrontEnd()
     odd = "a, b\r\nset-cookie: c\ud800\u00e9"

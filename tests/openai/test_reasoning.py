@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tiny_models
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
 from specserve.api.answer import AnswerReader, Reasoning, Text
@@ -16,7 +17,6 @@ from specserve.api.chat_template import ChatTemplate
 from specserve.api.parse import parse_body
 from specserve.api.reasoning import ReasoningReader, ThinkingTags, thinking_tags
 from specserve.api.request_schema import ChatRequest
-from specserve.cli import tiny_models
 
 TAGS = ThinkingTags("<think>", "</think>")
 MESSAGES = [{"role": "user", "content": "Hello"}]

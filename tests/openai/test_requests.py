@@ -485,12 +485,12 @@ def test_echoed_prompts_count_towards_the_response_size() -> None:
 
 
 def test_the_operator_limits_output_tokens_and_choices() -> None:
-    capped = CONFIG.model_copy(update={"max_tokens": 20, "max_answers": 4})
+    capped = CONFIG.model_copy(update={"max_tokens": 20})
     for fields, param in (
         ({"max_tokens": 21}, "max_tokens"),
-        ({"n": 5}, "n"),
-        ({"best_of": 5}, "best_of"),
-        ({"prompt": ["a", "b", "c"], "n": 2}, "n"),
+        ({"prompt": ["a", "b"], "n": 128}, "n"),
+        ({"prompt": ["a"] * 8, "best_of": 20}, "best_of"),
+        ({"prompt": ["a"] * 65, "n": 2}, "n"),
     ):
         with pytest.raises(RequestError, match="at most") as caught:
             groups_of({"prompt": "a", **fields}, capped)

@@ -471,17 +471,6 @@ def test_fields_inside_text_and_reasoning_are_read_or_named(front_end: FrontEnd)
     assert front_end.headers[request_id] == {"x-specserve-ignored": "text.fromat, text.verbosity, reasoning.sumary"}
 
 
-def test_who_refuses_unknown_fields_still_ignores_tools_that_only_openais_servers_run() -> None:
-    front_end = FrontEnd(unknown_fields="refuse", context_length=1024)
-    tools = [READ, {"type": "web_search"}]
-    taken = front_end.post({**GREEDY, "tools": tools}, ROUTE)
-    refused = front_end.post({**GREEDY, "text": {"fromat": {}}}, ROUTE)
-    front_end.run()
-    assert front_end.status[taken] == 200
-    assert front_end.headers[taken] == {"x-specserve-ignored": "tools[1].web_search"}
-    assert front_end.answer(refused)["error"]["message"] == "Unknown field: 'text.fromat'."
-
-
 def test_the_sentence_about_a_part_that_is_no_text_names_it(front_end: FrontEnd) -> None:
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "x"}]
     request_id = front_end.post({**GREEDY, "input": [{"role": "user", "content": parts}]}, ROUTE)

@@ -16,7 +16,8 @@ import pytest
 import requests
 import yaml
 
-from server import PATIENCE_SECONDS, PROJECT, Server, free_ports, running, tiny_config, until
+from server import PATIENCE_SECONDS, PROJECT, Server, free_ports, running, until
+from tiny_config import tiny_config
 
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = [

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import requests
 
-from server import PATIENCE_SECONDS, Server, running, tiny_config
+from server import PATIENCE_SECONDS, Server, running
+from tiny_config import tiny_config
 
 pytestmark = pytest.mark.server
 

@@ -21,8 +21,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from bodies import anything, chats, completions
-from server import PATIENCE_SECONDS, Server, running, tiny_config, worker
+from server import PATIENCE_SECONDS, Server, running, worker
 from specserve.api.openapi import openapi
+from tiny_config import tiny_config
 
 pytestmark = pytest.mark.server
 

@@ -37,9 +37,8 @@ def test_the_operator_may_say_how_much(caplog: pytest.LogCaptureFixture) -> None
     assert "64 MiB" in caplog.text
 
 
-def test_none_are_kept_without_memory_or_where_no_prefixes_are_kept_or_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_are_kept_without_memory_or_where_none_can_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_store(config(prefix_cache_mib=0), models()) is None
-    assert open_store(config(keep_prefixes=False), models()) is None
     assert open_store(config(prefix_cache_mib=64), models(token_bytes=None)) is None
     monkeypatch.setattr(loading, "free_memory", lambda: 0)
     assert open_store(config(), models()) is None

@@ -16,12 +16,12 @@ from fake_engine import FakeVocabulary
 from specserve.api import client_tools
 from specserve.api.answer import AnswerReader, Arguments, Call, Text
 from specserve.api.call_formats import FORMATS
-from specserve.cli.tiny_models import write_tiny
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ConstraintError, MaskDeferred, RequestError
 from specserve.grammar.compiler import MAX_TOOLS, GrammarCompiler
 from specserve.grammar.constraint import Constraint
 from specserve.grammar.tool_calls import CallConstraint, CallSyntax, Reasoning
+from tiny_models import write_tiny
 
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {

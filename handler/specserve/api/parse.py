@@ -35,13 +35,12 @@ _NESTED = {
 AnyRequest = TypeVar("AnyRequest", bound=Body)
 
 
-def parse_body(body: object, kind: type[AnyRequest], *, refuses_unknown: bool = False) -> AnyRequest:
+def parse_body(body: object, kind: type[AnyRequest]) -> AnyRequest:
     """Validate a request's body as TorchServe hands it over: a mapping, or bytes where it was not JSON.
 
     Args:
         body: the request's.
         kind: of the request; the result's `unknown` has the fields of the body that this does not know.
-        refuses_unknown: whether such a field is an error.
 
     Raises:
         RequestError: 400; `param` names the field that is wrong.
@@ -62,9 +61,6 @@ def parse_body(body: object, kind: type[AnyRequest], *, refuses_unknown: bool = 
         explained = _explain(error.errors(include_url=False, include_input=False))
         raise explained.renamed(names_sent(body, kind.model_fields)) from error
     request.note_unknown(body)
-    if refuses_unknown and request.unknown:
-        param = request.unknown[0].encode(errors="replace").decode()
-        raise RequestError(f"Unknown field: '{param}'.", param=param, code="unknown_parameter")
     return request
 
 

@@ -164,7 +164,6 @@ class Routes:
                 "mode": limits.mode,
                 "gamma": limits.gamma,
                 "max_gamma": limits.max_gamma,
-                "window": limits.window,
                 "context_length": config.context_length,
                 "max_wait_ms": round(1000 * scheduler.max_wait_seconds),
                 "cache_tokens": config.cache_tokens,
@@ -180,8 +179,7 @@ class Routes:
         return Model(id=name, object="model", created=self._created, owned_by="specserve", max_model_len=length)
 
     def _parsed(self, incoming: Incoming, kind: type[AnyRequest]) -> AnyRequest:
-        """Validate a body; unknown fields are refused if the operator wants that."""
-        return parse_body(incoming.body, kind, refuses_unknown=self._config.unknown_fields == "refuse")
+        return parse_body(incoming.body, kind)
 
     def _named(self, request: Body, response: Response) -> Response:
         """Name what was ignored of a request in its response's headers, and once in the log."""

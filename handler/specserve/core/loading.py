@@ -37,6 +37,13 @@ logger = logging.getLogger(__name__)
 _MAX_LOGITS = 64
 # The most alternatives to drafts in a pass of the target (speculation/alternatives.py): on no machine seen more pay.
 _MAX_ALTERNATIVES = 8
+# The most prompt tokens in a round.
+PREFILL_ROWS = 64
+# Tokens before the end of a sequence that the draft model reads when it joins one; fewer in a long one.
+_DRAFT_WINDOW = 128
+# The most seconds that the grammar masks of a request may take; one of a real schema takes 0.1 to 1 ms
+# (benchmarks/schemas.py).
+_GRAMMAR_SECONDS = 10.0
 # The ratio of draft to target step time above which the log warns: a draft has then to be accepted every other time to
 # pay at all.
 _HIGH_COST_RATIO = 0.5
@@ -82,7 +89,7 @@ def load_models(config: HandlerConfig) -> Models:
     if draft_model is not None:
         check_same_vocabulary(target_model, draft_model)
     config = fitted(config, target_model, draft_model, free_memory())
-    grammars = GrammarCompiler(target_model, config.grammar_seconds)
+    grammars = GrammarCompiler(target_model, _GRAMMAR_SECONDS)
     # Otherwise all streams would wait for it when the first grammar comes. Threads that it starts inherit the cores of
     # this one, which is bound to one core from the first pass on.
     grammars.prepare()
@@ -209,8 +216,8 @@ def _open_draft(
     draft = DraftModel(
         KVCache(engine),
         cost,
-        window=config.speculation.window,
-        max_rows=config.prefill_rows,
+        window=_DRAFT_WINDOW,
+        max_rows=PREFILL_ROWS,
         vocabulary=target_model.size,
         context_length=engine.slot_length,
     )
@@ -223,7 +230,7 @@ def _go_on_without(error: ModelLoadError) -> None:
 
 def _path(model: ModelConfig) -> Path:
     if model.path is None:
-        raise ModelLoadError(f"{model.file}: the archive has no path of this file; build it with scripts/archive.")
+        raise ModelLoadError(f"{model.hub}: the archive has no path of this file; build it with scripts/archive.")
     return model.path
 
 
@@ -244,7 +251,7 @@ def _engine(
         context_length=config.context_length,
         n_cells=n_cells,
         threads=placement.usable.threads,
-        max_rows=config.prefill_rows + _MAX_LOGITS,
+        max_rows=PREFILL_ROWS + _MAX_LOGITS,
         max_logits=max(max_logits, config.sequences),
         head=head,
         max_alternatives=max_alternatives,
@@ -296,7 +303,7 @@ def open_store(config: HandlerConfig, models: Models) -> PrefixStore | None:
     token_bytes, mebibytes = models.target.token_bytes, config.prefix_cache_mib
     if mebibytes is None:
         mebibytes = int(_PREFIX_SHARE * free_memory()) >> 20
-    if token_bytes is None or not mebibytes or not config.keep_prefixes:
+    if token_bytes is None or not mebibytes:
         return None
     max_bytes = mebibytes << 20
     logger.info("specserve: up to %d MiB of host memory keep prefixes: %d tokens", mebibytes, max_bytes // token_bytes)

@@ -32,7 +32,7 @@ def tiny_config(directory: Path, architecture: str = "qwen2", **changes: Any) ->
         "maxBatchDelay": 1,
         "continuousBatching": True,
         "responseTimeout": 30,
-        "startupTimeout": 60,
+        "startupTimeout": 300,
         "maxRetryTimeoutInSec": 86400,
         "jobQueueSize": 100,
         "handler": {

@@ -39,8 +39,6 @@ _SCORE_BYTES = 80
 # Tokens that an answer is expected to have at most where the request does not limit it; if it has more and the response
 # becomes too large, it ends with an error then.
 _UNSTATED = 1024
-# Maximum sequences of a request: its prompts times `n` or `best_of`.
-_MAX_ANSWERS = 128
 # vLLM and llama.cpp take this seed for "choose one", and llama.cpp this number of tokens for "no limit".
 _ANY_SEED = _UNLIMITED = -1
 
@@ -146,11 +144,6 @@ def resolve(
     limit = None if limit == _UNLIMITED else limit
     if limit is not None and config.max_tokens is not None and limit > config.max_tokens:
         raise RequestError.invalid(limit_field, f"An answer has at most {config.max_tokens} tokens here.")
-    if len(prompts) * candidates > _MAX_ANSWERS:
-        raise RequestError.invalid(
-            "n" if candidates == choices else "best_of",
-            f"A request may ask for at most {_MAX_ANSWERS} answers in all on this server.",
-        )
     sampling = _sampling(request, vocabulary)
     # Only requests that leave speculation to the server, and the server to the controller, are randomised.
     randomised = request.speculation is None and config.speculation.mode == "auto"

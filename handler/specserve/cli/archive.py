@@ -6,6 +6,7 @@ import json
 import os
 import re
 from argparse import Namespace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile
@@ -103,7 +104,8 @@ def write_mar(
     model = {"modelName": target.stem, "modelVersion": version, "handler": handler}
     if config:
         model["configFile"] = config
-    manifest = {"runtime": "python", "archiverVersion": "0.12.0", "model": model}
+    created = datetime.now().astimezone().strftime("%d/%m/%Y %H:%M:%S")
+    manifest = {"createdOn": created, "runtime": "python", "archiverVersion": "0.12.0", "model": model}
     target.parent.mkdir(exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:

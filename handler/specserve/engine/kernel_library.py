@@ -22,7 +22,6 @@ from functools import lru_cache
 from pathlib import Path
 
 from specserve.config import cache_directory, processor
-from specserve.engine.llama_model import start_backend
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +102,9 @@ def load(path: Path) -> ctypes.CDLL:
     Raises:
         Unusable: the linker refuses it, or it lacks a function.
     """
+    # Only now: scripts/serve asks for the path alone, without half a second for llama_cpp and NumPy.
+    from specserve.engine.llama_model import start_backend  # noqa: PLC0415
+
     start_backend()
     try:
         # Makes the symbols of the ggml that llama_cpp has loaded visible to the library.

@@ -50,8 +50,10 @@ def sleeper(argument: Path | str, program: str = SLEEP) -> Iterator[subprocess.P
     with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as started:
         assert started.stdout
         started.stdout.readline()
-        yield started
-        started.kill()
+        try:
+            yield started
+        finally:
+            started.kill()
 
 
 def in_java(text: str) -> dict[str, str]:
